@@ -140,20 +140,32 @@ class Hosts:
             route = (_NETWORK, "via", _SILENT_DNS, "dev", _DEVICE, "table", _LOST_TABLE)
             _ip_in(host, "route", "add", *route)
 
+    def reset_other_connections(self, port: int) -> None:
+        """Reset all TCP connections but those to one port, once they carry something.
+
+        Raises:
+            NoNamespacesError: the command `nft` is missing.
+        """
+        through = (f"tcp {direction} {port} accept" for direction in ("dport", "sport"))
+        self._filter(*through, "meta l4proto tcp reject with tcp reset")
+
     def lose_some(self, percent: int) -> None:
         """Lose some of the packets at random, in both directions.
 
         Raises:
             NoNamespacesError: the command `nft` is missing.
         """
+        self._filter(f"numgen random mod 100 < {percent} drop")
+
+    def _filter(self, *rules: str) -> None:
+        """Add rules of nftables for the packets that arrive at each host."""
         if shutil.which("nft") is None:
             raise NoNamespacesError("the command `nft` of nftables is not installed")
-        rules = (
-            "add table ip lossy; add chain ip lossy arriving { type filter hook input priority 0; }; "
-            f"add rule ip lossy arriving iifname {_DEVICE} numgen random mod 100 < {percent} drop"
-        )
+        commands = "add table ip tests; add chain ip tests arriving { type filter hook input priority 0; }"
+        for rule in rules:
+            commands += f"; add rule ip tests arriving iifname {_DEVICE} {rule}"
         for host in (self.a, self.b):
-            _ip("netns", "exec", host.namespace, "nft", rules)
+            _ip("netns", "exec", host.namespace, "nft", commands)
 
 
 @contextmanager

@@ -6,8 +6,8 @@
       | Offer(address, key of a test)            |   from both sides, if the user has chosen it there, too
       | Proved(test)                             |   the test write of that side has ended
       | <-------------------------------------> |   both have proved: blocks may be written
-      | Refused(reason)                          |   instead of any of these: no engine is used
-      | <-------------------------------------> |
+      | Refused(reason)                          |   instead of any of these, or later: no engine is used,
+      | <-------------------------------------> |   and the one of that side is closed
 
     writer                                     reader
       | Reserve(write, segment, block, size)     |
@@ -31,6 +31,7 @@ from aiotensor.protocol.network import DIRECT
 from aiotensor.types import Number
 
 __all__ = [
+    "MAX_REASON",
     "MAX_WRITES",
     "Chosen",
     "DirectMessage",
@@ -45,12 +46,13 @@ __all__ = [
 ]
 
 MAX_WRITES = 64  # of one side that are reserved at once
+MAX_REASON = 1024  # characters
 
 _TEST_BYTES = 16
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 _Bytes = Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
-_Text = Annotated[str, msgspec.Meta(max_length=1024)]
+_Text = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
 _Test = Annotated[bytes, msgspec.Meta(min_length=_TEST_BYTES, max_length=_TEST_BYTES)]
 
 
@@ -68,7 +70,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """This side uses no engine."""
+    """This side uses no engine, or has closed it: no byte of a write is under way there."""
 
     reason: _Text
 

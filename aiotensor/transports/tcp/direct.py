@@ -4,20 +4,19 @@
        |                                     |                             |
        '-------------------------------------'--------> refused <----------'
 
-While no engine is used, blocks move in steps.
+While no engine is used, blocks move in steps. If an engine fails, each side closes its own. A block whose
+write has not ended moves in steps only after both are closed: until then, bytes may still arrive in it.
 """
 
 import asyncio
 import secrets
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-
-import msgspec
 
 from aiotensor.engines import Engine, EngineError
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.direct import (
+    MAX_REASON,
     MAX_WRITES,
     Chosen,
     DirectMessage,
@@ -29,10 +28,11 @@ from aiotensor.protocol.direct import (
     Written,
 )
 from aiotensor.protocol.moves import Move
-from aiotensor.protocol.network import STEP_BYTES, Area
+from aiotensor.protocol.network import STEP_BYTES
 from aiotensor.protocol.pages import Range
 from aiotensor.transports.base import Landing
 from aiotensor.transports.tcp.engine import EngineChoice, RunningEngine
+from aiotensor.transports.tcp.reserved import ReservedMemory
 
 __all__ = ["LEAST_BYTES", "DirectMoves"]
 
@@ -47,13 +47,6 @@ _TEST_S = (
 )
 
 _NOT_CHOSEN = "no engine was chosen at the other side"
-
-
-class _Registration(msgspec.Struct, eq=False):
-    """Memory of a block that the peer may write to, also for later blocks at the same place."""
-
-    nbytes: int
-    key: "asyncio.Future[bytes]"
 
 
 class DirectMoves:
@@ -85,6 +78,7 @@ class DirectMoves:
         self._landings = landings
         self._failed = failed
         self._running: RunningEngine | None = None
+        self._reserved: ReservedMemory | None = None  # while this engine is open
         self._negotiating: asyncio.Task[None] | None = None
         self._has_negotiated = False  # whether either side has mentioned an engine
         self._is_admitted = self._is_stopped = False
@@ -96,9 +90,9 @@ class DirectMoves:
         self._numbers: dict[Move[memoryview], int] = {}  # of these
         self._begun: set[int] = set()
         self._next_write = 0
-        self._expected: dict[int, memoryview | None] = {}  # writes of the peer, to memory that stays mapped
-        self._registrations: dict[int, dict[int, _Registration]] = {}  # by segment and block
-        self._after_stop: list[Callable[[], object]] | None = None  # while the engine is being closed
+        self._after_close: list[Callable[[], object]] | None = None  # while the engine is being closed
+        self._interrupted: list[Move[memoryview]] = []  # when the engine was closed
+        self._is_refused = False  # the peer has closed its engine, or has none
 
     def connected(self) -> None:
         """Begin to negotiate at the connecting side, if the user has chosen an engine."""
@@ -122,36 +116,52 @@ class DirectMoves:
 
     def when_stopped(self, stopped: Callable[[], object]) -> None:
         """Call a function as soon as no engine accesses memory any more, perhaps during this call."""
-        if self._after_stop is None:
+        if self._after_close is None:
             stopped()
         else:
-            self._after_stop.append(stopped)
+            self._after_close.append(stopped)
 
     def stop(self) -> None:
-        """Close the engine. Its moves end in steps, once it does not read their bytes any more."""
-        self.engine = ""
+        """Close the engine at the end of the connection. Its moves end in steps after that."""
         self._is_stopped = True
+        self._close("")
+        self._continue()
+
+    def _close(self, reason: str) -> None:
+        """Close the engine, and notify the peer then."""
+        self.engine = ""
         if self._negotiating is not None:
             self._negotiating.cancel()
-        moves, memory = list(self._writes.values()), list(self._expected.values())
-        for table in (self._writes, self._numbers, self._expected, self._registrations):
-            table.clear()
-        self._begun.clear()
         running, self._running = self._running, None
-        if running is not None:
-            self._after_stop = []
-            running.close(partial(self._closed, moves, memory))
+        reserved, self._reserved = self._reserved, None
+        if running is None or reserved is None:
+            return
+        self._interrupted += self._writes.values()
+        self._writes.clear()
+        self._numbers.clear()
+        self._begun.clear()
+        self._after_close = []
+        reserved.close()
+        running.close(partial(self._closed, reason, reserved))
 
-    def _closed(self, moves: list[Move[memoryview]], memory: list[memoryview | None]) -> None:
-        memory.clear()  # until now, the peer may have written to it
-        waiting, self._after_stop = self._after_stop or [], None
+    def _closed(self, reason: str, reserved: ReservedMemory) -> None:
+        reserved.release()
+        waiting, self._after_close = self._after_close or [], None
         for stopped in waiting:
             stopped()
-        for move in moves:
-            if move.is_cancelled:
-                move.ended(False)
-            else:
-                self._by_steps(move)
+        if not self._is_stopped:
+            self._send(Refused(reason))
+        self._continue()
+
+    def _continue(self) -> None:
+        """Move in steps the blocks that the engine has not written, once they cannot be written any more."""
+        if self._after_close is None and (self._is_refused or self._is_stopped):
+            moves, self._interrupted = self._interrupted, []
+            for move in moves:
+                if move.is_cancelled:
+                    move.ended(False)
+                else:
+                    self._by_steps(move)
 
     # Blocks that this side writes
 
@@ -195,15 +205,16 @@ class DirectMoves:
         )
 
     def _write_ended(self, number: int, reason: str, has_begun: bool) -> None:
+        if reason and has_begun:
+            self._refuse(reason)
+            return
         move = self._forget(number)
         self._send(Written(number))
-        if reason and not has_begun and not move.is_cancelled:
+        if reason and not move.is_cancelled:
             self._report_tensor(reason)
             self._by_steps(move)
-            return
-        if reason and has_begun:
-            self._engine_failed(reason)
-        move.ended(not (reason or move.is_cancelled))
+        else:
+            move.ended(not move.is_cancelled)
 
     def _forget(self, number: int) -> Move[memoryview]:
         move = self._writes.pop(number)
@@ -215,73 +226,18 @@ class DirectMoves:
 
     def returned(self, segment: int, ranges: Sequence[Range]) -> None:
         """End the registrations of memory that is returned to the system."""
-        if segment in self._registrations:
-            self._unregister(segment, [(start, start + length) for start, length in ranges])
+        if self._reserved is not None:
+            self._reserved.returned(segment, ranges)
 
     def _reserve(self, message: Reserve) -> None:
-        number, segment, block, nbytes = message.write, message.segment, message.block, message.nbytes
-        landing = self._landings.get(segment)
+        landing = self._landings.get(message.segment)
         if landing is None:
-            raise ProtocolError(f"it reserved memory in segment {segment}, which it never attached")
-        if self._running is None or not self._proved.done():
-            landing.reserve(block, nbytes, lambda *_: None)  # for the steps that follow
-            self._send(Reserved(number, b""))
-            return
-        if number in self._expected or len(self._expected) >= MAX_WRITES:
-            raise ProtocolError("it reserved memory twice, or too often")
-        self._expected[number] = None
-        landing.reserve(block, nbytes, partial(self._has_memory, number, Area(segment, block)))
-
-    def _has_memory(self, number: int, area: Area, memory: memoryview | None, failure: str) -> None:
-        if failure:
-            self._failed(failure)
-        if self._running is None or number not in self._expected or memory is None:
-            return  # the peer has withdrawn it, or is gone
-        of_segment = self._registrations.setdefault(area.segment, {})
-        registration = of_segment.get(area.block)
-        if registration is None or registration.nbytes != len(memory):
-            self._unregister(area.segment, [(area.block, area.block + len(memory))])
-            registration = of_segment[area.block] = _Registration(len(memory), self._running.register(memory))
-        self._expected[number] = memory
-        self._running.begin_polling()
-        registration.key.add_done_callback(partial(self._registered, number, area))
-
-    def _registered(self, number: int, area: Area, registering: "asyncio.Future[bytes]") -> None:
-        error = registering.exception()
-        if error is not None:
-            self._report_tensor(str(error))
-            of_segment = self._registrations.get(area.segment, {})
-            if area.block in of_segment and of_segment[area.block].key is registering:
-                del of_segment[area.block]
-        if number in self._expected:
-            if error is not None:
-                self._written(number)
-            self._send(Reserved(number, b"" if error is not None else registering.result()))
-
-    def _written(self, number: int) -> None:
-        memory = self._expected.pop(number, None)
-        if memory is not None and self._running is not None:
-            self._running.end_polling()
-
-    def _unregister(self, segment: int, ranges: list[tuple[int, int]]) -> None:
-        """End the registrations that overlap ranges from a first byte up to another."""
-        merged = _merged(ranges)
-        stops = [stop for _, stop in merged]
-        of_segment, keys = self._registrations[segment], []
-        for block, registration in list(of_segment.items()):
-            index = bisect_right(stops, block)
-            if index < len(merged) and merged[index][0] < block + registration.nbytes:
-                del of_segment[block]
-                if registration.key.done():
-                    keys.append(registration.key)
-                else:
-                    registration.key.add_done_callback(lambda key: self._drop([key]))
-        self._drop(keys)
-
-    def _drop(self, registered: "list[asyncio.Future[bytes]]") -> None:
-        keys = [one.result() for one in registered if one.exception() is None]
-        if keys and self._running is not None:
-            self._running.unregister(keys)
+            raise ProtocolError(f"it reserved memory in segment {message.segment}, which it never attached")
+        if self._reserved is None or not self._proved.done():
+            landing.reserve(message.block, message.nbytes, lambda *_: None)  # for the steps that follow
+            self._send(Reserved(message.write, b""))
+        else:
+            self._reserved.reserve(message, landing)
 
     # Negotiation
 
@@ -297,7 +253,8 @@ class DirectMoves:
             case Reserved():
                 self._has_key(message)
             case Written():
-                self._written(message.write)
+                if self._reserved is not None:
+                    self._reserved.written(message.write)
             case Chosen():
                 self._chosen(message.engine)
             case Offer():
@@ -334,9 +291,10 @@ class DirectMoves:
         if choice.make is None:
             self._refuse(choice.reason)
             return
-        if self._is_stopped:
+        if self._is_stopped or self._is_refused:
             return
-        self._running = RunningEngine(self._engine_failed)
+        self._running = RunningEngine(self._refuse)
+        self._reserved = ReservedMemory(self._running, self._send, self._failed, self._report_tensor)
         self._negotiating = asyncio.get_running_loop().create_task(
             self._negotiate(choice.name, choice.make, self._running), name="aiotensor-engine"
         )
@@ -379,38 +337,23 @@ class DirectMoves:
 
     def _refuse(self, reason: str) -> None:
         """Do without an engine, and notify the peer."""
-        self._send(Refused(reason))
+        reason = reason[:MAX_REASON]
+        if self._running is None:
+            self._send(Refused(reason))
         self._do_without(reason)
 
     def _refused(self, reason: str) -> None:
         """Do without an engine, because the peer does."""
-        self._has_negotiated = True
+        self._is_refused = self._has_negotiated = True
         self._do_without(reason)
+        self._continue()
 
     def _do_without(self, reason: str) -> None:
-        if self._choice is not None:
+        # If an engine fails that was used, the peer may be gone. It has refused the engine otherwise.
+        if self._choice is not None and (self._is_refused or not self.engine):
             self._choice.report(reason)
-        self.stop()
-
-    def _engine_failed(self, reason: str) -> None:
-        if self._choice is None:
-            raise AssertionError("an engine was chosen")
-        if self.engine:
-            self._failed(f"{self._choice.name} failed: {reason}")
-        else:
-            self._refuse(reason)
+        self._close(reason)
 
     def _report_tensor(self, reason: str) -> None:
         if self._choice is not None:
             self._choice.report(reason, "some large tensors")
-
-
-def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ranges in order, without gaps of no bytes and without overlaps."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
-        else:
-            merged.append((start, stop))
-    return merged

@@ -5,7 +5,9 @@ import gc
 import logging
 import os
 import sys
+import threading
 import time
+from collections.abc import Hashable
 from typing import Any
 
 import pytest
@@ -175,6 +177,71 @@ async def test_a_tensor_whose_memory_cannot_be_registered_moves_in_steps(
         await settled(sender)
     [line] = lines(caplog)
     assert line.startswith(f"ZeroMQ carries some large tensors at {address}, and not nixl: this memory")
+
+
+def failing_writes(engine: NixlEngine, timeout_s: float) -> list[tuple[Hashable, str]]:
+    return [(write, "the device is gone") for write, _ in poll(engine, timeout_s)]
+
+
+def failing_engine(engine: NixlEngine, timeout_s: float) -> list[tuple[Hashable, str]]:
+    raise EngineError("the device is gone")
+
+
+poll = NixlEngine.poll
+
+
+@pytest.mark.parametrize("failing", [failing_writes, failing_engine])
+async def test_zeromq_carries_all_tensors_once_the_engine_fails(
+    failing: object, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with TensorReceiver(address, **NIXL) as receiver, TensorSender(address, **NIXL) as sender:
+        await until(lambda: sender.statistics().engine_connections == 1)
+        await until(lambda: receiver.statistics().engine_connections == 1)
+        monkeypatch.setattr(NixlEngine, "poll", failing)
+        handles = await asyncio.gather(*(sender.send(pattern(seed, LARGE)) for seed in range(5)))
+        for seed, handle in enumerate(handles):
+            assert torch.equal(await receiver.receive(handle), pattern(seed, LARGE))
+        assert sender.statistics().engine_connections == receiver.statistics().engine_connections == 0
+        assert sender.statistics().receivers_lost == receiver.statistics().senders_lost == 0
+        await settled(sender)
+    text = f"ZeroMQ carries all tensors of a connection at {address}, and not nixl: the device is gone"
+    assert lines(caplog) == [text, text]
+
+
+async def test_the_rest_of_a_failed_write_waits_until_both_engines_are_closed(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of the failed write could still arrive before, in memory that is used for another tensor."""
+    loop, close = asyncio.get_running_loop(), NixlEngine.close
+    closing: asyncio.Queue[None] = asyncio.Queue()
+    may_close = threading.Semaphore(0)
+
+    def close_late(engine: NixlEngine) -> None:
+        loop.call_soon_threadsafe(closing.put_nowait, None)
+        may_close.acquire()
+        close(engine)
+
+    async with TensorReceiver(address, **NIXL) as receiver, TensorSender(address, **NIXL) as sender:
+        await until(lambda: sender.statistics().engine_connections == 1)
+        await until(lambda: receiver.statistics().engine_connections == 1)
+        monkeypatch.setattr(NixlEngine, "poll", failing_writes)
+        monkeypatch.setattr(NixlEngine, "close", close_late)
+        sending = asyncio.create_task(sender.send(pattern(0, LARGE)))
+        cancelled = asyncio.create_task(sender.send(pattern(1, LARGE)))
+        for _ in ("sender", "receiver"):
+            await closing.get()
+            cancelled.cancel()
+            for seed in range(20):
+                assert torch.equal(
+                    await receiver.receive(await sender.send(pattern(seed, 3))), pattern(seed, 3)
+                )
+            assert not sending.done()
+            assert sender.statistics().bytes_in_use >= 2 * 8 * LARGE
+            may_close.release()
+        assert torch.equal(await receiver.receive(await sending), pattern(0, LARGE))
+        await asyncio.wait([cancelled])
+        assert cancelled.cancelled()
+        await settled(sender)
 
 
 async def test_a_failed_write_does_not_keep_its_engine(

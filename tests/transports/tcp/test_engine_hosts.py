@@ -12,7 +12,7 @@ import torch
 import zmq
 
 from aiotensor import PeerLostError, TensorHandle, TensorReceiver, TensorSender
-from verification.networks import Hosts
+from verification.networks import Hosts, NoNamespacesError
 from verification.processes.peers import Peer, State
 from verification.promptly import allowed_s
 from verification.waiting import settled, until
@@ -108,6 +108,18 @@ async def receive_twice(state: State, handle: TensorHandle, value: int) -> bool:
     return is_right and bool((tensor == value).all())
 
 
+async def receive_next(state: State, value: int) -> bool:
+    """Receive the next tensor, and return whether it has its value."""
+    delivery = await anext(aiter(state.receiver))
+    return bool((delivery.tensor == value).all())
+
+
+async def engine_connections(state: State) -> int:
+    """Return the number of connections with an engine."""
+    objects: list[Any] = [*state.senders, *state.receivers]
+    return sum(one.statistics().engine_connections for one in objects)
+
+
 @asynccontextmanager
 async def two_processes(hosts: Hosts) -> AsyncIterator[tuple[Peer, Peer]]:
     """Open a receiver on one host and a sender on the other."""
@@ -177,6 +189,21 @@ async def test_a_stopped_receiver_gets_the_rest_when_it_goes_on(hosts: Hosts) ->
         await asyncio.sleep(TIMEOUT_S / 4)
         engine.go_on()
         assert (await api.call(end_of_send, 1))[1] == ""
+
+
+async def test_zeromq_carries_the_rest_if_the_connection_of_the_engine_is_reset(hosts: Hosts) -> None:
+    async with sending(hosts) as (engine, api):
+        await api.call(begin_send, 2)
+        try:
+            hosts.reset_other_connections(PORT)
+        except NoNamespacesError as error:
+            pytest.skip(str(error))
+        for value in (1, 2):
+            assert (await api.call(end_of_send, value))[1] == ""
+            assert await engine.call(receive_next, value)
+        for end in (engine, api):
+            assert "ZeroMQ carries all tensors" in await end.call(first_line)
+            assert await end.call(engine_connections) == 0
 
 
 async def test_a_firewall_leaves_all_tensors_to_zeromq(hosts: Hosts) -> None:
