@@ -5,9 +5,9 @@ Each is one module with one class, as `Engine` describes it, and one branch in `
 
 from collections.abc import Callable
 
-from aiotensor.engines.base import Engine, EngineError
+from aiotensor.engines.base import Engine, EngineError, RegistrationError
 
-__all__ = ["Engine", "EngineError", "engine_maker"]
+__all__ = ["Engine", "EngineError", "RegistrationError", "engine_maker"]
 
 
 def engine_maker(name: str) -> Callable[[], Engine]:

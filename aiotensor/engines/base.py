@@ -7,11 +7,15 @@ makes no progress between calls: `poll` has to be called at both ends while a wr
 from collections.abc import Hashable
 from typing import Protocol
 
-__all__ = ["Engine", "EngineError"]
+__all__ = ["Engine", "EngineError", "RegistrationError"]
 
 
 class EngineError(Exception):
     """An engine cannot be used, or a call of it failed."""
+
+
+class RegistrationError(EngineError):
+    """Memory cannot be registered; the engine can still be used."""
 
 
 class Engine(Protocol):
@@ -36,7 +40,8 @@ class Engine(Protocol):
         The engine refers to the memory until `unregister` or `close`.
 
         Raises:
-            EngineError: the memory cannot be registered.
+            RegistrationError: the memory cannot be registered.
+            EngineError: the engine has failed.
         """
 
     def unregister(self, key: bytes) -> None:
@@ -58,7 +63,8 @@ class Engine(Protocol):
             start: the position in this memory.
 
         Raises:
-            EngineError: the write did not begin.
+            RegistrationError: the source cannot be registered, so the write did not begin.
+            EngineError: the engine has failed. Until `close`, bytes may be under way.
         """
 
     def poll(self, timeout_s: float) -> list[tuple[Hashable, str]]:
@@ -71,4 +77,7 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Stop all writes, of both sides: none changes or reads memory of this process afterwards."""
+        """Stop all writes, of both sides: none changes or reads memory of this process afterwards.
+
+        This never raises an error.
+        """

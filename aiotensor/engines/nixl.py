@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from aiotensor.engines.base import EngineError
+from aiotensor.engines.base import EngineError, RegistrationError
 
 __all__ = ["NixlEngine", "load"]
 
@@ -108,13 +108,9 @@ class NixlEngine:
 
     def register(self, memory: memoryview) -> bytes:
         """Allow the peer to write to memory, as `Engine.register` does."""
-        with _translated("memory cannot be registered"):
-            registration, number = self._register(memory)
-            try:
-                metadata: bytes = self._agent.getLocalPartialMD(registration, False, self._backends)
-            except BaseException:
-                self._agent.deregisterMem(registration, self._backends)
-                raise
+        registration, number = self._register(memory)
+        with _translated("memory cannot be described"):
+            metadata: bytes = self._agent.getLocalPartialMD(registration, False, self._backends)
         key = _KEY.pack(_address_of(memory), len(memory), number) + metadata
         self._registered[key] = registration, memory
         return key
@@ -136,24 +132,21 @@ class NixlEngine:
         nixl = self._nixl
         with _translated("a write did not begin"):
             self._learn(key)
-            registration, own_number = self._register(source)
+        registration, own_number = self._register(source)
+        with _translated("a write did not begin"):
+            there = nixl.nixlXferDList(nixl.DRAM_SEG, 0)
+            there.addDesc((address + start, len(source), number))
+            here = nixl.nixlXferDList(nixl.DRAM_SEG, 0)
+            here.addDesc((_address_of(source), len(source), own_number))
             try:
-                there = nixl.nixlXferDList(nixl.DRAM_SEG, 0)
-                there.addDesc((address + start, len(source), number))
-                here = nixl.nixlXferDList(nixl.DRAM_SEG, 0)
-                here.addDesc((_address_of(source), len(source), own_number))
                 request: int = self._agent.createXferReq(
                     nixl.NIXL_WRITE, here, there, self._peer, "", self._backends
                 )
-                try:
-                    self._agent.postXferReq(request)
-                except BaseException:
-                    self._agent.releaseXferReq(request)
-                    raise
             except BaseException:
                 self._agent.deregisterMem(registration, self._backends)
                 raise
-        self._writes[request] = registration, source
+            self._writes[request] = registration, source  # even if this fails, when bytes may be under way
+            self._agent.postXferReq(request)
         return request
 
     def poll(self, timeout_s: float) -> list[tuple[Hashable, str]]:
@@ -195,7 +188,8 @@ class NixlEngine:
         self._registrations += 1
         registration = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, 0)
         registration.addDesc((_address_of(memory), len(memory), self._registrations, ""))
-        self._agent.registerMem(registration, self._backends)
+        with _translated("memory cannot be registered", RegistrationError):
+            self._agent.registerMem(registration, self._backends)
         return registration, self._registrations
 
     def _learn(self, key: bytes) -> None:
@@ -277,11 +271,11 @@ def _environment(defaults: dict[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _translated(what: str) -> Iterator[None]:
+def _translated(what: str, kind: type[EngineError] = EngineError) -> Iterator[None]:
     try:
         yield
     except _errors as error:
-        raise EngineError(f"{what}: {error}") from error
+        raise kind(f"{what}: {error}") from error
 
 
 def _address_of(memory: memoryview) -> int:

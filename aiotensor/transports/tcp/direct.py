@@ -2,10 +2,11 @@
 
     unused --both sides have chosen it--> testing --both tests succeed--> used
        |                                     |                             |
-       '-------------------------------------'--------> refused <----------'
+       |                                     '---------> closing <---------'  it failed, or that of the peer
+       '---------------------> refused <--------------------'
 
 While no engine is used, blocks move in steps. If an engine fails, each side closes its own. A block whose
-write has not ended moves in steps only after both are closed: until then, bytes may still arrive in it.
+write has not ended is moved again only after both are closed: until then, bytes may still arrive in it.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from aiotensor.engines import Engine, EngineError
+from aiotensor.engines import Engine, EngineError, RegistrationError
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.direct import (
     MAX_REASON,
@@ -46,6 +47,11 @@ _TEST_S = (
     5.0  # an engine that cannot reach the peer, perhaps because of a firewall, does not always report it
 )
 
+# An engine does not report each loss of its connection. So it has failed if no write ends for this long, and
+# for as long as all of them take at the least rate.
+_STALLED_S = 5.0
+_LEAST_BYTES_PER_S = 10e6
+
 _NOT_CHOSEN = "no engine was chosen at the other side"
 
 
@@ -55,7 +61,8 @@ class DirectMoves:
     Args:
         choice: of the user; None for no engine.
         send: sends a message to the peer.
-        by_steps: moves bytes without an engine; after the end of the connection, the move ends at once.
+        move: begins a move once more, with `begin` or in steps, or ends it after the end of the connection.
+        by_steps: does the same without an engine.
         landings: memory for the segments of the peer, by number.
         failed: ends the connection.
 
@@ -67,6 +74,7 @@ class DirectMoves:
         self,
         choice: EngineChoice | None,
         send: Callable[[DirectMessage], object],
+        move: Callable[[Move[memoryview]], object],
         by_steps: Callable[[Move[memoryview]], object],
         landings: Mapping[int, Landing],
         failed: Callable[[str], object],
@@ -74,6 +82,7 @@ class DirectMoves:
         self.engine = ""
         self._choice = choice
         self._send = send
+        self._move = move
         self._by_steps = by_steps
         self._landings = landings
         self._failed = failed
@@ -91,8 +100,13 @@ class DirectMoves:
         self._begun: set[int] = set()
         self._next_write = 0
         self._after_close: list[Callable[[], object]] | None = None  # while the engine is being closed
-        self._interrupted: list[Move[memoryview]] = []  # when the engine was closed
-        self._is_refused = False  # the peer has closed its engine, or has none
+        self._interrupted: list[Move[memoryview]] = []  # whose writes had not ended when it was closed
+        self._held: list[Move[memoryview]] = []  # of a block that has a write
+        self._loop = loop
+        self._progress = 0.0  # the time when a write has ended, or has begun after none
+        self._alarm: asyncio.TimerHandle | None = None
+        self._has_peer_closed = False  # its engine, or it has none
+        self._failure = ""  # of the engine while it was used
 
     def connected(self) -> None:
         """Begin to negotiate at the connecting side, if the user has chosen an engine."""
@@ -114,12 +128,12 @@ class DirectMoves:
         if self._choice is not None and not self._has_negotiated:
             self._choice.report(_NOT_CHOSEN)
 
-    def when_stopped(self, stopped: Callable[[], object]) -> None:
-        """Call a function as soon as no engine accesses memory any more, perhaps during this call."""
+    def when_closed(self, closed: Callable[[], object]) -> None:
+        """Call a function once the engine, which `stop` closes, accesses no memory; perhaps at once."""
         if self._after_close is None:
-            stopped()
+            closed()
         else:
-            self._after_close.append(stopped)
+            self._after_close.append(closed)
 
     def stop(self) -> None:
         """Close the engine at the end of the connection. Its moves end in steps after that."""
@@ -140,35 +154,54 @@ class DirectMoves:
         self._writes.clear()
         self._numbers.clear()
         self._begun.clear()
+        if self._alarm is not None:
+            self._alarm.cancel()
         self._after_close = []
         reserved.close()
-        running.close(partial(self._closed, reason, reserved))
+        running.close(partial(self._closed, reason))
 
-    def _closed(self, reason: str, reserved: ReservedMemory) -> None:
-        reserved.release()
+    def _closed(self, reason: str) -> None:
         waiting, self._after_close = self._after_close or [], None
-        for stopped in waiting:
-            stopped()
-        if not self._is_stopped:
-            self._send(Refused(reason))
+        self._send(Refused(reason))
         self._continue()
+        for closed in waiting:
+            closed()
 
     def _continue(self) -> None:
-        """Move in steps the blocks that the engine has not written, once they cannot be written any more."""
-        if self._after_close is None and (self._is_refused or self._is_stopped):
-            moves, self._interrupted = self._interrupted, []
-            for move in moves:
-                if move.is_cancelled:
-                    move.ended(False)
-                else:
-                    self._by_steps(move)
+        """Move the blocks whose writes were interrupted, once no engine can write to them any more."""
+        if self._after_close is None and (self._has_peer_closed or self._is_stopped):
+            interrupted, self._interrupted = self._interrupted, []
+            for move in interrupted:
+                self._move_again(move)
+            self._move_held()
+
+    def _move_held(self) -> None:
+        """Move the held blocks that have no write any more."""
+        held, self._held = self._held, []
+        for move in held:
+            self._move_again(move)
+
+    def _move_again(self, move: Move[memoryview]) -> None:
+        if move.is_cancelled:  # after `cancel`, which did not know it
+            move.ended(False)
+        else:
+            self._move(move)
 
     # Blocks that this side writes
 
-    def begin(self, move: Move[memoryview]) -> bool:
-        """Move bytes to the peer if there is an engine for them, and return whether there is."""
+    def begin(self, move: Move[memoryview], *, may_write: bool) -> bool:
+        """Move bytes to the peer unless they have to move in steps, and return whether they do not.
+
+        Args:
+            move: the bytes.
+            may_write: whether the peer knows the segment.
+        """
         self.report_if_not_chosen()
-        if not self.engine or move.length < LEAST_BYTES or len(self._writes) >= MAX_WRITES:
+        if any(other.area == move.area for other in (*self._writes.values(), *self._interrupted)):
+            self._held.append(move)  # the earlier bytes could arrive last, also those of a cancelled write
+            return True
+        is_long = move.length >= LEAST_BYTES
+        if not (self.engine and may_write and is_long and len(self._writes) < MAX_WRITES):
             return False
         number = self._next_write
         self._next_write += 1
@@ -186,6 +219,7 @@ class DirectMoves:
             self._forget(number)
             self._send(Written(number))
             move.ended(False)
+            self._move_held()
         return True
 
     def _has_key(self, message: Reserved) -> None:
@@ -198,23 +232,41 @@ class DirectMoves:
         if not key or self._running is None:
             self._forget(number)
             self._by_steps(move)
+            self._move_held()
             return
+        if not self._begun:
+            self._progress = self._loop.time()
         self._begun.add(number)
+        if self._alarm is None:
+            self._alarm = self._loop.call_later(_STALLED_S, self._check_progress)
         self._running.write(
             move.source, key, move.start - move.area.block, partial(self._write_ended, number)
         )
 
-    def _write_ended(self, number: int, reason: str, has_begun: bool) -> None:
-        if reason and has_begun:
-            self._refuse(reason)
+    def _write_ended(self, number: int, error: EngineError | None) -> None:
+        if error is not None and not isinstance(error, RegistrationError):
+            self._refuse(str(error))
             return
+        self._progress = self._loop.time()
         move = self._forget(number)
         self._send(Written(number))
-        if reason and not move.is_cancelled:
-            self._report_tensor(reason)
+        if error is not None and not move.is_cancelled:
+            self._report_tensor(str(error))
             self._by_steps(move)
         else:
             move.ended(not move.is_cancelled)
+        self._move_held()
+
+    def _check_progress(self) -> None:
+        """Do without the engine if no write has ended for too long."""
+        self._alarm = None
+        if self._begun:
+            limit_s = _STALLED_S + sum(self._writes[one].length for one in self._begun) / _LEAST_BYTES_PER_S
+            left_s = self._progress + limit_s - self._loop.time()
+            if left_s > 0:
+                self._alarm = self._loop.call_later(left_s, self._check_progress)
+            else:
+                self._refuse(f"no write has ended for {limit_s:.0f} s")
 
     def _forget(self, number: int) -> Move[memoryview]:
         move = self._writes.pop(number)
@@ -281,7 +333,7 @@ class DirectMoves:
 
     def _answer(self, engine: str) -> None:
         if self._choice is None:
-            self._send(Refused(_NOT_CHOSEN))
+            self._refuse(_NOT_CHOSEN)
         elif engine != self._choice.name:
             self._refuse(f"one side chose {engine}, and the other one {self._choice.name}")
         else:
@@ -291,10 +343,12 @@ class DirectMoves:
         if choice.make is None:
             self._refuse(choice.reason)
             return
-        if self._is_stopped or self._is_refused:
+        if self._is_stopped or self._has_peer_closed:
             return
         self._running = RunningEngine(self._refuse)
-        self._reserved = ReservedMemory(self._running, self._send, self._failed, self._report_tensor)
+        self._reserved = ReservedMemory(
+            self._running, self._send, self._report_tensor, self._refuse, self._failed
+        )
         self._negotiating = asyncio.get_running_loop().create_task(
             self._negotiate(choice.name, choice.make, self._running), name="aiotensor-engine"
         )
@@ -322,21 +376,21 @@ class DirectMoves:
         """Write to the memory of the peer, and wait until the peer has written to that of the test."""
         seed = secrets.token_bytes(_SEED_BYTES)
         source = seed * (_TEST_BYTES // _SEED_BYTES)
-        written: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        written: asyncio.Future[EngineError | None] = asyncio.get_running_loop().create_future()
 
-        def ended(reason: str, has_begun: bool) -> None:
+        def ended(error: EngineError | None) -> None:
             if not written.done():
-                written.set_result(reason)
+                written.set_result(error)
 
         running.write(memoryview(source), key, 0, ended)
-        if reason := await written:
-            raise EngineError(reason)
+        if error := await written:
+            raise error
         self._send(Proved(seed))
         if await self._proved * (_TEST_BYTES // _SEED_BYTES) != test:
             raise EngineError("the test of the other side did not arrive")
 
     def _refuse(self, reason: str) -> None:
-        """Do without an engine, and notify the peer."""
+        """Do without an engine, and notify the peer once it is closed."""
         reason = reason[:MAX_REASON]
         if self._running is None:
             self._send(Refused(reason))
@@ -344,13 +398,14 @@ class DirectMoves:
 
     def _refused(self, reason: str) -> None:
         """Do without an engine, because the peer does."""
-        self._is_refused = self._has_negotiated = True
-        self._do_without(reason)
+        self._has_peer_closed = self._has_negotiated = True
+        self._do_without(self._failure or reason)
         self._continue()
 
     def _do_without(self, reason: str) -> None:
-        # If an engine fails that was used, the peer may be gone. It has refused the engine otherwise.
-        if self._choice is not None and (self._is_refused or not self.engine):
+        if self.engine and not self._has_peer_closed:
+            self._failure = reason  # reported when the peer refuses it, too: perhaps the peer has died
+        elif self._choice is not None:
             self._choice.report(reason)
         self._close(reason)
 

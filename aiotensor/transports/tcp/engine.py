@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TypeAlias, TypeVar, get_args
 
-from aiotensor.engines import Engine, EngineError, engine_maker
+from aiotensor.engines import Engine, EngineError, RegistrationError, engine_maker
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.worker import Worker
 from aiotensor.types import EngineName
@@ -16,8 +16,8 @@ logger = logger_of("transports")
 
 R = TypeVar("R")
 
-# Called at the end of a write, with an error or "", and with whether it had begun.
-_WriteEnd: TypeAlias = Callable[[str, bool], object]
+# Called at the end of a write, with its error.
+_WriteEnd: TypeAlias = Callable[[EngineError | None], object]
 
 _MOST_REASONS = 16
 
@@ -135,8 +135,8 @@ class RunningEngine:
             source: the bytes.
             key: of the memory.
             start: the position in the memory.
-            ended: called at the end, but not after `close`: with an error or "", and with whether the write
-                had begun.
+            ended: called at the end, but not after `close`. With a `RegistrationError`, the write has not
+                begun; after other errors, bytes may be under way until `close`.
         """
 
         def write(engine: Engine) -> None:
@@ -191,7 +191,7 @@ class RunningEngine:
         if error is not None:
             self.end_polling()
             if not self._is_closed:
-                ended(str(error), False)
+                ended(error if isinstance(error, EngineError) else EngineError(str(error)))
 
     def _unregistered(self, work: "asyncio.Future[None]") -> None:
         error = work.exception()
@@ -204,7 +204,8 @@ class RunningEngine:
             self._call(self._poll_in_thread).add_done_callback(self._polled)
 
     def _poll_in_thread(self, engine: Engine) -> list[tuple[_WriteEnd, str]]:
-        return [(self._ends.pop(write), reason) for write, reason in engine.poll(_TURN_S)]
+        ended = engine.poll(_TURN_S)  # perhaps with a write whose beginning is an error, which is known
+        return [(self._ends.pop(write), reason) for write, reason in ended if write in self._ends]
 
     def _polled(self, work: "asyncio.Future[list[tuple[_WriteEnd, str]]]") -> None:
         self._is_polling = False
@@ -217,16 +218,19 @@ class RunningEngine:
             if self._is_closed:
                 return  # perhaps because of the error of the one before
             self.end_polling()
-            ended(reason, True)
+            ended(EngineError(reason) if reason else None)
         self._poll()
 
 
 def _translated(call: Callable[[], R]) -> R:
     """Call an engine, and raise each error as an `EngineError` without the frames of the engine."""
+    kind: type[EngineError]
     try:
         return call()
+    except RegistrationError as error:
+        kind, text = RegistrationError, str(error)
     except EngineError as error:
-        text = str(error)
+        kind, text = EngineError, str(error)
     except Exception as error:  # noqa: BLE001 - of a library; the connection reports it
-        text = f"{type(error).__name__}: {error}"
-    raise EngineError(text)
+        kind, text = EngineError, f"{type(error).__name__}: {error}"
+    raise kind(text)

@@ -7,6 +7,7 @@ from functools import partial
 
 import msgspec
 
+from aiotensor.engines import RegistrationError
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.direct import MAX_WRITES, Reserve, Reserved
 from aiotensor.protocol.network import Area
@@ -30,23 +31,26 @@ class ReservedMemory:
     Args:
         running: the engine.
         send: sends a message to the peer.
-        failed: ends the connection.
         report: logs why memory of a block cannot be registered.
+        engine_failed: ends the use of the engine.
+        failed: ends the connection.
     """
 
     def __init__(
         self,
         running: RunningEngine,
         send: Callable[[Reserved], object],
-        failed: Callable[[str], object],
         report: Callable[[str], object],
+        engine_failed: Callable[[str], object],
+        failed: Callable[[str], object],
     ) -> None:
         self._running = running
         self._send = send
-        self._failed = failed
         self._report = report
+        self._engine_failed = engine_failed
+        self._failed = failed
         self._is_closed = False
-        self._writes: dict[int, memoryview | None] = {}  # of the peer, to memory that stays mapped
+        self._writes: dict[int, bool] = {}  # of the peer, and whether the engine is polled for each
         self._registrations: dict[int, dict[int, _Registration]] = {}  # by segment and block
 
     def reserve(self, message: Reserve, landing: Landing) -> None:
@@ -58,13 +62,12 @@ class ReservedMemory:
         number, area = message.write, Area(message.segment, message.block)
         if number in self._writes or len(self._writes) >= MAX_WRITES:
             raise ProtocolError("it reserved memory twice, or too often")
-        self._writes[number] = None
+        self._writes[number] = False
         landing.reserve(area.block, message.nbytes, partial(self._has_memory, number, area))
 
     def written(self, number: int) -> None:
         """Handle the end of a write."""
-        memory = self._writes.pop(number, None)
-        if memory is not None:
+        if self._writes.pop(number, False):
             self._running.end_polling()
 
     def returned(self, segment: int, ranges: Sequence[Range]) -> None:
@@ -77,10 +80,6 @@ class ReservedMemory:
         self._is_closed = True
         self._registrations.clear()
 
-    def release(self) -> None:
-        """Keep no memory any more, because the engine is closed."""
-        self._writes.clear()
-
     def _has_memory(self, number: int, area: Area, memory: memoryview | None, failure: str) -> None:
         if failure:
             self._failed(failure)
@@ -91,13 +90,16 @@ class ReservedMemory:
         if registration is None or registration.nbytes != len(memory):
             self._unregister(area.segment, [(area.block, area.block + len(memory))])
             registration = of_segment[area.block] = _Registration(len(memory), self._running.register(memory))
-        self._writes[number] = memory
+        self._writes[number] = True
         self._running.begin_polling()
         registration.key.add_done_callback(partial(self._registered, number, area))
 
     def _registered(self, number: int, area: Area, registering: "asyncio.Future[bytes]") -> None:
         error = registering.exception()
         if self._is_closed:
+            return
+        if error is not None and not isinstance(error, RegistrationError):
+            self._engine_failed(str(error))
             return
         if error is not None:
             self._report(str(error))

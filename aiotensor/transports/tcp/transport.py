@@ -79,7 +79,7 @@ class TcpTransport:
         self._incoming = IncomingMessages(self, max_record_bytes)
         self._connects = connects
         self._direct = DirectMoves(
-            engine, self._send_direct, self._move_by_steps, self._incoming.landings, self.failed
+            engine, self._send_direct, self.move, self._move_by_steps, self._incoming.landings, self.failed
         )
         self._data_received: Callable[[memoryview, memoryview], None] | None = None
         self.is_finishing = self._has_said_bye = False
@@ -106,7 +106,7 @@ class TcpTransport:
 
     def watch_peer(self, stated_pid: int, ended: Callable[[], object]) -> ProcessEnd:
         """Call a function soon: the peer cannot use memory of this process once its engine is closed."""
-        return ProcessEnd(stated_pid, partial(self._direct.when_stopped, ended), _ended_process)
+        return ProcessEnd(stated_pid, partial(self._direct.when_closed, ended), _ended_process)
 
     def peer_has_closed(self) -> bool:
         """Return whether the peer has closed, as `Transport.peer_has_closed` does."""
@@ -193,7 +193,7 @@ class TcpTransport:
     def move(self, move: Move[memoryview]) -> None:
         """Begin to move bytes, as `Mover.move` does."""
         # Records that wait for credit may attach the segment.
-        if not self.is_closed and self._may_move() and self._direct.begin(move):
+        if not self.is_closed and self._direct.begin(move, may_write=self._may_move()):
             self._moves.blocks.add(move.area)
         else:
             self._move_by_steps(move)

@@ -15,7 +15,7 @@ import torch
 
 from aiotensor import TensorReceiver, TensorSender, blocking
 from aiotensor.broadcast import Publisher, Subscriber
-from aiotensor.engines import EngineError
+from aiotensor.engines import EngineError, RegistrationError
 from aiotensor.engines.nixl import NixlEngine
 from aiotensor.inspection import Inspection, inspect
 from verification.descriptors import our_descriptors
@@ -164,7 +164,7 @@ async def test_a_tensor_whose_memory_cannot_be_registered_moves_in_steps(
     method: str, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> object:
-        raise EngineError("this memory cannot be registered")
+        raise RegistrationError("this memory cannot be registered")
 
     async with TensorReceiver(address, **NIXL) as receiver, TensorSender(address, **NIXL) as sender:
         await until(lambda: sender.statistics().engine_connections == 1)
@@ -241,6 +241,44 @@ async def test_the_rest_of_a_failed_write_waits_until_both_engines_are_closed(
         assert torch.equal(await receiver.receive(await sending), pattern(0, LARGE))
         await asyncio.wait([cancelled])
         assert cancelled.cancelled()
+        await settled(sender)
+
+
+async def test_an_allocated_tensor_is_not_moved_while_a_cancelled_write_of_it_is_under_way(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+
+    def poll_late(engine: NixlEngine, timeout_s: float) -> list[tuple[Hashable, str]]:
+        return poll(engine, timeout_s) if may_end.wait(timeout_s) else []
+
+    async with TensorReceiver(address, **NIXL) as receiver, TensorSender(address, **NIXL) as sender:
+        await until(lambda: sender.statistics().engine_connections == 1)
+        await until(lambda: receiver.statistics().engine_connections == 1)
+        began = asyncio.Event()
+        write, loop = NixlEngine.write, asyncio.get_running_loop()
+
+        def report(*arguments: Any) -> Hashable:
+            loop.call_soon_threadsafe(began.set)
+            return write(*arguments)
+
+        monkeypatch.setattr(NixlEngine, "write", report)
+        monkeypatch.setattr(NixlEngine, "poll", poll_late)
+        allocated = await sender.allocate((LARGE,), torch.int64)
+        allocated.fill_(1)
+        sending = asyncio.create_task(sender.send(allocated))
+        await began.wait()
+        sending.cancel()
+        await asyncio.wait([sending])
+        allocated.fill_(2)
+        again = [asyncio.create_task(sender.send(part)) for part in (allocated, allocated[:1000])]
+        for seed in range(20):
+            assert torch.equal(await receiver.receive(await sender.send(pattern(seed, 3))), pattern(seed, 3))
+        assert not any(task.done() for task in again)
+        may_end.set()
+        for task in again:
+            assert bool((await receiver.receive(await task) == 2).all())
+        del allocated, sending, again, task
         await settled(sender)
 
 

@@ -206,6 +206,21 @@ async def test_zeromq_carries_the_rest_if_the_connection_of_the_engine_is_reset(
             assert await end.call(engine_connections) == 0
 
 
+async def test_zeromq_carries_all_tensors_if_the_connection_of_an_idle_engine_was_reset(hosts: Hosts) -> None:
+    async with two_processes(hosts) as (engine, api):
+        await asyncio.gather(engine.call(has_engine), api.call(has_engine))
+        try:
+            hosts.reset_other_connections(PORT)
+        except NoNamespacesError as error:
+            pytest.skip(str(error))
+        for value in (1, 2):
+            await api.call(send, value)
+            assert await engine.call(receive_next, value)
+        for end in (engine, api):
+            assert "ZeroMQ carries all tensors" in await end.call(first_line)
+            assert await end.call(engine_connections) == 0
+
+
 async def test_a_firewall_leaves_all_tensors_to_zeromq(hosts: Hosts) -> None:
     hosts.block_other_ports(PORT)
     async with two_processes(hosts) as (engine, api):
