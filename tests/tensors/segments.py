@@ -98,7 +98,10 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def open_files() -> set[tuple[str, int, int]]:
-    """Return the number, the device and the inode of each open descriptor."""
+    """Return the number, the device and the inode of each open descriptor.
+
+    Compare the results with `<=`, because objects of earlier tests may be collected in between.
+    """
     files = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the descriptor of the listing

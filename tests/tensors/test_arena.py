@@ -150,7 +150,7 @@ def test_a_retired_segment_has_no_descriptor_any_more() -> None:
         arena.retire([place])
         place.segment.return_memory([])
 
-        assert open_files() == before
+        assert open_files() <= before
         filled(place.segment, chunk(1))  # filling has begun before
         place.segment.memory[MIB : MIB + 5] = b"hello"
 
@@ -186,7 +186,7 @@ def test_an_arena_beyond_all_addresses_is_an_error_of_the_system_and_leaves_noth
         with pytest.raises(OSError, match=f"Errno {errno.ENOMEM}"):
             segment.open()
         assert not segment.is_open
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def test_looking_for_idle_memory_is_no_work_for_what_was_never_warm() -> None:
@@ -211,7 +211,7 @@ def test_closing_lets_go_of_every_segment_and_of_what_is_viewed_when_its_view_en
     arena.close()
 
     assert bytes(view[:5]) == b"hello"
-    assert open_files() == before
+    assert open_files() <= before
     assert len(old.view()) == 0
     assert watch.memfds(os.getpid()) == 1  # what the living view keeps
     del view

@@ -74,7 +74,7 @@ def test_a_segment_that_is_open_stays_as_it_is() -> None:
         segment.open()
 
         assert segment.descriptor == before
-        assert open_files() == files
+        assert open_files() <= files
 
 
 def test_a_segment_that_was_never_opened_can_be_closed_and_so_can_a_closed_one() -> None:
@@ -85,7 +85,7 @@ def test_a_segment_that_was_never_opened_can_be_closed_and_so_can_a_closed_one()
     segment.close()
     segment.close()
 
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def test_a_range_is_warm_when_it_was_noted_as_filled() -> None:
@@ -333,7 +333,7 @@ def test_a_segment_for_which_there_is_no_room_says_so_and_leaves_nothing_behind(
     with lowered(resource.RLIMIT_FSIZE, MIB), pytest.raises(OSError, match="File too large"):
         segment.open()
 
-    assert open_files() == before
+    assert open_files() <= before
     segment.open()
     segment.close()
 
@@ -347,7 +347,7 @@ def test_a_segment_for_which_there_is_no_descriptor_says_so_and_leaves_nothing_b
         segment.open()
 
     assert caught.value.errno == errno.EMFILE
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def test_a_segment_that_has_no_room_for_its_addresses_says_so() -> None:
@@ -355,7 +355,7 @@ def test_a_segment_that_has_no_room_for_its_addresses_says_so() -> None:
     with pytest.raises(OSError, match="Cannot allocate memory"):
         Segment(0, 1 << 60).open()
 
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def test_memory_that_the_machine_does_not_have_is_an_error_and_not_warm(

@@ -13,6 +13,8 @@ from verification.fuzz.steps import cases
 # while the allocated memory stayed the same.
 _GROWTH_KIB = {"queue": 1024, "tcp": 4096, "unix": 1024}
 
+_ATTEMPTS = 20
+
 links = pytest.mark.parametrize("link", ["queue", "tcp", "unix"])
 
 
@@ -43,7 +45,10 @@ def test_recorded_cases_do_not_harm_a_publisher(link: str) -> None:
 )
 def test_a_publisher_cuts_off_a_subscriber_that_breaks_the_rules_of_moves(name: str) -> None:
     with listening("tcp", partial(live_publisher, uvloop=True)) as publisher:
-        publisher.hear(cases(TO_PUBLISHER)[name])
+        for _ in range(_ATTEMPTS):  # a publication may arrive after the rogue has left
+            publisher.hear(cases(TO_PUBLISHER)[name])
+            if publisher.live.heard:
+                break
         publisher.look()
         assert publisher.live.violations
         assert publisher.live.heard
