@@ -1,4 +1,4 @@
-"""The moves of a rogue: steps of blocks in its segments, freed blocks, acknowledgements, and its engine."""
+"""The moves of a rogue: steps of blocks in its segments, freed blocks, acknowledgements, and engines."""
 
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol import direct, network
@@ -19,7 +19,7 @@ _MISPLACED = (
     _CARRIED,
     _CARRIED + b"carried",
     _CARRIED[:7],
-    direct.encode_direct(direct.Reserved(0, b"key")),  # which nobody has requested
+    direct.encode_direct(direct.Reserved(0, b"key")),  # in response to no request
 )
 
 _ALIGNED = 64

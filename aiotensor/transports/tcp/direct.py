@@ -35,7 +35,7 @@ from aiotensor.transports.base import Landing
 from aiotensor.transports.tcp.engine import EngineChoice, RunningEngine
 from aiotensor.transports.tcp.reserved import ReservedMemory
 
-__all__ = ["LEAST_BYTES", "DirectMoves"]
+__all__ = ["LEAST_BYTES", "STALLED_S", "DirectMoves"]
 
 # Shorter moves are steps: they end at once, but a write waits for memory of the peer first.
 LEAST_BYTES = STEP_BYTES + 1
@@ -43,13 +43,12 @@ LEAST_BYTES = STEP_BYTES + 1
 # The engines handle one packet in another way than several. The bytes of the test repeat a random seed.
 _TEST_BYTES = 64 << 10
 _SEED_BYTES = 16
-_TEST_S = (
-    5.0  # an engine that cannot reach the peer, perhaps because of a firewall, does not always report it
-)
 
-# An engine does not report each loss of its connection. So it has failed if no write ends for this long, and
-# for as long as all of them take at the least rate.
-_STALLED_S = 5.0
+# An engine does not always report that it cannot reach the peer, perhaps because of a firewall, or does not
+# reach it any more. The tests may take this long. Later it has failed if no write ends for this long, and for
+# as long as all writes take at the least rate.
+_TEST_S = 5.0
+STALLED_S = 5.0
 _LEAST_BYTES_PER_S = 10e6
 
 _NOT_CHOSEN = "no engine was chosen at the other side"
@@ -92,7 +91,7 @@ class DirectMoves:
         self._has_negotiated = False  # whether either side has mentioned an engine
         self._is_admitted = self._is_stopped = False
         self._wanted = ""  # the engine that the peer has chosen before it was admitted
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self._offered: asyncio.Future[Offer] = loop.create_future()
         self._proved: asyncio.Future[bytes] = loop.create_future()
         self._writes: dict[int, Move[memoryview]] = {}
@@ -102,7 +101,6 @@ class DirectMoves:
         self._after_close: list[Callable[[], object]] | None = None  # while the engine is being closed
         self._interrupted: list[Move[memoryview]] = []  # whose writes had not ended when it was closed
         self._held: list[Move[memoryview]] = []  # of a block that has a write
-        self._loop = loop
         self._progress = 0.0  # the time when a write has ended, or has begun after none
         self._alarm: asyncio.TimerHandle | None = None
         self._has_peer_closed = False  # its engine, or it has none
@@ -158,9 +156,10 @@ class DirectMoves:
             self._alarm.cancel()
         self._after_close = []
         reserved.close()
-        running.close(partial(self._closed, reason))
+        running.close(partial(self._closed, reason, reserved))
 
-    def _closed(self, reason: str) -> None:
+    def _closed(self, reason: str, reserved: ReservedMemory) -> None:
+        reserved.release()
         waiting, self._after_close = self._after_close or [], None
         self._send(Refused(reason))
         self._continue()
@@ -238,7 +237,7 @@ class DirectMoves:
             self._progress = self._loop.time()
         self._begun.add(number)
         if self._alarm is None:
-            self._alarm = self._loop.call_later(_STALLED_S, self._check_progress)
+            self._alarm = self._loop.call_later(STALLED_S, self._check_progress)
         self._running.write(
             move.source, key, move.start - move.area.block, partial(self._write_ended, number)
         )
@@ -261,7 +260,7 @@ class DirectMoves:
         """Do without the engine if no write has ended for too long."""
         self._alarm = None
         if self._begun:
-            limit_s = _STALLED_S + sum(self._writes[one].length for one in self._begun) / _LEAST_BYTES_PER_S
+            limit_s = STALLED_S + sum(self._writes[one].length for one in self._begun) / _LEAST_BYTES_PER_S
             left_s = self._progress + limit_s - self._loop.time()
             if left_s > 0:
                 self._alarm = self._loop.call_later(left_s, self._check_progress)
@@ -349,7 +348,7 @@ class DirectMoves:
         self._reserved = ReservedMemory(
             self._running, self._send, self._report_tensor, self._refuse, self._failed
         )
-        self._negotiating = asyncio.get_running_loop().create_task(
+        self._negotiating = self._loop.create_task(
             self._negotiate(choice.name, choice.make, self._running), name="aiotensor-engine"
         )
 
@@ -376,7 +375,7 @@ class DirectMoves:
         """Write to the memory of the peer, and wait until the peer has written to that of the test."""
         seed = secrets.token_bytes(_SEED_BYTES)
         source = seed * (_TEST_BYTES // _SEED_BYTES)
-        written: asyncio.Future[EngineError | None] = asyncio.get_running_loop().create_future()
+        written: asyncio.Future[EngineError | None] = self._loop.create_future()
 
         def ended(error: EngineError | None) -> None:
             if not written.done():

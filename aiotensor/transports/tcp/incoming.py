@@ -38,7 +38,7 @@ class MessageEvents(Protocol):
 
     @property
     def is_finishing(self) -> bool:
-        """Whether records are ignored, also those that attach segments."""
+        """Whether records are ignored, including those with segments."""
 
     def record_received(self, record: memoryview) -> None:
         """Handle a record."""

@@ -50,7 +50,7 @@ class ReservedMemory:
         self._engine_failed = engine_failed
         self._failed = failed
         self._is_closed = False
-        self._writes: dict[int, bool] = {}  # of the peer, and whether the engine is polled for each
+        self._writes: dict[int, memoryview | None] = {}  # of the peer, to memory that stays mapped
         self._registrations: dict[int, dict[int, _Registration]] = {}  # by segment and block
 
     def reserve(self, message: Reserve, landing: Landing) -> None:
@@ -62,12 +62,12 @@ class ReservedMemory:
         number, area = message.write, Area(message.segment, message.block)
         if number in self._writes or len(self._writes) >= MAX_WRITES:
             raise ProtocolError("it reserved memory twice, or too often")
-        self._writes[number] = False
+        self._writes[number] = None
         landing.reserve(area.block, message.nbytes, partial(self._has_memory, number, area))
 
     def written(self, number: int) -> None:
         """Handle the end of a write."""
-        if self._writes.pop(number, False):
+        if self._writes.pop(number, None) is not None:
             self._running.end_polling()
 
     def returned(self, segment: int, ranges: Sequence[Range]) -> None:
@@ -80,6 +80,10 @@ class ReservedMemory:
         self._is_closed = True
         self._registrations.clear()
 
+    def release(self) -> None:
+        """Keep no memory mapped any more, because the engine is closed, and the peer cannot write to it."""
+        self._writes.clear()
+
     def _has_memory(self, number: int, area: Area, memory: memoryview | None, failure: str) -> None:
         if failure:
             self._failed(failure)
@@ -90,7 +94,7 @@ class ReservedMemory:
         if registration is None or registration.nbytes != len(memory):
             self._unregister(area.segment, [(area.block, area.block + len(memory))])
             registration = of_segment[area.block] = _Registration(len(memory), self._running.register(memory))
-        self._writes[number] = True
+        self._writes[number] = memory
         self._running.begin_polling()
         registration.key.add_done_callback(partial(self._registered, number, area))
 

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Hashable
 from typing import Any
 
@@ -183,29 +182,58 @@ def failing_writes(engine: NixlEngine, timeout_s: float) -> list[tuple[Hashable,
     return [(write, "the device is gone") for write, _ in poll(engine, timeout_s)]
 
 
-def failing_engine(engine: NixlEngine, timeout_s: float) -> list[tuple[Hashable, str]]:
+def failing_engine(*_: object) -> object:
     raise EngineError("the device is gone")
 
 
 poll = NixlEngine.poll
 
 
-@pytest.mark.parametrize("failing", [failing_writes, failing_engine])
+@pytest.mark.parametrize(
+    ("method", "failing"),
+    [
+        ("poll", failing_writes),
+        ("poll", failing_engine),
+        ("register", failing_engine),
+        ("write", failing_engine),
+    ],
+)
 async def test_zeromq_carries_all_tensors_once_the_engine_fails(
-    failing: object, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    method: str,
+    failing: object,
+    address: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with TensorReceiver(address, **NIXL) as receiver, TensorSender(address, **NIXL) as sender:
         await until(lambda: sender.statistics().engine_connections == 1)
         await until(lambda: receiver.statistics().engine_connections == 1)
-        monkeypatch.setattr(NixlEngine, "poll", failing)
+        monkeypatch.setattr(NixlEngine, method, failing)
         handles = await asyncio.gather(*(sender.send(pattern(seed, LARGE)) for seed in range(5)))
         for seed, handle in enumerate(handles):
             assert torch.equal(await receiver.receive(handle), pattern(seed, LARGE))
         assert sender.statistics().engine_connections == receiver.statistics().engine_connections == 0
         assert sender.statistics().receivers_lost == receiver.statistics().senders_lost == 0
         await settled(sender)
+        monkeypatch.undo()
+        async with TensorSender(address, **NIXL) as next_sender:  # each connection tests its engine again
+            await until(lambda: next_sender.statistics().engine_connections == 1)
     text = f"ZeroMQ carries all tensors of a connection at {address}, and not nixl: the device is gone"
     assert lines(caplog) == [text, text]
+
+
+async def test_an_engine_has_failed_if_no_write_ends(
+    address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiotensor.transports.tcp.direct.STALLED_S", 0.1)
+    async with TensorReceiver(address, **NIXL) as receiver, TensorSender(address, **NIXL) as sender:
+        await until(lambda: sender.statistics().engine_connections == 1)
+        await until(lambda: receiver.statistics().engine_connections == 1)
+        monkeypatch.setattr(NixlEngine, "poll", lambda *_: [])
+        handle = await sender.send(pattern(0, LARGE))
+        assert torch.equal(await receiver.receive(handle), pattern(0, LARGE))
+        assert sender.statistics().engine_connections == receiver.statistics().engine_connections == 0
+    assert "not nixl: no write has ended for " in lines(caplog)[0]
 
 
 async def test_the_rest_of_a_failed_write_waits_until_both_engines_are_closed(
@@ -342,7 +370,7 @@ def test_threads_choose_an_engine_like_tasks(address: str) -> None:
         blocking.TensorSender(address, engine="nixl") as sender,
     ):
         while not sender.statistics().engine_connections:
-            time.sleep(0.001)
+            pass  # each call waits for a turn of the event loop
         handle = sender.send(pattern(0, LARGE))
         assert torch.equal(receiver.receive(handle), pattern(0, LARGE))
 
