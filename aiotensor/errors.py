@@ -18,6 +18,8 @@ Arguments that are wrong in themselves (a limit of zero, a path where a tensor b
 built-in ``ValueError`` and ``TypeError``.
 """
 
+from typing import TypeVar
+
 from aiotensor.types import Usage
 
 __all__ = [
@@ -35,6 +37,8 @@ __all__ = [
     "UsageError",
     "WouldBlockError",
 ]
+
+E = TypeVar("E", bound=Exception)
 
 
 # The keyword arguments below all have defaults, so that errors survive pickle: it rebuilds them
@@ -148,7 +152,7 @@ class UsageError(AioTensorError, RuntimeError):
     """This object cannot be used from here: after a fork, from another thread or event loop, or unopened."""
 
 
-def again(error: AioTensorError) -> AioTensorError:
+def again(error: E) -> E:
     """Return a copy of an error without its traceback."""
     again = type(error)(*error.args)
     again.__dict__.update(error.__dict__)

@@ -12,9 +12,10 @@ from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.cgroups import warn_if_too_large
 from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.sending.capacity import SenderCapacity
-from aiotensor.sending.message import Message, MessageState
+from aiotensor.sending.message import Message
 from aiotensor.sending.open_message import OpenMessage
 from aiotensor.sending.pipeline import Pipeline
+from aiotensor.sending.posting import Posts
 from aiotensor.sending.settings import Settings
 from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
 from aiotensor.tensors.source import Sendable
@@ -90,7 +91,9 @@ class TensorSender(LoopObject):
         self._errors = ErrorCounter()
         self._counts = new_counts(SenderStatistics)
         self._capacity = SenderCapacity(self._settings, self.affinity)
-        self._pipeline: Pipeline | None = None  # made by `__aenter__`, since it belongs to a loop
+        # Made by `__aenter__`, since they belong to a loop.
+        self._pipeline: Pipeline | None = None
+        self._posts: Posts | None = None
 
     @property
     def id(self) -> str:
@@ -114,6 +117,7 @@ class TensorSender(LoopObject):
                 self._errors,
                 self._capacity.listeners,
             )
+            self._posts = Posts(self._pipeline, self._errors)
             self._pipeline.open()
         except BaseException:
             self.affinity.is_closed = True
@@ -205,6 +209,51 @@ class TensorSender(LoopObject):
             self._errors.add(error)
             raise
 
+    def post(self, tensor: Sendable) -> TensorHandle:
+        """Send a message of one tensor without waiting, and copy the tensor in the worker thread afterwards.
+
+        For callers that must not wait, such as the hooks of an encoder: it takes a permit and memory
+        immediately, announces the number of the message, and returns. Later messages may arrive before this
+        one. Arguments are the same as for `send`.
+
+        The tensor must not change until `copied` returns for its handle, until the receiver has received it,
+        or until `drain` returns. If the copy fails, the message is discarded, and the error is logged, raised
+        by `copied`, and counted in `statistics`. Closing the sender waits for the copy; cancelling that
+        discards the message.
+
+        Raises:
+            WouldBlockError: no permit or too few bytes are free, other calls already wait for them, no
+                receiver is connected, or it is slow to read.
+            UnsupportedTensorError: the tensor would not arrive unchanged; no resources were taken for it.
+            TooLargeError: it is larger than `arena_bytes`; no resources were taken for it.
+            PeerLostError: the receiver died or closed.
+            RefusedError: the receiver refused this sender, because of a limit or its version.
+            ClosedError: this sender was closed.
+            OSError: the machine has no shared memory or no descriptors left.
+        """
+        with self._errors:
+            self._opened()
+            return self._opened_posts().post(tensor)
+
+    async def copied(self, handle: TensorHandle) -> None:
+        """Wait until the tensor of a handle that `post` returned is copied: then it may change or be freed.
+
+        Returns immediately for all other handles. Cancellation has no side effects: the copy continues.
+
+        Raises:
+            ValueError: the handle belongs to another sender.
+            OSError: the copy failed, because the machine has no memory left; the message was discarded.
+            WouldBlockError: the copy waited for other copies, or for a receiver that does not read, for
+                longer than `max_wait_s`; the message was discarded.
+            DiscardedError: either side discarded the message before the tensor was copied.
+            PeerLostError: the receiver died or closed before the tensor was copied.
+            ClosedError: this sender was closed, and the wait for the copy was cancelled.
+        """
+        with self._errors:
+            self._checked()
+            self._check_own(handle)
+            await self._opened_posts().copied(handle)
+
     def message(self) -> OpenMessage:
         """Begin a message of several tensors, which share one permit and arrive together or not at all.
 
@@ -255,8 +304,7 @@ class TensorSender(LoopObject):
         """
         with self._errors:
             pipeline = self._checked()
-            if handle.sender != self._id:
-                raise ValueError(f"this handle is of sender {handle.sender}, not of this one ({self._id})")
+            self._check_own(handle)
         pipeline.abandon_number(handle.message)
 
     def discard_all(self) -> int:
@@ -266,7 +314,7 @@ class TensorSender(LoopObject):
         """
         with self._errors:
             pipeline = self._checked()
-        return pipeline.abandon_all(MessageState.OPEN, MessageState.WHOLE)
+        return pipeline.abandon_all()
 
     async def drain(self) -> None:
         """Wait until every message sent before this call was taken or discarded.
@@ -303,17 +351,18 @@ class TensorSender(LoopObject):
     async def aclose(self) -> None:
         """Close; complete messages can still be received, and waiting calls raise `ClosedError`.
 
-        Waits until a copy in the worker thread has stopped and the link has accepted all sent messages. It
-        does not wait for the receiver to take them; use `drain` for that. Cancellation closes the sender
-        immediately; if the link has not accepted all messages by then, the receiver treats this sender as
-        lost and drops all its unreceived messages. Closing again has no effect.
+        Waits until the tensors of posted messages are copied, until other copies in the worker thread have
+        stopped, and until the link has accepted all sent messages. It does not wait for the receiver to take
+        them; use `drain` for that. Cancellation closes the sender immediately; if the link has not accepted
+        all messages by then, the receiver treats this sender as lost and drops all its unreceived messages.
+        Closing again has no effect.
         """
         self.affinity.check_place()
         was_open = self.affinity.is_open
         self.affinity.is_closed = True
         if was_open and self._pipeline is not None:
             with self.affinity.leaving():
-                await self._pipeline.close()
+                await self._pipeline.close(self._opened_posts().settle)
 
     def _details(self) -> list[str]:
         details = [f"at {self._route.label}"]
@@ -328,6 +377,15 @@ class TensorSender(LoopObject):
         if self._pipeline is None:
             raise AssertionError("an open sender has a pipeline")
         return self._pipeline
+
+    def _check_own(self, handle: TensorHandle) -> None:
+        if handle.sender != self._id:
+            raise ValueError(f"this handle is of sender {handle.sender}, not of this one ({self._id})")
+
+    def _opened_posts(self) -> Posts:
+        if self._posts is None:
+            raise AssertionError("an open sender has posted messages")
+        return self._posts
 
     def _opened(self) -> Pipeline:
         """Return the pipeline, if messages can be sent."""

@@ -154,11 +154,21 @@ class BlockingObject(Generic[A, S]):
 
     def call(self, function: Callable[..., R], *args: Any) -> R:
         """Call a function in the thread of the loop."""
+        self._check_place()
+        return self._call(function, *args)
 
+    def call_briefly(self, function: Callable[..., R], *args: Any) -> R:
+        """Call a function that never waits in the thread of the loop; this thread may run another loop."""
+        self._check_process()
+        if self._loop is not None and self._loop.is_here:
+            raise UsageError(f"this {self._name} cannot be used in the thread of its own event loop")
+        return self._call(function, *args)
+
+    def _call(self, function: Callable[..., R], *args: Any) -> R:
         async def call() -> R:
             return function(*args)
 
-        return self.wait_for(call)
+        return self._run(Call(call))
 
     def wait_for(
         self, function: Callable[..., Awaitable[R]], *args: Any, timeout: float | None = None, **options: Any
@@ -202,15 +212,18 @@ class BlockingObject(Generic[A, S]):
             raise ClosedError(f"this {self._name} was closed: make a new one") from None
 
     def _check_place(self) -> None:
-        if os.getpid() != self._pid:
-            raise UsageError(
-                f"this {self._name} came here by a fork, where its thread is not: start processes with "
-                "multiprocessing.get_context('spawn') and open one in each"
-            )
+        self._check_process()
         if asyncio._get_running_loop() is not None:
             raise UsageError(
                 f"this {self._name} would block the event loop of this thread: use the one of aiotensor "
                 "itself here, with await"
+            )
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"this {self._name} came here by a fork, where its thread is not: start processes with "
+                "multiprocessing.get_context('spawn') and open one in each"
             )
 
 

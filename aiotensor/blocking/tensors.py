@@ -74,6 +74,18 @@ class TensorSender(BlockingObject[aiotensor.TensorSender, SenderStatistics]):
         """Send a message of one tensor without waiting; the copy runs in the thread of the event loop."""
         return self.call(self.inner.send_nowait, tensor)
 
+    def post(self, tensor: Sendable) -> TensorHandle:
+        """Send a message of one tensor without waiting, and copy the tensor in the worker thread afterwards.
+
+        Unlike all other calls it can also be made in the thread of another event loop, since it does not
+        wait for permits, memory or copies.
+        """
+        return self.call_briefly(self.inner.post, tensor)
+
+    def copied(self, handle: TensorHandle, *, timeout: float | None = None) -> None:
+        """Wait until the tensor of a handle from `post` is copied: then it may change or be freed."""
+        self.wait_for(self.inner.copied, handle, timeout=timeout)
+
     def message(self, *, timeout: float | None = None) -> "OpenMessage":
         """Begin a message of several tensors, which share one permit and arrive together or not at all.
 

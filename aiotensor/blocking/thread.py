@@ -164,6 +164,11 @@ class Loop:
         """Whether the loop was halted and this is the main thread, which still runs and must not wait."""
         return self._is_halted and threading.current_thread() is threading.main_thread()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the thread of the loop."""
+        return threading.current_thread() is self._thread
+
     def stop(self) -> None:
         """End the thread after all calls have ended, and wait for that."""
         self._is_wanted = False

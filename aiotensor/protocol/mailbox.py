@@ -162,13 +162,10 @@ class Mailbox(Generic[T]):
         self._remember(self._departed, sender)
         return self._claims.of_sender(sender)
 
-    def discard(self, sender: str, number: int) -> tuple[bool, Sequence[Key]]:
+    def discard(self, sender: str, number: int) -> Sequence[Key]:
         """Discard a message, even before it arrives; a message that has ended is not affected.
 
         The sender may be unknown, or lost: it may have connected again without its hello being read.
-
-        Returns:
-            whether part of the message had arrived, and the keys.
         """
         record = self._record(sender)
         if not record.joined:
@@ -178,13 +175,12 @@ class Mailbox(Generic[T]):
             or (record.loss is not None and number < record.next)
             or (record.left and number not in record.messages)
         ):
-            return False, []
-        had_arrived = number in record.messages
+            return []
         self._drop(record, number)
         # Each message in flight may leave a gap, but handles of unknown messages have arbitrary numbers.
         record.ended.keep_first(record.limit + REMEMBERED_RANGES)
         self.messages_discarded += 1
-        return had_arrived, self._claims.of_message(sender, number)
+        return self._claims.of_message(sender, number)
 
     # Calls that take tensors
 

@@ -143,7 +143,7 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
             self._taken.append(message)
 
     def discard(self, message: int) -> None:
-        """Return the permit of a message that no task will take."""
+        """Return the permit of a message that no task will take, if it has begun and not ended."""
         if self._messages.pop(message, None) is not None:
             self._discarded.append(message)
 

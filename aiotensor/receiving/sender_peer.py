@@ -90,7 +90,7 @@ class SenderPeer:
         self._host.schedule_flush(self)
 
     def discard(self, message: int) -> None:
-        """Return the permit of a message that no task will take."""
+        """Return the permit of a message that no task will take, if it has begun and not ended."""
         self.connection.discard(message)
         self._host.schedule_flush(self)
 
@@ -129,7 +129,7 @@ class SenderPeer:
                     case End():
                         keys += self._mailbox.end(self.sender, frame.message)
                     case Discard():
-                        keys += self._mailbox.discard(self.sender, frame.message)[1]
+                        keys += self._mailbox.discard(self.sender, frame.message)
                     case Attach():
                         self._attach(frame, descriptors)
                     case StatisticsReply():

@@ -107,10 +107,10 @@ class Taking:
 
     def discard(self, key: Key) -> None:
         """Discard the whole message of a tensor, even before it arrives."""
-        had_arrived, keys = self.mailbox.discard(key.sender, key.message)
+        keys = self.mailbox.discard(key.sender, key.message)
         peer = self.senders.connected.get(key.sender)
-        if had_arrived and peer is not None:
-            peer.discard(key.message)
+        if peer is not None:
+            peer.discard(key.message)  # if it has begun
         self._arrivals.wake(keys)
 
     def not_here(self, key: Key) -> WouldBlockError:

@@ -66,6 +66,7 @@ class Message:
         awaits_bytes: the number of sends that wait for bytes.
         awaits_receiver: the number of sends that wait until the receiver reads.
         has_bytes: whether it ever held shared memory.
+        is_finished: whether it was posted completely, and becomes whole once its tensors are copied.
     """
 
     permit: Ticket[None]
@@ -76,6 +77,7 @@ class Message:
     awaits_bytes: int = 0
     awaits_receiver: int = 0
     has_bytes: bool = False
+    is_finished: bool = False
 
     @property
     def has_ended(self) -> bool:

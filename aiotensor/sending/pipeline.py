@@ -6,7 +6,7 @@ A block of shared memory is pinned by the tensor announced over it until the rec
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
@@ -52,6 +52,7 @@ class Pipeline:
         settings: as for `Grants`, like the other arguments.
 
     Attributes:
+        sender: the id of the sender.
         grants: the messages in flight, with their permits and memory.
         sessions: the connections to receivers.
     """
@@ -67,7 +68,7 @@ class Pipeline:
     ) -> None:
         self.grants = Grants(settings, counts, errors, listeners, lambda: self.sessions.receiver_pid)
         self.sessions = Sessions(sender, route.connector, self.grants)
-        self._sender = sender
+        self.sender = sender
         self._permits = self.grants.permits
         self._memory = self.grants.memory
         self._max_bytes = settings.max_bytes
@@ -81,14 +82,21 @@ class Pipeline:
             self.abort()
             raise
 
-    async def close(self) -> None:
-        """End all waiting calls, and close the session; cancellation skips all waits."""
+    async def close(self, copied: Callable[[], Awaitable[None]]) -> None:
+        """End all waiting calls, and close the session; cancellation skips all waits.
+
+        Args:
+            copied: waits until the tensors of finished messages are copied.
+        """
         memory = self._memory
         memory.freed.collect_all()
         self.grants.is_closed = True
         self.grants.fail()
         try:
-            self.abandon_all(MessageState.OPEN)
+            for message in [one for one in self.grants.messages if one.state is MessageState.OPEN]:
+                if not message.is_finished:
+                    self.abandon(message)
+            await copied()
             # Before any other wait: without the last frame the receiver treats this sender as lost, together
             # with all messages that it sent.
             await self.sessions.close(uses_memory=bool(memory.allocations))
@@ -179,9 +187,9 @@ class Pipeline:
         if message is not None:
             self.abandon(message)
 
-    def abandon_all(self, *states: MessageState) -> int:
-        """Discard every message in one of these states, and return their number."""
-        messages = [message for message in self.grants.messages if message.state in states]
+    def abandon_all(self) -> int:
+        """Discard every message in flight, and return their number."""
+        messages = list(self.grants.messages)
         for message in messages:
             self.abandon(message)
         return len(messages)
@@ -214,24 +222,45 @@ class Pipeline:
             return self._announce_allocated(message, source, allocation, last=last)
         return await self._put_copy(message, source, allocation, last=last)
 
+    def can_announce_now(self, plan: Plan) -> bool:
+        """Return whether a tensor can be announced at once, because it need not be copied or moved."""
+        sessions = self.sessions
+        is_in_place = not plan.new_bytes and (plan.allocation is None or sessions.mover is None)
+        return is_in_place and sessions.is_ready
+
+    def announce_now(self, message: Message, source: Source, plan: Plan, *, last: bool) -> TensorHandle:
+        """Announce a tensor without a copy, where `can_announce_now` allows it."""
+        if plan.allocation is None:
+            return self._announce(message, source, place_inline(source), None, last=last)
+        return self._announce_allocated(message, source, plan.allocation, last=last)
+
+    def block_nowait(self, message: Message, nbytes: int) -> Block:
+        """Pin a block for a tensor of a message, or raise `WouldBlockError`."""
+        message.has_bytes = True
+        block = self._memory.try_acquire(nbytes, message)
+        if block is None:
+            raise self.grants.holders.would_block("not enough shared memory is free", 1, nbytes)
+        return block
+
+    def begin_announced(self, message: Message) -> int:
+        """Return the number of a message, which is announced now if it has none."""
+        if message.number is None:
+            message.number = self._session().begin(message)
+        return message.number
+
     def put_nowait(self, message: Message, source: Source, plan: Plan) -> TensorHandle:
         """Send the only tensor of a message without waiting, on this thread, or raise `WouldBlockError`."""
+        if self.can_announce_now(plan):
+            return self.announce_now(message, source, plan, last=True)
         allocation = plan.allocation
         mover = self.sessions.mover
-        if allocation is not None and allocation.can_carry(source):
-            if mover is not None:
-                placed = place_allocated(source, allocation)
-                self._memory.announced(allocation.block.number, message, is_whole=True)
-                message.has_bytes = True
-                offset = source.data_ptr() - allocation.start
-                return self._send_later(mover, message, source, placed, allocation.block, offset)
-            return self._announce_allocated(message, source, allocation, last=True)
-        if not plan.new_bytes:
-            return self._announce(message, source, place_inline(source), None, last=True)
-        message.has_bytes = True
-        block = self._memory.try_acquire(plan.new_bytes, message)
-        if block is None:
-            raise self.grants.holders.would_block("not enough shared memory is free", 1, plan.new_bytes)
+        if allocation is not None and mover is not None and not plan.new_bytes:
+            placed = place_allocated(source, allocation)
+            self._memory.announced(allocation.block.number, message, is_whole=True)
+            message.has_bytes = True
+            offset = source.data_ptr() - allocation.start
+            return self._send_later(mover, message, source, placed, allocation.block, offset)
+        block = self.block_nowait(message, plan.new_bytes)
         try:
             self._memory.copy_now(source, block)
             if mover is not None:
@@ -274,6 +303,10 @@ class Pipeline:
         self, message: Message, source: Source, allocation: Allocation | None, *, last: bool
     ) -> TensorHandle:
         block = await self.grants.block(source.nbytes, message, allocation)
+        return await self.put_into(block, message, source, last=last)
+
+    async def put_into(self, block: Block, message: Message, source: Source, *, last: bool) -> TensorHandle:
+        """Copy a tensor into a block, announce it, and remove the pin of the block's owner in any case."""
         try:
             self.grants.check_open(message)  # it may have ended while waiting
             mover = self.sessions.mover
@@ -375,7 +408,7 @@ class Pipeline:
         self.grants.counts["bytes_sent"] += source.nbytes
         if put.last:
             self.grants.make_whole(message)
-        return TensorHandle(self._sender, put.message, put.tensor, put.dtype, put.shape, put.device)
+        return TensorHandle(self.sender, put.message, put.tensor, put.dtype, put.shape, put.device)
 
     async def _receiver_reads(self, message: Message) -> None:
         """Wait until a receiver is connected and reads."""

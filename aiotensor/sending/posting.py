@@ -1,0 +1,242 @@
+"""Posted messages: they are sent without waiting, and a task of each copies the tensors that need a copy.
+
+    permit and memory, at once -> `Begin`, which fixes the number -> copies, in order -> announcement
+
+A failed copy discards the message: the receiver is notified, and `Posts.copied` raises the error.
+"""
+
+import asyncio
+from collections import OrderedDict, deque
+from typing import NamedTuple
+
+from aiotensor.errors import AioTensorError, TooLargeError, again
+from aiotensor.protocol.frames import MAX_TENSORS
+from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.waiting import Waiters
+from aiotensor.sending.message import Message
+from aiotensor.sending.pipeline import Pipeline
+from aiotensor.statistics.counters import ErrorCounter
+from aiotensor.tensors.allocations import Block
+from aiotensor.tensors.dtypes import DTYPE_NAMES
+from aiotensor.tensors.placement import Plan
+from aiotensor.tensors.source import Sendable, Source
+from aiotensor.types import TensorHandle
+
+__all__ = ["PostedMessage", "Posts"]
+
+logger = logger_of("sender")
+
+_REMEMBERED_FAILURES = 256
+
+
+class _Pending(NamedTuple):
+    """A tensor that is still to be announced, with the block for its copy."""
+
+    source: Source
+    plan: Plan
+    block: Block | None
+    last: bool
+
+
+class Posts:
+    """The posted messages of one sender; belongs to the running loop.
+
+    Args:
+        pipeline: sends their tensors.
+        errors: counts the errors of copies.
+    """
+
+    def __init__(self, pipeline: Pipeline, errors: ErrorCounter) -> None:
+        self._pipeline = pipeline
+        self._errors = errors
+        self._copying: dict[int, PostedMessage] = {}  # by the numbers of the messages
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failures: OrderedDict[int, Exception] = OrderedDict()  # why messages ended before their copies
+        self._changes = Waiters()
+
+    def post(self, value: Sendable) -> TensorHandle:
+        """Send a message of one tensor; errors are those of `TensorSender.post`."""
+        source, plan = self._pipeline.prepare(value)
+        message = PostedMessage(self, self._pipeline, plan.new_bytes)
+        try:
+            return message.post(source, plan, last=True)
+        except BaseException:
+            message.abandon()
+            raise
+
+    def message(self, nbytes: int) -> "PostedMessage":
+        """Begin a message of several tensors, or raise `WouldBlockError`.
+
+        Args:
+            nbytes: the bytes of shared memory for its first tensor, for the error.
+        """
+        return PostedMessage(self, self._pipeline, nbytes)
+
+    async def copied(self, handle: TensorHandle) -> None:
+        """Wait until a posted tensor is copied, as `TensorSender.copied` does."""
+        while (posted := self._copying.get(handle.message)) is not None and posted.is_pending(handle.tensor):
+            await self._changes.wait()
+        failure = self._failures.get(handle.message)
+        if failure is not None:
+            raise again(failure)
+
+    async def settle(self) -> None:
+        """Wait until all copies have ended; cancellation stops them."""
+        try:
+            while self._tasks:
+                await self._changes.wait()
+        except BaseException:
+            for task in self._tasks:
+                task.cancel()
+            raise
+
+    # The copies
+
+    def begin_copies(self, posted: "PostedMessage", number: int) -> None:
+        """Start the task that copies the pending tensors of a message."""
+        self._copying[number] = posted
+        task = asyncio.get_running_loop().create_task(posted.send_pending())
+        self._tasks.add(task)
+        task.add_done_callback(lambda task: self._copies_ended(posted, number, task))
+
+    def _copies_ended(self, posted: "PostedMessage", number: int, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
+            posted.copies_failed()
+            if error is not None and not posted.message.has_ended:
+                self._failed(posted.message, number, error)
+            else:  # the receiver is gone, the message was discarded, or the sender closes: no copy has failed
+                self._remember(number, self._pipeline.grants.error(posted.message))
+        if not posted.is_copying:
+            self._copying.pop(number, None)
+        self._changes.wake()
+
+    def _failed(self, message: Message, number: int, error: BaseException) -> None:
+        """Handle a copy that failed: no call waits for it that could raise the error."""
+        self._errors.add(error)
+        is_expected = isinstance(error, (AioTensorError, OSError))
+        logger.error(
+            "copying a posted tensor failed, and its message is discarded: %s",
+            error,
+            exc_info=None if is_expected else error,
+            extra={
+                "event": "post_failed",
+                "sender_id": self._pipeline.sender,
+                "error": type(error).__name__,
+                "reason": str(error),
+            },
+        )
+        if isinstance(error, Exception):
+            self._remember(number, again(error))
+        self._pipeline.abandon(message)
+
+    def _remember(self, number: int, error: Exception) -> None:
+        self._failures[number] = error
+        if len(self._failures) > _REMEMBERED_FAILURES:
+            self._failures.popitem(last=False)
+
+
+class PostedMessage:
+    """A message whose tensors are posted one after the other.
+
+    Args:
+        posts: the posted messages of the sender.
+        pipeline: sends the tensors.
+        nbytes: the bytes of shared memory for the first tensor, for the error.
+
+    Attributes:
+        message: its state and its permit.
+        is_copying: whether a task copies its tensors.
+
+    Raises:
+        WouldBlockError: no permit is free, or no receiver can be reached now.
+    """
+
+    def __init__(self, posts: Posts, pipeline: Pipeline, nbytes: int) -> None:
+        self._posts = posts
+        self._pipeline = pipeline
+        self.message = pipeline.begin_nowait(nbytes)
+        self._pending: deque[_Pending] = deque()
+        self._count = 0
+        self.is_copying = False
+
+    def is_pending(self, tensor: int) -> bool:
+        """Return whether a tensor, by its number, is still to be announced."""
+        return self.is_copying and self.message.count <= tensor < self._count
+
+    def post(self, source: Source, plan: Plan, *, last: bool = False) -> TensorHandle:
+        """Add a tensor, and return its handle; a failure does not end the message.
+
+        Raises:
+            WouldBlockError: not enough shared memory is free.
+            TooLargeError: the message has as many tensors as a message may have.
+            DiscardedError: the message was discarded.
+            PeerLostError: the receiver is gone.
+        """
+        pipeline, message = self._pipeline, self.message
+        pipeline.grants.check_open(message)
+        if self._count >= MAX_TENSORS:
+            raise TooLargeError(
+                f"a message has at most {MAX_TENSORS} tensors", limit=MAX_TENSORS, requested=self._count + 1
+            )
+        if not self.is_copying and pipeline.can_announce_now(plan):
+            handle = pipeline.announce_now(message, source, plan, last=last)
+            self._count += 1
+            return handle
+        block = None
+        if plan.new_bytes:
+            block = pipeline.block_nowait(message, plan.new_bytes)
+        try:
+            number = pipeline.begin_announced(message)
+        except BaseException:
+            if block is not None:
+                pipeline.grants.memory.unpin_owner(block.number)
+            raise
+        self._pending.append(_Pending(source, plan, block, last))
+        message.is_finished = message.is_finished or last
+        tensor, self._count = self._count, self._count + 1
+        if not self.is_copying:
+            self.is_copying = True
+            self._posts.begin_copies(self, number)
+        device = "cpu" if source.is_cpu else str(source.device)
+        return TensorHandle(
+            pipeline.sender, number, tensor, DTYPE_NAMES[source.dtype], tuple(source.shape), device
+        )
+
+    def finish(self) -> None:
+        """Add no more tensors: the message becomes whole once all are announced."""
+        if self.message.has_ended or self.message.is_finished:
+            return
+        self.message.is_finished = True
+        if not self.is_copying:
+            self._pipeline.complete(self.message)
+
+    def abandon(self) -> None:
+        """Discard the message."""
+        self._pipeline.abandon(self.message)
+
+    # The copies
+
+    async def send_pending(self) -> None:
+        """Copy and announce the pending tensors in order, then complete the message if it is finished."""
+        pipeline, message = self._pipeline, self.message
+        last = False
+        while self._pending:
+            source, plan, block, last = self._pending.popleft()
+            if block is None:
+                await pipeline.put(message, source, plan, last=last)
+            else:
+                await pipeline.put_into(block, message, source, last=last)
+            del source
+        self.is_copying = False
+        if message.is_finished and not last:
+            pipeline.complete(message)
+
+    def copies_failed(self) -> None:
+        """Release the blocks of the tensors that are not copied after a failure or a cancellation."""
+        self.is_copying = False
+        for pending in self._pending:
+            if pending.block is not None:
+                self._pipeline.grants.memory.unpin_owner(pending.block.number)
+        self._pending.clear()
