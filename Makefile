@@ -4,11 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit docs-tables coverage model chaos fuzz soak bench bench-quick bench-peers clean help
+.PHONY: demo test lint types unit test-vllm docs-tables coverage model chaos fuzz soak bench bench-quick bench-peers clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
 	@echo "make test    lint, types, and the whole test suite"
+	@echo "make test-vllm   install vLLM without its CUDA libraries, and test the integration in its own code"
 	@echo "make docs-tables   write the tables of docs/metrics.md from the declared fields of statistics"
 	@echo "make coverage   the suite again, measured: which branches no test has taken"
 	@echo "make model   run random sequences of operations and compare them with a model, for SECONDS=600 from SEED="
@@ -49,6 +50,16 @@ types: $(VENV)/.test
 # that hangs ends its worker and counts as failed; another worker runs the remaining tests (see tests/workers.py).
 unit: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 8 $(ARGS)
+
+# vLLM and its imports lie in a folder of their own, which only this target adds to the path: `make test` runs without
+# them. Its modules take 15 seconds to import, in each process of a test.
+$(VENV)/.vllm: tests/vllm/requirements.txt $(VENV)/.test
+	rm -rf $(VENV)/vllm
+	$(PIP) --no-deps --no-compile --target $(VENV)/vllm --requirement $<
+	@touch $@
+
+test-vllm: $(VENV)/.vllm
+	PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m pytest tests/vllm $(ARGS)
 
 docs-tables: $(VENV)/.test
 	$(BIN)/python docs/metrics_tables.py

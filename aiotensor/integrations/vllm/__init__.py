@@ -1,0 +1,1 @@
+"""Adapters for vLLM: tensors of requests, and broadcasts to workers."""

@@ -1,0 +1,38 @@
+"""Run the tests of this folder where vLLM is installed: `make test-vllm`."""
+
+import os
+import warnings
+from importlib.util import find_spec
+
+import pytest
+
+INSTALLED = find_spec("vllm") is not None
+
+# Read when vLLM is imported, here and in the processes that tests start.
+os.environ["VLLM_TARGET_DEVICE"] = (
+    "cpu"  # the wheel is built for CUDA, and no GPU is needed for what is tested
+)
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+os.environ["VLLM_PLUGINS"] = ""  # tests enable the plugins that they need
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+if INSTALLED:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # not ours
+        import vllm.v1.engine.core
+        import vllm.v1.engine.core_client
+        import vllm.v1.executor.multiproc_executor  # noqa: F401
+
+# Warnings that these cause at a later time; a warning in aiotensor or in a test is still an error.
+_NOT_OURS = r"ignore:::(vllm|torch|transformers|huggingface_hub|tvm_ffi|xgrammar)(\.|\Z)"
+
+
+def pytest_ignore_collect() -> bool | None:
+    """Leave the folder out where vLLM is not installed."""
+    return None if INSTALLED else True
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let warnings of vLLM and its imports pass."""
+    item.add_marker(pytest.mark.filterwarnings(_NOT_OURS))
