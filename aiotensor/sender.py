@@ -22,7 +22,7 @@ from aiotensor.tensors.source import Sendable
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
 from aiotensor.types import MAX_NUMBER, CurveKey, EngineName, SenderStatistics, TensorHandle
 
-__all__ = ["OpenMessage", "TensorSender", "capacity_of"]
+__all__ = ["OpenMessage", "TensorSender", "capacity_of", "posts_of"]
 
 
 class TensorSender(LoopObject):
@@ -399,6 +399,16 @@ class TensorSender(LoopObject):
 def capacity_of(sender: TensorSender) -> SenderCapacity:
     """Return the capacity of a sender, for clients that choose among several senders."""
     return sender._capacity
+
+
+def posts_of(sender: TensorSender) -> Posts:
+    """Return the posted messages of an open sender, for hooks that post several tensors in one message.
+
+    Raises:
+        AioTensorError: the sender is not open here, or no message can be sent any more.
+    """
+    sender._opened()
+    return sender._opened_posts()
 
 
 def _positive(name: str, value: int) -> int:

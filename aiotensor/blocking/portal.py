@@ -53,9 +53,9 @@ class BlockingObject(Generic[A, S]):
         return f"<aiotensor.blocking.{type(self).__name__ + ' new>' if inner is None else repr(inner)[1:]}"
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if is_finalizing() or (loop := self.__dict__.get("_loop")) is None or os.getpid() != self._pid:
+        if is_finalizing() or self.__dict__.get("_loop") is None or os.getpid() != self._pid:
             return
-        loop.abandon(partial(close_now, self.inner.aclose), self._user)
+        self.abandon()
         warn_unclosed(self)  # last, since it raises where warnings are errors
 
     def __enter__(self) -> Self:
@@ -135,6 +135,13 @@ class BlockingObject(Generic[A, S]):
             self._loop = None
         release(self._user)
         self._has_released_loop = True
+
+    def abandon(self) -> None:
+        """Close without waiting; for finalizers, in any thread."""
+        loop, self._loop = self._loop, None
+        self.is_closed = True
+        if loop is not None:
+            loop.abandon(partial(close_now, self.inner.aclose), self._user)
 
     def statistics(self) -> S:
         """Return the current usage and the totals since opening; also available after closing."""

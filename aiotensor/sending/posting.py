@@ -64,13 +64,27 @@ class Posts:
             message.abandon()
             raise
 
-    def message(self, nbytes: int) -> "PostedMessage":
-        """Begin a message of several tensors, or raise `WouldBlockError`.
+    def post_in(
+        self, message: "PostedMessage | None", value: Sendable
+    ) -> "tuple[PostedMessage, TensorHandle]":
+        """Send a tensor in a message that is not finished; errors are those of `TensorSender.post`.
 
         Args:
-            nbytes: the bytes of shared memory for its first tensor, for the error.
+            message: the message; None to begin one, which ends with an error of this call.
+            value: the tensor.
         """
-        return PostedMessage(self, self._pipeline, nbytes)
+        try:
+            source, plan = self._pipeline.prepare(value)
+            posted = message or PostedMessage(self, self._pipeline, plan.new_bytes)
+            try:
+                return posted, posted.post(source, plan)
+            except BaseException:
+                if message is None:
+                    posted.abandon()
+                raise
+        except BaseException as error:
+            self._errors.add(error)
+            raise
 
     async def copied(self, handle: TensorHandle) -> None:
         """Wait until a posted tensor is copied, as `TensorSender.copied` does."""

@@ -1,1 +1,10 @@
-"""Adapters for vLLM: tensors of requests, and broadcasts to workers."""
+"""Tensor transport for vLLM 0.33 and later.
+
+`TensorConsumer` and `TensorProvider` are hooks of its `MsgpackEncoder` and `MsgpackDecoder`. The plugin in
+`aiotensor.integrations.vllm.plugin` installs them in the processes of vLLM; see docs/vllm.md.
+"""
+
+from aiotensor.integrations.vllm.consumer import TensorConsumer
+from aiotensor.integrations.vllm.provider import TensorProvider
+
+__all__ = ["TensorConsumer", "TensorProvider"]

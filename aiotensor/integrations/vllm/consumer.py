@@ -1,0 +1,173 @@
+"""The hook of vLLM's encoder: it posts the tensors of each message."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+import aiotensor
+from aiotensor import blocking
+from aiotensor.errors import AioTensorError, UsageError
+from aiotensor.integrations.vllm.data import data_of, handle_of
+from aiotensor.runtime.logs import logger_of
+from aiotensor.sender import posts_of
+from aiotensor.sending.posting import PostedMessage
+from aiotensor.types import TensorHandle
+
+__all__ = ["TensorConsumer"]
+
+logger = logger_of("vllm")
+
+R = TypeVar("R")
+
+_Sender: TypeAlias = "aiotensor.TensorSender | blocking.TensorSender"
+
+
+class TensorConsumer:
+    """Send the tensors of encoded messages; the hook `oob_tensor_consumer` of vLLM's ``MsgpackEncoder``.
+
+    All tensors of a message share one permit, and can be received once the message is encoded. The encoder
+    does not report the end of a message, so the consumer ends it in one of these ways:
+
+    - in the block of `message`, at the end of the block, which also discards the message after an exception;
+    - otherwise in the thread of a running event loop, in its next iteration: encoding does not suspend;
+    - otherwise, each tensor is a message with a permit of its own.
+
+    A tensor that cannot be sent now (no permit, no memory, no receiver, an unsupported tensor) is declined,
+    and vLLM serializes it as usual. The first case of each kind is logged; the statistics of the sender count
+    all of them by the type of the error. A sent tensor must not change until the engine has received it.
+
+    Args:
+        senders: an open sender, or one for each engine in the order of their indices. A blocking sender can
+            be used in any thread, one of asyncio only in its event loop.
+
+    Attributes:
+        declined: the number of declined tensors, by the name of the error.
+
+    Raises:
+        ValueError: there is no sender.
+    """
+
+    def __init__(self, senders: "_Sender | Sequence[_Sender]") -> None:
+        self._senders = list(senders) if isinstance(senders, Sequence) else [senders]
+        if not self._senders:
+            raise ValueError("a TensorConsumer needs a sender for each engine, got none")
+        self.declined: Counter[str] = Counter()
+        self._target = 0
+        self._message: PostedMessage | None = None
+        self._is_delimited = False
+
+    def set_target_engine(self, target_engine: int) -> None:
+        """Send the tensors of the next messages to another engine, by its index.
+
+        Raises:
+            IndexError: there is no sender for this engine.
+        """
+        if not 0 <= target_engine < len(self._senders):
+            raise IndexError(f"there are senders for {len(self._senders)} engines, got {target_engine}")
+        self.end_message()
+        self._target = target_engine
+
+    def new_message(self) -> None:
+        """Begin a message. The tensors of earlier messages can still be received."""
+        self.end_message()
+
+    def __call__(self, tensor: torch.Tensor) -> dict[str, Any] | None:
+        """Send a tensor without waiting, and return its placeholder; None if vLLM is to serialize it.
+
+        Raises:
+            UsageError: the sender belongs to another thread or event loop, or is not open.
+        """
+        try:
+            handle = self._post(tensor)
+        except UsageError:
+            raise  # otherwise a sender that belongs to another thread would never be noticed
+        except (AioTensorError, OSError) as error:
+            self._decline(error)
+            return None
+        return data_of(handle)
+
+    @contextmanager
+    def message(self) -> Iterator[None]:
+        """End the message that is encoded in a block with it, and discard the message after an exception."""
+        self._is_delimited = True
+        try:
+            yield
+        except BaseException:
+            self.discard_message()
+            raise
+        finally:
+            self._is_delimited = False
+            self.end_message()
+
+    def end_message(self) -> None:
+        """End the message that is being encoded; has no effect if none is."""
+        message, self._message = self._message, None
+        if message is not None:
+            _end(self._senders[self._target], message.finish)
+
+    def discard_message(self) -> None:
+        """Discard the message that is being encoded, because it will not be sent."""
+        message, self._message = self._message, None
+        if message is not None:
+            _end(self._senders[self._target], message.abandon)
+
+    def discard(self, data: dict[str, Any]) -> None:
+        """Discard the message of a placeholder, because no engine will decode it.
+
+        A message that was received already is not affected.
+        """
+        handle = handle_of("", (), data)
+        for sender in self._senders:
+            if sender.id == handle.sender:
+                _end(sender, partial(_inner(sender).discard, handle))
+
+    def _post(self, tensor: torch.Tensor) -> TensorHandle:
+        sender = self._senders[self._target]
+        if self._is_delimited:
+            loop = None
+        elif (loop := asyncio._get_running_loop()) is None:
+            return sender.post(tensor)
+        message, handle = _run(sender, lambda: posts_of(_inner(sender)).post_in(self._message, tensor))
+        if self._message is None and loop is not None:
+            loop.call_soon(self._iteration_ended, message)
+        self._message = message
+        return handle
+
+    def _iteration_ended(self, message: PostedMessage) -> None:
+        """End a message of the last iteration of the event loop, unless that was done already."""
+        if self._message is message:
+            self.end_message()
+
+    def _decline(self, error: Exception) -> None:
+        name = type(error).__name__
+        self.declined[name] += 1
+        if self.declined[name] == 1:
+            logger.warning(
+                "a tensor is serialized by vLLM: %s (logged once for each kind of error)",
+                error,
+                extra={"event": "tensor_declined", "error": name, "reason": str(error)},
+            )
+
+
+def _inner(sender: _Sender) -> aiotensor.TensorSender:
+    return sender.inner if isinstance(sender, blocking.TensorSender) else sender
+
+
+def _run(sender: _Sender, function: Callable[[], R]) -> R:
+    """Call a function in the event loop of a sender."""
+    return sender.call_briefly(function) if isinstance(sender, blocking.TensorSender) else function()
+
+
+def _end(sender: _Sender, end: Callable[[], None]) -> None:
+    """End a message of a sender, unless it has ended with the receiver or the sender."""
+    try:
+        _run(sender, end)
+    except UsageError:
+        raise
+    except AioTensorError as error:
+        logger.debug("a message has ended already: %s", error)
