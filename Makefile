@@ -59,7 +59,7 @@ $(VENV)/.vllm: tests/vllm/requirements.txt $(VENV)/.test
 	@touch $@
 
 test-vllm: $(VENV)/.vllm
-	PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m pytest tests/vllm $(ARGS)
+	PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m pytest tests/vllm tests/integrations/vllm $(ARGS)
 
 docs-tables: $(VENV)/.test
 	$(BIN)/python docs/metrics_tables.py

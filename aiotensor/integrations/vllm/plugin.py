@@ -94,7 +94,10 @@ def _log_unchanged(reason: Exception) -> None:
 
 
 def _check_vllm() -> None:
-    version = str(importlib.import_module("vllm").__version__)
+    try:
+        version = str(importlib.import_module("vllm").__version__)
+    except (ImportError, AttributeError) as error:
+        raise _UnknownError(f"its version is unknown ({error})") from error
     if not any(version == known or version.startswith(f"{known}.") for known in KNOWN_VERSIONS):
         raise _UnknownError(
             f"its version {version} is unknown, known are {', '.join(KNOWN_VERSIONS)}: update aiotensor"

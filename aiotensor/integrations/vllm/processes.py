@@ -144,7 +144,7 @@ _is_exporting = False
 
 
 def _export_metrics(sender: blocking.TensorSender) -> None:
-    """Export the statistics of this process in the registry of vLLM's, once, if prometheus_client is there."""
+    """Export the statistics of this process in vLLM's registry, once, if prometheus_client is there."""
     global _is_exporting
     try:
         from prometheus_client import REGISTRY, values

@@ -1,0 +1,166 @@
+"""The plugin replaces names of vLLM's where it knows them, and otherwise changes nothing."""
+
+import logging
+import multiprocessing
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import Any
+
+import pytest
+import vllm
+from vllm.v1 import serial_utils
+from vllm.v1.engine import core, core_client, tensor_ipc, utils
+
+from aiotensor.integrations.vllm import plugin
+from aiotensor.integrations.vllm.processes import EngineQueue
+
+MODULES: tuple[ModuleType, ...] = (core, core_client, tensor_ipc, utils, serial_utils)
+
+
+def objects() -> dict[tuple[str, ...], int]:
+    """Return the identity of every name in the modules that the plugin knows, and in their classes."""
+    found: dict[tuple[str, ...], Any] = {}
+    for module in MODULES:
+        for name, value in vars(module).items():
+            found[module.__name__, name] = value
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                found |= {(module.__name__, name, attribute): one for attribute, one in vars(value).items()}
+    return {name: id(value) for name, value in found.items()}
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore all names after a test."""
+    for replacement in plugin._REPLACEMENTS:
+        owner, name = plugin._owner_of(replacement.module, replacement.name)
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setenv("AIOTENSOR_VLLM", "tensors")
+
+
+def test_the_plugin_is_an_entry_point() -> None:
+    [entry] = [one for one in entry_points(group="vllm.general_plugins") if one.name == "aiotensor"]
+    assert entry.load() is plugin.register
+
+
+def test_nothing_changes_while_disabled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("AIOTENSOR_VLLM")
+    before = objects()
+    plugin.register()
+    assert objects() == before
+    assert not caplog.records
+
+
+def test_nothing_changes_with_an_unknown_version(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.99.1")
+    before = objects()
+    plugin.register()
+    assert objects() == before
+    assert [record.event for record in caplog.records] == ["vllm_unchanged"]  # type: ignore[attr-defined]
+    assert "version 0.99.1 is unknown" in caplog.text
+
+
+def test_nothing_changes_with_another_signature(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Other:
+        def __init__(self, queues: object) -> None: ...
+
+    monkeypatch.setattr(core, "TensorIpcReceiver", Other)
+    before = objects()
+    plugin.register()
+    assert objects() == before
+    assert "TensorIpcReceiver" in caplog.text
+    assert "('queues',)" in caplog.text
+
+
+def test_nothing_changes_if_a_name_is_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(core_client, "TensorIpcSender")
+    before = objects()
+    plugin.register()
+    assert objects() == before
+    assert "TensorIpcSender of version 0.33.0 is missing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("AIOTENSOR_VLLM", "tensor"),
+        ("AIOTENSOR_VLLM_MAX_CONCURRENT_VIDEOS", "many"),
+        ("AIOTENSOR_VLLM_ARENA_BYTES", "0"),
+        ("AIOTENSOR_VLLM_MAX_WAIT_S", "-1"),
+    ],
+)
+def test_nothing_changes_with_a_wrong_setting(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(name, value)
+    before = objects()
+    plugin.register()
+    assert objects() == before
+    assert f"{name}={value!r}" in caplog.text
+
+
+def test_only_the_documented_names_are_replaced_once(caplog: pytest.LogCaptureFixture) -> None:
+    before = objects()
+    with caplog.at_level(logging.INFO, "aiotensor"):
+        plugin.register()
+        after = objects()
+        plugin.register()
+    assert objects() == after
+    assert {name for name in after if before.get(name) != after[name]} == {
+        ("vllm.v1.engine.utils", "get_mp_context"),
+        ("vllm.v1.engine.core_client", "TensorIpcSender"),
+        ("vllm.v1.engine.core_client", "MsgpackEncoder"),
+        ("vllm.v1.engine.core", "TensorIpcReceiver"),
+        ("vllm.v1.engine.core", "EngineCoreProc", "preprocess_add_request"),
+    }
+
+
+def test_a_queue_of_vllm_is_used_as_before() -> None:
+    """The process that started the engines may not have known this version."""
+    plugin.register()
+    stock = multiprocessing.get_context("spawn").Queue()
+    try:
+        assert type(core_client.TensorIpcSender(stock)) is tensor_ipc.TensorIpcSender
+        assert type(core.TensorIpcReceiver(stock)) is tensor_ipc.TensorIpcReceiver
+    finally:
+        stock.close()
+
+
+def test_contexts_of_multiprocessing_keep_their_other_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    stock = utils.get_mp_context()
+    plugin.register()
+    context = utils.get_mp_context()
+    assert context.Process is stock.Process
+    assert context.get_start_method() == "spawn"
+    queue = context.Queue()
+    assert isinstance(queue, EngineQueue)
+    queue.endpoint.close()  # type: ignore[union-attr]
+
+
+def test_a_forking_context_keeps_its_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then vLLM itself reports that processes have to be spawned."""
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    plugin.register()
+    queue = utils.get_mp_context().Queue()
+    assert not isinstance(queue, EngineQueue)
+    queue.close()
+
+
+def test_a_disabled_plugin_imports_nothing_of_vllm() -> None:
+    code = (
+        "import sys; from aiotensor.integrations.vllm import plugin; plugin.register(); "
+        "sys.exit(any(name.partition('.')[0] == 'vllm' for name in sys.modules))"
+    )
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)}
+    )
