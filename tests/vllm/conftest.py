@@ -36,3 +36,6 @@ def pytest_ignore_collect() -> bool | None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Let warnings of vLLM and its imports pass."""
     item.add_marker(pytest.mark.filterwarnings(_NOT_OURS))
+    item.add_marker(
+        pytest.mark.timeout(600)
+    )  # importing vLLM takes 15 s or more in each process

@@ -35,7 +35,7 @@ class TensorConsumer:
 
     - in the block of `message`, at the end of the block, which also discards the message after an exception;
     - otherwise in the thread of a running event loop, in its next iteration: encoding does not suspend;
-    - otherwise, each tensor is a message with a permit of its own.
+    - otherwise, each tensor is a separate message with a separate permit.
 
     A tensor that cannot be sent now (no permit, no memory, no receiver, an unsupported tensor) is declined,
     and vLLM serializes it as usual. The first case of each kind is logged; the statistics of the sender count

@@ -43,6 +43,11 @@ class EngineQueue:
         self.settings = settings
         self._install = install
 
+    def close(self) -> None:
+        """Close the ends of the queue in this process, as a queue of multiprocessing does."""
+        if isinstance(self.endpoint, TensorQueue):
+            self.endpoint.close()
+
     def __reduce__(self) -> tuple[Callable[..., "EngineQueue"], tuple[object, ...]]:
         return _inherited, (self.endpoint, self.settings, self._install)
 
@@ -144,7 +149,7 @@ _is_exporting = False
 
 
 def _export_metrics(sender: blocking.TensorSender) -> None:
-    """Export the statistics of this process in vLLM's registry, once, if prometheus_client is there."""
+    """Export the statistics of this process in vLLM's registry, once, if prometheus_client is installed."""
     global _is_exporting
     try:
         from prometheus_client import REGISTRY, values

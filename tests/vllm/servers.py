@@ -1,0 +1,161 @@
+"""The API servers in the tests of the plugin: coroutine functions for `tests.vllm.serving`."""
+
+import asyncio
+import os
+import signal
+from typing import Any, NamedTuple
+
+import torch
+from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType, FinishReason
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+from aiotensor import SenderStatistics
+from aiotensor.integrations.vllm import TensorConsumer
+from tests.vllm.serving import generate, request
+from tests.vllm.stand_in import checksum
+
+__all__ = [
+    "Sent",
+    "abort_and_send",
+    "engine_dies",
+    "lose_a_tensor",
+    "metrics",
+    "send_until_killed",
+    "send_videos",
+]
+
+ENDLESS = 10_000_000
+
+
+class Sent(NamedTuple):
+    """The statistics of an API server after its requests."""
+
+    statistics: SenderStatistics
+    declined: dict[str, int]
+
+
+def video(seed: int, frames: int = 8) -> torch.Tensor:
+    return torch.randint(
+        0, 256, (frames, 3, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
+
+
+def video_request(name: str, seed: int, *, tokens: int = 1) -> tuple[EngineCoreRequest, list[int]]:
+    """Return a request with a video, further tensors in other places, and the tokens of the answer."""
+    tensors = [video(seed), torch.arange(seed, seed + 100), torch.tensor([3, 4, 4])]
+    pixels, times, grid = tensors
+    sent = request(
+        name,
+        [{"pixel_values_videos": pixels, "timestamps": [times, times * 2], "video_grid_thw": grid}],
+        tokens=tokens,
+    )
+    return sent, [checksum([pixels, times, times * 2, grid])] * tokens
+
+
+def consumer_of(client: AsyncMPClient) -> TensorConsumer:
+    consumer = client.encoder.oob_tensor_consumer
+    assert isinstance(consumer, TensorConsumer), consumer
+    return consumer
+
+
+def statistics_of(client: AsyncMPClient) -> SenderStatistics:
+    [sender] = consumer_of(client)._senders
+    return sender.call_briefly(sender.inner.statistics)  # type: ignore[union-attr]
+
+
+async def settled(client: AsyncMPClient) -> Sent:
+    """Wait until all permits and all memory were released."""
+    while (now := statistics_of(client)).in_flight or now.bytes_in_use:
+        await asyncio.sleep(0.01)
+    return Sent(now, dict(consumer_of(client).declined))
+
+
+async def send_videos(client: AsyncMPClient, count: int, index: int) -> Sent:
+    requests, expected = [], {}
+    for number in range(count):
+        sent, tokens = video_request(f"{index}-{number}", 100 * index + number)
+        requests.append(sent)
+        expected[sent.request_id] = tokens
+    assert await generate(client, *requests) == expected
+    del requests, sent
+    return await settled(client)
+
+
+async def abort_and_send(client: AsyncMPClient, count: int, index: int) -> Sent:
+    """Abort every second request at once, and check the answers to the others."""
+    kept, expected = [], {}
+    for number in range(count):
+        name = f"{index}-{number}"
+        if number % 2:
+            aborted, _ = video_request(name, number, tokens=ENDLESS)
+            await client.add_request_async(aborted)
+            await client.abort_requests_async([name])
+            del aborted
+        else:
+            sent, tokens = video_request(name, number)
+            kept.append(sent)
+            expected[name] = tokens
+    assert await generate(client, *kept) == expected
+    del kept, sent
+    return await settled(client)
+
+
+async def send_until_killed(client: AsyncMPClient, victim: int, index: int) -> Sent | None:
+    """Send requests; one server is killed while the engine works on its requests."""
+    if index == victim:
+        for number in range(40):
+            sent, _ = video_request(f"{index}-{number}", number, tokens=ENDLESS)
+            await client.add_request_async(sent)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return await send_videos(client, 10, index)
+
+
+async def lose_a_tensor(client: AsyncMPClient, argument: object, index: int) -> Sent:
+    """Send a request whose tensors are discarded first, then others."""
+    lost, _ = video_request("lost", 1)
+    consumer = consumer_of(client)
+    placeholders: list[dict[str, Any]] = []
+
+    class Recording(TensorConsumer):
+        def __call__(self, tensor: torch.Tensor) -> dict[str, Any] | None:
+            data = super().__call__(tensor)
+            if data is not None:
+                placeholders.append(data)
+            return data
+
+    consumer.__class__ = Recording
+    buffers = client.encoder.encode(lost)
+    consumer.__class__ = TensorConsumer
+    assert len(placeholders) == 3
+    consumer.discard(placeholders[0])
+    await client._send_input_message((EngineCoreRequestType.ADD.value, *buffers), client.core_engine)
+    outputs = await client.get_output_async()
+    [output] = outputs.outputs
+    assert (output.request_id, output.finish_reason) == ("lost", FinishReason.ERROR)
+    return await send_videos(client, 4, index)
+
+
+async def engine_dies(client: AsyncMPClient, engine: int, index: int) -> Sent:
+    """Kill the engine while it works, and send to it."""
+    for number in range(4):
+        sent, _ = video_request(f"{index}-{number}", number, tokens=ENDLESS)
+        await client.add_request_async(sent)
+    os.kill(engine, signal.SIGKILL)
+    while statistics_of(client).receivers_lost == 0:
+        await asyncio.sleep(0.01)
+    sent, _ = video_request("late", 1)
+    client.encoder.encode(sent)
+    client.resources.engine_dead = True  # as vLLM's monitor sets it
+    try:
+        await client.add_request_async(sent)
+    except EngineDeadError:
+        return await settled(client)
+    raise AssertionError("vLLM has sent a request to a dead engine")
+
+
+async def metrics(client: AsyncMPClient, argument: object, index: int) -> set[str]:
+    """Return the names of the metrics in the registry of vLLM's."""
+    await send_videos(client, 2, index)
+    return {metric.name for metric in get_prometheus_registry().collect()}

@@ -1,0 +1,122 @@
+"""vLLM's API servers, clients and engine core with the plugin: only the model is a stand-in."""
+
+import re
+from pathlib import Path
+
+import pytest
+from vllm.config import VllmConfig
+
+from aiotensor.integrations.vllm import plugin
+from aiotensor.integrations.vllm.processes import EngineQueue
+from tests.vllm import servers
+from tests.vllm.serving import engine_config, serving
+
+
+@pytest.fixture(autouse=True)
+def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enable the plugin in this process, which starts the engine, and in its children."""
+    for replacement in plugin._REPLACEMENTS:
+        owner, name = plugin._owner_of(replacement.module, replacement.name)
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setenv("AIOTENSOR_VLLM", "tensors")
+    monkeypatch.setenv("VLLM_PLUGINS", "aiotensor")
+    plugin.register()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> VllmConfig:
+    return engine_config(tmp_path)
+
+
+def test_three_servers_send_their_videos_without_serializing_a_tensor(config: VllmConfig) -> None:
+    with serving(config, servers=3, target=servers.send_videos, argument=6) as running:
+        for sent in running.results():
+            assert sent.declined == {}
+            # One permit for the tensors of a request; tiny tensors are part of the request.
+            assert (sent.statistics.messages_sent, sent.statistics.tensors_sent) == (6, 18)
+
+
+def test_aborted_requests_leave_no_permit_and_no_memory(config: VllmConfig) -> None:
+    with serving(config, servers=2, target=servers.abort_and_send, argument=8) as running:
+        for sent in running.results():
+            assert sent.declined == {}
+            assert sent.statistics.messages_sent == 8
+
+
+def test_requests_without_a_permit_are_serialized_and_answered(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AIOTENSOR_VLLM_MAX_CONCURRENT_VIDEOS", "1")
+    with serving(config, servers=1, target=servers.send_videos, argument=6) as running:
+        [sent] = running.results()
+        assert sent.statistics.max_concurrent_videos == 1
+        assert set(sent.declined) == {"WouldBlockError"}
+        assert sent.statistics.messages_sent < 6
+
+
+def test_a_killed_server_under_load_leaves_the_engine_and_the_others_unharmed(config: VllmConfig) -> None:
+    with serving(config, servers=3, target=servers.send_until_killed, argument=1) as running:
+        with pytest.raises(RuntimeError, match="ended with status -9"):
+            running.result(1)
+        for index in (0, 2):
+            assert running.result(index).declined == {}
+        assert running.engine.is_alive()
+
+
+def test_a_lost_tensor_fails_its_request_and_no_other(config: VllmConfig) -> None:
+    with serving(config, servers=1, target=servers.lose_a_tensor) as running:
+        [sent] = running.results()
+        assert sent.statistics.messages_discarded == 1
+
+
+def test_a_killed_engine_under_load_is_reported_by_vllm_and_leaves_no_memory_in_use(
+    config: VllmConfig,
+) -> None:
+    with serving(config, servers=1, target=servers.engine_dies) as running:
+        [sent] = running.results()
+        assert sent.declined == {"PeerLostError": 3}
+        assert sent.statistics.receivers_lost == 1
+
+
+def test_an_engine_that_does_not_start_fails_as_without_the_plugin(tmp_path: Path) -> None:
+    config = engine_config(tmp_path)
+    config.parallel_config.worker_cls = "tests.vllm.missing.Worker"
+    with (
+        pytest.raises(RuntimeError, match=re.compile("engine core", re.IGNORECASE)),
+        serving(config, servers=1, target=servers.send_videos, argument=1),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one server", "several servers"])
+def test_metrics_are_in_the_registry_of_vllm(
+    config: VllmConfig, several: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if several:
+        folder = tmp_path / "metrics"
+        folder.mkdir()
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
+    with serving(config, servers=1 + several, target=servers.metrics) as running:
+        for names in running.results():
+            assert {"aiotensor_sender_messages_sent", "aiotensor_sender_errors"} <= names
+
+
+def test_the_receiver_can_have_an_address(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("AIOTENSOR_VLLM_ADDRESS", address)
+    with serving(config, servers=2, target=servers.send_videos, argument=3) as running:
+        for sent in running.results():
+            assert sent.declined == {}
+            assert sent.statistics.messages_sent == 3
+
+
+def test_the_queue_carries_the_settings_to_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOTENSOR_VLLM_ARENA_BYTES", str(1 << 20))
+    monkeypatch.setenv("AIOTENSOR_VLLM_MAX_WAIT_S", "2.5")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    from vllm.v1.engine import utils
+
+    queue = utils.get_mp_context().Queue()
+    assert isinstance(queue, EngineQueue)
+    assert (queue.settings.arena_bytes, queue.settings.max_wait_s) == (1 << 20, 2.5)
