@@ -55,7 +55,7 @@ unit: $(VENV)/.test
 # them. Its modules take 15 seconds to import, in each process of a test.
 $(VENV)/.vllm: tests/vllm/requirements.txt $(VENV)/.test
 	rm -rf $(VENV)/vllm
-	$(PIP) --no-deps --no-compile --target $(VENV)/vllm --requirement $<
+	$(PIP) --no-deps --target $(VENV)/vllm --requirement $<
 	@touch $@
 
 test-vllm: $(VENV)/.vllm

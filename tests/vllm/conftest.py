@@ -12,6 +12,7 @@ INSTALLED = find_spec("vllm") is not None
 os.environ["VLLM_TARGET_DEVICE"] = (
     "cpu"  # the wheel is built for CUDA, and no GPU is needed for what is tested
 )
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
 os.environ["VLLM_PLUGINS"] = ""  # tests enable the plugins that they need
@@ -34,8 +35,6 @@ def pytest_ignore_collect() -> bool | None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Let warnings of vLLM and its imports pass."""
+    """Let warnings of vLLM and its imports pass, and allow for the time of imports in many processes."""
     item.add_marker(pytest.mark.filterwarnings(_NOT_OURS))
-    item.add_marker(
-        pytest.mark.timeout(600)
-    )  # importing vLLM takes 15 s or more in each process
+    item.add_marker(pytest.mark.timeout(600))
