@@ -33,6 +33,7 @@ class _Copy(msgspec.Struct, eq=False):
     filled: list[Range] = []
     is_abandoned: bool = False
     unpins: bool = False  # its caller was cancelled: its end removes the pin
+    running: "asyncio.Future[None] | None" = None  # while its caller waits
 
 
 class Copies:
@@ -94,10 +95,13 @@ class Copies:
             block.place.segment.filled(cold, [])
             self._unpin_owner(block.number)
             raise
+        copy.running = running
         self._copies.add(copy)
         alarm = None
         if self._max_wait_s is not None:
-            alarm = self._loop.call_later(self._max_wait_s, self._end_wait, copy, running)
+            alarm = self._loop.call_later(
+                self._max_wait_s, self._end_wait, copy, partial(self._overdue, block.place.nbytes)
+            )
         try:
             await running
         except BaseException:
@@ -109,23 +113,25 @@ class Copies:
             if alarm is not None:
                 alarm.cancel()
             # The error in the future refers to this frame and to those of the callers, with the source.
+            copy.running = None
             del running, alarm
 
     def abandon(self, holder: Hashable) -> None:
-        """Stop the copies of a holder."""
+        """Stop the copies of a holder; those that the worker has not begun end at once."""
         for copy in self._copies:
             if copy.holder is holder:
                 copy.is_abandoned = True
+                self._end_wait(copy, CopyAbandonedError)
 
     def abandon_all(self) -> None:
         """Stop all copies."""
         for copy in self._copies:
             copy.is_abandoned = True
 
-    def _end_wait(self, copy: _Copy, running: "asyncio.Future[None]") -> None:
+    def _end_wait(self, copy: _Copy, make_error: Callable[[], Exception]) -> None:
         """End the wait of a copy that the worker has not begun."""
-        if not copy.has_begun and not running.done():
-            running.set_exception(self._overdue(copy.block.place.nbytes))
+        if not copy.has_begun and copy.running is not None and not copy.running.done():
+            copy.running.set_exception(make_error())
 
     def _work(self, copy: _Copy, source: Source | None) -> None:
         """Fill a block with memory, and copy a tensor into it; runs in the worker."""

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from aiotensor import TensorSender, WouldBlockError
+from aiotensor import DiscardedError, TensorSender, WouldBlockError
 from tests.pairs import pair
 from verification.internals import worker_of
 from verification.waiting import settled, until
@@ -104,3 +104,16 @@ async def test_a_copy_whose_wait_is_cancelled_gives_everything_back() -> None:
             await sending
         await settled(sender)
         assert sender.statistics().waiting == 0
+
+
+async def test_a_copy_whose_message_is_discarded_while_it_waits_ends_at_once() -> None:
+    async with pair() as (sender, _), busy_with_long_work(sender):
+        with pytest.raises(DiscardedError):
+            async with sender.message() as message:
+                handle = await message.send(SMALL)
+                sending = asyncio.create_task(message.send(LARGE))
+                await until(lambda: sender.statistics().waiting == 1)
+                sender.discard(handle)
+                with pytest.raises(DiscardedError):
+                    await sending
+        await settled(sender)
