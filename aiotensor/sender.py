@@ -252,7 +252,7 @@ class TensorSender(LoopObject):
         with self._errors:
             self._checked()
             self._check_own(handle)
-            await self._opened_posts().copied(handle)
+        await self._opened_posts().copied(handle)  # a failed copy was counted when it failed
 
     def message(self) -> OpenMessage:
         """Begin a message of several tensors, which share one permit and arrive together or not at all.

@@ -23,6 +23,7 @@ from aiotensor.runtime.worker import Worker
 from aiotensor.sending.gates import Gate
 from aiotensor.sending.memory import Memory
 from aiotensor.sending.pipeline import Pipeline
+from aiotensor.sending.posting import Posts
 from aiotensor.sending.session import Session
 from aiotensor.tensors.segments import Segment
 from aiotensor.transports.base import Listener, Transport
@@ -57,6 +58,7 @@ __all__ = [
     "memory_of",
     "pause_reading",
     "pipeline_of",
+    "posts_of",
     "publisher_of",
     "read_next",
     "resume_reading",
@@ -77,6 +79,12 @@ def pipeline_of(sender: TensorSender) -> Pipeline:
     """Return the pipeline of a sender that was opened."""
     assert sender._pipeline is not None
     return sender._pipeline
+
+
+def posts_of(sender: TensorSender) -> Posts:
+    """Return the posted messages of a sender that was opened."""
+    assert sender._posts is not None
+    return sender._posts
 
 
 def memory_of(owner: TensorSender | Publisher) -> Memory:
@@ -120,6 +128,8 @@ def held_by_sender(sender: TensorSender) -> dict[str, int]:
         "copies": len(grants.memory._copies._copies) + jobs_of(worker_of(grants.memory)),
         "announced messages": 0 if session is None else len(session.announced),
         "waiters for a receiver": len(grants.changes),
+        "messages that are copied": len(posts_of(sender)._copying) + len(posts_of(sender)._tasks),
+        "waiters for posted tensors": len(posts_of(sender)._changes),
     }
 
 

@@ -9,7 +9,7 @@ import asyncio
 from collections import OrderedDict, deque
 from typing import NamedTuple
 
-from aiotensor.errors import AioTensorError, TooLargeError, again
+from aiotensor.errors import AioTensorError, DiscardedError, TooLargeError, again
 from aiotensor.protocol.frames import MAX_TENSORS
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters
@@ -100,9 +100,13 @@ class Posts:
             while self._tasks:
                 await self._changes.wait()
         except BaseException:
-            for task in self._tasks:
-                task.cancel()
+            self._cancel()
             raise
+
+    def _cancel(self) -> None:
+        # Not in `settle`: its frame, with a task and so with a tensor, would live as long as the error.
+        for task in self._tasks:
+            task.cancel()
 
     # The copies
 
@@ -120,7 +124,8 @@ class Posts:
             posted.copies_failed()
             if error is not None and not posted.message.has_ended:
                 self._failed(posted.message, number, error)
-            else:  # the receiver is gone, the message was discarded, or the sender closes: no copy has failed
+            else:  # the receiver is gone, the message was discarded, or the task was cancelled
+                self._pipeline.abandon(posted.message)
                 self._remember(number, self._pipeline.grants.error(posted.message))
         if not posted.is_copying:
             self._copying.pop(number, None)
@@ -129,16 +134,16 @@ class Posts:
     def _failed(self, message: Message, number: int, error: BaseException) -> None:
         """Handle a copy that failed: no call waits for it that could raise the error."""
         self._errors.add(error)
-        is_expected = isinstance(error, (AioTensorError, OSError))
+        reason = str(error)  # the log must not keep the error: its traceback refers to the tensor
         logger.error(
             "copying a posted tensor failed, and its message is discarded: %s",
-            error,
-            exc_info=None if is_expected else error,
+            reason,
+            exc_info=None if isinstance(error, (AioTensorError, OSError)) else error,
             extra={
                 "event": "post_failed",
                 "sender_id": self._pipeline.sender,
                 "error": type(error).__name__,
-                "reason": str(error),
+                "reason": reason,
             },
         )
         if isinstance(error, Exception):
@@ -185,10 +190,12 @@ class PostedMessage:
         Raises:
             WouldBlockError: not enough shared memory is free.
             TooLargeError: the message has as many tensors as a message may have.
-            DiscardedError: the message was discarded.
+            DiscardedError: the message was discarded, or finished.
             PeerLostError: the receiver is gone.
         """
         pipeline, message = self._pipeline, self.message
+        if message.is_finished:
+            raise DiscardedError("this message has ended: begin a new one")
         pipeline.grants.check_open(message)
         if self._count >= MAX_TENSORS:
             raise TooLargeError(
@@ -197,18 +204,14 @@ class PostedMessage:
         if not self.is_copying and pipeline.can_announce_now(plan):
             handle = pipeline.announce_now(message, source, plan, last=last)
             self._count += 1
+            message.is_finished = last
             return handle
         block = None
         if plan.new_bytes:
             block = pipeline.block_nowait(message, plan.new_bytes)
-        try:
-            number = pipeline.begin_announced(message)
-        except BaseException:
-            if block is not None:
-                pipeline.grants.memory.unpin_owner(block.number)
-            raise
+        number = pipeline.begin_announced(message)
         self._pending.append(_Pending(source, plan, block, last))
-        message.is_finished = message.is_finished or last
+        message.is_finished = last
         tensor, self._count = self._count, self._count + 1
         if not self.is_copying:
             self.is_copying = True

@@ -6,17 +6,19 @@ import ctypes
 import os
 import socket
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import pytest
+import torch
 
 from aiotensor import TensorQueue, TensorSender, WouldBlockError
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.tensors.copying import QUICK_BYTES
+from verification.internals import worker_of
 from verification.patterns import pattern
 
-__all__ = ["SLOW", "HeldUp", "Unread", "clog", "in_line", "unread"]
+__all__ = ["SLOW", "HeldUp", "Unread", "clog", "held_back", "in_line", "strided", "unread"]
 
 T = TypeVar("T")
 
@@ -56,6 +58,24 @@ class HeldUp:
         self._copying.set()
         self._go_on.wait()
         self._memmove(target, source, length)
+
+
+@contextlib.asynccontextmanager
+async def held_back(sender: TensorSender) -> AsyncIterator[threading.Event]:
+    """Let the worker of a sender begin no copy until the block ends, or until the event is set."""
+    go_on = threading.Event()
+    worker = worker_of(sender)
+    holding = [worker.submit(go_on.wait, takes_long=takes_long) for takes_long in (False, True)]
+    try:
+        yield go_on
+    finally:
+        go_on.set()
+        await asyncio.wait(holding)
+
+
+def strided(seed: int, count: int) -> torch.Tensor:
+    """Return `pattern` in memory with gaps: over every link the worker of the sender copies it."""
+    return torch.stack([pattern(seed, count), pattern(seed + 1, count)], dim=1)[:, 0]
 
 
 async def in_line(sender: TensorSender, operation: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":

@@ -44,6 +44,8 @@ async def send_one(queue: TensorQueue, tensor: torch.Tensor, array: npt.NDArray[
         assert_type(await sender.send(box), TensorHandle)
         assert_type(await sender.send(torch.nn.Parameter(tensor)), TensorHandle)
         assert_type(sender.send_nowait(tensor), TensorHandle)
+        assert_type(handle := sender.post(box), TensorHandle)
+        assert_type(await sender.copied(handle), None)
         await sender.ready()
 
         await sender.send([tensor])  # type: ignore[arg-type]

@@ -1,0 +1,456 @@
+"""Posted messages: failed copies, several tensors in one message, and what is held after each end."""
+
+import asyncio
+import contextlib
+import errno
+import gc
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from aiotensor import (
+    ClosedError,
+    DiscardedError,
+    PeerLostError,
+    TensorHandle,
+    TensorReceiver,
+    TensorSender,
+    TooLargeError,
+    WouldBlockError,
+)
+from aiotensor.protocol.frames import MAX_TENSORS
+from aiotensor.sending import posting
+from aiotensor.sending.posting import PostedMessage
+from tests.cancellation.situations import SLOW, HeldUp, clog, held_back, strided, unread
+from tests.pairs import endpoint, on_one_machine, pair
+from verification.internals import pipeline_of, posts_of, worker_of
+from verification.patterns import BIG, pattern
+from verification.waiting import settled, until
+
+pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
+
+
+@pytest.fixture
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Let copies to new memory fail, until the fixture is undone."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    yield monkeypatch
+    monkeypatch.undo()
+
+
+def _events(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if getattr(record, "event", "") == "post_failed"]
+
+
+def _post(sender: TensorSender, message: PostedMessage, tensor: torch.Tensor) -> TensorHandle:
+    return message.post(*pipeline_of(sender).prepare(tensor))
+
+
+# Failed copies
+
+
+async def test_a_failed_copy_is_logged_and_counted_once_and_discards_its_message(
+    no_memory: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        handle = sender.post(strided(1, BIG))
+        receiving = asyncio.create_task(receiver.receive(handle))
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space left") as caught:
+                await sender.copied(handle)
+            assert caught.value.errno == errno.ENOSPC
+        with pytest.raises(DiscardedError):
+            await receiving
+        await settled(sender)
+        [record] = _events(caplog)
+        assert (record.levelname, record.name) == ("ERROR", "aiotensor.sender")
+        assert vars(record)["sender_id"] == sender.id
+        assert vars(record)["error"] == "OSError"
+        assert "No space left" in vars(record)["reason"]
+        assert record.exc_info is None
+        seen = sender.statistics()
+        assert (seen.errors, seen.messages_discarded, seen.messages_sent) == ({"OSError": 1}, 1, 0)
+        await sender.drain()
+
+        no_memory.undo()
+        handle = sender.post(strided(2, BIG))
+        assert torch.equal(await receiver.receive(handle), pattern(2, BIG))
+
+
+async def test_a_copy_that_waits_for_longer_than_max_wait_s_fails(caplog: pytest.LogCaptureFixture) -> None:
+    async with pair(max_wait_s=0.02) as (sender, receiver), held_back(sender):
+        handle = sender.post(strided(1, BIG))
+        with pytest.raises(WouldBlockError, match="other copies"):
+            await sender.copied(handle)
+        await settled(sender)
+        with pytest.raises(DiscardedError):
+            await receiver.receive(handle)
+        assert len(_events(caplog)) == 1
+        assert sender.statistics().errors == {"WouldBlockError": 1}
+
+
+@on_one_machine
+async def test_a_copied_tensor_waits_for_a_receiver_that_reads_for_at_most_max_wait_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held_up = HeldUp(monkeypatch)
+    with endpoint() as place, unread(place) as far:
+        async with TensorSender(place, max_concurrent_videos=1000, max_wait_s=0.02) as sender:
+            held_up.stop()
+            handle = sender.post(pattern(1, SLOW))
+            await until(held_up.is_copying)
+            in_flight = clog(sender)
+            held_up.go_on()
+            with pytest.raises(WouldBlockError, match="the receiver read nothing"):
+                await sender.copied(handle)
+            await until(lambda: sender.statistics().bytes_in_use == 0)
+            assert sender.statistics().in_flight == in_flight
+            closing = asyncio.create_task(sender.aclose())
+            while not closing.done():
+                far.read()
+                await asyncio.sleep(0)
+
+
+async def test_only_the_latest_failures_are_remembered(
+    no_memory: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(posting, "_REMEMBERED_FAILURES", 2)
+    async with pair() as (sender, _):
+        handles = [sender.post(strided(seed, BIG)) for seed in range(3)]
+        await settled(sender)
+        await sender.copied(handles[0])
+        for handle in handles[1:]:
+            with pytest.raises(OSError, match="No space left"):
+                await sender.copied(handle)
+
+
+async def test_an_application_that_cancels_all_tasks_discards_the_messages_that_are_copied() -> None:
+    async with pair() as (sender, receiver), held_back(sender):
+        before = asyncio.all_tasks()
+        handle = sender.post(strided(1, BIG))
+        [copying] = asyncio.all_tasks() - before
+        copying.cancel()
+        with pytest.raises(DiscardedError):
+            await sender.copied(handle)
+        with pytest.raises(DiscardedError):
+            await receiver.receive(handle)
+        assert sender.statistics().in_flight == 0
+    await settled(sender)
+
+
+# In the middle of a copy
+
+
+@on_one_machine
+async def test_a_later_message_is_received_in_the_middle_of_the_copy_of_a_posted_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held_up = HeldUp(monkeypatch)
+    async with pair() as (sender, receiver):
+        held_up.stop()
+        posted = sender.post(pattern(1, SLOW))
+        receiving = asyncio.create_task(receiver.receive(posted))
+        await until(held_up.is_copying)
+        later = sender.post(pattern(2, 3))
+        assert torch.equal(await receiver.receive(later), pattern(2, 3))
+        assert not receiving.done()
+        held_up.go_on()
+        assert torch.equal(await receiving, pattern(1, SLOW))
+        await sender.copied(posted)
+
+
+@on_one_machine
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+async def test_a_discard_in_the_middle_of_a_copy_releases_the_permit_at_once_and_the_block_at_its_end(
+    side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_up = HeldUp(monkeypatch)
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        held_up.stop()
+        handle = sender.post(pattern(1, SLOW))
+        receiving = asyncio.create_task(receiver.receive(handle))
+        copying = asyncio.create_task(sender.copied(handle))
+        await until(held_up.is_copying)
+        (sender if side == "sender" else receiver).discard(handle)
+        await until(lambda: sender.statistics().in_flight == 0)
+        with pytest.raises(DiscardedError):
+            await receiving
+        assert sender.statistics().bytes_in_use == SLOW * 8
+        assert not copying.done()  # the tensor must not change before the thread has stopped
+        held_up.go_on()
+        with pytest.raises(DiscardedError):
+            await copying
+        await settled(sender)
+
+
+# Many posts
+
+
+async def test_many_posted_tensors_arrive_and_the_limits_hold() -> None:
+    async with pair(max_concurrent_videos=4, arena_bytes=BIG * 8 * 3) as (sender, receiver):
+        counts = [(3, BIG, BIG // 4)[seed % 3] for seed in range(60)]
+        handles: list[TensorHandle] = []
+
+        async def receive() -> None:
+            for seed, count in enumerate(counts):
+                await until(lambda seed=seed: len(handles) > seed)  # type: ignore[misc]
+                assert torch.equal(await receiver.receive(handles[seed]), pattern(seed, count))
+
+        receiving = asyncio.create_task(receive())
+        for seed, count in enumerate(counts):
+            while len(handles) == seed:
+                with contextlib.suppress(WouldBlockError):
+                    handles.append(sender.post(pattern(seed, count) if seed % 2 else strided(seed, count)))
+                await asyncio.sleep(0)
+        await receiving
+        await sender.drain()
+        seen = sender.statistics()
+        assert (seen.messages_sent, seen.peak_in_flight) == (60, 4)
+        assert [handle.message for handle in handles] == sorted({handle.message for handle in handles})
+        await settled(sender)
+
+
+# Several tensors in one message
+
+
+async def _mixed(sender: TensorSender) -> list[torch.Tensor]:
+    allocated = await sender.allocate((BIG,), torch.int64)
+    return [
+        pattern(0, 3),
+        strided(1, BIG),
+        allocated.copy_(pattern(2, BIG)),
+        pattern(3, 3),
+        torch.complex(pattern(4, BIG).double(), pattern(4, BIG).double()).conj(),
+        pattern(5, 0),
+        pattern(6, BIG),
+    ]
+
+
+@pytest.mark.parametrize("finishes", ["during the copies", "after the copies", "with the last tensor"])
+async def test_several_tensors_of_any_placement_arrive_in_order_as_one_message(finishes: str) -> None:
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        tensors = await _mixed(sender)
+        expected = [tensor.resolve_conj().clone() for tensor in tensors]
+        message = posts_of(sender).message(0)
+        prepared = [pipeline_of(sender).prepare(tensor) for tensor in tensors]
+        handles: list[TensorHandle] = []
+        for source, plan in prepared:
+            is_last = finishes == "with the last tensor" and len(handles) == len(prepared) - 1
+            handles.append(message.post(source, plan, last=is_last))
+        if finishes == "after the copies":
+            await sender.copied(handles[-1])
+            with pytest.raises(WouldBlockError):
+                receiver.receive_nowait(handles[0])
+        for _ in range(2):
+            message.finish()
+        with pytest.raises(DiscardedError, match="has ended"):
+            _post(sender, message, pattern(7, 3))
+        for handle, tensor in zip(handles, expected, strict=True):
+            found = await anext(receiver)
+            assert (found.handle, found.tensors) == (handle, len(tensors))
+            assert torch.equal(found.tensor, tensor)
+            del found
+        seen = sender.statistics()
+        assert (seen.messages_sent, seen.tensors_sent, seen.errors) == (1, len(tensors), {})
+        del tensors, prepared, source, plan
+        await settled(sender)
+        message.finish()
+        message.abandon()
+    assert sender.statistics().messages_discarded == 0
+
+
+async def test_finishing_has_no_effect_after_the_last_tensor_was_announced() -> None:
+    async with pair() as (sender, receiver):
+        message = posts_of(sender).message(0)
+        handle = message.post(*pipeline_of(sender).prepare(pattern(1, 3)), last=True)
+        message.finish()
+        with pytest.raises(DiscardedError, match="has ended"):
+            _post(sender, message, pattern(2, 3))
+        assert torch.equal(await receiver.receive(handle), pattern(1, 3))
+        await settled(sender)
+        assert sender.statistics().receivers_lost == 0
+
+
+async def test_tensors_can_be_posted_while_and_after_earlier_ones_are_copied() -> None:
+    async with pair() as (sender, receiver):
+        message = posts_of(sender).message(0)
+        async with held_back(sender):
+            handles = [_post(sender, message, strided(0, BIG)), _post(sender, message, pattern(1, 3))]
+        await sender.copied(handles[1])
+        handles.append(_post(sender, message, pattern(2, 3)))
+        handles.append(_post(sender, message, strided(3, BIG)))
+        await sender.copied(handles[3])
+        message.finish()
+        for seed, handle in enumerate(handles):
+            assert torch.equal(await receiver.receive(handle), pattern(seed, handle.shape[0]))
+        await settled(sender)
+
+
+async def test_a_tensor_that_finds_no_memory_leaves_its_message_as_it_was() -> None:
+    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
+        message = posts_of(sender).message(0)
+        handle = _post(sender, message, pattern(0, BIG))
+        with pytest.raises(WouldBlockError, match="not enough shared memory"):
+            _post(sender, message, pattern(1, BIG))
+        small = _post(sender, message, pattern(2, 3))
+        message.finish()
+        assert torch.equal(await receiver.receive(handle), pattern(0, BIG))
+        assert torch.equal(await receiver.receive(small), pattern(2, 3))
+        await settled(sender)
+
+
+async def test_abandoning_a_message_releases_everything_at_once() -> None:
+    async with pair() as (sender, receiver):
+        tensors = await _mixed(sender)
+        message = posts_of(sender).message(0)
+        async with held_back(sender):
+            handles = [_post(sender, message, tensor) for tensor in tensors]
+            receiving = asyncio.create_task(receiver.receive(handles[0]))
+            for _ in range(2):
+                message.abandon()
+            message.finish()
+            assert sender.statistics().in_flight == 0
+            tensors.clear()
+            await settled(sender)
+            for handle in (handles[0], handles[-1]):
+                with pytest.raises(DiscardedError):
+                    await sender.copied(handle)
+            with pytest.raises(DiscardedError):
+                await receiving
+            with pytest.raises(DiscardedError):
+                _post(sender, message, pattern(7, 3))
+        assert sender.statistics().messages_discarded == 1
+
+
+async def test_a_message_without_tensors_only_returns_its_permit() -> None:
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        message = posts_of(sender).message(0)
+        with pytest.raises(WouldBlockError, match="no permit"):
+            posts_of(sender).message(BIG)
+        message.finish()
+        handle = sender.post(pattern(1, 3))
+        assert handle.message == 0
+        assert torch.equal(await receiver.receive(handle), pattern(1, 3))
+        await settled(sender)
+
+
+async def test_closing_discards_a_message_that_was_not_finished() -> None:
+    async with pair() as (sender, receiver):
+        message = posts_of(sender).message(0)
+        async with held_back(sender) as go_on:
+            handles = [_post(sender, message, strided(seed, BIG)) for seed in range(2)]
+            copying = asyncio.create_task(sender.copied(handles[1]))
+            await asyncio.sleep(0)
+            go_on.set()
+            await sender.aclose()
+            with pytest.raises(ClosedError):
+                await copying
+        with pytest.raises(DiscardedError):
+            await receiver.receive(handles[0])
+
+
+async def test_a_message_has_a_limited_number_of_tensors() -> None:
+    async with pair() as (sender, receiver):
+        message = posts_of(sender).message(0)
+        async with held_back(sender):
+            _post(sender, message, strided(0, BIG))
+            for seed in range(1, MAX_TENSORS):
+                _post(sender, message, pattern(seed, 1))
+            with pytest.raises(TooLargeError, match=f"at most {MAX_TENSORS} tensors"):
+                _post(sender, message, pattern(0, 1))
+            message.finish()
+        for _ in range(MAX_TENSORS):
+            await anext(receiver)
+        await settled(sender)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("end", ["copied", "discarded", "no memory", "receiver lost", "closed", "cancelled"])
+async def test_the_source_is_freed_after_its_copy_without_the_garbage_collector(
+    end: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
+) -> None:
+    if end == "no memory":
+        request.getfixturevalue("no_memory")
+    async with pair() as (sender, receiver):
+        await sender.ready()
+        gc.disable()
+        try:
+            async with held_back(sender) as go_on:
+                tensor = strided(1, BIG)
+                freed = weakref.ref(tensor)
+                handle = sender.post(tensor)
+                del tensor
+                closing = None
+                match end:
+                    case "discarded":
+                        sender.discard(handle)
+                    case "receiver lost":
+                        await receiver.aclose()
+                    case "closed" | "cancelled":
+                        closing = asyncio.create_task(sender.aclose())
+                        await asyncio.sleep(0)
+                        if end == "cancelled":
+                            closing.cancel()
+                go_on.set()
+                await _outcome(sender, handle)
+                if closing is not None:
+                    await asyncio.wait([closing])
+            if end == "cancelled":
+                await until(lambda: freed() is None)  # its thread ends later
+            await sender.aclose()  # the thread that copied has ended
+            assert freed() is None
+        finally:
+            gc.enable()
+
+
+async def _outcome(sender: TensorSender, handle: TensorHandle) -> None:
+    with contextlib.suppress(DiscardedError, PeerLostError, ClosedError, OSError):
+        await sender.copied(handle)
+
+
+async def test_a_post_that_was_refused_keeps_no_tensor() -> None:
+    async with pair(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, _):
+        allocated = await sender.allocate((3,), torch.int64)
+        tensor = pattern(1, BIG)
+        freed = weakref.ref(tensor)
+        gc.disable()
+        try:
+            with pytest.raises(WouldBlockError):
+                sender.post(tensor)
+            del tensor
+            assert freed() is None
+        finally:
+            gc.enable()
+        del allocated
+        await settled(sender)
+
+
+async def test_a_sender_that_is_dropped_while_it_copies_releases_everything() -> None:
+    with endpoint() as place:
+        async with TensorReceiver(place) as receiver:
+            sender = await TensorSender(place).__aenter__()
+            await sender.ready()
+            go_on = threading.Event()
+            worker_of(sender).submit(go_on.wait)
+            handle = sender.post(strided(1, BIG))
+            unclosed = [sender]
+            del sender
+            with pytest.warns(ResourceWarning, match="unclosed"):
+                unclosed.clear()
+            go_on.set()
+            with pytest.raises(PeerLostError):
+                await receiver.receive(handle)
