@@ -12,6 +12,7 @@ __all__ = [
     "format_size",
     "parse_size",
     "percentile",
+    "share",
     "summarize",
 ]
 
@@ -77,6 +78,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
         raise ValueError(f"a percentile lies between 0 and 100, not at {percent}")
     rank = max(1, math.ceil(percent * len(values) / 100))
     return sorted(values)[rank - 1]
+
+
+def share(total: int, parts: int, number: int) -> int:
+    """Give one part of a total that is divided as evenly as whole numbers can be."""
+    return total // parts + (number < total % parts)
 
 
 def summarize(latencies_ns: Sequence[int], bytes_per_trip: int) -> dict[str, float]:

@@ -43,6 +43,8 @@ def _chapter(chapter: Chapter, samples: Mapping[Key, Sequence[Batch]], baseline:
             if batches := samples.get(key):
                 other = chapter.workload.baseline or baseline
                 theirs = samples.get(key._replace(contender=other, loop=None), [])
+                # A baseline that uses an event loop is compared with on the same one.
+                theirs = theirs or samples.get(key._replace(contender=other), [])
                 yield _result(chapter, key, batches, theirs)
 
 

@@ -1,15 +1,14 @@
 """The resources of processes, as counted by the kernel: CPU time, resident memory, shared memory."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
 
-__all__ = ["SharedMemoryWatch", "cpu_seconds", "family", "private_bytes", "shared_bytes"]
+__all__ = ["PeakWatch", "cpu_seconds", "family", "private_bytes", "shared_bytes"]
 
 _PROC = Path("/proc")
-_EVERY_S = 0.002
 
 
 def cpu_seconds(processes: Iterable[int]) -> float:
@@ -56,21 +55,27 @@ def _kib(path: Path, name: str) -> int:
     raise LookupError(f"{path} has no {name}")
 
 
-class SharedMemoryWatch:
-    """Sample the shared memory of the machine every two milliseconds, in a thread.
+class PeakWatch:
+    """Sample an amount of memory repeatedly, in a thread.
+
+    Args:
+        sample: returns the amount, in bytes.
+        every_s: the seconds between two samples.
 
     Attributes:
         peak_bytes: the highest sample.
         cpu_s: the CPU time of the sampling.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sample: Callable[[], int], every_s: float) -> None:
+        self._sample = sample
+        self._every_s = every_s
         self.peak_bytes = 0
         self.cpu_s = 0.0
         self._over = Event()
         self._thread = Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> "SharedMemoryWatch":
+    def __enter__(self) -> "PeakWatch":
         self._thread.start()
         return self
 
@@ -84,6 +89,6 @@ class SharedMemoryWatch:
         # One more sample after the end, so that there is at least one.
         over = False
         while not over:
-            over = self._over.wait(_EVERY_S)
-            self.peak_bytes = max(self.peak_bytes, shared_bytes())
+            over = self._over.wait(self._every_s)
+            self.peak_bytes = max(self.peak_bytes, self._sample())
         self.cpu_s = time.thread_time()

@@ -10,13 +10,14 @@ from time import perf_counter
 
 from bench.contenders.base import Port
 from bench.records import Batch
-from bench.usage import SharedMemoryWatch, cpu_seconds, family
+from bench.usage import PeakWatch, cpu_seconds, family, shared_bytes
 from bench.workloads.base import Stage
 from bench.workloads.stream import drained, fresh, pour, send_end, take
 
 __all__ = ["far", "near"]
 
 _WARM_UP = 4
+_SAMPLE_S = 0.002
 
 
 async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
@@ -28,7 +29,7 @@ async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
         tensors = fresh(size, count)
         await stage.barrier.meet()
         processes = family(stage.processes)
-        with SharedMemoryWatch() as watch:
+        with PeakWatch(shared_bytes, _SAMPLE_S) as watch:
             began, before = perf_counter(), cpu_seconds(processes)
             await pour(stage.port, drained(tensors), 1)
             await send_end(stage.port, size, count)

@@ -6,7 +6,7 @@ The same tensor is sent repeatedly: `send` copies it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from time import perf_counter
 
 from bench.contenders.base import Port
@@ -15,10 +15,10 @@ from bench.records import Batch
 from bench.workloads.base import Stage
 from bench.workloads.stream import fresh, send_end, take
 
-__all__ = ["far", "lateness", "near", "tick"]
+__all__ = ["PERCENTILES", "far", "lateness", "near", "tick"]
 
 _TICK_S = 0.001
-_PERCENTILES = {"p50": 50.0, "p99": 99.0, "p999": 99.9, "max": 100.0}
+PERCENTILES = {"p50": 50.0, "p99": 99.0, "p999": 99.9, "max": 100.0}
 
 
 async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
@@ -56,11 +56,11 @@ async def far(stage: Stage[Port]) -> None:
         await stage.barrier.meet()
 
 
-async def tick(seconds: float) -> list[float]:
-    """Tick for a number of seconds, and return the lateness of each tick."""
+async def tick(seconds: float, is_over: Callable[[], bool] = lambda: False) -> list[float]:
+    """Tick for a number of seconds, or until it is over, and return the lateness of each tick."""
     late = []
     began = now = perf_counter()
-    while now - began < seconds:
+    while now - began < seconds and not is_over():
         due = now + _TICK_S
         await asyncio.sleep(_TICK_S)
         now = perf_counter()
@@ -71,7 +71,7 @@ async def tick(seconds: float) -> list[float]:
 def lateness(idle: list[float], busy: list[float]) -> dict[str, float]:
     """Return the percentiles of both, and their differences."""
     numbers: dict[str, float] = {}
-    for name, percent in _PERCENTILES.items():
+    for name, percent in PERCENTILES.items():
         still, working = percentile(idle, percent), percentile(busy, percent)
         numbers |= {f"idle_{name}_s": still, f"busy_{name}_s": working, f"beyond_{name}_s": working - still}
     return numbers

@@ -11,6 +11,7 @@ from bench.measure import (
     format_size,
     parse_size,
     percentile,
+    share,
     summarize,
 )
 from bench.records import Effort, Spec
@@ -104,6 +105,11 @@ def test_a_summary_is_in_seconds_and_its_rate_is_that_of_the_median() -> None:
 def test_large_tensors_make_fewer_trips() -> None:
     effort = Effort(bytes=1 << 20, most=100, fewest=3)
     assert [effort.trips(size) for size in (1, 1 << 16, 1 << 20)] == [100, 16, 3]
+
+
+def test_shares_are_even_and_add_up() -> None:
+    assert [share(140, 3, number) for number in range(3)] == [47, 47, 46]
+    assert [share(2, 3, number) for number in range(3)] == [1, 1, 0]
 
 
 def test_each_number_of_peers_is_a_batch_of_each_size() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.plan import Chapter, Entry, Plan
-from bench.records import Batch, Effort, Result, Spec
+from bench.records import Batch, Effort, Loop, Result, Spec
 from bench.results import Samples, gather, key_of
 from tests.bench.reports import contender, workload
 
@@ -36,6 +36,26 @@ def test_each_round_is_compared_with_the_same_round_of_the_baseline() -> None:
 def test_a_workload_may_be_compared_with_another_baseline_than_the_run() -> None:
     found = gathered({"other": [trip(100)], "ours": [trip(50)]}, baseline="other")
     assert (found["ours"].ratio, found["other"].ratio) == pytest.approx((2.0, 1.0))
+
+
+def test_a_baseline_with_an_event_loop_is_compared_on_the_same_loop() -> None:
+    loops: tuple[Loop, ...] = ("asyncio", "uvloop")
+    entries = [
+        Entry(contender(name), loop, Spec("round-trip", (1000,), Effort()))
+        for name in ("base", "ours")
+        for loop in loops
+    ]
+    samples: Samples = {
+        key_of(entry, trip(0)): [trip(microseconds)]
+        for entry, microseconds in zip(entries, (100, 300, 50, 100), strict=True)
+    }
+    found = gather(Plan([], [Chapter(workload(), 1, 60.0, entries)], []), samples, "base")
+    assert {(one.contender, one.loop): one.ratio for one in found} == {
+        ("base", "asyncio"): 1.0,
+        ("base", "uvloop"): 1.0,
+        ("ours", "asyncio"): pytest.approx(2.0),
+        ("ours", "uvloop"): pytest.approx(3.0),
+    }
 
 
 @pytest.mark.parametrize(("given", "both_ways"), [(None, 2000), (1004, 1004)])
