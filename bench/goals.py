@@ -84,6 +84,16 @@ def _at_speed(work: str, against: str, ours: Reading, theirs: Reading, times: fl
     return Goal(work, against, ours, theirs, "least", times, "x", words, inverted=True)
 
 
+def _serving(
+    task: str, workload: str, contenders: tuple[str, str], against: str, work: str, number: str
+) -> Goal:
+    ours, theirs = (Reading(workload, one, 6 * _MIB, number, 3) for one in contenders)
+    work = f"serving, {task}: {work}"
+    if number == "requests_per_s":
+        return Goal(work, against, ours, theirs, "least", 1, "x", "at least 1x the rate")
+    return Goal(work, against, ours, theirs, "most", 1, "x", "at most 1x as much")
+
+
 _SIZES = (
     ("4 KiB", 4 * _KIB),
     ("64 KiB", 64 * _KIB),
@@ -310,6 +320,24 @@ GOALS: tuple[Goal, ...] = (
         0.05,  # which is written as 0.0 % from here down
         "%",
         "0.0 % CPU",
+    ),
+    *(
+        _serving(task, workload, (ours, theirs), against, work, number)
+        for workload, task, ours in (
+            ("serving-decoding", "decoding and transfer", "aiotensor-in-place"),
+            ("serving-transfer", "transfer", "aiotensor-copying"),
+        )
+        for theirs, against in (
+            ("torch-queue-handles", "torch.multiprocessing.Queue with handles"),
+            ("zmq-pickle-videos", "pickle 5 over ZeroMQ, out of band"),
+        )
+        for work, number in (
+            ("requests a second", "requests_per_s"),
+            ("latency at p99", "p99_s"),
+            ("CPU time", "cpu_s_per_request"),
+            ("peak memory", "peak_bytes"),
+            ("lateness of the event loop at p99.9", "late_p999_s"),
+        )
     ),
 )
 

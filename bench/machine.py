@@ -9,7 +9,10 @@ from bench.records import Machine
 
 __all__ = ["describe"]
 
-_PACKAGES = ("aiotensor", "torch", "uvloop", "msgspec", "numpy", "pyzmq", "faster-fifo", "iceoryx2", "ray")
+_PACKAGES = (
+    *("aiotensor", "torch", "uvloop", "msgspec", "numpy", "pyzmq", "av"),
+    *("faster-fifo", "iceoryx2", "ray"),
+)
 
 
 def describe(load_before: float) -> Machine:

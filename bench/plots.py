@@ -1,4 +1,4 @@
-"""Draw a report: latency, throughput, two hosts, lag of the event loop, senders, requests, broadcast."""
+"""Draw a report: latency, throughput, two hosts, loop lag, senders, requests, broadcast, serving."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +22,14 @@ _COLOURS = (
 )
 _LIMIT_STYLES = ("-", "--", ":", "-.")
 _REQUESTS = {"request-echo": "answer of the same size", "request-answer": "answer of 4 KiB"}
+_SERVING = {"serving-decoding": "with decoding", "serving-transfer": "transfer only"}
+_SERVED = {  # number, and what makes it readable
+    "requests a second,\nmore is better": ("requests_per_s", 1.0),
+    "latency at p99, s": ("p99_s", 1.0),
+    "CPU of a request, ms": ("cpu_s_per_request", 1e3),
+    "peak memory, MiB": ("peak_bytes", 1 / _MIB),
+    "loop late at p99.9, ms": ("late_p999_s", 1e3),
+}
 _FEW_READERS, _MANY_READERS = 1, 4
 _LAGS = {"p50": "p50", "p99": "p99", "p999": "p99.9", "max": "most"}
 
@@ -39,6 +47,7 @@ def draw(report: Report, folder: Path) -> list[Path]:
         "requests.png": _requests,
         "broadcast-readers.png": _by_readers,
         "broadcast-sizes.png": _by_size,
+        "serving.png": _serving,
     }
     written = []
     with mpl.rc_context({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}):
@@ -201,6 +210,37 @@ def _by_size(report: Report) -> Figure | None:
         axes.set_title(f"{count} reader{'s' if count > 1 else ''}")
     panels[0].set_ylabel("milliseconds")
     _legend_of(figure, panels[0])
+    return figure
+
+
+def _serving(report: Report) -> Figure | None:
+    rows = {name: lines for name in _SERVING if (lines := _lines(report, name))}
+    if not rows:
+        return None
+    figure = Figure((_WIDTH_IN, _HEIGHT_IN), layout="constrained")
+    figure.suptitle("Three API servers and one engine; less is better, unless stated otherwise")
+    names = list(dict.fromkeys(name for lines in rows.values() for name in lines))
+    panels = figure.subplots(len(rows), len(_SERVED), squeeze=False)
+    for row, (workload, lines) in zip(panels, rows.items(), strict=True):
+        for axes, (title, (number, scale)) in zip(row, _SERVED.items(), strict=True):
+            for name, (result,) in lines.items():
+                height = result.numbers[number] * scale
+                color = _style(report, name)["color"]
+                bars = axes.bar(names.index(name), height, color=color, label=name)
+                axes.bar_label(bars, fmt="%.3g", fontsize=8, padding=2)
+            axes.set_xlim(-0.6, len(names) - 0.4)
+            axes.set_xticks([])
+            axes.margins(y=0.15)
+            axes.grid(visible=False, axis="x")
+            if axes in panels[0]:
+                axes.set_title(title, fontsize=9)
+        row[0].set_ylabel(_SERVING[workload])
+    handles = {
+        label: handle
+        for axes in panels.flat
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(names), fontsize=9)
     return figure
 
 

@@ -23,10 +23,10 @@ __all__ = [
 ]
 
 Answer = Literal["own", "same"]
-Cargo = Literal["tensors", "messages", "publications"]
+Cargo = Literal["tensors", "messages", "publications", "videos"]
 Loop = Literal["asyncio", "uvloop"]
 Reply = Literal["echo", "answer"]
-Source = Literal["copied", "allocated"]
+Source = Literal["copied", "allocated", "decoded"]
 
 
 class Effort(msgspec.Struct, frozen=True):
@@ -62,8 +62,8 @@ class Spec(msgspec.Struct, frozen=True):
         effort: how much of it.
         peers: how many processes of the side that has several take part, one batch for each; the largest
             number is started.
-        depth: how many tensors may be in flight at once.
-        source: whether tensors come from ordinary memory or from memory of the contender.
+        depth: how many tensors may be in flight at once, for each peer; of videos, in total.
+        source: whether tensors come from ordinary memory, from memory of the contender, or from a decoder.
         answer: whether the far side answers with a new tensor or with the received one.
         reply: whether a request is answered with a tensor of its size or with a small one.
         loop: the event loop of all processes.

@@ -247,6 +247,37 @@ CONTENDERS = {
             lacks={"broadcast-lag": _BLOCKS},
             carries="publications",
         ),
+        Contender(
+            "aiotensor-in-place",
+            "bench.contenders.aiotensor_in_place",
+            "aiotensor over `unix://`, decoding into `message.allocate(...)`",
+            uses_loop=True,
+            lacks={
+                "serving-transfer": "its servers decode in shared memory, so that nothing is left to transfer"
+            },
+            carries="videos",
+        ),
+        Contender(
+            "aiotensor-copying",
+            "bench.contenders.aiotensor_copying",
+            "aiotensor over `unix://`, decoding in ordinary memory, which `send` copies",
+            uses_loop=True,
+            carries="videos",
+        ),
+        Contender(
+            "torch-queue-handles",
+            "bench.contenders.torch_queue_handles",
+            "`torch.multiprocessing.Queue` with handles, in the way of vLLM's tensor IPC",
+            uses_loop=True,
+            carries="videos",
+        ),
+        Contender(
+            "zmq-pickle-videos",
+            "bench.contenders.zmq_pickle_videos",
+            "pickle 5 in the ZeroMQ request, frames out of band with `copy=False`",
+            uses_loop=True,
+            carries="videos",
+        ),
     )
 }
 

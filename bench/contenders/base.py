@@ -3,10 +3,11 @@
 ``connect(layout)`` gives the closed ends of a connection: a list of sides, as many as the layout asks for,
 and the single side that they connect to. The sides of the list send tensors to the single one; if the layout
 asks for it, both can send. If the contender carries messages, the sides of the list send requests, and the
-single side answers them. If it carries publications, the single side sends to all sides of the list.
+single side answers them. If it carries publications, the single side sends to all sides of the list. If it
+carries videos, the sides of the list are API servers, and the single side is their engine.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,10 +26,14 @@ __all__ = [
     "AskingPort",
     "ConnectingPort",
     "Contender",
+    "EnginePort",
     "Layout",
     "Port",
     "Request",
     "Side",
+    "UploadPort",
+    "UploadSlot",
+    "VideoRequest",
 ]
 
 P_co = TypeVar("P_co", covariant=True)
@@ -39,7 +44,7 @@ class Layout(NamedTuple):
 
     Attributes:
         peers: processes on the side that has several: senders of tensors, or subscribers.
-        depth: tensors that may be in flight at once, for each peer.
+        depth: tensors that may be in flight at once, for each peer; of videos, of all peers together.
         both_ways: whether the receiving side can send to the one sender too.
         largest: bytes of the largest tensor.
         folder: a fresh folder for sockets, deleted afterwards.
@@ -110,6 +115,35 @@ class Request(Protocol):
 AnsweringPort: TypeAlias = AsyncIterator[Request]
 
 
+class UploadSlot(Protocol):
+    """The permit of one request in an API server."""
+
+    async def allocate(self, shape: Sequence[int]) -> "torch.Tensor":
+        """Return memory to decode into."""
+
+    async def request(self, frames: "torch.Tensor") -> int:
+        """Send the frames to the engine, free them, and return its answer."""
+
+
+class UploadPort(Protocol):
+    """The end of an API server, which many tasks use at once."""
+
+    def slot(self) -> AbstractAsyncContextManager[UploadSlot]:
+        """Wait for a permit; it is free again when the engine has taken the frames, or has answered."""
+
+
+class VideoRequest(Protocol):
+    """Frames that have arrived at the engine."""
+
+    @property
+    def frames(self) -> "torch.Tensor": ...
+
+    async def reply(self, answer: int) -> None: ...
+
+
+EnginePort: TypeAlias = AsyncIterator[VideoRequest]
+
+
 class Side(Protocol[P_co]):
     """A closed end of a connection, picklable into a process that is being started, where it is opened."""
 
@@ -133,7 +167,8 @@ class Contender:
         extra: the extra of this project that installs them.
         largest: bytes of the largest tensor that it can carry; None for any.
         lacks: workloads that it takes no part in, and why.
-        carries: tensors one way, messages and their answers, or publications to several readers.
+        carries: tensors one way, messages and their answers, publications to several readers, or the videos
+            of several API servers.
         spans_hosts: whether its sides may be on two hosts.
     """
 

@@ -2,7 +2,7 @@
 
 from typing import TypedDict
 
-from bench.records import Cargo, Effort, Reply
+from bench.records import Cargo, Effort, Reply, Source
 from bench.workloads.base import Workload
 from verification.networks import NoNamespacesError, two_hosts
 
@@ -12,6 +12,10 @@ _KIB, _MIB = 1 << 10, 1 << 20
 _REPLIES: dict[Reply, str] = {
     "echo": "a message with a tensor of the same size",
     "answer": "a message with an embedding of 4 KiB",
+}
+_SERVED: dict[str, tuple[Source, str]] = {
+    "decoding": ("decoded", "decode videos"),
+    "transfer": ("copied", "have decoded videos"),
 }
 
 _ENDS = (4 * _KIB, 150 * _MIB)
@@ -224,6 +228,28 @@ WORKLOADS = {
             sizes=(4 * _KIB,),
             peers=(8,),
             side_by_side=True,
+        ),
+        *(
+            Workload(
+                name=f"serving-{name}",
+                module="bench.workloads.serving",
+                title=f"Three API servers that {task}, and one engine",
+                score="requests_per_s",
+                more_is_better=True,
+                full=Effort(rounds=3, most=1000),
+                quick=Effort(most=200),
+                sizes=(6 * _MIB,),
+                peers=(3,),
+                peer="server",
+                depth=140,
+                source=source,
+                both_ways=False,
+                single_is_near=True,
+                deadline_s=120.0,
+                carries="videos",
+                baseline="torch-queue-handles",
+            )
+            for name, (source, task) in _SERVED.items()
         ),
     )
 }

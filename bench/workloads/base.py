@@ -39,7 +39,7 @@ class Workload(NamedTuple):
         peer: how the tables name one of these processes.
         is_apart: whether each number of peers is measured in new processes, because all connected peers
             take part.
-        depth: tensors that may be in flight at once, for each peer.
+        depth: tensors that may be in flight at once, for each peer; of videos, of all peers together.
         source: where the tensors come from.
         reply: the kind of answers to requests.
         both_ways: whether the far side sends too.

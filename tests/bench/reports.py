@@ -7,6 +7,7 @@ from bench.workloads.base import Workload
 
 __all__ = [
     "CHANNEL",
+    "IN_PLACE",
     "KIB",
     "MIB",
     "OURS",
@@ -15,6 +16,7 @@ __all__ = [
     "contender",
     "report",
     "result",
+    "served",
     "trips",
     "workload",
 ]
@@ -23,6 +25,7 @@ KIB, MIB = 1 << 10, 1 << 20
 UVLOOP: Loop = "uvloop"
 OURS, RANKS = "aiotensor-unix", "aiotensor-ranks"
 CHANNEL, PUBLISHER = "aiotensor-channel", "aiotensor-publisher"
+IN_PLACE = "aiotensor-in-place"
 
 MACHINE = Machine(
     cores=2,
@@ -112,6 +115,24 @@ def _lag(contender: str, loop: Loop) -> Result:
     return result("loop-lag", contender, 150 * MIB, [numbers | {"gigabytes_per_s": 5.0}], loop=loop)
 
 
+def served(workload: str, contender: str, rate: float) -> Result:
+    """Return a result of API servers that answer so many requests a second."""
+    numbers = {
+        "requests_per_s": rate,
+        "median_s": 40 / rate,
+        "p99_s": 80 / rate,
+        "cpu_s_per_request": 1 / rate,
+        "peak_bytes": 50.0 * MIB,
+        "after_private_bytes": 2.0 * MIB,
+        "after_shared_bytes": 0.0,
+        **{
+            f"late_{name}_s": late
+            for name, late in (("p50", 1e-4), ("p99", 2e-3), ("p999", 5e-3), ("max", 9e-3))
+        },
+    }
+    return result(workload, contender, 6 * MIB, [numbers], loop=UVLOOP, peers=3, ratios=[rate / 100])
+
+
 def report(failures: list[Failure] | None = None, skips: list[Skip] | None = None) -> Report:
     """Return a complete report with results of every kind."""
     results = [
@@ -155,6 +176,12 @@ def report(failures: list[Failure] | None = None, skips: list[Skip] | None = Non
             for size in (4 * KIB, 150 * MIB)
             for peers in (1, 4)
         ),
+        *(
+            served(workload, name, rate)
+            for name, rate in ((IN_PLACE, 300.0), ("torch-queue-handles", 100.0))
+            for workload in ("serving-decoding", "serving-transfer")
+            if (name, workload) != (IN_PLACE, "serving-transfer")
+        ),
     ]
     names = [OURS, "torch-queue", "ray", "raw-socket"]
     return Report(
@@ -172,10 +199,14 @@ def report(failures: list[Failure] | None = None, skips: list[Skip] | None = Non
                 Participant(name, f"what {name} is", carries="publications")
                 for name in (PUBLISHER, "zmq-xpub")
             ),
+            *(
+                Participant(name, f"what {name} is", carries="videos")
+                for name in (IN_PLACE, "torch-queue-handles")
+            ),
         ],
         workloads=[
             *("round-trip", "allocated", "two-hosts", "fan-in", "loop-lag", "idle"),
-            *("request-echo", "request-answer", "broadcast"),
+            *("request-echo", "request-answer", "broadcast", "serving-decoding", "serving-transfer"),
         ],
         seconds=12.3,
         machine=MACHINE,

@@ -50,6 +50,15 @@ SPANNING = [
 ]
 
 
+SERVING = [
+    (one.name, workload, loop)
+    for one in CONTENDERS.values()
+    for workload in ("serving-decoding", "serving-transfer")
+    for loop in ("asyncio", "uvloop")
+    if one.carries == "videos" and workload not in one.lacks
+]
+
+
 @pytest.fixture
 def contender_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ContenderOf:
     monkeypatch.syspath_prepend(tmp_path)
@@ -219,6 +228,45 @@ def test_streams_to_readers_and_their_idle_time_are_measured(groups: Groups, wor
     (batch,) = run(groups, CONTENDERS["aiotensor-publisher"], workload, sizes=(4096,), peers=(2,))
     assert batch.peers == 2
     assert batch.numbers["tensors_per_s" if workload == "broadcast-stream" else "cpu_percent"] >= 0
+
+
+@pytest.mark.parametrize(("name", "workload", "loop"), SERVING)
+def test_servers_are_answered_and_their_cost_is_measured(
+    groups: Groups, name: str, workload: str, loop: Loop
+) -> None:
+    (batch,) = run(groups, CONTENDERS[name], workload, sizes=(2 * MIB,), loop=loop)
+    numbers = batch.numbers
+    assert batch.peers == 3
+    assert 0 < numbers["median_s"] <= numbers["p99_s"]
+    assert 0 < numbers["late_p50_s"] <= numbers["late_max_s"]
+    assert min(numbers["requests_per_s"], numbers["cpu_s_per_request"]) > 0
+    assert {"peak_bytes", "after_private_bytes", "after_shared_bytes"} <= numbers.keys()
+
+
+def test_a_server_that_is_answered_for_other_frames_is_reported(
+    groups: Groups, contender_of: ContenderOf
+) -> None:
+    wrong = """
+        from bench.contenders import zmq_pickle_videos
+
+        class Port(zmq_pickle_videos.UploadPort):
+            async def request(self, frames):
+                frames[0, 0, 0, 0] += 1
+                return await super().request(frames)
+
+        class Side(zmq_pickle_videos.ServerSide):
+            def open(self):
+                zmq_pickle_videos.UploadPort = Port
+                return super().open()
+
+        def connect(layout):
+            servers, engine = zmq_pickle_videos.connect(layout)
+            return [Side(one.permits, one.requests) for one in servers], engine
+    """
+    one = contender_of("wrong", wrong, carries="videos", uses_loop=True)
+    with pytest.raises(FailedError) as caught:
+        run(groups, one, "serving-decoding", sizes=(2 * MIB,))
+    assert "was answered for other frames" in caught.value.output
 
 
 def test_a_stream_is_counted_where_it_arrives(groups: Groups) -> None:

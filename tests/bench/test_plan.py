@@ -158,7 +158,10 @@ def test_the_tables_fit_together() -> None:
     for one in CONTENDERS.values():
         assert one.lacks.keys() <= WORKLOADS.keys(), one.name
     ours = [name for name, one in CONTENDERS.items() if name.startswith("aiotensor") and not one.lacks]
-    assert ours == ["aiotensor-unix", "aiotensor-queue", "aiotensor-channel", "aiotensor-publisher"]
+    assert ours == [
+        *("aiotensor-unix", "aiotensor-queue", "aiotensor-channel", "aiotensor-publisher"),
+        "aiotensor-copying",
+    ]
     for work in WORKLOADS.values():
         baseline = CONTENDERS[work.baseline or BASELINE]
         assert work.admits(baseline), work.name

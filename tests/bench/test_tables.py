@@ -11,7 +11,7 @@ from bench.__main__ import write
 from bench.records import Failure, Report, Skip
 from bench.views import VIEWS
 from bench.workloads import WORKLOADS
-from tests.bench.reports import CHANNEL, OURS, RANKS, report
+from tests.bench.reports import CHANNEL, IN_PLACE, OURS, RANKS, report
 
 FAILURE = Failure("round-trip", "torch-queue", None, 1, 4096, "ended with exit status 1", "out of luck")
 
@@ -44,7 +44,8 @@ def test_each_goal_stands_beside_what_was_measured() -> None:
     assert [row[-1] for row in rows_of(text, "150 MiB request and reply, echo")] == ["met", "not measured"]
     assert rows_of(text, "150 MiB to 4 readers")[0][3:] == ["30.0x", "met"]
     assert rows_of(text, "150 MiB round trip between ranks, two hosts")[0][3:] == ["2.00x", "met"]
-    assert "8 of 42 met" in text
+    assert rows_of(text, "serving, decoding and transfer: requests a second")[0][3:] == ["3.00x", "met"]
+    assert "13 of 62 met" in text
 
 
 def test_a_workload_has_a_row_for_each_contender_and_a_column_for_each_size() -> None:
@@ -98,6 +99,19 @@ def test_a_broadcast_has_a_column_for_each_size_and_number_of_readers() -> None:
     assert rows_of(text, "zmq-xpub")[0][1:] == ["30.0 ms / 60.0 ms"] * 4
 
 
+def test_servers_have_a_row_with_rate_latency_processor_time_memory_and_lateness() -> None:
+    of = report(skips=[Skip(IN_PLACE, "nothing is left to transfer", "serving-transfer")])
+    decoding = table_of(of, WORKLOADS["serving-decoding"].title)
+    assert rows_of(decoding, f"{IN_PLACE} (uvloop)")[0][1:] == [
+        *("6 MiB", "300", "3.00x", "133 ms / 267 ms", "3.33 ms", "50.0 MiB"),
+        *("2.00 ms / 5.00 ms / 9.00 ms", "2.0 MiB / 0.0 MiB"),
+    ]
+    transfer = table_of(of, WORKLOADS["serving-transfer"].title)
+    assert set(rows_of(transfer, IN_PLACE)[0][2:]) == {"-"}
+    assert f"{IN_PLACE}: nothing is left to transfer" in transfer
+    assert OURS not in decoding
+
+
 def test_who_was_not_measured_has_a_dash_and_a_reason() -> None:
     skips = [Skip("ray", "ray is not installed"), Skip("torch-queue", "it blocks", "loop-lag")]
     of = report(skips=skips)
@@ -144,6 +158,7 @@ def test_everything_is_written(tmp_path: Path) -> None:
         "requests.png",
         "broadcast-readers.png",
         "broadcast-sizes.png",
+        "serving.png",
     ]
     assert msgspec.json.decode(written[0].read_bytes(), type=Report) == report(failures=[FAILURE])
     assert "## Failures" in written[1].read_text()
