@@ -4,7 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit test-vllm docs-tables coverage model chaos fuzz soak bench bench-quick bench-peers clean help
+.PHONY: demo test lint types unit test-vllm docs-tables coverage model chaos fuzz soak bench bench-quick bench-serving \
+        bench-vllm bench-peers clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
@@ -18,6 +19,8 @@ help:
 	@echo "make soak    start and end processes for SECONDS=60, or for hours, and check that no resource grows"
 	@echo "make bench   compare the speed of aiotensor with its alternatives and its goals: some minutes"
 	@echo "make bench-quick   the same in a few minutes, with fewer alternatives"
+	@echo "make bench-serving   only API servers that send videos to an engine, and write the results into the documents"
+	@echo "make bench-vllm   compare the tensor transports through vLLM's encoder and decoder"
 	@echo "make bench-peers   install the alternatives that are not installed by default, such as Ray"
 	@echo "make clean   remove the files that the other targets created"
 
@@ -101,6 +104,14 @@ bench: $(VENV)/.bench
 
 bench-quick: $(VENV)/.bench
 	@$(BIN)/python -m bench --quick $(ARGS)
+
+bench-serving: $(VENV)/.bench
+	@$(BIN)/python -m bench --workload serving-decoding --workload serving-transfer --results bench/results/serving $(ARGS)
+	@$(BIN)/python -m bench.pages
+
+# Separate, because it needs vLLM.
+bench-vllm: $(VENV)/.bench $(VENV)/.vllm
+	@PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m bench.vllm_hooks $(ARGS)
 
 bench-peers: $(VENV)/.bench
 	$(PIP) --editable '.[bench-peers]'

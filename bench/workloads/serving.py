@@ -16,6 +16,7 @@ do not count. CPU time excludes that of sampling the memory.
 """
 
 import asyncio
+import gc
 import math
 from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
@@ -57,6 +58,7 @@ async def near(stage: Stage[EnginePort]) -> AsyncIterator[Batch]:
     torch.set_num_threads(1)
     requests = stage.spec.effort.most
     for size, servers in stage.spec.batches:
+        _collect_garbage()
         await stage.barrier.meet()
         processes = family(stage.processes)
         before = _private(processes)
@@ -92,6 +94,7 @@ async def far(stage: Stage[UploadPort]) -> None:
         uploads = [_Upload.of(clip) for clip in clips(size)]
         permits = share(spec.depth, servers, stage.number)
         server = _Server(stage, uploads, _frames(uploads, permits) if spec.source == "copied" else [])
+        _collect_garbage()
         await stage.barrier.meet()
         await server.run(share(_WARM_UP, servers, stage.number))
         await stage.barrier.meet()
@@ -103,6 +106,12 @@ async def far(stage: Stage[UploadPort]) -> None:
         )
         await stage.barrier.report(report)
         await stage.barrier.meet()
+
+
+def _collect_garbage() -> None:
+    # The first full collection in a forked process copies the pages of all objects, which takes up to half a
+    # second, and would otherwise happen at some time during the measurement.
+    gc.collect()
 
 
 async def _answer(port: EnginePort, requests: int) -> None:
