@@ -23,7 +23,7 @@ _COLOURS = (
 _LIMIT_STYLES = ("-", "--", ":", "-.")
 _REQUESTS = {"request-echo": "answer of the same size", "request-answer": "answer of 4 KiB"}
 _SERVING = {"serving-decoding": "with decoding", "serving-transfer": "transfer only"}
-_SERVED = {  # number, and what makes it readable
+_SERVED = {  # the number, and the factor of its unit
     "requests a second,\nmore is better": ("requests_per_s", 1.0),
     "latency at p99, s": ("p99_s", 1.0),
     "CPU of a request, ms": ("cpu_s_per_request", 1e3),

@@ -67,7 +67,7 @@ def _bytes(*names: str) -> Cell:
 
 def _size(value: float) -> str:
     # Memory goes up and down, and tenths of a MiB are enough.
-    return f"{value / _MIB:.1f} MiB"
+    return f"{round(value / _MIB, 1) + 0.0:.1f} MiB"  # and no negative zero
 
 
 _TIMES = (

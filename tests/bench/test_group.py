@@ -53,8 +53,7 @@ SPANNING = [
 SERVING = [
     (one.name, workload, loop)
     for one in CONTENDERS.values()
-    for workload in ("serving-decoding", "serving-transfer")
-    for loop in ("asyncio", "uvloop")
+    for workload, loop in (("serving-decoding", "uvloop"), ("serving-transfer", "asyncio"))
     if one.carries == "videos" and workload not in one.lacks
 ]
 
