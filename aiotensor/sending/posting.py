@@ -57,12 +57,20 @@ class Posts:
     def post(self, value: Sendable) -> TensorHandle:
         """Send a message of one tensor; errors are those of `TensorSender.post`."""
         source, plan = self._pipeline.prepare(value)
-        message = PostedMessage(self, self._pipeline, plan.new_bytes)
+        message = self.message(plan.new_bytes)
         try:
             return message.post(source, plan, last=True)
         except BaseException:
             message.abandon()
             raise
+
+    def message(self, nbytes: int) -> "PostedMessage":
+        """Begin a message of several tensors, or raise `WouldBlockError`.
+
+        Args:
+            nbytes: the bytes of shared memory for its first tensor, for the error.
+        """
+        return PostedMessage(self, self._pipeline, nbytes)
 
     def post_in(
         self, message: "PostedMessage | None", value: Sendable
@@ -75,7 +83,7 @@ class Posts:
         """
         try:
             source, plan = self._pipeline.prepare(value)
-            posted = message or PostedMessage(self, self._pipeline, plan.new_bytes)
+            posted = message or self.message(plan.new_bytes)
             try:
                 return posted, posted.post(source, plan)
             except BaseException:

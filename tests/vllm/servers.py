@@ -12,6 +12,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from aiotensor import SenderStatistics
+from aiotensor.blocking import TensorSender
 from aiotensor.integrations.vllm import TensorConsumer
 from tests.vllm.serving import generate, request
 from tests.vllm.stand_in import checksum
@@ -62,7 +63,8 @@ def consumer_of(client: AsyncMPClient) -> TensorConsumer:
 
 def statistics_of(client: AsyncMPClient) -> SenderStatistics:
     [sender] = consumer_of(client)._senders
-    return sender.call_briefly(sender.inner.statistics)  # type: ignore[union-attr]
+    assert isinstance(sender, TensorSender)
+    return sender.call_briefly(sender.inner.statistics)
 
 
 async def settled(client: AsyncMPClient) -> Sent:
@@ -73,13 +75,9 @@ async def settled(client: AsyncMPClient) -> Sent:
 
 
 async def send_videos(client: AsyncMPClient, count: int, index: int) -> Sent:
-    requests, expected = [], {}
-    for number in range(count):
-        sent, tokens = video_request(f"{index}-{number}", 100 * index + number)
-        requests.append(sent)
-        expected[sent.request_id] = tokens
-    assert await generate(client, *requests) == expected
-    del requests, sent
+    pairs = [video_request(f"{index}-{number}", 100 * index + number) for number in range(count)]
+    expected = {sent.request_id: tokens for sent, tokens in pairs}
+    assert await generate(client, *(sent for sent, _ in pairs)) == expected
     return await settled(client)
 
 
@@ -92,13 +90,11 @@ async def abort_and_send(client: AsyncMPClient, count: int, index: int) -> Sent:
             aborted, _ = video_request(name, number, tokens=ENDLESS)
             await client.add_request_async(aborted)
             await client.abort_requests_async([name])
-            del aborted
         else:
             sent, tokens = video_request(name, number)
             kept.append(sent)
             expected[name] = tokens
     assert await generate(client, *kept) == expected
-    del kept, sent
     return await settled(client)
 
 
