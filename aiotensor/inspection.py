@@ -5,6 +5,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from multiprocessing.queues import Queue
 
 import msgspec
 from msgspec.structs import asdict
@@ -98,7 +99,7 @@ async def inspect(
     Cancellation has no side effects.
 
     Raises:
-        TypeError: it is not an address; a `TensorQueue` has none.
+        TypeError: it is not an address; a queue has none.
         ValueError: no transport serves the address, or `patience_s` is not positive.
         AccessDeniedError: the other side runs as another user.
         PeerLostError: nothing listens there, or it closed, or it did not answer in time.
@@ -106,9 +107,9 @@ async def inspect(
         UsageError: the process at the address is neither a receiver nor a publisher.
         OSError: the machine has no descriptors left.
     """
-    if isinstance(address, TensorQueue):
+    if isinstance(address, TensorQueue | Queue):
         raise TypeError(
-            "a TensorQueue has no address where its receiver could be found: call `statistics()` in the "
+            "a queue has no address where its receiver could be found: call `statistics()` in the "
             "processes that use it"
         )
     if not patience_s > 0:

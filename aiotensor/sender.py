@@ -35,7 +35,8 @@ class TensorSender(LoopObject):
 
     Args:
         endpoint: the location of the receiver: an address such as ``unix:///run/user/1000/engine.sock``, or a
-            `TensorQueue`.
+            `TensorQueue`, or a `multiprocessing.Queue` that the application cannot replace by one. It must
+            carry nothing else, and its sender is connected once the receiver has read from it.
         max_concurrent_videos: the maximum number of messages in flight: begun by this sender, and neither
             fully taken by the receiver nor discarded. Further sends wait in order.
         arena_bytes: the maximum number of bytes of shared memory in use by this sender at once, taken by the
@@ -138,7 +139,7 @@ class TensorSender(LoopObject):
         Raises:
             RefusedError: the receiver refused this sender, because of a limit or its version.
             WouldBlockError: no receiver admitted this sender within `max_wait_s`.
-            PeerLostError: the receiver of a `TensorQueue` is gone, or a receiver broke the protocol.
+            PeerLostError: the receiver of a queue is gone, or a receiver broke the protocol.
             AccessDeniedError: the receiver runs as another user.
             UsageError: the process at the address is not a receiver.
             ClosedError: this sender was closed, possibly during the wait.

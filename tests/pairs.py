@@ -13,6 +13,9 @@ from verification import places
 # For tests of shared memory, and of peers that the kernel knows: over each link of one machine.
 on_one_machine = pytest.mark.parametrize("link", places.LOCAL, indirect=True)
 
+# For tests whose senders need no receiver that runs.
+at_once = pytest.mark.parametrize("link", places.AT_ONCE, indirect=True)
+
 
 class Pair(NamedTuple):
     sender: TensorSender
@@ -34,6 +37,11 @@ def endpoint(link: str | None = None) -> AbstractContextManager[Endpoint]:
     return places.endpoint(link or Links.current)
 
 
+def comes_back() -> bool:
+    """Return whether a sender of the running test that lost its receiver connects to the next one."""
+    return places.LINKS[Links.current].comes_back
+
+
 def is_local() -> bool:
     """Return whether both ends of the link of the running test share memory."""
     return places.LINKS[Links.current].is_local
@@ -48,7 +56,7 @@ async def pair(
             TensorReceiver(place) as receiver,
             TensorSender(place, max_concurrent_videos, arena_bytes, max_wait_s=max_wait_s) as sender,
         ):
-            if not is_local():
+            if not places.LINKS[Links.current].connects_at_once:
                 await sender.ready()
             yield Pair(sender, receiver)
 

@@ -4,9 +4,10 @@
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -332,10 +333,11 @@ async def test_a_look_that_is_cancelled_leaves_nothing(address: str) -> None:
         assert looking.cancelled()
 
 
-async def test_a_queue_cannot_be_looked_at() -> None:
-    queue = TensorQueue()
+@pytest.mark.parametrize("make", [TensorQueue, multiprocessing.get_context("spawn").Queue])
+async def test_a_queue_cannot_be_looked_at(make: Callable[[], Any]) -> None:
+    queue = make()
     with contextlib.closing(queue), pytest.raises(TypeError, match=r"no address.*statistics\(\)"):
-        await inspect(queue, patience_s=1.0)  # type: ignore[arg-type]
+        await inspect(queue, patience_s=1.0)
 
 
 @pytest.mark.parametrize("wrong", ["engine.sock", "udp://host:1", "unix://relative"])

@@ -24,6 +24,7 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor.protocol.frames import MAX_TENSORS
+from aiotensor.transports.endpoints import Endpoint
 from tests.cancellation.situations import HeldUp
 from tests.pairs import endpoint, on_one_machine, pair
 from verification.patterns import BIG, pattern
@@ -384,7 +385,7 @@ async def test_a_sender_is_opened_in_one_task_and_closed_in_another() -> None:
         await _open_and_close_in_tasks(place)
 
 
-async def _open_and_close_in_tasks(place: str | TensorQueue) -> None:
+async def _open_and_close_in_tasks(place: Endpoint) -> None:
     async with TensorReceiver(place) as receiver:
         sender = TensorSender(place)
         await asyncio.create_task(sender.__aenter__())

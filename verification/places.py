@@ -1,6 +1,7 @@
 """Endpoints of each link, for one test or one run at a time. A new link is one row of `LINKS`."""
 
 import itertools
+import multiprocessing
 import os
 import secrets
 import shutil
@@ -8,6 +9,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from multiprocessing.queues import Queue
 from typing import Any, NamedTuple
 
 from aiotensor import TensorQueue
@@ -15,6 +17,7 @@ from aiotensor.transports.endpoints import Endpoint
 from aiotensor.transports.tcp import direct
 
 __all__ = [
+    "AT_ONCE",
     "CONFORMING",
     "LINKS",
     "LOCAL",
@@ -56,19 +59,30 @@ class Link(NamedTuple):
     Attributes:
         place: makes an endpoint, and removes it with the files that a killed receiver left.
         comes_back: whether a sender that lost its receiver connects to the next one at the same endpoint.
-        is_local: whether both sides share memory. Then connecting to a receiver that listens takes no time.
+        is_local: whether both sides share memory.
+        connects_at_once: whether connecting to a receiver that listens takes no time.
         has_engine: whether an engine moves the tensors.
     """
 
     place: Callable[[], AbstractContextManager[Place]]
     comes_back: bool
     is_local: bool = True
+    connects_at_once: bool = True
     has_engine: bool = False
 
 
 @contextmanager
 def _on_a_queue() -> Iterator[Place]:
     queue = TensorQueue()
+    try:
+        yield Place(queue, list)
+    finally:
+        queue.close()
+
+
+@contextmanager
+def _on_a_stock_queue() -> Iterator[Place]:
+    queue: Queue[Any] = multiprocessing.get_context("spawn").Queue()
     try:
         yield Place(queue, list)
     finally:
@@ -121,14 +135,20 @@ def free_port() -> int:
 
 LINKS = {
     "queue": Link(_on_a_queue, comes_back=False),
-    "tcp": Link(_at_a_port, comes_back=True, is_local=False),
+    "stock": Link(_on_a_stock_queue, comes_back=False, connects_at_once=False),
+    "tcp": Link(_at_a_port, comes_back=True, is_local=False, connects_at_once=False),
     "unix": Link(_at_an_address, comes_back=True),
 }
 
 # The links of the conformance tests.
-CONFORMING = {**LINKS, "nixl": Link(_with_an_engine, comes_back=True, is_local=False, has_engine=True)}
+CONFORMING = {
+    **LINKS,
+    "nixl": Link(_with_an_engine, comes_back=True, is_local=False, connects_at_once=False, has_engine=True),
+}
 
 LOCAL = [name for name, link in LINKS.items() if link.is_local]
+
+AT_ONCE = [name for name, link in LINKS.items() if link.connects_at_once]
 
 
 @contextmanager

@@ -44,7 +44,7 @@ class Publisher(LoopObject):
 
     Args:
         endpoint: the location of the publisher: an address such as ``unix:///run/user/1000/frames.sock``, to
-            which only processes of this user may connect, or a `TensorQueue`.
+            which only processes of this user may connect, or a `TensorQueue` or `multiprocessing.Queue`.
         arena_bytes: the maximum number of bytes of shared memory in use at once. A block is in use as long as
             a tensor over it exists in any process, an untaken publication or the history contains it.
         max_behind: the maximum number of publications that a subscriber may be behind.

@@ -31,7 +31,7 @@ class Subscriber(LoopObject, Generic[T]):
 
     Args:
         endpoint: the location of the publisher: an address such as ``unix:///run/user/1000/frames.sock``, or
-            the `TensorQueue` of the publisher.
+            the `TensorQueue` or `multiprocessing.Queue` of the publisher.
         type: the type of the messages, for msgspec; a message of another type raises `ProtocolError`.
             `torch.Tensor` for bare tensors. Any type by default.
         max_mapped_bytes: the most bytes of shared memory that a publisher may have, its `arena_bytes`; None

@@ -5,18 +5,22 @@ A new transport is one module with a connector and a listener, and one branch in
 
 from collections.abc import Callable, Coroutine
 from functools import partial
+from multiprocessing.queues import Queue
 from typing import Any, NamedTuple, TypeAlias
 
 from aiotensor.transports.address import label_of, socket_path
 from aiotensor.transports.base import Acceptor, Connector, ConnectorEvents, Listener
 from aiotensor.transports.queue import QueueConnector, listen_on
+from aiotensor.transports.stock.connector import StockConnector
+from aiotensor.transports.stock.listener import listen_on as listen_on_stock
+from aiotensor.transports.stock.pipe import StockQueue
 from aiotensor.transports.tcp.arguments import TcpArguments
 from aiotensor.transports.tensor_queue import TensorQueue
 from aiotensor.transports.unix import UnixConnector, listen_at
 
 __all__ = ["Endpoint", "Route", "TcpArguments", "TensorQueue", "route_to"]
 
-Endpoint: TypeAlias = str | TensorQueue
+Endpoint: TypeAlias = str | TensorQueue | StockQueue
 
 _CONNECTS = TcpArguments()
 
@@ -57,10 +61,16 @@ def route_to(endpoint: Endpoint, given: TcpArguments = _CONNECTS) -> Route:
         )
     if isinstance(endpoint, TensorQueue):
         return Route("queue", partial(QueueConnector, endpoint), partial(listen_on, endpoint))
+    if isinstance(endpoint, Queue):
+        return Route(
+            "queue",
+            lambda _, events: StockConnector(endpoint, events),
+            partial(listen_on_stock, endpoint),
+        )
     if not isinstance(endpoint, str):
         raise TypeError(
-            "an endpoint is an address such as 'unix:///run/user/1000/engine.sock' or an "
-            f"aiotensor.TensorQueue, got {type(endpoint).__name__!r}"
+            "an endpoint is an address such as 'unix:///run/user/1000/engine.sock', an aiotensor.TensorQueue "
+            f"or a multiprocessing.Queue, got {type(endpoint).__name__!r}"
         )
     path = socket_path(endpoint, "unix")
     return Route(label_of(endpoint), lambda _, events: UnixConnector(path, events), partial(listen_at, path))

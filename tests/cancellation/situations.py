@@ -15,6 +15,7 @@ import torch
 from aiotensor import TensorQueue, TensorSender, WouldBlockError
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.tensors.copying import QUICK_BYTES
+from aiotensor.transports.endpoints import Endpoint
 from verification.internals import worker_of
 from verification.patterns import pattern
 
@@ -116,12 +117,13 @@ class Unread:
 
 
 @contextlib.contextmanager
-def unread(place: str | TensorQueue) -> Iterator[Unread]:
+def unread(place: Endpoint) -> Iterator[Unread]:
     """Listen at an endpoint instead of a receiver, and read only on request."""
     if isinstance(place, TensorQueue):
         with contextlib.closing(Unread(None, place.open_reader())) as far:
             yield far
         return
+    assert isinstance(place, str)
     path = place.removeprefix("unix://")
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listening.bind(path)

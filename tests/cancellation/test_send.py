@@ -9,7 +9,7 @@ import torch
 from aiotensor import TensorReceiver, TensorSender
 from tests.cancellation.situations import SLOW, HeldUp, clog, in_line, unread
 from tests.cancelling import Attempt, Way, cancel_everywhere
-from tests.pairs import Links, endpoint, is_local, on_one_machine, pair
+from tests.pairs import Links, at_once, endpoint, is_local, on_one_machine, pair
 from verification.internals import memory_of
 from verification.patterns import BIG, pattern
 from verification.waiting import settled
@@ -178,7 +178,7 @@ async def test_a_send_cancelled_while_it_gets_memory_gives_its_block_back(is_fir
     assert await cancel_everywhere(attempt)
 
 
-@on_one_machine
+@at_once
 async def test_a_send_cancelled_while_the_link_takes_nothing_is_not_sent_later() -> None:
     async def attempt(attempt: Attempt) -> None:
         with endpoint() as place, unread(place) as far:
@@ -194,7 +194,7 @@ async def test_a_send_cancelled_while_the_link_takes_nothing_is_not_sent_later()
     assert await cancel_everywhere(attempt)
 
 
-@on_one_machine
+@at_once
 async def test_a_copied_send_cancelled_while_the_link_takes_nothing_gives_its_block_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 from aiotensor import ClosedError, PeerLostError, TensorReceiver, TensorSender
 from tests.cancellation.situations import SLOW, HeldUp, clog, unread
 from tests.cancelling import Attempt, Way, cancel_everywhere
-from tests.pairs import endpoint, is_local, on_one_machine, pair
+from tests.pairs import at_once, endpoint, is_local, on_one_machine, pair
 from verification.internals import pipeline_of, segment_of
 from verification.patterns import BIG, pattern
 from verification.waiting import until
@@ -145,7 +145,7 @@ async def test_closing_cancelled_in_the_middle_of_copies_ends_them_and_loses_not
     assert await cancel_everywhere(attempt)
 
 
-@on_one_machine
+@at_once
 async def test_closing_cancelled_while_the_link_takes_nothing_closes_at_once() -> None:
     async def attempt(attempt: Attempt) -> None:
         with endpoint() as place, unread(place) as far:

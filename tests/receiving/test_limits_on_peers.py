@@ -27,9 +27,10 @@ from aiotensor.statistics.counters import ErrorCounter, new_counts
 from aiotensor.transports import queue, unix
 from aiotensor.transports.endpoints import Endpoint
 from aiotensor.transports.records import SocketTransport, record_pair
+from aiotensor.transports.stock import listener
 from aiotensor.types import ReceiverStatistics
 from tests.frames import hello, put
-from tests.pairs import endpoint, on_one_machine
+from tests.pairs import at_once, endpoint, on_one_machine
 from tests.rogues import rogue_sender
 from verification.patterns import BIG, pattern
 from verification.waiting import until
@@ -54,7 +55,7 @@ async def check_serving(place: Endpoint, receiver: TensorReceiver) -> None:
 async def test_a_sender_that_does_not_read_its_answers_is_disconnected_at_a_limit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for transports in (unix, queue):
+    for transports in (unix, queue, listener):
         monkeypatch.setattr(transports, "MAX_UNREAD_BYTES", 1 << 20)
     again = encode(*[put(block=2**63 - 1)] * MAX_FRAMES)  # each one is answered: the message was discarded
     with endpoint() as place:
@@ -76,11 +77,12 @@ async def test_a_sender_that_does_not_read_its_answers_is_disconnected_at_a_limi
             await check_serving(place, receiver)
 
 
-@on_one_machine
+@at_once
 async def test_a_receiver_that_does_not_read_makes_a_sender_wait_and_not_grow() -> None:
     with endpoint() as place, contextlib.ExitStack() as stack:
         if not isinstance(place, TensorQueue):  # a queue can be written to before its receiver is open
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            assert isinstance(place, str)
             path = place.removeprefix("unix://")
             listener.bind(path)
             stack.callback(os.unlink, path)

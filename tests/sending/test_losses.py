@@ -21,7 +21,7 @@ from aiotensor import (
 )
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from aiotensor.transports.records import SocketTransport
-from tests.pairs import on_one_machine, pair
+from tests.pairs import at_once, pair
 from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
 
@@ -114,7 +114,7 @@ async def test_what_was_in_flight_is_lost_aloud_and_later_sends_go_to_the_next_r
 FULL = MAX_INLINE_BYTES // 8  # elements; so few of such tensors fill a record that one message fills several
 
 
-@on_one_machine
+@at_once
 @pytest.mark.parametrize(
     "counts",
     [[3], [FULL] * 9, [3, BIG]],

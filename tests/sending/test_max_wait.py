@@ -10,7 +10,7 @@ import torch
 
 from aiotensor import PeerLostError, TensorReceiver, TensorSender, WouldBlockError
 from tests.cancellation.situations import clog, unread
-from tests.pairs import endpoint, on_one_machine
+from tests.pairs import at_once, endpoint
 from verification.internals import end_first_wait, memory_of
 from verification.model.stepping import Steps
 from verification.patterns import BIG, pattern
@@ -157,7 +157,7 @@ async def test_a_wait_for_a_receiver_that_is_not_there_ends(send: str) -> None:
             await until(lambda: sender.statistics().bytes_in_use == 0)
 
 
-@on_one_machine
+@at_once
 @pytest.mark.parametrize("size", [5, BIG])
 async def test_a_wait_for_a_receiver_that_does_not_read_ends_and_leaves_the_link_as_it_was(size: int) -> None:
     with endpoint() as place, unread(place) as far:

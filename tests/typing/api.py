@@ -1,5 +1,6 @@
 """A sample of the public API, which mypy checks and no test runs."""
 
+import multiprocessing.queues
 from collections.abc import Sequence
 from typing import assert_never, assert_type
 
@@ -7,6 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.multiprocessing.queue
 
 import aiotensor
 from aiotensor import (
@@ -51,6 +53,13 @@ async def send_one(queue: TensorQueue, tensor: torch.Tensor, array: npt.NDArray[
         await sender.send([tensor])  # type: ignore[arg-type]
         await sender.send(b"bytes")  # type: ignore[arg-type]
         await sender.send(None)  # type: ignore[arg-type]
+
+
+async def send_over_a_stock_queue(
+    queue: "torch.multiprocessing.queue.Queue", plain: "multiprocessing.queues.Queue[object]"
+) -> None:
+    async with TensorSender(queue), TensorReceiver(plain):
+        pass
 
 
 async def meet_at_an_address(address: str) -> None:

@@ -1,0 +1,17 @@
+"""The transport over a stock queue of multiprocessing: many senders write to its pipe, one receiver reads it.
+
+It is for applications that cannot replace their queue by a `TensorQueue`. Bytes on a queue carry no
+descriptors, so each connection has a second way: a record socket between both processes, for the records to
+the sender, and for descriptors in both directions.
+
+    sender                                        receiver
+      | listens at an address without a file         |
+      |== first chunk: the name of the address =====>|
+      |<-------------- connects ---------------------|
+      |== records, in chunks on the queue ==========>|
+      |--- descriptors, before their record -------->|
+      |<-- records with their descriptors -----------|
+
+The kernel notifies each side of the end of the other one. Records that a sender wrote before its end are read
+first. Nothing is pickled, and the locks of the queue are not used.
+"""
