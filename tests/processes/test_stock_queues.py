@@ -1,0 +1,270 @@
+"""Stock queues: processes that are killed with a lock or in the middle of a record, and whole programs."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+import torch
+
+from aiotensor import DiscardedError, PeerLostError, TensorReceiver, TensorSender, UsageError, WouldBlockError
+from aiotensor.protocol.frames import MAX_RECORD_BYTES
+from tests.pairs import beyond
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.promptly import promptly
+from verification.waiting import settled, until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+@pytest.fixture
+def queue() -> Iterator[Any]:  # whose private parts the tests use
+    queue = get_context("spawn").Queue()
+    yield queue
+    queue.close()
+    queue.join_thread()
+
+
+# The locks of the queue
+
+
+async def _acquire(state: peers.State, lock: str) -> None:
+    endpoint: Any = state.endpoint
+    assert getattr(endpoint, lock).acquire(block=False)
+
+
+@pytest.mark.parametrize("lock", ["_wlock", "_rlock"])
+async def test_a_process_that_is_killed_with_a_lock_of_the_queue_holds_up_nobody(
+    lock: str, queue: Any
+) -> None:
+    async with (
+        peers.peers(queue, 2) as [holder, api],
+        TensorReceiver(queue) as receiver,
+        TensorSender(queue) as sender,
+    ):
+        await sender.ready()
+        await holder.call(_acquire, lock)
+        holder.kill()
+        await holder.ended()
+        assert not getattr(queue, lock).acquire(block=False)
+        with promptly():
+            for seed, count in enumerate((3, BIG)):
+                handle = await sender.send(pattern(seed, count))
+                assert torch.equal(await receiver.receive(handle), pattern(seed, count))
+        await api.call(peers.open_sender)
+        handle = await api.call(peers.send_pattern, 1, BIG)
+        assert torch.equal(await receiver.receive(handle), pattern(1, BIG))
+
+
+async def test_a_receiver_does_not_open_if_a_process_was_killed_in_get(queue: Any) -> None:
+    async with peers.peers(queue, 1) as [holder]:
+        await holder.call(_acquire, "_rlock")
+        holder.kill()
+        await holder.ended()
+        with pytest.raises(UsageError, match="was killed there"):
+            await TensorReceiver(queue).__aenter__()
+
+
+async def test_a_sender_that_is_killed_while_it_sends_holds_up_no_other(queue: Any) -> None:
+    async with TensorReceiver(queue) as receiver, TensorSender(queue, 64) as sender:
+        for _ in range(5):
+            async with peers.peers(queue, 1) as [api]:
+                name = await api.call(peers.open_sender, 64)
+                api.start(_send_for_ever)
+                delivery = await anext(receiver)
+                while delivery.handle.sender != name:
+                    delivery = await anext(receiver)
+                sent = [asyncio.create_task(sender.send(pattern(seed, 1000))) for seed in range(30)]
+                api.kill()
+                with promptly(), pytest.raises(PeerLostError) as caught:
+                    await receiver.receive(beyond(delivery.handle))
+                assert caught.value.pid == api.pid
+                for seed, sending in enumerate(sent):
+                    assert torch.equal(await receiver.receive(await sending), pattern(seed, 1000))
+            await settled(sender)
+
+
+async def _send_for_ever(state: peers.State) -> None:
+    seed = 0
+    while True:
+        await state.sender.send(pattern(seed, (3, 1000, BIG)[seed % 3]))
+        seed += 1
+
+
+# Records that are not complete
+
+
+async def _clog(state: peers.State) -> int:
+    """Send messages whose records have many parts, until one of them is not written completely."""
+    sent = 0
+    with suppress(WouldBlockError):
+        while True:
+            state.sender.send_nowait(pattern(sent, 1000))
+            sent += 1
+            if sent % 16 == 0:
+                await asyncio.sleep(0)  # at the end of the iteration, the announcements are written together
+    return sent
+
+
+async def test_a_sender_that_is_killed_in_the_middle_of_a_record_is_lost_and_no_other(queue: Any) -> None:
+    assert MAX_RECORD_BYTES < 16 * 8000
+    async with (
+        peers.peers(queue, 2) as [engine, api],
+        TensorSender(queue) as sender,
+    ):
+        await engine.call(peers.open_receiver)
+        await sender.ready()
+        await api.call(peers.open_sender, 1000)
+        handle = await api.call(peers.send_pattern, 0, 3)
+        assert await engine.call(peers.receive_pattern, handle, 0)
+        await engine.stop()
+        assert await api.call(_clog) > 0
+        api.kill()
+        await api.ended()
+        engine.go_on()
+        with promptly(), pytest.raises(PeerLostError):
+            await engine.call(peers.receive_pattern, beyond(handle), 0)
+        assert await engine.call(peers.receive_pattern, await sender.send(pattern(1, BIG)), 1)
+        await settled(sender)
+
+
+async def _put_half(state: peers.State) -> None:
+    """Write half of an object as multiprocessing does, with the lock."""
+    endpoint: Any = state.endpoint
+    endpoint._wlock.acquire()
+    os.write(endpoint._writer.fileno(), (1 << 20).to_bytes(4) + bytes(10_000))
+
+
+async def test_half_an_object_of_a_killed_process_ends_every_wait_within_a_second(queue: Any) -> None:
+    async with (
+        peers.peers(queue, 1) as [other],
+        TensorReceiver(queue) as receiver,
+        TensorSender(queue, 1) as sender,
+    ):
+        handle = await sender.send(pattern(0, 3))
+        await receiver.arrived(handle)
+        waits: list[asyncio.Task[object]] = [
+            asyncio.create_task(sender.send(pattern(1, 3))),
+            asyncio.create_task(sender.drain()),
+            asyncio.create_task(receiver.receive(beyond(handle))),
+        ]
+        await until(lambda: sender.statistics().waiting == receiver.statistics().waiting == 1)
+        with promptly():
+            await other.call(_put_half)
+            other.kill()
+            for wait in waits:
+                with pytest.raises(PeerLostError):
+                    await wait
+        with pytest.raises(PeerLostError, match="not written in one piece"):
+            await anext(receiver)
+
+
+# Receivers that end, and the next ones
+
+
+async def test_after_a_killed_receiver_the_queue_serves_the_next_one_and_new_senders(queue: Any) -> None:
+    async with (
+        peers.peers(queue, 2) as [engine, next_engine],
+        TensorSender(queue, 1000) as sender,
+    ):
+        await engine.call(peers.open_receiver)
+        await sender.ready()
+        await engine.stop()
+        with pytest.raises(WouldBlockError, match="slow to read"):
+            while True:
+                sender.send_nowait(pattern(0, 1000))
+        waiting = asyncio.create_task(sender.send(pattern(0, 3)))
+        with promptly():
+            engine.kill()
+            with pytest.raises(PeerLostError) as caught:
+                await waiting
+        assert caught.value.pid == engine.pid
+        with pytest.raises(PeerLostError):
+            await sender.send(pattern(0, 3))
+
+        async with TensorSender(queue) as later:  # whose request waits behind the unread records
+            await next_engine.call(peers.open_receiver)
+            handle = await later.send(pattern(1, BIG))
+            assert await next_engine.call(peers.receive_pattern, handle, 1)
+
+
+async def test_a_queue_has_one_receiver_over_all_processes(queue: Any) -> None:
+    async with peers.peers(queue, 1) as [child]:
+        async with TensorReceiver(queue):
+            with pytest.raises(UsageError, match="has a receiver already"):
+                await child.call(peers.open_receiver)
+        await child.call(peers.open_receiver)
+        with pytest.raises(UsageError, match="has a receiver already"):
+            await TensorReceiver(queue).__aenter__()
+        child.kill()
+        await child.ended()
+        async with TensorReceiver(queue):
+            pass
+
+
+async def test_what_was_sent_before_a_clean_end_of_the_process_can_still_be_received(queue: Any) -> None:
+    async with (
+        peers.peers(queue, 2) as [engine, api],
+    ):
+        await engine.call(peers.open_receiver)
+        await api.call(peers.open_sender)
+        await api.call(peers.send_pattern, 0, 3)
+        await engine.stop()
+        handles = [await api.call(peers.send_pattern, seed, count) for seed, count in ((1, 5), (2, BIG))]
+        assert await api.finish() == 0
+        engine.go_on()
+        for seed, handle in zip((1, 2), handles, strict=True):
+            assert await engine.call(peers.receive_pattern, handle, seed)
+        with pytest.raises(DiscardedError, match="closed"):
+            await engine.call(peers.receive_pattern, beyond(handles[0]), 0)
+
+
+async def test_a_sender_without_a_receiver_closes_at_once(queue: Any) -> None:
+    async with TensorSender(queue, max_wait_s=0.01) as sender:
+        with pytest.raises(WouldBlockError):
+            await sender.send(pattern(0, 3))
+        with pytest.raises(WouldBlockError):
+            sender.send_nowait(pattern(0, 3))
+    async with TensorReceiver(queue) as receiver, TensorSender(queue) as sender:
+        handle = await sender.send(pattern(1, 3))
+        assert torch.equal(await receiver.receive(handle), pattern(1, 3))
+        assert receiver.statistics().senders == 1
+
+
+# Programs
+
+_NO_WARNING_OF_FORKS = (
+    "-W",
+    "ignore:.*fork:DeprecationWarning",
+)  # since Python 3.12, with threads
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_a_parent_and_its_child_exit_silently_with_an_open_sender(method: str) -> None:
+    program = _program(method, "exit")
+    output, errors = program.communicate()
+    assert output.split("\n") == ["True", "True", "status 0", ""]
+    assert (program.returncode, errors) == (0, "")
+
+
+def test_a_child_loses_its_parent_that_is_killed() -> None:
+    program = _program("spawn", "kill")
+    output, _ = program.communicate()  # up to the end of the child
+    assert output.split("\n") == ["True", "True", "lost", ""]
+    assert program.returncode == -signal.SIGKILL
+
+
+def _program(*arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, *_NO_WARNING_OF_FORKS, "-m", "tests.processes.stock_program", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
