@@ -10,7 +10,7 @@ from verification.fuzz.living import listening
 
 _GROWTH_KIB = 1024  # 60 to 300 are usual: it remembers who is gone
 
-links = pytest.mark.parametrize("link", ["queue", "tcp", "unix"])
+links = pytest.mark.parametrize("link", ["queue", "stock", "tcp", "unix"])
 
 
 @pytest.mark.parametrize("uvloop", [True, False], ids=["uvloop", "asyncio"])

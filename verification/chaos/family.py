@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
@@ -300,7 +301,7 @@ class Family:
         for member in members:
             if not member.is_killed:
                 await self.leave(member)
-        if isinstance(self._endpoint, TensorQueue):
+        if not isinstance(self._endpoint, str):
             self._endpoint.close()
         for member in members:
             if not member.is_killed:
@@ -334,7 +335,8 @@ class Family:
 
     def renew_queue(self) -> None:
         """Connect the next processes by another queue."""
-        self._endpoint = TensorQueue()
+        stock = self.kind.link == "stock"
+        self._endpoint = multiprocessing.get_context("spawn").Queue() if stock else TensorQueue()
 
     async def _begin(self, plan: Round) -> None:
         if self.is_queue:

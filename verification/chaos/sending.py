@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from aiotensor import PeerLostError, RefusedError, SenderStatistics, TensorHandle, TensorQueue, TensorSender
+from aiotensor import PeerLostError, RefusedError, SenderStatistics, TensorHandle, TensorSender
 from verification.chaos.here import ARENA_BYTES, here
 from verification.chaos.journal import Broken, Sent, Withdrawn
 from verification.chaos.plan import Order, SenderPlan
@@ -119,9 +119,7 @@ async def probe(state: State, plan: SenderPlan) -> TensorHandle:
         # limit refused is accepted once another has left.
         with contextlib.suppress(PeerLostError, RefusedError):
             return await state.sender.send(pattern(0, 3))
-        if isinstance(
-            state.endpoint, TensorQueue
-        ):  # a sender that a queue's receiver refused must be reopened
+        if not isinstance(state.endpoint, str):  # a sender that a queue's receiver refused must be reopened
             await reopen(state, plan)
         await asyncio.sleep(0.001)
 

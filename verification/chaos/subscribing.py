@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from aiotensor import AioTensorError, ClosedError, TensorQueue
+from aiotensor import AioTensorError, ClosedError
 from aiotensor.broadcast import Publication, Subscriber
 from verification.chaos.here import here, left_running, token_of
 from verification.chaos.journal import Broken, Disconnected, Received, Subscribed
@@ -146,7 +146,7 @@ async def open_receiver(state: State, plan: TakerPlan) -> None:
         else:
             break
     here.uses[:] = [subscriber.statistics]
-    _all.append(_Subscribing(subscriber, plan, has_one_publisher=isinstance(state.endpoint, TensorQueue)))
+    _all.append(_Subscribing(subscriber, plan, has_one_publisher=not isinstance(state.endpoint, str)))
 
 
 async def take(state: State, plan: TakerPlan, firsts: Mapping[str, int]) -> None:

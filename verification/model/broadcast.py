@@ -122,7 +122,7 @@ class WholeBroadcast(SubscriberRules):
                 self._check_lag(side, subscriber, lags[name])
             else:
                 may_be_gone = has_ended(subscriber.subscriber) or (
-                    self.link == "queue" and subscriber.was_lost
+                    not self.comes_back and subscriber.was_lost
                 )
                 assert may_be_gone, f"{subscriber} did not find {side}"
         self._check_calls(side, now)
@@ -250,7 +250,7 @@ class WholeBroadcast(SubscriberRules):
             self._free_all()
             for subscriber in self.living:
                 while not isinstance(self.receive_now(subscriber), WouldBlockError):
-                    if has_ended(subscriber.subscriber) and self.link == "queue":
+                    if has_ended(subscriber.subscriber) and not self.comes_back:
                         break
                     self._free_all()
             self.settle()

@@ -1,6 +1,7 @@
 """The common parts of all worlds: a stepped event loop, an endpoint, and the checks for leftovers."""
 
 import asyncio
+import contextlib
 import fcntl
 import gc
 import sys
@@ -8,6 +9,7 @@ import termios
 import threading
 from abc import abstractmethod
 from contextlib import ExitStack
+from multiprocessing.queues import Queue
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from aiotensor import AioTensorError, TensorQueue, TensorReceiver
 from aiotensor.broadcast import Subscriber
 from aiotensor.runtime.worker import Worker
 from aiotensor.transports.base import Transport
+from aiotensor.transports.stock.pipe import open_writer
 from verification.descriptors import our_descriptors
 from verification.internals import cut, worker_of
 from verification.model.delivery import Delivery
@@ -26,6 +29,10 @@ from verification.patterns import pattern
 from verification.places import LINKS
 
 __all__ = ["Stage", "outcome_of"]
+
+
+def _unread_bytes(descriptor: int) -> int:
+    return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 class Stage(RuleBasedStateMachine):
@@ -75,10 +82,13 @@ class Stage(RuleBasedStateMachine):
         """Return values that change while messages are under way, even if nothing else changes."""
         if self.delivery is not None:
             return self.delivery.traffic()
+        if isinstance(self.place, Queue):
+            with contextlib.closing(open_writer(self.place)) as writer:
+                return _unread_bytes(writer.number)
         if not isinstance(self.place, TensorQueue):
             return 0
         with self.place.open_reader() as reader:  # the unread bytes on the queue
-            return int.from_bytes(fcntl.ioctl(reader, termios.FIONREAD, bytes(4)), sys.byteorder)
+            return _unread_bytes(reader.fileno())
 
     def hold_or_let_go_of_memory(self, owner: TensorReceiver | Subscriber[Any]) -> None:
         """Hold the worker that provides memory for the bytes of other machines, or release it.
