@@ -40,6 +40,13 @@ CONTENDERS = {
             uses_loop=True,
         ),
         Contender(
+            "aiotensor-stock",
+            "bench.contenders.aiotensor_stock",
+            "aiotensor over a `torch.multiprocessing.Queue`",
+            uses_loop=True,
+            in_quick=False,
+        ),
+        Contender(
             "aiotensor-tcp",
             "bench.contenders.aiotensor_tcp",
             "aiotensor over `tcp://` on the loopback",

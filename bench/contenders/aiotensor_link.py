@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 import aiotensor
+from aiotensor.transports.endpoints import Endpoint
 from bench.contenders.base import Layout
 
 __all__ = ["Keys", "LinkSide", "arena_bytes"]
@@ -52,8 +53,8 @@ class Keys(NamedTuple):
 class LinkSide:
     """The endpoints that a process sends to and receives from, the limits of its sender, and its keys."""
 
-    outgoing: aiotensor.TensorQueue | str | None
-    incoming: aiotensor.TensorQueue | str | None
+    outgoing: Endpoint | None
+    incoming: Endpoint | None
     depth: int
     arena_bytes: int
     keys: Keys | None = None
