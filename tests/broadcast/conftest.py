@@ -27,9 +27,10 @@ async def mode(nothing_left_behind: None) -> AsyncIterator[None]:
     assert not complaints, "\n".join(complaints)
 
 
-@pytest.fixture(params=LINKS)
+# The conformance suite covers broadcasts over a stock queue; these tests concern the layers above the transport.
+@pytest.fixture(params=[link for link in LINKS if link != "stock"])
 def endpoint(request: pytest.FixtureRequest) -> Iterator[Endpoint]:
-    """Name a place for a publisher, over each kind of endpoint."""
+    """Name a place for a publisher, over most kinds of endpoints."""
     with places.endpoint(request.param) as place:
         yield place
 

@@ -13,12 +13,17 @@ from verification.places import CONFORMING
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the tests with an engine in one mode of the loop, and only the first of them in every mode."""
+    """Run the tests of two links in one mode of the loop, and only the first of them in every mode.
+
+    The code for an engine and that for a stock queue do not depend on the mode more than that of other links.
+    """
     leave_out(
         config,
         items,
         Path(__file__).parent,
-        lambda path, params: path.name != "test_arriving.py" and "nixl" in params.values(),
+        lambda path, params: (
+            path.name != "test_arriving.py" and not {"nixl", "stock"}.isdisjoint(map(str, params.values()))
+        ),
     )
 
 
