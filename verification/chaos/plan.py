@@ -173,8 +173,8 @@ class Order(msgspec.Struct, frozen=True):
     Attributes:
         key: the pattern of its first tensor, a multiple of `MAX_TENSORS`; the next ones count on. No other
             message has it.
-        how: send, nowait, message, or allocate; for questions: request, inside, or one-way; for publications:
-            publish, nowait, allocate, or drain.
+        how: send, nowait, post, message, or allocate; for questions: request, inside, or one-way; for
+            publications: publish, nowait, allocate, or drain.
         counts: the numbers of elements of its tensors.
         fate: the sender's next action on it: none, discard, cancel, or raise.
         after_ms: the time of that action.

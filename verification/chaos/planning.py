@@ -160,10 +160,11 @@ def _plan_sender(rng: random.Random, number: int, slot: int, family: str, *, flo
 
 
 def _plan_order(rng: random.Random, key: int) -> Order:
-    how = rng.choices(("send", "nowait", "message", "allocate"), (8, 2, 3, 3))[0]
+    how = rng.choices(("send", "nowait", "post", "message", "allocate"), (8, 2, 4, 3, 3))[0]
     tensors = rng.randint(1, MAX_TENSORS) if how == "message" else 1
     counts = _plan_counts(rng, tensors)
-    fates = ("", "discard", "cancel") if how != "nowait" else ("", "discard")
+    # Cancelling the wait for a posted tensor has no effect on it.
+    fates = ("", "discard", "cancel") if how not in ("nowait", "post") else ("", "discard")
     fate = rng.choices(fates, (12, 1, 2)[: len(fates)])[0]
     if how == "message" and rng.random() < 0.1:
         fate = "raise"

@@ -82,6 +82,10 @@ async def _send(
             sent(await sender.send(sources[0]))
         case "nowait":
             sent(sender.send_nowait(sources[0]))
+        case "post":
+            handle = sender.post(sources[0])
+            sent(handle)
+            await sender.copied(handle)
         case "allocate":
             tensor = await sender.allocate(tuple(sources[0].shape), sources[0].dtype)
             tensor.copy_(sources[0])

@@ -18,7 +18,7 @@ ARENA_BYTES = 4 << 20
 
 
 async def work(sender: TensorSender) -> Counter[str]:
-    """Send in every way concurrently, and count the outcomes; raise errors that no peer may cause."""
+    """Send in every way, and count the outcomes; raise errors that no peer may cause."""
     outcomes: Counter[str] = Counter()
 
     async def ends(sending: Awaitable[object]) -> None:
@@ -29,6 +29,7 @@ async def work(sender: TensorSender) -> Counter[str]:
         else:
             outcomes["sent"] += 1
 
+    await ends(_posted(sender))  # alone: the others would take all permits first
     ways = (_small, _big, _message, _allocated, _discarded, _small)
     await asyncio.gather(*(ends(way(sender)) for way in ways))
     return outcomes
@@ -59,11 +60,16 @@ async def _discarded(sender: TensorSender) -> None:
     sender.discard(await sender.send(pattern(6, BIG)))
 
 
+async def _posted(sender: TensorSender) -> None:
+    await sender.send(pattern(1, 3))  # which waits for a receiver, unlike `post`
+    await sender.copied(sender.post(pattern(7, BIG)))
+
+
 def is_whole(tensor: torch.Tensor) -> bool:
     """Return whether a tensor equals a tensor of `work`."""
     seed = int(tensor[0])
     return (
-        1 <= seed <= 6 and tensor.numel() in (3, BIG) and torch.equal(tensor, pattern(seed, tensor.numel()))
+        1 <= seed <= 7 and tensor.numel() in (3, BIG) and torch.equal(tensor, pattern(seed, tensor.numel()))
     )
 
 

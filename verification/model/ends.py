@@ -64,6 +64,7 @@ class EndRules(SenderRules, ReceiverRules):
         """End a sender like a killed process: its sockets are closed, without a closing frame."""
         with self.steps.inside():
             pipeline_of(sender.sender).sessions.abort()
+            sender.sender.discard_all()  # posted messages, which closing would wait for
         for call in self.of(sender):
             self.cancel(call)
         self._close_sender(sender, "killed")  # for the resources of this process, which the kernel would free

@@ -85,6 +85,7 @@ class Message(_Printed):
     waits_in_line: bool = True  # for its permit
     # Until all is settled: its call has returned, and its bytes may still be on their way to another machine.
     may_be_passed: bool = False
+    is_posted: bool = False  # its tensor arrives once it is copied, and the message is whole then
     opened: OpenMessage | None = None
     ending: "asyncio.Future[None] | None" = None
     tensors: list["Tensor"] = field(default_factory=list)

@@ -76,18 +76,74 @@ class SenderRules(World):
     def send_nowait(self, data: st.DataObject, count: int) -> None:
         sender = data.draw(st.sampled_from(self.living))
         values = self.values(count)
+        block = Block(sender, values.nbytes) if count > SMALL else None
+        message = self._sent_now("send_nowait", sender, values, block)
+        if message is not None:
+            self.became_whole(message)
+            message.may_be_passed = self.delivery is not None and count > SMALL
+
+    @precondition(lambda self: self.living)
+    @rule(data=st.data(), count=counts, is_strided=st.booleans())
+    def post(self, data: st.DataObject, count: int, is_strided: bool) -> None:
+        sender = data.draw(st.sampled_from(self.living))
+        values = self.values(2 * count)[::2] if is_strided else self.values(count)
+        self._post(sender, values, Block(sender, values.nbytes) if count > SMALL else None)
+
+    @precondition(lambda self: any(not block.sender.end for block in self.allocated))
+    @rule(data=st.data())
+    def post_allocated(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from([one for one in self.allocated if not one.sender.end]))
+        assert block.owner is not None
+        self._note_losses(block)
+        self._post(block.sender, block.owner, block)
+
+    def _post(self, sender: Sender, values: torch.Tensor, block: Block | None) -> None:
+        message = self._sent_now("post", sender, values, block)
+        if message is None:
+            return
+        message.is_posted = True
+        if block is None:
+            self.became_whole(message)
+        self._await_copy(message)
+
+    def _await_copy(self, message: Message) -> None:
+        """Wait until a posted tensor is copied, and again if the wait is cancelled."""
+        sender, handle = message.sender, message.tensors[0].handle
+
+        async def copied() -> bool:
+            await sender.sender.copied(handle)
+            return True
+
+        def finish(call: Call, outcome: Outcome) -> None:
+            if outcome.is_cancelled:
+                if not sender.end:
+                    self._await_copy(message)
+            elif outcome.error is not None:
+                self.check_not_sent(call, outcome.error)
+                message.state = "dropped"
+            elif message.state != "whole":
+                self.became_whole(message)
+
+        self.call("copied", sender, copied(), finish, message=message)
+
+    def _sent_now(
+        self, what: str, sender: Sender, values: torch.Tensor, block: Block | None
+    ) -> Message | None:
+        """Send a tensor without waiting; return its message unless it was refused."""
+        new_bytes = 0 if block is None or (block.is_allocated and not block.may_be_copied) else values.nbytes
         before = sender.sender.statistics()
         others_wait = pipeline_of(sender.sender).grants.permits.budget.waiting > 0
         message = self._begin(sender)
         message.waits_in_line = False
-        call = Call("send_nowait", None, self.tick(), _never, sender)
+        call = Call(what, None, self.tick(), _never, sender)
+        expected = values.clone()
         try:
             with self.steps.inside():
-                handle = sender.sender.send_nowait(values)
+                handle = getattr(sender.sender, what)(values)
         except WouldBlockError as error:
             message.state, why = "dropped", str(error)
             is_full = before.in_flight == before.max_concurrent_videos or before.waiting
-            has_no_room = count > SMALL and before.bytes_in_use + values.nbytes > before.arena_bytes * 3 // 4
+            has_no_room = new_bytes and before.bytes_in_use + new_bytes > before.arena_bytes * 3 // 4
             reads_not = "no receiver" in why or "slow to read" in why
             if self.delivery is not None and not pipeline_of(sender.sender).sessions.is_admitted:
                 reads_not |= "has not answered" in why  # between machines, a sender waits for its admission
@@ -98,9 +154,9 @@ class SenderRules(World):
         else:
             assert before.in_flight < before.max_concurrent_videos, "a permit more than there are"
             assert not others_wait, "it came later, and got a permit first"
-            self.sent(message, values, Block(sender, values.nbytes) if count > SMALL else None, handle)
-            self.became_whole(message)
-            message.may_be_passed = self.delivery is not None and count > SMALL
+            self.sent(message, expected, block, handle)
+            return message
+        return None
 
     # Memory of the sender's
 
@@ -126,9 +182,12 @@ class SenderRules(World):
     def send_allocated(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from([one for one in self.allocated if not one.sender.end]))
         assert block.owner is not None
+        self._note_losses(block)
+        self._send(block.sender, block.owner, block)
+
+    def _note_losses(self, block: Block) -> None:
         losses = [loss for loss in block.sender.losses if loss.noticed is None or block.began < loss.noticed]
         block.may_be_copied |= bool(losses)
-        self._send(block.sender, block.owner, block)
 
     @precondition(lambda self: self.allocated)
     @rule(data=st.data())

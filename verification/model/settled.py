@@ -182,6 +182,8 @@ class SettledWorld(EndRules):
     def _is_there(self, receiver: Receiver, message: Message) -> bool:
         sender = message.sender
         is_here = sender.met is receiver or (sender.end == "closed" and message.state == "whole")
+        if message.is_posted and message.state == "open":
+            return False  # its tensor is not copied yet
         return is_here and not self.has_ended(message) and not message.may_be_lost
 
     def _check_that_nobody_waits_in_vain(self) -> None:
@@ -196,6 +198,9 @@ class SettledWorld(EndRules):
             if call.what == "drain":
                 assert isinstance(call.side, Sender)
                 assert call.side.sender.statistics().in_flight, f"{call} waits for nothing"
+            elif call.what == "copied":
+                worker = worker_of(call.begun.sender.sender)
+                assert self.steps.is_held(worker), f"{call} waits for nothing"
             elif call.what == "receive" and receiver is not None and call.key is not None:
                 sender = next(one for one in self.senders if one.sender.id == call.key[0])
                 assert not (sender.end and receiver in sender.introduced), (

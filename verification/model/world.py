@@ -15,7 +15,8 @@ from aiotensor import (
     TensorHandle,
     WouldBlockError,
 )
-from verification.internals import worker_of
+from aiotensor.sending.message import MessageState
+from verification.internals import pipeline_of, worker_of
 from verification.model.records import (
     Block,
     Call,
@@ -103,6 +104,8 @@ class World(Stage):
                 for message in sender.messages:
                     if message.opened is not None and message.known is None:
                         message.known = self.tick()
+                    if message.is_posted and message.state == "open" and _is_copied(message):
+                        self.became_whole(message)
             has_any |= self._hear()
         return has_any
 
@@ -293,3 +296,11 @@ class World(Stage):
             self.lose(sender, is_certain=sender.met is receiver)
             if sender.met is receiver:
                 sender.met = None
+
+
+def _is_copied(message: Message) -> bool:
+    """Return whether the tensor of a posted message was announced, which wakes its waiters later."""
+    session = pipeline_of(message.sender.sender).sessions.current
+    if session is None or message.number not in session.announced:
+        return False
+    return session.announced[message.number].state is MessageState.WHOLE

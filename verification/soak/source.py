@@ -75,6 +75,7 @@ class Source:
             self._send_one: 40,
             self._send_several: 15,
             self._send_at_once: 10,
+            self._post: 10,
             self._send_allocated: 15,
             self._drop_allocated: 3,
             self._give_up_several: 4,
@@ -123,6 +124,15 @@ class Source:
         except WouldBlockError:
             handle = await self._timed(self.sender.send(tensor))
         await self._note([handle], [piece])
+
+    async def _post(self) -> None:
+        piece, tensor = self._store.draw(self._random, self._largest)
+        try:
+            handle = self.sender.post(tensor)
+        except WouldBlockError:
+            handle = await self._timed(self.sender.send(tensor))
+        await self._note([handle], [piece])
+        await self.sender.copied(handle)
 
     async def _send_allocated(self) -> None:
         piece, _ = self._store.draw(self._random, self._largest)
