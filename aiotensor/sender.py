@@ -239,7 +239,9 @@ class TensorSender(LoopObject):
     async def copied(self, handle: TensorHandle) -> None:
         """Wait until the tensor of a handle that `post` returned is copied: then it may change or be freed.
 
-        Returns immediately for all other handles. Cancellation has no side effects: the copy continues.
+        A tensor from `allocate` is not copied: the receiver reads the same memory, as after `send`. Returns
+        immediately for all other handles. The sender remembers the last 256 failed messages. Cancellation has
+        no side effects: the copy continues.
 
         Raises:
             ValueError: the handle belongs to another sender.

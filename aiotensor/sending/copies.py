@@ -117,7 +117,7 @@ class Copies:
             del running, alarm
 
     def abandon(self, holder: Hashable) -> None:
-        """Stop the copies of a holder; those that the worker has not begun end at once."""
+        """Stop the copies of a holder; copies that the worker has not begun end at once."""
         for copy in self._copies:
             if copy.holder is holder:
                 copy.is_abandoned = True

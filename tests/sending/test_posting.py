@@ -1,4 +1,4 @@
-"""Posted messages: failed copies, several tensors in one message, and what is held after each end."""
+"""Posted messages: failed copies, several tensors in one message, and resources after each end."""
 
 import asyncio
 import contextlib
