@@ -27,7 +27,7 @@ async def mode(nothing_left_behind: None) -> AsyncIterator[None]:
     assert not complaints, "\n".join(complaints)
 
 
-# The conformance suite covers broadcasts over a stock queue; these tests concern the layers above the transport.
+# The conformance suite covers broadcasts over a stock queue; these tests concern the layers above transports.
 @pytest.fixture(params=[link for link in LINKS if link != "stock"])
 def endpoint(request: pytest.FixtureRequest) -> Iterator[Endpoint]:
     """Name a place for a publisher, over most kinds of endpoints."""
