@@ -27,7 +27,7 @@ from aiotensor.protocol.frames import MAX_TENSORS
 from aiotensor.sending import posting
 from aiotensor.sending.posting import PostedMessage
 from tests.cancellation.situations import SLOW, HeldUp, clog, held_back, strided, unread
-from tests.pairs import endpoint, on_one_machine, pair
+from tests.pairs import at_once, endpoint, on_one_machine, pair
 from verification.internals import pipeline_of, posts_of, worker_of
 from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
@@ -98,7 +98,7 @@ async def test_a_copy_that_waits_for_longer_than_max_wait_s_fails(caplog: pytest
         assert sender.statistics().errors == {"WouldBlockError": 1}
 
 
-@on_one_machine
+@at_once
 async def test_a_copied_tensor_waits_for_a_receiver_that_reads_for_at_most_max_wait_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
