@@ -9,7 +9,6 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from multiprocessing.queues import Queue
 from typing import Any, NamedTuple
 
 from aiotensor import TensorQueue
@@ -82,11 +81,13 @@ def _on_a_queue() -> Iterator[Place]:
 
 @contextmanager
 def _on_a_stock_queue() -> Iterator[Place]:
-    queue: Queue[Any] = multiprocessing.get_context("spawn").Queue()
+    queue: Any = multiprocessing.get_context("spawn").Queue()
     try:
         yield Place(queue, list)
     finally:
         queue.close()
+        for end in (queue._reader, queue._writer):  # which it would leave to the garbage collector
+            end.close()
 
 
 @contextmanager

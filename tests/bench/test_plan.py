@@ -159,7 +159,7 @@ def test_the_tables_fit_together() -> None:
         assert one.lacks.keys() <= WORKLOADS.keys(), one.name
     ours = [name for name, one in CONTENDERS.items() if name.startswith("aiotensor") and not one.lacks]
     assert ours == [
-        *("aiotensor-unix", "aiotensor-queue", "aiotensor-channel", "aiotensor-publisher"),
+        *("aiotensor-unix", "aiotensor-queue", "aiotensor-stock", "aiotensor-channel", "aiotensor-publisher"),
         "aiotensor-copying",
     ]
     for work in WORKLOADS.values():
