@@ -87,7 +87,7 @@ def _at_speed(work: str, against: str, ours: Reading, theirs: Reading, times: fl
 def _serving(
     task: str, workload: str, contenders: tuple[str, str], against: str, work: str, number: str
 ) -> Goal:
-    ours, theirs = (Reading(workload, one, 6 * _MIB, number, 3) for one in contenders)
+    ours, theirs = (Reading(workload, one, 9 * _MIB // 2, number, 3) for one in contenders)
     work = f"serving, {task}: {work}"
     if number == "requests_per_s":
         return Goal(work, against, ours, theirs, "least", 1, "x", "at least 1x the rate")

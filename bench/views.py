@@ -86,9 +86,9 @@ _REQUESTS: list[Pivot | Flat] = [
 
 _SERVING = (
     "1,000 requests (200 in a quick run), at most 400 of them in flight, and 140 permits, in all servers "
-    "together. Scaled down for two cores: the video of a request is the first 4, 8 or 12 frames of an H.264 "
-    "clip of 640 x 272 pixels, 2, 4 or 6 MiB, where real ones have 10 to 500 MB. The engine reads all bytes "
-    "and answers with a checksum. Lateness is that of a 1 ms ticker in the server where it is highest. "
+    "together. Scaled down for two cores: the video of a request is the first 3, 6 or 9 frames of an H.264 "
+    "clip of 640 x 272 pixels, 1.5, 3 or 4.5 MiB, where real ones have 10 to 500 MB. The engine reads all "
+    "bytes and answers with a checksum. Lateness is that of a 1 ms ticker in the server where it is highest. "
     "Memory is that of all processes, over their memory before the first request; afterwards, all objects "
     "are idle and open. The baseline is torch-queue-handles."
 )

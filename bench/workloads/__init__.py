@@ -238,7 +238,7 @@ WORKLOADS = {
                 more_is_better=True,
                 full=Effort(rounds=3, most=1000),
                 quick=Effort(most=200),
-                sizes=(6 * _MIB,),
+                sizes=(9 * _MIB // 2,),
                 peers=(3,),
                 peer="server",
                 depth=140,

@@ -130,7 +130,7 @@ def served(workload: str, contender: str, rate: float) -> Result:
             for name, late in (("p50", 1e-4), ("p99", 2e-3), ("p999", 5e-3), ("max", 9e-3))
         },
     }
-    return result(workload, contender, 6 * MIB, [numbers], loop=UVLOOP, peers=3, ratios=[rate / 100])
+    return result(workload, contender, 9 * MIB // 2, [numbers], loop=UVLOOP, peers=3, ratios=[rate / 100])
 
 
 def report(failures: list[Failure] | None = None, skips: list[Skip] | None = None) -> Report:

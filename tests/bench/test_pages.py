@@ -26,7 +26,7 @@ def test_tables_and_goals_are_written_between_their_markers() -> None:
     page = "before\n" + tables.format("old\n") + "between\n" + goals.format("") + "after\n"
     written = updated(page, report())
     assert "old" not in written
-    assert rows_of(written, f"{IN_PLACE} (uvloop)")[0][1:4] == ["6 MiB", "300", "3.00x"]
+    assert rows_of(written, f"{IN_PLACE} (uvloop)")[0][1:4] == ["4.5 MiB", "300", "3.00x"]
     assert rows_of(written, "serving, decoding and transfer: CPU time")[0][3:] == ["0.33x", "met"]
     assert "not measured" not in written
     assert "## " not in written

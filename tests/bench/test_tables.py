@@ -103,7 +103,7 @@ def test_servers_have_a_row_with_rate_latency_processor_time_memory_and_lateness
     of = report(skips=[Skip(IN_PLACE, "nothing is left to transfer", "serving-transfer")])
     decoding = table_of(of, WORKLOADS["serving-decoding"].title)
     assert rows_of(decoding, f"{IN_PLACE} (uvloop)")[0][1:] == [
-        *("6 MiB", "300", "3.00x", "133 ms / 267 ms", "3.33 ms", "50.0 MiB"),
+        *("4.5 MiB", "300", "3.00x", "133 ms / 267 ms", "3.33 ms", "50.0 MiB"),
         *("2.00 ms / 5.00 ms / 9.00 ms", "2.0 MiB / 0.0 MiB"),
     ]
     transfer = table_of(of, WORKLOADS["serving-transfer"].title)

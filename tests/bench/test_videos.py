@@ -16,9 +16,9 @@ from tests.sending.test_memory import MIB
 
 
 def test_a_clip_has_three_lengths_within_the_bytes() -> None:
-    shapes = [clip.shape for clip in clips(6 * MIB)]
-    assert [frames for frames, *_ in shapes] == [4, 8, 12]
-    assert int(np.prod(shapes[-1])) <= 6 * MIB
+    shapes = [clip.shape for clip in clips(9 * MIB // 2)]
+    assert [frames for frames, *_ in shapes] == [3, 6, 9]
+    assert int(np.prod(shapes[-1])) <= 9 * MIB // 2
     assert [clip.shape[0] for clip in clips(1)] == [1, 1, 1]
 
 
