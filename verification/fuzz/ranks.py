@@ -127,7 +127,8 @@ class _Rank:
 
     def _answer(self, tag: str, left: list[int]) -> Frame:
         chooser = self._chooser
-        count = chooser.number(0, len(left))
+        # Only a rank that answers everything lets the other end continue.
+        count = len(left) if happens(chooser, 2) else chooser.number(0, len(left))
         numbers: list[Scalar] = [*left[:count]]
         del left[:count]
         if tag == "taken" and numbers:
