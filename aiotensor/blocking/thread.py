@@ -170,8 +170,10 @@ class Loop:
         return threading.current_thread() is self._thread
 
     def stop(self) -> None:
-        """End the thread after all calls have ended, and wait for that."""
+        """End the thread after all calls have ended, and wait for that, unless it was halted."""
         self._is_wanted = False
+        if self.is_out_of_reach:
+            return
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._is_over.set)
         with suppress(RuntimeError):  # a signal interrupted its start, and it ends without a join

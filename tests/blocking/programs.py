@@ -408,7 +408,7 @@ def fail_beside_a_thread(*place: str) -> NoReturn:
 
 def come_too_late(*place: str) -> None:
     """Use open objects when the interpreter is about to finalize."""
-    receiver, _, server, _ = _open_all(Place(*place))
+    receiver, sender, server, client = _open_all(Place(*place))
 
     def end() -> None:
         for use in (server.next, receiver.statistics, lambda: receiver.receive(_NOBODYS)):
@@ -416,8 +416,8 @@ def come_too_late(*place: str) -> None:
                 use()
             except ClosedError:
                 _say("refused")
-        receiver.close()
-        server.close()
+        for one in (receiver, server, client, sender):
+            one.close()
         _say("closed")
 
     fork_server.last_words.append(end)
