@@ -87,7 +87,9 @@ def _client(way: str, sizes: Sequence[int], repeats: Sequence[int], results: Con
             with zmq.asyncio.Context() as zmq_context, zmq_context.socket(zmq.PAIR) as socket:
                 socket.bind(address)
                 await socket.recv()
-                encoder = core_client.MsgpackEncoder(oob_tensor_consumer=core_client.TensorIpcSender(queue))
+                consumer = core_client.TensorIpcSender(queue)
+                consumer.is_async = True  # as vLLM's asynchronous client sets it through the plugin
+                encoder = core_client.MsgpackEncoder(oob_tensor_consumer=consumer)
                 found = [
                     await _measure_size(socket, encoder, way, nbytes, count)
                     for nbytes, count in zip(sizes, repeats, strict=True)

@@ -1,5 +1,6 @@
 """Run the tests of this folder where vLLM is installed: `make test-vllm`."""
 
+import inspect
 import os
 import warnings
 from importlib.util import find_spec
@@ -21,9 +22,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if INSTALLED:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # not ours
-        import vllm.v1.engine.core
-        import vllm.v1.engine.core_client
-        import vllm.v1.executor.multiproc_executor  # noqa: F401
+        from vllm.v1.engine import core, core_client, utils
+        from vllm.v1.executor import Executor, multiproc_executor
 
 # Warnings that these cause at a later time; a warning in aiotensor or in a test is still an error.
 _NOT_OURS = r"ignore:::(vllm|torch|transformers|huggingface_hub|tvm_ffi|xgrammar)(\.|\Z)"
@@ -38,3 +38,19 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Let warnings of vLLM and its imports pass, and allow for the time of imports in many processes."""
     item.add_marker(pytest.mark.filterwarnings(_NOT_OURS))
     item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore after a test all names that the plugin and its executor replace."""
+    for owner, name in (
+        (utils, "get_mp_context"),
+        (core_client, "TensorIpcSender"),
+        (core_client, "MsgpackEncoder"),
+        (core_client.AsyncMPClient, "__init__"),
+        (core, "TensorIpcReceiver"),
+        (core.EngineCoreProc, "preprocess_add_request"),
+        (Executor, "get_class"),
+        (multiproc_executor, "MessageQueue"),
+    ):
+        monkeypatch.setattr(owner, name, inspect.getattr_static(owner, name))

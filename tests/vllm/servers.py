@@ -11,9 +11,8 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-from aiotensor import SenderStatistics
-from aiotensor.blocking import TensorSender
-from aiotensor.integrations.vllm import TensorConsumer
+from aiotensor import SenderStatistics, TensorSender
+from aiotensor.integrations.vllm.processes import ClientConsumer
 from tests.vllm.serving import generate, request
 from tests.vllm.stand_in import checksum
 
@@ -55,20 +54,28 @@ def video_request(name: str, seed: int, *, tokens: int = 1) -> tuple[EngineCoreR
     return sent, [checksum([pixels, times, times * 2, grid])] * tokens
 
 
-def consumer_of(client: AsyncMPClient) -> TensorConsumer:
+def consumer_of(client: AsyncMPClient) -> ClientConsumer:
     consumer = client.encoder.oob_tensor_consumer
-    assert isinstance(consumer, TensorConsumer), consumer
+    assert isinstance(consumer, ClientConsumer), consumer
     return consumer
 
 
 def statistics_of(client: AsyncMPClient) -> SenderStatistics:
     [sender] = consumer_of(client)._senders
     assert isinstance(sender, TensorSender)
-    return sender.call_briefly(sender.inner.statistics)
+    return sender.statistics()
 
 
-async def settled(client: AsyncMPClient) -> Sent:
-    """Wait until all permits and all memory were released."""
+async def settled(client: AsyncMPClient, index: int) -> Sent:
+    """Wait until all permits and all memory were released.
+
+    A variable of vLLM's engine keeps the last request until the next one arrives.
+    """
+    await generate(client, request(f"{index}-text"))
+    return await released(client)
+
+
+async def released(client: AsyncMPClient) -> Sent:
     while (now := statistics_of(client)).in_flight or now.bytes_in_use:
         await asyncio.sleep(0.01)
     return Sent(now, dict(consumer_of(client).declined))
@@ -78,7 +85,7 @@ async def send_videos(client: AsyncMPClient, count: int, index: int) -> Sent:
     pairs = [video_request(f"{index}-{number}", 100 * index + number) for number in range(count)]
     expected = {sent.request_id: tokens for sent, tokens in pairs}
     assert await generate(client, *(sent for sent, _ in pairs)) == expected
-    return await settled(client)
+    return await settled(client, index)
 
 
 async def abort_and_send(client: AsyncMPClient, count: int, index: int) -> Sent:
@@ -95,7 +102,7 @@ async def abort_and_send(client: AsyncMPClient, count: int, index: int) -> Sent:
             kept.append(sent)
             expected[name] = tokens
     assert await generate(client, *kept) == expected
-    return await settled(client)
+    return await settled(client, index)
 
 
 async def send_until_killed(client: AsyncMPClient, victim: int, index: int) -> Sent | None:
@@ -114,7 +121,7 @@ async def lose_a_tensor(client: AsyncMPClient, argument: object, index: int) -> 
     consumer = consumer_of(client)
     placeholders: list[dict[str, Any]] = []
 
-    class Recording(TensorConsumer):
+    class Recording(ClientConsumer):
         def __call__(self, tensor: torch.Tensor) -> dict[str, Any] | None:
             data = super().__call__(tensor)
             if data is not None:
@@ -123,7 +130,7 @@ async def lose_a_tensor(client: AsyncMPClient, argument: object, index: int) -> 
 
     consumer.__class__ = Recording
     buffers = client.encoder.encode(lost)
-    consumer.__class__ = TensorConsumer
+    consumer.__class__ = ClientConsumer
     assert len(placeholders) == 3
     consumer.discard(placeholders[0])
     await client._send_input_message((EngineCoreRequestType.ADD.value, *buffers), client.core_engine)
@@ -147,11 +154,15 @@ async def engine_dies(client: AsyncMPClient, engine: int, index: int) -> Sent:
     try:
         await client.add_request_async(sent)
     except EngineDeadError:
-        return await settled(client)
+        return await released(client)
     raise AssertionError("vLLM has sent a request to a dead engine")
 
 
 async def metrics(client: AsyncMPClient, argument: object, index: int) -> set[str]:
-    """Return the names of the metrics in the registry of vLLM's."""
+    """Return the names of the metrics in the registry of vLLM's, once they contain those of the sender."""
     await send_videos(client, 2, index)
-    return {metric.name for metric in get_prometheus_registry().collect()}
+    while True:
+        names = {metric.name for metric in get_prometheus_registry().collect()}
+        if "aiotensor_sender_messages_sent" in names:
+            return names
+        await asyncio.sleep(0.1)

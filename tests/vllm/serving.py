@@ -38,6 +38,7 @@ from vllm.v1.utils import APIServerProcessManager
 
 from tests.vllm.stand_in import WORKER, InProcess, write_model
 
+ENGINE = "the engine"
 PLACEHOLDERS = 8  # tokens of one video in the prompt
 _ENDING_S = 5.0  # vLLM kills processes that take longer to end
 
@@ -108,6 +109,7 @@ class Running:
         connection, process = self._results[index], self.servers[index]
         wait([connection, process.sentinel])
         if not connection.poll():
+            process.join()
             raise RuntimeError(f"{process.name} ended with status {process.exitcode}")
         error, value = connection.recv()
         if error is not None:
@@ -142,7 +144,10 @@ def run_server(_address: str, _socket: object, args: argparse.Namespace, address
 
 @contextmanager
 def serving(config: VllmConfig, *, servers: int, target: Target, argument: Any = None) -> Iterator[Running]:
-    """Start an engine and API servers as `vllm serve --api-server-count` does, and stop them in the end."""
+    """Start an engine and API servers as `vllm serve --api-server-count` does, and stop them in the end.
+
+    The argument `ENGINE` stands for the id of the engine process.
+    """
     executor = Executor.get_class(config)
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(servers)]
@@ -157,6 +162,8 @@ def serving(config: VllmConfig, *, servers: int, target: Target, argument: Any =
     launch = manager = None
     try:
         with launch_core_engines(config, executor, False, listeners.addresses) as launch:
+            if argument == ENGINE:
+                args.argument = launch.engine_manager.processes[0].pid
             manager = APIServerProcessManager(
                 listen_address="",
                 sock=None,
@@ -183,7 +190,7 @@ def serving(config: VllmConfig, *, servers: int, target: Target, argument: Any =
 
 
 async def generate(client: AsyncMPClient, *requests: EngineCoreRequest) -> dict[str, list[int]]:
-    """Send requests and return the tokens of each, once all have finished."""
+    """Send requests and return the tokens of each, once all have finished; drops those of other requests."""
     tokens: dict[str, list[int]] = {sent.request_id: [] for sent in requests}
     for sent in requests:
         await client.add_request_async(sent)
@@ -191,6 +198,8 @@ async def generate(client: AsyncMPClient, *requests: EngineCoreRequest) -> dict[
     while waiting:
         outputs = await client.get_output_async()
         for output in outputs.outputs:
+            if output.request_id not in tokens:
+                continue  # of an aborted request
             tokens[output.request_id] += output.new_token_ids
             if output.finish_reason is not None:
                 waiting.discard(output.request_id)

@@ -12,11 +12,20 @@ import pytest
 import vllm
 from vllm.v1 import serial_utils
 from vllm.v1.engine import core, core_client, tensor_ipc, utils
+from vllm.v1.executor import abstract, multiproc_executor
 
 from aiotensor.integrations.vllm import plugin
 from aiotensor.integrations.vllm.processes import EngineQueue
 
-MODULES: tuple[ModuleType, ...] = (core, core_client, tensor_ipc, utils, serial_utils)
+MODULES: tuple[ModuleType, ...] = (
+    core,
+    core_client,
+    tensor_ipc,
+    utils,
+    serial_utils,
+    abstract,
+    multiproc_executor,
+)
 
 
 def objects() -> dict[tuple[str, ...], int]:
@@ -31,12 +40,9 @@ def objects() -> dict[tuple[str, ...], int]:
 
 
 @pytest.fixture(autouse=True)
-def restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore all names after a test."""
-    for replacement in plugin._REPLACEMENTS:
-        owner, name = plugin._owner_of(replacement.module, replacement.name)
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-    monkeypatch.setenv("AIOTENSOR_VLLM", "tensors")
+def enabled(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enable all parts."""
+    monkeypatch.setenv("AIOTENSOR_VLLM", "tensors, broadcast")
 
 
 def test_the_plugin_is_an_entry_point() -> None:
@@ -59,7 +65,8 @@ def test_nothing_changes_with_an_unknown_version(
 ) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.99.1")
     before = objects()
-    plugin.register()
+    with caplog.at_level(logging.INFO, "aiotensor"):
+        plugin.register()
     assert objects() == before
     assert [record.event for record in caplog.records] == ["vllm_unchanged"]  # type: ignore[attr-defined]
     assert "version 0.99.1 is unknown" in caplog.text
@@ -119,8 +126,10 @@ def test_only_the_documented_names_are_replaced_once(caplog: pytest.LogCaptureFi
         ("vllm.v1.engine.utils", "get_mp_context"),
         ("vllm.v1.engine.core_client", "TensorIpcSender"),
         ("vllm.v1.engine.core_client", "MsgpackEncoder"),
+        ("vllm.v1.engine.core_client", "AsyncMPClient", "__init__"),
         ("vllm.v1.engine.core", "TensorIpcReceiver"),
         ("vllm.v1.engine.core", "EngineCoreProc", "preprocess_add_request"),
+        ("vllm.v1.executor.abstract", "Executor", "get_class"),
     }
 
 
@@ -154,6 +163,16 @@ def test_a_forking_context_keeps_its_queue(monkeypatch: pytest.MonkeyPatch) -> N
     queue = utils.get_mp_context().Queue()
     assert not isinstance(queue, EngineQueue)
     queue.close()
+
+
+@pytest.mark.parametrize(("part", "other"), [("tensors", "Executor"), ("broadcast", "TensorIpcSender")])
+def test_each_part_can_be_enabled_alone(part: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOTENSOR_VLLM", part)
+    before = objects()
+    plugin.register()
+    changed = {name for name, value in objects().items() if before.get(name) != value}
+    assert changed
+    assert not [name for name in changed if other in name]
 
 
 def test_a_disabled_plugin_imports_nothing_of_vllm() -> None:

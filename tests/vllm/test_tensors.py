@@ -9,15 +9,12 @@ from vllm.config import VllmConfig
 from aiotensor.integrations.vllm import plugin
 from aiotensor.integrations.vllm.processes import EngineQueue
 from tests.vllm import servers
-from tests.vllm.serving import engine_config, serving
+from tests.vllm.serving import ENGINE, engine_config, serving
 
 
 @pytest.fixture(autouse=True)
-def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+def enabled(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Enable the plugin in this process, which starts the engine, and in its children."""
-    for replacement in plugin._REPLACEMENTS:
-        owner, name = plugin._owner_of(replacement.module, replacement.name)
-        monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setenv("AIOTENSOR_VLLM", "tensors")
     monkeypatch.setenv("VLLM_PLUGINS", "aiotensor")
     plugin.register()
@@ -72,9 +69,9 @@ def test_a_lost_tensor_fails_its_request_and_no_other(config: VllmConfig) -> Non
 def test_a_killed_engine_under_load_is_reported_by_vllm_and_leaves_no_memory_in_use(
     config: VllmConfig,
 ) -> None:
-    with serving(config, servers=1, target=servers.engine_dies) as running:
+    with serving(config, servers=1, target=servers.engine_dies, argument=ENGINE) as running:
         [sent] = running.results()
-        assert sent.declined == {"PeerLostError": 3}
+        assert set(sent.declined) == {"PeerLostError"}
         assert sent.statistics.receivers_lost == 1
 
 
@@ -102,9 +99,9 @@ def test_metrics_are_in_the_registry_of_vllm(
 
 
 def test_the_receiver_can_have_an_address(
-    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, address: str
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    monkeypatch.setenv("AIOTENSOR_VLLM_ADDRESS", address)
+    monkeypatch.setenv("AIOTENSOR_VLLM_ADDRESS", f"unix://{folder}/s")
     with serving(config, servers=2, target=servers.send_videos, argument=3) as running:
         for sent in running.results():
             assert sent.declined == {}

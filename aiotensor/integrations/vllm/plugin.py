@@ -8,7 +8,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from aiotensor import TensorQueue
 from aiotensor.integrations.vllm import processes
@@ -26,10 +26,24 @@ KNOWN_VERSIONS = ("0.33",)
 _CLIENT = "vllm.v1.engine.core_client"
 _ENGINE = "vllm.v1.engine.core"
 _LAUNCH = "vllm.v1.engine.utils"
+_EXECUTORS = "vllm.v1.executor.abstract"
+_WORKERS = "vllm.v1.executor.multiproc_executor"
 
-# The names that this module replaces or relies on, with their parameters.
-_SIGNATURES: dict[tuple[str, str], tuple[str, ...]] = {
+# The names that each part replaces or relies on, with their parameters.
+_Signatures: TypeAlias = dict[tuple[str, str], tuple[str, ...]]
+
+_TENSORS: _Signatures = {
     (_LAUNCH, "get_mp_context"): (),
+    (_CLIENT, "AsyncMPClient.__init__"): (
+        "self",
+        "vllm_config",
+        "executor_class",
+        "log_stats",
+        "client_addresses",
+        "client_count",
+        "client_index",
+        "renderer",
+    ),
     (_CLIENT, "TensorIpcSender"): ("queue",),
     (_CLIENT, "TensorIpcSender.__call__"): ("self", "tensor"),
     (_CLIENT, "TensorIpcSender.new_message"): ("self",),
@@ -42,58 +56,92 @@ _SIGNATURES: dict[tuple[str, str], tuple[str, ...]] = {
     (_ENGINE, "EngineCoreProc.preprocess_add_request"): ("self", "request"),
 }
 
+_BROADCAST: _Signatures = {
+    (_EXECUTORS, "Executor.get_class"): ("vllm_config",),
+    (_WORKERS, "MultiprocExecutor._init_executor"): ("self",),
+    (_WORKERS, "WorkerProc._init_message_queues"): ("self", "input_shm_handle", "vllm_config"),
+    (_WORKERS, "MessageQueue"): (
+        "n_reader",
+        "n_local_reader",
+        "local_reader_ranks",
+        "max_chunk_bytes",
+        "max_chunks",
+        "connect_ip",
+        "enable_shm_tensor_arena",
+    ),
+    (_WORKERS, "MessageQueue.export_handle"): ("self",),
+    (_WORKERS, "MessageQueue.create_from_handle"): ("handle", "rank"),
+    (_WORKERS, "MessageQueue.wait_until_ready"): ("self",),
+    (_WORKERS, "MessageQueue.enqueue"): ("self", "obj", "timeout"),
+    (_WORKERS, "MessageQueue.dequeue"): ("self", "timeout", "indefinite"),
+    (_WORKERS, "MessageQueue.shutdown"): ("self",),
+}
+
 
 class _UnknownError(Exception):
     """This vLLM differs from the known ones."""
 
 
-class _Replacement(NamedTuple):
-    """A name of vLLM's, and the function that returns the new object, given the present one."""
-
-    module: str
-    name: str
-    make: Callable[[Any], Any]
-
-
 def register() -> None:
     """Enable the parts of the integration that ``AIOTENSOR_VLLM`` names; vLLM calls this in each process."""
     try:
-        if "tensors" in modes():
-            settings = Settings.from_environment()
-            install()
-            logger.info("aiotensor carries tensors of vLLM: %s", settings, extra={"event": "vllm_enabled"})
-    except ValueError as error:
-        _log_unchanged(error)
-
-
-def install() -> None:
-    """Replace the names of the tensor transport, once in each process; log a warning if they are unknown."""
-    try:
-        _check_vllm()
-    except _UnknownError as error:
-        _log_unchanged(error)
+        enabled, settings = modes(), Settings.from_environment()
+        if not enabled:
+            return
+        for part, signatures in (("tensors", _TENSORS), ("broadcast", _BROADCAST)):
+            if part in enabled:
+                _check_vllm(signatures)
+    except (ValueError, _UnknownError) as error:
+        logger.warning(
+            "aiotensor changes nothing in vLLM: %s",
+            error,
+            extra={"event": "vllm_unchanged", "reason": str(error)},
+        )
         return
-    for replacement in _REPLACEMENTS:
-        owner, name = _owner_of(replacement.module, replacement.name)
-        present = getattr(owner, name)
-        if not hasattr(present, "replaced_by_aiotensor"):
-            new = replacement.make(present)
-            new.replaced_by_aiotensor = present
-            setattr(owner, name, new)
-
-
-def _log_unchanged(reason: Exception) -> None:
-    logger.warning(
-        "aiotensor changes nothing in vLLM: %s",
-        reason,
-        extra={"event": "vllm_unchanged", "reason": str(reason)},
+    if "tensors" in enabled:
+        install_tensors()
+    if "broadcast" in enabled:
+        _replace(_EXECUTORS, "Executor.get_class", _with_broadcast)
+    logger.info(
+        "aiotensor is used by vLLM for %s: %s",
+        ", ".join(sorted(enabled)),
+        settings,
+        extra={"event": "vllm_enabled", "parts": sorted(enabled)},
     )
+
+
+def install_tensors() -> None:
+    """Replace the names of the tensor transport, once in each process."""
+    _replace(_LAUNCH, "get_mp_context", _context_maker)
+    _replace(_CLIENT, "TensorIpcSender", _sender_maker)
+    _replace(_CLIENT, "AsyncMPClient.__init__", _async_client)
+    _replace(_CLIENT, "MsgpackEncoder", _encoder_class)
+    _replace(_ENGINE, "TensorIpcReceiver", _receiver_maker)
+    _replace(_ENGINE, "EngineCoreProc.preprocess_add_request", _checked)
+
+
+def _replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace a name of vLLM's, unless that was done before.
+
+    Args:
+        module: the module of the name.
+        name: with dots if it is an attribute of a class.
+        make: returns the new object, given the present one.
+    """
+    owner, attribute = _owner_of(module, name)
+    present = getattr(owner, attribute)
+    if hasattr(present, "replaced_by_aiotensor"):
+        return
+    new = make(present)
+    new.replaced_by_aiotensor = present
+    is_static = isinstance(inspect.getattr_static(owner, attribute), staticmethod)
+    setattr(owner, attribute, staticmethod(new) if is_static else new)
 
 
 # The check
 
 
-def _check_vllm() -> None:
+def _check_vllm(signatures: _Signatures) -> None:
     try:
         version = str(importlib.import_module("vllm").__version__)
     except (ImportError, AttributeError) as error:
@@ -102,7 +150,7 @@ def _check_vllm() -> None:
         raise _UnknownError(
             f"its version {version} is unknown, known are {', '.join(KNOWN_VERSIONS)}: update aiotensor"
         )
-    for (module, name), expected in _SIGNATURES.items():
+    for (module, name), expected in signatures.items():
         try:
             owner, attribute = _owner_of(module, name)
             found = _original(getattr(owner, attribute))
@@ -153,7 +201,7 @@ class _Context:
         if self._context.get_start_method() == "fork":
             return self._context.Queue(maxsize)  # vLLM rejects it with a clear message
         settings = Settings.from_environment()
-        return EngineQueue(settings.address or TensorQueue(), settings, install)
+        return EngineQueue(settings.address or TensorQueue(), settings, install_tensors)
 
 
 def _sender_maker(stock: Any) -> Callable[[Any], Any]:
@@ -168,6 +216,17 @@ def _receiver_maker(stock: Any) -> Callable[[Any], Any]:
         return processes.open_provider(queue) if isinstance(queue, EngineQueue) else stock(queue)
 
     return open_receiver
+
+
+def _async_client(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def new_init(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        consumer = self.encoder.oob_tensor_consumer
+        if isinstance(consumer, processes.ClientConsumer):
+            consumer.is_async = True
+
+    return new_init
 
 
 def _encoder_class(stock: Any) -> Any:
@@ -198,10 +257,12 @@ def _checked(preprocess: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]
     return preprocess_add_request
 
 
-_REPLACEMENTS = (
-    _Replacement(_LAUNCH, "get_mp_context", _context_maker),
-    _Replacement(_CLIENT, "TensorIpcSender", _sender_maker),
-    _Replacement(_CLIENT, "MsgpackEncoder", _encoder_class),
-    _Replacement(_ENGINE, "TensorIpcReceiver", _receiver_maker),
-    _Replacement(_ENGINE, "EngineCoreProc.preprocess_add_request", _checked),
-)
+def _with_broadcast(get_class: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(get_class)
+    def replaced(vllm_config: Any) -> Any:
+        executor = get_class(vllm_config)
+        if executor is importlib.import_module(_WORKERS).MultiprocExecutor:
+            executor = importlib.import_module("aiotensor.integrations.vllm.executor").BroadcastExecutor
+        return executor
+
+    return replaced

@@ -4,23 +4,35 @@ The process that launches the engines makes an `EngineQueue`, and passes it to i
 receives it replaces the names of vLLM's, because vLLM creates the receiving end before it loads plugins.
 """
 
+import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 
-from aiotensor import TensorQueue, blocking
+from aiotensor import TensorQueue, TensorSender, blocking
+from aiotensor.blocking.thread import Call, borrow
 from aiotensor.errors import AioTensorError, DiscardedError
 from aiotensor.integrations.vllm.consumer import TensorConsumer
 from aiotensor.integrations.vllm.provider import TensorProvider
 from aiotensor.integrations.vllm.settings import Settings
+from aiotensor.runtime.affinity import close_now
 from aiotensor.runtime.logs import logger_of
 from aiotensor.tensors.dtypes import dtype_from_name
+from aiotensor.types import TensorHandle
 
-__all__ = ["EngineProvider", "EngineQueue", "check_request", "open_consumer", "open_provider"]
+__all__ = [
+    "ClientConsumer",
+    "EngineProvider",
+    "EngineQueue",
+    "check_request",
+    "open_consumer",
+    "open_provider",
+]
 
 logger = logger_of("vllm")
 
@@ -57,24 +69,65 @@ def _inherited(endpoint: TensorQueue | str, settings: Settings, install: Callabl
     return EngineQueue(endpoint, settings, install)
 
 
-def open_consumer(queue: EngineQueue) -> TensorConsumer:
-    """Open the sending end of an API server; it is closed when the consumer is freed.
+class ClientConsumer(TensorConsumer):
+    """Send the tensors of a client of vLLM; the sender is opened for the first tensor.
 
-    Raises:
-        AioTensorError: the sender cannot be opened here.
-        OSError: the machine has no threads or no descriptors left.
+    In an asynchronous client, the sender runs in the event loop of the client. If it ran in a thread, this
+    loop would wait for that thread while the copies of other tensors occupy the processors.
+
+    Args:
+        queue: the queue to the engine.
+
+    Attributes:
+        is_async: whether tensors are encoded in an event loop that continues to run.
     """
-    limits = queue.settings
-    sender = blocking.TensorSender(queue.endpoint, limits.max_concurrent_videos, limits.arena_bytes)
-    _call_in_thread(sender.__enter__)
-    _export_metrics(sender)
-    consumer = TensorConsumer(sender)
-    weakref.finalize(consumer, sender.abandon).atexit = False  # the threads have stopped by then
-    return consumer
+
+    def __init__(self, queue: EngineQueue) -> None:
+        limits = queue.settings
+        self._arguments = queue.endpoint, limits.max_concurrent_videos, limits.arena_bytes
+        super().__init__(blocking.TensorSender(*self._arguments))
+        self.is_async = False
+        self._is_open = False
+
+    def _post(self, tensor: torch.Tensor) -> TensorHandle:
+        if not self._is_open:
+            self._senders = [self._open_in_loop() if self.is_async else self._open_in_thread()]
+            self._is_open = True
+        return super()._post(tensor)
+
+    def _open_in_loop(self) -> TensorSender:
+        sender = TensorSender(*self._arguments)
+        try:
+            sender.__aenter__().send(None)
+        except StopIteration:
+            pass  # it is open
+        else:
+            raise AssertionError("opening a sender does not wait")
+        sender.affinity.has_guardian = True
+        loop = asyncio.get_running_loop()
+        weakref.finalize(self, _close_in_loop, loop, sender).atexit = False
+        return sender
+
+    def _open_in_thread(self) -> blocking.TensorSender:
+        sender = blocking.TensorSender(*self._arguments)
+        _call_in_thread(sender.__enter__)
+        weakref.finalize(self, sender.abandon).atexit = False  # the threads have stopped by then
+        return sender
+
+
+def open_consumer(queue: EngineQueue) -> ClientConsumer:
+    """Return the sending end of an API server; its sender is closed when it is freed."""
+    _export_metrics()
+    return ClientConsumer(queue)
 
 
 def open_provider(queue: EngineQueue) -> "EngineProvider":
-    """Open the receiving end of the engine; it is closed when the provider is freed. Errors as above."""
+    """Open the receiving end of the engine; it is closed when the provider is freed.
+
+    Raises:
+        AioTensorError: the receiver cannot be opened here.
+        OSError: the machine has no threads or no descriptors left.
+    """
     receiver = blocking.TensorReceiver(
         queue.endpoint,
         max_senders=None,  # vLLM determines the number of its API servers, and each one has its limits
@@ -138,6 +191,11 @@ def _tensors_in(nested: object) -> Iterator[torch.Tensor]:
             yield from _tensors_in(one)
 
 
+def _close_in_loop(loop: asyncio.AbstractEventLoop, sender: TensorSender) -> None:
+    with suppress(RuntimeError):  # the loop is closed, and has no references to the sender
+        loop.call_soon_threadsafe(close_now, sender.aclose)
+
+
 def _call_in_thread(function: Callable[[], R]) -> R:
     """Call a function in another thread: vLLM creates its clients in the thread of a running event loop."""
     with ThreadPoolExecutor(1, thread_name_prefix="aiotensor-vllm") as threads:
@@ -148,7 +206,7 @@ _exporting = threading.Lock()
 _is_exporting = False
 
 
-def _export_metrics(sender: blocking.TensorSender) -> None:
+def _export_metrics() -> None:
     """Export the statistics of this process in vLLM's registry, once, if prometheus_client is installed."""
     global _is_exporting
     try:
@@ -161,7 +219,18 @@ def _export_metrics(sender: blocking.TensorSender) -> None:
         if _is_exporting:
             return
         _is_exporting = True
-    if getattr(values.ValueClass, "_multiprocess", False):  # several API servers: they share files
-        _call_in_thread(lambda: sender.wait_for(MultiprocessPublisher().__aenter__))
-    else:
+    if not getattr(values.ValueClass, "_multiprocess", False):
         REGISTRY.register(AioTensorCollector())
+        return
+
+    async def publish() -> None:  # in files, which several API servers share
+        try:
+            await MultiprocessPublisher().__aenter__()
+        except OSError as error:
+            logger.error(
+                "the metrics of aiotensor are not exported: %s",
+                error,
+                extra={"event": "publishing_failed", "reason": str(error)},
+            )
+
+    borrow(_export_metrics).begin(Call(publish))

@@ -1,0 +1,312 @@
+"""A queue with the interface of vLLM's ``MessageQueue``, over a publisher and its subscribers.
+
+One process writes arbitrary Python objects, and each reader gets all of them. The object is pickled once, and
+its large buffers are placed in shared memory once, where the readers use them without a copy.
+
+Unpickling runs code that the writer chooses. So an address of a queue is always the path of a Unix socket:
+only processes of this user can connect, and a reader rejects a writer that runs as another user.
+"""
+
+import copyreg
+import io
+import pickle
+import tempfile
+import uuid
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+
+from aiotensor import blocking
+from aiotensor.errors import PeerLostError, UsageError
+from aiotensor.integrations.vllm.settings import Settings
+from aiotensor.tensors.dtypes import DTYPE_NAMES, dtype_from_name
+
+__all__ = ["Handle", "MessageQueue"]
+
+_IN_BAND_BYTES = 16 * 1024  # a smaller buffer is copied into the pickle
+
+
+@dataclass(frozen=True)
+class Handle:
+    """What a process needs to read from a queue; picklable.
+
+    Attributes:
+        address: where the writer listens.
+        local_reader_ranks: the ranks of the readers, which vLLM's executor reads.
+    """
+
+    address: str
+    local_reader_ranks: list[int] = field(default_factory=list)
+
+
+class MessageQueue:
+    """Broadcast Python objects to the processes of this user on this machine; the interface is vLLM's.
+
+    It can be used in any thread, except in one of a running event loop.
+
+    Args:
+        n_reader: the number of readers.
+        n_local_reader: those on this machine: all of them.
+        local_reader_ranks: their ranks; by default, counted from 0.
+        max_chunk_bytes: has no effect: a message may have as many bytes as the arena of the settings.
+        max_chunks: the number of messages that a reader may be behind; further ones wait for it.
+        connect_ip: has no effect.
+        enable_shm_tensor_arena: has no effect: large buffers are always shared.
+
+    Raises:
+        UsageError: a reader is on another machine.
+        ValueError: there is no reader, or a setting in the environment is invalid.
+        OSError: the machine has no threads or no descriptors left.
+    """
+
+    handle_type: ClassVar[type[Handle]] = Handle
+
+    def __init__(
+        self,
+        n_reader: int,
+        n_local_reader: int,
+        local_reader_ranks: list[int] | None = None,
+        max_chunk_bytes: int = 0,
+        max_chunks: int = 10,
+        connect_ip: str | None = None,
+        enable_shm_tensor_arena: bool = False,
+    ) -> None:
+        if n_local_reader != n_reader:
+            raise UsageError(
+                f"{n_reader - n_local_reader} of {n_reader} readers are on other machines, which the "
+                "broadcast of aiotensor does not support: remove broadcast from AIOTENSOR_VLLM"
+            )
+        if n_reader < 1:
+            raise ValueError(f"a queue needs at least one reader, got {n_reader}")
+        ranks = list(range(n_reader)) if local_reader_ranks is None else local_reader_ranks
+        self.handle = self.handle_type(_new_address(), ranks)
+        self._n_reader = n_reader
+        publisher = blocking.Publisher(
+            self.handle.address,
+            arena_bytes=Settings.from_environment().arena_bytes,
+            max_behind=max_chunks,
+            max_subscribers=n_reader,
+        )
+        self._open(publisher, None)
+
+    @classmethod
+    def create_from_handle(cls, handle: Handle, rank: int) -> Self:
+        """Return the queue of a reader.
+
+        Args:
+            handle: of the queue.
+            rank: of the reader, one of those in the handle.
+
+        Raises:
+            UsageError: the queue has no reader of this rank, or its address is not the path of a socket.
+            PeerLostError: the writer has ended.
+            OSError: the machine has no threads or no descriptors left.
+        """
+        if not handle.address.startswith("unix:///"):
+            raise UsageError(f"a queue of Python objects is at the path of a socket, got {handle.address!r}")
+        if rank not in handle.local_reader_ranks:
+            raise UsageError(f"the queue has the readers {handle.local_reader_ranks}, got the rank {rank}")
+        self = cls.__new__(cls)
+        self.handle = handle
+        reader = blocking.Subscriber(handle.address, list[Any], max_mapped_bytes=None)
+        self._open(None, reader)
+        if not reader.statistics().publishers:  # the writer has listened since before there was a handle
+            self.shutdown()
+            raise PeerLostError("the writer of the queue has ended")
+        return self
+
+    @classmethod
+    def create_from_process_group(
+        cls,
+        pg: Any,
+        max_chunk_bytes: int,
+        max_chunks: int,
+        writer_rank: int = 0,
+        external_writer_handle: Handle | None = None,
+        blocking: bool = True,
+    ) -> Self:
+        """Return the queue of this process, where one process of a group writes, and all others read.
+
+        Args:
+            pg: a ``ProcessGroup`` of torch, or a ``StatelessProcessGroup`` of vLLM.
+            max_chunk_bytes: has no effect.
+            max_chunks: the number of messages that a reader may be behind.
+            writer_rank: the rank of the writer in the group.
+            external_writer_handle: the handle of another queue, which all processes of the group read.
+            blocking: whether to wait until all of them are connected.
+
+        Waits for all processes of the group. Errors are those of the constructor and `create_from_handle`.
+        """
+        if isinstance(pg, dist.ProcessGroup):
+            rank, size = dist.get_rank(pg), dist.get_world_size(pg)
+        else:
+            rank, size = pg.rank, pg.world_size
+        queue = None
+        handle = external_writer_handle
+        if rank == writer_rank and handle is None:
+            ranks = [reader for reader in range(size) if reader != writer_rank]
+            queue = cls(len(ranks), len(ranks), ranks, max_chunk_bytes, max_chunks)
+            handle = queue.export_handle()
+        if isinstance(pg, dist.ProcessGroup):
+            handles = [handle]
+            dist.broadcast_object_list(handles, src=dist.get_process_group_ranks(pg)[writer_rank], group=pg)
+            [handle] = handles
+        else:
+            handle = pg.broadcast_obj(handle if rank == writer_rank else None, writer_rank)
+        if handle is None:
+            raise UsageError("the writer of the group has sent no handle of its queue")
+        queue = queue or cls.create_from_handle(handle, rank)
+        if blocking:
+            queue.wait_until_ready()
+        return queue
+
+    def _open(
+        self, writer: blocking.Publisher | None, reader: "blocking.Subscriber[list[Any]] | None"
+    ) -> None:
+        self._writer, self._reader = writer, reader
+        self.shutting_down = False
+        end = writer or reader
+        if end is None:
+            raise AssertionError("a queue has one end here")
+        end.__enter__()
+        self._close: Callable[[], None] = end.close
+        # vLLM does not shut down each queue. At exit the threads have stopped by then.
+        weakref.finalize(self, end.abandon).atexit = False
+
+    def export_handle(self) -> Handle:
+        """Return the handle, for the processes of the readers."""
+        return self.handle
+
+    def wait_until_ready(self) -> None:
+        """Wait until all readers are connected; to be called by the writer and by all readers.
+
+        Raises:
+            PeerLostError: the writer has closed.
+            ClosedError: `shutdown` was called.
+        """
+        if self._writer is not None:
+            self._writer.wait_for_subscribers(self._n_reader)
+            self.enqueue(None)
+        else:
+            self.dequeue()
+
+    def enqueue(self, obj: object, timeout: float | None = None) -> None:
+        """Write an object for all readers; buffers in it must not change until this returns.
+
+        Args:
+            obj: any picklable object.
+            timeout: seconds to wait for a slow reader and for memory; None for no limit.
+
+        Raises:
+            TimeoutError: the time was over, and nothing was written.
+            PeerLostError: a reader has ended, or has never connected.
+            TooLargeError: the message is larger than the arena.
+            UsageError: this process is a reader.
+            ClosedError: `shutdown` was called.
+            OSError: the machine has no shared memory left.
+        """
+        if self._writer is None:
+            raise UsageError("this process reads from the queue, and cannot write to it")
+        delivered = self._writer.publish(_dumps(obj), timeout=timeout).delivered
+        if delivered < self._n_reader:
+            raise PeerLostError(
+                f"{self._n_reader - delivered} of {self._n_reader} readers of the queue are not connected"
+            )
+
+    def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
+        """Return the next object.
+
+        Its large buffers are in shared memory until they are freed.
+
+        Args:
+            timeout: seconds to wait; None for no limit.
+            indefinite: has no effect: a long wait is never logged.
+
+        Raises:
+            TimeoutError: nothing was written within `timeout`.
+            PeerLostError: the writer has ended. The queue is closed then.
+            UsageError: this process is the writer.
+            ClosedError: `shutdown` was called, perhaps in another thread during the wait.
+        """
+        if self._reader is None:
+            raise UsageError("this process writes to the queue, and cannot read from it")
+        try:
+            parts = self._reader.receive(timeout=timeout).message
+        except PeerLostError:
+            self.shutdown()  # a later call would wait for another writer
+            raise
+        return _loads(parts)
+
+    def broadcast_object(self, obj: object = None) -> Any:
+        """Write the object in the writer's process, or return the next one in that of a reader."""
+        if self._writer is None:
+            return self.dequeue()
+        self.enqueue(obj)
+        return obj
+
+    def shutdown(self) -> None:
+        """Close: waiting calls in other threads raise `ClosedError`."""
+        self.shutting_down = True
+        self._close()
+
+
+def _new_address() -> str:
+    return f"unix://{Path(tempfile.gettempdir(), f'aiotensor-{uuid.uuid4()}.sock').absolute()}"
+
+
+# Pickles whose large buffers are separate tensors
+
+
+def _dumps(obj: object) -> list[bytes | torch.Tensor]:
+    parts: list[bytes | torch.Tensor] = [b""]
+
+    def keep_apart(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < _IN_BAND_BYTES:
+            return True
+        parts.append(_bytes_of(raw))
+        return False
+
+    with io.BytesIO() as stream:
+        pickler = pickle.Pickler(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=keep_apart)
+        pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduce}
+        pickler.dump(obj)
+        head = stream.getvalue()
+    parts[0] = head if len(head) < _IN_BAND_BYTES else _bytes_of(bytearray(head))
+    return parts
+
+
+def _loads(parts: list[Any]) -> Any:
+    head, *buffers = (part.numpy().data if isinstance(part, torch.Tensor) else part for part in parts)
+    return pickle.loads(head, buffers=buffers)  # noqa: S301 - of a process of this user
+
+
+def _bytes_of(buffer: "memoryview | bytearray") -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _reduce(tensor: torch.Tensor) -> tuple[Any, ...] | str:
+    """Reduce a tensor to its bytes as a buffer; torch would copy them into the pickle."""
+    name = DTYPE_NAMES.get(tensor.dtype)
+    if name is not None and tensor.is_cpu and tensor.layout == torch.strided and not tensor.requires_grad:
+        try:
+            raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        except RuntimeError:
+            pass  # for example, its conjugation is pending
+        else:
+            return _rebuild, (pickle.PickleBuffer(raw), tuple(tensor.shape), name)
+    return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _rebuild(buffer: Any, shape: tuple[int, ...], name: str) -> torch.Tensor:
+    dtype = dtype_from_name(name)
+    view = memoryview(buffer)
+    if not view.nbytes:
+        return torch.empty(shape, dtype=dtype)
+    writable = bytearray(view) if view.readonly else view
+    return torch.frombuffer(writable, dtype=torch.uint8).view(dtype).view(shape)

@@ -1,0 +1,331 @@
+"""The queue for vLLM's executor: every reader gets every object, and large buffers are not copied for it."""
+
+import asyncio
+import gc
+import multiprocessing
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from aiotensor import ClosedError, PeerLostError, TooLargeError, UsageError
+from aiotensor.inspection import PublisherInspection, inspect
+from aiotensor.integrations.vllm.broadcast import Handle, MessageQueue
+from tests.blocking.waiting import in_thread, until
+from tests.integrations.vllm.readers import dequeue, readers
+from verification.patterns import BIG, pattern
+
+READERS = 3
+
+
+@pytest.fixture
+def queue() -> Iterator[MessageQueue]:
+    made = MessageQueue(READERS, READERS, max_chunks=4)
+    path = Path(made.export_handle().address.removeprefix("unix://"))
+    assert path.is_socket()
+    yield made
+    made.shutdown()
+    assert not path.exists()
+
+
+def bytes_in_use(queue: MessageQueue) -> int:
+    inspection = asyncio.run(inspect(queue.export_handle().address, patience_s=20))
+    assert isinstance(inspection, PublisherInspection)
+    return inspection.statistics.bytes_in_use
+
+
+class Request(NamedTuple):
+    """An object with everything that vLLM's requests have."""
+
+    method: str
+    tensors: list[torch.Tensor]
+    arrays: dict[str, np.ndarray[Any, Any]]
+    others: tuple[object, ...] = ()
+
+
+def request(seed: int, count: int) -> Request:
+    values = pattern(seed, count)
+    return Request(
+        "execute_model",
+        [
+            values,
+            values.view(-1, 2).t(),
+            values.float().to(torch.bfloat16),
+            torch.tensor(seed),
+            torch.empty(0, 3),
+        ],
+        {"mask": values.numpy() > 2, "fortran": np.asfortranarray(np.arange(count).reshape(2, -1))},
+        (None, "text" * 3, {1, 2}, b"x" * count, bytearray(count), range(3)),
+    )
+
+
+def same(one: Request, other: Request) -> bool:
+    return (
+        one.method == other.method
+        and one.others == other.others
+        and all(
+            torch.equal(mine, yours) and (mine.dtype, mine.shape) == (yours.dtype, yours.shape)
+            for mine, yours in zip(one.tensors, other.tensors, strict=True)
+        )
+        and all(np.array_equal(array, other.arrays[name]) for name, array in one.arrays.items())
+    )
+
+
+def check(queue: MessageQueue, seed: int, count: int) -> None:
+    received = queue.dequeue()
+    assert same(received, request(seed, count))
+    assert all(tensor.storage_offset() == 0 for tensor in received.tensors)
+    received.tensors[0].fill_(1)  # which no other reader sees
+    received.arrays["fortran"][:] = 1
+
+
+def test_each_reader_receives_each_object_in_order(queue: MessageQueue) -> None:
+    sizes = [100, BIG, 2, BIG, BIG, 100]
+    with readers(queue, READERS) as processes:
+        for seed, count in enumerate(sizes):
+            for reader in processes:
+                reader.begin(check, seed, count)
+            queue.enqueue(request(seed, count))
+            for reader in processes:
+                reader.result()
+
+
+kept: list[Any] = []
+
+
+def keep(queue: MessageQueue) -> int:
+    kept.append(queue.dequeue())
+    return len(kept)
+
+
+def free(queue: MessageQueue) -> None:
+    kept.clear()
+
+
+def test_buffers_are_in_memory_once_until_the_last_reader_has_freed_them(queue: MessageQueue) -> None:
+    with readers(queue, READERS) as processes:
+        queue.enqueue((pattern(1, BIG), np.ones(BIG)))
+        for reader in processes:
+            assert reader.call(keep) == 1
+        size = pattern(1, BIG).nbytes + np.ones(BIG).nbytes
+        assert size <= bytes_in_use(queue) < 1.5 * size
+        for reader in processes:
+            assert bytes_in_use(queue)
+            reader.call(free)
+        until(lambda: not bytes_in_use(queue))
+
+
+def test_the_source_may_change_after_writing(queue: MessageQueue) -> None:
+    with readers(queue, READERS) as processes:
+        values = pattern(0, BIG)
+        queue.enqueue(Request("", [values], {}))
+        values.zero_()
+        for reader in processes:
+            assert torch.equal(reader.call(dequeue).tensors[0], pattern(0, BIG))
+
+
+def test_a_writer_waits_for_a_reader_that_is_behind(queue: MessageQueue) -> None:
+    with readers(queue, READERS) as processes:
+        for number in range(4):
+            queue.enqueue(number)
+        with pytest.raises(TimeoutError):
+            queue.enqueue("lost", timeout=0.05)
+        writing = in_thread(lambda: queue.enqueue(4))
+        for reader in processes:
+            assert [reader.call(dequeue) for _ in range(4)] == [0, 1, 2, 3]
+        writing.result()
+        assert [reader.call(dequeue) for reader in processes] == [4] * READERS
+
+
+def test_a_wait_for_an_object_has_a_limit(queue: MessageQueue) -> None:
+    with readers(queue, READERS) as [reader, *_]:
+        for timeout in (0, 0.01):
+            with pytest.raises(TimeoutError):
+                reader.call(dequeue, timeout)
+        queue.enqueue("later")
+        assert reader.call(dequeue, 20) == "later"
+
+
+def shut_down_during_a_wait(queue: MessageQueue) -> str:
+    timer = threading.Timer(0.05, queue.shutdown)
+    timer.start()
+    try:
+        queue.dequeue(indefinite=True)
+    except ClosedError:
+        return "closed"
+    finally:
+        timer.join()
+    return "received"
+
+
+def test_shutting_down_in_another_thread_ends_a_wait(queue: MessageQueue) -> None:
+    with readers(queue, READERS) as processes:
+        for reader in processes:
+            assert reader.call(shut_down_during_a_wait) == "closed"
+
+
+def test_a_killed_reader_is_reported_to_the_writer(queue: MessageQueue) -> None:
+    with readers(queue, READERS) as processes:
+        for _ in range(4):
+            queue.enqueue(pattern(1, BIG))
+        writing = in_thread(lambda: queue.enqueue("next"))  # waits for all readers
+        for reader in processes[1:]:
+            reader.call(dequeue)
+        processes[0].kill()
+        with pytest.raises(PeerLostError, match="1 of 3 readers"):
+            writing.result()
+
+
+def write_and_wait(handles: Any, ready: Any) -> None:
+    queue = MessageQueue(1, 1)
+    handles.send(queue.export_handle())
+    queue.wait_until_ready()
+    queue.enqueue("last")
+    ready.recv()
+
+
+def test_a_killed_writer_is_reported_to_a_reader() -> None:
+    context = multiprocessing.get_context("forkserver")
+    (ours, theirs), (held, ready) = context.Pipe(), context.Pipe()
+    writer = context.Process(target=write_and_wait, args=(theirs, ready), daemon=True)
+    writer.start()
+    handle = ours.recv()
+    queue = MessageQueue.create_from_handle(handle, 0)
+    queue.wait_until_ready()
+    reading = in_thread(lambda: [queue.dequeue(), queue.dequeue()])
+    writer.kill()
+    writer.join()
+    with pytest.raises(PeerLostError):
+        reading.result()
+    with pytest.raises(ClosedError):
+        queue.dequeue()
+    with pytest.raises(PeerLostError, match="writer of the queue has ended"):
+        MessageQueue.create_from_handle(handle, 0)
+    Path(handle.address.removeprefix("unix://")).unlink()  # nothing else removes that of a killed process
+    for end in (ours, theirs, held, ready):
+        end.close()
+
+
+def test_the_writer_cannot_read_and_a_reader_cannot_write(queue: MessageQueue) -> None:
+    reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
+    with pytest.raises(UsageError, match="cannot write"):
+        reader.enqueue(1)
+    with pytest.raises(UsageError, match="cannot read"):
+        queue.dequeue()
+    reader.shutdown()
+
+
+def test_writing_before_all_readers_are_connected_is_an_error(queue: MessageQueue) -> None:
+    with pytest.raises(PeerLostError, match="3 of 3 readers of the queue are not connected"):
+        queue.enqueue(1)
+
+
+def test_a_message_larger_than_the_arena_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOTENSOR_VLLM_ARENA_BYTES", "100000")
+    queue = MessageQueue(1, 1)
+    with readers(queue, 1) as [reader]:
+        with pytest.raises(TooLargeError):
+            queue.enqueue(pattern(1, BIG))
+        queue.enqueue("small")
+        assert reader.call(dequeue) == "small"
+    queue.shutdown()
+
+
+def test_an_object_that_cannot_be_pickled_is_an_error_of_the_writer(queue: MessageQueue) -> None:
+    with readers(queue, READERS) as processes:
+        with pytest.raises((pickle.PicklingError, AttributeError)):
+            queue.enqueue(lambda: None)
+        queue.enqueue("next")
+        assert [reader.call(dequeue) for reader in processes] == ["next"] * READERS
+
+
+def test_objects_travel_only_over_sockets_of_this_machine() -> None:
+    with pytest.raises(UsageError, match="1 of 3 readers are on other machines"):
+        MessageQueue(3, 2)
+    for address in ("tcp://127.0.0.1:1", "unix://relative"):
+        with pytest.raises(UsageError, match="path of a socket"):
+            MessageQueue.create_from_handle(Handle(address, [0]), 0)
+
+
+def test_a_reader_needs_a_rank_of_the_queue(queue: MessageQueue) -> None:
+    with pytest.raises(UsageError, match=r"readers \[0, 1, 2\], got the rank 3"):
+        MessageQueue.create_from_handle(queue.export_handle(), READERS)
+    with pytest.raises(ValueError, match="at least one reader"):
+        MessageQueue(0, 0)
+
+
+def test_a_queue_that_is_dropped_is_closed() -> None:
+    queue = MessageQueue(1, 1)
+    reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
+    path = Path(queue.export_handle().address.removeprefix("unix://"))
+    del queue
+    gc.collect()
+    until(lambda: not path.exists())
+    with pytest.raises(PeerLostError):
+        reader.dequeue()
+
+
+def test_a_process_can_end_without_shutting_its_queues_down() -> None:
+    code = (
+        "from aiotensor.integrations.vllm.broadcast import MessageQueue; "
+        "queue = MessageQueue(1, 1); reader = MessageQueue.create_from_handle(queue.export_handle(), 0); "
+        "print(queue.export_handle().address)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True
+    )
+    assert not ended.stderr
+    Path(ended.stdout.strip().removeprefix("unix://")).unlink(missing_ok=True)
+
+
+class Stateless:
+    """A group of vLLM's: `StatelessProcessGroup`."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.world_size = rank, 2
+
+    def broadcast_obj(self, obj: object, src: int) -> object:
+        objects = [obj]
+        dist.broadcast_object_list(objects, src=src)
+        return objects[0]
+
+
+def be_in_a_group(rank: int, store: str, is_stateless: bool, results: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    group = Stateless(rank) if is_stateless else dist.group.WORLD
+    queue = MessageQueue.create_from_process_group(group, 1 << 20, 4, writer_rank=1)
+    answer = queue.broadcast_object({"tensor": pattern(7, BIG)} if rank else None)
+    results.send(torch.equal(answer["tensor"], pattern(7, BIG)))
+    dist.barrier()
+    queue.shutdown()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_stateless", [False, True], ids=["torch", "stateless"])
+def test_a_group_of_processes_has_one_writer(is_stateless: bool) -> None:
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        ours, theirs = context.Pipe()
+        processes = [
+            context.Process(
+                target=be_in_a_group, args=(rank, f"{folder}/store", is_stateless, theirs), daemon=True
+            )
+            for rank in range(2)
+        ]
+        for process in processes:
+            process.start()
+        assert [ours.recv(), ours.recv()] == [True, True]
+        for process in processes:
+            process.join()
+            assert process.exitcode == 0
+    ours.close()
+    theirs.close()
