@@ -4,6 +4,7 @@ The worker "samples" the sum of the bytes of a request's tensors, so that the cl
 """
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,12 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         return CompilationTimes(0.0, 0.0)
+
+    def echo(self, value: object) -> object:
+        return value
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         for request in scheduler_output.scheduled_new_reqs:

@@ -191,6 +191,9 @@ class MessageQueue:
         """
         if self._writer is not None:
             self._writer.wait_for_subscribers(self._n_reader)
+            _path_of(self.handle).unlink(
+                missing_ok=True
+            )  # nobody else connects, and a killed process leaves no file
             self.enqueue(None)
         else:
             self.dequeue()
@@ -257,6 +260,10 @@ class MessageQueue:
 
 def _new_address() -> str:
     return f"unix://{Path(tempfile.gettempdir(), f'aiotensor-{uuid.uuid4()}.sock').absolute()}"
+
+
+def _path_of(handle: Handle) -> Path:
+    return Path(handle.address.removeprefix("unix://"))
 
 
 # Pickles whose large buffers are separate tensors

@@ -1,6 +1,5 @@
 """The queue for vLLM's executor: every reader gets every object, and large buffers are not copied for it."""
 
-import asyncio
 import gc
 import multiprocessing
 import pickle
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from aiotensor import ClosedError, PeerLostError, TooLargeError, UsageError
-from aiotensor.inspection import PublisherInspection, inspect
 from aiotensor.integrations.vllm.broadcast import Handle, MessageQueue
 from tests.blocking.waiting import in_thread, until
 from tests.integrations.vllm.readers import dequeue, readers
@@ -30,17 +28,19 @@ READERS = 3
 @pytest.fixture
 def queue() -> Iterator[MessageQueue]:
     made = MessageQueue(READERS, READERS, max_chunks=4)
-    path = Path(made.export_handle().address.removeprefix("unix://"))
-    assert path.is_socket()
+    assert path_of(made.export_handle()).is_socket()
     yield made
     made.shutdown()
-    assert not path.exists()
+    assert not path_of(made.export_handle()).exists()
 
 
 def bytes_in_use(queue: MessageQueue) -> int:
-    inspection = asyncio.run(inspect(queue.export_handle().address, patience_s=20))
-    assert isinstance(inspection, PublisherInspection)
-    return inspection.statistics.bytes_in_use
+    assert queue._writer is not None
+    return queue._writer.statistics().bytes_in_use
+
+
+def path_of(handle: Handle) -> Path:
+    return Path(handle.address.removeprefix("unix://"))
 
 
 class Request(NamedTuple):
@@ -210,7 +210,7 @@ def test_a_killed_writer_is_reported_to_a_reader() -> None:
         queue.dequeue()
     with pytest.raises(PeerLostError, match="writer of the queue has ended"):
         MessageQueue.create_from_handle(handle, 0)
-    Path(handle.address.removeprefix("unix://")).unlink()  # nothing else removes that of a killed process
+    assert not path_of(handle).exists()
     for end in (ours, theirs, held, ready):
         end.close()
 
@@ -266,7 +266,8 @@ def test_a_reader_needs_a_rank_of_the_queue(queue: MessageQueue) -> None:
 def test_a_queue_that_is_dropped_is_closed() -> None:
     queue = MessageQueue(1, 1)
     reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
-    path = Path(queue.export_handle().address.removeprefix("unix://"))
+    path = path_of(queue.export_handle())
+    assert path.exists()
     del queue
     gc.collect()
     until(lambda: not path.exists())

@@ -1,0 +1,123 @@
+"""vLLM's executor of several worker processes, with queues of aiotensor: only the workers are stand-ins."""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.executor import Executor, multiproc_executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+from aiotensor.integrations.vllm import plugin
+from aiotensor.integrations.vllm.broadcast import MessageQueue
+from aiotensor.integrations.vllm.executor import BroadcastExecutor
+from tests.vllm.serving import engine_config
+from tests.vllm.stand_in import InProcess
+from verification.patterns import BIG, pattern
+
+WORKERS = 2
+STOCK = multiproc_executor.MessageQueue
+
+
+@pytest.fixture(autouse=True)
+def enabled(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOTENSOR_VLLM", "broadcast")
+    monkeypatch.setenv("VLLM_PLUGINS", "aiotensor")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # to one of two NUMA nodes for each worker
+    plugin.register()
+
+
+def sockets() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("aiotensor-*.sock"))
+
+
+def config_of(folder: Path, executor: type | str = "mp") -> VllmConfig:
+    return engine_config(folder, tensor_ipc="direct_rpc", executor=executor, tensor_parallel_size=WORKERS)
+
+
+@contextmanager
+def executing(config: VllmConfig) -> Iterator[Any]:
+    """Start the executor that vLLM chooses, and shut it down in the end."""
+    before = sockets()
+    executor = Executor.get_class(config)(config)
+    try:
+        yield executor
+    finally:
+        executor.shutdown()
+    assert not sockets() - before
+
+
+def test_all_workers_receive_the_objects_of_a_call_and_answer(tmp_path: Path) -> None:
+    with executing(config_of(tmp_path)) as executor:
+        assert type(executor) is BroadcastExecutor
+        assert isinstance(executor.rpc_broadcast_mq, MessageQueue)
+        assert all(isinstance(queue, MessageQueue) for queue in executor.response_mqs)
+        for count in (10, BIG):
+            sent: dict[str, Any] = {
+                "tensor": pattern(count, count),
+                "array": np.arange(count),
+                "name": "x" * count,
+            }
+            for answer in executor.collective_rpc("echo", args=(sent,)):
+                assert torch.equal(answer["tensor"], sent["tensor"])
+                assert np.array_equal(answer["array"], sent["array"])
+                assert answer["name"] == sent["name"]
+        assert executor.collective_rpc("echo", args=(1,), unique_reply_rank=1) == 1
+
+
+def test_an_error_of_a_worker_is_raised_as_by_vllm(tmp_path: Path) -> None:
+    with (
+        executing(config_of(tmp_path)) as executor,
+        pytest.raises(RuntimeError, match="Worker failed with error"),
+    ):
+        executor.collective_rpc("no such method")
+
+
+def test_a_call_without_an_answer_has_a_limit(tmp_path: Path) -> None:
+    with (
+        executing(config_of(tmp_path)) as executor,
+        pytest.raises(TimeoutError, match="RPC call to wait timed out"),
+    ):
+        executor.collective_rpc("wait", timeout=0.1, args=(1.0,))
+
+
+def test_a_killed_worker_ends_a_call(tmp_path: Path) -> None:
+    with executing(config_of(tmp_path)) as executor:
+        [first, *_] = [one.pid for one in multiprocessing.active_children() if "VllmWorker" in one.name]
+        waiting = executor.collective_rpc("wait", args=(600.0,), non_block=True)
+        os.kill(first or 0, signal.SIGKILL)
+        with pytest.raises(Exception, match=r"writer|publisher|closed"):
+            waiting.result()
+
+
+def test_the_executor_can_be_chosen_by_vllms_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AIOTENSOR_VLLM")
+    config = config_of(tmp_path, "aiotensor.integrations.vllm.executor.BroadcastExecutor")
+    with executing(config) as executor:
+        assert isinstance(executor.rpc_broadcast_mq, MessageQueue)
+        assert executor.collective_rpc("echo", args=("x",)) == ["x"] * WORKERS
+
+
+def test_other_executors_are_not_replaced(tmp_path: Path) -> None:
+    assert Executor.get_class(engine_config(tmp_path, executor=InProcess)) is InProcess
+
+
+def test_workers_on_several_machines_use_the_queue_of_vllm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Executor] = []
+    monkeypatch.setattr(MultiprocExecutor, "_init_executor", lambda self: started.append(self))
+    config = config_of(tmp_path)
+    config.parallel_config.nnodes = 2
+    executor = BroadcastExecutor(config)
+    assert started == [executor]
+    assert multiproc_executor.MessageQueue is STOCK
+    assert "on 2 machines" in caplog.text
