@@ -20,7 +20,7 @@ help:
 	@echo "make bench   compare the speed of aiotensor with its alternatives and its goals: some minutes"
 	@echo "make bench-quick   the same in a few minutes, with fewer alternatives"
 	@echo "make bench-serving   only API servers that send videos to an engine, and write the results into the documents"
-	@echo "make bench-vllm   compare the tensor transports through vLLM's encoder and decoder"
+	@echo "make bench-vllm   compare the tensor transport and the broadcast with those of vLLM"
 	@echo "make bench-peers   install the alternatives that are not installed by default, such as Ray"
 	@echo "make clean   remove the files that the other targets created"
 
@@ -112,6 +112,7 @@ bench-serving: $(VENV)/.bench
 # Separate, because it needs vLLM.
 bench-vllm: $(VENV)/.bench $(VENV)/.vllm
 	@PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m bench.vllm_hooks $(ARGS)
+	@PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m bench.vllm_broadcast $(ARGS)
 
 bench-peers: $(VENV)/.bench
 	$(PIP) --editable '.[bench-peers]'

@@ -7,28 +7,22 @@ Unpickling runs code that the writer chooses. So an address of a queue is always
 only processes of this user can connect, and a reader rejects a writer that runs as another user.
 """
 
-import copyreg
-import io
-import pickle
 import tempfile
 import uuid
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 
 from aiotensor import blocking
 from aiotensor.errors import PeerLostError, UsageError
+from aiotensor.integrations.vllm.pickling import Parts, dumps, loads
 from aiotensor.integrations.vllm.settings import Settings
-from aiotensor.tensors.dtypes import DTYPE_NAMES, dtype_from_name
 
 __all__ = ["Handle", "MessageQueue"]
-
-_IN_BAND_BYTES = 16 * 1024  # a smaller buffer is copied into the pickle
 
 
 @dataclass(frozen=True)
@@ -64,8 +58,6 @@ class MessageQueue:
         OSError: the machine has no threads or no descriptors left.
     """
 
-    handle_type: ClassVar[type[Handle]] = Handle
-
     def __init__(
         self,
         n_reader: int,
@@ -84,7 +76,7 @@ class MessageQueue:
         if n_reader < 1:
             raise ValueError(f"a queue needs at least one reader, got {n_reader}")
         ranks = list(range(n_reader)) if local_reader_ranks is None else local_reader_ranks
-        self.handle = self.handle_type(_new_address(), ranks)
+        self.handle = Handle(_new_address(), ranks)
         self._n_reader = n_reader
         publisher = blocking.Publisher(
             self.handle.address,
@@ -213,13 +205,20 @@ class MessageQueue:
             ClosedError: `shutdown` was called.
             OSError: the machine has no shared memory left.
         """
+        self.write(dumps(obj), timeout)
+
+    def write(self, parts: Parts, timeout: float | None = None) -> int:
+        """Write the parts of a pickle for all readers, and return the number of the message.
+
+        Arguments and errors are otherwise those of `enqueue`.
+        """
         if self._writer is None:
             raise UsageError("this process reads from the queue, and cannot write to it")
-        delivered = self._writer.publish(_dumps(obj), timeout=timeout).delivered
-        if delivered < self._n_reader:
-            raise PeerLostError(
-                f"{self._n_reader - delivered} of {self._n_reader} readers of the queue are not connected"
-            )
+        published = self._writer.publish(parts, timeout=timeout)
+        lost = self._n_reader - published.delivered
+        if lost > 0:
+            raise PeerLostError(f"{lost} of {self._n_reader} readers of the queue are not connected")
+        return published.number
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
         """Return the next object.
@@ -236,14 +235,23 @@ class MessageQueue:
             UsageError: this process is the writer.
             ClosedError: `shutdown` was called, perhaps in another thread during the wait.
         """
+        return loads(self.read(timeout=timeout))
+
+    def read(self, number: int = 0, timeout: float | None = None) -> Parts:
+        """Return the parts of the next pickle, without those of messages with a lower number.
+
+        Errors are those of `dequeue`.
+        """
         if self._reader is None:
             raise UsageError("this process writes to the queue, and cannot read from it")
-        try:
-            parts = self._reader.receive(timeout=timeout).message
-        except PeerLostError:
-            self.shutdown()  # a later call would wait for another writer
-            raise
-        return _loads(parts)
+        while True:
+            try:
+                found = self._reader.receive(timeout=timeout)
+            except PeerLostError:
+                self.shutdown()  # a later call would wait for another writer
+                raise
+            if found.number >= number:
+                return found.message
 
     def broadcast_object(self, obj: object = None) -> Any:
         """Write the object in the writer's process, or return the next one in that of a reader."""
@@ -264,56 +272,3 @@ def _new_address() -> str:
 
 def _path_of(handle: Handle) -> Path:
     return Path(handle.address.removeprefix("unix://"))
-
-
-# Pickles whose large buffers are separate tensors
-
-
-def _dumps(obj: object) -> list[bytes | torch.Tensor]:
-    parts: list[bytes | torch.Tensor] = [b""]
-
-    def keep_apart(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes < _IN_BAND_BYTES:
-            return True
-        parts.append(_bytes_of(raw))
-        return False
-
-    with io.BytesIO() as stream:
-        pickler = pickle.Pickler(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=keep_apart)
-        pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduce}
-        pickler.dump(obj)
-        head = stream.getvalue()
-    parts[0] = head if len(head) < _IN_BAND_BYTES else _bytes_of(bytearray(head))
-    return parts
-
-
-def _loads(parts: list[Any]) -> Any:
-    head, *buffers = (part.numpy().data if isinstance(part, torch.Tensor) else part for part in parts)
-    return pickle.loads(head, buffers=buffers)  # noqa: S301 - of a process of this user
-
-
-def _bytes_of(buffer: "memoryview | bytearray") -> torch.Tensor:
-    return torch.frombuffer(buffer, dtype=torch.uint8)
-
-
-def _reduce(tensor: torch.Tensor) -> tuple[Any, ...] | str:
-    """Reduce a tensor to its bytes as a buffer; torch would copy them into the pickle."""
-    name = DTYPE_NAMES.get(tensor.dtype)
-    if name is not None and tensor.is_cpu and tensor.layout == torch.strided and not tensor.requires_grad:
-        try:
-            raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-        except RuntimeError:
-            pass  # for example, its conjugation is pending
-        else:
-            return _rebuild, (pickle.PickleBuffer(raw), tuple(tensor.shape), name)
-    return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _rebuild(buffer: Any, shape: tuple[int, ...], name: str) -> torch.Tensor:
-    dtype = dtype_from_name(name)
-    view = memoryview(buffer)
-    if not view.nbytes:
-        return torch.empty(shape, dtype=dtype)
-    writable = bytearray(view) if view.readonly else view
-    return torch.frombuffer(writable, dtype=torch.uint8).view(dtype).view(shape)

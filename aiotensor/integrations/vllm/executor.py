@@ -1,15 +1,22 @@
-"""vLLM's executor of several worker processes, with queues of aiotensor between them."""
+"""vLLM's executor of several worker processes, whose large messages travel through aiotensor."""
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.v1.executor import multiproc_executor
 
 from aiotensor.integrations.vllm import broadcast
+from aiotensor.integrations.vllm.pickling import dumps, loads
 from aiotensor.runtime.logs import logger_of
 
-__all__ = ["BroadcastExecutor"]
+__all__ = ["BroadcastExecutor", "ExecutorQueue"]
 
 logger = logger_of("vllm")
+
+# Smaller messages travel through vLLM's ring: its readers poll shared memory, which takes less time than
+# waking a thread. See "vLLM's broadcast" in docs/performance.md.
+_LARGE_BYTES = 16 << 20
 
 
 class BroadcastExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc] # vLLM is not typed for us
@@ -33,21 +40,88 @@ class BroadcastExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[m
         super()._init_executor()
 
 
-class _Handle(broadcast.Handle):
-    """A handle that replaces the queue of vLLM in each process that receives it."""
+@dataclass(frozen=True)
+class ExecutorHandle:
+    """The handles of both queues. A process that receives it replaces the queue of vLLM's executor.
+
+    Attributes:
+        small: of the queue for small messages.
+        large: of the queue for large ones.
+        local_reader_ranks: the ranks of the readers, which vLLM's executor reads.
+    """
+
+    small: Any
+    large: broadcast.Handle
+    local_reader_ranks: list[int] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inherited, (self.address, self.local_reader_ranks)
+        return _inherited, (self.small, self.large, self.local_reader_ranks)
 
 
-class _Queue(broadcast.MessageQueue):
-    handle_type = _Handle
+class ExecutorQueue:
+    """The ``MessageQueue`` of vLLM's executor: vLLM's ring for small messages, aiotensor's for large ones.
+
+    The ring has the order of all messages: in place of a large message, it has its number. Methods and errors
+    are those of `broadcast.MessageQueue`. A wait for a message does not notice that the writer has died:
+    vLLM's executor and workers notice it, and call `shutdown`, which ends the wait with `RuntimeError`.
+
+    Args:
+        n_reader: the number of readers, all of which are on this machine.
+        n_local_reader: the same number.
+        options: of vLLM's queue.
+    """
+
+    def __init__(self, n_reader: int, n_local_reader: int, **options: Any) -> None:
+        large = broadcast.MessageQueue(n_reader, n_local_reader, options.get("local_reader_ranks"))
+        small = shm_broadcast.MessageQueue(n_reader, n_local_reader, **options)
+        self._open(small, large)
+
+    @classmethod
+    def create_from_handle(cls, handle: ExecutorHandle, rank: int) -> Self:
+        """Return the queue of a reader."""
+        self = cls.__new__(cls)
+        large = broadcast.MessageQueue.create_from_handle(handle.large, rank)
+        self._open(shm_broadcast.MessageQueue.create_from_handle(handle.small, rank), large)
+        return self
+
+    def _open(self, small: Any, large: broadcast.MessageQueue) -> None:
+        self._small, self._large = small, large
+        self.shutting_down = False
+
+    def export_handle(self) -> ExecutorHandle:
+        """Return the handle, for the processes of the readers."""
+        large = self._large.export_handle()
+        return ExecutorHandle(self._small.export_handle(), large, large.local_reader_ranks)
+
+    def wait_until_ready(self) -> None:
+        """Wait until all readers are connected."""
+        self._small.wait_until_ready()
+        self._large.wait_until_ready()
+
+    def enqueue(self, obj: object, timeout: float | None = None) -> None:
+        """Write an object for all readers."""
+        parts = dumps(obj)
+        if sum(len(part) for part in parts) < _LARGE_BYTES:
+            self._small.enqueue(parts, timeout)
+        else:
+            self._small.enqueue(self._large.write(parts, timeout), timeout)
+
+    def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
+        """Return the next object."""
+        found = self._small.dequeue(timeout, indefinite)
+        return loads(found if isinstance(found, list) else self._large.read(found, timeout))
+
+    def shutdown(self) -> None:
+        """Close: waiting calls in other threads raise an error."""
+        self.shutting_down = True
+        self._small.shutdown()
+        self._large.shutdown()
 
 
-def _inherited(address: str, ranks: list[int]) -> _Handle:
+def _inherited(small: Any, large: broadcast.Handle, ranks: list[int]) -> ExecutorHandle:
     _install()
-    return _Handle(address, ranks)
+    return ExecutorHandle(small, large, ranks)
 
 
 def _install() -> None:
-    multiproc_executor.MessageQueue = _Queue
+    multiproc_executor.MessageQueue = ExecutorQueue

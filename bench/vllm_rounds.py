@@ -1,0 +1,100 @@
+"""Rounds of comparisons with parts of vLLM, each way in fresh processes, and their tables."""
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import NamedTuple, TypeAlias
+
+import click
+import torch
+
+from bench.measure import format_seconds, format_size
+
+__all__ = ["Measure", "Result", "compare", "prepare", "table"]
+
+
+class Result(NamedTuple):
+    """Seconds of one size in one round.
+
+    Attributes:
+        way: the name of the contender.
+        nbytes: of the tensor.
+        trips: until the tensor was received.
+        calls: of the call that sends it.
+    """
+
+    way: str
+    nbytes: int
+    trips: list[float]
+    calls: list[float]
+
+
+# Measures a way with several sizes, and sends a list of results.
+Measure: TypeAlias = Callable[[str, Sequence[int], Connection], None]
+
+
+def prepare(parts: str) -> None:
+    """Set what vLLM reads when it is imported, in each process.
+
+    Args:
+        parts: the parts of aiotensor's integration to enable.
+    """
+    os.environ["VLLM_TARGET_DEVICE"] = "cpu"
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ["AIOTENSOR_VLLM"] = parts
+    torch.set_num_threads(1)
+
+
+def compare(ways: Sequence[str], measure: Measure, sizes: Sequence[int], rounds: int) -> list[Result]:
+    """Measure all ways in each round, in an alternating order."""
+    context = torch.multiprocessing.get_context("spawn")
+    found: list[Result] = []
+    for number in range(rounds):
+        for way in ways if number % 2 else reversed(ways):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=measure, args=(way, sizes, theirs))
+            process.start()
+            theirs.close()
+            found += ours.recv()
+            process.join()
+            click.echo(f"round {number + 1} of {rounds}: {way}", err=True)
+    return found
+
+
+def table(results: list[Result], ways: Sequence[str], sizes: Sequence[int], trip: str, call: str) -> str:
+    """Return a table in Markdown, which compares all ways with the last one.
+
+    Args:
+        results: of all rounds.
+        ways: the contenders; the last one is aiotensor.
+        sizes: of the tensors.
+        trip: the heading of the trips.
+        call: the heading of the calls.
+    """
+    *others, ours = ways
+    lines = [
+        f"| tensor | way | {trip} | {call} | {trip}, as a multiple of {ours} |",
+        "|---|---|---|---|---|",
+    ]
+    for nbytes in sizes:
+        rounds = {way: [one for one in results if (one.way, one.nbytes) == (way, nbytes)] for way in ways}
+        for way in ways:
+            trips = sorted(seconds for one in rounds[way] for seconds in one.trips)
+            calls = sorted(seconds for one in rounds[way] for seconds in one.calls)
+            ratios = sorted(
+                statistics.median(other.trips) / statistics.median(own.trips)
+                for other, own in zip(rounds[way], rounds[ours], strict=True)
+            )
+            ratio = f"{statistics.median(ratios):.2g} ({ratios[0]:.2g} to {ratios[-1]:.2g})"
+            lines.append(
+                f"| {format_size(nbytes)} | {way} | {_summary(trips)} | {_summary(calls)} "
+                f"| {ratio if way in others else ''} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _summary(ordered: list[float]) -> str:
+    p99 = ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))]
+    return f"{format_seconds(statistics.median(ordered))} ({format_seconds(p99)})"
