@@ -1,5 +1,6 @@
 """The table of limits in SECURITY.md agrees with the code."""
 
+import ast
 import importlib
 import inspect
 import re
@@ -100,3 +101,17 @@ def test_every_place_in_the_code_that_is_named_exists() -> None:
         source = "".join((ROOT / "aiotensor" / file).read_text() for file in files)
         for function in re.findall(r"`(\w+)`", place):
             assert f"def {function}(" in source, f"{place} has no {function}"
+
+
+def test_only_the_broadcast_for_vllm_imports_pickle() -> None:
+    importing = set()
+    for path in (ROOT / "aiotensor").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            )
+            if isinstance(node, ast.ImportFrom):
+                names.append(node.module or "")
+            if {"pickle", "cloudpickle", "dill", "marshal", "shelve"} & set(names):
+                importing.add(path.relative_to(ROOT / "aiotensor").as_posix())
+    assert importing == {"integrations/vllm/pickling.py"}

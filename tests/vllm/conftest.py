@@ -10,9 +10,7 @@ import pytest
 INSTALLED = find_spec("vllm") is not None
 
 # Read when vLLM is imported, here and in the processes that tests start.
-os.environ["VLLM_TARGET_DEVICE"] = (
-    "cpu"  # the wheel is built for CUDA, and no GPU is needed for what is tested
-)
+os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # the wheel is built for CUDA, and the tests need no GPU
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"

@@ -105,7 +105,7 @@ class Running:
         self._results = results
 
     def result(self, index: int) -> Any:
-        """Return what the target returned in one server, or raise what it raised there."""
+        """Return the result of the target in one server, or raise its error."""
         connection, process = self._results[index], self.servers[index]
         wait([connection, process.sentinel])
         if not connection.poll():

@@ -71,7 +71,7 @@ class _Processor(BaseMultiModalProcessor[_Info]):  # type: ignore[misc]
 
 @MULTIMODAL_REGISTRY.register_processor(_Processor, info=_Info, dummy_inputs=_NoDummies)
 class _Model(torch.nn.Module):
-    """What vLLM inspects of a model class."""
+    """A model class, with the members that vLLM inspects."""
 
     supports_multimodal = True
 

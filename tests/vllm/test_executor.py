@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import vllm
 from vllm.config import VllmConfig
 from vllm.v1.executor import Executor, multiproc_executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -104,6 +105,22 @@ def test_the_executor_can_be_chosen_by_vllms_option(tmp_path: Path, monkeypatch:
     with executing(config) as executor:
         assert isinstance(executor.rpc_broadcast_mq, ExecutorQueue)
         assert executor.collective_rpc("echo", args=("x",)) == ["x"] * WORKERS
+
+
+def test_a_second_executor_of_the_process_uses_the_same_queue(tmp_path: Path) -> None:
+    for _ in range(2):
+        with executing(config_of(tmp_path)) as executor:
+            assert isinstance(executor.rpc_broadcast_mq, ExecutorQueue)
+
+
+def test_an_unknown_version_uses_the_queue_of_vllm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.99.1")
+    with executing(config_of(tmp_path, BroadcastExecutor)) as executor:
+        assert type(executor.rpc_broadcast_mq) is STOCK
+        assert executor.collective_rpc("echo", args=("x",)) == ["x"] * WORKERS
+    assert "version 0.99.1 is unknown" in caplog.text
 
 
 def test_other_executors_are_not_replaced(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """vLLM's API servers, clients and engine core with the plugin: only the model is a stand-in."""
 
+import asyncio
 import re
 from pathlib import Path
 
 import pytest
 from vllm.config import VllmConfig
 
+from aiotensor.inspection import Inspection, inspect
 from aiotensor.integrations.vllm import plugin
 from aiotensor.integrations.vllm.processes import EngineQueue
 from tests.vllm import servers
@@ -101,11 +103,17 @@ def test_metrics_are_in_the_registry_of_vllm(
 def test_the_receiver_can_have_an_address(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    monkeypatch.setenv("AIOTENSOR_VLLM_ADDRESS", f"unix://{folder}/s")
+    address = f"unix://{folder}/s"
+    monkeypatch.setenv("AIOTENSOR_VLLM_ADDRESS", address)
     with serving(config, servers=2, target=servers.send_videos, argument=3) as running:
         for sent in running.results():
             assert sent.declined == {}
             assert sent.statistics.messages_sent == 3
+        # As `aiotensor top` does.
+        inspection = asyncio.run(inspect(address, patience_s=20))
+        assert isinstance(inspection, Inspection)
+        assert inspection.pid == running.engine.pid
+        assert inspection.statistics.tensors_taken == 2 * 3 * 3
 
 
 def test_the_queue_carries_the_settings_to_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:

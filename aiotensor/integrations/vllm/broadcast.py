@@ -27,7 +27,7 @@ __all__ = ["Handle", "MessageQueue"]
 
 @dataclass(frozen=True)
 class Handle:
-    """What a process needs to read from a queue; picklable.
+    """The place of a queue, for the processes of its readers; picklable.
 
     Attributes:
         address: where the writer listens.
@@ -183,9 +183,8 @@ class MessageQueue:
         """
         if self._writer is not None:
             self._writer.wait_for_subscribers(self._n_reader)
-            _path_of(self.handle).unlink(
-                missing_ok=True
-            )  # nobody else connects, and a killed process leaves no file
+            # No other process connects later, and a killed one leaves no file.
+            _path_of(self.handle).unlink(missing_ok=True)
             self.enqueue(None)
         else:
             self.dequeue()

@@ -1,18 +1,16 @@
 """vLLM's executor of several worker processes, whose large messages travel through aiotensor."""
 
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.v1.executor import multiproc_executor
 
 from aiotensor.integrations.vllm import broadcast
+from aiotensor.integrations.vllm.checks import BROADCAST, UnsupportedError, check, log_unchanged
 from aiotensor.integrations.vllm.pickling import dumps, loads
-from aiotensor.runtime.logs import logger_of
 
 __all__ = ["BroadcastExecutor", "ExecutorQueue"]
-
-logger = logger_of("vllm")
 
 # Smaller messages travel through vLLM's ring: its readers poll shared memory, which takes less time than
 # waking a thread. See "vLLM's broadcast" in docs/performance.md.
@@ -23,20 +21,21 @@ class BroadcastExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[m
     """The executor that ``AIOTENSOR_VLLM=broadcast`` selects in place of the backend ``mp``.
 
     Also for ``--distributed-executor-backend aiotensor.integrations.vllm.executor.BroadcastExecutor``.
-    Workers on several machines use the queues of vLLM.
+    With workers on several machines, or an unknown version of vLLM, the queues are those of vLLM.
     """
 
     def _init_executor(self) -> None:
-        machines = self.parallel_config.nnodes_within_dp
-        if machines == 1:
-            _install()
+        try:
+            check(BROADCAST)
+            machines = self.parallel_config.nnodes_within_dp
+            if machines > 1:
+                raise UnsupportedError(
+                    f"the workers of an engine are on {machines} machines, which broadcast does not support"
+                )
+        except UnsupportedError as error:
+            log_unchanged(error)
         else:
-            reason = f"the workers of an engine are on {machines} machines, which broadcast does not support"
-            logger.warning(
-                "aiotensor changes nothing in vLLM: %s",
-                reason,
-                extra={"event": "vllm_unchanged", "reason": reason},
-            )
+            _install()
         super()._init_executor()
 
 
@@ -70,6 +69,8 @@ class ExecutorQueue:
         n_local_reader: the same number.
         options: of vLLM's queue.
     """
+
+    replaced_by_aiotensor: ClassVar[Any] = shm_broadcast.MessageQueue
 
     def __init__(self, n_reader: int, n_local_reader: int, **options: Any) -> None:
         large = broadcast.MessageQueue(n_reader, n_local_reader, options.get("local_reader_ranks"))

@@ -8,78 +8,31 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from aiotensor import TensorQueue
 from aiotensor.integrations.vllm import processes
+from aiotensor.integrations.vllm.checks import (
+    BROADCAST,
+    CLIENT,
+    ENGINE,
+    EXECUTORS,
+    LAUNCH,
+    TENSORS,
+    WORKERS,
+    UnsupportedError,
+    check,
+    log_unchanged,
+    owner_of,
+)
 from aiotensor.integrations.vllm.consumer import TensorConsumer
 from aiotensor.integrations.vllm.processes import EngineQueue
 from aiotensor.integrations.vllm.settings import Settings, modes
 from aiotensor.runtime.logs import logger_of
 
-__all__ = ["KNOWN_VERSIONS", "register"]
+__all__ = ["install_tensors", "register"]
 
 logger = logger_of("vllm")
-
-KNOWN_VERSIONS = ("0.33",)
-
-_CLIENT = "vllm.v1.engine.core_client"
-_ENGINE = "vllm.v1.engine.core"
-_LAUNCH = "vllm.v1.engine.utils"
-_EXECUTORS = "vllm.v1.executor.abstract"
-_WORKERS = "vllm.v1.executor.multiproc_executor"
-
-# The names that each part replaces or relies on, with their parameters.
-_Signatures: TypeAlias = dict[tuple[str, str], tuple[str, ...]]
-
-_TENSORS: _Signatures = {
-    (_LAUNCH, "get_mp_context"): (),
-    (_CLIENT, "AsyncMPClient.__init__"): (
-        "self",
-        "vllm_config",
-        "executor_class",
-        "log_stats",
-        "client_addresses",
-        "client_count",
-        "client_index",
-        "renderer",
-    ),
-    (_CLIENT, "TensorIpcSender"): ("queue",),
-    (_CLIENT, "TensorIpcSender.__call__"): ("self", "tensor"),
-    (_CLIENT, "TensorIpcSender.new_message"): ("self",),
-    (_CLIENT, "TensorIpcSender.set_target_engine"): ("self", "target_engine"),
-    (_CLIENT, "MsgpackEncoder"): ("size_threshold", "oob_tensor_consumer"),
-    (_CLIENT, "MsgpackEncoder.encode"): ("self", "obj"),
-    (_CLIENT, "MsgpackEncoder.encode_into"): ("self", "obj", "buf"),
-    (_ENGINE, "TensorIpcReceiver"): ("queue",),
-    (_ENGINE, "TensorIpcReceiver.__call__"): ("self", "dtype", "shape", "meta"),
-    (_ENGINE, "EngineCoreProc.preprocess_add_request"): ("self", "request"),
-}
-
-_BROADCAST: _Signatures = {
-    (_EXECUTORS, "Executor.get_class"): ("vllm_config",),
-    (_WORKERS, "MultiprocExecutor._init_executor"): ("self",),
-    (_WORKERS, "WorkerProc._init_message_queues"): ("self", "input_shm_handle", "vllm_config"),
-    (_WORKERS, "MessageQueue"): (
-        "n_reader",
-        "n_local_reader",
-        "local_reader_ranks",
-        "max_chunk_bytes",
-        "max_chunks",
-        "connect_ip",
-        "enable_shm_tensor_arena",
-    ),
-    (_WORKERS, "MessageQueue.export_handle"): ("self",),
-    (_WORKERS, "MessageQueue.create_from_handle"): ("handle", "rank"),
-    (_WORKERS, "MessageQueue.wait_until_ready"): ("self",),
-    (_WORKERS, "MessageQueue.enqueue"): ("self", "obj", "timeout"),
-    (_WORKERS, "MessageQueue.dequeue"): ("self", "timeout", "indefinite"),
-    (_WORKERS, "MessageQueue.shutdown"): ("self",),
-}
-
-
-class _UnknownError(Exception):
-    """This vLLM differs from the known ones."""
 
 
 def register() -> None:
@@ -88,20 +41,16 @@ def register() -> None:
         enabled, settings = modes(), Settings.from_environment()
         if not enabled:
             return
-        for part, signatures in (("tensors", _TENSORS), ("broadcast", _BROADCAST)):
+        for part, signatures in (("tensors", TENSORS), ("broadcast", BROADCAST)):
             if part in enabled:
-                _check_vllm(signatures)
-    except (ValueError, _UnknownError) as error:
-        logger.warning(
-            "aiotensor changes nothing in vLLM: %s",
-            error,
-            extra={"event": "vllm_unchanged", "reason": str(error)},
-        )
+                check(signatures)
+    except (ValueError, UnsupportedError) as error:
+        log_unchanged(error)
         return
     if "tensors" in enabled:
         install_tensors()
     if "broadcast" in enabled:
-        _replace(_EXECUTORS, "Executor.get_class", _with_broadcast)
+        _replace(EXECUTORS, "Executor.get_class", _with_broadcast)
     logger.info(
         "aiotensor is used by vLLM for %s: %s",
         ", ".join(sorted(enabled)),
@@ -112,12 +61,12 @@ def register() -> None:
 
 def install_tensors() -> None:
     """Replace the names of the tensor transport, once in each process."""
-    _replace(_LAUNCH, "get_mp_context", _context_maker)
-    _replace(_CLIENT, "TensorIpcSender", _sender_maker)
-    _replace(_CLIENT, "AsyncMPClient.__init__", _async_client)
-    _replace(_CLIENT, "MsgpackEncoder", _encoder_class)
-    _replace(_ENGINE, "TensorIpcReceiver", _receiver_maker)
-    _replace(_ENGINE, "EngineCoreProc.preprocess_add_request", _checked)
+    _replace(LAUNCH, "get_mp_context", _context_maker)
+    _replace(CLIENT, "TensorIpcSender", _sender_maker)
+    _replace(CLIENT, "AsyncMPClient.__init__", _async_client)
+    _replace(CLIENT, "MsgpackEncoder", _encoder_class)
+    _replace(ENGINE, "TensorIpcReceiver", _receiver_maker)
+    _replace(ENGINE, "EngineCoreProc.preprocess_add_request", _checked)
 
 
 def _replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
@@ -128,7 +77,7 @@ def _replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
         name: with dots if it is an attribute of a class.
         make: returns the new object, given the present one.
     """
-    owner, attribute = _owner_of(module, name)
+    owner, attribute = owner_of(module, name)
     present = getattr(owner, attribute)
     if hasattr(present, "replaced_by_aiotensor"):
         return
@@ -136,45 +85,6 @@ def _replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
     new.replaced_by_aiotensor = present
     is_static = isinstance(inspect.getattr_static(owner, attribute), staticmethod)
     setattr(owner, attribute, staticmethod(new) if is_static else new)
-
-
-# The check
-
-
-def _check_vllm(signatures: _Signatures) -> None:
-    try:
-        version = str(importlib.import_module("vllm").__version__)
-    except (ImportError, AttributeError) as error:
-        raise _UnknownError(f"its version is unknown ({error})") from error
-    if not any(version == known or version.startswith(f"{known}.") for known in KNOWN_VERSIONS):
-        raise _UnknownError(
-            f"its version {version} is unknown, known are {', '.join(KNOWN_VERSIONS)}: update aiotensor"
-        )
-    for (module, name), expected in signatures.items():
-        try:
-            owner, attribute = _owner_of(module, name)
-            found = _original(getattr(owner, attribute))
-        except (ImportError, AttributeError) as error:
-            raise _UnknownError(f"{module}.{name} of version {version} is missing ({error})") from error
-        parameters = tuple(inspect.signature(found).parameters)
-        if parameters != expected:
-            raise _UnknownError(
-                f"{module}.{name} of version {version} has the parameters {parameters}, expected {expected}"
-            )
-
-
-def _owner_of(module: str, name: str) -> tuple[Any, str]:
-    """Return the object that has an attribute, and the name of the attribute there."""
-    owner = importlib.import_module(module)
-    *path, attribute = name.split(".")
-    for part in path:
-        owner = _original(getattr(owner, part))
-    return owner, attribute
-
-
-def _original(present: Any) -> Any:
-    """Return the object of vLLM's that this module has replaced, or the object itself."""
-    return getattr(present, "replaced_by_aiotensor", present)
 
 
 # The replacements
@@ -261,7 +171,7 @@ def _with_broadcast(get_class: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(get_class)
     def replaced(vllm_config: Any) -> Any:
         executor = get_class(vllm_config)
-        if executor is importlib.import_module(_WORKERS).MultiprocExecutor:
+        if executor is importlib.import_module(WORKERS).MultiprocExecutor:
             executor = importlib.import_module("aiotensor.integrations.vllm.executor").BroadcastExecutor
         return executor
 

@@ -12,7 +12,7 @@ from aiotensor.integrations.vllm.broadcast import Handle, MessageQueue
 
 __all__ = ["Reader", "dequeue", "readers"]
 
-# The children are forked from a process that has imported what they need.
+# The children are forked from a process that has imported their modules.
 _context = multiprocessing.get_context("forkserver")
 
 

@@ -44,7 +44,7 @@ def path_of(handle: Handle) -> Path:
 
 
 class Request(NamedTuple):
-    """An object with everything that vLLM's requests have."""
+    """An object with the kinds of values of vLLM's requests."""
 
     method: str
     tensors: list[torch.Tensor]
