@@ -8,7 +8,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.measure import format_size
+from bench.measure import format_rate, format_size
 from bench.records import Loop, Report, Result
 
 __all__ = ["draw"]
@@ -227,7 +227,7 @@ def _serving(report: Report) -> Figure | None:
                 height = result.numbers[number] * scale
                 color = _style(report, name)["color"]
                 bars = axes.bar(names.index(name), height, color=color, label=name)
-                axes.bar_label(bars, fmt="%.3g", fontsize=8, padding=2)
+                axes.bar_label(bars, fmt=format_rate, fontsize=8, padding=2)
             axes.set_xlim(-0.6, len(names) - 0.4)
             axes.set_xticks([])
             axes.margins(y=0.15)
