@@ -7,22 +7,15 @@ it, and answers with one byte of the tensor.
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-import click
 import torch
 
-from bench.measure import parse_size
-from bench.vllm_rounds import Result, compare, prepare, table
+from bench.vllm_rounds import Result, comparison, prepare, repetitions
 
 __all__ = ["main"]
 
-_RESULTS = Path(__file__).parent / "results"
 _WORKERS = 4
-_WAYS = ("vLLM", "vLLM, tensor arena", "aiotensor")
-_FEW, _MANY = 10, 300  # repetitions, of large tensors and of others
-_LARGE = 16 << 20
 
 
 def _queue_type(way: str) -> Any:
@@ -68,8 +61,7 @@ def _engine(way: str, sizes: Sequence[int], results: Connection) -> None:
 
 def _measure_size(queue: Any, answers: list[Any], way: str, nbytes: int) -> Result:
     result = Result(way, nbytes, [], [])
-    count = _FEW if nbytes > _LARGE else _MANY
-    warm_up = max(3, count // 10)
+    warm_up, count = repetitions(nbytes)
     for number in range(warm_up + count):
         call: tuple[object, ...] = (
             "execute_model",
@@ -90,23 +82,16 @@ def _measure_size(queue: Any, answers: list[Any], way: str, nbytes: int) -> Resu
     return result
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--rounds", type=click.IntRange(min=1), default=5, help="Fresh processes of each way.")
-@click.option("--sizes", default="4KiB,1MiB,150MiB", help="Bytes of the tensor, with commas.")
-@click.option("--results", type=click.Path(path_type=Path), default=_RESULTS, help="The folder of the table.")
-def main(rounds: int, sizes: str, results: Path) -> None:
-    """Compare vLLM's queue with that of aiotensor, and write the table to vllm-broadcast.md."""
-    nbytes = [parse_size(size) for size in sizes.split(",")]
-    text = (
-        "# vLLM's broadcast\n\n"
-        f"A call with one tensor, from an engine process to {_WORKERS} workers: from `enqueue` until all of "
-        "them have answered. Medians over all rounds, p99 in brackets; the multiple is that of the medians "
-        "of each round: the middle one, in brackets the lowest and the highest.\n\n"
-    )
-    text += table(compare(_WAYS, _engine, nbytes, rounds), _WAYS, nbytes, "until all answered", "`enqueue`")
-    click.echo(text)
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "vllm-broadcast.md").write_text(text)
+main = comparison(
+    "vllm-broadcast.md",
+    "# vLLM's broadcast\n\n"
+    f"A call with one tensor, from an engine process to {_WORKERS} workers: from `enqueue` until all of them "
+    "have answered.",
+    ("vLLM", "vLLM, tensor arena", "aiotensor"),
+    _engine,
+    "until all answered",
+    "`enqueue`",
+)
 
 
 if __name__ == "__main__":

@@ -9,24 +9,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 import torch
 import zmq
 import zmq.asyncio
 
-from bench.measure import parse_size
-from bench.vllm_rounds import Result, compare, prepare, table
+from bench.vllm_rounds import Result, comparison, prepare, repetitions
 
 __all__ = ["main"]
-
-_RESULTS = Path(__file__).parent / "results"
-_WAYS = ("torch_shm", "aiotensor")
-_FEW, _MANY = 10, 300  # repetitions, of large tensors and of others
-_LARGE = 16 << 20
 
 
 class _Message(msgspec.Struct):
@@ -85,8 +77,7 @@ def _client(way: str, sizes: Sequence[int], results: Connection) -> None:
 
 async def _measure_size(socket: "zmq.asyncio.Socket", encoder: Any, way: str, nbytes: int) -> Result:
     result = Result(way, nbytes, [], [])
-    count = _FEW if nbytes > _LARGE else _MANY
-    warm_up = max(3, count // 10)
+    warm_up, count = repetitions(nbytes)
     for number in range(warm_up + count):
         # A new tensor each time: `torch_shm` spends most of its time on sharing the memory of a tensor.
         message = _Message(torch.full((nbytes,), number % 251, dtype=torch.uint8))
@@ -104,23 +95,16 @@ async def _measure_size(socket: "zmq.asyncio.Socket", encoder: Any, way: str, nb
     return result
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--rounds", type=click.IntRange(min=1), default=5, help="Fresh processes of each way.")
-@click.option("--sizes", default="4KiB,1MiB,150MiB", help="Bytes of the tensor, with commas.")
-@click.option("--results", type=click.Path(path_type=Path), default=_RESULTS, help="The folder of the table.")
-def main(rounds: int, sizes: str, results: Path) -> None:
-    """Compare vLLM's torch_shm with aiotensor, and write the table to vllm-hooks.md."""
-    nbytes = [parse_size(size) for size in sizes.split(",")]
-    text = (
-        "# vLLM's encoder and decoder\n\n"
-        "A message with one tensor: from the call of `encode` in the event loop of a client until the answer "
-        "of an engine process that has decoded it. Medians over all rounds, p99 in brackets; the multiple is "
-        "that of the medians of each round: the middle one, in brackets the lowest and the highest.\n\n"
-    )
-    text += table(compare(_WAYS, _client, nbytes, rounds), _WAYS, nbytes, "round trip", "`encode`")
-    click.echo(text)
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "vllm-hooks.md").write_text(text)
+main = comparison(
+    "vllm-hooks.md",
+    "# vLLM's encoder and decoder\n\n"
+    "A message with one tensor: from the call of `encode` in the event loop of a client until the answer of "
+    "an engine process that has decoded it.",
+    ("torch_shm", "aiotensor"),
+    _client,
+    "round trip",
+    "`encode`",
+)
 
 
 if __name__ == "__main__":

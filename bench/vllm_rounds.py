@@ -4,14 +4,22 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import click
 import torch
 
-from bench.measure import format_seconds, format_size
+from bench.measure import format_seconds, format_size, parse_size
 
-__all__ = ["Measure", "Result", "compare", "prepare", "table"]
+__all__ = ["Measure", "Result", "comparison", "prepare", "repetitions"]
+
+_RESULTS = Path(__file__).parent / "results"
+_READING = (
+    "Medians over all rounds, p99 in brackets; the multiple is that of the medians of each round: the middle "
+    "one, in brackets the lowest and the highest."
+)
+_LARGE = 16 << 20
 
 
 class Result(NamedTuple):
@@ -47,8 +55,44 @@ def prepare(parts: str) -> None:
     torch.set_num_threads(1)
 
 
-def compare(ways: Sequence[str], measure: Measure, sizes: Sequence[int], rounds: int) -> list[Result]:
-    """Measure all ways in each round, in an alternating order."""
+def repetitions(nbytes: int) -> tuple[int, int]:
+    """Return the number of warm-up rounds and of measured ones for a tensor."""
+    count = 10 if nbytes > _LARGE else 300
+    return max(3, count // 10), count
+
+
+def comparison(
+    name: str, introduction: str, ways: Sequence[str], measure: Measure, trip: str, call: str
+) -> click.Command:
+    """Make a command that measures all ways in each round, in an alternating order, and writes a table.
+
+    Args:
+        name: of the file of the table.
+        introduction: of the file, with a title.
+        ways: the contenders; the last one is aiotensor.
+        measure: measures one of them.
+        trip: the heading of the trips.
+        call: the heading of the calls.
+    """
+
+    @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+    @click.option("--rounds", type=click.IntRange(min=1), default=5, help="Fresh processes of each way.")
+    @click.option("--sizes", default="4KiB,1MiB,150MiB", help="Bytes of the tensor, with commas.")
+    @click.option(
+        "--results", type=click.Path(path_type=Path), default=_RESULTS, help="The folder of the table."
+    )
+    def main(rounds: int, sizes: str, results: Path) -> None:
+        nbytes = [parse_size(size) for size in sizes.split(",")]
+        found = _compare(ways, measure, nbytes, rounds)
+        text = f"{introduction} {_READING}\n\n{_table(found, ways, nbytes, trip, call)}"
+        click.echo(text)
+        results.mkdir(parents=True, exist_ok=True)
+        (results / name).write_text(text)
+
+    return main
+
+
+def _compare(ways: Sequence[str], measure: Measure, sizes: Sequence[int], rounds: int) -> list[Result]:
     context = torch.multiprocessing.get_context("spawn")
     found: list[Result] = []
     for number in range(rounds):
@@ -63,16 +107,7 @@ def compare(ways: Sequence[str], measure: Measure, sizes: Sequence[int], rounds:
     return found
 
 
-def table(results: list[Result], ways: Sequence[str], sizes: Sequence[int], trip: str, call: str) -> str:
-    """Return a table in Markdown, which compares all ways with the last one.
-
-    Args:
-        results: of all rounds.
-        ways: the contenders; the last one is aiotensor.
-        sizes: of the tensors.
-        trip: the heading of the trips.
-        call: the heading of the calls.
-    """
+def _table(results: list[Result], ways: Sequence[str], sizes: Sequence[int], trip: str, call: str) -> str:
     *others, ours = ways
     lines = [
         f"| tensor | way | {trip} | {call} | {trip}, as a multiple of {ours} |",
