@@ -230,7 +230,7 @@ def _export_metrics() -> None:
             logger.error(
                 "the metrics of aiotensor are not exported: %s",
                 error,
-                extra={"event": "publishing_failed", "reason": str(error)},
+                extra={"event": "vllm_metrics_failed", "reason": str(error)},
             )
 
     borrow(_export_metrics).begin(Call(publish))
