@@ -40,7 +40,9 @@ def _worker(way: str, handle: Any, rank: int, answers: Connection) -> None:
 
 
 def _engine(way: str, sizes: Sequence[int], results: Connection) -> None:
-    queue = _queue_type(way)(_WORKERS, _WORKERS, enable_shm_tensor_arena="arena" in way)
+    queue = _queue_type(way)(
+        _WORKERS, _WORKERS, max_chunk_bytes=16 << 20, enable_shm_tensor_arena="arena" in way
+    )
     context = torch.multiprocessing.get_context("spawn")
     answers, workers = [], []
     for rank in range(_WORKERS):

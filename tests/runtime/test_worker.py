@@ -1,6 +1,8 @@
 """Worker threads: results, failures and abandoned work."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator
@@ -265,3 +267,23 @@ async def test_a_call_that_asyncio_cancels_goes_on_and_holds_no_arguments_when_i
     go_on.set()
     await asyncio.to_thread(over.wait)
     await until(lambda: alive() is None)
+
+
+def test_a_worker_can_be_closed_when_the_interpreter_ends() -> None:
+    code = """
+import asyncio, atexit, threading
+from aiotensor.runtime.worker import Worker
+
+async def main():
+    worker = Worker("test")
+    worker.submit(go_on.wait)
+    atexit.register(worker.close)
+
+go_on = threading.Event()
+asyncio.run(main())
+go_on.set()  # the loop does not know that the work has ended
+"""
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True
+    )
+    assert not ended.stderr

@@ -112,6 +112,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sums: dict[str, int] = {}
+        self._kept: list[object] = []
 
     def init_device(self) -> None:
         self.device = torch.device("cpu")
@@ -131,6 +132,12 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def echo(self, value: object) -> object:
         return value
+
+    def keep(self, value: object) -> None:
+        self._kept.append(value)
+
+    def forget(self) -> None:
+        self._kept.clear()
 
     def wait(self, seconds: float) -> None:
         time.sleep(seconds)

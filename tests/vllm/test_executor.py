@@ -62,6 +62,7 @@ def test_all_workers_receive_the_objects_of_a_call_and_answer(tmp_path: Path) ->
         assert isinstance(executor.rpc_broadcast_mq, ExecutorQueue)
         assert all(isinstance(queue, ExecutorQueue) for queue in executor.response_mqs)
         for count in (10, BIG, LARGE, 10):
+            before = large_messages(executor)
             sent: dict[str, Any] = {
                 "tensor": pattern(count, count),
                 "array": np.arange(count),
@@ -71,7 +72,30 @@ def test_all_workers_receive_the_objects_of_a_call_and_answer(tmp_path: Path) ->
                 assert torch.equal(answer["tensor"], sent["tensor"])
                 assert np.array_equal(answer["array"], sent["array"])
                 assert answer["name"] == sent["name"]
+            assert large_messages(executor) - before == (count == LARGE)
         assert executor.collective_rpc("echo", args=(1,), unique_reply_rank=1) == 1
+
+
+def large_messages(executor: Any) -> int:
+    """Return the number of messages to the workers that were not in the ring of vLLM."""
+    published: int = executor.rpc_broadcast_mq._large._writer.statistics().published
+    return published
+
+
+def test_workers_that_keep_large_messages_do_not_stop_the_executor(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = pattern(1, LARGE)
+    monkeypatch.setenv("AIOTENSOR_VLLM_ARENA_BYTES", str(int(1.5 * message.nbytes)))
+    with executing(config_of(tmp_path)) as executor:
+        before = large_messages(executor)
+        for _ in range(3):
+            executor.collective_rpc("keep", args=(message,))
+        assert large_messages(executor) - before == 1
+        assert [record.event for record in caplog.records if hasattr(record, "event")] == ["message_declined"]
+        executor.collective_rpc("forget")
+        executor.collective_rpc("keep", args=(message,))
+        assert large_messages(executor) - before == 2
 
 
 def test_an_error_of_a_worker_is_raised_as_by_vllm(tmp_path: Path) -> None:
@@ -138,3 +162,12 @@ def test_workers_on_several_machines_use_the_queue_of_vllm(
     assert started == [executor]
     assert multiproc_executor.MessageQueue is STOCK
     assert "on 2 machines" in caplog.text
+
+
+async def test_an_engine_in_the_thread_of_an_event_loop_uses_the_queue_of_vllm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MultiprocExecutor, "_init_executor", lambda self: None)
+    BroadcastExecutor(config_of(tmp_path))
+    assert multiproc_executor.MessageQueue is STOCK
+    assert "in the thread of an event loop" in caplog.text

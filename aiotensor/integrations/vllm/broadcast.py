@@ -7,13 +7,15 @@ Unpickling runs code that the writer chooses. So an address of a queue is always
 only processes of this user can connect, and a reader rejects a writer that runs as another user.
 """
 
+import mmap
+import os
+import secrets
 import tempfile
-import uuid
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
@@ -21,8 +23,11 @@ from aiotensor import blocking
 from aiotensor.errors import PeerLostError, UsageError
 from aiotensor.integrations.vllm.pickling import Parts, dumps, loads
 from aiotensor.integrations.vllm.settings import Settings
+from aiotensor.ranks.entries import machine_of_this_process
 
 __all__ = ["Handle", "MessageQueue"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,10 +74,7 @@ class MessageQueue:
         enable_shm_tensor_arena: bool = False,
     ) -> None:
         if n_local_reader != n_reader:
-            raise UsageError(
-                f"{n_reader - n_local_reader} of {n_reader} readers are on other machines, which the "
-                "broadcast of aiotensor does not support: remove broadcast from AIOTENSOR_VLLM"
-            )
+            raise _elsewhere(n_reader - n_local_reader, n_reader)
         if n_reader < 1:
             raise ValueError(f"a queue needs at least one reader, got {n_reader}")
         ranks = list(range(n_reader)) if local_reader_ranks is None else local_reader_ranks
@@ -133,25 +135,26 @@ class MessageQueue:
             blocking: whether to wait until all of them are connected.
 
         Waits for all processes of the group. Errors are those of the constructor and `create_from_handle`.
+
+        Raises:
+            PeerLostError: the writer has raised an error, and has no queue.
         """
-        if isinstance(pg, dist.ProcessGroup):
-            rank, size = dist.get_rank(pg), dist.get_world_size(pg)
-        else:
-            rank, size = pg.rank, pg.world_size
+        rank, machines = _gather(pg, machine_of_this_process())
+        elsewhere = sum(machine != machines[writer_rank] for machine in machines)
+        if elsewhere:
+            raise _elsewhere(elsewhere, len(machines) - 1)
         queue = None
         handle = external_writer_handle
-        if rank == writer_rank and handle is None:
-            ranks = [reader for reader in range(size) if reader != writer_rank]
-            queue = cls(len(ranks), len(ranks), ranks, max_chunk_bytes, max_chunks)
-            handle = queue.export_handle()
-        if isinstance(pg, dist.ProcessGroup):
-            handles = [handle]
-            dist.broadcast_object_list(handles, src=dist.get_process_group_ranks(pg)[writer_rank], group=pg)
-            [handle] = handles
-        else:
-            handle = pg.broadcast_obj(handle if rank == writer_rank else None, writer_rank)
+        try:
+            if rank == writer_rank and handle is None:
+                ranks = [reader for reader in range(len(machines)) if reader != writer_rank]
+                queue = cls(len(ranks), len(ranks), ranks, max_chunk_bytes, max_chunks)
+                handle = queue.export_handle()
+        finally:
+            _, handles = _gather(pg, handle)  # also after an error, which the readers wait for
+        handle = handles[writer_rank]
         if handle is None:
-            raise UsageError("the writer of the group has sent no handle of its queue")
+            raise PeerLostError("the writer of the group has no queue, because of an error there")
         queue = queue or cls.create_from_handle(handle, rank)
         if blocking:
             queue.wait_until_ready()
@@ -205,6 +208,13 @@ class MessageQueue:
             OSError: the machine has no shared memory left.
         """
         self.write(dumps(obj), timeout)
+
+    def has_space(self, parts: Parts) -> bool:
+        """Return whether these parts fit into the free memory, so that `write` does not wait for memory."""
+        if self._writer is None:
+            return False
+        needed = sum(-(-len(part) // mmap.PAGESIZE) * mmap.PAGESIZE for part in parts)
+        return needed <= self._writer.statistics().largest_free_bytes
 
     def write(self, parts: Parts, timeout: float | None = None) -> int:
         """Write the parts of a pickle for all readers, and return the number of the message.
@@ -265,8 +275,26 @@ class MessageQueue:
         self._close()
 
 
+def _elsewhere(count: int, readers: int) -> UsageError:
+    return UsageError(
+        f"{count} of {readers} readers are on other machines, or belong to other users, which the broadcast "
+        "of aiotensor does not support: remove broadcast from AIOTENSOR_VLLM"
+    )
+
+
+def _gather(group: Any, value: T) -> tuple[int, list[T]]:
+    """Return the rank of this process, and the values of all processes by their ranks."""
+    if not isinstance(group, dist.ProcessGroup):
+        return group.rank, group.all_gather_obj(value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return dist.get_rank(group), values
+
+
 def _new_address() -> str:
-    return f"unix://{Path(tempfile.gettempdir(), f'aiotensor-{uuid.uuid4()}.sock').absolute()}"
+    """Return an address in the folder of vLLM's sockets."""
+    folder = os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()
+    return f"unix://{Path(folder, f'aiotensor-{secrets.token_hex(8)}.sock').absolute()}"
 
 
 def _path_of(handle: Handle) -> Path:

@@ -1,5 +1,7 @@
 """vLLM's executor of several worker processes, whose large messages travel through aiotensor."""
 
+import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -8,12 +10,15 @@ from vllm.v1.executor import multiproc_executor
 
 from aiotensor.integrations.vllm import broadcast
 from aiotensor.integrations.vllm.checks import BROADCAST, UnsupportedError, check, log_unchanged
-from aiotensor.integrations.vllm.pickling import dumps, loads
+from aiotensor.integrations.vllm.pickling import Parts, dumps, loads
+from aiotensor.runtime.logs import logger_of
 
 __all__ = ["BroadcastExecutor", "ExecutorQueue"]
 
+logger = logger_of("vllm")
+
 # Smaller messages travel through vLLM's ring: its readers poll shared memory, which takes less time than
-# waking a thread. See "vLLM's broadcast" in docs/performance.md.
+# waking a thread. See "Tensors and broadcast in vLLM" in docs/performance.md.
 _LARGE_BYTES = 16 << 20
 
 
@@ -21,7 +26,8 @@ class BroadcastExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[m
     """The executor that ``AIOTENSOR_VLLM=broadcast`` selects in place of the backend ``mp``.
 
     Also for ``--distributed-executor-backend aiotensor.integrations.vllm.executor.BroadcastExecutor``.
-    With workers on several machines, or an unknown version of vLLM, the queues are those of vLLM.
+    Otherwise, the queues are those of vLLM: with workers on several machines, with an unknown version of
+    vLLM, and in the thread of an event loop.
     """
 
     def _init_executor(self) -> None:
@@ -32,6 +38,8 @@ class BroadcastExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[m
                 raise UnsupportedError(
                     f"the workers of an engine are on {machines} machines, which broadcast does not support"
                 )
+            if asyncio._get_running_loop() is not None:
+                raise UnsupportedError("the engine runs in the thread of an event loop, which cannot wait")
         except UnsupportedError as error:
             log_unchanged(error)
         else:
@@ -76,6 +84,9 @@ class ExecutorQueue:
         large = broadcast.MessageQueue(n_reader, n_local_reader, options.get("local_reader_ranks"))
         small = shm_broadcast.MessageQueue(n_reader, n_local_reader, **options)
         self._open(small, large)
+        # A longer message does not fit into a slot of the ring, which also has some bytes for each buffer.
+        slot_bytes = options.get("max_chunk_bytes", _LARGE_BYTES)
+        self._large_bytes = min(_LARGE_BYTES, slot_bytes - slot_bytes // 16)
 
     @classmethod
     def create_from_handle(cls, handle: ExecutorHandle, rank: int) -> Self:
@@ -87,6 +98,7 @@ class ExecutorQueue:
 
     def _open(self, small: Any, large: broadcast.MessageQueue) -> None:
         self._small, self._large = small, large
+        self._has_declined = False
         self.shutting_down = False
 
     def export_handle(self) -> ExecutorHandle:
@@ -101,16 +113,42 @@ class ExecutorQueue:
 
     def enqueue(self, obj: object, timeout: float | None = None) -> None:
         """Write an object for all readers."""
+        end = None if timeout is None else time.monotonic() + timeout
         parts = dumps(obj)
-        if sum(len(part) for part in parts) < _LARGE_BYTES:
-            self._small.enqueue(parts, timeout)
-        else:
-            self._small.enqueue(self._large.write(parts, timeout), timeout)
+        number = None
+        if sum(len(part) for part in parts) >= self._large_bytes:
+            number = self._write(parts, timeout)
+        left = None if end is None else max(0.0, end - time.monotonic())
+        self._small.enqueue(parts if number is None else number, left)
+
+    def _write(self, parts: Parts, timeout: float | None) -> int | None:
+        """Write a large message and return its number; None if there is no memory for it.
+
+        The workers keep the tensors of a request until a later message ends it. A wait for their memory would
+        delay that message, too, and so never end.
+        """
+        reason: object = "AIOTENSOR_VLLM_ARENA_BYTES has no space beside the tensors that the workers use"
+        if self._large.has_space(parts):
+            try:
+                return self._large.write(parts, timeout)
+            except TimeoutError:
+                raise
+            except OSError as error:  # the machine has no shared memory
+                reason = error
+        if not self._has_declined:
+            self._has_declined = True
+            logger.warning(
+                "vLLM's own queue carries a large message: %s (logged once)",
+                reason,
+                extra={"event": "message_declined", "reason": str(reason)},
+            )
+        return None
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
         """Return the next object."""
         found = self._small.dequeue(timeout, indefinite)
-        return loads(found if isinstance(found, list) else self._large.read(found, timeout))
+        # A large message is written before its number. With a limit on this wait, it could be lost.
+        return loads(found if isinstance(found, list) else self._large.read(found))
 
     def shutdown(self) -> None:
         """Close: waiting calls in other threads raise an error."""

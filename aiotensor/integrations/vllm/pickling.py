@@ -5,14 +5,15 @@ import io
 import pickle
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from aiotensor.tensors.dtypes import DTYPE_NAMES, dtype_from_name
 
 __all__ = ["Parts", "dumps", "loads"]
 
-# A pickle, and its buffers. The pickle is a tensor, too, if it is long.
-Parts: TypeAlias = list[bytes | torch.Tensor]
+# A pickle, and its buffers: arrays at the writer, and tensors at a reader. A long pickle is one, too.
+Parts: TypeAlias = list[bytes | np.ndarray[Any, Any] | torch.Tensor]
 
 _IN_BAND_BYTES = 16 * 1024  # a smaller buffer is copied into the pickle
 
@@ -25,7 +26,7 @@ def dumps(obj: object) -> Parts:
         raw = buffer.raw()
         if raw.nbytes < _IN_BAND_BYTES:
             return True
-        parts.append(_bytes_of(raw))
+        parts.append(np.frombuffer(raw, np.uint8))
         return False
 
     with io.BytesIO() as stream:
@@ -33,18 +34,14 @@ def dumps(obj: object) -> Parts:
         pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduce}
         pickler.dump(obj)
         head = stream.getvalue()
-    parts[0] = head if len(head) < _IN_BAND_BYTES else _bytes_of(bytearray(head))
+    parts[0] = head if len(head) < _IN_BAND_BYTES else np.frombuffer(head, np.uint8)
     return parts
 
 
 def loads(parts: Parts) -> Any:
     """Return the object of a pickle, whose buffers refer to the parts."""
-    head, *buffers = (part.numpy().data if isinstance(part, torch.Tensor) else part for part in parts)
-    return pickle.loads(head, buffers=buffers)  # noqa: S301 - of a process of this user
-
-
-def _bytes_of(buffer: "memoryview | bytearray") -> torch.Tensor:
-    return torch.frombuffer(buffer, dtype=torch.uint8)
+    head, *buffers = (part.numpy() if isinstance(part, torch.Tensor) else part for part in parts)
+    return pickle.loads(head, buffers=buffers)  # type: ignore[arg-type]  # noqa: S301 - of a process of this user
 
 
 def _reduce(tensor: torch.Tensor) -> tuple[Any, ...] | str:

@@ -227,10 +227,17 @@ def _export_metrics() -> None:
         try:
             await MultiprocessPublisher().__aenter__()
         except OSError as error:
-            logger.error(
-                "the metrics of aiotensor are not exported: %s",
-                error,
-                extra={"event": "vllm_metrics_failed", "reason": str(error)},
-            )
+            _log_no_metrics(error)
 
-    borrow(_export_metrics).begin(Call(publish))
+    try:
+        borrow(_export_metrics).begin(Call(publish))
+    except OSError as error:  # no thread is left, and tensors will be declined for the same reason
+        _log_no_metrics(error)
+
+
+def _log_no_metrics(error: OSError) -> None:
+    logger.error(
+        "the metrics of aiotensor are not exported: %s",
+        error,
+        extra={"event": "vllm_metrics_failed", "reason": str(error)},
+    )

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from aiotensor import ClosedError, PeerLostError, TooLargeError, UsageError
+from aiotensor.integrations.vllm import broadcast
 from aiotensor.integrations.vllm.broadcast import Handle, MessageQueue
+from aiotensor.integrations.vllm.pickling import dumps
 from tests.blocking.waiting import in_thread, until
 from tests.integrations.vllm.readers import dequeue, readers
 from verification.patterns import BIG, pattern
@@ -63,7 +65,11 @@ def request(seed: int, count: int) -> Request:
             torch.tensor(seed),
             torch.empty(0, 3),
         ],
-        {"mask": values.numpy() > 2, "fortran": np.asfortranarray(np.arange(count).reshape(2, -1))},
+        {
+            "read-only": np.frombuffer(bytes(8 * count), np.int64),
+            "mask": values.numpy() > 2,
+            "fortran": np.asfortranarray(np.arange(count).reshape(2, -1)),
+        },
         (None, "text" * 3, {1, 2}, b"x" * count, bytearray(count), range(3)),
     )
 
@@ -229,6 +235,20 @@ def test_writing_before_all_readers_are_connected_is_an_error(queue: MessageQueu
         queue.enqueue(1)
 
 
+def test_space_is_what_the_readers_do_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = pattern(1, BIG)
+    monkeypatch.setenv("AIOTENSOR_VLLM_ARENA_BYTES", str(int(1.5 * message.nbytes)))
+    queue = MessageQueue(1, 1)
+    with readers(queue, 1) as [reader]:
+        assert queue.has_space(dumps(message))
+        queue.enqueue(message)
+        reader.call(keep)
+        assert not queue.has_space(dumps(message))
+        reader.call(free)
+        until(lambda: queue.has_space(dumps(message)))
+    queue.shutdown()
+
+
 def test_a_message_larger_than_the_arena_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOTENSOR_VLLM_ARENA_BYTES", "100000")
     queue = MessageQueue(1, 1)
@@ -275,11 +295,13 @@ def test_a_queue_that_is_dropped_is_closed() -> None:
         reader.dequeue()
 
 
-def test_a_process_can_end_without_shutting_its_queues_down() -> None:
+@pytest.mark.parametrize("is_freed", [False, True], ids=["open", "freed"])
+def test_a_process_can_end_without_shutting_its_queues_down(is_freed: bool) -> None:
     code = (
-        "from aiotensor.integrations.vllm.broadcast import MessageQueue; "
+        "import torch; from aiotensor.integrations.vllm.broadcast import MessageQueue; "
         "queue = MessageQueue(1, 1); reader = MessageQueue.create_from_handle(queue.export_handle(), 0); "
-        "print(queue.export_handle().address)"
+        "[queue.enqueue(torch.zeros(1 << 22)) for _ in range(3)]; "
+        "print(queue.export_handle().address); " + "del queue" * is_freed
     )
     ended = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True
@@ -299,6 +321,23 @@ class Stateless:
         dist.broadcast_object_list(objects, src=src)
         return objects[0]
 
+    def all_gather_obj(self, obj: object) -> list[object]:
+        return [self.broadcast_obj(obj, src) for src in range(self.world_size)]
+
+
+def be_without_a_writer(rank: int, store: str, reason: str, results: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    with pytest.MonkeyPatch.context() as patch:
+        if reason == "another machine":
+            patch.setattr(broadcast, "machine_of_this_process", lambda: f"machine {rank}")
+        elif rank == 0:
+            patch.setenv("AIOTENSOR_VLLM_ARENA_BYTES", "many")
+        try:
+            MessageQueue.create_from_process_group(dist.group.WORLD, 1 << 20, 4)
+        except (UsageError, PeerLostError, ValueError) as error:
+            results.send((rank, type(error).__name__, str(error)))
+    dist.destroy_process_group()
+
 
 def be_in_a_group(rank: int, store: str, is_stateless: bool, results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -311,22 +350,41 @@ def be_in_a_group(rank: int, store: str, is_stateless: bool, results: Any) -> No
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("is_stateless", [False, True], ids=["torch", "stateless"])
-def test_a_group_of_processes_has_one_writer(is_stateless: bool) -> None:
+def in_a_group(target: Any, argument: object) -> list[Any]:
+    """Run a function in two processes, and return their results."""
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = context.Pipe()
         processes = [
-            context.Process(
-                target=be_in_a_group, args=(rank, f"{folder}/store", is_stateless, theirs), daemon=True
-            )
+            context.Process(target=target, args=(rank, f"{folder}/store", argument, theirs), daemon=True)
             for rank in range(2)
         ]
         for process in processes:
             process.start()
-        assert [ours.recv(), ours.recv()] == [True, True]
+        results = [ours.recv(), ours.recv()]
         for process in processes:
             process.join()
             assert process.exitcode == 0
     ours.close()
     theirs.close()
+    return results
+
+
+@pytest.mark.parametrize(
+    ("reason", "errors"),
+    [
+        ("another machine", {0: ("UsageError", "1 of 1 readers"), 1: ("UsageError", "1 of 1 readers")}),
+        ("a wrong setting", {0: ("ValueError", "'many'"), 1: ("PeerLostError", "has no queue")}),
+    ],
+)
+def test_an_error_of_the_writer_of_a_group_reaches_all_of_it(
+    reason: str, errors: dict[int, tuple[str, str]]
+) -> None:
+    for rank, name, text in in_a_group(be_without_a_writer, reason):
+        assert name == errors[rank][0]
+        assert errors[rank][1] in text
+
+
+@pytest.mark.parametrize("is_stateless", [False, True], ids=["torch", "stateless"])
+def test_a_group_of_processes_has_one_writer(is_stateless: bool) -> None:
+    assert in_a_group(be_in_a_group, is_stateless) == [True, True]
