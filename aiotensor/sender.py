@@ -1,6 +1,5 @@
 """Send tensors to the receiver at an endpoint; the implementation is in `aiotensor.sending`."""
 
-import operator
 import secrets
 from collections.abc import Sequence
 from typing import Self
@@ -10,17 +9,17 @@ import torch
 from aiotensor.errors import again
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.cgroups import warn_if_too_large
-from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.sending.capacity import SenderCapacity
+from aiotensor.sending.grants import unopened_statistics
 from aiotensor.sending.message import Message
 from aiotensor.sending.open_message import OpenMessage
 from aiotensor.sending.pipeline import Pipeline
 from aiotensor.sending.posting import Posts
 from aiotensor.sending.settings import Settings
-from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
+from aiotensor.statistics.counters import ErrorCounter, new_counts
 from aiotensor.tensors.source import Sendable
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
-from aiotensor.types import MAX_NUMBER, CurveKey, EngineName, SenderStatistics, TensorHandle
+from aiotensor.types import CurveKey, EngineName, SenderStatistics, TensorHandle
 
 __all__ = ["OpenMessage", "TensorSender", "capacity_of", "posts_of"]
 
@@ -82,12 +81,8 @@ class TensorSender(LoopObject):
         self._route = route_to(
             endpoint, TcpArguments(True, secret_key, server_key, (), peer_timeout_s, engine)
         )
-        self._settings = Settings(
-            _positive("max_concurrent_videos", max_concurrent_videos),
-            _positive("arena_bytes", arena_bytes),
-            seconds_or_never("keep_warm_s", keep_warm_s),
-            seconds_or_never("long_wait_s", long_wait_s),
-            seconds_or_never("max_wait_s", max_wait_s),
+        self._settings = Settings.checked(
+            max_concurrent_videos, arena_bytes, keep_warm_s, long_wait_s, max_wait_s
         )
         self._errors = ErrorCounter()
         self._counts = new_counts(SenderStatistics)
@@ -145,7 +140,7 @@ class TensorSender(LoopObject):
             ClosedError: this sender was closed, possibly during the wait.
         """
         with self._errors:
-            await self._opened().ready()
+            await self._opened().readiness.admitted()
 
     async def send(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor, and return the handle that names it for the receiver.
@@ -336,19 +331,7 @@ class TensorSender(LoopObject):
         """Return the current usage and the totals since opening; also available after closing."""
         self.affinity.check_place()
         if self._pipeline is None:
-            waits = WaitCounter().waits()
-            return snapshot(
-                SenderStatistics,
-                dict.fromkeys(SenderStatistics.__struct_fields__, 0),
-                max_concurrent_videos=self._settings.max_messages,
-                longest_wait_s=0.0,
-                holders=(),
-                arena_bytes=self._settings.max_bytes,
-                largest_free_bytes=self._settings.max_bytes,
-                permit_waits=waits,
-                memory_waits=waits,
-                errors=self._errors.counts(),
-            )
+            return unopened_statistics(self._settings, self._errors)
         return self._pipeline.grants.statistics()
 
     async def aclose(self) -> None:
@@ -412,11 +395,3 @@ def posts_of(sender: TensorSender) -> Posts:
     """
     sender._opened()
     return sender._opened_posts()
-
-
-def _positive(name: str, value: int) -> int:
-    if operator.index(value) < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    if value > MAX_NUMBER:  # larger numbers do not fit into a frame
-        raise ValueError(f"{name} must be at most {MAX_NUMBER}, got {value}")
-    return value

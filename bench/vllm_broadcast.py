@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench.vllm_rounds import Result, comparison, prepare, repetitions
+from bench.vllm_rounds import Result, comparison, prepare
 
 __all__ = ["main"]
 
@@ -63,24 +63,12 @@ def _engine(way: str, sizes: Sequence[int], results: Connection) -> None:
 
 def _measure_size(queue: Any, answers: list[Any], way: str, nbytes: int) -> Result:
     result = Result(way, nbytes, [], [])
-    warm_up, count = repetitions(nbytes)
-    for number in range(warm_up + count):
-        call: tuple[object, ...] = (
-            "execute_model",
-            (torch.full((nbytes,), number % 251, dtype=torch.uint8),),
-            {},
-            None,
-        )
+    for tensor in result.tensors():
         began = time.perf_counter()
-        queue.enqueue(call)
+        queue.enqueue(("execute_model", (tensor,), {}, None))
         written = time.perf_counter()
         values = {answer.recv_bytes()[0] for answer in answers}
-        ended = time.perf_counter()
-        if values != {number % 251}:
-            raise RuntimeError(f"{way}: tensor {number} arrived with other values")
-        if number >= warm_up:
-            result.trips.append(ended - began)
-            result.calls.append(written - began)
+        result.add(tensor, values, began, written, time.perf_counter())
     return result
 
 

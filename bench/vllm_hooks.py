@@ -16,7 +16,7 @@ import torch
 import zmq
 import zmq.asyncio
 
-from bench.vllm_rounds import Result, comparison, prepare, repetitions
+from bench.vllm_rounds import Result, comparison, prepare
 
 __all__ = ["main"]
 
@@ -77,21 +77,14 @@ def _client(way: str, sizes: Sequence[int], results: Connection) -> None:
 
 async def _measure_size(socket: "zmq.asyncio.Socket", encoder: Any, way: str, nbytes: int) -> Result:
     result = Result(way, nbytes, [], [])
-    warm_up, count = repetitions(nbytes)
-    for number in range(warm_up + count):
-        # A new tensor each time: `torch_shm` spends most of its time on sharing the memory of a tensor.
-        message = _Message(torch.full((nbytes,), number % 251, dtype=torch.uint8))
+    # A new tensor each time: `torch_shm` spends most of its time on sharing the memory of a tensor.
+    for tensor in result.tensors():
         began = time.perf_counter()
-        buffers = encoder.encode(message)
+        buffers = encoder.encode(_Message(tensor))
         encoded = time.perf_counter()
         await socket.send_multipart(buffers, copy=False)
         [answer] = await socket.recv()
-        ended = time.perf_counter()
-        if answer != number % 251:
-            raise RuntimeError(f"{way}: tensor {number} arrived with other values")
-        if number >= warm_up:
-            result.trips.append(ended - began)
-            result.calls.append(encoded - began)
+        result.add(tensor, {answer}, began, encoded, time.perf_counter())
     return result
 
 

@@ -2,7 +2,7 @@
 
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -12,7 +12,7 @@ import torch
 
 from bench.measure import format_seconds, format_size, parse_size
 
-__all__ = ["Measure", "Result", "comparison", "prepare", "repetitions"]
+__all__ = ["Measure", "Result", "comparison", "prepare"]
 
 _RESULTS = Path(__file__).parent / "results"
 _READING = (
@@ -37,6 +37,23 @@ class Result(NamedTuple):
     trips: list[float]
     calls: list[float]
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Return the tensors to send; the times of the first ones are dropped."""
+        count = 10 if self.nbytes > _LARGE else 300
+        warm_up = max(3, count // 10)
+        for number in range(warm_up + count):
+            if number == warm_up:
+                self.trips.clear()
+                self.calls.clear()
+            yield torch.full((self.nbytes,), number % 251, dtype=torch.uint8)
+
+    def add(self, tensor: torch.Tensor, answers: set[int], began: float, called: float, ended: float) -> None:
+        """Check the answers of the receivers, which contain the last byte, and add the times."""
+        if answers != {int(tensor[-1])}:
+            raise RuntimeError(f"{self.way}: a tensor arrived with other values")
+        self.trips.append(ended - began)
+        self.calls.append(called - began)
+
 
 # Measures a way with several sizes, and sends a list of results.
 Measure: TypeAlias = Callable[[str, Sequence[int], Connection], None]
@@ -55,16 +72,10 @@ def prepare(parts: str) -> None:
     torch.set_num_threads(1)
 
 
-def repetitions(nbytes: int) -> tuple[int, int]:
-    """Return the number of warm-up rounds and of measured ones for a tensor."""
-    count = 10 if nbytes > _LARGE else 300
-    return max(3, count // 10), count
-
-
 def comparison(
     name: str, introduction: str, ways: Sequence[str], measure: Measure, trip: str, call: str
 ) -> click.Command:
-    """Make a command that measures all ways in each round, in an alternating order, and writes a table.
+    """Return the command of a comparison. It measures all ways in each round, in an alternating order.
 
     Args:
         name: of the file of the table.

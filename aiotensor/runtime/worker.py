@@ -276,9 +276,8 @@ class Worker:
             # After all other work, which may still use the helper.
             lane = self._long if self._long.running else self._short
             last = self.helper.shutdown
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the interpreter ends, and executors begin no further work
+            # When the interpreter ends, executors begin no further work.
+            with contextlib.suppress(RuntimeError):
                 lane.executor.submit(self._behind_short(last) if lane is self._long else last)
             for executor in executors[:2]:
                 executor.shutdown(wait=False)

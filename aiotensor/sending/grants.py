@@ -23,13 +23,13 @@ from aiotensor.sending.holders import Holders
 from aiotensor.sending.memory import Memory
 from aiotensor.sending.message import LOST, OPEN, WHOLE, Message, MessageState, innermost_block
 from aiotensor.sending.settings import Settings
-from aiotensor.statistics.counters import ErrorCounter, snapshot
+from aiotensor.statistics.counters import ErrorCounter, WaitCounter, snapshot
 from aiotensor.tensors.allocations import Allocation, Block
 from aiotensor.tensors.arena import Arena, Extent
 from aiotensor.transports.base import engine_connections
 from aiotensor.types import SenderStatistics
 
-__all__ = ["Grants"]
+__all__ = ["Grants", "unopened_statistics"]
 
 _STUCK = (
     "all shared memory is held by messages that wait for more, this one among them, so that waiting would "
@@ -315,3 +315,20 @@ def _counted(blocks: Counter[int], allocation: Allocation) -> Iterator[None]:
         blocks[number] -= 1
         if not blocks[number]:
             del blocks[number]
+
+
+def unopened_statistics(settings: Settings, errors: ErrorCounter) -> SenderStatistics:
+    """Return the statistics of a sender that was not opened."""
+    waits = WaitCounter().waits()
+    return snapshot(
+        SenderStatistics,
+        dict.fromkeys(SenderStatistics.__struct_fields__, 0),
+        max_concurrent_videos=settings.max_messages,
+        longest_wait_s=0.0,
+        holders=(),
+        arena_bytes=settings.max_bytes,
+        largest_free_bytes=settings.max_bytes,
+        permit_waits=waits,
+        memory_waits=waits,
+        errors=errors.counts(),
+    )

@@ -10,12 +10,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
-from aiotensor.errors import WouldBlockError
 from aiotensor.protocol.frames import Put
-from aiotensor.runtime.waiting import at_most
 from aiotensor.sending.gates import CapacityListener
 from aiotensor.sending.grants import Grants
 from aiotensor.sending.message import Message, MessageState, put_of
+from aiotensor.sending.readiness import Readiness
 from aiotensor.sending.session import Session
 from aiotensor.sending.sessions import Sessions
 from aiotensor.sending.settings import Settings
@@ -55,6 +54,7 @@ class Pipeline:
         sender: the id of the sender.
         grants: the messages in flight, with their permits and memory.
         sessions: the connections to receivers.
+        readiness: the waits for a receiver.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Pipeline:
         self._permits = self.grants.permits
         self._memory = self.grants.memory
         self._max_bytes = settings.max_bytes
-        self._max_wait_s = settings.max_wait_s
+        self.readiness = Readiness(self.sessions, self.grants, settings.max_wait_s)
 
     def open(self) -> None:
         """Begin to connect; errors are those of `Connector.connect`."""
@@ -112,22 +112,6 @@ class Pipeline:
         self._memory.close()
         self.grants.drainers.wake()
 
-    async def ready(self) -> None:
-        """Wait until a receiver has admitted this sender, as `TensorSender.ready` does."""
-        if self.sessions.is_admitted:
-            return
-        try:
-            async with at_most(self._max_wait_s, self._not_ready):
-                await self.sessions.admission()
-        except WouldBlockError:
-            if not self.sessions.is_admitted:  # it may have been admitted just as the time ran out
-                raise
-
-    def _not_ready(self) -> WouldBlockError:
-        is_there = self.sessions.is_receiver_there
-        reason = "the receiver has not answered" if is_there else "no receiver was here"
-        return self.grants.holders.overdue(reason, 0, 0)
-
     # Messages
 
     async def begin(self, allocation: Allocation | None = None) -> Message:
@@ -146,13 +130,7 @@ class Pipeline:
         """Assign a permit to a new message, or raise `WouldBlockError`."""
         sessions = self.sessions
         if not sessions.is_ready:
-            if sessions.current is None:
-                reason = "no receiver is here"
-            elif sessions.current.transport.is_writable:
-                reason = "the receiver has not answered"
-            else:
-                reason = "the receiver is slow to read"
-            raise sessions.refusal() or self.grants.holders.would_block(reason, 1, nbytes)
+            raise self.readiness.refusal(nbytes)
         permit = self._permits.try_acquire(1)
         if permit is None:
             raise self.grants.holders.would_block("no permit is free", 1, nbytes)
@@ -209,7 +187,7 @@ class Pipeline:
         # Only this check bounds the transport's queue: no call adds to the queue while it is not empty.
         session = self.sessions.current
         if session is None or not session.transport.is_writable or self.sessions.needs_admission:
-            await self._receiver_reads(message)
+            await self.readiness.receiver_reads(message)
         self.grants.check_open(message)
         allocation = plan.allocation
         if allocation is None:
@@ -324,7 +302,7 @@ class Pipeline:
             raise self.grants.error(message) from None
         try:
             if not self.sessions.is_ready:
-                await self._receiver_reads(message)
+                await self.readiness.receiver_reads(message)
             self.grants.check_open(message)
             return self._announce(message, source, place_copy(block.place), block, last=last)
         finally:
@@ -409,25 +387,3 @@ class Pipeline:
         if put.last:
             self.grants.make_whole(message)
         return TensorHandle(self.sender, put.message, put.tensor, put.dtype, put.shape, put.device)
-
-    async def _receiver_reads(self, message: Message) -> None:
-        """Wait until a receiver is connected and reads."""
-        self.grants.check_open(message)  # a message lost during its copy must not wait for the next receiver
-        message.awaits_receiver += 1
-        try:
-            async with at_most(self._max_wait_s, self._nothing_read):
-                while not self.sessions.is_ready:
-                    await self.sessions.change()
-                    self.grants.check_open(message)
-        except WouldBlockError:
-            if not self.sessions.is_ready:  # it may have changed in this same iteration
-                raise
-            self.grants.check_open(message)
-        finally:
-            message.awaits_receiver -= 1
-
-    def _nothing_read(self) -> WouldBlockError:
-        is_connected = self.sessions.current is not None
-        return self.grants.holders.overdue(
-            "the receiver read nothing" if is_connected else "no receiver was here", 1, 0
-        )

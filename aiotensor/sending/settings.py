@@ -1,6 +1,10 @@
-"""The limits of a sender, as its constructor received them."""
+"""The limits of a sender."""
 
-from typing import NamedTuple
+import operator
+from typing import NamedTuple, Self
+
+from aiotensor.runtime.waiting import seconds_or_never
+from aiotensor.types import MAX_NUMBER
 
 __all__ = ["Settings"]
 
@@ -21,3 +25,34 @@ class Settings(NamedTuple):
     keep_warm_s: float | None
     long_wait_s: float | None
     max_wait_s: float | None
+
+    @classmethod
+    def checked(
+        cls,
+        max_concurrent_videos: int,
+        arena_bytes: int,
+        keep_warm_s: float | None,
+        long_wait_s: float | None,
+        max_wait_s: float | None,
+    ) -> Self:
+        """Return the limits that `TensorSender` received.
+
+        Raises:
+            TypeError: a limit has the wrong type.
+            ValueError: a limit is out of bounds.
+        """
+        return cls(
+            _positive("max_concurrent_videos", max_concurrent_videos),
+            _positive("arena_bytes", arena_bytes),
+            seconds_or_never("keep_warm_s", keep_warm_s),
+            seconds_or_never("long_wait_s", long_wait_s),
+            seconds_or_never("max_wait_s", max_wait_s),
+        )
+
+
+def _positive(name: str, value: int) -> int:
+    if operator.index(value) < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    if value > MAX_NUMBER:  # larger numbers do not fit into a frame
+        raise ValueError(f"{name} must be at most {MAX_NUMBER}, got {value}")
+    return value

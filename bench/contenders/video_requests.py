@@ -5,6 +5,7 @@ request is a number and the parts that a contender adds: the handle of a tensor,
 answer is an integer.
 """
 
+import abc
 import asyncio
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -66,7 +67,7 @@ async def requesting(address: str) -> AsyncIterator[Requests]:
             reading.cancel()
 
 
-class LimitedPort:
+class LimitedPort(abc.ABC):
     """The end of an API server for contenders without permits, with a semaphore instead.
 
     The engine does not report that it has taken a tensor, so a permit is free when its answer arrives.
@@ -86,8 +87,9 @@ class LimitedPort:
     async def allocate(self, shape: Sequence[int]) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=torch.uint8)
 
+    @abc.abstractmethod
     async def request(self, frames: torch.Tensor) -> int:
-        raise NotImplementedError
+        """Send frames, and return the answer of the engine."""
 
 
 class Engine:

@@ -10,7 +10,7 @@ from verification.fuzz.living import listening
 from verification.fuzz.piping import RECEIVED
 
 _MORE = 5
-_GROWTH_KIB = 4096  # the allocators keep some MiB of messages between machines
+_GROWTH_KIB = 1024
 
 OUTCOMES = ("opened", RECEIVED, "sent", "drained", "receive: PeerLostError", "PeerLostError while opening")
 

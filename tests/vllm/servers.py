@@ -61,7 +61,7 @@ def consumer_of(client: AsyncMPClient) -> ClientConsumer:
 
 
 def statistics_of(client: AsyncMPClient) -> SenderStatistics:
-    [sender] = consumer_of(client)._senders
+    [sender] = consumer_of(client).senders
     assert isinstance(sender, TensorSender)
     return sender.statistics()
 

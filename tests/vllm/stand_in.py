@@ -4,10 +4,10 @@ The worker "samples" the sum of the bytes of a request's tensors, so that the cl
 """
 
 import json
-import time
+import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from vllm.model_executor.models import ModelRegistry
@@ -43,6 +43,11 @@ def write_model(folder: Path) -> str:
     return str(folder)
 
 
+def _not_used(*args: Any, **options: Any) -> NoReturn:
+    """Take the place of a method that vLLM's base classes or its inspection of models require."""
+    raise AssertionError("vLLM uses the model or its processor, and not the worker of the tests")
+
+
 class _Info(BaseProcessingInfo):  # type: ignore[misc] # vLLM is not typed for us
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"video": None}
@@ -52,21 +57,13 @@ class _Info(BaseProcessingInfo):  # type: ignore[misc] # vLLM is not typed for u
 
 
 class _NoDummies(BaseDummyInputsBuilder[_Info]):  # type: ignore[misc]
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        raise NotImplementedError
-
-    def get_dummy_mm_data(self, *args: Any) -> Any:
-        raise NotImplementedError
+    get_dummy_text = get_dummy_mm_data = _not_used
 
 
 class _Processor(BaseMultiModalProcessor[_Info]):  # type: ignore[misc]
     requires_tokenizer = False  # and nothing is processed: requests bring their tensors
 
-    def _get_mm_fields_config(self, *args: Any) -> Any:
-        raise NotImplementedError
-
-    def _get_prompt_updates(self, *args: Any) -> Any:
-        raise NotImplementedError
+    _get_mm_fields_config = _get_prompt_updates = _not_used
 
 
 @MULTIMODAL_REGISTRY.register_processor(_Processor, info=_Info, dummy_inputs=_NoDummies)
@@ -78,14 +75,10 @@ class _Model(torch.nn.Module):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        _not_used()
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+    embed_input_ids = compute_logits = _not_used
 
 
 ModelRegistry.register_model(_ARCHITECTURE, _Model)
@@ -139,8 +132,9 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def forget(self) -> None:
         self._kept.clear()
 
-    def wait(self, seconds: float) -> None:
-        time.sleep(seconds)
+    def pause(self) -> None:
+        """Do not return; vLLM ends its workers by a signal."""
+        signal.pause()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         for request in scheduler_output.scheduled_new_reqs:

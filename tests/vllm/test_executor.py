@@ -78,7 +78,7 @@ def test_all_workers_receive_the_objects_of_a_call_and_answer(tmp_path: Path) ->
 
 def large_messages(executor: Any) -> int:
     """Return the number of messages to the workers that were not in the ring of vLLM."""
-    published: int = executor.rpc_broadcast_mq._large._writer.statistics().published
+    published: int = executor.rpc_broadcast_mq.large.statistics().published
     return published
 
 
@@ -109,15 +109,15 @@ def test_an_error_of_a_worker_is_raised_as_by_vllm(tmp_path: Path) -> None:
 def test_a_call_without_an_answer_has_a_limit(tmp_path: Path) -> None:
     with (
         executing(config_of(tmp_path)) as executor,
-        pytest.raises(TimeoutError, match="RPC call to wait timed out"),
+        pytest.raises(TimeoutError, match="RPC call to pause timed out"),
     ):
-        executor.collective_rpc("wait", timeout=0.1, args=(1.0,))
+        executor.collective_rpc("pause", timeout=0.1)
 
 
 def test_a_killed_worker_ends_a_call(tmp_path: Path) -> None:
     with executing(config_of(tmp_path)) as executor:
         [first, *_] = [one.pid for one in multiprocessing.active_children() if "VllmWorker" in one.name]
-        waiting = executor.collective_rpc("wait", args=(600.0,), non_block=True)
+        waiting = executor.collective_rpc("pause", non_block=True)
         os.kill(first or 0, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="cancelled"):
             waiting.result()

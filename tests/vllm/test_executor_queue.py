@@ -11,6 +11,7 @@ import torch
 
 from aiotensor import PeerLostError
 from aiotensor.integrations.vllm.executor import ExecutorHandle, ExecutorQueue
+from aiotensor.types import PublisherStatistics
 from tests.blocking.waiting import in_thread
 from verification.patterns import pattern
 
@@ -77,8 +78,9 @@ def test_a_message_longer_than_a_slot_of_the_ring_does_not_use_it(restored: None
 
 
 def published(queue: ExecutorQueue) -> int:
-    assert queue._large._writer is not None
-    return queue._large._writer.statistics().published
+    statistics = queue.large.statistics()
+    assert isinstance(statistics, PublisherStatistics)
+    return statistics.published
 
 
 def test_a_large_message_to_a_killed_reader_is_an_error(restored: None) -> None:
@@ -95,7 +97,7 @@ def test_a_large_message_to_a_killed_reader_is_an_error(restored: None) -> None:
 def test_a_message_that_never_got_a_number_is_skipped(restored: None) -> None:
     queue = ExecutorQueue(1, 1)
     with reading(queue, 1, "spawn") as [(_, sums)]:
-        queue._large.enqueue(pattern(1, LARGE))  # as if the ring had been full for too long
+        queue.large.enqueue(pattern(1, LARGE))  # as if the ring had been full for too long
         queue.enqueue(pattern(2, LARGE))
         assert sums.recv() == int(pattern(2, LARGE).sum())
 

@@ -10,6 +10,7 @@ from verification import loops
 from verification.fuzz.engine import Figures, Troubles, figures, threads_started
 from verification.fuzz.things import Things
 from verification.processes import peers
+from verification.processes.allocator import use_one_heap
 
 __all__ = [
     "ConnectingChild",
@@ -35,6 +36,7 @@ class Look(NamedTuple):
 
 async def watch(state: peers.State) -> None:
     """Start collecting errors in the child, after the thread that decodes large messages."""
+    use_one_heap()
     await threads_started()
     troubles = state.others[_TROUBLES] = Troubles()
     troubles.watch()

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Generic, Protocol, TypeVar
@@ -14,8 +13,6 @@ from verification.fuzz.steps import CASES, Conversation, cases
 from verification.places import endpoint
 
 __all__ = ["Listening", "Live", "listening"]
-
-_ATTEMPTS = 3
 
 
 class Live(Protocol):
@@ -51,22 +48,14 @@ class Listening(Generic[L]):
         self._runner.run(self.live.hear(said))
 
     def explore(self, to: str, *, warm_up: int, examples: int, growth_kib: int) -> None:
-        """Run conversations of every kind, and check that the target has not grown.
-
-        Memory may grow once, since allocators keep some of it; a leak grows each time.
-        """
+        """Run conversations of every kind, and check that the target has not grown."""
         source = random.Random(0)
         for _ in range(warm_up):
             telling(said_at_random(to, source), self.hear)
-        for attempt in range(_ATTEMPTS):
-            before = self.look()
-            explore(to, examples, self.hear)
-            is_last = attempt == _ATTEMPTS - 1
-            after = self.look()
-            grown = after.grown(before, growth_kib if is_last else sys.maxsize)
-            assert not grown, ", ".join(grown)
-            if not after.grown(before, growth_kib):
-                break
+        before = self.look()
+        explore(to, examples, self.hear)
+        grown = self.look().grown(before, growth_kib)
+        assert not grown, ", ".join(grown)
 
     def replay(self, to: str, *, times: int) -> None:
         """Run the recorded cases."""

@@ -3,9 +3,10 @@
 import ctypes
 import gc
 
-__all__ = ["forget_free_memory", "keep_no_large_pieces"]
+__all__ = ["forget_free_memory", "keep_no_large_pieces", "use_one_heap"]
 
 _M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 
 _libc = ctypes.CDLL(None)
 
@@ -23,3 +24,12 @@ def forget_free_memory() -> None:
 def keep_no_large_pieces() -> None:
     """Allocate each block of 128 KiB or more from the system, even after larger blocks were freed."""
     _libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
+
+
+def use_one_heap() -> None:
+    """Let all threads share one heap, and keep no large pieces.
+
+    Otherwise each thread has a heap with free gaps, whose size differs by some MiB between measurements.
+    """
+    keep_no_large_pieces()
+    _libc.mallopt(_M_ARENA_MAX, 1)

@@ -7,13 +7,11 @@ Unpickling runs code that the writer chooses. So an address of a queue is always
 only processes of this user can connect, and a reader rejects a writer that runs as another user.
 """
 
-import mmap
 import os
 import secrets
 import tempfile
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -24,6 +22,8 @@ from aiotensor.errors import PeerLostError, UsageError
 from aiotensor.integrations.vllm.pickling import Parts, dumps, loads
 from aiotensor.integrations.vllm.settings import Settings
 from aiotensor.ranks.entries import machine_of_this_process
+from aiotensor.tensors.segments import whole_pages
+from aiotensor.types import PublisherStatistics, SubscriberStatistics
 
 __all__ = ["Handle", "MessageQueue"]
 
@@ -40,7 +40,7 @@ class Handle:
     """
 
     address: str
-    local_reader_ranks: list[int] = field(default_factory=list)
+    local_reader_ranks: list[int]
 
 
 class MessageQueue:
@@ -78,10 +78,10 @@ class MessageQueue:
         if n_reader < 1:
             raise ValueError(f"a queue needs at least one reader, got {n_reader}")
         ranks = list(range(n_reader)) if local_reader_ranks is None else local_reader_ranks
-        self.handle = Handle(_new_address(), ranks)
+        self._handle = Handle(_new_address(), ranks)
         self._n_reader = n_reader
         publisher = blocking.Publisher(
-            self.handle.address,
+            self._handle.address,
             arena_bytes=Settings.from_environment().arena_bytes,
             max_behind=max_chunks,
             max_subscribers=n_reader,
@@ -106,7 +106,7 @@ class MessageQueue:
         if rank not in handle.local_reader_ranks:
             raise UsageError(f"the queue has the readers {handle.local_reader_ranks}, got the rank {rank}")
         self = cls.__new__(cls)
-        self.handle = handle
+        self._handle = handle
         reader = blocking.Subscriber(handle.address, list[Any], max_mapped_bytes=None)
         self._open(None, reader)
         if not reader.statistics().publishers:  # the writer has listened since before there was a handle
@@ -164,18 +164,17 @@ class MessageQueue:
         self, writer: blocking.Publisher | None, reader: "blocking.Subscriber[list[Any]] | None"
     ) -> None:
         self._writer, self._reader = writer, reader
-        self.shutting_down = False
         end = writer or reader
         if end is None:
             raise AssertionError("a queue has one end here")
+        self._end = end
         end.__enter__()
-        self._close: Callable[[], None] = end.close
         # vLLM does not shut down each queue. At exit the threads have stopped by then.
         weakref.finalize(self, end.abandon).atexit = False
 
     def export_handle(self) -> Handle:
         """Return the handle, for the processes of the readers."""
-        return self.handle
+        return self._handle
 
     def wait_until_ready(self) -> None:
         """Wait until all readers are connected; to be called by the writer and by all readers.
@@ -187,7 +186,7 @@ class MessageQueue:
         if self._writer is not None:
             self._writer.wait_for_subscribers(self._n_reader)
             # No other process connects later, and a killed one leaves no file.
-            _path_of(self.handle).unlink(missing_ok=True)
+            _path_of(self._handle).unlink(missing_ok=True)
             self.enqueue(None)
         else:
             self.dequeue()
@@ -213,8 +212,7 @@ class MessageQueue:
         """Return whether these parts fit into the free memory, so that `write` does not wait for memory."""
         if self._writer is None:
             return False
-        needed = sum(-(-len(part) // mmap.PAGESIZE) * mmap.PAGESIZE for part in parts)
-        return needed <= self._writer.statistics().largest_free_bytes
+        return sum(whole_pages(len(part)) for part in parts) <= self._writer.statistics().largest_free_bytes
 
     def write(self, parts: Parts, timeout: float | None = None) -> int:
         """Write the parts of a pickle for all readers, and return the number of the message.
@@ -269,10 +267,13 @@ class MessageQueue:
         self.enqueue(obj)
         return obj
 
+    def statistics(self) -> PublisherStatistics | SubscriberStatistics:
+        """Return the statistics of the publisher in the writer's process, and of the subscriber elsewhere."""
+        return self._end.statistics()
+
     def shutdown(self) -> None:
         """Close: waiting calls in other threads raise `ClosedError`."""
-        self.shutting_down = True
-        self._close()
+        self._end.close()
 
 
 def _elsewhere(count: int, readers: int) -> UsageError:

@@ -46,6 +46,7 @@ class TensorConsumer:
             be used in any thread, one of asyncio only in its event loop.
 
     Attributes:
+        senders: one for each engine.
         declined: the number of declined tensors, by the name of the error.
 
     Raises:
@@ -53,8 +54,8 @@ class TensorConsumer:
     """
 
     def __init__(self, senders: "_Sender | Sequence[_Sender]") -> None:
-        self._senders = list(senders) if isinstance(senders, Sequence) else [senders]
-        if not self._senders:
+        self.senders = list(senders) if isinstance(senders, Sequence) else [senders]
+        if not self.senders:
             raise ValueError("a TensorConsumer needs a sender for each engine, got none")
         self.declined: Counter[str] = Counter()
         self._target = 0
@@ -67,8 +68,8 @@ class TensorConsumer:
         Raises:
             IndexError: there is no sender for this engine.
         """
-        if not 0 <= target_engine < len(self._senders):
-            raise IndexError(f"there are senders for {len(self._senders)} engines, got {target_engine}")
+        if not 0 <= target_engine < len(self.senders):
+            raise IndexError(f"there are senders for {len(self.senders)} engines, got {target_engine}")
         self.end_message()
         self._target = target_engine
 
@@ -108,13 +109,13 @@ class TensorConsumer:
         """End the message that is being encoded; has no effect if none is."""
         message, self._message = self._message, None
         if message is not None:
-            _end(self._senders[self._target], message.finish)
+            _end(self.senders[self._target], message.finish)
 
     def discard_message(self) -> None:
         """Discard the message that is being encoded, because it will not be sent."""
         message, self._message = self._message, None
         if message is not None:
-            _end(self._senders[self._target], message.abandon)
+            _end(self.senders[self._target], message.abandon)
 
     def discard(self, data: dict[str, Any]) -> None:
         """Discard the message of a placeholder, because no engine will decode it.
@@ -122,12 +123,12 @@ class TensorConsumer:
         A message that was received already is not affected.
         """
         handle = handle_of("", (), data)
-        for sender in self._senders:
+        for sender in self.senders:
             if sender.id == handle.sender:
                 _end(sender, partial(_inner(sender).discard, handle))
 
     def _post(self, tensor: torch.Tensor) -> TensorHandle:
-        sender = self._senders[self._target]
+        sender = self.senders[self._target]
         if self._is_delimited:
             loop = None
         elif (loop := asyncio._get_running_loop()) is None:

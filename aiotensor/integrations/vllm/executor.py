@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from vllm.distributed.device_communicators import shm_broadcast
@@ -59,7 +59,7 @@ class ExecutorHandle:
 
     small: Any
     large: broadcast.Handle
-    local_reader_ranks: list[int] = field(default_factory=list)
+    local_reader_ranks: list[int]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _inherited, (self.small, self.large, self.local_reader_ranks)
@@ -76,6 +76,10 @@ class ExecutorQueue:
         n_reader: the number of readers, all of which are on this machine.
         n_local_reader: the same number.
         options: of vLLM's queue.
+
+    Attributes:
+        small: vLLM's ring, which has the order of all messages.
+        large: the queue for large messages.
     """
 
     replaced_by_aiotensor: ClassVar[Any] = shm_broadcast.MessageQueue
@@ -97,19 +101,18 @@ class ExecutorQueue:
         return self
 
     def _open(self, small: Any, large: broadcast.MessageQueue) -> None:
-        self._small, self._large = small, large
+        self.small, self.large = small, large
         self._has_declined = False
-        self.shutting_down = False
 
     def export_handle(self) -> ExecutorHandle:
         """Return the handle, for the processes of the readers."""
-        large = self._large.export_handle()
-        return ExecutorHandle(self._small.export_handle(), large, large.local_reader_ranks)
+        large = self.large.export_handle()
+        return ExecutorHandle(self.small.export_handle(), large, large.local_reader_ranks)
 
     def wait_until_ready(self) -> None:
         """Wait until all readers are connected."""
-        self._small.wait_until_ready()
-        self._large.wait_until_ready()
+        self.small.wait_until_ready()
+        self.large.wait_until_ready()
 
     def enqueue(self, obj: object, timeout: float | None = None) -> None:
         """Write an object for all readers."""
@@ -119,7 +122,7 @@ class ExecutorQueue:
         if sum(len(part) for part in parts) >= self._large_bytes:
             number = self._write(parts, timeout)
         left = None if end is None else max(0.0, end - time.monotonic())
-        self._small.enqueue(parts if number is None else number, left)
+        self.small.enqueue(parts if number is None else number, left)
 
     def _write(self, parts: Parts, timeout: float | None) -> int | None:
         """Write a large message and return its number; None if there is no memory for it.
@@ -128,9 +131,9 @@ class ExecutorQueue:
         delay that message, too, and so never end.
         """
         reason: object = "AIOTENSOR_VLLM_ARENA_BYTES has no space beside the tensors that the workers use"
-        if self._large.has_space(parts):
+        if self.large.has_space(parts):
             try:
-                return self._large.write(parts, timeout)
+                return self.large.write(parts, timeout)
             except TimeoutError:
                 raise
             except OSError as error:  # the machine has no shared memory
@@ -146,15 +149,14 @@ class ExecutorQueue:
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
         """Return the next object."""
-        found = self._small.dequeue(timeout, indefinite)
+        found = self.small.dequeue(timeout, indefinite)
         # A large message is written before its number. With a limit on this wait, it could be lost.
-        return loads(found if isinstance(found, list) else self._large.read(found))
+        return loads(found if isinstance(found, list) else self.large.read(found))
 
     def shutdown(self) -> None:
         """Close: waiting calls in other threads raise an error."""
-        self.shutting_down = True
-        self._small.shutdown()
-        self._large.shutdown()
+        self.small.shutdown()
+        self.large.shutdown()
 
 
 def _inherited(small: Any, large: broadcast.Handle, ranks: list[int]) -> ExecutorHandle:

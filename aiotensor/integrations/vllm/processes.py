@@ -91,7 +91,7 @@ class ClientConsumer(TensorConsumer):
 
     def _post(self, tensor: torch.Tensor) -> TensorHandle:
         if not self._is_open:
-            self._senders = [self._open_in_loop() if self.is_async else self._open_in_thread()]
+            self.senders = [self._open_in_loop() if self.is_async else self._open_in_thread()]
             self._is_open = True
         return super()._post(tensor)
 

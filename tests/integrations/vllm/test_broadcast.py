@@ -20,6 +20,7 @@ from aiotensor import ClosedError, PeerLostError, TooLargeError, UsageError
 from aiotensor.integrations.vllm import broadcast
 from aiotensor.integrations.vllm.broadcast import Handle, MessageQueue
 from aiotensor.integrations.vllm.pickling import dumps
+from aiotensor.types import PublisherStatistics
 from tests.blocking.waiting import in_thread, until
 from tests.integrations.vllm.readers import dequeue, readers
 from verification.patterns import BIG, pattern
@@ -37,8 +38,9 @@ def queue() -> Iterator[MessageQueue]:
 
 
 def bytes_in_use(queue: MessageQueue) -> int:
-    assert queue._writer is not None
-    return queue._writer.statistics().bytes_in_use
+    statistics = queue.statistics()
+    assert isinstance(statistics, PublisherStatistics)
+    return statistics.bytes_in_use
 
 
 def path_of(handle: Handle) -> Path:

@@ -1,0 +1,77 @@
+"""The waits of a sender for a receiver: until one has admitted it, and until one is connected and reads."""
+
+from aiotensor.errors import AioTensorError, WouldBlockError
+from aiotensor.runtime.waiting import at_most
+from aiotensor.sending.grants import Grants
+from aiotensor.sending.message import Message
+from aiotensor.sending.sessions import Sessions
+
+__all__ = ["Readiness"]
+
+
+class Readiness:
+    """Wait for the receiver of one sender.
+
+    Args:
+        sessions: the connections to receivers.
+        grants: the messages in flight.
+        max_wait_s: the time in seconds after which a wait ends with `WouldBlockError`; None for never.
+    """
+
+    def __init__(self, sessions: Sessions, grants: Grants, max_wait_s: float | None) -> None:
+        self._sessions = sessions
+        self._grants = grants
+        self._max_wait_s = max_wait_s
+
+    async def admitted(self) -> None:
+        """Wait until a receiver has admitted this sender, as `TensorSender.ready` does."""
+        if self._sessions.is_admitted:
+            return
+        try:
+            async with at_most(self._max_wait_s, self._not_admitted):
+                await self._sessions.admission()
+        except WouldBlockError:
+            if not self._sessions.is_admitted:  # it may have been admitted just as the time ran out
+                raise
+
+    async def receiver_reads(self, message: Message) -> None:
+        """Wait until a receiver is connected and reads; raises if the message ends before."""
+        self._grants.check_open(message)  # a message lost during its copy must not wait for the next receiver
+        message.awaits_receiver += 1
+        try:
+            async with at_most(self._max_wait_s, self._nothing_read):
+                while not self._sessions.is_ready:
+                    await self._sessions.change()
+                    self._grants.check_open(message)
+        except WouldBlockError:
+            if not self._sessions.is_ready:  # it may have changed in this same iteration
+                raise
+            self._grants.check_open(message)
+        finally:
+            message.awaits_receiver -= 1
+
+    def refusal(self, nbytes: int) -> AioTensorError:
+        """Return the error of a call that does not wait for the receiver.
+
+        Args:
+            nbytes: the bytes of shared memory that the call needs.
+        """
+        sessions = self._sessions
+        if sessions.current is None:
+            reason = "no receiver is here"
+        elif sessions.current.transport.is_writable:
+            reason = "the receiver has not answered"
+        else:
+            reason = "the receiver is slow to read"
+        return sessions.refusal() or self._grants.holders.would_block(reason, 1, nbytes)
+
+    def _not_admitted(self) -> WouldBlockError:
+        is_there = self._sessions.is_receiver_there
+        reason = "the receiver has not answered" if is_there else "no receiver was here"
+        return self._grants.holders.overdue(reason, 0, 0)
+
+    def _nothing_read(self) -> WouldBlockError:
+        is_connected = self._sessions.current is not None
+        return self._grants.holders.overdue(
+            "the receiver read nothing" if is_connected else "no receiver was here", 1, 0
+        )
