@@ -64,8 +64,9 @@ def _engine(way: str, sizes: Sequence[int], results: Connection) -> None:
 def _measure_size(queue: Any, answers: list[Any], way: str, nbytes: int) -> Result:
     result = Result(way, nbytes, [], [])
     for tensor in result.tensors():
+        call: tuple[object, ...] = ("execute_model", (tensor,), {}, None)
         began = time.perf_counter()
-        queue.enqueue(("execute_model", (tensor,), {}, None))
+        queue.enqueue(call)
         written = time.perf_counter()
         values = {answer.recv_bytes()[0] for answer in answers}
         result.add(tensor, values, began, written, time.perf_counter())

@@ -79,8 +79,9 @@ async def _measure_size(socket: "zmq.asyncio.Socket", encoder: Any, way: str, nb
     result = Result(way, nbytes, [], [])
     # A new tensor each time: `torch_shm` spends most of its time on sharing the memory of a tensor.
     for tensor in result.tensors():
+        message = _Message(tensor)
         began = time.perf_counter()
-        buffers = encoder.encode(_Message(tensor))
+        buffers = encoder.encode(message)
         encoded = time.perf_counter()
         await socket.send_multipart(buffers, copy=False)
         [answer] = await socket.recv()
