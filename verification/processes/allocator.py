@@ -27,7 +27,7 @@ def keep_no_large_pieces() -> None:
 
 
 def use_one_heap() -> None:
-    """Let all threads share one heap, and keep no large pieces.
+    """Give all threads one heap, and keep no large pieces.
 
     Otherwise each thread has a heap with free gaps, whose size differs by some MiB between measurements.
     """
