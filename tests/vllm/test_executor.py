@@ -19,6 +19,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from aiotensor.integrations.vllm import plugin
 from aiotensor.integrations.vllm.executor import BroadcastExecutor, ExecutorQueue
+from tests.blocking.waiting import until
 from tests.vllm.serving import engine_config
 from tests.vllm.stand_in import InProcess
 from verification.patterns import BIG, pattern
@@ -94,6 +95,7 @@ def test_workers_that_keep_large_messages_do_not_stop_the_executor(
         assert large_messages(executor) - before == 1
         assert [record.event for record in caplog.records if hasattr(record, "event")] == ["message_declined"]
         executor.collective_rpc("forget")
+        until(lambda: not executor.rpc_broadcast_mq.large.statistics().bytes_in_use)
         executor.collective_rpc("keep", args=(message,))
         assert large_messages(executor) - before == 2
 
