@@ -58,13 +58,24 @@ async def _open(state: peers.State, slow: SlowPolicy) -> None:
     await threads_started(worker_of(publisher))
 
 
-async def _publish(state: peers.State, seed: int, count: int) -> Published:
+async def _publish(state: peers.State, seed: int, count: int, honest: list[str]) -> Published:
     publisher: Publisher = state.others[_PUBLISHER]
+    await until(lambda: _has_room(publisher, honest))
     tensor = pattern(seed, count)
     if seed % 3 == 0:
         allocated = await publisher.allocate((count,), torch.int64)
         tensor = allocated.copy_(tensor)
     return await publisher.publish(Note(seed, [tensor]))
+
+
+def _has_room(publisher: Publisher, honest: list[str]) -> bool:
+    """Return whether no honest subscriber is at its limit.
+
+    An honest subscriber has received everything, but a thread of it may release the memory later. Otherwise
+    a publisher that disconnects slow subscribers, or drops for them, would do so to an honest one.
+    """
+    lags = publisher.statistics().lags
+    return all(lag.behind < MOST_READ for lag in lags if lag.subscriber in honest)
 
 
 class _Settled(NamedTuple):
@@ -133,6 +144,11 @@ class _Honest:
         self._number: int | None = None
         self._progress = asyncio.Event()
         self._receiving = asyncio.create_task(self._receive())
+
+    @property
+    def id(self) -> str:
+        """Return the name of the subscriber at the publisher."""
+        return self._subscriber.id
 
     async def reaches(self, number: int) -> None:
         """Wait until it has received a publication, or raise the error of its receiving."""
@@ -251,7 +267,7 @@ class LivePublisher:
         seed = next(self._seeds)
         if count is None:
             count = _count_of(seed)
-        sent = await self._child.call(_publish, seed, count)
+        sent = await self._child.call(_publish, seed, count, [honest.id for honest in self._honest])
         assert sent.delivered >= len(self._honest)
         try:
             for honest in self._honest:
