@@ -1,6 +1,7 @@
-"""Write the results of API servers into README.md and docs/performance.md; run by ``make bench-serving``."""
+"""Write the results of API servers into README.md and docs/performance.md, for ``make bench-serving``."""
 
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,14 +16,38 @@ _ROOT = Path(__file__).parent.parent
 PAGES = (_ROOT / "README.md", _ROOT / "docs" / "performance.md")
 RESULTS = _ROOT / "bench" / "results" / "serving" / "latest.json"
 
+_WIDTH = 128
+_QUEUE = "torch.multiprocessing.Queue with handles"  # as the goals name it
+
 _PLACE = re.compile(
-    r"(<!-- (tables|goals) of bench/results/serving[^>]*-->\n).*?(<!-- end of the \2 -->)", re.DOTALL
+    r"(<!-- (number|tables|goals) of bench/results/serving[^>]*-->\n).*?(<!-- end of the \2 -->)", re.DOTALL
 )
 
 
 def updated(page: str, report: Report) -> str:
-    """Return a page with the tables and goals of a report between its markers."""
+    """Return a page with the numbers, tables and goals of a report between its markers."""
     return _PLACE.sub(lambda found: found[1] + _PARTS[found[2]](report) + "\n" + found[3], page)
+
+
+def _number(report: Report) -> str:
+    rate, memory, whole_rate = (
+        next(goal.measured for goal in report.goals if goal.work == work and goal.against == _QUEUE)
+        for work in (
+            "serving, transfer: requests a second",
+            "serving, transfer: peak memory",
+            "serving, decoding and transfer: requests a second",
+        )
+    )
+    if rate is None or memory is None or whole_rate is None:
+        raise ValueError("the report lacks a result of the queue: run all workloads of `make bench-serving`")
+    text = (
+        f"**{rate:.1f} times as many requests per second as `torch.multiprocessing.Queue`, with {memory:.0%} "
+        "of its memory**, when three API servers send decoded videos to one engine. With the decoding "
+        f"included, it is {whole_rate:.2f} times as many, since decoding takes most of the time. "
+        "[docs/performance.md](docs/performance.md#api-servers-and-an-engine) describes the workload, and "
+        "compares more alternatives."
+    )
+    return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _tables(report: Report) -> str:
@@ -37,7 +62,7 @@ def _goals(report: Report) -> str:
     return f"{tables.machine(report)}\n\n{tables.goals(msgspec.structs.replace(report, goals=measured))}"
 
 
-_PARTS: dict[str, Callable[[Report], str]] = {"tables": _tables, "goals": _goals}
+_PARTS: dict[str, Callable[[Report], str]] = {"number": _number, "tables": _tables, "goals": _goals}
 
 
 if __name__ == "__main__":

@@ -10,23 +10,28 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 import av
 import httpx
 import numpy as np
 import pytest
+import torch
 
+from aiotensor import TensorReceiver, TensorSender
 from demo.clips import sample_clips
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md",
-    "SECURITY.md",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
     *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
 ]
 BROADCAST = "docs/broadcast.md"
+GUIDE = "docs/guide.md"
 FOLDERS = [ROOT, ROOT / "aiotensor"]  # that paths on a page may be relative to
 
 
@@ -34,7 +39,7 @@ def _blocks(kind: str, page: str = "README.md") -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-def _run_program(which: int, folder: Path, page: str = "README.md") -> str:
+def _run_program(which: int, folder: Path, page: str) -> str:
     """Run a program of a page, and return its output."""
     programs = _blocks("python", page)
     program = folder / "program.py"
@@ -64,7 +69,7 @@ async def _answer(url: str, video: bytes) -> httpx.Response:
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])  # of the test; the programs have their own
-async def test_who_types_what_the_readme_says_gets_an_upload_answered_by_an_engine(tmp_path: Path) -> None:
+async def test_the_server_and_the_engine_of_the_readme_answer_an_upload(tmp_path: Path) -> None:
     engine, server = _blocks("python")[:2]
     start_engine, start_server, upload, _ = _blocks("console")[2].splitlines()
     place = tempfile.mkdtemp(prefix="aiotensor-")
@@ -105,21 +110,34 @@ async def test_who_types_what_the_readme_says_gets_an_upload_answered_by_an_engi
         shutil.rmtree(place)
 
 
-def test_the_program_with_a_handle_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
-    printed = _run_program(2, tmp_path)
+def test_the_program_with_a_handle_of_the_guide_runs_as_pasted(tmp_path: Path) -> None:
+    printed = _run_program(0, tmp_path, GUIDE)
     assert printed.startswith("the engine has (120, 360, 640, 3) brightness 127.")
 
 
-def test_a_request_with_a_video_in_it_takes_less_than_40_lines_and_runs_as_pasted(tmp_path: Path) -> None:
-    printed = _run_program(3, tmp_path)
+async def test_the_excerpts_of_the_guide_send_their_tensors(tmp_path: Path) -> None:
+    excerpts = _blocks("python", GUIDE)[1:3]
+    address = f"unix://{tmp_path}/engine"
+    async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
+        for excerpt, count in zip(excerpts, (1, 2), strict=True):
+            names = {
+                "torch": torch,
+                "decode_into": lambda frames: frames.fill(7),
+                "video": torch.full((2,), 7),
+                "audio": torch.full((3,), 7),
+            }
+            exec(f"async def run(sender):\n{textwrap.indent(excerpt, '    ')}", names)  # noqa: S102
+            await names["run"](sender)  # type: ignore[operator]
+            for _ in range(count):
+                delivery = await anext(receiver)
+                assert bool((delivery.tensor == 7).all())
+                assert delivery.tensors == count
+
+
+def test_a_request_with_a_video_takes_less_than_40_lines_and_runs_as_pasted(tmp_path: Path) -> None:
+    printed = _run_program(3, tmp_path, GUIDE)
     assert re.match(r"the embedding of the video is tensor\(\[127\.\d+, 127\.\d+, 127\.\d+\]\)\n$", printed)
     assert len((tmp_path / "program.py").read_text().splitlines()) < 40
-
-
-def test_the_program_with_subscribers_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
-    printed = _run_program(4, tmp_path).splitlines()
-    assert len(_blocks("python")) == 5
-    assert sorted(printed) == sorted(2 * [f"a worker has step {step} with (1024, 1024)" for step in range(3)])
 
 
 def test_all_workers_of_the_page_on_broadcast_have_the_last_weights(tmp_path: Path) -> None:
