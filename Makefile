@@ -17,7 +17,7 @@ help:
 	@echo "make chaos   kill, stop and starve processes while tensors travel, for SECONDS=600 from SEED="
 	@echo "make fuzz    send valid and invalid messages to every kind of peer, for SECONDS=600 from SEED="
 	@echo "make soak    start and end processes for SECONDS=60, or for hours, and check that no resource grows"
-	@echo "make bench   compare the speed of aiotensor with its alternatives and its goals: some minutes"
+	@echo "make bench   compare the speed of aiotensor with its alternatives and its goals: up to an hour"
 	@echo "make bench-quick   the same in a few minutes, with fewer alternatives"
 	@echo "make bench-serving   only API servers that send videos to an engine, and write the results into the documents"
 	@echo "make bench-vllm   compare the tensor transport and the broadcast with those of vLLM"

@@ -1,6 +1,6 @@
 """The connections of a socket that listens, from the first message to the end, and the limit on their number.
 
-ZeroMQ assigns an identity to each connection, so no peer can pose as another.
+Each connection has an identity, and ZeroMQ refuses one that another open connection has.
 
     opened --first message--> without a role --the owner identifies it--> identified
       |                          |                                         |
