@@ -1,4 +1,4 @@
-"""Hand torch tensors from one process to another, with asyncio and with backpressure."""
+"""Move torch tensors between processes, with asyncio and backpressure."""
 
 import logging
 
@@ -49,5 +49,5 @@ __all__ = [
     "WouldBlockError",
 ]
 
-# Without this, Python prints warnings to standard error if the application has not configured logging.
+# Without this handler, Python prints warnings to standard error unless the application configures logging.
 logging.getLogger("aiotensor").addHandler(logging.NullHandler())

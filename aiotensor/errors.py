@@ -1,21 +1,21 @@
-"""Every error that aiotensor raises on purpose.
+"""The exceptions that aiotensor defines.
 
     AioTensorError
     |-- ClosedError             you closed this object
     |-- PeerLostError           the other side died, broke the connection or stopped its work
-    |-- RefusedError            the other side does not admit this one: a limit, or another version
+    |-- RefusedError            the other side refused this one, because of a limit or a version
     |-- DiscardedError          the message of this tensor was discarded
-    |-- AlreadyTakenError       this handle was received before
-    |-- WouldBlockError         a call would have to wait, or has waited, for longer than it may
-    |-- TooLargeError           could never fit
-    |-- UnsupportedTensorError  this tensor cannot travel faithfully (also a TypeError)
-    |-- ProtocolError           the peer sent what the protocol forbids
-    |-- AccessDeniedError       the peer is another user
-    |-- RemoteError             the handler on the other side raised
+    |-- AlreadyTakenError       the tensor of this handle was received before
+    |-- WouldBlockError         a call would have to wait, or has waited, for longer than allowed
+    |-- TooLargeError           the requested amount could never fit
+    |-- UnsupportedTensorError  this tensor cannot be sent unchanged (also a TypeError)
+    |-- ProtocolError           the peer violated the protocol
+    |-- AccessDeniedError       the peer runs as another user, or the keys do not match
+    |-- RemoteError             the handler on the other side raised an error
     `-- UsageError              this object cannot be used from here (also a RuntimeError)
 
-Arguments that are wrong in themselves (a limit of zero, a path where a tensor belongs) raise the
-built-in ``ValueError`` and ``TypeError``.
+Invalid arguments, such as a limit of zero or a path in place of a tensor, raise the built-in ``ValueError``
+and ``TypeError``.
 """
 
 from typing import TypeVar
@@ -41,15 +41,15 @@ __all__ = [
 E = TypeVar("E", bound=Exception)
 
 
-# The keyword arguments below all have defaults, so that errors survive pickle: it rebuilds them
-# from the text alone and then restores the attributes.
+# All keyword arguments below have defaults, so that errors can be pickled: unpickling creates an error from
+# its text alone, and then restores the attributes.
 
 
 _NONE = Usage()
 
 
 class AioTensorError(Exception):
-    """The root of every error that aiotensor raises on purpose."""
+    """The base class of all exceptions that aiotensor defines."""
 
 
 class ClosedError(AioTensorError):
@@ -69,12 +69,13 @@ class PeerLostError(AioTensorError):
 
 
 class RefusedError(AioTensorError):
-    """The other side refuses this one.
+    """The other side refused the connection, because of a limit or a version.
 
-    It has reached one of its limits (`max_senders`, `max_mapped_bytes`, `max_unclaimed_messages`,
-    `max_clients`, or `ulimit -v` of its process), or the two sides speak different versions of the protocol.
-    The text names the limit or the versions. Nothing is retried in the background, since waiting does not
-    help: change the limit or the version. The next call asks again.
+    The other side has reached one of its limits (`max_senders`, `max_mapped_bytes`, `max_unclaimed_messages`,
+    `max_subscribers`, `max_clients`, or `ulimit -v` of its process), the two sides use different versions of
+    the protocol, or the two ends of a pipe have different settings. The text names the cause. The connection
+    is not retried in the background, because waiting would not help: change the limit, the version or the
+    setting. The next call tries again.
 
     Attributes:
         pid: the process id of the other side, or None if it is unknown.
@@ -90,18 +91,18 @@ class DiscardedError(AioTensorError):
 
 
 class AlreadyTakenError(AioTensorError):
-    """This handle was received before; a tensor can be taken once."""
+    """The tensor of this handle was received before; a tensor can be received only once."""
 
 
 class WouldBlockError(AioTensorError):
-    """A call would have to wait, or has waited, for longer than it may.
+    """A call would have to wait, or has waited, for longer than allowed.
 
-    A ``_nowait`` call may not wait at all, others for as long as `max_wait_s` says; and none where waiting
-    would never end.
+    A ``_nowait`` call never waits, other calls wait for at most `max_wait_s`, and no call begins a wait that
+    could never end.
 
     Attributes:
-        messages: limit, in use and requested, counted in messages.
-        bytes: the same, in bytes of shared memory.
+        messages: the limit, the usage and the requested number of messages.
+        bytes: the limit, the usage and the requested number of bytes of shared memory.
     """
 
     def __init__(self, text: str, *, messages: Usage = _NONE, bytes: Usage = _NONE) -> None:  # noqa: A002
@@ -129,18 +130,18 @@ class UnsupportedTensorError(AioTensorError, TypeError):
 
 
 class ProtocolError(AioTensorError):
-    """The peer sent what the protocol forbids; its link is closed and nothing more is read from it."""
+    """The peer violated the protocol; its connection is closed, and nothing more is read from it."""
 
 
 class AccessDeniedError(AioTensorError):
-    """The peer runs as another user."""
+    """The peer runs as another user, or the two sides do not agree on their keys."""
 
 
 class RemoteError(AioTensorError):
-    """The handler on the other side raised.
+    """The handler on the other side raised an error.
 
     Attributes:
-        type_name: the name of the error's type over there.
+        type_name: the name of the type of that error.
     """
 
     def __init__(self, text: str, *, type_name: str = "") -> None:

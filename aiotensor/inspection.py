@@ -25,17 +25,17 @@ __all__ = ["Inspection", "PublisherInspection", "SenderInspection", "inspect"]
 
 
 class SenderInspection(SenderSummary, frozen=True, array_like=False):
-    """One sender, as its receiver and the sender itself report it.
+    """One sender of an inspected receiver, as reported by the receiver and by the sender itself.
 
     Attributes:
-        sender: its id.
-        pid: its process id.
+        sender: the id of the sender.
+        pid: the process id of the sender.
         max_concurrent_videos: the limit on its messages in flight.
         arena_bytes: the limit on its bytes of shared memory.
-        unclaimed_tensors: its tensors that arrived and were not taken.
-        unclaimed_bytes: bytes of those tensors.
-        leases: blocks of its memory that living tensors at the receiver pin.
-        leased_bytes: bytes of these tensors.
+        unclaimed_tensors: the number of its tensors that have arrived and were not taken.
+        unclaimed_bytes: the bytes of the unclaimed tensors.
+        leases: the number of blocks of its memory that are pinned by living tensors at the receiver.
+        leased_bytes: the bytes of these tensors.
         statistics: the result of its `statistics()`, with at most 8 holders; None if it did not reply.
         answered_at: the time of its reply, by `time.monotonic`; None if it did not reply.
     """
@@ -48,9 +48,9 @@ class Inspection(msgspec.Struct, frozen=True):
     """The result of one inspection of a receiver.
 
     Attributes:
-        receiver: its id.
-        pid: its process id.
-        statistics: the result of its `statistics()`; numbers beyond 2^63 - 1 as that.
+        receiver: the id of the receiver.
+        pid: the process id of the receiver.
+        statistics: the result of its `statistics()`; numbers above 2^63 - 1 are reported as 2^63 - 1.
         senders: the connected senders, in the order in which they connected.
     """
 
@@ -64,10 +64,10 @@ class PublisherInspection(msgspec.Struct, frozen=True):
     """The result of one inspection of a publisher.
 
     Attributes:
-        publisher: its id.
-        pid: its process id.
-        statistics: the result of its `statistics()`, with at most 128 subscribers; numbers beyond 2^63 - 1 as
-            that.
+        publisher: the id of the publisher.
+        pid: the process id of the publisher.
+        statistics: the result of its `statistics()`, with at most 128 subscribers; numbers above 2^63 - 1 are
+            reported as 2^63 - 1.
         answered_at: the time of its answer, by `time.monotonic`.
     """
 
@@ -84,25 +84,27 @@ async def inspect(
     secret_key: CurveKey | None = None,
     server_key: CurveKey | None = None,
 ) -> Inspection | PublisherInspection:
-    """Inspect the receiver or the publisher that listens at an address, once.
+    """Inspect the receiver or publisher that listens at an address, and return its statistics.
 
-    An inspection changes nothing there, and uses no place of a sender or subscriber. A receiver requests the
-    statistics of its senders. A sender that is stopped or busy is reported without them.
+    An inspection changes nothing in the inspected process, and does not count towards its limits on senders
+    or subscribers. A receiver requests the statistics of its senders. A sender that is stopped or busy is
+    reported without statistics.
 
     Args:
         address: the address, such as ``unix:///run/user/1000/engine.sock``.
-        patience_s: the limit in seconds on waiting for an answer, and then again for the senders.
-        secret_key: the CURVE secret key of this process, for an address ``tcp://`` on another machine.
-        server_key: the public key of the receiver or publisher there.
+        patience_s: the time limit in seconds for the answer of the receiver or publisher, and then again for
+            the replies of its senders.
+        secret_key: the CURVE secret key of this process, for a ``tcp://`` address on another machine.
+        server_key: the CURVE public key of the receiver or publisher at that address.
 
-    Waits for the receiver or publisher, and for its senders until each has replied or the time is over.
-    Cancellation has no side effects.
+    Waits for the receiver or publisher, and then until each of its senders has replied or the time limit is
+    reached. Cancellation has no side effects.
 
     Raises:
-        TypeError: it is not an address; a queue has none.
-        ValueError: no transport serves the address, or `patience_s` is not positive.
-        AccessDeniedError: the other side runs as another user.
-        PeerLostError: nothing listens there, or it closed, or it did not answer in time.
+        TypeError: `address` is not an address; a queue has none, so it cannot be inspected.
+        ValueError: the address or a key is invalid, or `patience_s` is not positive.
+        AccessDeniedError: the other side runs as another user, or the two sides do not agree on their keys.
+        PeerLostError: no process listens at the address, or the process closed or did not answer in time.
         ProtocolError: the other side has another version of the protocol, or violated it.
         UsageError: the process at the address is neither a receiver nor a publisher.
         OSError: the machine has no descriptors left.
@@ -125,7 +127,7 @@ async def inspect(
                 await inspector.until(lambda: inspector.connection.has_reports)
         except TimeoutError:
             if not (inspector.is_connected or connector.is_backlogged):
-                raise _not_listening(address) from None  # it is gone since
+                raise _not_listening(address) from None  # no process has accepted the connection
             raise PeerLostError(
                 f"the receiver at {address} has not answered for {patience_s:g} s: its process is stopped, "
                 "or its event loop is busy; try again, or wait longer",
@@ -145,7 +147,7 @@ def _not_listening(address: str) -> PeerLostError:
 
 
 class _Inspector:
-    """One inspection: the transport and the rules of the protocol on it."""
+    """One inspection: its connection, and the reports and replies that arrive on it."""
 
     def __init__(self) -> None:
         self.connection = InspectorConnection(os.getpid())
@@ -160,7 +162,7 @@ class _Inspector:
         return self._transport is not None
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition is met, which depends on the frames of the receiver."""
+        """Wait until a condition on the received frames is met; raise the error that ends the inspection."""
         while not condition():
             if self._failure is not None:
                 raise self._failure
@@ -190,19 +192,19 @@ class _Inspector:
     # Events of the connector and the transport
 
     def connected(self, transport: Transport) -> None:
-        """Send the only frame of an inspector."""
+        """Start the transport, and send the only frame of an inspector."""
         self._transport = transport
         transport.start(self)
         for record in self.connection.data_to_send():
             transport.write(record)
 
     def connecting_failed(self, error: AioTensorError) -> None:
-        """Handle that there is nothing to inspect."""
+        """End the inspection with an error: no connection can be made."""
         self._fail(error)
 
     def record_received(self, data: memoryview, descriptors: list[int]) -> None:
-        """Handle the frames of the receiver."""
-        close_all(descriptors)  # a receiver sends none
+        """Process a record of the receiver or publisher."""
+        close_all(descriptors)  # none are expected
         try:
             for frame in self.connection.receive(data):
                 match frame:
@@ -215,7 +217,7 @@ class _Inspector:
         self._changes.wake()
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
-        """Handle a receiver that is gone."""
+        """End the inspection with an error: the receiver or publisher is gone."""
         self._fail(self.connection.lost(str(reason), is_retried=False).error)
 
     def resume_writing(self) -> None:
@@ -223,6 +225,6 @@ class _Inspector:
 
     def _fail(self, error: AioTensorError) -> None:
         self.close()
-        if self._failure is None:  # the first reason is the cause
+        if self._failure is None:  # the first error is the cause
             self._failure = ProtocolError(str(error)) if isinstance(error, RefusedError) else error
         self._changes.wake()

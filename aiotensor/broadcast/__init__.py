@@ -1,4 +1,4 @@
-"""One publisher, any number of subscribers, and one copy of each tensor in shared memory."""
+"""Publish messages to any number of subscribers, with one copy of each tensor in shared memory."""
 
 from aiotensor.broadcast.publisher import Publisher
 from aiotensor.broadcast.subscriber import Subscriber

@@ -16,29 +16,29 @@ from aiotensor.tensors.views import as_leaf
 
 __all__ = ["Arrived"]
 
-# Longer contents have many tensors, or a long body: decoding them may take a millisecond.
+# Longer content has many tensors or a long body, so decoding it may take a millisecond.
 _QUICK_CONTENT_BYTES = 64 << 10
 
-# The most tensors that are opened in one iteration of the event loop, each in some microseconds.
+# The maximum number of tensors opened in one iteration of the event loop. Each takes a few microseconds.
 _QUICK_TENSORS = 64
 
 
 class Arrived:
     """A publication that has arrived.
 
-    Opening it answers it, and leases its memory. A cancelled opening continues with the next call.
+    Opening a publication answers it and leases its memory. After a cancellation, the next call continues.
 
     Args:
-        session: its connection.
+        session: the session in which the publication arrived.
         publish: its announcement.
         mappings: leases its memory.
-        order: larger than that of earlier arrivals.
+        order: its position among all arrivals, larger than that of earlier ones.
 
     Attributes:
         number: the number of the publication.
         missed: the number of publications missed before; None until the application begins to take it.
-        is_taken: whether it was answered.
-        tensors: the tensors that were opened.
+        is_taken: whether the publication was answered as taken.
+        tensors: the tensors that were opened so far.
     """
 
     def __init__(self, session: Session, publish: Publish, mappings: Mappings, order: int) -> None:
@@ -55,7 +55,7 @@ class Arrived:
 
     @property
     def body(self) -> memoryview:
-        """The encoded message, once it is open."""
+        """The encoded message; empty until the publication was opened."""
         return memoryview(b"") if self._content is None else self._content.body
 
     async def open(self) -> None:
@@ -79,15 +79,15 @@ class Arrived:
                 await asyncio.sleep(0)
 
     def open_now(self) -> None:
-        """Open everything on this thread; errors are those of `open`."""
+        """Open the content and all tensors on this thread; errors are those of `open`."""
         if self._content is None:
             self._content = read_content(self._take())
         while len(self.tensors) < len(self._content.tensors):
             self._open_next(self._content)
 
     def finish(self) -> None:
-        """Forget the publication, which was received or is dropped."""
-        # Errors refer to this object: its tensors must not live as long as they do.
+        """Forget the publication after it was received; drop it if it was not taken."""
+        # Tracebacks of errors refer to this object, so it must not keep its tensors alive.
         self.tensors, self._data, self._content = [], None, None
         if self.is_taken:
             self.session.finished()
@@ -95,7 +95,7 @@ class Arrived:
             self.session.dropped(self.number)
 
     def _take(self) -> memoryview:
-        """Answer the publication, and return its content."""
+        """Answer the publication, and return its encoded content."""
         if self._data is not None:
             return self._data
         publish = self._publish

@@ -4,8 +4,8 @@
          |
          '--it lives on, and memory is needed--> segments are retired: other memory replaces the blocks
 
-A killed process ends within moments, so its blocks are only pinned for these. Another one may have closed its
-connection and still have tensors.
+A killed process ends within moments, so its blocks stay pinned only for that time. A process that lives on
+may have closed its connection and still use tensors.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from aiotensor.sending.memory import Memory
 
 __all__ = ["Departures"]
 
-_GRACE_S = 0.5  # longer than the end of a killed process takes
-_MAX_RETIRED = 6  # segments; with the present one fewer than `MAX_SEGMENTS` of the protocol
+_GRACE_S = 0.5  # longer than a killed process takes to end
+_MAX_RETIRED = 6  # segments; with the current one, fewer than `MAX_SEGMENTS` of the protocol
 
 
 class _Departure:
@@ -28,10 +28,10 @@ class _Departure:
         self.blocks = blocks
         self.end: ProcessEnd | None = None
         self.timer: asyncio.TimerHandle | None = None
-        self.is_overdue = False  # its process lives on
+        self.is_overdue = False  # its process has outlived `_GRACE_S`
 
     def cancel(self) -> None:
-        """Wait no longer for the end of the process."""
+        """Stop waiting for the end of the process."""
         if self.end is not None:
             self.end.cancel()
         if self.timer is not None:
@@ -39,7 +39,7 @@ class _Departure:
 
 
 class Departures:
-    """The disconnected subscribers of a publisher whose processes live; belongs to the running loop.
+    """The disconnected subscribers whose processes have not ended; belongs to the running loop.
 
     Args:
         memory: the memory of the publisher.
@@ -60,7 +60,7 @@ class Departures:
         departure.end = watch(partial(self._ended, departure))
 
     def make_way(self) -> None:
-        """Retire the segments of blocks whose readers live on, if a call waits for memory."""
+        """Retire the segments with blocks of readers that live on, if a call waits for memory."""
         overdue = [departure for departure in self._departures if departure.is_overdue]
         if not overdue or not self._memory.gate.budget.waiting or self._memory.retired >= _MAX_RETIRED:
             return
@@ -71,7 +71,7 @@ class Departures:
             departure.cancel()
 
     def close(self) -> None:
-        """Forget all of them."""
+        """Stop waiting for all processes."""
         for departure in self._departures:
             departure.cancel()
         self._departures.clear()

@@ -28,31 +28,33 @@ class Publisher(LoopObject):
     """Publish messages to the subscribers that connect to an endpoint.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. Subscribers may
-    connect before it opens and at any time later. Each tensor is placed in shared memory once, and all
-    subscribers read it there. Its memory is free when all of them have freed it.
+    start before it opens, or at any time later. Each tensor is placed in shared memory once, and all
+    subscribers read it there. The memory is free again when all of them have freed the tensor.
 
-    A subscriber receives the publications since it connected, in order, or the number that it missed. If it
-    is `max_behind` publications behind, it is slow, and `slow` decides:
+    A subscriber receives, in order, the publications since it connected, each with the number of publications
+    missed before it. A subscriber that is `max_behind` publications behind is slow, and `slow` decides what
+    happens:
 
-    - ``"wait"``: publishing waits until it has taken one, in the order of the calls.
-    - ``"drop"``: it loses its oldest publication, in favor of the new one.
-    - ``"disconnect"``: its connection is closed, with the reason. It may connect again.
+    - ``"wait"``: publishing waits until the subscriber has taken a publication, in the order of the calls.
+    - ``"drop"``: the subscriber loses its oldest publication in favor of the new one.
+    - ``"disconnect"``: the subscriber is disconnected, and receives the reason. It may connect again.
 
-    Opening at an address waits while another process holds the lock of the socket's folder; cancellation has
-    no side effects. It raises `UsageError` if another object listens there, and otherwise an `OSError` that
-    names the folder, as `TensorReceiver` does.
+    Opening at an address waits while another process holds the lock of the folder of the socket; cancellation
+    has no side effects. Opening raises `UsageError` if another object listens there, and otherwise an
+    `OSError` that names the folder, as `TensorReceiver` does.
 
     Args:
         endpoint: the location of the publisher: an address such as ``unix:///run/user/1000/frames.sock``, to
             which only processes of this user may connect, or a `TensorQueue` or `multiprocessing.Queue`.
         arena_bytes: the maximum number of bytes of shared memory in use at once. A block is in use as long as
-            a tensor over it exists in any process, an untaken publication or the history contains it.
+            a tensor over it exists in any process, or the history or a publication that was not taken
+            contains it.
         max_behind: the maximum number of publications that a subscriber may be behind.
         slow: the policy for slow subscribers.
-        max_held_bytes: the maximum number of bytes of shared memory that one subscriber may use. It receives
-            no further publication while it uses more, and so falls behind. None for no limit.
-        history: the number of the latest publications to keep for subscribers that connect later; fewer if
-            new publications need their memory. Less than `max_behind`.
+        max_held_bytes: the maximum number of bytes of shared memory that one subscriber may use. A subscriber
+            receives no publication that would exceed it, and so falls behind. None for no limit.
+        history: the number of recent publications to keep for subscribers that connect later, less than
+            `max_behind`. Fewer are kept if new publications need their memory.
         max_subscribers: the maximum number of connected subscribers; None for no limit.
         keep_warm_s: the time in seconds after which unused shared memory is returned to the system; None to
             keep it.
@@ -61,17 +63,18 @@ class Publisher(LoopObject):
         max_wait_s: the time in seconds after which a wait for slow subscribers and earlier calls, for memory,
             or for subscribers to connect ends with `WouldBlockError`; it applies to each wait separately.
             None for never.
-        secret_key: the CURVE secret key of this publisher, for an endpoint ``tcp://`` that other machines can
+        secret_key: the CURVE secret key of this publisher, for a ``tcp://`` endpoint that other machines can
             reach.
-        client_keys: the public keys of the subscribers, and of inspectors, that may connect there.
-        peer_timeout_s: the time in seconds without an answer after which a subscriber at ``tcp://`` is lost;
-            None for 2 s, and for no limit at a loopback address.
-        engine: "nixl" to move tensors of more than a MiB with NIXL to subscribers at ``tcp://`` that have
-            chosen it, too, if it works; otherwise, ZeroMQ carries all tensors.
+        client_keys: the CURVE public keys of the subscribers and inspectors that may connect to a ``tcp://``
+            endpoint.
+        peer_timeout_s: the time in seconds without an answer after which a subscriber at a ``tcp://``
+            endpoint is lost; None for 2 s, or for no limit at a loopback address.
+        engine: "nixl" to move tensors of more than 1 MiB with NIXL over ``tcp://``, if it works and the
+            subscriber has chosen it, too; otherwise, ZeroMQ carries all tensors.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type.
-        ValueError: the address is invalid, a limit is out of bounds, or two limits contradict each other.
+        ValueError: the address is invalid, a limit is out of range, or two limits contradict each other.
     """
 
     def __init__(
@@ -142,26 +145,27 @@ class Publisher(LoopObject):
         return self
 
     async def publish(self, message: object) -> Published:
-        """Publish a message to all connected subscribers, and return its number.
+        """Publish a message to all connected subscribers, and return its number and delivery counts.
 
         Args:
             message: a tensor, None, bytes, a msgspec Struct, a dataclass, a list or a dict, nested to any
                 depth, with tensors, arrays and objects with ``__dlpack__`` anywhere in it. It must not change
-                until this returns. A tensor from `allocate`, or a contiguous view of it, is not copied unless
-                an earlier publication of it is in use.
+                until the call returns. A tensor from `allocate`, or a contiguous view of it, is not copied
+                unless an earlier publication of it is in use.
 
         Waits for slow subscribers (with ``slow="wait"``) and for earlier calls in their order, for memory,
-        and for the copies. It does not wait until subscribers take the message; use `drain` for that. Without
-        subscribers it returns at once. Cancellation publishes nothing and returns the memory.
+        and for the copies. It does not wait until subscribers connect or take the message; use
+        `wait_for_subscribers` and `drain` for that. A cancelled call publishes nothing and releases its
+        memory.
 
         Raises:
             TypeError: a value in the message cannot be encoded.
             UnsupportedTensorError: a tensor cannot be sent unchanged.
-            TooLargeError: its tensors have more bytes than `arena_bytes` or `max_held_bytes`.
-            WouldBlockError: a wait exceeded `max_wait_s`, or would never end, since tensors from `allocate`
+            TooLargeError: the message needs more memory than `arena_bytes` or `max_held_bytes` allows.
+            WouldBlockError: a wait exceeded `max_wait_s`, or would never end, because tensors from `allocate`
                 that are not published hold the memory.
             ClosedError: this publisher was closed, perhaps while waiting.
-            OSError: the machine has no shared memory, no threads or no descriptors left.
+            OSError: the machine has no shared memory, threads or descriptors left.
         """
         try:
             return await self._checked().publish(message)
@@ -170,12 +174,13 @@ class Publisher(LoopObject):
             raise
 
     def publish_nowait(self, message: object) -> Published:
-        """Publish a message if that needs no wait; encodes and copies on this thread.
+        """Publish a message without waiting; it is encoded and copied on this thread.
 
         Arguments and errors are those of `publish`.
 
         Raises:
-            WouldBlockError: a subscriber is slow, another call publishes or waits, or memory is short.
+            WouldBlockError: a subscriber is slow, another call is publishing or waiting, or too little memory
+                is free.
         """
         with self._errors:
             return self._checked().publish_nowait(message)
@@ -183,35 +188,36 @@ class Publisher(LoopObject):
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in shared memory, which is published without a copy.
 
-        Write to it before you publish it: then subscribers read the same memory. Its bytes are in use while
-        it, a view, or a received tensor exists.
+        Write to the tensor before you publish it, because subscribers read the same memory afterwards. Its
+        memory is in use as long as the tensor, a view of it, or a received tensor exists.
 
         Args:
-            shape: the sizes of its dimensions, in elements.
-            dtype: the type of its elements.
+            shape: the sizes of the dimensions, in elements.
+            dtype: the type of the elements.
 
-        Waits for bytes of shared memory, in the order of the calls; cancellation returns them.
+        Waits for shared memory, in the order of the calls; cancellation releases it.
 
         Raises:
             TypeError: the dtype is not a torch dtype.
             UnsupportedTensorError: a tensor of this dtype cannot be sent.
             ValueError: a size is negative.
-            TooLargeError: it would be larger than `arena_bytes`, or cannot be addressed.
-            WouldBlockError: it waited for longer than `max_wait_s`.
+            TooLargeError: the tensor would be larger than `arena_bytes`, or it is empty and its other sizes
+                are too large to address.
+            WouldBlockError: the call waited for longer than `max_wait_s`.
             ClosedError: this publisher was closed, perhaps while waiting.
-            OSError: the machine has no shared memory or no descriptors left.
+            OSError: the machine has no shared memory or descriptors left.
         """
         with self._errors:
             return await self._checked().allocate(shape, dtype)
 
     async def wait_for_subscribers(self, count: int) -> None:
-        """Wait until at least so many subscribers are connected at once.
+        """Wait until at least `count` subscribers are connected at the same time.
 
         Cancellation has no side effects.
 
         Raises:
             ValueError: the count is not positive, or exceeds `max_subscribers`.
-            WouldBlockError: fewer are connected after `max_wait_s`.
+            WouldBlockError: fewer subscribers are connected after `max_wait_s`.
             ClosedError: this publisher was closed, perhaps while waiting.
         """
         with self._errors:
@@ -222,7 +228,7 @@ class Publisher(LoopObject):
             await publishing.wait_for_subscribers(count)
 
     async def drain(self) -> None:
-        """Wait until every subscriber has taken or lost all messages published before, or is gone.
+        """Wait until every subscriber has taken or lost all earlier messages, or is gone.
 
         Cancellation has no side effects.
 
@@ -254,11 +260,11 @@ class Publisher(LoopObject):
         )
 
     async def aclose(self) -> None:
-        """Close; subscribers receive all publications, and waiting calls raise `ClosedError`.
+        """Close the publisher; subscribers receive all publications, and waiting calls raise `ClosedError`.
 
-        Waits until a copy has stopped and the connections have accepted all publications, at most a second
-        for a subscriber that does not read. It does not wait until subscribers take them; use `drain` for
-        that. Cancellation closes the publisher immediately. Closing again has no effect.
+        Waits until running copies have stopped and the connections have accepted all publications, but at
+        most a second for a subscriber that does not read. It does not wait until subscribers take them; for
+        that, call `drain` first. Cancellation closes the publisher immediately. Closing again has no effect.
         """
         self.affinity.check_place()
         was_open = self.affinity.is_open
@@ -284,7 +290,7 @@ class Publisher(LoopObject):
         return details
 
     def _checked(self) -> Publishing:
-        """Return the implementation, if this publisher is open here."""
+        """Return the implementation, after checking that this publisher is open and belongs to this loop."""
         self.affinity.check()
         if self._publishing is None:
             raise AssertionError("an open publisher has an implementation")

@@ -3,7 +3,7 @@
     turn -> encoding -> memory, copies -> announcement to all subscribers     a failure rolls back all steps
 
 Publications are numbered in the order of the calls, so one call at a time has the turn. With ``slow="wait"``,
-a turn ends only when no subscriber is full: further calls wait for it in their order.
+a turn ends only when no subscriber is full, and further calls wait for it in their order.
 """
 
 import asyncio
@@ -44,10 +44,10 @@ from aiotensor.types import Published, PublisherStatistics
 
 __all__ = ["Publishing"]
 
-# Longer contents are placed in shared memory, once for all subscribers.
+# Longer content is placed in shared memory, once for all subscribers.
 _MAX_RECORD_CONTENT_BYTES = 2 * MAX_INLINE_BYTES
 
-# The most tensors that are placed in one iteration of the event loop, each in some microseconds.
+# The maximum number of tensors placed in one iteration of the event loop. Each takes a few microseconds.
 _QUICK_TENSORS = 64
 
 _STUCK = (
@@ -58,23 +58,23 @@ _STUCK = (
 
 
 class _Planned(NamedTuple):
-    """A tensor of a message, and the block that it lies in."""
+    """A tensor of a message, and the allocated block that contains it, if any."""
 
     source: Source
     allocation: Allocation | None
 
     @property
     def nbytes(self) -> int:
-        """The bytes of shared memory that a copy needs."""
+        """The number of bytes of shared memory that a copy needs."""
         return whole_pages(self.source.nbytes)
 
 
 class _Placement:
-    """The blocks of a message that is being published, which is also the holder of their bytes."""
+    """The blocks of a message that is being published; this object is also the holder of their bytes."""
 
     def __init__(self) -> None:
         self.tensors: list[PlacedTensor] = []
-        self.blocks: list[tuple[int, int]] = []  # the number and the bytes, once for each tensor
+        self.blocks: list[tuple[int, int]] = []  # the number and the size in bytes, once for each use
         self.segments: dict[int, None] = {}
         self.owned: list[int] = []  # the blocks that were filled for this message
 
@@ -94,7 +94,7 @@ class _Placement:
         )
 
     def use(self, block: Block) -> None:
-        """Add a block."""
+        """Add a block that the message uses."""
         self.blocks.append((block.number, block.place.nbytes))
         self.segments[block.place.segment.number] = None
 
@@ -106,7 +106,7 @@ class Publishing:
         publisher: the id of the publisher.
         settings: its limits.
         counts: its counters.
-        errors: the errors of its calls.
+        errors: counts the errors of its calls.
 
     Attributes:
         memory: its shared memory.
@@ -122,7 +122,7 @@ class Publishing:
         self._settings = settings
         self._counts = counts
         self._max_bytes = whole_pages(settings.max_bytes)
-        self._kept_turn: Ticket[None] | None = None  # until no subscriber is full
+        self._kept_turn: Ticket[None] | None = None  # kept until no subscriber is full
         self.memory = Memory(
             self._max_bytes,
             self._gate_over,
@@ -234,7 +234,7 @@ class Publishing:
             self._check_open()
 
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Wait for a block that the caller owns, as `Publisher.allocate` does."""
+        """Return a tensor over a block that the caller owns, as `Publisher.allocate` does."""
         sizes, nbytes = sizes_of(shape, dtype, self._max_bytes)
         if nbytes == 0:
             return new_empty(sizes, dtype)
@@ -250,7 +250,7 @@ class Publishing:
     # Steps
 
     def _plan(self, payload: Payload) -> list[_Planned]:
-        """Reject a message that can never be published, before any memory is granted to it."""
+        """Plan the placement of each tensor; reject a message that can never be published."""
         planned, used = [], {}
         body_bytes = len(payload.parts[0])
         new_bytes = whole_pages(body_bytes) if body_bytes > _MAX_RECORD_CONTENT_BYTES else 0
@@ -266,7 +266,7 @@ class Publishing:
         return planned
 
     def _check_fits(self, new_bytes: int, allocated_bytes: int) -> None:
-        """Check that a message fits into the arena, and into what a subscriber may use."""
+        """Check that a message fits into the arena, and into the memory that a subscriber may use."""
         if new_bytes > self._max_bytes:
             raise too_large(new_bytes, self._max_bytes)
         nbytes, limit = new_bytes + allocated_bytes, self._settings.max_held_bytes
@@ -292,11 +292,12 @@ class Publishing:
                 placement.add(source, place_copy(block.place), block)
 
     def _can_carry(self, allocation: Allocation, source: Source) -> bool:
-        # A subscriber that has written to a tensor of an earlier publication keeps its copies of whole pages.
+        # While an earlier publication of the block is in use, a subscriber that has written to it keeps its
+        # own copies of the pages, which would hide the new publication.
         return allocation.can_carry(source) and not self.memory.leases.is_sent(allocation.block.number)
 
     def _place_allocated(self, source: Source, allocation: Allocation | None, placement: _Placement) -> bool:
-        """Place an allocated tensor where it is; return whether that is possible."""
+        """Place an allocated tensor in its own block; return whether that was possible."""
         if allocation is None or not self._can_carry(allocation, source):
             return False
         placement.add(source, place_allocated(source, allocation), allocation.block)
@@ -337,12 +338,12 @@ class Publishing:
             raise self._reports.would_block(_STUCK, nbytes) from None
 
     def _make_space(self, nbytes: int) -> None:
-        """Forget publications of the history that use the memory for a block."""
+        """Forget the oldest publications of the history until there is space for a block."""
         while self.memory.largest_free < nbytes and self.subscribers.forget_oldest():
             pass
 
     def _content_of(self, payload: Payload, placement: _Placement) -> bytes:
-        """Encode the content of a message, and check that it fits beside its tensors."""
+        """Encode the content of a message, and check that it fits into memory together with its tensors."""
         content = msgspec.msgpack.encode(Content(memoryview(payload.parts[0]), tuple(placement.tensors)))
         if len(content) > _MAX_RECORD_CONTENT_BYTES:  # many tensors make it longer than its body
             sizes, owned = dict(placement.blocks), placement.owned
@@ -353,7 +354,7 @@ class Publishing:
     def _held_by_callers(self) -> int:
         """Count the bytes of tensors from `allocate` that no subscriber uses.
 
-        Their publication would wait for the call with the turn, which waits for this memory.
+        Publishing them would wait for the call that has the turn, which waits for this memory.
         """
         self.memory.freed.collect_all()
         return sum(ticket.amount for ticket, is_unsent in self.memory.holdings() if is_unsent)
@@ -366,7 +367,7 @@ class Publishing:
     def _announce(
         self, placement: _Placement, kind: str, payload: bytes, nbytes: int, block: int | None
     ) -> Published:
-        """Announce a message to all subscribers; from this point nothing is rolled back."""
+        """Announce a message to all subscribers; from this point on, nothing is rolled back."""
         subscribers = self.subscribers
         number = subscribers.next_number
         record = encode_record([Publish(number, kind, payload, nbytes, block)])
@@ -378,7 +379,7 @@ class Publishing:
         return Published(number, len(subscribers.connected), len(dropped))
 
     def _end(self, turn: Ticket[None], placement: _Placement) -> None:
-        """Release the memory that no subscriber uses, and the turn."""
+        """Release the memory that no subscriber uses, and the turn unless a slow subscriber delays it."""
         self.memory.gate.budget.settle(placement)
         for number in placement.owned:
             self.memory.unpin_owner(number)

@@ -1,7 +1,7 @@
-"""Log lines about connections that a publisher closes: at most one per second and event.
+"""Log the connections that a publisher closes, in at most one line per second and event.
 
-Refused, broken and unidentified peers can connect again at any rate. A line has the details of the latest
-connection, and the number of connections since the line before.
+Refused and unidentified peers, and peers that break the protocol, can connect again at any rate. Each line
+contains the details of the latest connection, and the number of connections since the previous line.
 """
 
 from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
@@ -15,23 +15,24 @@ class SubscriberRefusalLog:
     """Log the refusals of one publisher; belongs to the running loop.
 
     Attributes:
-        refused: a subscriber was refused, because of a limit or of its version; with its id, pid, and the
-            reason.
-        broken: a peer broke the protocol; with its id, pid, and the reason.
-        replaced: an unidentified connection was closed in favor of new ones; with its pid, and their number.
-        disconnected: a subscriber was disconnected, because it was slow or writing to it failed; with its id,
-            pid, and the reason.
+        refused: logs that a subscriber was refused because of a limit or its version, with its id, its pid
+            and the reason.
+        broken: logs that a peer broke the protocol, with its id, its pid and the reason.
+        replaced: logs that an unidentified connection was closed in favor of newer ones, with its pid and
+            their number.
+        disconnected: logs that a subscriber was disconnected because it was slow or writing to it failed,
+            with its id, its pid and the reason.
     """
 
     def __init__(self) -> None:
-        # Functions of the module: a timer that is under way keeps no publisher alive.
+        # These are functions of the module, so that a running timer keeps no publisher alive.
         self.refused = RepeatedEvent(_log_refused)
         self.broken = RepeatedEvent(_log_broken)
         self.replaced = RepeatedEvent(_log_replaced)
         self.disconnected = RepeatedEvent(_log_disconnected)
 
     def close(self) -> None:
-        """Log the events that were only counted so far."""
+        """Log the events that have only been counted so far."""
         for event in (self.refused, self.broken, self.replaced, self.disconnected):
             event.close()
 

@@ -25,8 +25,8 @@ class Reports:
     Args:
         settings: the limits of the publisher.
         counts: its counters.
-        errors: the errors of its calls.
-        turns: the calls that publish.
+        errors: counts the errors of its calls.
+        turns: the gate of the calls that publish.
         memory: its shared memory.
         subscribers: its subscribers.
     """
@@ -114,11 +114,11 @@ class Reports:
         return "; ".join(described)
 
     def overdue(self, reason: str, nbytes: int) -> WouldBlockError:
-        """Return the error of a wait that exceeded `max_wait_s`; arguments are those of `would_block`."""
+        """Return the error for a wait that exceeded `max_wait_s`; arguments are those of `would_block`."""
         return self.would_block(f"{reason} for {self._settings.max_wait_s:g} s", nbytes)
 
     def would_block(self, reason: str, nbytes: int) -> WouldBlockError:
-        """Return the error of a call that would have to wait, with the bytes that it requested."""
+        """Return the error for a call that would have to wait, with the bytes that it requested."""
         lags, memory = self._subscribers.lags(), self._memory.gate.budget
         behind = lags[0].behind if lags else 0
         return WouldBlockError(
@@ -129,7 +129,7 @@ class Reports:
         )
 
     def too_few(self, count: int) -> WouldBlockError:
-        """Return the error of a wait for more subscribers than have connected."""
+        """Return the error for a wait for more subscribers than have connected."""
         connected = len(self._subscribers.connected)
         return WouldBlockError(
             f"{connected} of {count} subscribers have connected within {self._settings.max_wait_s:g} s",

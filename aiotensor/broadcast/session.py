@@ -1,7 +1,7 @@
 """One connection of a subscriber to a publisher: the transport, and the rules of the protocol on it.
 
-A session begins when the transport connects, and ends with its first loss. Its publications outlast it: their
-memory stays mapped until the application has taken them.
+A session begins when the transport connects, and ends when the connection ends. Its publications outlive it:
+their memory stays mapped until the application has taken them.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ __all__ = ["Session", "SessionEvents"]
 
 logger = logger_of("subscriber")
 
-# The most records that are read before a publication is taken, each in some microseconds.
+# The maximum number of records read before a publication is taken. Each takes a few microseconds.
 _MAX_PENDING_RECORDS = 256
 
 
@@ -30,29 +30,29 @@ class SessionEvents(Protocol):
     """The callbacks of a session."""
 
     def admitted(self, session: "Session") -> None:
-        """Handle that the publisher has admitted this subscriber."""
+        """Called when the publisher has admitted this subscriber."""
 
     def arrived(self, session: "Session", publish: Publish) -> None:
-        """Handle a publication."""
+        """Called when a publication has arrived."""
 
     def withdrawn(self, session: "Session", number: int) -> None:
-        """Handle that the publisher withdraws a publication, unless it was taken."""
+        """Called when the publisher withdraws a publication, which may already have been taken."""
 
     def ended(self, session: "Session", loss: Loss, *, is_clean: bool) -> None:
-        """Handle the end of the session; with `is_clean`, the publisher has closed."""
+        """Called when the session has ended; `is_clean` states whether the publisher has closed."""
 
     def writing_resumed(self) -> None:
-        """Handle that the transport accepts records again."""
+        """Called when the transport accepts records again."""
 
 
 class Session:
-    """Answer the publications of one connection.
+    """Receive and answer the publications of one connection.
 
     Args:
         subscribe: the first frame.
-        transport: the connection.
+        transport: this end of the connection.
         mappings: maps the memory of the publisher.
-        max_mapped_bytes: the limit on its arena; None for no limit.
+        max_mapped_bytes: the limit on the arena of the publisher in bytes; None for no limit.
         events: the object that is notified.
 
     Attributes:
@@ -83,7 +83,7 @@ class Session:
         self.publisher = ""
         self.first = 0
         self.drops = False
-        self._records = 0  # that were received
+        self._records = 0  # the number of received records
         self._subscriber = subscribe.subscriber
         self._mappings = mappings
         self._max_mapped_bytes = max_mapped_bytes
@@ -97,18 +97,18 @@ class Session:
     # Answers
 
     def taken(self, number: int) -> None:
-        """Report that the application takes a publication; its tensors are released as they are freed."""
+        """Answer that the application takes a publication; its blocks are released as tensors are freed."""
         self.connection.taken(number)
         self._schedule_flush()
 
     def dropped(self, number: int) -> None:
-        """Report that the application will not take a publication."""
+        """Answer that the application will not take a publication."""
         self.connection.dropped(number)
         self.finished()
         self._schedule_flush()
 
     def finished(self) -> None:
-        """Forget a publication, and the memory of an ended session after its last one."""
+        """Forget a publication; after the last one of an ended session, release its memory."""
         self.publications -= 1
         if self.is_over and not self.publications:
             self._mappings.peer_gone(self.memory)
@@ -116,8 +116,8 @@ class Session:
     def read_withdrawals(self) -> None:
         """Read the pending records of a publisher that drops publications.
 
-        An application that has blocked its event loop then takes the newest publications. Replaced ones are
-        withdrawn before it can take them.
+        If the application has blocked its event loop, it then takes the newest publications: those before
+        them, which the publisher has dropped, are withdrawn first.
         """
         for _ in range(_MAX_PENDING_RECORDS):
             before = self._records
@@ -145,7 +145,7 @@ class Session:
         self._end(self.connection.violated(error))
 
     def close(self) -> None:
-        """Send the last frame."""
+        """Send a `Close`, and write no more records."""
         self.connection.close(Close())
         self.flush()
         self.transport.finish()
@@ -184,7 +184,7 @@ class Session:
     # Events of the transport
 
     def record_received(self, data: memoryview, descriptors: list[int]) -> None:
-        """Handle the frames of a record."""
+        """Process the frames of a record."""
         self._records += 1
         try:
             for frame in self.connection.receive(data):
@@ -213,14 +213,14 @@ class Session:
                 close_all(descriptors)
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
-        """Handle a publisher that is gone."""
+        """End the session, because its connection has ended."""
         if isinstance(reason, ProtocolError):
             self.violated(reason)
         else:
             self._end(self.connection.lost(reason, is_retried=True))
 
     def resume_writing(self) -> None:
-        """Handle that the transport accepts records again."""
+        """Report that the transport accepts records again."""
         self._events.writing_resumed()
 
     def _admit(self, limits: Admit) -> None:

@@ -1,4 +1,4 @@
-"""The limits of a publisher, as its constructor received them."""
+"""The limits of a publisher, as passed to its constructor."""
 
 from typing import NamedTuple
 
@@ -11,12 +11,12 @@ class PublisherSettings(NamedTuple):
     """The limits of a publisher.
 
     Attributes:
-        max_bytes: the limit of shared memory in bytes.
-        max_behind: the most publications that a subscriber may be behind.
-        slow: the policy for subscribers that are behind by that many.
-        max_held_bytes: the most bytes that one subscriber may use; None for no limit.
-        history: the number of publications kept for later subscribers.
-        max_subscribers: the most connected subscribers; None for no limit.
+        max_bytes: the maximum number of bytes of shared memory.
+        max_behind: the maximum number of publications that a subscriber may be behind.
+        slow: the policy for subscribers that are `max_behind` publications behind.
+        max_held_bytes: the maximum number of bytes that one subscriber may use; None for no limit.
+        history: the number of publications kept for subscribers that connect later.
+        max_subscribers: the maximum number of connected subscribers; None for no limit.
         keep_warm_s: the idle time in seconds after which memory is returned to the system; None for never.
         long_wait_s: the time in seconds after which a wait is logged; None for never.
         max_wait_s: the time in seconds after which a wait ends with an error; None for never.

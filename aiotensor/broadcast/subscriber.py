@@ -19,36 +19,37 @@ T = TypeVar("T")
 
 
 class Subscriber(LoopObject, Generic[T]):
-    """Receive the messages that a publisher publishes from now on, in order.
+    """Receive the messages of a publisher, in order.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. Opening does not
     wait for the publisher. If the publisher is lost, the next publisher that listens at the address replaces
     it.
 
-    A received tensor is a view of shared memory; a small tensor has its own memory. It stays valid as long as
-    it or a view of it exists, even after the publisher or this subscriber has ended. Writing to it is visible
-    in this process only. The memory is free for the publisher when all subscribers have freed their views.
+    A received tensor is a view of shared memory; a small tensor has its own memory. A received tensor stays
+    valid as long as it or a view of it exists, even after the publisher or this subscriber has ended. Writing
+    to it is visible in this process only. The publisher can reuse the memory when all subscribers have freed
+    their views.
 
     Args:
         endpoint: the location of the publisher: an address such as ``unix:///run/user/1000/frames.sock``, or
             the `TensorQueue` or `multiprocessing.Queue` of the publisher.
-        type: the type of the messages, for msgspec; a message of another type raises `ProtocolError`.
-            `torch.Tensor` for bare tensors. Any type by default.
-        max_mapped_bytes: the most bytes of shared memory that a publisher may have, its `arena_bytes`; None
-            for no limit.
-        max_wait_s: the seconds after which `receive` stops waiting and raises `WouldBlockError`. None for
-            never. Iterations wait without limit.
-        secret_key: the CURVE secret key of this subscriber, for an endpoint ``tcp://`` on another machine.
-        server_key: the public key of the publisher there.
-        peer_timeout_s: the time in seconds without an answer after which the publisher at ``tcp://`` is lost;
-            None for 2 s, and for no limit at a loopback address.
-        engine: "nixl" to let a publisher at ``tcp://`` that has chosen it, too, move tensors of more than a
-            MiB with NIXL, if it works. It writes to the memory of this process: see "RDMA" in the
-            documentation.
+        type: the type of the messages, as for msgspec, or `torch.Tensor` for bare tensors. A message of
+            another type raises `ProtocolError`. By default, messages may have any type.
+        max_mapped_bytes: the maximum number of bytes of shared memory that a publisher may have (its
+            `arena_bytes`); None for no limit.
+        max_wait_s: the time in seconds after which `receive` stops waiting and raises `WouldBlockError`; None
+            for never. Iterations wait without limit.
+        secret_key: the CURVE secret key of this subscriber, for a ``tcp://`` endpoint on another machine.
+        server_key: the CURVE public key of the publisher at a ``tcp://`` endpoint.
+        peer_timeout_s: the time in seconds without an answer after which the publisher at a ``tcp://``
+            endpoint is lost; None for 2 s, or for no limit at a loopback address.
+        engine: "nixl" to let the publisher move tensors of more than 1 MiB with NIXL over ``tcp://``, if it
+            works and the publisher has chosen it, too. NIXL writes to the memory of this process: see "RDMA"
+            in the documentation.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type, or msgspec cannot decode the type.
-        ValueError: the address is invalid, or a limit is out of bounds.
+        ValueError: the address is invalid, or a limit is out of range.
     """
 
     @overload
@@ -146,11 +147,11 @@ class Subscriber(LoopObject, Generic[T]):
         Raises:
             PeerLostError: the publisher died, closed, or disconnected this subscriber, and all of its
                 publications that have arrived were received. The next call waits for the next publisher.
-            RefusedError: the publisher refused this subscriber, because of a limit or its version. The next
-                call connects again.
+            RefusedError: the publisher refused this subscriber because of a limit or its version, or exceeds
+                `max_mapped_bytes`. The next call connects again.
             WouldBlockError: nothing has arrived within `max_wait_s`.
-            ProtocolError: the message is not of the type of this subscriber. The next call returns the next
-                publication.
+            ProtocolError: the message does not have the type of this subscriber. The next call returns the
+                next publication.
             AccessDeniedError: the publisher runs as another user.
             UsageError: the process at the address is not a publisher.
             ClosedError: this subscriber was closed, perhaps while waiting.
@@ -166,7 +167,7 @@ class Subscriber(LoopObject, Generic[T]):
         return found
 
     def receive_nowait(self) -> Publication[T]:
-        """Return the next publication if it has arrived; decodes it on this thread.
+        """Return the next publication without waiting; it is decoded on this thread.
 
         Errors are those of `receive`.
 
@@ -189,8 +190,8 @@ class Subscriber(LoopObject, Generic[T]):
         """Return the next publication; cancellation loses nothing.
 
         Ends when the publisher has closed and all of its publications were received, or when this subscriber
-        is closed. Iterate again to wait for the next publisher. Errors are those of `receive`, without a
-        limit on the time.
+        is closed. Iterate again to wait for the next publisher. Waits without a time limit; errors are those
+        of `receive`.
         """
         if self.affinity.is_closed:
             raise StopAsyncIteration
@@ -219,7 +220,7 @@ class Subscriber(LoopObject, Generic[T]):
         return self._subscription.statistics()
 
     async def aclose(self) -> None:
-        """Close: waiting calls raise `ClosedError`, and iterations end.
+        """Close the subscriber; waiting calls raise `ClosedError`, and iterations end.
 
         Received tensors stay valid; the other publications are dropped. Waits until the connection has
         accepted the last answers. Cancellation closes the subscriber immediately. Closing again has no
@@ -236,7 +237,7 @@ class Subscriber(LoopObject, Generic[T]):
         return [f"at {self._route.label}"]
 
     def _opened(self) -> Subscription[T]:
-        """Return the implementation, if this subscriber is open here."""
+        """Return the implementation, after checking that this subscriber is open and belongs to this loop."""
         self.affinity.check()
         if self._subscription is None:
             raise AssertionError("an open subscriber has an implementation")

@@ -26,7 +26,7 @@ __all__ = ["SubscriberPeer"]
 
 
 class PeerHost(Protocol):
-    """The publisher's part of a connection.
+    """The object that owns a connection to a subscriber; part of the publisher.
 
     Attributes:
         memory: the memory of the publisher.
@@ -39,17 +39,17 @@ class PeerHost(Protocol):
     refusals: SubscriberRefusalLog
 
     def lose(self, peer: "SubscriberPeer", *, was_closed: bool = False) -> None:
-        """Handle a subscriber that is gone; with `was_closed`, it has closed."""
+        """Remove a subscriber that is gone; `was_closed` states whether it has closed."""
 
     def progress(self) -> None:
-        """Handle answers of a subscriber."""
+        """Wake the calls that wait for subscribers, after an answer."""
 
 
 class _Transfer(msgspec.Struct, eq=False):
     """A publication whose blocks are moved to a subscriber on another machine, before it is announced."""
 
     item: Item
-    left: int  # moves that have not ended
+    left: int  # the number of moves that have not ended
     moves: list[PendingMove] = []
 
 
@@ -57,15 +57,15 @@ class SubscriberPeer:
     """Announce publications to one subscriber, and handle its answers; belongs to the running loop.
 
     Args:
-        transport: the connection.
-        connection: the rules of the protocol on it.
+        transport: this end of the connection.
+        connection: the connection object.
         host: the object that is notified.
 
     Attributes:
         backlog: the publications of the subscriber; empty until it is admitted.
         name: the id of the subscriber.
-        pid: the process id that it stated.
-        accepted_at: when the transport accepted records again, by the clock of the loop.
+        pid: the process id that the subscriber stated.
+        accepted_at: the time at which the transport last accepted records again, by the clock of the loop.
     """
 
     def __init__(self, transport: Transport, connection: PublisherConnection, host: PeerHost) -> None:
@@ -138,7 +138,7 @@ class SubscriberPeer:
         self._announce_moved()
 
     def _send(self, item: Item) -> None:
-        """Announce a publication, after the segments of its blocks, and on another machine their bytes."""
+        """Announce a publication, after its segments and, on another machine, the bytes of its blocks."""
         if not self._attached.issuperset(item.segments):
             self.attach(item.segments)
         mover = self.transport.mover
@@ -169,7 +169,7 @@ class SubscriberPeer:
                 self._host.changes.wake()
 
     def _announce_moved(self) -> None:
-        """Announce the publications that have arrived completely, in order."""
+        """Announce the publications whose blocks were moved completely, in order."""
         transport = self.transport
         while self._transfers and transport.is_writable and not transport.is_closed:
             transfer = next(iter(self._transfers.values()))
@@ -183,7 +183,7 @@ class SubscriberPeer:
         self.flush()
 
     def attach(self, segments: Sequence[int]) -> None:
-        """Share segments with the subscriber, unless it has them."""
+        """Share the segments that the subscriber does not have yet."""
         by_number = {segment.number: segment for segment in self._host.memory.segments()}
         for number in segments:
             if number in self._attached:
@@ -225,7 +225,7 @@ class SubscriberPeer:
     # Events of the transport
 
     def record_received(self, data: memoryview, descriptors: list[int]) -> None:
-        """Handle the frames of a record."""
+        """Process the frames of a record."""
         if descriptors:
             close_all(descriptors)  # a subscriber sends none
         host, connection = self._host, self.connection
@@ -245,14 +245,14 @@ class SubscriberPeer:
         host.progress()
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
-        """Handle a subscriber that is gone."""
+        """Remove the subscriber, because its connection has ended."""
         if isinstance(reason, ProtocolError):
             self._violated(reason)
         else:
             self._host.lose(self)
 
     def resume_writing(self) -> None:
-        """Handle that the transport accepts records again."""
+        """Announce more publications, because the transport accepts records again."""
         self.accepted_at = asyncio.get_running_loop().time()
         if not self.connection.is_closed:
             self._announce_moved()

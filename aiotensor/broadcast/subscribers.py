@@ -4,7 +4,7 @@
       |
       '--limit, version--> refused
 
-The blocks that a subscriber may still read when it is gone are left to `Departures`.
+When a subscriber is gone, `Departures` keeps the blocks that it may still read.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ __all__ = ["Subscribers"]
 
 logger = logger_of("publisher")
 
-# How long closing waits for a connection to accept the next of the last records.
+# The seconds that closing waits until a connection accepts another one of the last records.
 _LAST_RECORDS_S = 1.0
 
 
@@ -46,18 +46,18 @@ class Subscribers:
         settings: its limits.
         counts: its counters.
         memory: its memory.
-        statistics: returns its statistics.
+        statistics: returns the statistics of the publisher.
         progressed: called when a subscriber has joined, has answered, or is gone.
 
     Attributes:
         connected: the connected subscribers, by their ids.
         audience: how far each of them is behind.
         changes: woken when a subscriber has joined, has answered, or is gone.
-        departures: the memory of disconnected subscribers.
+        departures: the blocks that disconnected subscribers may still read.
         next_number: the number of the next publication.
     """
 
-    # See `Host`
+    # See `Host`.
     opening = Subscribe
     wrong_role = (
         "a Publisher listens at this address, and no TensorReceiver: open the TensorReceiver at another "
@@ -103,7 +103,7 @@ class Subscribers:
     # Publications
 
     def publish(self, item: Item) -> list[tuple[SubscriberPeer, Dropped]]:
-        """Announce a publication to all subscribers, and return the publications dropped in exchange."""
+        """Announce a publication to all subscribers, and return the publications dropped in its favor."""
         for peer in self.audience.to_disconnect():
             self.disconnect(
                 peer,
@@ -136,7 +136,7 @@ class Subscribers:
         return True
 
     def detach(self, segment: Segment) -> None:
-        """Withdraw a segment in which no block is used from all subscribers."""
+        """Withdraw a segment without used blocks from all subscribers."""
         for peer in self.connected.values():
             peer.detach(segment.number)
 
@@ -144,7 +144,7 @@ class Subscribers:
 
     def connect(self, transport: Transport, subscribe: Subscribe, welcome: Welcome) -> None:
         """Admit or refuse a subscriber, and send it the result, unless it has closed."""
-        if transport.peer_has_closed():  # a queue keeps its record until a publisher opens
+        if transport.peer_has_closed():  # its record may have waited in a queue until this publisher opened
             transport.close()
             return
         connection = PublisherConnection(subscribe, welcome)
@@ -203,14 +203,14 @@ class Subscribers:
         inspector.flush()
 
     def inspector_ended(self, inspector: InspectorPeer) -> None:
-        """Do nothing: an inspector gets a single report."""
+        """Do nothing, because an inspector receives a single report."""
 
     def broken(self, pid: int | None, reason: str) -> None:
-        """Log that a connection without a role, or an inspector, broke the protocol."""
+        """Log that an unidentified connection or an inspector broke the protocol."""
         self.refusals.broken.add(None, pid, reason)
 
     def replaced(self, pid: int | None, connections: int) -> None:
-        """Log that an unidentified connection is closed because of so many newer ones."""
+        """Log that an unidentified connection is closed in favor of a number of newer ones."""
         self._counts["subscribers_refused"] += 1
         self.refusals.replaced.add(pid, connections)
 
@@ -221,7 +221,7 @@ class Subscribers:
         self.refusals.refused.add(name, opening.pid, reason)
 
     def listening_failed(self, error: OSError) -> None:
-        """Handle that the queue cannot be read, so that no subscriber can answer."""
+        """Disconnect all subscribers, because the queue cannot be read and no answer can arrive."""
         logger.critical(
             "reading from the subscribers failed, they are disconnected",
             exc_info=error,
@@ -233,27 +233,27 @@ class Subscribers:
     # Ends
 
     def disconnect(self, peer: SubscriberPeer, reason: str) -> None:
-        """Close the connection of a subscriber with a reason."""
+        """Send a subscriber the reason, and close its connection."""
         self.refusals.disconnected.add(peer.name, peer.pid, reason)
         peer.connection.close(Close(reason))
         peer.flush()
         self.lose(peer)
 
     def lose(self, peer: SubscriberPeer, *, was_closed: bool = False) -> None:
-        """Drop a subscriber that is gone."""
+        """Remove a subscriber that is gone; `was_closed` states whether it has closed."""
         if self.connected.get(peer.name) is peer:
             self._forget(peer)
             self._counts["subscribers_lost"] += not was_closed
             if was_closed:
                 self.memory.unpin(peer.backlog.close())
-            # Pins that the subscriber may use are left until its process has ended.
+            # Blocks that the subscriber may still read stay pinned until its process has ended.
             self.departures.add(list(peer.backlog.pins()), peer.watch)
             self.memory.unpin(peer.backlog.pending_blocks())
         peer.transport.close()
         self.progress()
 
     def _forget(self, peer: SubscriberPeer) -> None:
-        """Remove a subscriber, and keep its counts."""
+        """Remove a subscriber, and add its counts to the totals."""
         del self.connected[peer.name]
         if peer.transport.mover is not None:
             self.memory.movers.discard(peer.transport.mover)
@@ -262,7 +262,7 @@ class Subscribers:
         self.audience.leave(peer)
 
     async def close(self) -> None:
-        """Announce everything to every subscriber, and close the connections.
+        """Announce the pending publications to all subscribers, and close the connections.
 
         Waits until the connections have accepted the last records. A connection that accepts none for a
         second is closed without them.

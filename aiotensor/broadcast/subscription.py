@@ -5,7 +5,7 @@
     '--------- loss, close --------+------------------------------'
     '--------- refusal, violation, disconnected for being slow: `failure` is set, until a call connects again
 
-The end of a session is queued behind its publications: a call is notified of it after these were received.
+The end of a session is queued behind its publications, so a call is notified of it after these were received.
 """
 
 import logging
@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 
 class Ended(NamedTuple):
-    """The end of a session, behind its publications.
+    """The end of a session, which is queued behind its publications.
 
     Attributes:
-        error: the error for the call that finds it.
-        is_clean: whether the publisher has closed, and an iteration ends without an error.
+        error: the error for the call that receives this item.
+        is_clean: whether the publisher has closed, so that an iteration ends without an error.
     """
 
     error: AioTensorError
@@ -49,16 +49,16 @@ class Ended(NamedTuple):
 
 
 class Subscription(Generic[T]):
-    """Receive the publications of one subscriber; belongs to the running loop.
+    """Receive publications for one subscriber; belongs to the running loop.
 
     Args:
         subscriber: the id of the subscriber.
-        connector: makes the connecting side, given the id and the object that is notified.
+        connector: makes the `Connector`, given the id of the subscriber and the object to notify.
         decoder: decodes the messages.
         max_mapped_bytes: the limit on the arena of a publisher in bytes; None for no limit.
         max_wait_s: the limit on waiting for a publication in seconds; None for no limit.
         counts: the counters of the subscriber.
-        errors: the errors of its calls.
+        errors: counts the errors of its calls.
 
     Attributes:
         number: the number of the publication that was received last; None before the first.
@@ -91,11 +91,11 @@ class Subscription(Generic[T]):
         self._writing = Waiters()  # calls that wait for the transport
         self._last_end: Ended | None = None
         self._ends = 0
-        self._failure: AioTensorError | None = None  # no publisher is searched for until a call asks again
+        self._failure: AioTensorError | None = None  # while it is set, no publisher is searched for
         self._publisher = ""  # the id of the latest publisher
         self._first = 0  # the number of its first publication since this subscriber found it
         self._next_to_arrive = 0  # the number of its next publication
-        self._order = 0  # of arrivals
+        self._order = 0  # the number of publications that have arrived
         self._taken_from: Session | None = None
         self._next_to_take = 0
 
@@ -104,7 +104,7 @@ class Subscription(Generic[T]):
         self._connector.connect()
 
     async def close(self) -> None:
-        """End all waits, answer everything, and close; cancellation skips all waits."""
+        """End all waits, answer all publications, and close; cancellation skips the waits."""
         self.is_closed = True
         self._waiters.wake()
         self._connector.close()
@@ -145,7 +145,7 @@ class Subscription(Generic[T]):
     # Calls
 
     async def receive(self, *, has_limit: bool = True) -> Publication[T] | Ended:
-        """Wait for the next publication, or for the end of a session; if it has a limit, `max_wait_s`."""
+        """Wait for the next publication or the end of a session; with `has_limit`, at most `max_wait_s`."""
         while True:
             found = self._next()
             if isinstance(found, Ended):
@@ -160,7 +160,7 @@ class Subscription(Generic[T]):
                 return ended
 
     def receive_nowait(self) -> Publication[T] | Ended | None:
-        """Return the next publication, or the end of a session, if it has arrived; else None."""
+        """Return the next publication or the end of a session; None if neither has arrived."""
         while True:
             found = self._next()
             if found is None or isinstance(found, Ended):
@@ -181,12 +181,12 @@ class Subscription(Generic[T]):
             return self._received(found, message)
 
     def next_would_block(self) -> WouldBlockError:
-        """Return the error for a publication that has not arrived, after connecting if necessary."""
+        """Connect again if necessary, and return the error for a publication that has not arrived."""
         self._search()
         return WouldBlockError(f"no publication has arrived: {self._state()}", messages=Usage(requested=1))
 
     async def _opened(self, found: Arrived) -> Publication[T] | None:
-        """Open a publication, and decode its message; None if the publisher broke the protocol."""
+        """Open a publication and decode its message; return None if the publisher broke the protocol."""
         try:
             await found.open()
         except ProtocolError as error:
@@ -219,7 +219,7 @@ class Subscription(Generic[T]):
         return Publication(message, found.number, missed)
 
     def _next(self) -> Arrived | Ended | None:
-        """Return the next item of the inbox, which the caller takes."""
+        """Remove the next item from the inbox, and return it; None if the inbox is empty."""
         if self._session is not None and self._session.drops:
             self._session.read_withdrawals()
         if not self._inbox:
@@ -236,7 +236,7 @@ class Subscription(Generic[T]):
         return item
 
     def _keep(self, found: Arrived) -> None:
-        """Return a publication to its place, where a later call takes it."""
+        """Return a publication to its place in the inbox, from which a later call takes it."""
         if self.is_closed:
             found.finish()
             return
@@ -249,21 +249,21 @@ class Subscription(Generic[T]):
         self._waiters.wake()
 
     async def _change(self, max_wait_s: float | None) -> Ended | None:
-        """Wait for the next item of the inbox; return the end of a session that other calls have taken."""
+        """Wait for the next item of the inbox; return the end of a session if another call has taken it."""
         self._search()
         ends = self._ends
         try:
             async with at_most(max_wait_s, self._overdue):
                 await self._waiters.wait()
         except WouldBlockError:
-            if not self._inbox:  # it may have arrived just as the time ran out
+            if not self._inbox:  # an item may have arrived just as the time ran out
                 raise
         if self.is_closed:
             raise _closed()
         return self._last_end if self._ends != ends and not self._inbox else None
 
     def _search(self) -> None:
-        """Connect if no publisher is being searched for.
+        """Connect again, unless a publisher is being searched for already.
 
         Raises:
             AioTensorError: no other publisher can be reached.
@@ -303,18 +303,18 @@ class Subscription(Generic[T]):
         self._failure = None
 
     def connecting_failed(self, error: AioTensorError) -> None:
-        """Handle a permanent failure to connect."""
+        """Queue the error of a permanent failure to connect."""
         self._failure = error
         self._queue_end(Ended(error, is_clean=False))
 
     # Events of the session
 
     def admitted(self, session: Session) -> None:
-        """Handle that the publisher has admitted this subscriber."""
+        """Record the publisher that has admitted this subscriber."""
         if session.publisher != self._publisher:
             self._publisher, self._next_to_arrive = session.publisher, session.first
             self._first = session.first
-        session.first = self._first  # the earlier sessions may have ended before anything arrived
+        session.first = self._first  # earlier sessions may have ended before a publication arrived
 
     def arrived(self, session: Session, publish: Publish) -> None:
         """Queue a publication; a closing subscriber drops it."""
@@ -337,11 +337,11 @@ class Subscription(Generic[T]):
                 return
 
     def ended(self, session: Session, loss: Loss, *, is_clean: bool) -> None:
-        """Queue the end of a session."""
+        """Queue the end of a session, and connect again if that is possible."""
         if loss.is_retried and self._connector.reconnects:
             self._connector.reconnect()
             if not session.publisher:
-                return  # a publisher that is ending has accepted the connection: no publication was missed
+                return  # a closing publisher has accepted the connection: no publication was missed
         else:
             self._failure = loss.error
         self._counts["publishers_lost"] += 1
@@ -359,7 +359,7 @@ class Subscription(Generic[T]):
         )
 
     def writing_resumed(self) -> None:
-        """Handle that the transport accepts records again."""
+        """Wake the calls that wait until the transport accepts records again."""
         self._writing.wake()
 
     def _queue_end(self, ended: Ended) -> None:
@@ -371,7 +371,7 @@ class Subscription(Generic[T]):
         self._waiters.wake()
 
     def _drop_older(self) -> None:
-        """Drop what the sessions before the last one have left, so that restarts do not fill the inbox."""
+        """Drop the items of all sessions before the latest, so that restarts do not fill the inbox."""
         last = self._session
         while self._inbox:
             item = self._inbox[0]

@@ -1,4 +1,4 @@
-"""Let `python -m aiotensor.cli` do what the `aiotensor` command does."""
+"""Run the `aiotensor` command as `python -m aiotensor.cli`."""
 
 from aiotensor.cli import main
 

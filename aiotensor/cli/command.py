@@ -20,7 +20,7 @@ def _version() -> str:
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(_version(), message="%(prog)s %(version)s")
 def aiotensor() -> None:
-    """Check this machine, and show what running receivers do."""
+    """Check this machine, and inspect running receivers and publishers."""
 
 
 aiotensor.add_command(doctor)

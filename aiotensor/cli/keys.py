@@ -28,7 +28,7 @@ class Keys(NamedTuple):
     """The keys for one address; both are None if there are none.
 
     Attributes:
-        secret_key: of this side.
+        secret_key: the secret key of this side.
         server_key: the public key of the receiver or publisher.
     """
 
@@ -37,7 +37,7 @@ class Keys(NamedTuple):
 
 
 def key_options(command: Command) -> Command:
-    """Add the options for keys, which the command gets as the arguments `secret_key` and `server_key`."""
+    """Add the options for keys to a command, which receives the arguments `secret_key` and `server_key`."""
     for option in (
         click.option(
             "--server-key",
@@ -66,11 +66,11 @@ def keys_for(address: str | None, secret_key: str | None, server_key: str | None
 
     Args:
         address: the address; None if the user gave none.
-        secret_key: the key in the file of the user; None without a file.
+        secret_key: the key in the file that the user gave; None if the user gave none.
         server_key: the key of the receiver or publisher; None if the user gave none.
 
     Raises:
-        click.UsageError: one of the two keys is missing or invalid, or the address takes none.
+        click.UsageError: one of the two keys is missing or invalid, or the address does not use keys.
     """
     if secret_key is None and server_key is None:
         return Keys()
@@ -92,7 +92,7 @@ def needs_keys(address: str) -> bool:
     """Return whether an address is a ``tcp://`` address that other machines can reach.
 
     Raises:
-        ValueError: it is an invalid ``tcp://`` address.
+        ValueError: the ``tcp://`` address is invalid.
     """
     if not address.lower().startswith("tcp:"):
         return False
@@ -108,7 +108,7 @@ def _secret_key(_: click.Context, option: click.Parameter, path: str | None) -> 
 def _server_key(_: click.Context, option: click.Parameter, value: str | None) -> str | None:
     if value is None:
         return None
-    # A path may have the form of a key. No file has the name of a key by chance.
+    # A path may look like a key, so files come first. No file has the name of a key by chance.
     return _checked(_content(value, option) if os.path.lexists(value) else value, option)
 
 
@@ -121,13 +121,13 @@ def _content(path: str, option: click.Parameter) -> str:
 
 
 def _checked(key: str, option: click.Parameter) -> str:
-    if not _is_key(key):  # not shown: it may be a secret with a typo
+    if not _is_key(key):  # the error does not contain it: it may be a secret with a typo
         raise click.BadParameter(_NO_KEY, param=option)
     return key
 
 
 def _is_key(text: str) -> bool:
-    from zmq.utils import z85  # only here: most uses of the commands need no ZeroMQ
+    from zmq.utils import z85  # imported only here: most uses of the commands do not need ZeroMQ
 
     try:
         return len(z85.decode(text.encode())) == _KEY_BYTES

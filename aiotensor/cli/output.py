@@ -1,4 +1,4 @@
-"""Standard output for the command: a write that fails ends it with one line on standard error."""
+"""Standard output of the command: if a write fails, the command exits with one line on standard error."""
 
 import errno
 import io
@@ -17,7 +17,7 @@ __all__ = ["checked_output"]
 class _OutputError(Exception):
     """A write to standard output failed.
 
-    This is not an `OSError`, because the code that writes may handle the `OSError` of other operations.
+    This is not an `OSError`, because the code that writes may catch the `OSError` of other operations.
 
     Args:
         reason: the error of the write.
@@ -41,19 +41,20 @@ class _StandardOutput(io.FileIO):
 
 @contextmanager
 def checked_output() -> Iterator[None]:
-    """Replace `sys.stdout` in a block, and exit if it cannot be written.
+    """Replace `sys.stdout` in a block, and exit if a write to it fails.
 
-    Other exceptions, including an `OSError` of anything else, pass unchanged.
+    Other exceptions, including every other `OSError`, propagate unchanged.
 
     Raises:
-        SystemExit: standard output is closed, or a write to it failed. The status is 1. The reason is printed
-            on standard error, except for a pipe without a reader: `head` closes its pipe early on purpose.
+        SystemExit: standard output is closed, or a write to it failed. The exit status is 1. The reason is
+            printed on standard error, except for a pipe without a reader: `head` closes its pipe early on
+            purpose.
     """
     try:
         if sys.stdout is None:  # the process was started with a closed standard output
             raise _OutputError(OSError(errno.EBADF, os.strerror(errno.EBADF)))
-        # Closing the stream writes the rest of its buffers here, where a failure can be handled. When the
-        # interpreter exits, it would be printed with a traceback.
+        # Closing the stream writes the rest of its buffers here, where a failure can be handled. If the
+        # interpreter wrote them at exit, a failure would be printed with a traceback.
         with (
             io.TextIOWrapper(
                 io.BufferedWriter(_StandardOutput(sys.stdout.fileno(), "w", closefd=False)),

@@ -1,20 +1,20 @@
-"""Messages with tensors inside, as msgpack.
+"""Encode and decode messages that contain tensors, as msgpack.
 
-A message is any msgspec Struct, dataclass, list or dict, nested to any depth, with tensors and numpy arrays
-anywhere in it:
+A message is a msgspec Struct, a dataclass, a list or a dict, nested to any depth, with tensors and numpy
+arrays anywhere in it:
 
     encoder = TensorEncoder()
     decoder = TensorDecoder(Video)
     body, *buffers = encoder.encode(Video(fps=30.0, frames=frames))
     video = decoder.decode([body, *buffers])
 
-Small tensors are part of the body. Large ones become out-of-band buffers over the memory of the tensors, and
-the decoder makes tensors over these buffers. So nothing is copied, as with the out-of-band buffers of pickle,
-and nothing is pickled either.
+Small tensors are part of the body. Large tensors become out-of-band buffers over their memory, and the
+decoder creates tensors over these buffers. Like the out-of-band buffers of pickle, they avoid copies, but
+nothing is pickled.
 
-Another transport can carry the tensors: the encoder passes each tensor to a function `place`, which returns
-an opaque handle, or None for a tensor that it does not carry. The decoder passes each handle to a function
-`find`.
+Another transport can carry the tensors. In this case, the encoder passes each tensor to the function `place`,
+which returns an opaque handle, or None to encode the tensor in the message. The decoder passes each handle to
+the function `find`, which returns the tensor.
 """
 
 from aiotensor.codec.decoder import Find, TensorDecoder

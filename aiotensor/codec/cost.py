@@ -1,4 +1,4 @@
-"""Decide which messages take so long to encode that a thread should do it."""
+"""Decide which messages take so long to encode that they should be encoded in a thread."""
 
 import dataclasses
 import datetime
@@ -19,11 +19,12 @@ from aiotensor.tensors.source import SupportsDLPack, is_flat
 
 __all__ = ["QUICK_CODED_TENSORS", "takes_long"]
 
-# The bytes that are copied in a tenth of a millisecond of encoding; an item of a container counts as some.
+# The cost of encoding is estimated as a number of bytes. This many are copied in a tenth of a millisecond,
+# and an item of a container counts as a few.
 _QUICK_BYTES = 64 * 1024
 _ITEM_BYTES = 32
 
-# Encoding or decoding a tensor takes some microseconds.
+# Encoding or decoding a tensor takes a few microseconds.
 QUICK_CODED_TENSORS = 128
 _TENSOR_BYTES = _QUICK_BYTES // QUICK_CODED_TENSORS
 
@@ -42,13 +43,14 @@ _KINDS: dict[type, int] = {
 
 
 def takes_long(message: object, *, has_sender: bool) -> bool:
-    """Return whether encoding a message may take longer than the event loop can wait.
+    """Return whether encoding a message may block the event loop for too long.
 
-    Visits the parts of the message until the limit is exceeded, at about the cost of encoding them.
+    The function visits the parts of the message until the limit is exceeded, which costs about as much as
+    encoding them.
 
     Args:
         message: the message.
-        has_sender: whether a sender sends tensors of more than a few KiB, which are not encoded.
+        has_sender: whether a sender carries tensors of more than a few KiB, so that they are not encoded.
     """
     left = _QUICK_BYTES
     to_gather = QUICK_BYTES
@@ -69,7 +71,7 @@ def takes_long(message: object, *, has_sender: bool) -> bool:
                 to_gather -= value.numel() * value.element_size()
         elif kind == _ARRAY:
             left -= _TENSOR_BYTES
-            # torch cannot view some of the others: assume that all of them have to be gathered.
+            # torch cannot view some of the other arrays, so assume that all of them must be gathered.
             if not (has_sender or (value.flags.c_contiguous and value.flags.aligned)):
                 to_gather -= value.nbytes
         elif kind == _ITEMS:
@@ -88,7 +90,8 @@ def takes_long(message: object, *, has_sender: bool) -> bool:
                 pending += inside
             elif has_sender and isinstance(value, SupportsDLPack):
                 left -= _TENSOR_BYTES
-            else:  # the size and strides of the former are known only from `__dlpack__`, which may take long
+            else:
+                # Only `__dlpack__`, which may take long, reveals the size and the strides of a DLPack object.
                 return True
         if left < 0 or to_gather < 0:
             return True
@@ -99,11 +102,11 @@ def _is_flat(tensor: torch.Tensor) -> bool:
     try:
         return is_flat(tensor)
     except RuntimeError:
-        return True  # it has no strides, such as a sparse tensor: the encoder rejects it at once
+        return True  # a tensor without strides, such as a sparse one: the encoder rejects it at once
 
 
 def _look_into(value: Any) -> Sequence[object] | None:
-    """Return what a value of a less frequent type consists of; None if that is unknown."""
+    """Return the parts of a value of a less common type; None if they are unknown."""
     if isinstance(value, enum.Enum):
         return (value.value,)
     if isinstance(value, msgspec.Raw):

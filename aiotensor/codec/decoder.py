@@ -1,4 +1,4 @@
-"""Decode a body and out-of-band buffers into a message, and check its types."""
+"""Decode messages from a body and out-of-band buffers, and check their types."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class _Decoding:
         self._buffers = buffers
         self._used: set[int] = set()
         self._pack: memoryview | None = None
-        self._packed_read = 0  # bytes of the pack
+        self._packed_read = 0  # bytes of the pack that were read
 
     def next_packed(self) -> wire.Inline:
         """Return the next record of the pack, which is the last buffer."""
@@ -52,7 +52,7 @@ class _Decoding:
         return wire.read_packed(self._pack[start : self._packed_read])
 
     def take(self, number: int) -> memoryview:
-        """Return a buffer, once: two tensors must not share memory."""
+        """Return a buffer, but only once, since two tensors must not share memory."""
         if number >= len(self._buffers):
             raise ProtocolError(f"the peer named buffer {number}, and sent {len(self._buffers)}")
         if number in self._used:
@@ -61,7 +61,7 @@ class _Decoding:
         return self._buffers[number]
 
     def find(self, handle: object) -> torch.Tensor:
-        """Call `find`, and remember its error, which is not one of the peer."""
+        """Call `find`, and store its error, so that it is not mistaken for an error of the peer."""
         try:
             tensor: object = self._find(handle)
             if not isinstance(tensor, torch.Tensor):
@@ -93,20 +93,21 @@ class _Current(threading.local):
 class TensorDecoder(Generic[T]):
     """Decode messages that contain tensors and numpy arrays, and check their types.
 
-    Creating a decoder takes longer than decoding a message: create one for each type. Several threads may use
-    it at once.
+    Creating a decoder takes longer than decoding a message, so create one for each type and reuse it. Several
+    threads may use a decoder at the same time.
 
-    A field of type `torch.Tensor` or `numpy.ndarray` accepts both, and converts to its type; the dtype of
-    ``NDArray[np.uint8]`` is checked. `TensorMeta` annotations are checked at any depth, as in ``frames:
-    Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None, None, 3))]``.
+    A field of type `torch.Tensor` or `numpy.ndarray` accepts both, and converts the value to its own type.
+    The dtype of an annotation such as ``NDArray[np.uint8]`` is checked. `TensorMeta` annotations, such as
+    ``Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None, None, 3))]``, are checked at
+    any depth.
 
     Args:
-        type: the type of the messages, for msgspec.
+        type: the type of the messages, as for msgspec.
         find: called with each handle that the encoder's `place` returned, in the order of the message;
-            returns the tensor. `decode` raises its errors.
+            returns the tensor. `decode` raises its errors. By default, a handle raises `ProtocolError`.
 
     Raises:
-        TypeError: msgspec cannot decode this type, or a `TensorMeta` annotates another type than a tensor.
+        TypeError: msgspec cannot decode this type, or a `TensorMeta` annotates a type other than a tensor.
     """
 
     def __init__(self, type: type[T], find: Find = _nowhere) -> None:  # noqa: A002
@@ -119,10 +120,10 @@ class TensorDecoder(Generic[T]):
         )
 
     def decode(self, parts: Sequence[bytes | bytearray | memoryview], find: Find | None = None) -> T:
-        """Return the message.
+        """Decode a message, and return it.
 
-        Its tensors are writable. A tensor from a buffer shares the memory of the buffer and keeps it alive;
-        it is a copy if the buffer is read-only, or not aligned for the dtype.
+        The tensors of the message are writable. A tensor from a buffer shares the memory of the buffer and
+        keeps it alive. If the buffer is read-only or not aligned for the dtype, the tensor is a copy instead.
 
         Args:
             parts: the body and the buffers, as `TensorEncoder.encode` returned them.
@@ -130,8 +131,8 @@ class TensorDecoder(Generic[T]):
 
         Raises:
             ProtocolError: the body is invalid or of another type, a tensor does not match its annotation, or
-                a buffer is missing or is not used, perhaps because the type here lacks a field. The text
-                contains the path of the field.
+                a buffer is missing or unused, perhaps because the local type lacks a field. For a mismatch,
+                the text contains the path of the field.
             OSError: no memory is left for a copy.
         """
         if not parts:
@@ -189,10 +190,10 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _convert(type_: Any, value: object) -> object:
-    """Convert a value to the kind of tensor of its field; msgspec rejects all values of other types.
+    """Convert a tensor or an array to the type of its field; msgspec rejects values of other types.
 
     Raises:
-        TypeError: the array has another dtype than its annotation; msgspec adds the path of the field.
+        TypeError: the dtype of the array differs from its annotation; msgspec adds the path of the field.
     """
     if type_ is torch.Tensor and isinstance(value, torch.Tensor):
         return value
@@ -206,7 +207,7 @@ def _convert(type_: Any, value: object) -> object:
 
 
 def _check_array(array: np.ndarray[Any, Any], type_: Any) -> None:
-    """Check the dtype of an annotation such as ``NDArray[np.uint8]``."""
+    """Check the dtype of an array against an annotation such as ``NDArray[np.uint8]``."""
     for dtype in get_args(type_)[1:]:
         wanted = [arm for scalar in get_args(dtype) for arm in arms(scalar)]
         if wanted and not any(arm is Any or issubclass(array.dtype.type, arm) for arm in wanted):

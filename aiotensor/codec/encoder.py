@@ -48,18 +48,19 @@ class _Encoding:
 
     def __init__(self, max_inline_bytes: int) -> None:
         self.buffers: Buffers = []
-        self.left = max_inline_bytes  # of records in the body
+        self.left = max_inline_bytes  # for further records in the body
         self.pack = bytearray()
 
 
 class SourceEncoder:
-    """Encode messages for a `place` that can send a source which torch cannot view; see `TensorEncoder`.
+    """Encode messages like `TensorEncoder`, but also pass sources that torch cannot view to `place`.
 
     Args:
-        place: called with each source in the order of the message; returns a handle, or None.
-        inline_bytes: the size in bytes up to which sources are part of the body.
-        max_inline_bytes: the most bytes of such sources in one body, with their dtypes and shapes. Sources
-            beyond it are packed into one more buffer, the last one, which is `bytes`.
+        place: called with each source in the order of the message; returns a handle that msgpack can encode,
+            or None to encode the source in the message. `encode` raises its errors.
+        inline_bytes: the size in bytes up to which sources are part of the body; larger ones become buffers.
+        max_inline_bytes: the maximum number of bytes of such sources in one body, including their dtypes and
+            shapes. Further sources are packed into one additional buffer, the last one, which is `bytes`.
     """
 
     def __init__(
@@ -75,22 +76,22 @@ class SourceEncoder:
         self._open: Callable[[Sendable], Source] = as_source
 
     def encode(self, message: object) -> Buffers:
-        """Return the body of a message, and its buffers.
+        """Encode a message, and return its body, followed by its buffers.
 
-        A buffer shares the memory of a tensor, which must not change until the buffer was sent. A large
-        tensor that is not contiguous in row-major order is copied. A tensor that is in the message twice is
-        decoded as two tensors.
+        A buffer shares the memory of its tensor, which must not change until the buffer has been sent. A
+        large tensor that is not contiguous in row-major order is copied. A tensor that occurs twice in the
+        message is decoded as two tensors.
 
         Args:
             message: a value that msgspec can encode; it may contain, at any depth, tensors, arrays and
                 objects with ``__dlpack__``.
 
         Raises:
-            TypeError: a value in it is of a type that cannot be encoded.
+            TypeError: a value in the message has a type that cannot be encoded.
             UnsupportedTensorError: a tensor cannot be sent unchanged.
-            OverflowError: an integer in it has more than 64 bits.
-            RecursionError: it is nested too deeply.
-            UnicodeEncodeError: a text in it has a lone surrogate.
+            OverflowError: an integer in the message has more than 64 bits.
+            RecursionError: the message is nested too deeply.
+            UnicodeEncodeError: a string in the message contains a lone surrogate.
             OSError: no memory is left for a copy.
         """
         parts = _Encoding(self._max_inline_bytes)
@@ -131,8 +132,8 @@ class SourceEncoder:
 class TensorEncoder(SourceEncoder):
     """Encode messages that contain tensors and numpy arrays.
 
-    An encoder keeps no reference to a message, and several threads may use it at once. It reserves the codes
-    65 and 84 of msgpack extensions; other extensions are encoded unchanged.
+    An encoder keeps no reference to a message, and several threads may use it at the same time. It reserves
+    the codes 65 and 84 of msgpack extensions; other extensions are encoded unchanged.
 
     Args:
         place: called with each tensor in the order of the message. A numpy array is passed as a tensor over

@@ -1,7 +1,7 @@
-"""The check of `TensorMeta` annotations: derived once from each type, and called for each message.
+"""The check of `TensorMeta` annotations, which is derived once from each type and called for each message.
 
-msgspec checks all types but ignores `TensorMeta`. So after decoding, the parts of a message that can contain
-an annotated tensor are checked here, and no others.
+msgspec checks all types but ignores `TensorMeta`. This module therefore checks a message after decoding, but
+only those parts that can contain an annotated tensor.
 """
 
 import dataclasses
@@ -28,21 +28,23 @@ _MAX_KEY = 64  # characters of a key in a path
 
 
 def expectations(type_: Any) -> Check | None:
-    """Return the check of decoded messages of a type, which raises `MismatchError`; None if it has none.
+    """Return a function that checks decoded messages of a type; None if the type has no `TensorMeta`.
+
+    The function raises `MismatchError`.
 
     Raises:
-        TypeError: a `TensorMeta` annotates another type than a tensor.
+        TypeError: a `TensorMeta` annotates a type other than a tensor.
     """
     walk = _Walk()
     check = walk.check_of(type_)
-    return check if walk.has_meta else None  # a class that contains itself has a check in any case
+    return check if walk.has_meta else None  # a class that contains itself always has a check
 
 
 def check_decodable(type_: Any) -> None:
-    """Reject a type with a field that cannot be decoded.
+    """Check that every field of a type can be decoded.
 
     Raises:
-        TypeError: there is such a field.
+        TypeError: a field cannot be decoded.
     """
     found, seen = [msgspec.inspect.type_info(type_)], set()
     while found:
@@ -58,8 +60,8 @@ def check_decodable(type_: Any) -> None:
             found += one
 
 
-# Each check ignores values of another type than its own, so that the arms of a union share a value. The path
-# of a mismatch is only put together when one is found.
+# Each check ignores values of other types, so that the checks of all arms of a union can be called with the
+# same value. The path of a mismatch is only assembled once the mismatch is found.
 
 
 def _parts(
@@ -67,7 +69,7 @@ def _parts(
     items_of: Callable[[Any], Iterable[tuple[object, Any]]],
     checks: Iterable[Check | None],
 ) -> Check:
-    """Return the check of a container; `items_of` returns its items with their keys or numbers."""
+    """Return the check of a container; `items_of` returns its items with their keys or indices."""
 
     def check_parts(value: Any) -> None:
         if not isinstance(value, kinds):
@@ -84,11 +86,11 @@ def _parts(
 
 
 def _fields(kind: Any, checks: list[tuple[str, Check]]) -> Check:
-    """Return the check of a class. The list may be filled later, since a class may contain itself."""
+    """Return the check of a class; `checks` may be filled later, since a class may contain itself."""
     kind = dict if typing.is_typeddict(kind) else kind
 
     def check_fields(value: Any) -> None:
-        if type(value) is not kind:  # a subclass may annotate the same field otherwise
+        if type(value) is not kind:  # a subclass may annotate the same field differently
             return
         for name, check in checks:
             try:
@@ -101,7 +103,7 @@ def _fields(kind: Any, checks: list[tuple[str, Check]]) -> Check:
 
 
 class _Walk:
-    """Find the checks of a type, and of each class in it once."""
+    """Derive the check of a type, visiting each class in it once."""
 
     def __init__(self) -> None:
         self.has_meta = False  # whether a `TensorMeta` was found
@@ -160,11 +162,11 @@ class _Walk:
 
 
 def _hints(type_: Any) -> Iterator[tuple[str, Any]]:
-    """Return the fields of a class and their types, without type variables."""
+    """Yield the fields of a class and their types, with type variables replaced."""
     kind = get_origin(type_) or type_
     said: dict[Any, dict[str, Any]] = {}
     _collect(type_, said)
-    # The first class in the method resolution order prevails; a TypedDict has no such order.
+    # The first class in the method resolution order takes precedence; a TypedDict has no such order.
     order = said if typing.is_typeddict(kind) else reversed(kind.__mro__)
     found: dict[str, Any] = {}
     for one in order:
@@ -181,7 +183,7 @@ def _collect(type_: Any, said: dict[Any, dict[str, Any]]) -> None:
     given = get_args(type_) or tuple(map(_default, variables))
     bindings = dict(zip(variables, given, strict=False))
     own = inspect.get_annotations(kind)
-    # Not by `getattr`, which returns the inherited attribute of a class without generic bases.
+    # Not `getattr`, which returns the inherited attribute if a class has no generic bases.
     for base in reversed(vars(kind).get("__orig_bases__", kind.__bases__)):
         plain = get_origin(base) or base
         if isinstance(plain, type) and plain is not object and plain is not typing.Generic:
@@ -195,7 +197,7 @@ def _collect(type_: Any, said: dict[Any, dict[str, Any]]) -> None:
 
 
 def _field_names(kind: Any) -> Iterable[str] | None:
-    """Return the names of the fields of a class; None if it has none, whatever is annotated in it."""
+    """Return the names of the fields of a class; None if it has no fields, even if it has annotations."""
     names: Iterable[str] | None = None
     if issubclass(kind, msgspec.Struct):
         names = kind.__struct_fields__
@@ -211,7 +213,7 @@ def _field_names(kind: Any) -> Iterable[str] | None:
 
 
 def _bound(hint: Any, bindings: Mapping[Any, Any]) -> Any:
-    """Replace type variables by types."""
+    """Replace the type variables in an annotation with their types."""
     if isinstance(hint, TypeVar):
         return bindings.get(hint, _default(hint))
     variables = () if isinstance(hint, type) and not get_origin(hint) else getattr(hint, "__parameters__", ())
@@ -219,7 +221,7 @@ def _bound(hint: Any, bindings: Mapping[Any, Any]) -> Any:
 
 
 def _default(variable: Any) -> Any:
-    """Return the type of a type variable that is not bound."""
+    """Return the type that replaces a type variable without a binding."""
     if getattr(variable, "__constraints__", ()):
         return typing.Union[variable.__constraints__]  # noqa: UP007 - their number varies
     return getattr(variable, "__bound__", None) or Any
@@ -241,7 +243,7 @@ def _plain(type_: Any) -> Any:
 
 
 def arms(type_: Any) -> Iterator[Any]:
-    """Return the arms of a union, also of one in aliases and annotations; another type is its only arm."""
+    """Yield the arms of a union, even inside aliases and annotations; any other type is its own only arm."""
     type_ = _plain(type_)
     origin, args = get_origin(type_), get_args(type_)
     if origin is Annotated:

@@ -1,4 +1,4 @@
-"""`TensorMeta`, an annotation of tensors in messages."""
+"""`TensorMeta`, an annotation that states the dtype and the shape of a tensor in a message."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ class MismatchError(Exception):
     """A tensor does not match its annotation.
 
     Attributes:
-        path: the path of the tensor in the message; the check of each container prepends its step.
+        path: the path of the tensor in the message; the check of each container prepends one element.
     """
 
     def __init__(self, text: str) -> None:
@@ -24,12 +24,12 @@ class MismatchError(Exception):
 class TensorMeta(msgspec.Struct, frozen=True):
     """State the dtype and the shape of a tensor or an array in a message.
 
-    Use as ``Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None, None, 3))]``.
+    Use it as ``Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None, None, 3))]``.
 
     Args:
-        dtype: the torch dtype, also of an array; None for any.
-        shape: the sizes of the dimensions, in elements; None for a dimension of any size. None instead of a
-            tuple allows any shape.
+        dtype: the required torch dtype, for arrays as well; None for any dtype.
+        shape: the required sizes of the dimensions, in elements, with None for a dimension of any size. None
+            instead of a tuple allows any shape.
 
     Raises:
         TypeError: the dtype is not a torch dtype, or the shape is not a tuple of sizes.
@@ -52,10 +52,10 @@ class TensorMeta(msgspec.Struct, frozen=True):
         msgspec.structs.force_setattr(self, "shape", tuple(shape))
 
     def check(self, value: object) -> None:
-        """Check a value if it is a tensor or an array.
+        """Check a value; anything but a tensor or an array is ignored.
 
         Raises:
-            MismatchError: its dtype or its shape differs; the text has both.
+            MismatchError: the dtype or the shape differs; the text states the expected and the actual one.
         """
         if isinstance(value, np.ndarray):
             value = torch.from_numpy(value)

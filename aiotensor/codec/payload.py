@@ -20,28 +20,30 @@ from aiotensor.tensors.source import ArraySource, Source
 
 __all__ = ["MAX_BODY_TENSOR_BYTES", "QUICK_BODY_BYTES", "Payload", "pack", "unpack", "unpack_now"]
 
-# The most bytes of tensors in the body of a request. A sender sends the others. Without a sender, small ones
-# are packed into one buffer beside the body, so that tensors alone do not make the body too large.
+# The maximum number of bytes of tensors in the body of a request. A sender carries the other tensors. Without
+# a sender, further small tensors are packed into one separate buffer, so that tensors alone cannot make the
+# body too large.
 MAX_BODY_TENSOR_BYTES = 8 * MAX_INLINE_BYTES
 
-# Decoding a larger body may take a millisecond, and is done in a thread. Beside one tensor of the largest
-# size in a body there is space for two thousand values, or for many tiny tensors, so tensors are counted.
+# A larger body is decoded in a thread, since that may take a millisecond. In addition to one tensor of the
+# maximum size, a body of this size can contain two thousand values or many tiny tensors, so tensors are
+# counted, too.
 QUICK_BODY_BYTES = MAX_INLINE_BYTES + 2 * 1024
 _MANY_TENSORS_BYTES = 2 * 1024
 _INLINE_TAG = msgspec.msgpack.encode("in")  # the tag of a tensor in a body
-_TAG_START = PACKED[:1]  # of both tags
+_TAG_START = PACKED[:1]  # the first byte of both tags
 
 
 class Payload:
     """An encoded message.
 
-    Attributes:
-        parts: the body, and the buffers beside it.
-        tensors: the tensors that are sent separately, in the order of their numbers in the body.
-
     Args:
         has_sender: whether large tensors are sent separately.
-        max_inline_bytes: the most bytes of tensors in the body.
+        max_inline_bytes: the maximum number of bytes of tensors in the body.
+
+    Attributes:
+        parts: the body, followed by its buffers.
+        tensors: the tensors that are sent separately, in the order of their numbers in the body.
     """
 
     def __init__(self, *, has_sender: bool, max_inline_bytes: int = MAX_BODY_TENSOR_BYTES) -> None:
@@ -52,7 +54,7 @@ class Payload:
         self._max_inline_bytes = max_inline_bytes
 
     def encode(self, box: list[object]) -> None:
-        """Remove a message from its box and encode it; this frees it if nothing else refers to it."""
+        """Encode the message in a box, and empty the box, which frees the message if nothing else uses it."""
         try:
             encoder = SourceEncoder(self._place, max_inline_bytes=self._max_inline_bytes)
             self.parts = encoder.encode(box.pop())
@@ -77,17 +79,18 @@ async def pack(
 ) -> Payload:
     """Encode a message, in a thread if that may take long.
 
-    The message must not change until this returns: other threads run between two of its tensors. The thread
-    continues after this is cancelled.
+    The message must not change until the call returns, because other threads may run between the encoding of
+    two tensors. If the call is cancelled, the thread continues.
 
     Args:
-        box: holds the message, and is empty afterwards, so that a large message can be freed in the thread.
+        box: contains the message, and is empty afterwards, so that a large message can be freed in the
+            thread.
         has_sender: as for `Payload`.
         max_inline_bytes: as for `Payload`.
 
     Raises:
         TypeError: part of the message cannot be encoded.
-        UnsupportedTensorError: a tensor in it would arrive changed.
+        UnsupportedTensorError: a tensor in the message cannot be sent unchanged.
         OSError: no thread can be started.
     """
     payload = Payload(has_sender=has_sender, max_inline_bytes=max_inline_bytes)
@@ -102,12 +105,12 @@ async def unpack(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found
     """Decode a message, in a thread if that may take long.
 
     Args:
-        decoder: the decoder for its type.
-        parts: the body, and the buffers beside it.
+        decoder: the decoder for the type of the message.
+        parts: the body, followed by its buffers.
         found: the tensors that were sent separately, in the order of their numbers.
 
     Raises:
-        ProtocolError: it cannot be decoded, is not of its type, or does not use each of its tensors once.
+        ProtocolError: the message cannot be decoded, has the wrong type, or does not use each tensor once.
         OSError: no thread can be started.
     """
     if _decodes_quickly(parts, len(found)):
@@ -120,9 +123,9 @@ def _decodes_quickly(parts: Sequence[memoryview], tensors: int) -> bool:
     if len(body) > QUICK_BODY_BYTES or sum(map(len, parts)) > QUICK_BYTES:
         return False
     tensors += len(parts)
-    if len(body) > _MANY_TENSORS_BYTES or len(parts) > 1:  # the placeholder of a packed tensor is short
+    if len(body) > _MANY_TENSORS_BYTES or len(parts) > 1:  # placeholders of packed tensors are short
         data = bytes(body)
-        if tensors + data.count(_TAG_START) > QUICK_CODED_TENSORS:  # rarely: counting one byte is faster
+        if tensors + data.count(_TAG_START) > QUICK_CODED_TENSORS:  # rare: counting a single byte is faster
             tensors += data.count(_INLINE_TAG) + data.count(PACKED)
     return tensors <= QUICK_CODED_TENSORS
 

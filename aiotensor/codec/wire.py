@@ -1,7 +1,7 @@
 """The records that replace tensors in a message, each in a msgpack extension.
 
-Records of small tensors may be packed: the last buffer has these records, each after its length, and each
-extension in the body refers to the next of them. This keeps a body with many tensors small.
+Records of small tensors may be packed: the last buffer then contains these records, each preceded by its
+length, and each extension in the body refers to the next one. This keeps a body with many tensors small.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,8 @@ __all__ = [
     "write",
 ]
 
-# Codes of msgpack extensions. Those of users' own pass through as they are.
+# The codes of the msgpack extensions for tensors and arrays. Other extensions of users are passed on
+# unchanged.
 TENSOR, ARRAY = ord("T"), ord("A")
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -52,14 +53,14 @@ class Inline(msgspec.Struct, frozen=True, array_like=True, tag="in", gc=False):
 
 
 class OutOfBand(msgspec.Struct, frozen=True, array_like=True, tag="by", gc=False):
-    """A tensor whose bytes are a buffer; the number of the first buffer is 0."""
+    """A tensor whose bytes are in a separate buffer; the number of the first buffer is 0."""
 
     meaning: Meaning
     buffer: _Number
 
 
 class External(msgspec.Struct, frozen=True, array_like=True, tag="at"):
-    """A tensor that another transport carries, with its handle there."""
+    """A tensor that another transport carries, and the handle that identifies it there."""
 
     handle: Any
 
@@ -74,7 +75,7 @@ _inline_decoder: msgspec.msgpack.Decoder[Inline] = msgspec.msgpack.Decoder(Inlin
 
 PACKED = msgspec.msgpack.encode("pk")  # refers to the next packed record
 
-LENGTH_BYTES = 2  # before each record, most significant first
+LENGTH_BYTES = 2  # the length before each packed record is big-endian
 MAX_PACKED_BYTES = (1 << 8 * LENGTH_BYTES) - 1
 
 
@@ -82,13 +83,13 @@ def read(data: memoryview) -> Record:
     """Decode the record of an extension.
 
     Raises:
-        ProtocolError: it is invalid, or a number in it is out of range.
+        ProtocolError: the record is invalid, or a number in it is out of range.
     """
     return _read(_decoder, data)
 
 
 def read_packed(data: memoryview) -> Inline:
-    """Decode a packed record, as `read` does; it has no handle, which could take long to decode."""
+    """Decode a packed record, as `read` does; it contains no handle, which could take long to decode."""
     return _read(_inline_decoder, data)
 
 

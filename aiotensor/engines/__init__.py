@@ -1,6 +1,6 @@
 """Engines that move bytes into the memory of another process, such as NIXL over RDMA.
 
-Each is one module with one class, as `Engine` describes it, and one branch in `engine_maker`.
+Each engine is a class that implements `Engine`, in its own module, and has a branch in `engine_maker`.
 """
 
 from collections.abc import Callable
@@ -11,16 +11,18 @@ __all__ = ["Engine", "EngineError", "RegistrationError", "engine_maker"]
 
 
 def engine_maker(name: str) -> Callable[[], Engine]:
-    """Return a function that makes an engine; loads its library, which takes 0.1 s for the first time.
+    """Load the library of an engine, and return a function that creates the engine.
+
+    Loading takes 0.1 s the first time.
 
     Args:
-        name: of the engine.
+        name: the name of the engine.
 
     Raises:
         EngineError: there is no such engine, or its library is not installed or cannot be loaded.
     """
     if name == "nixl":
-        # Imported here: other processes do not load its library.
+        # Imported here, so that other processes do not load its library.
         from aiotensor.engines.nixl import NixlEngine, load
 
         load()

@@ -1,7 +1,7 @@
 """The interface of engines: one-sided writes into registered memory of one peer.
 
-Each call may block for milliseconds, and the calls for one engine come from one thread at a time. An engine
-makes no progress between calls: `poll` has to be called at both ends while a write is under way.
+An engine is called by one thread at a time, and each call may block for milliseconds. An engine makes no
+progress between calls: `poll` has to be called at both ends while a write is under way.
 """
 
 from collections.abc import Hashable
@@ -11,7 +11,7 @@ __all__ = ["Engine", "EngineError", "RegistrationError"]
 
 
 class EngineError(Exception):
-    """An engine cannot be used, or a call of it failed."""
+    """An engine cannot be used, or a call to it failed."""
 
 
 class RegistrationError(EngineError):
@@ -22,13 +22,13 @@ class Engine(Protocol):
     """One end of a connection between two engines.
 
     Attributes:
-        address: tells the engine of the peer how to reach this one.
+        address: the address by which the engine of the peer reaches this one.
     """
 
     address: bytes
 
     def connect(self, address: bytes) -> None:
-        """Set the peer, once.
+        """Set the address of the engine of the peer; to be called once.
 
         Raises:
             EngineError: the address is invalid, or cannot be reached from here.
@@ -45,22 +45,22 @@ class Engine(Protocol):
         """
 
     def unregister(self, key: bytes) -> None:
-        """End a registration; the peer does not write to this memory any more.
+        """End a registration; the peer no longer writes to this memory.
 
         Raises:
             EngineError: unregistering failed.
         """
 
     def write(self, source: memoryview, key: bytes, start: int) -> Hashable:
-        """Begin to write to memory of the peer; return an object that `poll` returns at the end.
+        """Begin to write to memory of the peer, and return an object that `poll` returns at the end.
 
         A write cannot be cancelled: the engine reads the source, and refers to it, until the end of the
         write, or until `close`.
 
         Args:
-            source: the bytes.
-            key: of the memory, from the engine of the peer.
-            start: the position in this memory.
+            source: the bytes to write.
+            key: the key of the memory, from `register` of the engine of the peer.
+            start: the position of the first byte in this memory.
 
         Raises:
             RegistrationError: the source cannot be registered, so the write did not begin.
@@ -70,14 +70,14 @@ class Engine(Protocol):
     def poll(self, timeout_s: float) -> list[tuple[Hashable, str]]:
         """Make progress until writes have ended, and return them, each with an error or "".
 
-        The peer has all bytes of a write without an error.
+        If a write has no error, the peer has all its bytes.
 
         Args:
-            timeout_s: the seconds after which this returns an empty list.
+            timeout_s: the seconds after which this returns an empty list if no write has ended.
         """
 
     def close(self) -> None:
-        """Stop all writes, of both sides: none changes or reads memory of this process afterwards.
+        """Close the engine, and stop all writes of both sides.
 
-        This never raises an error.
+        Afterwards, no write reads or changes memory of this process. This never raises an error.
         """

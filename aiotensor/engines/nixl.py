@@ -1,16 +1,16 @@
 """NIXL (https://github.com/ai-dynamo/nixl): moves bytes with UCX, over RDMA where there is hardware for it.
 
-This uses the compiled part of NIXL alone. Its Python part changes the configuration of `logging` when it is
-imported, and unpickles what peers send.
+This uses only the compiled part of NIXL. The Python part changes the configuration of `logging` when it is
+imported, and unpickles data of peers.
 
 These properties of NIXL 1.5 determine the code:
 
-- A READ needs the process that is read from to make progress, and UCX aborts that process if the reader dies
-  in the meantime. A WRITE has neither problem, so the side that has the bytes writes them.
+- A READ requires that the process with the bytes makes progress, and UCX aborts that process if the reader
+  dies in the meantime. A WRITE has neither problem, so the side that has the bytes writes them.
 - A transfer cannot be cancelled: after its release, bytes are still read and written.
 - The metadata of registered memory cannot be replaced at a peer, even if the memory was unregistered. So each
-  registration has a number, passed as the id of the device, which is meaningless for memory of the host.
-- Two threads may use an agent only in the mode STRICT.
+  registration has its own number, passed as the device id, which has no meaning for host memory.
+- Two threads may use one agent only in the synchronization mode STRICT.
 """
 
 import ctypes
@@ -49,30 +49,31 @@ _WHILE_LOADING = {
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
 
-# Environment variables override these. No shared memory of UCX: a killed process would leave its files, and a
-# peer could still write to this process after `close`. Larger messages over TCP, whose default of 8 KiB is
-# slow, and keep-alive messages, since a dead host is noticed after two hours otherwise.
+# Environment variables override these settings. UCX must not use its shared memory: a killed process would
+# leave its files, and a peer could still write to this process after `close`. Over TCP, messages are larger
+# than the default of 8 KiB, which is slow, and keep-alive messages detect a dead host, which would otherwise
+# take two hours.
 _UCX = "TLS=^sm,TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k,TCP_KEEPIDLE=5s,TCP_KEEPINTVL=2s,TCP_KEEPCNT=3"
 
-# An agent and its connection need 17 to 25 descriptors. UCX aborts the process if it gets none.
+# An agent and its connection need 17 to 25 descriptors. UCX aborts the process if there are none left.
 _LEAST_DESCRIPTORS = 64
 
 # NIXL has no call that waits for work, and does not expose the descriptor of UCX that would become readable.
-# So a thread repeats the call while a write is under way. The pause leaves the processor to other threads.
+# So a thread polls while a write is under way, and pauses in between to leave the processor to other threads.
 _PAUSE_S = 50e-6
 
 _KEY = struct.Struct("<QQQ")  # address, bytes and number of a registration; its metadata follow
-_MOST_KEYS = 4096  # metadata of the peer that are kept
+_MOST_KEYS = 4096  # of the peer, whose metadata are kept
 
 _loading = threading.Lock()
-_making = threading.Lock()  # others may not take the descriptors that were counted
+_making = threading.Lock()  # another agent must not take the descriptors that were counted
 _library: ModuleType | None = None
 _errors: tuple[type[BaseException], ...] = (RuntimeError,)
 _agents: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 class NixlEngine:
-    """One agent of NIXL with one peer, as `Engine` describes it; call `load` first.
+    """A NIXL agent with one peer, as an `Engine`; call `load` first.
 
     Raises:
         EngineError: NIXL cannot be used on this machine.
@@ -145,7 +146,7 @@ class NixlEngine:
             except BaseException:
                 self._agent.deregisterMem(registration, self._backends)
                 raise
-            self._writes[request] = registration, source  # even if this fails, when bytes may be under way
+            self._writes[request] = registration, source  # even if this fails: bytes may be under way
             self._agent.postXferReq(request)
         return request
 
@@ -158,7 +159,7 @@ class NixlEngine:
 
     def _poll_once(self) -> list[tuple[Hashable, str]]:
         with _translated("making progress failed"):
-            self._agent.getNotifs({}, self._backends)  # there are no notifications
+            self._agent.getNotifs({}, self._backends)  # makes progress; there are no notifications
         ended: list[tuple[Hashable, str]] = []
         for request in list(self._writes):
             reason = ""
@@ -178,7 +179,7 @@ class NixlEngine:
         return ended
 
     def close(self) -> None:
-        """Stop all writes, as `Engine.close` does; blocks the interpreter for some milliseconds."""
+        """Stop all writes, as `Engine.close` does; blocks the interpreter for a few milliseconds."""
         _agents.discard(self._agent)
         self._agent = None
         self._registered.clear()
@@ -215,10 +216,10 @@ def _check_descriptors() -> None:
 
 
 def load() -> Any:
-    """Load the compiled part of NIXL, once.
+    """Return the compiled part of NIXL, which the first call loads.
 
     Raises:
-        EngineError: it is not installed, or cannot be loaded.
+        EngineError: NIXL is not installed, or cannot be loaded.
     """
     global _library, _errors
     with _loading:
@@ -241,7 +242,7 @@ def _loaded() -> ModuleType:
         if found is None or not found.origin:
             continue
         for path in Path(found.origin).parent.glob("_bindings.*.so"):
-            # Under its own name, because its types can be registered only once.
+            # It is loaded under its own name, because its types can be registered only once.
             spec = spec_from_loader(name, ExtensionFileLoader(name, str(path)))
             if spec is None or spec.loader is None:
                 raise AssertionError("a loader was given")
@@ -260,7 +261,7 @@ def _loaded() -> ModuleType:
 
 @contextmanager
 def _environment(defaults: dict[str, str]) -> Iterator[None]:
-    """Set environment variables that are not set, for a moment: children do not inherit them."""
+    """Set environment variables that are not set, during a block only: children do not inherit them."""
     added = [name for name in defaults if name not in os.environ]
     os.environ.update({name: defaults[name] for name in added})
     try:
@@ -284,7 +285,7 @@ def _address_of(memory: memoryview) -> int:
 
 
 def _keep_in_child() -> None:
-    """Keep the agents of the parent: destroying one would end its connections there."""
+    """Keep the agents of the parent in a child: destroying one would end its connections in the parent."""
     global _loading, _making
     _loading, _making = threading.Lock(), threading.Lock()  # another thread may hold these at the fork
     for agent in _agents:

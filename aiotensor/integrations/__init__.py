@@ -1,1 +1,1 @@
-"""Adapters for web frameworks and monitoring systems. Each module is imported by name."""
+"""Adapters for web frameworks, vLLM and monitoring systems. Import each module by its full name."""

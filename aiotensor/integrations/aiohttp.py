@@ -1,4 +1,4 @@
-"""A sender, or a client of messages, for the life of an aiohttp application.
+"""Open a sender, or a message client, for the lifetime of an aiohttp application.
 
 ::
 
@@ -17,9 +17,9 @@
     )
     web.run_app(app, handler_cancellation=True)
 
-A handler then uses ``request.app[SENDER]``. With `handler_cancellation` aiohttp cancels a handler whose
-client disconnects, so that its permit and memory are released at once. gunicorn's worker has no such option:
-give it a coroutine function that returns ``web.AppRunner(app, handler_cancellation=True)``.
+A handler then uses ``request.app[SENDER]``. With `handler_cancellation`, aiohttp cancels a handler whose
+client disconnects, so that its permit and memory are released at once. The gunicorn worker of aiohttp has no
+such option: pass it a coroutine function that returns ``web.AppRunner(app, handler_cancellation=True)``.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ logger = logger_of("integrations")
 
 R = TypeVar("R")
 
-# Short compared to the stalls that are allowed, and long compared to the work of a look.
+# Short compared to the stalls that are allowed, and long compared to the duration of one check.
 _LOOKS_EVERY_S = 1.0
 
 Context: TypeAlias = Callable[[web.Application], AsyncIterator[None]]
@@ -60,13 +60,13 @@ Context: TypeAlias = Callable[[web.Application], AsyncIterator[None]]
 def sender_context(
     key: web.AppKey[TensorSender], make: Callable[[], TensorSender], *, drain_s: float = 5.0
 ) -> Context:
-    """Return a context for `cleanup_ctx`, which opens a sender for the life of an application.
+    """Return a context for `cleanup_ctx` that opens a sender for the lifetime of an application.
 
     Args:
-        key: the key of the sender in the application.
-        make: makes the sender; called when the application starts, in each worker.
-        drain_s: the time in seconds, at the end, for the receiver to take the messages that were sent; the
-            rest is discarded. Keep it below the shutdown timeout of the server's supervisor.
+        key: the key under which the application stores the sender.
+        make: a function that creates the sender, called in each worker when the application starts.
+        drain_s: the time in seconds that the receiver has at shutdown to take the messages that were sent;
+            the rest is discarded. Keep it below the shutdown timeout of the server's supervisor.
     """
 
     async def context(app: web.Application) -> AsyncIterator[None]:
@@ -77,12 +77,12 @@ def sender_context(
 
 
 def client_context(key: web.AppKey[MessageClient[R]], make: Callable[[], MessageClient[R]]) -> Context:
-    """Return a context for `cleanup_ctx`, which opens a client of messages for the life of an application.
+    """Return a context for `cleanup_ctx` that opens a message client for the lifetime of an application.
 
     Args:
-        key: the key of the client in the application.
-        make: makes the client; called when the application starts, in each worker, after the contexts before
-            it.
+        key: the key under which the application stores the client.
+        make: a function that creates the client, called in each worker when the application starts, after the
+            earlier contexts.
     """
 
     async def context(app: web.Application) -> AsyncIterator[None]:
@@ -99,21 +99,22 @@ def problem_middleware(
     upload_grace_s: float = UPLOAD_GRACE_S,
     deadline_s: float | None = None,
 ) -> Middleware:
-    """Return a middleware, which answers errors of this library as problem JSON and limits requests.
+    """Return a middleware that answers errors of this library as problem JSON, and limits requests.
 
-    A wait longer than the sender's `max_wait_s`, a receiver that was lost, and a call of this library that
-    found no descriptors or memory left are answered with 503 and ``Retry-After``. A receiver that refuses the
-    sender is answered with 500. Other errors propagate.
+    The status is 503 with ``Retry-After`` after a wait longer than the sender's `max_wait_s`, if the receiver
+    was lost, or if a call of this library found no descriptors, memory or threads left. It is 500 if the
+    receiver refuses the sender, 502 if the engine could not answer the request, and 413 if a message is too
+    large. Errors of the application propagate.
 
-    The limits hold for every request that passes through the middleware. To limit only the requests that use
+    The limits apply to every request that passes through the middleware. To limit only the requests that use
     the engine, add the middleware to a subapplication.
 
     Args:
-        retry_after_s: the delay in seconds before a client that got a 503 tries again.
-        min_upload_rate: the least rate, in bytes per second, at which a client sends a body while aiohttp
-            reads it; None for no limit. The handler of a slower request is cancelled, and the request is
-            answered with 408.
-        upload_grace_s: the longest stall of an upload, in seconds.
+        retry_after_s: the time in seconds after which a client should retry a request answered with 503.
+        min_upload_rate: the minimum rate, in bytes per second, at which a client must send a body while
+            aiohttp reads it; None for no limit. The handler of a slower request is cancelled, and the request
+            is answered with 408.
+        upload_grace_s: the longest allowed stall of an upload, in seconds.
         deadline_s: the time limit in seconds until the response begins; None for no limit. The handler of a
             request that takes longer is cancelled, and the request is answered with 503.
 
@@ -141,7 +142,7 @@ def problem_middleware(
             )
             if isinstance(error, SlowUploadError):
                 response.force_close()  # the rest of the body is not read
-        # The handler of a web socket is notified when it receives.
+        # The handler of a web socket is notified of a disconnect when it receives.
         is_socket = isinstance(response, web.WebSocketResponse)
         if request.transport is None and not is_socket and not has_warned:
             has_warned = True
@@ -180,14 +181,14 @@ async def _limited(request: web.Request, limits: RequestLimits) -> AsyncIterator
 
 
 class _UploadWatch:
-    """Watch one request; belongs to its task.
+    """Apply the limits to one request. Created in the task of its handler.
 
-    aiohttp does not report when a handler waits for the body. So this looks at the transport in intervals:
-    aiohttp pauses reading while the handler has not read what arrived, and that time does not count.
+    aiohttp does not report when a handler waits for the body. So the transport is checked at intervals:
+    aiohttp pauses reading while the handler has not read the data that arrived, and that time does not count.
 
     Attributes:
-        timeout: the block of the handler.
-        error: the error of the limit that was reached.
+        timeout: the timeout around the handler.
+        error: the error of the limit that was reached; None before.
     """
 
     def __init__(self, request: web.Request, limits: RequestLimits) -> None:
@@ -224,7 +225,7 @@ class _UploadWatch:
         since, self._looked_at = self._looked_at, self._loop.time()
         if transport.is_reading():
             upload.wait(self._looked_at - since)
-        upload.add(content.total_raw_bytes - upload.received)  # before they are decompressed
+        upload.add(content.total_raw_bytes - upload.received)  # counted before decompression
         if upload.left_s > 0:
             self._look_later(upload)
         else:

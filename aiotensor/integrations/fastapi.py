@@ -1,4 +1,4 @@
-"""A sender, or a client of messages, for the life of a FastAPI or Starlette application.
+"""Open a sender, or a message client, for the lifetime of a FastAPI or Starlette application.
 
 ::
 
@@ -48,21 +48,24 @@ T = TypeVar("T")
 
 
 class TensorLifespan:
-    """Open a sender for the life of an application, and provide it to the handlers.
+    """Open a sender for the lifetime of an application, and provide it to the handlers.
 
     A request whose handler uses the sender is cancelled when its client disconnects, so that its permit and
-    memory are released at once. Errors of the sender are answered as problem JSON: a wait longer than the
-    sender's `max_wait_s`, a lost receiver, and a lack of descriptors or memory with 503 and ``Retry-After``;
-    a receiver that refuses the sender with 500.
+    memory are released at once.
+
+    Errors of this library are answered as problem JSON. The status is 503 with ``Retry-After`` after a wait
+    longer than the sender's `max_wait_s`, if the receiver was lost, or if no descriptors, memory or threads
+    are left. It is 500 if the receiver refuses the sender, 502 if the engine could not answer the request,
+    and 413 if a message is too large.
 
     Args:
-        make_sender: makes the sender; called when the application starts, in each worker.
-        drain_s: the time in seconds, at the end, for the receiver to take the messages that were sent; the
-            rest is discarded. Keep it below the shutdown timeout of the server's supervisor.
-        retry_after_s: the delay in seconds before a client that got a 503 tries again.
-        min_upload_rate: the least rate, in bytes per second, at which a client sends a body that the handler
-            waits for; None for no limit. A slower request is cancelled and answered with 408.
-        upload_grace_s: the longest stall of an upload, in seconds.
+        make_sender: a function that creates the sender, called in each worker when the application starts.
+        drain_s: the time in seconds that the receiver has at shutdown to take the messages that were sent;
+            the rest is discarded. Keep it below the shutdown timeout of the server's supervisor.
+        retry_after_s: the time in seconds after which a client should retry a request answered with 503.
+        min_upload_rate: the minimum rate, in bytes per second, at which a client must send a body while the
+            handler waits for it; None for no limit. A slower request is cancelled and answered with 408.
+        upload_grace_s: the longest allowed stall of an upload, in seconds.
         deadline_s: the time limit in seconds from the first use of the engine until the response begins; None
             for no limit. A request that takes longer is cancelled and answered with 503.
 
@@ -94,7 +97,7 @@ class TensorLifespan:
         return [self._sender]
 
     def install(self, app: Starlette) -> None:
-        """Add the answers to errors, and the cancellation of requests, to an application."""
+        """Add the error responses and the cancellation of requests to an application."""
         app.add_middleware(WatchRequests, retry_after_s=self._retry_after_s)
         for error in ANSWERED_ERRORS:
             app.add_exception_handler(error, self.answer_error)
@@ -103,8 +106,11 @@ class TensorLifespan:
     async def lifespan(self, app: object) -> AsyncIterator[None]:
         """Open the sender while an application runs.
 
-        Give it to the application as it is, or use it in a lifespan of your own:
+        Pass this method to the application, or enter it in a lifespan of your own:
         ``async with engine.lifespan(app): ... yield``.
+
+        Raises:
+            UsageError: another application is using this object: create one for each application.
         """
         if self._sender is not None:
             raise UsageError("this lifespan has begun already: make one for each application")
@@ -124,7 +130,13 @@ class TensorLifespan:
         return _opened(self._sender)
 
     async def sender(self, connection: HTTPConnection) -> TensorSender:
-        """Return the sender, as a dependency: ``Annotated[TensorSender, Depends(engine.sender)]``."""
+        """Return the sender, as a dependency: ``Annotated[TensorSender, Depends(engine.sender)]``.
+
+        From this call on, an HTTP request is cancelled when its client disconnects or it reaches a limit.
+
+        Raises:
+            UsageError: the application is not running, or `install` was not called for it.
+        """
         watch(connection.scope, self._limits)
         return self.opened_sender
 
@@ -133,8 +145,13 @@ class TensorLifespan:
 
         Waits for the permit before the handler begins, and before a handler that reads its own body has read
         any of it, so the permits also bound the number of concurrent decoders. The message is complete when
-        the handler returns, and is discarded if the handler raises. Without this scope FastAPI completes the
+        the handler returns, and is discarded if the handler raises. Without this scope, FastAPI completes the
         message after the response, when an error can no longer be reported to the client.
+
+        Raises:
+            UsageError: the application is not running, or `install` was not called for it.
+            AioTensorError: the message could not be begun, for example because no permit was free within the
+                sender's `max_wait_s`.
         """
         async with (await self.sender(connection)).message() as message:
             yield message
@@ -144,7 +161,7 @@ class TensorLifespan:
 
         Raises:
             WebSocketException: the error belongs to an accepted web socket, which is closed with the reason.
-            Exception: the error is one of the application.
+            Exception: `error` itself, if it is an error of the application.
         """
         problem = problem_of(error, self._retry_after_s) if isinstance(error, AioTensorError) else None
         if problem is None:
@@ -159,11 +176,11 @@ class TensorLifespan:
 
 
 class MessageLifespan(TensorLifespan, Generic[R]):
-    """Open a sender, and a client of messages with it, for the life of an application.
+    """Open a sender, and a message client that uses it, for the lifetime of an application.
 
     Args:
-        make_sender: makes the sender; called when the application starts, in each worker.
-        make_client: makes the client, with that sender.
+        make_sender: a function that creates the sender, called in each worker when the application starts.
+        make_client: a function that creates the client, called with that sender.
 
     The other arguments are those of `TensorLifespan`.
     """
@@ -195,7 +212,7 @@ class MessageLifespan(TensorLifespan, Generic[R]):
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncIterator[None]:
-        """Open the sender and the client while an application runs, as `TensorLifespan.lifespan`."""
+        """Open the sender and the client while an application runs; see `TensorLifespan.lifespan`."""
         async with super().lifespan(app), self._make_client(self.opened_sender) as self._client:
             try:
                 yield
@@ -212,7 +229,13 @@ class MessageLifespan(TensorLifespan, Generic[R]):
         return _opened(self._client)
 
     async def client(self, connection: HTTPConnection) -> MessageClient[R]:
-        """Return the client, as a dependency: ``Annotated[MessageClient[...], Depends(engine.client)]``."""
+        """Return the client, as a dependency: ``Annotated[MessageClient[...], Depends(engine.client)]``.
+
+        From this call on, an HTTP request is cancelled when its client disconnects or it reaches a limit.
+
+        Raises:
+            UsageError: the application is not running, or `install` was not called for it.
+        """
         watch(connection.scope, self._limits)
         return self.opened_client
 

@@ -13,11 +13,12 @@ __all__ = [
     "UploadBudget",
 ]
 
-# The defaults: less than the slowest networks on which videos are uploaded, and more than their usual stalls.
+# The defaults: below the rate of the slowest networks over which videos are uploaded, and above their usual
+# stalls.
 MIN_UPLOAD_RATE = 16 * 1024.0
 UPLOAD_GRACE_S = 10.0
 
-# The time in seconds for bytes that arrived while the loop was blocked, or the process was stopped.
+# The time in seconds to read bytes that arrived while the loop was blocked or the process was stopped.
 LAST_CHANCE_S = 0.1
 
 
@@ -34,12 +35,13 @@ class SlowUploadError(TimeoutError):
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The limits on one request; None for no rate or no deadline.
+    """The limits on one request.
 
     Attributes:
-        min_upload_rate: the least rate at which a client sends the body, in bytes per second.
-        upload_grace_s: the longest stall of an upload, in seconds.
-        deadline_s: the time until the response begins, in seconds.
+        min_upload_rate: the minimum rate at which a client must send the body, in bytes per second; None for
+            no limit.
+        upload_grace_s: the longest allowed stall of an upload, in seconds.
+        deadline_s: the time limit until the response begins, in seconds; None for no limit.
 
     Raises:
         ValueError: a limit is not positive.
@@ -67,16 +69,16 @@ class UploadBudget:
     """The time that a server may still wait for the client of an upload.
 
     The budget is a token bucket: waiting consumes it, and each received byte refills it, up to `grace_s`. So
-    a client may stall for `grace_s` at any point, and must otherwise keep the least rate. Time in which the
-    server does not read is not counted, so a slow engine does not make a client slow.
+    a client may stall for `grace_s` at any point, and must otherwise keep the minimum rate. Time in which the
+    server does not read is not counted, so a client is not rejected because the engine is slow.
 
     Args:
-        rate: bytes that refill one second.
-        grace_s: the largest budget, in seconds.
+        rate: the number of bytes that refill one second of the budget.
+        grace_s: the maximum and initial budget, in seconds.
 
     Attributes:
         left_s: the rest of the budget, in seconds; at 0 or below, the client is too slow.
-        received: the bytes received so far.
+        received: the number of bytes received so far.
     """
 
     def __init__(self, rate: float, grace_s: float) -> None:
@@ -92,7 +94,7 @@ class UploadBudget:
 
     def wait(self, seconds: float) -> None:
         """Count time in which the server waited for the client."""
-        # Longer than that the server did not wait: its loop was blocked, or its process was stopped.
+        # The server did not really wait for longer: its loop was blocked, or its process was stopped.
         self.left_s = max(self.left_s - seconds, -LAST_CHANCE_S)
 
     def error(self) -> SlowUploadError:

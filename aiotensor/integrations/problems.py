@@ -1,7 +1,8 @@
-"""The HTTP answers to errors of this library: problem details as in RFC 9457.
+"""HTTP responses to errors of this library, as problem details (RFC 9457).
 
-An overload and a lost engine become 503, with the time after which a client may try again. The texts of
-errors (process ids, paths, messages from the engine) are logged, and not sent to clients.
+An overloaded server or a lost engine is answered with 503, and with the time after which a client may try
+again. The texts of errors are logged and not sent to clients, because they contain process ids, paths and
+messages from the engine.
 """
 
 import errno
@@ -33,20 +34,20 @@ logger = logger_of("integrations")
 
 MEDIA_TYPE: Final = "application/problem+json"
 
-# No descriptors, memory or threads are left, here or in the whole machine: later there may be some again.
+# No descriptors, memory or threads are left in this process or on this machine. A later call may succeed.
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.ENOBUFS, errno.EAGAIN))
 
 
 class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Why a request was not answered.
+    """The problem details of a failed request.
 
     Attributes:
         status: the HTTP status.
-        title: its phrase.
-        detail: the reason in a sentence.
-        reason: the same for programs: ``busy``, ``deadline``, ``exhausted``, ``engine_lost``,
-            ``engine_failed``, ``refused``, ``slow_upload`` or ``too_large``.
-        retry_after: after how many seconds to try again; None if that would not help.
+        title: the phrase of the status.
+        detail: the reason in words, for people.
+        reason: the reason as an identifier, for programs: ``busy``, ``deadline``, ``exhausted``,
+            ``engine_lost``, ``engine_failed``, ``refused``, ``slow_upload`` or ``too_large``.
+        retry_after: the seconds after which to try again; None if that would not help.
     """
 
     status: int
@@ -57,24 +58,24 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of the answer, but for its type."""
+        """The headers of the response, except its content type."""
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
     @property
     def body(self) -> bytes:
-        """The answer, as JSON."""
+        """The body of the response, as JSON."""
         return msgspec.json.encode(self)
 
 
 def problem_of(error: AioTensorError | OSError, retry_after_s: float) -> Problem | None:
-    """Return the answer to an error, and log the error.
+    """Return the problem details for an error, and log the error.
 
     Returns None for an error of the application: a misuse of this library, or an `OSError` that no call of
     this library raised.
 
     Args:
-        error: the error of a handler.
-        retry_after_s: the delay before a client tries again, in seconds.
+        error: the error that a handler raised.
+        retry_after_s: the time in seconds after which a client may try again, for a status of 503.
     """
     answer = _answer_to(error)
     if answer is None:
@@ -101,7 +102,7 @@ def problem_of(error: AioTensorError | OSError, retry_after_s: float) -> Problem
 
 
 def log_cut_off(error: AioTensorError | OSError) -> None:
-    """Log an error that came after its response had begun, if it would be answered otherwise."""
+    """Log an error that was raised after the response had begun, if it would otherwise be answered."""
     if _answer_to(error) is not None:
         logger.warning(
             "a response was cut off after it had begun, because of %s: %s",
@@ -124,7 +125,7 @@ ANSWERED_ERRORS: Final = (
 
 
 def _answer_to(error: AioTensorError | OSError) -> tuple[HTTPStatus, str, str] | None:
-    """Return the status, the detail and the reason of the answer; a 503 has the time for a retry."""
+    """Return the status, the detail and the reason of the response; None for an error of the application."""
     match error:
         case SlowUploadError():
             return HTTPStatus.REQUEST_TIMEOUT, "the request body arrived too slowly", "slow_upload"
@@ -160,7 +161,7 @@ def _answer_to(error: AioTensorError | OSError) -> tuple[HTTPStatus, str, str] |
 def _is_of_library(error: OSError) -> bool:
     """Return whether a call of this library raised the error."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-    # The middleware and the dependencies of this package surround the application.
+    # The integrations do not count: their middleware and dependencies also call the application's code.
     return any(
         name.startswith("aiotensor.") and not name.startswith("aiotensor.integrations.") for name in modules
     )

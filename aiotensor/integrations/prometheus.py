@@ -1,9 +1,9 @@
-"""Export statistics of senders, receivers, clients and servers to Prometheus; needs prometheus_client.
+"""Export the statistics of all objects of this process to Prometheus. Requires prometheus_client.
 
     REGISTRY.register(AioTensorCollector())
 
-The names of the metrics are in docs/metrics.md. The statistics of all objects at one endpoint are added up,
-so the number of series depends on the number of endpoints, which is limited, and not on that of objects.
+docs/metrics.md lists the metrics. The statistics of all objects at one endpoint are added up, so the number
+of series depends on the number of endpoints, which is limited, and not on the number of objects.
 """
 
 import asyncio
@@ -35,29 +35,30 @@ logger = logger_of("integrations")
 
 
 class AioTensorCollector(Collector):
-    """Export the statistics of every sender, receiver, client and server of this process to Prometheus.
+    """Export the statistics of all objects of this process to Prometheus.
 
-    Register it once: ``REGISTRY.register(AioTensorCollector())``. It finds all open objects, including
-    those of `aiotensor.blocking`. Counters include closed objects, even if these were closed before the
-    collector was made; a process remembers the 256 endpoints that it closed last.
+    Register it once: ``REGISTRY.register(AioTensorCollector())``. It finds all open senders, receivers,
+    publishers, subscribers, clients, servers and pipes, including those of `aiotensor.blocking`. Counters
+    include closed objects, even if these were closed before the collector was created; a process remembers
+    the 256 endpoints that it closed last.
 
     The first `max_endpoints` endpoints are exported under their names, and all further ones together as
     ``other``. An endpoint keeps its name while objects are open at it. If no name is left for a new endpoint,
     it replaces the endpoint that has been closed for the longest time.
 
     A scrape works in any thread, and several threads may scrape at once. A scrape reads the objects of its
-    thread immediately, asks the event loops of other threads to answer in their next iteration, and blocks
-    until they have answered or the time is up. So scrape in a separate thread, or at least not in an event
-    loop that must not wait for another one. If a loop does not answer in time, the previous statistics of its
-    objects are exported again. Without scrapes, the collector does nothing.
+    thread immediately, queries the event loops of other threads, which answer in their next iteration, and
+    blocks until they have answered or the time limit is reached. So scrape in a separate thread, or at least
+    not in an event loop that must not wait for another one. If a loop does not answer in time, the previous
+    statistics of its objects are exported again. Without scrapes, the collector does nothing.
 
     Args:
-        timeout_s: seconds that a scrape waits for other event loops, for all of them together.
+        timeout_s: the time limit in seconds for the answers of other event loops, for all of them together.
         max_endpoints: the number of endpoints that are exported under their own names, at least 1. It limits
             the number of series, and with it the duration of a scrape.
 
     Raises:
-        TypeError: `max_endpoints` is no integer.
+        TypeError: `max_endpoints` is not an integer.
         ValueError: the timeout is negative or too long, or `max_endpoints` is less than 1.
     """
 
@@ -75,7 +76,10 @@ class AioTensorCollector(Collector):
         return list(_families([], {}, None))
 
     def collect(self) -> Iterable[Metric]:
-        """Return all metrics with their samples, from any thread; wait at most `timeout_s` seconds."""
+        """Return all metrics with their samples.
+
+        Can be called from any thread. Blocks it for at most `timeout_s` seconds.
+        """
         return list(_metrics_of(self._totals, self._timeout_s, self._max_endpoints))
 
 
@@ -89,7 +93,7 @@ def _timeout(seconds: float) -> float:
 
 _KINDS: tuple[type[Statistics], ...] = get_args(Statistics)
 
-# The metrics of which the largest value is exported, not the sum.
+# The metrics that export the largest value of all objects, instead of the sum.
 _LARGEST = frozenset(family.name for kind in _KINDS for family in families_of(kind) if family.is_largest)
 
 
@@ -131,7 +135,7 @@ def _gauge(family: Family, present: dict[str, list[Statistics]]) -> Metric:
 
 
 def _amount(value: int | float | tuple[int, ...] | None) -> float:
-    """Return the number of a gauge; None is an infinite limit."""
+    """Return the value of a gauge; a limit of None is exported as infinity."""
     if isinstance(value, tuple):
         return sum(value)
     return inf if value is None else value
@@ -143,7 +147,7 @@ def _counter(family: Family, counted: dict[str, Counts]) -> Metric:
         labels = list(field.labels.values())
         series = [((field.name, ""), labels)]
         if field.is_by_type:
-            # All types from the beginning: Prometheus sees no increase in the first sample of a series.
+            # Samples exist for all types from the beginning: Prometheus sees no increase in the first one.
             series = [((field.name, error), [*labels, error]) for error in ERROR_NAMES]
         for endpoint, counts in counted.items():
             for key, others in series:
@@ -171,27 +175,27 @@ def _waits(family: Family, counted: dict[str, Counts]) -> Metric:
 class _Published(NamedTuple):
     """A number in a file, and the amount that this process published last."""
 
-    value: Any  # an instance of `ValueClass`, which has no types
+    value: Any  # an instance of `ValueClass`, which has no type annotations
     amount: float
     is_gauge: bool
 
 
 _Series: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
 
-# All publishers of a process write to the same files, and continue each other's numbers. Series cannot be
-# removed from the files, so endpoints keep their names.
+# All publishers of a process write to the same files, and continue from each other's numbers. Series cannot
+# be removed from the files, so endpoints keep their names.
 _published: dict[_Series, _Published] = {}
 _totals = EndpointTotals(keeps_names=True)
 _publishing = threading.Lock()
 
 
 class MultiprocessPublisher:
-    """Publish the metrics of `AioTensorCollector` in an application of several processes.
+    """Publish the metrics of `AioTensorCollector` in an application with several processes.
 
-    If ``PROMETHEUS_MULTIPROC_DIR`` is set, prometheus_client gathers the numbers of all processes from files
-    in that folder, and does not ask the collectors of other processes. The publisher writes these files: open
+    If ``PROMETHEUS_MULTIPROC_DIR`` is set, prometheus_client reads the numbers of all processes from files in
+    that folder, and does not call the collectors of other processes. The publisher writes these files: open
     it with ``async with`` in each worker, around its senders and receivers, so that it closes after them. It
-    publishes when it opens, every `interval_s` seconds, and when it closes, in a thread.
+    publishes when it opens, every `interval_s` seconds, and when it closes. A thread writes the files.
 
     Series cannot be removed from the files, so the first `max_endpoints` endpoints of a process keep their
     names, and all further ones are published together as ``other``.
@@ -200,13 +204,14 @@ class MultiprocessPublisher:
     the parent process calls ``prometheus_client.multiprocess.mark_process_dead(pid)``.
 
     Args:
-        interval_s: seconds between two publications.
-        timeout_s: seconds that a publication waits for other event loops of this process, for all together.
+        interval_s: the seconds between two updates of the files.
+        timeout_s: the time limit in seconds for the answers of other event loops of this process, for all of
+            them together.
         max_endpoints: the number of endpoints that are published under their own names, at least 1.
 
     Raises:
-        UsageError: prometheus_client is not in its mode for several processes.
-        TypeError: `max_endpoints` is no integer.
+        UsageError: the multiprocess mode of prometheus_client is not enabled.
+        TypeError: `max_endpoints` is not an integer.
         ValueError: the interval is not positive, the timeout is negative or too long, or `max_endpoints` is
             less than 1.
     """
@@ -232,7 +237,7 @@ class MultiprocessPublisher:
         return f"<MultiprocessPublisher {state}, {limits}>"
 
     async def __aenter__(self) -> Self:
-        """Publish for the first time, and start the timer.
+        """Publish for the first time, and begin to publish at intervals.
 
         Raises:
             UsageError: it was opened before.
@@ -267,8 +272,8 @@ class MultiprocessPublisher:
                 )
 
     async def _publish(self) -> None:
-        # A separate limiter: a publication may take long if a file grows or a loop does not answer, and must
-        # not occupy a thread that other calls wait for.
+        # With a separate limiter, no other call waits for this thread, which may be busy for long: a file may
+        # grow, and a loop may not answer.
         await in_thread(self._publish_now, limiter=anyio.CapacityLimiter(1))
 
     def _publish_now(self) -> None:
@@ -277,12 +282,12 @@ class MultiprocessPublisher:
 
 
 def _write(metrics: Iterable[Metric]) -> None:
-    """Copy numbers into the files of prometheus_client."""
+    """Write the samples of metrics to the files of prometheus_client."""
     make: Any = values.ValueClass
     gone = {key for key, published in _published.items() if published.is_gauge}
     for metric in metrics:
         mode = "livemax" if metric.name in _LARGEST else "livesum"
-        # The files have the number of each bucket, not the sum up to it.
+        # The files contain the number in each bucket, unlike the samples, which are cumulative.
         below: dict[tuple[str, ...], float] = {}
         for sample in metric.samples:
             amount = sample.value
@@ -307,7 +312,7 @@ def _write(metrics: Iterable[Metric]) -> None:
             if before.is_gauge:
                 before.value.set(amount)
             else:
-                # Not set: the file may be that of an earlier process with the same number.
+                # Incremented, not set: an earlier process with the same id may have written to the file.
                 before.value.inc(amount - before.amount)
             _published[key] = before._replace(amount=amount)
     for key in gone:
@@ -315,7 +320,7 @@ def _write(metrics: Iterable[Metric]) -> None:
 
 
 def _renew() -> None:
-    """Forget the numbers of the parent: a forked child has its own files."""
+    """Forget the published numbers of the parent: a forked child has its own files."""
     global _publishing
     _published.clear()
     _publishing = threading.Lock()

@@ -1,4 +1,4 @@
-"""Open a sender for the life of a server, and drain it at the end."""
+"""Open a sender for the lifetime of a server, and drain it at shutdown."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -17,11 +17,11 @@ logger = logger_of("integrations")
 async def serving(make: Callable[[], TensorSender], drain_s: float) -> AsyncIterator[TensorSender]:
     """Open a sender for as long as a server runs.
 
-    At the end the receiver has `drain_s` seconds to take the messages that were sent; the rest is discarded.
+    At shutdown, the receiver has `drain_s` seconds to take the sent messages; the rest is discarded.
 
     Args:
-        make: makes the sender, in the process and the loop of the server.
-        drain_s: the time for the receiver, in seconds.
+        make: a function that creates the sender, called in the process and the event loop of the server.
+        drain_s: the time limit for the receiver at shutdown, in seconds.
     """
     async with make() as sender:
         try:

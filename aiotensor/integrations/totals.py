@@ -1,4 +1,4 @@
-"""Statistics of this process, added up under a limited number of endpoints."""
+"""The statistics of this process, added up for a limited number of endpoints."""
 
 import operator
 import os
@@ -14,19 +14,19 @@ __all__ = ["MAX_ENDPOINTS", "OTHER", "EndpointTotals", "Totals", "checked_max_en
 
 MAX_ENDPOINTS = 100
 
-# The endpoint of the rest. No address has this name, and neither has a queue.
+# The name under which all further endpoints are exported together. No address or queue has this name.
 OTHER = "other"
 
 
 class Totals(NamedTuple):
-    """The totals of all snapshots so far; replaced and never changed, since other threads may read them.
+    """The totals of all snapshots so far; replaced but never modified, since other threads may read them.
 
     Attributes:
-        present: the exported endpoint and the statistics of each open object.
-        counts: the counts of each kind of object at each exported endpoint; they never decrease.
+        present: the exported name of the endpoint and the statistics of each open object.
+        counts: the counts of each kind of object under each exported name; they never decrease.
         last: the last snapshot.
-        named: the endpoints that have names.
-        others: the endpoints with open objects that have no names.
+        named: the endpoints that are exported under their own names.
+        others: the endpoints with open objects that are exported as `OTHER`.
     """
 
     present: list[tuple[str, Statistics]]
@@ -43,12 +43,12 @@ class EndpointTotals:
     If no name is left for a new endpoint with open objects, it replaces the endpoint that has been closed for
     the longest time.
 
-    The counts of closed objects are forgotten at some time, and a sum of counts would then decrease. So the
+    The counts of closed objects are eventually forgotten, and a sum of counts would then decrease. So the
     increments from snapshot to snapshot are added up instead, each under the name that its endpoint has in
     the later snapshot.
 
     Args:
-        keeps_names: keep a name forever, because its series cannot be removed.
+        keeps_names: whether endpoints keep their names forever, because series cannot be removed.
 
     Attributes:
         timeouts: the number of times that an event loop did not answer in time.
@@ -67,13 +67,13 @@ class EndpointTotals:
         self.timeouts = 0
 
     def take(self, snapshot: Snapshot, max_endpoints: int) -> Totals:
-        """Add a snapshot and return the totals, from any thread.
+        """Add a snapshot and return the totals. Can be called from any thread.
 
-        If another thread has added a later snapshot in the meantime, the totals are those of that one.
+        If another thread has added a later snapshot in the meantime, the totals include that one instead.
 
         Args:
             snapshot: a snapshot of this process.
-            max_endpoints: the number of endpoints with names, at least 1.
+            max_endpoints: the maximum number of endpoints with names of their own, at least 1.
         """
         with self._lock:
             self.timeouts += snapshot.unanswered
@@ -93,13 +93,13 @@ class EndpointTotals:
             kind, endpoint = group
             before = last.counts.get(group, {})
             if before and snapshot.begun[group] > last.begun[group]:
-                before = {}  # these counts were forgotten
+                before = {}  # the registry has forgotten these counts
             exported = (kind, endpoint if endpoint in named else OTHER)
             if counted == before and exported in counts:
                 continue
             total = counts.setdefault(exported, {})
             for key, number in counted.items():
-                # Seconds that are added up in another order may be less by a rounding error.
+                # Seconds that were added up in another order may be less, because of rounding errors.
                 total[key] = total.get(key, 0) + max(0, number - before.get(key, 0))
         present = [
             (endpoint if endpoint in named else OTHER, statistics)
@@ -140,10 +140,10 @@ _all: weakref.WeakSet[EndpointTotals] = weakref.WeakSet()
 
 
 def checked_max_endpoints(value: int) -> int:
-    """Return a limit of endpoints.
+    """Validate and return the maximum number of endpoints.
 
     Raises:
-        TypeError: it is no integer.
+        TypeError: it is not an integer.
         ValueError: it is less than 1.
     """
     number = operator.index(value)

@@ -1,8 +1,9 @@
 """An ASGI middleware that cancels requests, and answers requests that found no descriptors or memory left.
 
-A request is cancelled when its client disconnects or uploads too slowly, or when its time is over. An ASGI
-server does not cancel the handler of a client that disconnects. It only reports the end to the next call that
-receives from the client. So this middleware receives ahead, for the requests that are watched.
+A request is cancelled when its client disconnects or uploads too slowly, or when it exceeds its deadline. An
+ASGI server does not cancel the handler of a client that disconnects. It only reports the disconnect to the
+next call that receives from the client. So, for watched requests, this middleware receives ahead of the
+handler.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ __all__ = ["WatchRequests", "watch"]
 logger = logger_of("integrations")
 
 _KEY = "aiotensor.request"
-# The messages that end a response; some servers send files themselves.
+# The messages that may end a response; with the second one, a server sends a file itself.
 _ENDS = frozenset({"http.response.body", "http.response.pathsend"})
 _CLIENT_CLOSED_REQUEST = 499  # as proxies log it; it is never sent
 
@@ -41,13 +42,13 @@ _CLIENT_CLOSED_REQUEST = 499  # as proxies log it; it is never sent
 def watch(scope: Scope, limits: RequestLimits) -> None:
     """Watch a request: cancel it when its client disconnects, or when it reaches a limit.
 
-    The limits of the first call hold for the request.
+    The limits of the first call for a request apply; later ones are ignored.
 
     Raises:
-        UsageError: the application lacks the middleware.
+        UsageError: the application does not have the middleware.
     """
     if scope["type"] != "http":
-        return  # the handler of a web socket is notified when it receives
+        return  # the handler of a web socket is notified of a disconnect when it receives
     request = scope.get(_KEY)
     if not isinstance(request, _WatchedRequest):
         raise UsageError("the application does not watch its clients: call install(app) when it is made")
@@ -55,11 +56,13 @@ def watch(scope: Scope, limits: RequestLimits) -> None:
 
 
 class WatchRequests:
-    """Cancel watched requests whose clients disconnect, or that reach a limit; answer exhausted resources.
+    """Cancel watched requests, and answer errors that report exhausted resources.
+
+    A watched request is cancelled when its client disconnects, or when it reaches a limit.
 
     Args:
-        app: the application.
-        retry_after_s: the delay before a client retries a request that was refused, in seconds.
+        app: the ASGI application.
+        retry_after_s: the time in seconds after which a client should retry a request answered with 503.
     """
 
     def __init__(self, app: ASGIApp, retry_after_s: float) -> None:
@@ -78,7 +81,7 @@ class WatchRequests:
                 work = self._serve(scope, request.receive, request.send)
                 await _cancelled_once(work, cancel_scope, app_scope)
             except ClientDisconnect:
-                # The handler was receiving, and was notified of the end before it was cancelled.
+                # The handler was receiving, and was notified of the disconnect before it was cancelled.
                 if not cancel_scope.cancel_called:
                     raise
             finally:
@@ -95,7 +98,7 @@ class WatchRequests:
             )
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer an `OSError` that a call of this library raised; propagate all others.
+        """Run the application, and answer an `OSError` that a call of this library raised.
 
         An exception handler of Starlette for `OSError` would also handle the application's own errors, and
         would replace the errors that are raised after the response has begun.
@@ -126,15 +129,16 @@ class WatchRequests:
 def _cancelled_once(
     work: Coroutine[object, object, None], outer: anyio.CancelScope, inner: anyio.CancelScope
 ) -> Generator[object, object, None]:
-    """Run a coroutine within two scopes, and shield the inner one when it was cancelled by the outer one.
+    """Run a coroutine in two nested scopes, and shield the inner one once the outer one has cancelled it.
 
     A cancelled scope of anyio cancels its task again in each iteration of the loop: a handler that shields
     its work would keep the processor busy, and no cleanup could wait. `asyncio.Task.cancel` is no
-    replacement, since threads that the task waits for, such as those of ``def`` endpoints, are notified by
-    scopes only.
+    replacement, since threads that the task waits for, such as those of ``def`` endpoints, are notified only
+    by scopes.
 
-    Other cancellations, such as those of timeouts in the coroutine, do not count. The text of anyio's
-    cancellations names their scope. (If it did not, the coroutine would be cancelled repeatedly.)
+    Other cancellations, such as those of timeouts in the coroutine, are passed on without an effect on the
+    scopes. They can be distinguished, because anyio names the scope in the message of a cancellation. (If it
+    did not, the coroutine would be cancelled repeatedly.)
     """
     origin = f"cancel scope {id(outer):x}"
     error: BaseException | None = None
@@ -159,15 +163,15 @@ def _cancelled_once(
 
 
 class _WatchedRequest:
-    """One request. All of its messages pass through here, since a server supports only one receiving call.
+    """One request. All of its messages pass through this object, since a server supports one receiving call.
 
-    For a watched request, this receives ahead of the application: one piece of the body, which is kept until
-    the application receives it, and after the last piece the end of the connection.
+    A watched request receives ahead of the application: one piece of the body, which is kept until the
+    application receives it, and after the last piece the message that reports the disconnect.
 
     Args:
-        cancel_scope: the scope of the application's work.
-        receive: the server's function.
-        send: the server's function.
+        cancel_scope: the scope in which the application runs.
+        receive: the server's function that receives messages.
+        send: the server's function that sends messages.
     """
 
     def __init__(self, cancel_scope: anyio.CancelScope, receive: Receive, send: Send) -> None:
@@ -178,13 +182,13 @@ class _WatchedRequest:
         self._readers = 0  # calls of the application that receive from the server
         self._watcher: asyncio.Future[Message] | None = None
         self._kept: Message | None = None  # a piece of the body that was received ahead
-        self._end: Message | None = None  # the message that reports the end of the connection
+        self._end: Message | None = None  # the message that reports the disconnect
         self._has_limits = False
         self._upload: UploadBudget | None = None  # until the body is complete
         self._is_waiting = False  # for the body
         self._stall: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
-        self._error: TimeoutError | None = None  # once it has reached a limit
+        self._error: TimeoutError | None = None  # set when the request has reached a limit
 
     def watch(self, limits: RequestLimits) -> None:
         """Cancel the request when its client disconnects, or when it reaches a limit."""
@@ -203,7 +207,7 @@ class _WatchedRequest:
         self._ask_ahead()
 
     async def receive(self) -> Message:
-        """Pass on the server's next message."""
+        """Return the server's next message to the application."""
         with self._waiting():
             while self._kept is None and self._end is None:
                 watcher = self._watcher
@@ -216,13 +220,13 @@ class _WatchedRequest:
                     message = await self._receive()
                 except BaseException:
                     self._readers -= 1
-                    self._ask_ahead()  # if it is watched by now, another call has to receive the end
+                    self._ask_ahead()  # a watched request needs another call that receives the disconnect
                     raise
                 self._readers -= 1
                 self._heard(message)
                 break
         if self._kept is None:
-            # If it is cancelled here, the application does not treat the end as its own error.
+            # A cancellation comes first, so that the application does not treat the disconnect as an error.
             if self._cancel_scope.cancel_called:
                 await checkpoint()
             return self._end or {"type": "http.disconnect"}
@@ -259,8 +263,8 @@ class _WatchedRequest:
         self._stall = loop.call_later(LAST_CHANCE_S, lambda: self._cancel_for(upload.error()))
 
     async def send(self, message: Message) -> None:
-        """Pass on a message of the application."""
-        self._cancel_deadline()  # first: a response that is cancelled while it begins cannot be replaced
+        """Send a message of the application to the server."""
+        self._cancel_deadline()  # a response that is cancelled while it begins cannot be replaced
         await self._send(message)
         self._is_begun = True
         if message["type"] in _ENDS and not message.get("more_body", False):
@@ -303,7 +307,7 @@ class _WatchedRequest:
 
     async def end_response(self) -> None:
         """Send a response that no client reads, because other middleware expects one."""
-        with suppress(OSError):  # some servers report the end of the connection in this way
+        with suppress(OSError):  # some servers report a disconnect in this way
             if not self._is_begun:
                 start = {"type": "http.response.start", "status": _CLIENT_CLOSED_REQUEST, "headers": []}
                 await self._send(start)

@@ -1,4 +1,4 @@
-"""Admit the connection of the other rank: the first one over which it joins."""
+"""The admission of the connection to the other rank: the first one over which it sends a `Join`."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from aiotensor.transports.base import Transport
 
 __all__ = ["Door"]
 
-# Connections that have not joined. Only processes of this user, or with the token, can connect at all.
+# The most connections without a `Join`. Only processes of this user, or with the token, can connect at all.
 _MAX_CANDIDATES = 16
 
 NewSession: TypeAlias = Callable[[Transport, RankConnection], Session]
@@ -28,7 +28,7 @@ class Door:
         new_session: makes the session of the connection.
 
     Attributes:
-        session: the session, once the other end has joined; or the error why it will not.
+        session: the future of the session; done once the other end has joined, or failed if it never will.
     """
 
     def __init__(self, join: Join, peer: str, new_session: NewSession) -> None:
@@ -46,24 +46,24 @@ class Door:
             self.session.cancel()
 
     def abort(self) -> None:
-        """Close the session, too."""
+        """Close the session without waiting, if there is one."""
         if self.session.done() and not self.session.cancelled() and self.session.exception() is None:
             self.session.result().abort()
 
     # Events of the listener and the connector
 
     def connection_accepted(self, transport: Transport) -> None:
-        """Begin a connection of a process that may be the other rank."""
+        """Begin a connection from a process that may be the other rank."""
         if len(self._candidates) >= _MAX_CANDIDATES or self.session.done():
             transport.close()
             return
         try:
             self._begin(transport, is_only_one=False)
         except OSError:
-            transport.close()  # it has closed already
+            transport.close()  # the first record could not be written
 
     def listening_failed(self, error: OSError) -> None:
-        """Handle that no more connections arrive."""
+        """Fail, because no more connections arrive."""
         self._fail(error)
 
     def connected(self, transport: Transport) -> None:
@@ -78,7 +78,7 @@ class Door:
             self._begin(transport, is_only_one=True)
 
     def connecting_failed(self, error: AioTensorError) -> None:
-        """Handle a permanent failure to connect."""
+        """Fail, because no connection to the other rank is possible."""
         self._fail(error)
 
     # Events of the candidates
@@ -92,7 +92,7 @@ class Door:
             self.session.set_result(self._new_session(candidate.transport, candidate.connection))
 
     def ended(self, candidate: "_Candidate", loss: Loss, *, is_final: bool) -> None:
-        """Forget a connection that has ended; if it was the only one, fail."""
+        """Close a connection that has ended; if its end is final, fail."""
         self._drop(candidate)
         if is_final:
             self._fail(loss.error)
@@ -118,8 +118,8 @@ class _Candidate:
 
     Args:
         transport: the connection.
-        connection: its rules.
-        door: is notified.
+        connection: the connection object of this end.
+        door: the object that is notified.
         is_only_one: whether the loss of this connection is the loss of the other rank.
     """
 
@@ -132,7 +132,7 @@ class _Candidate:
         self._is_only_one = is_only_one
 
     def record_received(self, data: memoryview, descriptors: list[int]) -> None:
-        """Read the first record."""
+        """Read the first record, and report whether the other rank has joined."""
         close_all(descriptors)
         try:
             [frame] = self.connection.receive(data)
@@ -147,7 +147,7 @@ class _Candidate:
                 self._ended(self.connection.lost("it closed", is_retried=False))
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
-        """Handle the end of the connection."""
+        """Report the end of the connection."""
         self._ended(self.connection.lost(str(reason), is_retried=False))
 
     def resume_writing(self) -> None:

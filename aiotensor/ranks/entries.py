@@ -1,8 +1,8 @@
 """The entries of two ranks in the store of their group, by which they find each other.
 
-Each end of a pipe writes one entry. The number of a pipe is counted by each rank, so the first pipe of one
-rank to another belongs to the first one of the other, even if one is opened long after the other. A rank
-whose opening was cancelled marks its entry, and the other one tries again with the next number.
+Each end of a pipe writes one entry. Each rank numbers its pipes to the other, so the first pipe of one rank
+belongs to the first pipe of the other, even if one is opened much later. A rank whose opening was cancelled
+marks its entry as withdrawn, and the other rank tries again with the next number.
 
 The calls of a store block, and for minutes if its server does not answer. So each one runs in a thread that
 nothing waits for, and no call waits for a missing entry.
@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 _LAST_CALL_S = 1.0  # the longest wait for the store when opening was cancelled
 
-_NONE = "?"  # no entry
+_NONE = "?"  # stands for a missing entry
 
 _NAMESPACES = ("mnt", "net", "pid", "user")
 
@@ -43,12 +43,12 @@ class Entry(msgspec.Struct, frozen=True):
     """The entry of one end of a pipe.
 
     Attributes:
-        version: of the protocol.
+        version: the version of the protocol.
         machine: the host, the user and the namespaces of the process; equal if both ends may share memory.
-        host: the address of its network interface towards the store; "" if unknown.
-        public_key: its CURVE key; "" if the pipe is not encrypted.
-        address: where it listens; "" if it connects, or does not listen yet.
-        token: what the other end has to know to connect; "" if it listens at a file, or the keys suffice.
+        host: the address of its network interface, by default the one towards the store; "" if unknown.
+        public_key: the public CURVE key of this end; "" if the pipe is not encrypted.
+        address: the address where this end listens; "" if it connects, or does not listen yet.
+        token: the secret that the other end needs to connect; "" unless this end listens at ``tcp://``.
         is_withdrawn: whether opening has ended without a connection.
     """
 
@@ -65,8 +65,8 @@ class Name(NamedTuple):
     """The name of an entry.
 
     Attributes:
-        rank: that has written it.
-        number: counts the pipes of this rank to the other.
+        rank: the rank that writes the entry.
+        number: the number of the pipe; each rank counts its pipes to the other.
     """
 
     rank: int
@@ -77,9 +77,9 @@ class Entries:
     """Read and write the entries of two ranks; belongs to the running loop.
 
     Args:
-        membership: of this process.
-        peer: the rank of the other one.
-        host: the address of the interface to use; None for the one towards the store.
+        membership: the membership of this process in the group.
+        peer: the other rank.
+        host: the address of the network interface to use; None for the one towards the store.
     """
 
     def __init__(self, membership: Membership, peer: int, host: str | None) -> None:
@@ -91,7 +91,7 @@ class Entries:
         self._prefix = f"aiotensor/ranks/{low}-{high}"
 
     async def begin(self, public_key: str) -> tuple[Name, Entry]:
-        """Count the next pipe, and write the first entry of this end.
+        """Number the next pipe, and write and return the first entry of this end, with its name.
 
         Cancellation withdraws the entry, which takes at most a second.
 
@@ -122,15 +122,15 @@ class Entries:
             raise
 
     async def read(self, name: Name) -> Entry | None:
-        """Return an entry, if it was written.
+        """Return an entry; None if it was not written.
 
         Raises:
             PeerLostError: the store cannot be reached.
-            ProtocolError: the entry has another form.
+            ProtocolError: the entry is invalid.
             OSError: no thread can be started.
         """
-        # `get` waits for a missing entry, and an entry may be removed between `check` and `get`. This call
-        # returns the expected value instead.
+        # `get` waits for a missing entry, and an entry may be removed between `check` and `get`. If there is
+        # no entry, `compare_set` returns the expected value instead.
         data = await _result(self._call(lambda: self._store.compare_set(self._key(name), _NONE, _NONE)))
         if data == _NONE.encode():
             return None
@@ -144,7 +144,7 @@ class Entries:
         await _result(self._write(name, entry))
 
     async def withdraw(self, name: Name) -> None:
-        """Mark an entry of this end as withdrawn, even if the call is cancelled; ends after a second.
+        """Mark an entry of this end as withdrawn, even if the call is cancelled; waits at most a second.
 
         A store that does not answer is ignored.
         """
@@ -154,7 +154,7 @@ class Entries:
                 await asyncio.wait([withdrawing])
 
     async def remove(self, number: int) -> None:
-        """Remove the entries of both ends of a pipe, which have found each other; errors as for `read`."""
+        """Remove the entries of both ends of a connected pipe; errors are those of `read`."""
         keys = [self._key(Name(rank, number)) for rank in (self._membership.rank, self._peer)]
 
         def remove() -> None:
@@ -190,7 +190,7 @@ class Entries:
 
 
 async def _result(call: "asyncio.Future[R]") -> R:
-    """Wait for a call of the store, and convert its error."""
+    """Wait for a call of the store, and convert its error to `PeerLostError`."""
     try:
         return await call
     except RuntimeError as error:  # torch.distributed.DistError and others

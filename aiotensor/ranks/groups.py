@@ -1,4 +1,4 @@
-"""The groups of torch.distributed: the rank of this process, and the store that all ranks reach."""
+"""Groups of torch.distributed: the rank of this process, and the store that all ranks can reach."""
 
 import operator
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -16,10 +16,10 @@ Group: TypeAlias = "ProcessGroup | DeviceMesh | Store"
 
 
 class Membership(NamedTuple):
-    """This process in a group.
+    """The membership of this process in a group.
 
     Attributes:
-        store: the store that all ranks of the group reach.
+        store: the store that all ranks of the group can reach.
         rank: the rank of this process.
         size: the number of ranks.
     """
@@ -38,8 +38,8 @@ def membership_of(group: Group, rank: int | None, world_size: int | None) -> Mem
         world_size: the number of ranks, for a store.
 
     Raises:
-        TypeError: `group` is none of these; or a rank or a size is missing for a store, or is given for
-            another group.
+        TypeError: `group` is none of these; or `rank` or `world_size` is missing for a store, or is given for
+            another kind of group.
         ValueError: the mesh has several dimensions, or the rank is not in the group.
     """
     if not torch.distributed.is_available():

@@ -59,7 +59,7 @@ class Incoming:
 
     @property
     def unclaimed(self) -> int:
-        """The number of messages that have arrived and were not received."""
+        """The number of messages that have arrived and have not been received."""
         return len(self._inbox)
 
     # Calls
@@ -104,7 +104,7 @@ class Incoming:
         try:
             copy = own_copy(value) if value.nbytes <= QUICK_BYTES else await in_thread(own_copy, value)
         except BaseException:
-            # The error refers to this frame: a variable would keep the tensor, and its block, alive with it.
+            # The error refers to this frame, whose variable would keep the tensor and its block alive.
             del value
             insort(self._inbox, arrived, key=lambda one: one.number)
             self._waiters.wake()
@@ -123,16 +123,16 @@ class Incoming:
         """Store a message, and wake the calls that wait.
 
         Raises:
-            ProtocolError: its tensor is impossible, or is in no segment.
+            ProtocolError: its tensor is invalid, or is not in a segment of the peer.
         """
         value = self._mappings.open(self._memory, message) if isinstance(message, Put) else None
         self._store(message.message, value)
 
     def data_received(self, message: Put, data: memoryview) -> None:
-        """Store a message with the bytes of its tensor, whose memory the tensor uses.
+        """Store a message with the bytes of its tensor, which uses their memory.
 
         Raises:
-            ProtocolError: the tensor is impossible.
+            ProtocolError: the tensor is invalid.
             OSError: no memory is left.
         """
         self._store(message.message, open_out_of_band(message, data))
@@ -147,12 +147,17 @@ class Incoming:
             self._waiters.wake()
 
     def fail(self, make_error: Callable[[], AioTensorError]) -> None:
-        """Let calls raise an error after the last message."""
+        """Make calls raise an error after the last message."""
         self._failure = make_error
         self._waiters.wake()
 
     def lost(self, make_error: Callable[[], AioTensorError], watch: WatchProcess) -> None:
-        """Handle that the peer is gone: messages that have arrived can still be received."""
+        """Stop answering a peer that is gone; messages that have arrived can still be received.
+
+        Args:
+            make_error: makes the error that calls raise after the last message.
+            watch: watches the process of the peer.
+        """
         self._writer = self._memory.release = None
         self._mappings.take_over_after(self._memory, watch)
         self._mappings.peer_gone(self._memory)

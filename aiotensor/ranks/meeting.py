@@ -1,4 +1,4 @@
-"""How the two ends of a pipe find each other: by the store of the group, which carries nothing else.
+"""How the two ends of a pipe find each other: through the store of the group, which carries nothing else.
 
     rank with the lower number                          the other rank
       | entry: its machine, its key         both ways     |
@@ -9,7 +9,7 @@
       | <-----------------------------------------------> |
 
 An end whose opening fails or is cancelled marks its entry as withdrawn, and the other end tries again with
-its next number. If the two ends do not fit together, both find that out, and none tries again.
+its next number. If the two ends are incompatible, both detect that, and neither tries again.
 """
 
 import asyncio
@@ -42,13 +42,13 @@ class Meeting:
     """Connect to the other rank; belongs to the running loop.
 
     Args:
-        membership: of this process.
+        membership: the membership of this process in the group.
         peer: the other rank.
-        entries: of both ranks.
-        network: how this end uses a network, for connections between machines.
+        entries: the entries of both ranks.
+        network: the options of this end for connections between machines.
         new_door: makes the object that admits the connection.
         label: the pipe, for the log.
-        is_closed: whether the pipe was closed in the meantime.
+        is_closed: returns whether the pipe was closed in the meantime.
     """
 
     def __init__(
@@ -76,14 +76,15 @@ class Meeting:
     async def open(self) -> Session:
         """Wait for the other rank, and return the connection.
 
-        Cancellation leaves no connection. The other rank is notified by the store, for at most a second.
+        Cancellation leaves no connection. It takes at most a second to notify the other rank through the
+        store.
 
         Raises:
             PeerLostError: the store cannot be reached, or the other rank has died while it connected.
             RefusedError: the two ranks have different arguments, or different versions of the library.
-            ProtocolError: the other rank wrote something else to the store.
-            ClosedError: the pipe was closed.
-            UsageError: there is no address where this rank can be reached.
+            ProtocolError: the other rank wrote an invalid entry to the store.
+            ClosedError: the pipe was closed in the meantime.
+            UsageError: no address is known at which the other rank reaches this one.
             OSError: this process cannot listen, or has no descriptors or threads left.
         """
         while True:
@@ -99,7 +100,7 @@ class Meeting:
                 raise
 
     async def _meet(self, name: Name, own: Entry) -> Session | None:
-        """Connect by the entries of one number; None if the other rank has withdrawn its entry."""
+        """Connect by the entries with one number; return None if the other rank has withdrawn its entry."""
         listens = self._rank < self._peer
         other = Name(self._peer, name.number)
         entry = await self._entry_of(other, with_address=not listens)
@@ -114,7 +115,7 @@ class Meeting:
                 await self._entries.write(name, replace(own, address=address.text, token=address.token))
                 session = await self._admitted(door, other)
             if session is not None:
-                with suppress(PeerLostError):  # the ranks are connected, and need the store no more
+                with suppress(PeerLostError):  # the ranks are connected, and no longer need the store
                     await self._entries.remove(name.number)
             return session
         except BaseException:
@@ -149,7 +150,7 @@ class Meeting:
                 return door.session.result()
 
     async def _pause(self, wait: Callable[[float], Awaitable[object]]) -> None:
-        """Wait before the next look at the store; each time for longer."""
+        """Wait before the next poll of the store, longer each time."""
         if self._loop.time() - self._began_at >= LONG_WAIT_S and not self._is_logged:
             self._is_logged = True
             logger.warning(

@@ -7,8 +7,8 @@
 The number of a message is assigned by its call, so messages arrive in the order of the calls, even if the
 copies of large tensors end in another order. A message that failed is skipped.
 
-A message counts towards `max_bytes` until the peer has taken it and, if its tensor is in shared memory, until
-the last view of the tensor there was freed.
+A message counts towards `max_bytes` until the peer has taken it and, if its tensor is in shared memory, has
+freed the last view of the tensor.
 """
 
 import math
@@ -49,13 +49,13 @@ _OUT_OF_BAND = Placed(OUT_OF_BAND, b"")
 
 
 class _Message(msgspec.Struct, eq=False):
-    """A message that was begun, and is not announced."""
+    """A message that was begun, and has not been announced yet."""
 
     number: int
-    frame: Put | PutNone | None = None  # once its tensor is placed
+    frame: Put | PutNone | None = None  # set once its tensor is placed
     data: memoryview | None = None  # that travels with the frame
     ticket: Ticket[None] | None = None
-    is_awaited: bool = True  # by its call, which rolls it back
+    is_awaited: bool = True  # by its call, which rolls it back after an error
 
 
 class Outgoing:
@@ -75,7 +75,7 @@ class Outgoing:
         self._label = label
         self._next = 0
         self._begun: dict[int, _Message] = {}
-        self._announced: dict[int, Ticket[None] | None] = {}  # not taken; with the bytes to release then
+        self._announced: dict[int, Ticket[None] | None] = {}  # not taken yet, with the bytes to release then
         self._in_blocks: dict[int, Ticket[None]] = {}  # the bytes to release with each block
         self._changes = Waiters()
         self._failure: Callable[[], AioTensorError] | None = None
@@ -88,7 +88,7 @@ class Outgoing:
             max_wait_s=settings.max_wait_s,
             overdue=lambda nbytes: self._would_block("not enough bytes were free", nbytes),
         )
-        # The other gate has granted the bytes before, so only a place in the arena can be missing.
+        # `self.gate` has granted the bytes before, so only a place in the arena can be missing.
         self.memory = Memory(
             settings.max_bytes,
             lambda arena: Gate(settings.max_bytes, space=arena, stuck_elsewhere=None),
@@ -155,7 +155,7 @@ class Outgoing:
     # Steps
 
     def _prepare(self, value: torch.Tensor | None) -> tuple[Source | None, int]:
-        """Return the tensor of a message that can be sent, and the bytes that the message counts for."""
+        """Validate the value of a message, and return it with the number of bytes that it counts for."""
         if self._failure is not None:
             raise self._failure()
         if value is None:
@@ -176,7 +176,7 @@ class Outgoing:
         return message
 
     def _place_inline(self, message: _Message, source: Source) -> bool:
-        """Send the bytes of a tensor in or with the frame; return whether they are few enough."""
+        """Place the bytes of a tensor in or with the frame, and return whether that is possible."""
         number, nbytes = message.number, source.nbytes
         if nbytes <= MAX_INLINE_BYTES:
             message.frame = put_of(number, 0, source, place_inline(source), None, last=True)
@@ -251,7 +251,7 @@ class Outgoing:
             raise self._failure()
 
     def _sent(self, message: _Message, source: Source | None) -> None:
-        """Count a message that will be announced."""
+        """Announce a message as soon as the earlier ones are announced, and count it."""
         self._announce()
         if self._failure is not None:  # writing has failed
             raise self._failure()
@@ -260,7 +260,7 @@ class Outgoing:
             self._counts["bytes_sent"] += source.nbytes
 
     def _announce(self) -> None:
-        """Announce the placed messages that follow the announced ones."""
+        """Announce messages in order, up to the first message without a placement."""
         while self._begun:
             message = next(iter(self._begun.values()))
             frame = message.frame
@@ -278,9 +278,9 @@ class Outgoing:
                 self._writer.put_with_data(frame, message.data)
 
     def _roll_back(self, message: _Message) -> None:
-        """Return the bytes of a message that failed, and skip it."""
+        """Release the bytes of a message that failed, and skip it."""
         if self._begun.pop(message.number, None) is None:
-            return  # the pipe has ended, and has returned them
+            return  # the pipe has ended, and has released them
         if message.ticket is not None:
             self.gate.release(message.ticket)
         self._announce()
@@ -289,7 +289,7 @@ class Outgoing:
     # Events
 
     def taken(self, taken: Taken) -> None:
-        """Handle that the peer has received messages."""
+        """End messages that the peer has taken, and release their bytes unless these are in blocks."""
         for number in taken.messages:
             ticket = self._announced.pop(number)
             if ticket is not None:
@@ -297,10 +297,10 @@ class Outgoing:
         self._changes.wake()
 
     def released(self, release: Release) -> None:
-        """Handle that the peer uses blocks no more.
+        """Release blocks that the peer no longer uses, and their bytes.
 
         Raises:
-            ProtocolError: it did not use them.
+            ProtocolError: the peer did not use them.
         """
         for number in release.blocks:
             ticket = self._in_blocks.pop(number, None)
@@ -317,11 +317,11 @@ class Outgoing:
         self._changes.wake()
 
     def lost(self, make_error: Callable[[], AioTensorError], watch: WatchProcess) -> int:
-        """Handle that the peer is gone; return the number of messages that it did not take.
+        """End all messages, because the peer is gone; return how many messages it did not take.
 
         Args:
             make_error: makes the error of the calls.
-            watch: watches its process, which may read the shared memory until it ends.
+            watch: watches the process of the peer, which may read the shared memory until it ends.
         """
         lost = self.in_flight
         self._first_lost = min(next(iter(some), self._next) for some in (self._begun, self._announced))

@@ -27,43 +27,46 @@ __all__ = ["RankPipe"]
 
 
 class RankPipe(LoopObject):
-    """Exchange tensors with another rank of a torch.distributed group, in order and in both directions.
+    """A pipe to another rank of a torch.distributed group: carries tensors in order, in both directions.
 
     Both ranks open a pipe, each with the rank of the other as `peer`. Open it with ``async with``, once, and
     share it between the tasks of that event loop. Opening waits for the other rank. Two ranks may have
-    several pipes, which are matched by their number: the first pipe of one rank is connected to the first
-    pipe of the other.
+    several pipes, which are matched in the order in which they are opened: the first pipe of one rank is
+    connected to the first pipe of the other.
 
-    The group serves to find the other rank only: the store of the group carries the address, and a socket of
-    this pipe carries the tensors. On one machine they travel through shared memory, and otherwise over TCP.
-    A pipe that has lost the other rank is not connected again; open another one.
+    The group is only used to find the other rank: its store carries the address. A connection of the pipe
+    itself carries the tensors, on one machine through shared memory, and otherwise over TCP. A pipe that has
+    lost the other rank does not reconnect; open another one.
 
     A received tensor is a view of shared memory. It stays valid as long as it or a view of it exists, and
-    counts towards `max_bytes` of the other rank until then. A small tensor has its own memory, and so has one
-    of at most a MiB from another machine; these count until they are received.
+    counts towards `max_bytes` of the other rank until then. A tensor of at most 8 KiB (1 MiB from another
+    machine) has its own memory instead, and counts until it is received.
 
     Args:
         group: a process group, a `DeviceMesh` of one dimension, or a store of torch.distributed.
         peer: the other rank, as a rank of this group.
-        rank: the rank of this process, for a store.
-        world_size: the number of ranks, for a store.
+        rank: the rank of this process; only for a store, which requires it.
+        world_size: the number of ranks; only for a store, which requires it.
         max_bytes: the limit on the bytes of messages in flight in each direction, the same at both ranks.
-            Each message counts for at least 4096 bytes. The bytes are free again when the other rank has
-            received the message, and has freed its tensor.
-        max_wait_s: the limit on each wait in seconds, including the one for the other rank to open its end;
-            None for no limit.
+            Each message counts as at least 4096 bytes. The bytes are free again when the other rank has
+            received the message and freed its tensor.
+        max_wait_s: the limit in seconds on each wait of `send`, `receive` and opening, which waits for the
+            other rank to open its end; None for no limit.
         host: the numeric address of the network interface at which another machine reaches this rank; None
             for the one by which this rank reaches the store.
-        encrypt: whether to encrypt the connection between machines with fresh CURVE keys, at both ranks. It
-            is always authenticated, by a secret in the store. Neither is needed on one machine.
+        encrypt: whether to encrypt the connection between machines with fresh CURVE keys; the same at both
+            ranks. This connection is always authenticated by a secret in the store. On one machine, neither
+            is needed.
         peer_timeout_s: the seconds without an answer after which another machine is considered lost; None
             for 2 seconds.
-        engine: "nixl" to move tensors of more than a MiB between machines with NIXL, if both ranks choose
-            it and it works; otherwise, ZeroMQ carries all tensors.
+        engine: "nixl" to move tensors of more than 1 MiB between machines with NIXL, if both ranks choose it
+            and it works; otherwise, and with None, ZeroMQ carries all tensors.
 
     Raises:
-        TypeError: `group` is no group, or an argument has the wrong type.
-        ValueError: the group has no rank `peer`, or it is this rank; or a limit is not positive.
+        TypeError: `group` is not a group, `rank` and `world_size` do not match its kind, or an argument has
+            the wrong type.
+        ValueError: the group has no rank `peer`, or this is the rank of this process; or `host`, `engine` or
+            a limit is invalid.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class RankPipe(LoopObject):
         self._label = f"pipe of rank {self._membership.rank} to rank {self._peer}"
         self._errors = ErrorCounter()
         self._counts = new_counts(PipeStatistics)
-        self._session: Session | None = None  # made by `__aenter__`, since it belongs to a loop
+        self._session: Session | None = None  # created by `__aenter__`, since it belongs to a loop
 
     @property
     def rank(self) -> int:
@@ -116,11 +119,12 @@ class RankPipe(LoopObject):
 
         Raises:
             PeerLostError: the store cannot be reached, or the connection to the other rank was lost before
-                both ends had joined. A rank that dies before it is connected is waited for.
+                both ends had joined. If the other rank dies before it is connected, the wait continues.
             ProtocolError: the entry of the other rank in the store is invalid.
             RefusedError: the other rank has different arguments, or another version of the library.
             WouldBlockError: the other rank has not opened its end within `max_wait_s`.
             UsageError: the other rank is on another machine, and `host` is required.
+            ClosedError: this pipe was closed, perhaps while waiting.
             OSError: this process cannot listen, or has no descriptors or threads left.
         """
         self.affinity.enter()
@@ -143,8 +147,8 @@ class RankPipe(LoopObject):
 
         Returns when the source may be changed, which may be before the other rank receives the message.
         Waits until `max_bytes` allows the message, at most `max_wait_s`. Messages arrive in the order of the
-        calls, also of concurrent ones. Large tensors are copied in a worker thread. If the call is cancelled,
-        the message is not sent, and its bytes are free again.
+        calls, including concurrent ones. Large tensors are copied in a worker thread. If the call is
+        cancelled, the message is not sent, and its bytes are free again.
 
         Args:
             tensor: a tensor on the CPU, of any shape, strides and dtype.
@@ -152,7 +156,7 @@ class RankPipe(LoopObject):
         Raises:
             UnsupportedTensorError: the tensor cannot be sent unchanged.
             TooLargeError: the tensor has more than `max_bytes`.
-            WouldBlockError: the bytes were not free within `max_wait_s`.
+            WouldBlockError: not enough bytes were free within `max_wait_s`.
             PeerLostError: the other rank died, closed its end or broke the connection.
             ClosedError: this pipe was closed, perhaps while waiting.
             OSError: the machine has no memory left.
@@ -164,12 +168,12 @@ class RankPipe(LoopObject):
             raise
 
     def send_nowait(self, tensor: torch.Tensor | None) -> None:
-        """Send a tensor or None without waiting; copies on this thread.
+        """Send a tensor or None without waiting; a tensor is copied on the calling thread.
 
-        Errors are those of `send`.
+        The other errors are those of `send`.
 
         Raises:
-            WouldBlockError: `max_bytes` does not allow the message now, or earlier calls wait.
+            WouldBlockError: `max_bytes` does not allow the message now, or earlier calls are waiting.
         """
         with self._errors:
             self._opened().outgoing.send_nowait(tensor)
@@ -180,8 +184,8 @@ class RankPipe(LoopObject):
         Waits at most `max_wait_s`. If the call is cancelled, the next call returns the message.
 
         Args:
-            copy: return a copy with its own memory, so that the bytes are free at once for the other rank;
-                a worker thread copies large tensors.
+            copy: whether to return a copy with its own memory, so that the other rank can use the bytes again
+                at once; a worker thread copies large tensors.
 
         Raises:
             PeerLostError: the other rank died, closed its end or broke the connection, and all messages that
@@ -202,7 +206,7 @@ class RankPipe(LoopObject):
         Cancellation has no side effects.
 
         Raises:
-            PeerLostError: the other rank is gone, and some of them are lost.
+            PeerLostError: the other rank is gone, and some of these messages are lost.
             ClosedError: this pipe was closed.
         """
         with self._errors:
@@ -223,10 +227,11 @@ class RankPipe(LoopObject):
         )
 
     async def aclose(self) -> None:
-        """Close: waiting calls raise `ClosedError`, and the other rank can receive all earlier messages.
+        """Close the pipe; the other rank can still receive all earlier messages.
 
-        Received tensors stay valid; messages that were not received are dropped. Waits until the connection
-        has accepted all messages. Cancellation skips that wait. Closing again has no effect.
+        Waiting calls raise `ClosedError`. Received tensors stay valid; messages that have arrived here and
+        were not received are dropped. Waits until the connection has accepted all messages. Cancellation
+        skips that wait. Closing again has no effect.
         """
         self.affinity.check_place()
         was_open = self.affinity.is_open
@@ -239,7 +244,7 @@ class RankPipe(LoopObject):
         return [f"rank {self._membership.rank} to {self._peer}"]
 
     def _opened(self) -> Session:
-        """Return the connection, if this pipe is open here."""
+        """Return the open session, after checking that this pipe may be used here."""
         self.affinity.check()
         if self._session is None:
             raise ClosedError(f"this {type(self).__name__} is still being opened")
@@ -258,7 +263,7 @@ class RankPipe(LoopObject):
 
     def _new_door(self) -> Door:
         join = Join(VERSION, os.getpid(), self._settings.max_bytes)
-        # Not a method: the listener and the connector outlive this object if it is not closed.
+        # This is not a method: the listener and the connector may outlive this object if it is not closed.
         new_session = partial(
             Session, settings=self._settings, counts=self._counts, errors=self._errors, label=self._label
         )

@@ -1,4 +1,4 @@
-"""The way between two ranks: a socket file on one machine, and ``tcp://`` between machines."""
+"""The route between two ranks: a socket file on one machine, and ``tcp://`` between machines."""
 
 import errno
 import ipaddress
@@ -26,7 +26,7 @@ _TOKEN_BYTES = 32
 
 
 class NetworkOptions(NamedTuple):
-    """How one end uses a network; the keys are empty if the connection is not encrypted."""
+    """The options of one end for connections between machines; without encryption, the keys are empty."""
 
     public_key: str
     secret_key: str
@@ -44,12 +44,12 @@ class Address(NamedTuple):
 def network_options(
     peer_timeout_s: float | None, engine: EngineName | None, *, encrypt: bool
 ) -> NetworkOptions:
-    """Return the options of one end, with new keys.
+    """Return the options of one end, with new keys if the connection is encrypted.
 
     Raises:
         ValueError: there is no such engine.
     """
-    choose_engine(engine, "")  # which loads it: this would block the event loop later
+    choose_engine(engine, "")  # loads the engine, which would block the event loop later
     if not encrypt:
         return NetworkOptions("", "", peer_timeout_s, engine)
     import zmq  # imported here: ranks on one machine need no ZeroMQ
@@ -60,16 +60,16 @@ def network_options(
 
 @asynccontextmanager
 async def listening(own: Entry, other: Entry, network: NetworkOptions, door: Door) -> AsyncIterator[Address]:
-    """Listen for the other rank, and yield the address.
+    """Listen for the other rank within a block, and yield the address.
 
     Args:
         own: the entry of this end.
         other: the entry of the other end.
         network: the options of this end.
-        door: admits connections.
+        door: the object that admits the connection.
 
     Raises:
-        UsageError: there is no address where this rank can be reached.
+        UsageError: no address is known at which the other rank reaches this one.
         OSError: this process cannot listen.
     """
     if own.machine == other.machine:
@@ -107,10 +107,10 @@ async def listening(own: Entry, other: Entry, network: NetworkOptions, door: Doo
 
 @asynccontextmanager
 async def connecting(other: Entry, network: NetworkOptions, door: Door) -> AsyncIterator[None]:
-    """Connect to the other rank; arguments are those of `listening`.
+    """Connect to the other rank within a block; the arguments are those of `listening`.
 
     Raises:
-        ProtocolError: the address in its entry is invalid.
+        ProtocolError: the address in the entry of the other rank is invalid.
         AioTensorError: as for `Connector.connect`.
         OSError: this process has no descriptors or no memory left.
     """
@@ -142,8 +142,8 @@ async def connecting(other: Entry, network: NetworkOptions, door: Door) -> Async
 def _host_for(own: Entry, other: Entry) -> str:
     """Return the address at which the other rank reaches this one.
 
-    This is the interface towards the store, which all ranks reach. On the host of the store, that may be the
-    loopback; then it is the interface towards the other rank.
+    This is the address of the interface towards the store, which all ranks reach. On the host of the store,
+    that may be the loopback interface. Then it is the address of the interface towards the other rank.
     """
     host = own.host
     if not host or ipaddress.ip_address(host).is_loopback:

@@ -27,7 +27,7 @@ __all__ = ["Session"]
 logger = logger_of("ranks")
 
 # A call waits for `max_bytes`, but not until the peer reads. In the queue of the transport, a message takes
-# less than twice the bytes that it counts for, and an answer takes less than that.
+# less than twice the bytes that it counts for, and an answer takes less than the bytes of its message.
 _MESSAGES_AND_ANSWERS = 3
 
 
@@ -36,10 +36,10 @@ class Session:
 
     Args:
         transport: the connection.
-        connection: its rules, after the `Join` of the peer.
+        connection: the connection object of this end, after the `Join` of the peer.
         settings: the limits.
         counts: the counters of the pipe.
-        errors: the errors of its calls.
+        errors: counts the errors of the calls of the pipe.
         label: the pipe, for the log.
 
     Attributes:
@@ -62,7 +62,7 @@ class Session:
         self._errors = errors
         self._label = label
         self._loop = asyncio.get_running_loop()
-        self._is_over = False  # the peer is gone
+        self._is_over = False  # the peer is gone, or this end was closed
         self._writing = Waiters()  # for the transport, when closing
         self._mappings = Mappings()
         self._writer = Writer(transport, connection, self._mappings.freed.collect, self._writing_failed)
@@ -75,7 +75,7 @@ class Session:
 
     @property
     def peer_pid(self) -> int | None:
-        """The process id of the peer, as it states it."""
+        """The process id that the peer has stated."""
         return self._connection.peer_pid
 
     def statistics(self) -> PipeStatistics:
@@ -130,7 +130,7 @@ class Session:
     # Events of the transport
 
     def record_received(self, data: memoryview, descriptors: list[int]) -> None:
-        """Handle the frames of a record."""
+        """Process the frames of a record."""
         try:
             for frame in self._connection.receive(data):
                 self._handle(frame, descriptors)
@@ -143,7 +143,7 @@ class Session:
                 close_all(descriptors)
 
     def _data_received(self, record: memoryview, data: memoryview) -> None:
-        """Handle a record with the bytes of one of its tensors."""
+        """Process the frames of a record that has arrived with the bytes of one of its tensors."""
         if self._connection.is_closed:
             return  # this end is closing, and reads no more frames
         messages = 0
@@ -165,14 +165,14 @@ class Session:
             self._refuse(f"no memory is left here for its tensors: {error}")
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
-        """Handle the end of the connection."""
+        """End the session, because the connection has ended."""
         if isinstance(reason, ProtocolError):
             self._violated(reason)
         else:
             self._end(self._connection.lost(reason, is_retried=False))
 
     def resume_writing(self) -> None:
-        """Handle that the transport accepts records again."""
+        """Wake `close`, which waits for the transport."""
         self._writing.wake()
 
     def _handle(self, frame: FromRank, descriptors: list[int]) -> None:
@@ -186,7 +186,7 @@ class Session:
             case Attach():
                 self._attach(frame, descriptors)
             case Close():
-                # A rank refuses the other one only by its `Join`; later, the other one is lost.
+                # A rank can refuse the other one only because of its `Join`. After that, a `Close` is a loss.
                 self._end(self._connection.closed(replace(frame, is_refusal=False)))
 
     def _attach(self, attach: Attach, descriptors: list[int]) -> None:

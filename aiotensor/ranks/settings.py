@@ -12,8 +12,8 @@ class PipeSettings(NamedTuple):
     """The limits of a pipe.
 
     Attributes:
-        max_bytes: the limit of bytes in flight, in each direction.
-        max_wait_s: the seconds after which a wait ends with an error; None for never.
+        max_bytes: the limit on the bytes in flight, in each direction.
+        max_wait_s: the seconds after which a wait ends with an error; None for no limit.
     """
 
     max_bytes: int

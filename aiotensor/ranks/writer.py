@@ -1,4 +1,4 @@
-"""Write the frames of one end of a connection between ranks."""
+"""Writes the frames of one end of a connection between ranks."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class Writer:
 
     Args:
         transport: the connection.
-        connection: its rules.
+        connection: the connection object of this end.
         collect: adds the blocks of tensors that were just freed to the next record.
         failed: called if a record could not be written.
     """
@@ -71,12 +71,12 @@ class Writer:
             self._failed(error)
 
     def taken(self, message: int) -> None:
-        """Answer a message of the peer."""
+        """Report to the peer that one of its messages was received."""
         self._connection.taken(message)
         self.flush_soon()
 
     def release(self, block: int) -> None:
-        """Return a block of the peer."""
+        """Report to the peer that one of its blocks is no longer used."""
         self._connection.release(block)
         self.flush_soon()
 
@@ -97,7 +97,7 @@ class Writer:
             self._loop.call_soon(self._iteration_ended)
 
     def close(self, close: Close) -> None:
-        """Write the last frame; `transport.is_writable` is true again once closing loses nothing."""
+        """Write the last frame; `transport.is_writable` becomes true once closing loses nothing."""
         self._collect()
         self._connection.close(close)
         self.flush()

@@ -37,7 +37,7 @@ class LoopAffinity:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self.is_closed = False
-        self.has_guardian = False  # another object closes the object when both are garbage-collected
+        self.has_guardian = False  # another object closes this one when both are garbage-collected
         self._entry: registry.Entry | None = None
 
     @property
@@ -52,7 +52,7 @@ class LoopAffinity:
 
     @property
     def state(self) -> str:
-        """The state of the object for `repr`; from any thread and process."""
+        """The state of the object for `repr`; available in any thread and process."""
         if os.getpid() != self._pid:
             return "unusable after a fork"
         if self.is_closed:
@@ -63,7 +63,7 @@ class LoopAffinity:
         """Open the object in the running loop, once.
 
         Raises:
-            UsageError: the object is open already, came here by a fork, or no asyncio loop is running.
+            UsageError: the object is open already, was inherited by a fork, or no asyncio loop is running.
             ClosedError: the object was closed.
         """
         self._check_process()
@@ -72,7 +72,7 @@ class LoopAffinity:
         if self._loop is not None:
             raise UsageError(f"this {self._name} is open already: enter it once and share it between tasks")
         loop = asyncio._get_running_loop()
-        if loop is None:  # a coroutine without one is driven by another library, such as trio
+        if loop is None:  # a coroutine without one runs under another library, such as trio
             raise UsageError(
                 f"no asyncio event loop is running in this thread, so this {self._name} cannot be opened: "
                 "aiotensor requires asyncio (or uvloop) and does not run under trio; with anyio choose the "
@@ -89,7 +89,7 @@ class LoopAffinity:
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """Remove the object from the registry at the end of the block that closes it."""
+        """Remove the object from the registry after the block, which closes the object."""
         try:
             yield
         finally:
@@ -100,7 +100,8 @@ class LoopAffinity:
         """Check that the object is open, and can be used in this process, thread and loop.
 
         Raises:
-            UsageError: the object came here by a fork, belongs to another thread or loop, or was not opened.
+            UsageError: the object was inherited by a fork, belongs to another thread or loop, or was not
+                opened.
             ClosedError: the object was closed.
         """
         # The loop runs in its own thread and process only, so this comparison is nearly always sufficient.
@@ -116,7 +117,7 @@ class LoopAffinity:
         """Check that the object can be used in this process, thread and loop; it need not be open.
 
         Raises:
-            UsageError: the object came here by a fork, or belongs to another thread or loop.
+            UsageError: the object was inherited by a fork, or belongs to another thread or loop.
         """
         self._check_process()
         running = asyncio._get_running_loop()
@@ -131,18 +132,19 @@ class LoopAffinity:
             raise UsageError(f"this {self._name} lives in another event loop: open one in each loop")
 
     def is_left_in_child(self, error: BaseException | None) -> bool:
-        """Return whether an exception ends a block in a forked child, which has nothing to close."""
+        """Return whether an exception ends a block in a forked child, where nothing must be closed."""
         return error is not None and os.getpid() != self._pid
 
     def freed(self, owner: object, release: Callable[[], object]) -> None:
-        """Report an object that is garbage-collected while it is open, and release it in its event loop.
+        """Warn about an object that was garbage-collected while open, and release it in its event loop.
 
-        For finalizers, which run in any thread and interrupt any code.
+        Finalizers call this method, in any thread and between any two steps of other code.
 
         Args:
             owner: the object.
-            release: called in the event loop, and keeps the object until then if it refers to it. Not called
-                if the loop is closed: then only the object itself refers to its resources.
+            release: called in the event loop; if it refers to the object, it keeps the object alive until
+                then. It is not called if the loop is closed, because then only the object itself refers to
+                its resources.
         """
         loop = self._loop
         if loop is None or self.is_closed or self.has_guardian or os.getpid() != self._pid:
@@ -160,10 +162,10 @@ class LoopAffinity:
 
 
 class LoopObject(abc.ABC):
-    """A public object that belongs to an event loop and is closed when it is garbage-collected.
+    """The base of public objects, which belong to an event loop and are closed when garbage-collected.
 
-    Objects that the event loop refers to (sockets and their handlers) must not refer to this object. Only a
-    task that awaits a method keeps it alive.
+    Objects to which the event loop refers (sockets and their handlers) must not refer to this object, so that
+    only a task that awaits one of its methods keeps it alive.
     """
 
     affinity: LoopAffinity
@@ -174,7 +176,7 @@ class LoopObject(abc.ABC):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self.affinity.is_left_in_child(error):  # else closing would replace the exception
+        if not self.affinity.is_left_in_child(error):  # otherwise, closing would replace the exception
             await self.aclose()
 
     def __repr__(self) -> str:
@@ -203,16 +205,16 @@ class LoopObject(abc.ABC):
 
 
 def close_now(aclose: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Close a garbage-collected object: call its `aclose`, and cancel it where it would wait.
+    """Close a garbage-collected object: run its `aclose`, and cancel each wait in it.
 
-    Without a task: the event loop may be about to end, and a task that is cancelled before it begins does not
-    run at all.
+    This uses no task, because the event loop may be about to end, and a task that is cancelled before it
+    begins does not run at all.
     """
     closing = aclose()
     with suppress(StopIteration, asyncio.CancelledError):
         closing.send(None)
         while True:
-            # No variable refers to the error: its traceback refers to this frame, and that to the object.
+            # No variable refers to the error: its traceback refers to this frame, which refers to the object.
             closing.throw(asyncio.CancelledError())
 
 
@@ -224,8 +226,8 @@ def warn_unclosed(owner: object) -> None:
 class FreedItems(Generic[T]):
     """Pass freed items from finalizers to the event loop.
 
-    A finalizer runs in any thread, also during a garbage collection, so it only appends to a queue and wakes
-    the loop.
+    A finalizer may run in any thread, and during a garbage collection, so it only appends to a queue and
+    wakes the loop.
 
     Args:
         loop: the loop of this thread.
@@ -242,7 +244,7 @@ class FreedItems(Generic[T]):
         self._is_scheduled = False
 
     def __call__(self, item: T) -> None:
-        """Queue an item; from any thread."""
+        """Queue an item; may be called in any thread."""
         self._items.append(item)
         if self._is_scheduled:
             return
@@ -258,7 +260,7 @@ class FreedItems(Generic[T]):
             return  # the loop is closed, and nothing handles the item
 
     def collect(self) -> None:
-        """Handle the items, but only a limited number of them in this call. Called in the loop."""
+        """Pass a limited number of the queued items to `handle`; called in the loop."""
         if not self._items:
             return
         items: list[T] = []
@@ -269,7 +271,7 @@ class FreedItems(Generic[T]):
             handle(items)
 
     def collect_all(self) -> None:
-        """Handle all items, in one iteration of the loop."""
+        """Pass all queued items to `handle` during this call."""
         while self._items:
             self.collect()
 

@@ -1,6 +1,6 @@
-"""The memory limits of this process's control groups, and whether an arena fits into them.
+"""The memory limits of the control groups of this process, and whether an arena fits into them.
 
-Beyond such a limit no call fails: the kernel kills a process of the group (the "OOM killer").
+When such a limit is exceeded, no call fails: the kernel kills a process of the group (the "OOM killer").
 """
 
 import os
@@ -15,18 +15,18 @@ __all__ = ["MemoryLimit", "memory_limits", "warn_if_too_large"]
 
 logger = logger_of("sender")
 
-ROOT = Path("/")  # where `proc` and `sys` are
+ROOT = Path("/")  # the folder of `proc` and `sys`
 
-_UNLIMITED = 1 << 60  # cgroup v1 has no word for it, but a number of about this size or more
+_UNLIMITED = 1 << 60  # cgroup v1 expresses "no limit" as a number of about this size or more
 
 
 class MemoryLimit(NamedTuple):
     """The limit of one control group.
 
     Attributes:
-        nbytes: the most memory that its processes may use together.
-        used: the memory in use that the kernel cannot reclaim: without cached files.
-        file: the path of the limit; bytes that are not UTF-8 are escaped.
+        nbytes: the maximum number of bytes that the processes of the group may use together.
+        used: the number of bytes in use that the kernel cannot reclaim, that is, without cached files.
+        file: the path of the file with the limit; bytes that are not UTF-8 are escaped.
     """
 
     nbytes: int
@@ -35,12 +35,12 @@ class MemoryLimit(NamedTuple):
 
     @property
     def available(self) -> int:
-        """Return how many bytes may still be used; negative if the limit was lowered below the usage."""
+        """The number of bytes that may still be used; negative if the limit was lowered below the usage."""
         return self.nbytes - self.used
 
 
 class _Version(NamedTuple):
-    """The names of one version of the kernel's interface."""
+    """The names in one version of the kernel's interface."""
 
     controller: str
     limit: str
@@ -54,10 +54,12 @@ _CACHED = ("active_file", "inactive_file")  # fields of memory.stat, which do no
 
 
 def memory_limits(root: Path) -> Iterator[MemoryLimit]:
-    """Find each memory limit that holds for this process: of its control group and of those above it.
+    """Yield the memory limits that apply to this process: of its control group and of the groups above it.
 
-    In a container only some of them can be seen; mountinfo says where that part begins. The root is the
-    folder of `proc` and `sys`.
+    In a container, only some of these groups are visible; `mountinfo` names the topmost one.
+
+    Args:
+        root: the folder of `proc` and `sys`.
     """
     groups = _groups_of_this_process(root)
     for line in _read(root, "proc/self/mountinfo").split("\n"):
@@ -80,7 +82,7 @@ def memory_limits(root: Path) -> Iterator[MemoryLimit]:
 
 
 def warn_if_too_large(sender: str, arena_bytes: int, root: Path | None = None) -> None:
-    """Log a warning if the arena of a sender exceeds the free memory of a control group of this process."""
+    """Log a warning if an arena is larger than the free memory of a control group of this process."""
     limit = min(memory_limits(root or ROOT), key=lambda one: one.available, default=None)
     if limit is None or arena_bytes <= limit.available:
         return
@@ -106,7 +108,7 @@ def warn_if_too_large(sender: str, arena_bytes: int, root: Path | None = None) -
 def _limit_of(root: Path, folder: PurePosixPath, version: _Version) -> MemoryLimit | None:
     file = folder / version.limit
     limit = _read(root, file).strip()
-    if not limit.isdecimal() or int(limit) >= _UNLIMITED:  # "max", or there is none
+    if not limit.isdecimal() or int(limit) >= _UNLIMITED:  # "max", or no such file
         return None
     usage = _read(root, folder / version.usage).strip()
     cached = 0
@@ -120,7 +122,7 @@ def _limit_of(root: Path, folder: PurePosixPath, version: _Version) -> MemoryLim
 
 
 def _read(root: Path, path: PurePosixPath | str) -> str:
-    """Return the text of a file, decoded like a path; an empty one if the file cannot be read."""
+    """Return the text of a file, decoded like a path; an empty text if the file cannot be read."""
     try:
         return os.fsdecode((root / str(path).lstrip("/")).read_bytes())
     except (OSError, ValueError):  # a path may be invalid
@@ -128,7 +130,7 @@ def _read(root: Path, path: PurePosixPath | str) -> str:
 
 
 def _groups_of_this_process(root: Path) -> dict[str, str]:
-    """Return the path of each control group by its controller; that of v2 has an empty name."""
+    """Return the paths of the control groups by controller; the controller of cgroup v2 is empty."""
     groups = {}
     for line in _read(root, "proc/self/cgroup").split("\n"):
         _, _, rest = line.partition(":")
@@ -139,7 +141,7 @@ def _groups_of_this_process(root: Path) -> dict[str, str]:
 
 
 def _inside(group: str, mount_root: str) -> PurePosixPath:
-    """Return where a group is below a mount; the mount itself if it cannot be seen from there."""
+    """Return the path of a group below a mount; the mount itself if the group is not visible there."""
     path = PurePosixPath(group)
     if ".." in path.parts or not path.is_relative_to(mount_root):
         return PurePosixPath()
@@ -147,5 +149,5 @@ def _inside(group: str, mount_root: str) -> PurePosixPath:
 
 
 def _unescaped(field: str) -> str:
-    """Undo what mountinfo does to blanks in a path."""
+    """Decode the octal escapes in a path from `mountinfo`, such as those of blanks."""
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)

@@ -1,4 +1,4 @@
-"""File descriptors of this process, all of which are closed in a forked child."""
+"""File descriptors of this library, which are closed in every forked child."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ class SupportsClose(Protocol):
     """An object that owns a descriptor."""
 
     def close(self) -> object:
-        """Close it."""
+        """Close the descriptor."""
 
 
 # A child that kept one of these would keep memory alive, and hide the end of this process from its peers.
@@ -36,7 +36,7 @@ def close_after_fork(one: SupportsClose) -> None:
 
 def _close_in_child() -> None:
     for one in list(_ours):
-        with contextlib.suppress(OSError):  # another hook of the application may have closed it already
+        with contextlib.suppress(OSError):  # another fork hook may have closed it already
             one.close()
 
 
@@ -44,26 +44,26 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Descriptor:
-    """A file descriptor that belongs to this object, and that no forked child keeps."""
+    """A file descriptor that this object owns, and that is closed in forked children."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         close_after_fork(self)
 
     def close(self) -> None:
-        """Close the descriptor, once."""
+        """Close the descriptor; closing again has no effect."""
         number, self.number = self.number, -1
         if number >= 0:
             os.close(number)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # Normally closed by then: not by an object that lost its event loop before it was garbage-collected.
+        # Usually closed already, unless its owner was garbage-collected after its event loop was closed.
         if self.number >= 0:
             close(self.number)
 
 
 class ForeignDescriptor:
-    """A descriptor that another library owns and may close at any time, and that no forked child keeps."""
+    """A descriptor that another library owns and may close at any time; it is closed in forked children."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -71,16 +71,16 @@ class ForeignDescriptor:
         close_after_fork(self)
 
     def close(self) -> None:
-        """Close it, unless the library has closed it and its number is that of another file now."""
+        """Close the descriptor, unless the library has closed it and its number was reused."""
         if self._file is not None and file_of(self._number) == self._file:
             os.close(self._number)
 
 
 def copy_of(descriptor: int) -> socket.socket:
-    """Return a socket with a copy of a descriptor, whose owner may close it at any time.
+    """Return a socket over a duplicate of a descriptor whose owner may close it at any time.
 
     Raises:
-        OSError: the descriptor is closed or not a socket's, or this process has no descriptors left.
+        OSError: the descriptor is closed or is not a socket, or this process has no descriptors left.
     """
     copy = os.dup(descriptor)
     try:
@@ -91,7 +91,7 @@ def copy_of(descriptor: int) -> socket.socket:
 
 
 def duplicates(descriptors: Iterable[int]) -> list[int]:
-    """Duplicate descriptors; all of them or none.
+    """Duplicate all descriptors, or none of them if that fails.
 
     Raises:
         OSError: this process has no descriptors left.
@@ -107,7 +107,7 @@ def duplicates(descriptors: Iterable[int]) -> list[int]:
 
 
 def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors that nothing needs any more; all of them, also if closing one fails."""
+    """Close all descriptors, even if closing one of them fails."""
     with contextlib.ExitStack() as closing:
         for descriptor in descriptors:
             closing.callback(os.close, descriptor)

@@ -14,14 +14,14 @@ R = TypeVar("R")
 
 
 def run_detached(name: str, function: Callable[[], R]) -> "asyncio.Future[R]":
-    """Begin to call a function in a thread, and return the future of its result.
+    """Start to call a function in a new daemon thread, and return the future of its result.
 
     Neither the event loop nor the end of the process waits for the thread, and a call that takes long delays
-    no other call. Cancelling the future ignores the result.
+    no other call. If the future is cancelled, the result is ignored.
 
     Args:
-        name: of the thread.
-        function: raises only subclasses of `Exception`; it must not refer to tensors.
+        name: the name of the thread.
+        function: the function, which may only raise subclasses of `Exception` and must not refer to tensors.
 
     Raises:
         OSError: no thread can be started.

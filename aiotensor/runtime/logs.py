@@ -17,8 +17,8 @@ MAX_TEXT: Final = 1024
 def logger_of(name: str) -> logging.Logger:
     """Return a logger whose records contain printable text in a single line.
 
-    Some texts come from peers: reasons, names, paths. A line break in such a text would forge a second event,
-    and an escape sequence would control the terminal.
+    Some texts come from peers: reasons, names, paths. A line break in such a text could forge a second event,
+    and an escape sequence could control the terminal.
 
     Args:
         name: the part of the logger's name after ``aiotensor.``.
@@ -38,7 +38,7 @@ class RepeatedEvent(Generic[*Details]):
     Args:
         write: logs a line; called with the number of events since the last line, and the details of the
             latest event.
-        interval_s: the least time between two lines, in seconds.
+        interval_s: the minimum time between two lines, in seconds.
     """
 
     def __init__(self, write: Callable[[int, Unpack[Details]], None], interval_s: float = 1.0) -> None:
@@ -56,7 +56,7 @@ class RepeatedEvent(Generic[*Details]):
             self._interval_ended()
 
     def close(self) -> None:
-        """Log the events that were only counted so far."""
+        """Log the events that have only been counted so far."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -101,7 +101,7 @@ def _make_plain(record: logging.LogRecord) -> bool:
             setattr(record, name, one_line(value))
     error = record.exc_info[1] if record.exc_info else None
     if error is not None:
-        # Formatters use this cached text. Without it they would format the traceback with unescaped texts.
+        # Formatters use this cached text. Without it, they would format the traceback with unescaped text.
         record.exc_text = _plain_traceback(error)
     return True
 

@@ -13,11 +13,12 @@ __all__ = ["ProcessEnd", "WatchProcess"]
 class ProcessEnd:
     """Call a function once another process has ended; belongs to the running loop.
 
-    Where the kernel cannot tell (before Linux 5.3, or with no descriptors left), it is never called.
+    If the end cannot be detected (before Linux 5.3, or with no descriptors left), the function is never
+    called.
 
     Args:
         pid: the id of the process.
-        ended: called in the loop.
+        ended: the function, which is called in the loop.
         open_descriptor: returns a descriptor of the process; raises `ProcessLookupError` if it has ended.
     """
 
@@ -42,11 +43,11 @@ class ProcessEnd:
             self._loop.add_reader(self._descriptor.number, self._has_ended)
 
     def again(self, ended: Callable[[], object]) -> "ProcessEnd":
-        """Wait for the end of the same process with another function."""
+        """Call another function once the same process has ended."""
         return ProcessEnd(self._pid, ended, lambda _: os.dup(self._descriptor.number))
 
     def cancel(self) -> None:
-        """Wait no longer. May be called again."""
+        """Stop waiting for the end of the process; may be called again."""
         if self._soon is not None:
             self._soon.cancel()
         if self._descriptor.number >= 0:
@@ -58,5 +59,5 @@ class ProcessEnd:
         self._ended()
 
 
-# Begins to wait for the end of one process, and calls a function then.
+# Arranges that a function is called once a certain process has ended.
 WatchProcess: TypeAlias = Callable[[Callable[[], object]], ProcessEnd]

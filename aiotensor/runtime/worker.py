@@ -1,4 +1,4 @@
-"""Threads for work that would block the event loop: a pool for each loop, and single workers."""
+"""Threads for work that would block the event loop: a pool for each loop, and `Worker` objects."""
 
 import asyncio
 import contextlib
@@ -25,20 +25,20 @@ logger = logger_of("worker")
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
 
-# anyio imports its backend with the first thread, which would block the event loop. If another version names
-# the module otherwise, only that first call is slower.
+# anyio imports its backend when it starts the first thread, which would block the event loop. If the module
+# has another name in another version of anyio, only that first call is slower.
 with contextlib.suppress(ImportError):
     importlib.import_module("anyio._backends._asyncio")
 
 
-# For each event loop. The threads copy, encode and decode, so more threads than cores add little.
+# The limit for each event loop. The threads copy, encode and decode, so more threads than cores add little.
 _MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)
 
 _limiter: RunVar[anyio.CapacityLimiter] = RunVar("aiotensor_thread_limiter")
 
 
 def thread_limiter() -> anyio.CapacityLimiter:
-    """Return the limiter of the library's own threads in the running event loop.
+    """Return the limiter of this library's threads in the running event loop.
 
     anyio's default limiter belongs to the application: handlers that wait in a thread for this library may
     hold all of its tokens, and would never release them if the library needed one to continue.
@@ -58,13 +58,13 @@ async def in_thread(
 ) -> R:
     """Call a function in a worker thread of anyio, and return its result.
 
-    An error is raised without the local variables of the frames of the call: anyio keeps it in a future that
-    its traceback refers to, so tensors in these frames would live until the garbage collector runs, which
-    would free the memory of the thread on the event loop. For the same reason nothing refers to the arguments
-    after the call has ended or was abandoned.
+    If the function raises an error, the local variables of its frames are cleared: anyio keeps the error in a
+    future to which its traceback refers, so tensors in these frames would live until the garbage collector
+    runs, which would free them on the event loop. For the same reason, nothing refers to the arguments after
+    the call has ended or was abandoned.
 
-    Waits for the call. Cancelling by a scope of anyio waits for the call, too; `asyncio.Task.cancel` leaves
-    it running.
+    Waits for the call. Cancellation by a cancel scope of anyio also waits for it; cancellation by
+    `asyncio.Task.cancel` leaves it running.
 
     Args:
         work: the function. With the default limiter, it must not wait for other work of this library.
@@ -103,21 +103,21 @@ class _ThreadCall(Generic[R]):
             _clear_locals(error)
             self._error = error
         finally:
-            del work  # the traceback has this frame
+            del work  # the traceback refers to this frame
 
     def abandon(self) -> None:
         """Drop the call if it has not begun."""
         self._work = None
 
     def outcome(self) -> R:
-        """Return the result or raise the error of the call; once."""
+        """Return the result of the call, or raise its error; may be called only once."""
         error, self._error = self._error, None
         if error is None:
             return self._values.pop()
         try:
             raise error
         finally:
-            del error  # its traceback has this frame
+            del error  # its traceback refers to this frame
 
 
 def _clear_locals(error: BaseException) -> None:
@@ -155,7 +155,7 @@ class _Lane:
         try:
             running = self.executor.submit(run)
         except RuntimeError as error:
-            # The executor has queued it, and would run it before the next work.
+            # The executor has queued the call nevertheless, and would run it before the next one.
             is_wanted = False
             raise no_thread(error) from error
         self.running += 1
@@ -164,7 +164,7 @@ class _Lane:
         return future
 
     def _in_loop(self, future: "asyncio.Future[R]", on_done: Callable[[], object], done: "Future[R]") -> None:
-        # After the loop was closed, no state is left that `_ended` would update.
+        # If the loop is closed, `_ended` has no state left to update.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._ended, future, on_done, done)
 
@@ -186,9 +186,10 @@ class _Lane:
 class Worker:
     """Run work in separate threads; belongs to the running loop.
 
-    There are two lanes, each a thread that runs its work in order: one for work that takes long, and one for
-    other work, which the first does not delay. So copies of one kind do not outnumber the cores. Both lanes
-    share one more thread, the `helper`. Work may run a part of itself there, but must not depend on it.
+    A worker has two lanes, each of which is a thread that runs its work in order: one for long work, and one
+    for other work, which long work does not delay. With one thread for each kind, the copies do not outnumber
+    the cores. Both lanes share a third thread, the `helper`. Work may run a part of itself there, but must
+    not depend on it.
 
     Args:
         name: the prefix of the names of the threads.
@@ -211,27 +212,27 @@ class Worker:
     ) -> "asyncio.Future[R]":
         """Submit work, and return the future of its result.
 
-        Once the future is done, because it was cancelled or was given an error, work that has not begun is
-        dropped. Work that has begun is not interrupted.
+        If the future is cancelled or receives an error, work that has not begun is dropped. Work that has
+        begun is not interrupted.
 
         Args:
             work: called in a thread.
-            on_done: called in the loop after the work has returned or raised, before the awaiting tasks.
+            on_done: called in the loop after the work has returned or raised, before awaiting tasks resume.
             takes_long: whether the work may take tens of milliseconds, and must not delay other work.
 
         Raises:
-            OSError: the thread has not been started before, and cannot be started now.
+            OSError: the thread is not running yet, and cannot be started.
         """
         return (self._long if takes_long else self._short).submit(work, on_done)
 
     def begin(
         self, what: str, work: Callable[[], object], on_success: Callable[[], object] = lambda: None
     ) -> None:
-        """Run work that is not awaited, after all work that was submitted before; an error is logged.
+        """Run work in the background, after all work that was submitted before; log an error in it.
 
         Args:
             what: the name of the work in the log.
-            work: called in a thread; here, if there is no thread and none can be started.
+            work: called in a thread, or during this call if there is no thread and none can be started.
             on_success: called in the loop after the work, unless that raised an error.
         """
         try:
@@ -259,24 +260,24 @@ class Worker:
             self._changes.wake()
 
     async def settle(self) -> None:
-        """Wait until no work runs; errors are raised where the work was submitted.
+        """Wait until all work has ended; errors are raised where the work was submitted.
 
-        Cancelling leaves the work running.
+        Cancellation leaves the work running.
         """
         while self._running or self._begun:
             await self._changes.wait()
 
     def close(self) -> None:
-        """End the threads, without waiting for work that still runs; can be called again."""
+        """End the threads without waiting for running work; may be called again."""
         executors = self._short.executor, self._long.executor, self.helper
         if not self._running:
             for executor in executors:
                 executor.shutdown()
         elif not self._is_closed:
-            # After all other work, which may still use the helper.
+            # The helper ends after all other work, which may still use it.
             lane = self._long if self._long.running else self._short
             last = self.helper.shutdown
-            # When the interpreter ends, executors begin no further work.
+            # When the interpreter shuts down, executors reject further work.
             with contextlib.suppress(RuntimeError):
                 lane.executor.submit(self._behind_short(last) if lane is self._long else last)
             for executor in executors[:2]:
@@ -295,7 +296,7 @@ class Worker:
             return self._short.submit(work)
 
     def _behind_short(self, work: Callable[[], R]) -> Callable[[], R]:
-        """Return work for the long lane that begins after the present work of the short one."""
+        """Return work for the long lane that begins after the current work of the short lane."""
         if not self._short.running or self._is_closed:
             return work
         before = self._short.executor.submit(lambda: None)
@@ -309,7 +310,7 @@ class Worker:
 
 def no_thread(error: RuntimeError) -> OSError:
     """Return the error to raise when a thread could not be started."""
-    # Not EAGAIN, the number of the kernel: that is a BlockingIOError, which suggests to wait.
+    # Not EAGAIN, the error number of the kernel: it would make a BlockingIOError, which suggests a retry.
     return OSError(errno.ENOMEM, f"no thread can be started: {error}")
 
 

@@ -13,17 +13,17 @@ __all__ = ["ERROR_NAMES", "ErrorCounter", "WaitCounter", "new_counts", "snapshot
 
 S = TypeVar("S", bound=Statistics)
 
-# From the usual delay of a busy event loop to the time after which most callers have given up.
+# The bounds range from the usual delay of a busy event loop to the time at which most callers have given up.
 _BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 _OURS = frozenset(errors.__all__)
 
-# The names that errors are counted by; limited, although applications may define any number of types.
+# The names under which errors are counted. Their number is limited, unlike that of types in an application.
 ERROR_NAMES = (*errors.__all__, "OSError", "other")
 
 
 def new_counts(kind: type[Statistics]) -> dict[str, int]:
-    """Return zeros for all counters of a class of statistics that are plain numbers, by name.
+    """Return a dictionary with a zero for each counter of a class of statistics that is a plain number.
 
     The object counts in this dictionary: ``counts["messages_sent"] += 1``. A name that is not declared raises
     `KeyError`.
@@ -32,7 +32,7 @@ def new_counts(kind: type[Statistics]) -> dict[str, int]:
 
 
 def snapshot(kind: type[S], counts: Mapping[str, int], **fields: object) -> S:
-    """Return statistics with the counts from `new_counts`, and all other fields, which replace counts."""
+    """Return statistics with the counts from `new_counts` and the other fields, which take precedence."""
     make: Callable[..., S] = kind
     return make(**{**counts, **fields})
 
@@ -55,7 +55,7 @@ class WaitCounter:
 
 
 class ErrorCounter:
-    """Count errors by their types: as the context manager of a call, or with `add`."""
+    """Count errors by their types, as a context manager around a call or with `add`."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}

@@ -32,7 +32,7 @@ class Field(NamedTuple):
 
 
 class Family(NamedTuple):
-    """A metric, with the fields that it comes from.
+    """A metric, and the fields whose values it exports.
 
     Attributes:
         name: the name of the metric, without the suffix ``_total`` of counters.

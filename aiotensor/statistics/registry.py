@@ -1,9 +1,9 @@
-"""The registry of all open objects of this process, and the counts of closed ones; for any thread.
+"""The registry of all open objects of this process, and the counts of closed ones; usable from any thread.
 
 Statistics can only be read in the thread and the event loop of their object. So a thread that collects the
 statistics of other threads queues a query for each of their loops, wakes the loops, and waits for a limited
-time. While it waits, it answers the queries of other threads: otherwise two loops that query each other would
-both wait for the whole time.
+time. While it waits, it answers the queries of other threads: otherwise, two loops that query each other
+would both wait until the time limit.
 """
 
 import asyncio
@@ -23,21 +23,21 @@ from aiotensor.types import Statistics, Waits
 
 __all__ = ["Counts", "Entry", "Group", "HasStatistics", "Snapshot", "add", "collect", "owners", "remove"]
 
-# The kind and the endpoint of objects, whose counts are added up.
+# The kind and the endpoint of objects whose counts are added up.
 Group: TypeAlias = tuple[type[Statistics], str]
 
-# The number of remembered groups without open objects: a program may open a new address each time.
+# The maximum number of remembered groups without open objects. A program may open any number of addresses.
 _MAX_CLOSED_GROUPS = 256
 
-# How often a waiting thread checks whether a loop has ended without an answer. Other threads never wake up.
+# How often a waiting thread checks whether a loop has ended without an answer. Other threads do not poll.
 _CHECK_INTERVAL_S = 0.05
 
-# A later object has a larger number, and a later snapshot.
+# Numbers the objects and snapshots in the order of their creation.
 _numbers = itertools.count(1)
 
 
-# A key is the name of a counter with "", the type of an error, the bound of a wait ("" for the last one), or
-# "total_s".
+# The counts by the name of a counter and a part of it: "" for a plain number, the type of an error, the bound
+# of a wait ("" for waits beyond the last bound), or "total_s" for the total duration of waits.
 Counts: TypeAlias = dict[tuple[str, str], float]
 
 
@@ -49,8 +49,8 @@ class Snapshot(NamedTuple):
         counts: the counts of each group since the process began, of open and of closed objects; the groups
             with closed objects come first, in the order of closing.
         begun: a number for each group, which is larger after the counts of the group were forgotten.
-        unanswered: the number of running loops that did not answer; the snapshot has the previous statistics
-            of their objects.
+        unanswered: the number of running loops that did not answer; the snapshot contains the previous
+            statistics of their objects.
         number: a later snapshot has a larger number, and no smaller counts unless these were forgotten.
     """
 
@@ -62,10 +62,10 @@ class Snapshot(NamedTuple):
 
 
 class HasStatistics(Protocol):
-    """An object that the registry can hold."""
+    """An object that can be registered."""
 
     def statistics(self) -> Statistics:
-        """Return the current values and counts; works after closing too."""
+        """Return the current values and counts; also available after closing."""
 
 
 class Entry:
@@ -121,7 +121,8 @@ class _Registry:
     """The entries of open objects, and the counts of closed ones."""
 
     def __init__(self) -> None:
-        # Reentrant: a signal handler may interrupt `collect` and call it. Not held while statistics are read.
+        # Reentrant, because a signal handler may interrupt `collect` and call it. The lock is not held while
+        # statistics are read.
         self.changed = threading.Condition(threading.RLock())
         self.entries: dict[Entry, None] = {}
         # The counts, and the number of the first object in them; the group closed last is at the end.
@@ -130,14 +131,14 @@ class _Registry:
         self._is_removing = False
 
     def sweep(self) -> None:
-        """Remove objects that ended without being closed; the lock is held."""
+        """Remove objects that ended without being closed. The caller holds the lock."""
         for entry in list(self.entries):
             if entry.is_over:
                 self.remove(entry)
 
     def remove(self, entry: Entry) -> None:
-        """Remove an object and keep its counts; the lock is held."""
-        # A signal handler may interrupt this and call `collect`, which leaves the removal to this call.
+        """Remove an object and keep its counts. The caller holds the lock."""
+        # If a signal handler interrupts this call and calls `collect`, it leaves the removal to this call.
         if self._is_removing:
             return
         self._is_removing = True
@@ -158,14 +159,14 @@ class _Registry:
         counts = dict(before)
         _add_counts(counts, entry.last)
         kept = (counts, min(number, entry.number))
-        # From here on nothing is called: a signal handler in between could miss the object or find it twice.
+        # No function is called from here on: a signal handler could miss the object or find it twice.
         if group in self.closed:
             del self.closed[group]
         self.closed[group] = kept
         del self.entries[entry]
 
     def _forget(self) -> None:
-        """Forget the groups that were closed first, but not groups in use, whose counts would decrease."""
+        """Forget the groups that were closed first, except groups in use, whose counts would decrease."""
         if len(self.closed) <= _MAX_CLOSED_GROUPS:
             return
         in_use = {entry.endpoint for entry in list(self.entries)}
@@ -193,7 +194,7 @@ class _Registry:
         by_loop: dict[tuple[asyncio.AbstractEventLoop, int], _Query] = {}
         for entry in entries:
             if entry.thread == here:
-                with suppress(UsageError):  # another loop runs here, so that one does not
+                with suppress(UsageError):  # another loop runs in this thread, instead of the object's
                     self.read(entry)
             elif entry.loop.is_running():
                 key = (entry.loop, entry.thread)
@@ -208,7 +209,7 @@ class _Registry:
                     if left <= 0:
                         break
                     if here not in self._queries and not all(query.is_settled for query in queries):
-                        # Not for longer: a loop that ends with a pending query notifies no thread.
+                        # Check at intervals: a loop that ends with a pending query notifies no thread.
                         self.changed.wait(min(left, _CHECK_INTERVAL_S))
         finally:
             self._withdraw(queries)
@@ -233,7 +234,7 @@ class _Registry:
                 return
             for query in queries:
                 for entry in query.entries:
-                    with suppress(UsageError):  # another loop runs here by now
+                    with suppress(UsageError):  # another loop runs in this thread by now
                         self.read(entry)
                 query.is_answered = True
             with self.changed:
@@ -263,8 +264,8 @@ def add(owner: HasStatistics, endpoint: str, loop: asyncio.AbstractEventLoop) ->
 
 
 def remove(entry: Entry) -> None:
-    """Unregister an object and keep its counts, in its loop. Can be called again."""
-    with suppress(UsageError):  # another loop runs here, since that one is closed
+    """Unregister an object and keep its counts. Must be called in its thread; may be called again."""
+    with suppress(UsageError):  # the loop of the object is closed, and another one runs in this thread
         _registry.read(entry)
     entry.is_closed = True
     try:
@@ -282,24 +283,26 @@ def _remove_now(entry: Entry) -> None:
 
 
 def owners() -> list[HasStatistics]:
-    """Return every open object, from any thread."""
+    """Return all open objects. Can be called from any thread."""
     with _registry.changed:
         present = list(_registry.entries)
     return [owner for entry in present if (owner := entry.owner()) is not None]
 
 
 def collect(timeout_s: float) -> Snapshot:
-    """Return the statistics of this process, from any thread; wait for loops of other threads with objects.
+    """Return the statistics of this process. Can be called from any thread.
+
+    Waits for the loops of other threads that have objects.
 
     Args:
-        timeout_s: seconds to wait, for all loops together.
+        timeout_s: the time limit in seconds, for all loops together.
     """
     registry = _registry
     with registry.changed:
         registry.sweep()
         present = list(registry.entries)
     unanswered = registry.read_all(present, timeout_s)
-    # All under one lock, so that the later one of two snapshots has all counts of the earlier one.
+    # Everything is read under one lock, so that the later of two snapshots has all counts of the earlier one.
     with registry.changed:
         registry.sweep()
         number = next(_numbers)

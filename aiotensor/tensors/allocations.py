@@ -1,4 +1,4 @@
-"""Blocks that callers allocated, so that sending one, or a part of it, copies nothing."""
+"""Blocks that callers allocated, so that tensors in them are sent without a copy."""
 
 from collections.abc import Callable
 
@@ -33,7 +33,7 @@ class Allocation(msgspec.Struct, frozen=True):
             return False  # a lost receiver may still read it
         if not source.is_contiguous() or source.is_conj() or source.is_neg():
             return False
-        # Receivers reject tensors that are misaligned or end in the next block, as views by numpy may be.
+        # Receivers reject tensors that are misaligned or end in the next block, as numpy views may be.
         start = source.data_ptr()
         return start % source.dtype.itemsize == 0 and start + source.nbytes <= self.stop
 
@@ -52,7 +52,7 @@ class Allocations:
         self._by_number: dict[int, Allocation] = {}
 
     def add(self, block: Block, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the tensor over a new block, and watch its storage."""
+        """Return a tensor over a new block, and watch its storage."""
         view = block.place.tensor(dtype, shape)
         start = view.tensor.data_ptr()
         self._by_number[block.number] = Allocation(
@@ -61,7 +61,7 @@ class Allocations:
         return view.tensor
 
     def forget(self, number: int) -> None:
-        """Remove a block whose tensors were freed; in the event loop."""
+        """Remove a block whose tensors were freed; called in the event loop."""
         self._by_number.pop(number, None)
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class Allocations:
         return number in self._by_number
 
     def find(self, source: Source) -> Allocation | None:
-        """Return the block in which a tensor begins, or None."""
+        """Return the allocation in which a tensor begins, or None."""
         if not self._by_number:
             return None
         start = source.data_ptr()

@@ -1,11 +1,11 @@
-"""The arena: the shared memory of one connection, divided into blocks, and kept warm between tensors.
+"""The arena: the shared memory of one sender or publisher, divided into blocks and kept warm between tensors.
 
-The segment has several times as many addresses as its limit of memory, so that there is a contiguous range
-for each block regardless of the positions of the others. The descriptor is sent once, both sides map it once,
-and two numbers then identify the bytes of a tensor.
+A segment has several times as many addresses as the arena may have memory, so that there is a contiguous
+range for each block regardless of the positions of the others. The descriptor of a segment is sent once, and
+both sides map it once. After that, the number of the segment and an offset identify the bytes of a tensor.
 
 A memfd has no name, so a killed process leaves no file, and the size of ``/dev/shm`` does not matter. It is
-sealed: a process that shrank it would otherwise cause SIGBUS in the others.
+sealed, because a process that shrank it would cause SIGBUS in the others.
 """
 
 import resource
@@ -29,7 +29,7 @@ _WHERE = struct.Struct("<QQ")  # segment, offset
 
 
 class Extent(msgspec.Struct, frozen=True):
-    """The position of a block."""
+    """The range of a segment that a block occupies."""
 
     segment: Segment
     offset: int
@@ -41,7 +41,7 @@ class Extent(msgspec.Struct, frozen=True):
         return self.segment.warm.has(self.offset, self.nbytes)
 
     def describe(self, inner_offset: int) -> bytes:
-        """Return the position of a byte of the block, for the receiver."""
+        """Encode the position of a byte of the block, for the receiver."""
         return _WHERE.pack(self.segment.number, self.offset + inner_offset)
 
     def view(self) -> memoryview:
@@ -54,13 +54,13 @@ class Extent(msgspec.Struct, frozen=True):
 
 
 class Arena:
-    """Allocate blocks of one segment, and create another while a lost receiver may still read the first.
+    """Allocate blocks in a segment, and replace the segment when a lost receiver may still read it.
 
     Args:
-        nbytes: the limit of memory in bytes.
-        now: the clock for the idle times of chunks.
+        nbytes: the maximum number of bytes of memory.
+        now: returns the current time in seconds, for the idle times of chunks.
         release: closes a segment without blocks, immediately or later.
-        alignment: of the blocks, in bytes.
+        alignment: the alignment of the blocks in bytes.
     """
 
     def __init__(
@@ -106,14 +106,14 @@ class Arena:
         return self._segment.blocks.largest_free
 
     def detach(self) -> None:
-        """Handle the loss of the only receiver, to which the segment is attached."""
+        """Record that the segment is attached to no receiver, because the only one was lost."""
         self._segment.is_attached = False
 
     def retire(self, elsewhere: Iterable[Extent], *, keeps_descriptor: bool = False) -> None:
-        """Write no more to blocks that a lost reader may still read, and retire their segments.
+        """Place no more blocks in the segments of blocks that a lost reader may still read.
 
         Args:
-            elsewhere: the blocks.
+            elsewhere: these blocks.
             keeps_descriptor: as for `Segment.retire`.
         """
         for place in elsewhere:
@@ -124,12 +124,12 @@ class Arena:
             segment.retire([place.offset], keeps_descriptor=keeps_descriptor)
 
     def take_idle(self, before: float) -> tuple[Segment, list[Range]]:
-        """Return the chunks that were last used before a time, and their segment."""
+        """Return the current segment, and its idle chunks that were last used before a time."""
         return self._segment, self._segment.take_idle(before)
 
     @property
     def warm_bytes(self) -> int:
-        """The bytes that have memory, in use or not."""
+        """The number of bytes that have memory, in use or not."""
         return sum(segment.warm.nbytes for segment in self.segments())
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class Arena:
             self._release(segment)
 
     def segments(self) -> Iterator[Segment]:
-        """Iterate over the present segment and the retired ones."""
+        """Iterate over the current segment and the retired ones."""
         yield self._segment
         yield from self._retired
 
@@ -152,7 +152,7 @@ class Arena:
 
 
 def _address_bytes(arena_bytes: int) -> int:
-    """Return the size of a segment in bytes, which is smaller in a process with limits."""
+    """Return the size of a segment in bytes; smaller in a process with limits on addresses or files."""
     wanted = segment_bytes(arena_bytes)
     limits = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE))
     is_limited = any(limit != resource.RLIM_INFINITY for limit in limits)
@@ -160,15 +160,15 @@ def _address_bytes(arena_bytes: int) -> int:
 
 
 def segment_bytes(arena_bytes: int) -> int:
-    """Return the largest size that the segment of an arena has, in bytes."""
+    """Return the maximum size of a segment of an arena, in bytes."""
     return ADDRESSES_PER_BYTE * whole_pages(arena_bytes)
 
 
 def read_where(payload: bytes) -> tuple[int, int]:
-    """Return the number of the segment and the offset from `Extent.describe`.
+    """Return the number of the segment and the offset that `Extent.describe` has encoded.
 
     Raises:
-        ProtocolError: the payload has another size.
+        ProtocolError: the payload has the wrong size.
     """
     if len(payload) != _WHERE.size:
         raise ProtocolError(f"the peer placed a tensor by {len(payload)} bytes, which name no place")

@@ -15,14 +15,14 @@ _ENTRY_BYTES = 8
 _IN_USE = np.uint64(3 << 62)  # in memory or swapped out
 _OF_FILE = np.uint64(1 << 61)  # of a file or of shared memory
 
-# Dropping so few pages without looking takes less time than reading the file.
+# Dropping at most this many pages without a check takes less time than reading the file.
 _FEW_PAGES = 64
 
 
 def copied_pages(address: int, nbytes: int) -> list[Range]:
-    """Return the ranges of private pages in a range of whole pages, as (offset, length); from any thread.
+    """Return the copied pages in a range of whole pages, as (offset, length); may be called in any thread.
 
-    It is the whole range if there are few pages, or if the kernel cannot tell.
+    The result is the whole range if it has few pages, or if the kernel does not report the state of pages.
     """
     count = nbytes // mmap.PAGESIZE
     if count <= _FEW_PAGES:
@@ -42,7 +42,7 @@ def copied_pages(address: int, nbytes: int) -> list[Range]:
 
 
 def _read(page: int, count: int) -> npt.NDArray[np.uint64]:
-    """Return the entries of pages.
+    """Return the entries of consecutive pages in /proc/self/pagemap.
 
     Raises:
         OSError: the file cannot be opened or read.

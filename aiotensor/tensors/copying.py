@@ -1,4 +1,4 @@
-"""Copying a tensor's values into shared memory: at once if that is quick, else in threads."""
+"""Copy the values of a tensor into shared memory: at once if that is quick, otherwise in threads."""
 
 import contextlib
 import ctypes
@@ -20,17 +20,18 @@ __all__ = ["QUICK_BYTES", "CopyAbandonedError", "copy_in_threads", "copy_now"]
 # of a millisecond, or a tenth on a slow machine, which is acceptable on the event loop.
 QUICK_BYTES = 1 << 20
 
-# From here on two threads are faster than one; below, the second comes too late to help.
+# From this size on, two threads are faster than one. Below it, the second thread starts too late to help.
 _SHARED_COPY_BYTES = 4 << 20
 
-# A flat source is copied in steps: small enough that an abandoned copy stops soon, and few, since after each
-# one a thread waits for the interpreter. They get smaller, so that two threads end together.
+# A flat source is copied in steps. They are small enough for an abandoned copy to stop soon, but few, since a
+# thread waits for the interpreter lock after each of them. They get smaller towards the end, so that two
+# threads finish at about the same time.
 _LONGEST_STEP_BYTES = 8 << 20
 _SHORTEST_STEP_BYTES = 1 << 20
 
 
 class CopyAbandonedError(Exception):
-    """The copy is not needed any more."""
+    """The copy was stopped, because it is no longer needed."""
 
 
 def copy_now(source: Source, place: Extent) -> None:
@@ -49,9 +50,9 @@ def copy_in_threads(
 
     Args:
         source: the tensor or array.
-        place: the block, which has memory.
-        is_abandoned: called between steps of a few megabytes.
-        helper: runs the other half.
+        place: the block to copy to, which has memory.
+        is_abandoned: returns whether to stop; called between steps of a few megabytes.
+        helper: runs a part of the steps.
 
     Raises:
         CopyAbandonedError: `is_abandoned` has returned True before the copy was complete.
@@ -66,7 +67,7 @@ def copy_in_threads(
 
     other: Future[None] | None = None
     if source.nbytes >= _SHARED_COPY_BYTES:
-        # If no thread can be started, this runs before the next copy, when no steps are left.
+        # If no thread can be started, the queued call runs before the next copy, when no steps are left.
         with contextlib.suppress(RuntimeError):
             other = helper.submit(share)
     try:
@@ -94,7 +95,7 @@ def _copy_steps(source: Source, place: Extent) -> list[Callable[[], object]]:
 
 
 def _steps(nbytes: int) -> list[tuple[int, int]]:
-    """Divide a range into steps of (start, length), each at most a quarter of the rest."""
+    """Divide a range into steps of (start, length), each a quarter of the rest, within limits."""
     steps, start = [], 0
     while start < nbytes:
         left = nbytes - start
@@ -105,6 +106,6 @@ def _steps(nbytes: int) -> list[tuple[int, int]]:
 
 
 def _address_of(array: RawBytes) -> int:
-    # Not by its `ctypes`, which leaks some bytes in threads (numpy 2.4, Python 3.11).
+    # Not through its `ctypes`, which leaks some bytes in threads (numpy 2.4, Python 3.11).
     address: int = array.__array_interface__["data"][0]
     return address

@@ -1,4 +1,4 @@
-"""The dtypes that travel, by name. A name from a peer is looked up here and nowhere else."""
+"""The dtypes that can be sent, by name. A name from a peer is looked up only here."""
 
 import torch
 
@@ -22,10 +22,10 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """Return the dtype of a name that a peer sent.
+    """Return the dtype with the name that a peer sent.
 
     Raises:
-        ProtocolError: no dtype that travels has this name.
+        ProtocolError: no dtype that can be sent has this name.
     """
     dtype = DTYPES.get(name)
     if dtype is None:

@@ -1,10 +1,10 @@
-"""Gathering: copying the values of a source whose bytes do not lie in row-major order.
+"""Gathering: copying the values of a source whose bytes are not in row-major order.
 
-torch's `contiguous` starts a team of OpenMP threads, which spin after each copy and take the cores from the
-event loop, and it knows no negative strides. numpy copies any strides on the calling thread, without the
-interpreter's lock, but in an order that is often bad for the caches. So the source is cut into boxes of some
-megabytes, each of which is a few calls of numpy, and within a box numpy is led through tiles that fit the
-caches: a ufunc with ``order="C"`` visits the axes in the order in which it is given them.
+torch's `contiguous` starts a team of OpenMP threads, which spin after each copy and take cores from the event
+loop, and it does not support negative strides. numpy copies any strides on the calling thread, without the
+interpreter lock, but often in an order that is bad for the caches. This module therefore cuts a source into
+boxes of a few megabytes, each copied with a few calls of numpy. Within a box, numpy copies tiles that fit
+into the caches: a ufunc with ``order="C"`` visits the axes in the order of the arrays that it receives.
 """
 
 import math
@@ -26,11 +26,11 @@ __all__ = ["Gathering", "as_tensor", "gather", "gathered"]
 Box: TypeAlias = tuple[slice, ...]
 Array: TypeAlias = npt.NDArray[Any]
 
-# Elements are moved as numbers of their size; `np.positive` returns these as they are, bit for bit.
+# Elements are copied as numbers of their size, which `np.positive` returns unchanged, bit for bit.
 _RAW: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
-# The dtypes whose negative and conjugate views differ from their memory only in sign bits, and the numbers
-# that have one; a complex number has two.
+# The dtypes whose negative and conjugate views differ from their memory only in sign bits, and the types of
+# the numbers with one sign bit. A complex number consists of two of them.
 _SIGNED: dict[torch.dtype, npt.DTypeLike] = {
     torch.float16: np.uint16,
     torch.bfloat16: np.uint16,
@@ -41,22 +41,22 @@ _SIGNED: dict[torch.dtype, npt.DTypeLike] = {
     torch.complex128: np.uint64,
 }
 
-# One box takes a few milliseconds: an abandoned copy stops soon, and the interpreter's lock, which may take
-# long to get, is needed rarely.
+# Copying a box takes a few milliseconds, so an abandoned copy stops soon, and the interpreter lock, which may
+# take long to acquire, is rarely needed.
 _BOX_BYTES = 8 << 20
 
-# Less than this stays in the cache in any order.
+# A source of at most this size stays in the cache regardless of the order.
 _TILED_BYTES = 32 << 10
 
 # Sizes of tiles, in elements.
-_FEW = 16  # an axis of at most so many, such as the colours of a pixel, is not cut
+_FEW = 16  # an axis with at most this many, such as the colors of a pixel, is not cut
 _ENOUGH = 1 << 14  # for one tile
-_SHORTEST_LOOP = 8  # numpy's tiles need an inner loop of some length, or they cost more than they save
+_SHORTEST_LOOP = 8  # with a shorter inner loop, tiles cost more than they save
 _LONGEST_LOOP = 8192
-_ROWS, _MIN_ROWS = 512, 32  # a tile of a transposition, read across so many rows ...
-_COLUMNS, _MIN_COLUMNS = 64, 16  # ... and so many elements of each, which is a cache line or more
+_ROWS, _MIN_ROWS = 512, 32  # a tile of a transposition reads this many rows ...
+_COLUMNS, _MIN_COLUMNS = 64, 16  # ... and this many elements of each, which is a cache line or more
 
-# Addresses that differ by this lie in the same set of the first-level cache, which holds few lines of each.
+# Addresses that differ by this period belong to the same set of the first-level cache, which has few lines.
 _CACHE_PERIOD, _CACHE_LINE, _LINES_PER_SET = 4096, 64, 8
 
 
@@ -68,16 +68,16 @@ class _Tile(NamedTuple):
 
 
 class Gathering:
-    """Copy a source into row-major order, in boxes that any threads may share.
+    """Copy a source into row-major order, in boxes that several threads may share.
 
     Conjugate and negative views are copied as the values that they show. The source is only read.
 
     Args:
-        source: at least one element.
+        source: the source, with at least one element.
         target: memory of the size of the source.
 
     Attributes:
-        boxes: what `copy` is to be called with, each once.
+        boxes: the boxes; call `copy` once with each of them.
     """
 
     def __init__(self, source: Source, target: RawBytes) -> None:
@@ -125,7 +125,7 @@ def gather(source: Source, target: RawBytes) -> None:
 
 
 def gathered(source: Source) -> RawBytes:
-    """Return the bytes of a source in row-major order, in memory of their own.
+    """Return the bytes of a source in row-major order, in new memory.
 
     Raises:
         OSError: no memory is left.
@@ -136,7 +136,7 @@ def gathered(source: Source) -> RawBytes:
 
 
 def as_tensor(value: Sendable) -> torch.Tensor:
-    """Return a view of the memory of `value`, or a copy where torch cannot view it; or refuse it.
+    """Return a tensor over the memory of a value, or over a copy if torch cannot view that memory.
 
     Errors are those of `as_source`.
     """
@@ -147,7 +147,7 @@ def as_tensor(value: Sendable) -> torch.Tensor:
 
 
 def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Describe the same elements, in the same order, by as few axes as possible."""
+    """Merge axes, so that as few as possible describe the same elements in the same order."""
     sizes, steps = [1], [0]
     for size, step in zip(shape, strides, strict=True):
         if size == 1:
@@ -203,7 +203,7 @@ def _tile(shape: list[int], strides: list[int], itemsize: int) -> _Tile | None:
 
 
 def _rows(stride: int) -> int:
-    """Return across how many rows a tile can be read without one line driving another out of the cache."""
+    """Return the number of rows that a tile may span before its lines evict each other from the cache."""
     if not stride:
         return _ROWS
     sets = _CACHE_PERIOD // max(math.gcd(stride, _CACHE_PERIOD), _CACHE_LINE)
@@ -243,7 +243,7 @@ def _copy_tiles(target: Array, source: Array, tile: _Tile) -> None:
 
 
 def _tiles(array: Array, tile: _Tile) -> Array:
-    """Return a view of an array whose axes have the order of the tiles, and last the innermost loop."""
+    """Return a view of an array with its axes in the order of the tiles, and the innermost loop last."""
     outer: list[tuple[int, int]] = []
     within: list[tuple[int, int]] = []
     loop = (1, 0)

@@ -14,14 +14,14 @@ from aiotensor.tensors.views import view_over
 
 __all__ = ["MAX_INLINE_BYTES", "buffer_of", "bytes_of", "open_buffer", "open_inline"]
 
-# Above this a copy into shared memory is cheaper than two copies through the socket.
+# Above this size, a copy into shared memory is cheaper than two copies through the socket.
 MAX_INLINE_BYTES = 8 * 1024
 
 
 def bytes_of(source: Source) -> bytes:
     """Return a copy of the values of a source, in row-major order."""
     if source.is_contiguous() and not source.is_conj() and not source.is_neg():
-        return ctypes.string_at(source.data_ptr(), source.nbytes)  # twice as fast as by an array
+        return ctypes.string_at(source.data_ptr(), source.nbytes)  # twice as fast as through an array
     return gathered(source).tobytes()
 
 
@@ -44,7 +44,7 @@ def buffer_of(source: Source) -> RawBytes:
 def open_buffer(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a writable tensor over a buffer, and keep the buffer alive.
 
-    It is a copy if the buffer is read-only, or not aligned for the dtype.
+    The tensor is a copy if the buffer is read-only, or not aligned for the dtype.
 
     Raises:
         ProtocolError: the number of bytes differs from the size of the tensor, or the shape is too large.
@@ -62,7 +62,7 @@ def open_buffer(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) 
 
 
 def _check_size(nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return the size of a tensor in bytes, after checking the number of bytes from a peer."""
+    """Check that a peer sent as many bytes as a tensor needs, and return that number."""
     needed = math.prod(shape) * dtype.itemsize
     if nbytes != needed:
         raise ProtocolError(

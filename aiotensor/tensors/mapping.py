@@ -1,9 +1,9 @@
 """Shared memory in the address space of this process, and the segment of a sender at its receiver.
 
-The module `mmap` of Python keeps a duplicate of the descriptor of each mapping, calls ``madvise`` and
-``munmap`` with the interpreter's lock held, and in a forked child unmaps the addresses even if another
-mapping has them by then. This module calls the C library instead: a mapping needs no descriptor, other
-threads run during the system calls, and a forked child has no mapping and unmaps nothing.
+Python's `mmap` module keeps a duplicate of the descriptor of each mapping, holds the interpreter lock during
+``madvise`` and ``munmap``, and in a forked child unmaps the addresses even if another mapping uses them by
+then. This module calls the C library instead: a mapping needs no descriptor, other threads run during the
+system calls, and a forked child has no mapping and unmaps nothing.
 """
 
 import ctypes
@@ -44,14 +44,14 @@ _MADV_POPULATE_WRITE = 23  # the module `mmap` of Python 3.11 has no name for it
 class Mapping:
     """Shared memory, mapped for reading and writing until its last view is freed.
 
-    A forked child does not inherit it: there, accessing a view ends the process. The caller keeps the
-    descriptor of the memory, and may close it.
+    A forked child does not inherit the mapping: there, accessing a view ends the process. The caller keeps
+    the descriptor of the memory, and may close it.
 
     Args:
-        descriptor: of the memory.
-        nbytes: the size of the memory.
-        locks: for a private mapping, in which the first write to a page replaces it by a copy that no other
-            process sees.
+        descriptor: the descriptor of the memory.
+        nbytes: the size of the memory in bytes.
+        locks: the page locks of a private mapping, in which the first write to a page replaces it with a copy
+            that no other process sees; None for a shared mapping.
 
     Raises:
         OSError: the memory cannot be mapped, for example because the process has no addresses left.
@@ -92,9 +92,9 @@ class Mapping:
             self._advise(mmap.MADV_REMOVE, start, length)
 
     def drop_copies(self, start: int, length: int) -> None:
-        """Drop the copied pages in a range of a private mapping, which reads the shared memory again.
+        """Drop the copied pages in a range of a private mapping, so that it shows the shared memory again.
 
-        Not for the event loop if the range is large: 150 MiB take 2 ms.
+        Do not call this on the event loop if the range is large: 150 MiB take 2 ms.
         """
         view = self.view
         for offset, nbytes in copied_pages(self._address + start, length):
@@ -112,7 +112,7 @@ class MappedSegment:
     """A segment of a peer, mapped in this process.
 
     Attributes:
-        is_private: whether writing to it is visible to this process only.
+        is_private: whether writes are visible to this process only.
     """
 
     def __init__(self, mapping: Mapping, *, is_private: bool = False) -> None:
@@ -121,7 +121,7 @@ class MappedSegment:
         self._mapping: Mapping | None = mapping
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
-        """Return a tensor over the memory from an offset.
+        """Return a tensor over the memory at an offset.
 
         Raises:
             ProtocolError: the range is not within the segment, or not aligned.
@@ -141,7 +141,7 @@ class MappedSegment:
             mapping.drop_copies(first, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE - first)
 
     def remove(self, ranges: list[Range]) -> None:
-        """Return the memory of ranges to the system, as `Mapping.remove` does. Not for the event loop."""
+        """Return the memory of ranges to the system, as `Mapping.remove` does; not for the event loop."""
         mapping = self._mapping
         if mapping is not None:
             mapping.remove(ranges)
@@ -151,22 +151,24 @@ class MappedSegment:
         self._mapping = None
 
     def remove_and_close(self) -> None:
-        """Return all memory to the system, and release it; no tensor uses it. Not for the event loop."""
+        """Return all memory, which no tensor uses, to the system, and release it; not for the event loop."""
         self.remove([(0, self.nbytes)])
         self.close()
 
 
 def open_segment(descriptor: int, nbytes: int, *, is_private: bool = False) -> MappedSegment:
-    """Map the segment of a peer. The caller keeps the descriptor.
+    """Map the segment of a peer; the caller keeps the descriptor.
 
     Args:
-        descriptor: of the memory.
-        nbytes: its size, as the peer stated it.
-        is_private: whether writing to it is visible to this process only.
+        descriptor: the descriptor of the memory.
+        nbytes: the size of the memory in bytes, as the peer stated it.
+        is_private: whether writes are visible to this process only.
 
     Raises:
-        ProtocolError: it is not a memfd of this size, or has other seals than those of a sender.
-        OSError: this process has no addresses left to map it; for a private mapping, no descriptors.
+        ProtocolError: the memory is not a memfd of this size, consists of huge pages, or has other seals than
+            a sender sets.
+        OSError: this process has no addresses left to map the memory or, for a private mapping, no
+            descriptors.
     """
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -177,7 +179,7 @@ def open_segment(descriptor: int, nbytes: int, *, is_private: bool = False) -> M
     if seals & _WRITE_SEALS or not seals & fcntl.F_SEAL_SEAL:
         raise ProtocolError("the peer shared memory whose pages cannot be returned, because of its seals")
     if os.fstatvfs(descriptor).f_bsize != mmap.PAGESIZE:
-        # Reading a hole that the peer makes is SIGBUS if no huge page is left to fill it.
+        # Reading a hole that the peer has made causes SIGBUS if no huge page is left to fill it.
         raise ProtocolError("the peer shared memory of huge pages, which are not to be had at any time")
     size = os.fstat(descriptor).st_size
     if size != nbytes or not nbytes:

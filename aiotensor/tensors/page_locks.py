@@ -1,14 +1,14 @@
-"""The pages of a segment that several processes use, as file locks in the kernel.
+"""File locks of the kernel on the pages of a segment that several processes use.
 
 Each subscriber of a publisher maps the same segment. When the publisher is gone, pages that no process uses
-return to the system, but a subscriber does not know which pages the others use. So each of them has a lock
-for reading on the pages that it uses, and returns pages only while it has the exclusive lock on them:
+return to the system, but a subscriber cannot see which pages the others use. Therefore, each subscriber holds
+a lock for reading on the pages that it uses, and returns pages only while it holds an exclusive lock on them:
 
     mapped --> all pages locked for reading --the publisher is gone--> only pages in use locked for reading
 
-The last subscriber that unlocks a page returns it, since no other one has locked it then. The locks belong
-to an open file description (``F_OFD_SETLK``, see fcntl(2)), which exists as long as a descriptor of it or a
-mapping by it. So they end with the process, however it ends, and not before the last tensor.
+The last subscriber that unlocks a page returns it, since no other one has locked it then. The locks belong to
+an open file description (``F_OFD_SETLK``, see fcntl(2)), which exists as long as a descriptor or a mapping
+refers to it. So they end with the process, however it ends, but not before the last tensor is freed.
 """
 
 import ctypes
@@ -32,10 +32,10 @@ _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 class PageLocks:
     """The locks of one subscriber on a segment; all pages are locked for reading at first.
 
-    They outlive this object if the segment is mapped by its descriptor.
+    They outlive this object if the segment is mapped with its descriptor.
 
     Args:
-        descriptor: of the segment; the caller keeps it.
+        descriptor: the descriptor of the segment; the caller keeps it.
 
     Raises:
         OSError: the segment cannot be opened again, because the process has no descriptors left or no
@@ -43,8 +43,8 @@ class PageLocks:
     """
 
     def __init__(self, descriptor: int) -> None:
-        # The descriptor shares its locks with the publisher and the other subscribers; a new one does not.
-        # It is closed with this object, since a thread may still use it.
+        # The given descriptor shares its locks with the publisher and the other subscribers; a new one does
+        # not. The new one is closed with this object, and not before, since a thread may still use it.
         self._descriptor = Descriptor(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
         lock_all_pages(self.descriptor)
 
@@ -56,7 +56,7 @@ class PageLocks:
     def return_unused(self, ranges: list[Range]) -> None:
         """Return pages that this process does not use to the system, unless another process uses them.
 
-        Not for the event loop.
+        Do not call this on the event loop.
 
         Raises:
             OSError: the kernel refuses.
@@ -94,7 +94,7 @@ class PageLocks:
 def lock_all_pages(descriptor: int) -> None:
     """Lock all pages of a segment for reading.
 
-    A publisher does so before it shares a segment: its lock exists as long as one of the descriptors that
+    A publisher calls this before it shares a segment. Its lock exists as long as one of the descriptors that
     it has sent, so no page is returned before a subscriber that is still attaching has locked it.
 
     Raises:

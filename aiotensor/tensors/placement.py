@@ -1,7 +1,7 @@
-"""Where the bytes of one tensor are placed: inline in the frame, or in the arena.
+"""The placement of the bytes of a tensor: inline in the frame, or in the arena.
 
-The sender calls `plan_placement` to learn which memory the tensor needs. The receiver calls `open_tensor`. A
-new placement is one module, and one branch in each of the two functions.
+The sender calls `plan_placement` to determine the memory that a tensor needs, and the receiver calls
+`open_tensor`. A new placement needs one module, and one branch in each of the two functions.
 """
 
 from collections.abc import Mapping
@@ -34,11 +34,12 @@ __all__ = [
 
 
 class Plan(NamedTuple):
-    """How one tensor will travel.
+    """The plan for sending one tensor.
 
     Attributes:
-        new_bytes: bytes of shared memory that must be granted, to copy it into; 0 if none.
-        allocation: the block that it lies in, or None; it is copied unless the block can carry it.
+        new_bytes: the number of bytes of shared memory that must be granted for a copy; 0 for no copy.
+        allocation: the allocated block that contains the tensor, or None; the tensor is copied nevertheless
+            unless the block can carry it.
     """
 
     new_bytes: int
@@ -46,7 +47,7 @@ class Plan(NamedTuple):
 
 
 class Placed(msgspec.Struct, frozen=True, gc=False):
-    """Where a tensor's bytes are, for the frame."""
+    """The position of the bytes of a tensor, as its frame states it."""
 
     placement: str
     payload: bytes
@@ -56,7 +57,7 @@ _INLINE = Plan(0, None)
 
 
 def plan_placement(source: Source, allocations: Allocations) -> Plan:
-    """Choose how a tensor travels: in the frame if small, where it lies if allocated, else by a copy."""
+    """Choose how to send a tensor: in place if allocated, in the frame if small, otherwise as a copy."""
     nbytes = source.nbytes
     if nbytes == 0:
         return _INLINE
@@ -67,17 +68,17 @@ def plan_placement(source: Source, allocations: Allocations) -> Plan:
 
 
 def place_inline(source: Source) -> Placed:
-    """Put the bytes of a small tensor into the frame."""
+    """Place a small tensor in the frame."""
     return Placed(INLINE, bytes_of(source))
 
 
 def place_allocated(source: Source, allocation: Allocation) -> Placed:
-    """Name a tensor where it lies."""
+    """Place an allocated tensor where it already is."""
     return Placed(ARENA, allocation.block.place.describe(source.data_ptr() - allocation.start))
 
 
 def place_copy(place: Extent) -> Placed:
-    """Name a tensor where it was copied to."""
+    """Place a tensor in the block to which it was copied."""
     return Placed(ARENA, place.describe(0))
 
 
@@ -95,7 +96,7 @@ def open_out_of_band(put: Put, data: memoryview) -> torch.Tensor:
 
 
 class ArrivedTensor(msgspec.Struct, frozen=True):
-    """A tensor that arrived; if it lies in a segment, where, and the object whose end frees its block."""
+    """A tensor that has arrived; in a segment, with its position and the object whose end frees the block."""
 
     tensor: torch.Tensor
     segment: int | None = None

@@ -1,4 +1,4 @@
-"""Bytes of contiguous tensors, and uninitialized memory."""
+"""The bytes of contiguous tensors, and uninitialized memory."""
 
 import errno
 import math
@@ -17,7 +17,7 @@ _RAW_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16
 
 
 class ArrayMemory:
-    """Memory for numpy: its arrays over this object keep it, and so the owner, alive.
+    """Memory that numpy can view; arrays over this object keep it alive, and with it the owner.
 
     Args:
         owner: the object that the memory belongs to.
@@ -32,7 +32,7 @@ class ArrayMemory:
 def flat_bytes(tensor: torch.Tensor) -> RawBytes:
     """Return a view of the bytes of a flat tensor; see `is_flat`."""
     plain = tensor.detach().view(_RAW_DTYPE[tensor.element_size()])
-    # Not reshape, which keeps unsuitable strides of a tensor of one element or none.
+    # Not `reshape`, which keeps unsuitable strides of a tensor with one element or none.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
 
 
@@ -57,7 +57,7 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialized tensor on the CPU, without the warnings of torch about some dtypes.
 
-    It is never an inference tensor, for the same reason as that of `view_over`.
+    It is never an inference tensor, for the same reason as in `view_over`.
 
     Raises:
         OSError: no memory is left.

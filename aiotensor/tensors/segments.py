@@ -1,7 +1,7 @@
 """A segment of a sender: a sealed memfd, mapped in this process, and its blocks.
 
 A segment is sparse: pages get memory when a block first needs it, and keep it for the next block. Copying
-into new pages takes several times as long as copying into these warm ones.
+into new pages takes several times as long as copying into such warm pages.
 """
 
 import errno
@@ -30,8 +30,7 @@ class Segment:
     """A memfd, mapped in this process, and its blocks.
 
     `fill`, `return_memory`, `make_way` and `close` may take long, and run in the worker; everything else
-    belongs to the thread of the event loop.
-    Its number identifies it on the connection.
+    belongs to the thread of the event loop. The number identifies the segment on the connection.
     """
 
     def __init__(self, number: int, nbytes: int, blocks: Blocks | None = None) -> None:
@@ -48,14 +47,14 @@ class Segment:
         self._descriptor = Descriptor(-1)
         self.warm = WarmPages(0, mmap.PAGESIZE)
         self._awaited_bytes = 0  # in ranges that `prepare` has returned and that are not filled yet
-        self._shared: list[Range] = []  # the ones among them that other blocks may overlap
+        self._shared: list[Range] = []  # the part of these ranges that other blocks may overlap
         self._leaving: dict[int, list[Range]] = {}  # ranges of memory to return, by their chunks
         self._noting = threading.Lock()  # for `_leaving`; never held for long
         self._changing = threading.Lock()  # held while memory is filled or returned
         self._left = np.zeros(0)  # the time when each chunk was last used by a block
 
     def open(self) -> None:
-        """Create and map the memfd, once; it has no memory yet.
+        """Create and map the memfd, unless it exists; it has no memory yet.
 
         Raises:
             OSError: the process has no descriptors or no addresses left.
@@ -81,7 +80,7 @@ class Segment:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is mapped in this process."""
+        """Whether the segment is mapped in this process."""
         return self._mapping is not None
 
     @property
@@ -96,7 +95,7 @@ class Segment:
         return MappedSegment(self._mapping)
 
     def close(self) -> None:
-        """Release the memory, once; remaining views keep it mapped."""
+        """Release the memory, which remaining views keep mapped; closing again has no effect."""
         self._mapping = None
         self.memory = memoryview(b"")
         with self._changing:
@@ -105,7 +104,7 @@ class Segment:
     # Blocks
 
     def free(self, offset: int, nbytes: int, now: float) -> None:
-        """Free a block; its memory stays warm for a while after this time."""
+        """Free a block; its memory stays warm, and is idle from `now` on."""
         self.used.discard(offset)
         if offset not in self._elsewhere:
             self.blocks.free(offset)
@@ -115,7 +114,7 @@ class Segment:
         """Place no more blocks, because a lost reader may still read the blocks at some offsets.
 
         Args:
-            elsewhere: the offsets.
+            elsewhere: the offsets of these blocks.
             keeps_descriptor: whether other readers may still have to map the segment.
         """
         self.is_retired = True
@@ -123,7 +122,7 @@ class Segment:
         self._elsewhere.update(elsewhere)
 
     def reader_ended(self, elsewhere: Iterable[int]) -> None:
-        """Free those blocks, unless they have other readers, because the process of the reader has ended."""
+        """Free the blocks of a lost reader whose process has ended, unless others still use them."""
         for offset in elsewhere:
             self._elsewhere[offset] -= 1
             if not self._elsewhere[offset]:
@@ -134,10 +133,10 @@ class Segment:
     # Memory
 
     def prepare(self, offset: int, nbytes: int, limit: int) -> tuple[list[Range], list[Range]]:
-        """Return the ranges to return to the system, and then the ranges to fill, for the memory of a block.
+        """List the ranges to return to the system, and then the ranges to fill, for the memory of a block.
 
-        There are more addresses than memory: if the memory would exceed the limit in bytes, apart from pages
-        at the ends of blocks, idle memory between blocks is returned first.
+        A segment has more addresses than memory. If the memory would exceed the limit in bytes, apart from
+        pages at the ends of blocks, idle memory between blocks is returned first.
         """
         present, idle = self.warm.nbytes + self._awaited_bytes, []
         cold = self.warm.missing(offset, nbytes, whole_chunks=True)
@@ -151,7 +150,7 @@ class Segment:
         return idle, cold
 
     def fill(self, ranges: list[Range]) -> None:
-        """Allocate and map the memory of ranges. Not for the event loop.
+        """Allocate and map the memory of ranges; not for use on the event loop.
 
         Raises:
             OSError: the machine has no memory left (ENOSPC, ENOMEM). At the limit of a control group the
@@ -161,7 +160,7 @@ class Segment:
             with self._changing:
                 mapping = self._mapping
                 self._return_chunk(start // CHUNK_BYTES)
-                # Not by writing to the pages, which is a signal instead of an error if memory is short.
+                # Writing to the pages would cause a signal instead of an error if memory is short.
                 if self.descriptor >= 0:
                     os.posix_fallocate(self.descriptor, start, length)
                 if mapping is not None:
@@ -175,7 +174,7 @@ class Segment:
         self.warm.add(done)
 
     def take_idle(self, before: float) -> list[Range]:
-        """Return the chunks without blocks that were last used before a time; they count as cold now."""
+        """Mark the chunks without blocks that were last used before a time as cold, and list them."""
         taken = []
         for chunk in list(self._idle()):
             if self._left[chunk] <= before:
@@ -183,7 +182,7 @@ class Segment:
         return taken
 
     def take_free(self) -> list[Range]:
-        """Return all pages without blocks; they count as cold now."""
+        """Mark all pages without blocks as cold, and list them."""
         return self._take_idle_pages(self.nbytes)
 
     @property
@@ -192,7 +191,7 @@ class Segment:
         return any(True for _ in self._idle())
 
     def return_memory(self, ranges: list[Range]) -> None:
-        """Return the memory of ranges to the system, unless they were filled since. Not for the loop."""
+        """Return the memory of ranges to the system, unless filled since; not for use on the event loop."""
         for start, _ in ranges:
             with self._changing:
                 self._return_chunk(start // CHUNK_BYTES)
@@ -201,9 +200,10 @@ class Segment:
                 self._descriptor.close()
 
     def make_way(self, ranges: list[Range]) -> None:
-        """Return as much memory as ranges need, before they are filled. Not for the event loop.
+        """Return as much memory to the system as ranges need, before they are filled.
 
-        Two threads fill a segment, so another thread may not have returned its ranges yet.
+        Two threads fill a segment, so another thread may not have returned its ranges yet. Do not call this
+        on the event loop.
         """
         left = _total(ranges)
         for chunk, leaving in list(self._leaving.items()):
@@ -221,9 +221,9 @@ class Segment:
             mapping.remove(leaving)
 
     def _take(self, start: int, stop: int, most: int = sys.maxsize) -> list[Range]:
-        """Mark pages of a free run as cold, but none of ranges that are being filled.
+        """Mark pages of a free run as cold, except in ranges that are being filled, and list them.
 
-        `filled` marks these as warm, so a later block there would lose its memory.
+        `filled` marks these ranges as warm, so a later block there would lose its memory.
         """
         taken: list[Range] = []
         being_filled = [(low, low + length) for low, length in self._shared]
@@ -235,7 +235,7 @@ class Segment:
         return taken
 
     def _take_idle_pages(self, most: int) -> list[Range]:
-        """Mark pages between blocks as cold, first in the longest free runs."""
+        """Mark pages between blocks as cold, beginning with the longest free runs, and list them."""
         taken: list[Range] = []
         for start, stop in self.blocks.longest_free_runs():
             if most <= 0:

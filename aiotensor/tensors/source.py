@@ -17,7 +17,7 @@ __all__ = ["ArraySource", "Sendable", "Source", "SupportsDLPack", "as_source", "
 
 @runtime_checkable
 class SupportsDLPack(Protocol):
-    """An object that shares its memory by the DLPack protocol."""
+    """An object that shares its memory through the DLPack protocol."""
 
     def __dlpack__(self, *, stream: object = ...) -> object: ...
 
@@ -28,10 +28,10 @@ Sendable: TypeAlias = torch.Tensor | npt.NDArray[np.generic] | SupportsDLPack
 
 
 class ArraySource:
-    """An array that torch cannot view, because of negative strides or strides of fractions of elements.
+    """An array that torch cannot view, because its strides are negative or not multiples of the item size.
 
-    It replaces the tensor until its values are copied into granted memory, and has the attributes of a tensor
-    that sending uses.
+    It takes the place of a tensor until its values are copied into granted memory, and has those attributes
+    of a tensor that sending uses.
     """
 
     __slots__ = ("array", "dtype", "nbytes", "shape")
@@ -74,11 +74,11 @@ def is_flat(source: Source) -> TypeGuard[torch.Tensor]:
 
 
 def as_source(value: Sendable) -> Source:
-    """Return a view of the memory of a value, without a copy.
+    """Validate a value to send, and return a source over its memory, without a copy.
 
     Raises:
-        TypeError: it is not a tensor or an array, and has no ``__dlpack__``.
-        UnsupportedTensorError: it cannot be sent unchanged; the text states the property and a remedy.
+        TypeError: the value is not a tensor or an array, and has no ``__dlpack__``.
+        UnsupportedTensorError: the value cannot be sent unchanged; the text states the reason and a remedy.
     """
     if isinstance(value, torch.Tensor):
         tensor = value
@@ -104,8 +104,8 @@ def check_dtype(dtype: torch.dtype) -> None:
     """Check that tensors of a dtype can be sent.
 
     Raises:
-        TypeError: it is not a torch dtype.
-        UnsupportedTensorError: they cannot.
+        TypeError: the value is not a torch dtype.
+        UnsupportedTensorError: tensors of this dtype cannot be sent.
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is a torch dtype, for example torch.uint8, got {dtype!r}")
@@ -147,7 +147,7 @@ def _refusal(tensor: torch.Tensor) -> str | None:
         )
     if tensor.requires_grad and not tensor.is_leaf:
         return "a tensor with a gradient history would lose it on the way: send tensor.detach()"
-    if hasattr(tensor, "names") and any(tensor.names):  # recent releases do not have it
+    if hasattr(tensor, "names") and any(tensor.names):  # recent releases of torch do not have it
         return "a tensor with named dimensions would lose the names: send tensor.rename(None)"
     return None
 
@@ -168,8 +168,8 @@ def _from_numpy(array: npt.NDArray[np.generic]) -> Source:
         array = array.copy()  # it is empty
     if array.flags.writeable:
         return _view(array)
-    # Declared as writable, so that torch accepts it without a warning; the sender only reads it. Copying the
-    # array first would take as long as sending it.
+    # The array is declared as writable, so that torch accepts it without a warning; the sender only reads it.
+    # Copying it first would take as long as sending it.
     interface = array.__array_interface__
     alias = ArrayMemory(array, {**interface, "data": (interface["data"][0], False)})
     return _view(np.asarray(alias))

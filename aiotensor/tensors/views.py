@@ -19,8 +19,8 @@ __all__ = ["Owner", "View", "Watch", "as_leaf", "own_copy", "tensor_over", "view
 # The array that torch keeps alive until the storage of a view is freed.
 Owner = npt.NDArray[Any]
 
-# The dtypes that numpy has, too. A tensor gets its dtype and its shape from the array; each further view
-# takes as long as the first.
+# The dtypes that numpy has, too. Their tensors get the dtype and the shape from the array, because each
+# further view takes as long as the first.
 _NAMES = "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64 complex128"
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {getattr(torch, name): np.dtype(name) for name in _NAMES.split()}
 
@@ -37,11 +37,11 @@ class View(msgspec.Struct, frozen=True):
 def view_over(
     buffer: memoryview | bytearray, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> View:
-    """Return a tensor of at least one byte over a writable buffer from an offset, and keep the buffer alive.
+    """Return a tensor of at least one byte over a writable buffer at an offset; it keeps the buffer alive.
 
     It is never an inference tensor, nor a view made without gradients: a task that waits inside
     `torch.inference_mode` or `torch.no_grad` leaves that mode on for all other tasks of its thread, and
-    tensors made in it would keep it.
+    tensors made in it would keep its properties.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):
@@ -56,7 +56,7 @@ def view_over(
 
 
 def tensor_over(array: npt.NDArray[Any]) -> torch.Tensor:
-    """Return a tensor over the memory of a writable array, in the same modes as `view_over`."""
+    """Return a tensor over the memory of a writable array; never an inference tensor, as in `view_over`."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):
             return torch.from_numpy(array)
@@ -64,7 +64,7 @@ def tensor_over(array: npt.NDArray[Any]) -> torch.Tensor:
 
 
 class Watch(weakref.ref[Owner]):
-    """A reference that detects the end of a view's storage, ten times as fast as a finalizer."""
+    """A weak reference that detects the end of the storage of a view; ten times as fast as a finalizer."""
 
     __slots__ = ("number",)
 
@@ -78,7 +78,7 @@ def watch_storage(owner: Owner, callback: Callable[[Watch], object], number: int
         owner: the owner of the view.
         callback: called with the watch when the storage is freed, in any thread, perhaps by the garbage
             collector; not called after the watch itself was freed.
-        number: an attribute of the watch.
+        number: the value of the attribute `number` of the watch.
     """
     one = Watch(owner, callback)
     one.number = number

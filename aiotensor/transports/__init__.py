@@ -1,1 +1,1 @@
-"""The transfer of records and descriptors between a sender and a receiver."""
+"""Transports, which carry records and descriptors between two processes."""

@@ -1,10 +1,10 @@
 """The interface of transports: connections that carry records in both directions.
 
-A transport preserves the order and the boundaries of records; it knows neither frames nor tensors. On one
-machine it carries file descriptors, too, which share memory. Between machines it has a `Mover` instead, which
-moves bytes into memory of the peer. Both ends of a connection have the same interface. `Connector` and
-`Listener` make the connections; the roles of the two ends depend on the first frame alone. Everything here
-belongs to the event loop's thread.
+A transport preserves the order and the boundaries of records, and does not interpret them. On one machine,
+it also carries file descriptors, which share memory. Between machines, it has a `Mover` instead, which moves
+bytes into memory of the peer. Both ends of a connection have the same interface. A `Connector` creates one
+end and a `Listener` the other; the first frame alone determines their roles. All of these objects are used
+only on the thread of the event loop.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,12 +30,12 @@ __all__ = [
     "engine_connections",
 ]
 
-# The most bytes that the accepting side queues for a peer that does not read. A stopped sender has only its
-# messages in flight to be answered. With the default limit on these messages, and the most tensors in each,
-# the answers to all of them are shorter than this.
+# The most bytes that the accepting side queues for a peer that does not read. A stopped sender can only be
+# owed the answers to its messages in flight. With the default limit on these messages, and the most tensors
+# in each, all answers together are shorter than this.
 MAX_UNREAD_BYTES = 8 << 20
 
-# The most bytes of a tensor that are sent with its record.
+# The size in bytes of the largest tensor that is sent together with its record.
 MAX_DATA_BYTES = STEP_BYTES
 
 
@@ -43,19 +43,24 @@ class Handler(Protocol):
     """The callbacks of a transport; compare `asyncio.Protocol`."""
 
     def record_received(self, data: memoryview, descriptors: list[int]) -> None:
-        """Handle a record, whose data is valid during the call; the handler owns the descriptors."""
-
-    def connection_lost(self, reason: str | ProtocolError) -> None:
-        """Handle the end of the connection, after all records of the peer; not after `Transport.close`.
-
-        `Transport.watch_peer` can be called here for the last time.
+        """Called when a record has arrived.
 
         Args:
-            reason: why it has ended; an error if the peer broke the rules of the transport.
+            data: the record, which is valid only during the call.
+            descriptors: the descriptors that were sent with the record; they belong to the handler.
+        """
+
+    def connection_lost(self, reason: str | ProtocolError) -> None:
+        """Called when the connection has ended, after all records of the peer; not after `Transport.close`.
+
+        This is the last opportunity to call `Transport.watch_peer`.
+
+        Args:
+            reason: why the connection has ended; an error if the peer broke the rules of the transport.
         """
 
     def resume_writing(self) -> None:
-        """Handle that `Transport.is_writable` is true again."""
+        """Called when `Transport.is_writable` has become true again."""
 
 
 class Landing(Protocol):
@@ -64,38 +69,39 @@ class Landing(Protocol):
     def store(
         self, block: int, nbytes: int, start: int, data: memoryview, resume: Callable[[str], None]
     ) -> bool:
-        """Store bytes of a block, and return True; or return False while the block has no memory.
+        """Store bytes of a block, and return True; return False if the block has no memory yet.
 
         Args:
             block: the offset of the block in the segment.
             nbytes: the size of the block.
             start: the position of the first byte in the segment.
             data: the bytes.
-            resume: called once, in the loop, after this has returned False: with "" if the bytes can be
-                stored now, or else with the reason why there is no memory for them.
+            resume: called once, in the event loop, after this method has returned False: with "" when the
+                bytes can be stored, or with the reason why there is no memory for them.
 
         Raises:
             ProtocolError: the block overlaps another one, or exceeds the memory that the peer may use.
         """
 
     def reserve(self, block: int, nbytes: int, reserved: Callable[[memoryview | None, str], None]) -> None:
-        """Provide the memory of a block, to which the peer writes without this process.
+        """Provide the memory of a block, so that the engine of the peer can write to it directly.
 
         Args:
             block: the offset of the block in the segment.
             nbytes: the size of the block.
-            reserved: called once, perhaps during this call, unless the connection ends before: with the
-                memory, or with None and the reason why there is none; "" if the block was freed since.
+            reserved: called once, possibly during this call, unless the connection ends first: with the
+                memory and "", or with None and the reason why there is no memory. The reason is "" if the
+                block was freed in the meantime.
 
         Raises:
             ProtocolError: as for `store`.
         """
 
     def watch(self, returned: Callable[[Sequence[Range]], None]) -> None:
-        """Call a function before memory of the segment is returned to the system, with the ranges."""
+        """Pass ranges of the segment to a function before their memory is returned to the system."""
 
     def free(self, block: int) -> None:
-        """Free a block; its bytes are used no more.
+        """Free a block, whose bytes are no longer used.
 
         Raises:
             ProtocolError: there is no such block.
@@ -107,19 +113,21 @@ class Mover(Protocol):
 
     @property
     def engine(self) -> str:
-        """The name of the engine that moves large blocks; "" if there is none, or none yet."""
+        """The name of the engine that moves large blocks; "" while no engine is used."""
 
     def land(self, segment: int, landing: Landing | None) -> None:
-        """Store the bytes that the peer moves to a segment in a landing; None for no longer."""
+        """Store the bytes that the peer moves to a segment in a landing; None to stop storing them."""
 
     def move(self, move: "Move[memoryview]") -> None:
-        """Begin to move bytes; after the end of the connection, the move ends at once.
+        """Begin to move bytes; if the connection has ended, the move ends at once.
 
         Records that are written after the end of a move arrive after its bytes.
         """
 
     def write_with_data(self, record: bytes, data: memoryview) -> None:
-        """Send a record with the bytes of a tensor, which may change afterwards; errors as for `write`.
+        """Send a record with the bytes of a tensor, which may change afterwards.
+
+        Errors are those of `Transport.write`.
 
         Args:
             record: the record.
@@ -127,18 +135,23 @@ class Mover(Protocol):
         """
 
     def receive_data(self, received: Callable[[memoryview, memoryview], None]) -> None:
-        """Pass records with the bytes of a tensor to a function, too; without it, they are a violation.
+        """Accept records with the bytes of a tensor, and pass them to a function.
+
+        Before this call, such a record violates the protocol.
 
         Args:
-            received: called with a record, which is valid during the call, and with the bytes, whose memory
-                belongs to the caller.
+            received: called with a record, which is valid only during the call, and with the bytes, whose
+                memory the function may keep.
         """
 
     def cancel(self, move: "Move[memoryview]") -> None:
-        """Send no more bytes of a move. It ends once those under way have arrived, or are read no more."""
+        """Send no more bytes of a move.
+
+        The move ends once the bytes under way have arrived, or once its source is no longer read.
+        """
 
     def free(self, segment: int, block: int) -> None:
-        """Notify the peer that a block is used no more; has no effect if no byte of it was moved."""
+        """Notify the peer that a block is no longer used; has no effect if no byte of it was moved."""
 
 
 def engine_connections(movers: "Iterable[Mover | None]") -> int:
@@ -151,11 +164,11 @@ class Transport(Protocol):
 
     @property
     def mover(self) -> Mover | None:
-        """Moves bytes to the peer; None if descriptors reach it, which share memory."""
+        """The object that moves bytes to the peer; None if descriptors share memory with it instead."""
 
     @property
     def is_writable(self) -> bool:
-        """Whether all written records were passed on, to the kernel or within the credit of the peer."""
+        """Whether no written record is queued, waiting for the kernel or for credit of the peer."""
 
     @property
     def is_closed(self) -> bool:
@@ -163,15 +176,17 @@ class Transport(Protocol):
 
     @property
     def peer_pid(self) -> int | None:
-        """The process id of the peer according to the kernel; 0 if it has none here, None if unknown."""
+        """The process id of the peer from the kernel; 0 if not in this PID namespace, None if unknown."""
 
     def watch_peer(self, stated_pid: int, ended: Callable[[], object]) -> ProcessEnd:
-        """Call a function once the process of the peer has ended; not after `close`, but after a loss.
+        """Call a function once the process of the peer has ended.
+
+        This must not be called after `close`. After a loss, it can be called in `Handler.connection_lost`.
 
         Args:
-            stated_pid: the process id as the peer states it, for transports whose kernel objects do not
-                identify the peer.
-            ended: called in the loop.
+            stated_pid: the process id that the peer has stated, for transports over which the kernel does
+                not identify the peer.
+            ended: called in the event loop.
         """
 
     def start(self, handler: Handler) -> None:
@@ -183,7 +198,7 @@ class Transport(Protocol):
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send a record without blocking, or queue it; has no effect after the end of the connection.
 
-        The caller keeps the descriptors. A transport with a mover does not send them.
+        The descriptors still belong to the caller. A transport with a mover does not send them.
 
         Raises:
             OSError: the kernel rejected the record (no memory, no descriptors), or the queue is full; the
@@ -191,16 +206,19 @@ class Transport(Protocol):
         """
 
     def limit_queue(self, max_bytes: int) -> None:
-        """Set the most bytes in the queue of records; by default `MAX_UNREAD_BYTES` at the accepting side."""
+        """Limit the bytes of queued records; by default, only the accepting side has a limit.
+
+        The default there is `MAX_UNREAD_BYTES`.
+        """
 
     def read_now(self) -> None:
-        """Read a record immediately, if there is one; not while another one is being read."""
+        """Read a record immediately, if one has arrived; must not be called while another is being read."""
 
     def peer_has_closed(self) -> bool:
         """Return whether the peer has closed its end; its last records may still be unread."""
 
     def finish(self) -> None:
-        """Write no more records. `is_writable` is true again once closing loses none of them."""
+        """Write no more records; `is_writable` becomes true once closing loses none of them."""
 
     def close(self) -> None:
         """Close at once, and discard queued records; closing again has no effect."""
@@ -210,18 +228,18 @@ class ConnectorEvents(Protocol):
     """The callbacks of a connector."""
 
     def connected(self, transport: Transport) -> None:
-        """Handle a new connection; this callback starts it.
+        """Called with the transport of a new connection, which this callback starts.
 
         Raises:
             OSError: writing the first record failed; the connector closes the transport.
         """
 
     def connecting_failed(self, error: AioTensorError) -> None:
-        """Handle a permanent failure to connect; `Connector.connect_again` tries again."""
+        """Called when connecting has failed permanently; `Connector.connect_now` tries again."""
 
 
 class Connector(Protocol):
-    """The connecting side: reaches the listener, and reaches it again after a loss."""
+    """The connecting side: connects to the listener, and connects again after a loss."""
 
     @property
     def reconnects(self) -> bool:
@@ -229,11 +247,11 @@ class Connector(Protocol):
 
     @property
     def connects_at_once(self) -> bool:
-        """Whether `connect` has connected when it returns, if a process listens that has no full backlog."""
+        """Whether `connect` connects before it returns, if a process listens and its backlog is not full."""
 
     @property
     def is_backlogged(self) -> bool:
-        """Whether a process listens, but its backlog was full at the last attempt."""
+        """Whether the last attempt failed because the backlog of the listening process was full."""
 
     def connect(self) -> None:
         """Connect for the first time, or begin to wait until a process listens.
@@ -258,14 +276,14 @@ class Acceptor(Protocol):
     """The callbacks of a listener."""
 
     def connection_accepted(self, transport: Transport) -> None:
-        """Handle a new connection; this callback starts it, or closes it."""
+        """Called with the transport of a new connection, which this callback starts or closes."""
 
     def listening_failed(self, error: OSError) -> None:
-        """Handle a failure of the kernel to read for the listener: no more records arrive."""
+        """Called when the listener can no longer read: no more records arrive."""
 
 
 class Listener(Protocol):
-    """The accepting side: the address that connectors reach."""
+    """The accepting side: listens at the address to which connectors connect."""
 
     def accept_now(self) -> None:
         """Accept the pending connections immediately."""

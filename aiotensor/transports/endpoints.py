@@ -1,6 +1,6 @@
-"""Endpoints: which transport carries the records for an address or a queue.
+"""Endpoints: the choice of the transport for an address or a queue.
 
-A new transport is one module with a connector and a listener, and one branch in `route_to`.
+A new transport needs one module with a connector and a listener, and one branch in `route_to`.
 """
 
 from collections.abc import Callable, Coroutine
@@ -26,13 +26,13 @@ _CONNECTS = TcpArguments()
 
 
 class Route(NamedTuple):
-    """The way to an endpoint.
+    """How to connect to an endpoint, and how to listen at it.
 
     Attributes:
         label: the name of the endpoint in logs and metrics: its address, or ``queue``.
-        connector: makes the connecting side, with the id of a sender and the object that is notified.
-        listen: begins to listen, for an acceptor and with the longest valid record in bytes. Raises
-            `UsageError` if another receiver listens there or the address is in use otherwise, and `OSError`
+        connector: makes the connecting side, given the id of a sender and the object that is notified.
+        listen: begins to listen, given an acceptor and the size of the longest valid record in bytes. Raises
+            `UsageError` if another receiver listens there or the address is otherwise in use, and `OSError`
             if this process cannot listen there.
     """
 
@@ -42,15 +42,15 @@ class Route(NamedTuple):
 
 
 def route_to(endpoint: Endpoint, given: TcpArguments = _CONNECTS) -> Route:
-    """Validate an endpoint, and return the way to it; opens nothing.
+    """Validate an endpoint, and return its route, without opening anything.
 
     Args:
-        endpoint: the endpoint.
+        endpoint: an address, a `TensorQueue` or a stock queue.
         given: the arguments for connections between machines.
 
     Raises:
-        TypeError: it is neither an address nor a queue, or an argument has the wrong type.
-        ValueError: no transport serves the address, or an argument does not fit to it.
+        TypeError: the endpoint is neither an address nor a queue, or an argument has the wrong type.
+        ValueError: no transport serves the address, or an argument does not apply to the endpoint.
     """
     if isinstance(endpoint, str) and endpoint.lower().startswith("tcp:"):
         return _over_tcp(endpoint, given)
@@ -77,7 +77,7 @@ def route_to(endpoint: Endpoint, given: TcpArguments = _CONNECTS) -> Route:
 
 
 def _over_tcp(endpoint: str, given: TcpArguments) -> Route:
-    # Imported here: processes that use one machine only need no ZeroMQ.
+    # Imported here, so that tensors on one machine do not need ZeroMQ.
     from aiotensor.transports.tcp.connector import TcpConnector
     from aiotensor.transports.tcp.listener import listen_at as listen_over_tcp
     from aiotensor.transports.tcp.options import options_of

@@ -1,12 +1,13 @@
-"""The transport over a multiprocessing queue: many senders put records on one queue, one receiver reads it.
+"""The transport over a `TensorQueue`: many senders put records on it, and one receiver reads them.
 
-Spawned children inherit the queue, as they do queues of multiprocessing, and any process that has it may put
-records on it: it is for trusted parent and child processes only. It is a record socket rather than a pipe
-with locks. With a pipe, a process killed while it holds the lock leaves it locked, half a record blocks the
-reader forever, and a descriptor can only be requested from its sender, which fails after the sender exits.
+Spawned children inherit the queue, like a queue of multiprocessing. Any process that has it may put records
+on it, so it is for trusted parent and child processes only. It is a record socket rather than a pipe with
+locks. With a pipe, a process killed while it holds the lock leaves it locked, half a record blocks the reader
+forever, and a descriptor can only be requested from its sender, which fails after the sender exits.
 
-Records for a sender use a separate pair of record sockets, the pipe. The sender's first record carries the
-far end of it, so the two sides need no address to connect, and each is notified at once when the other dies.
+Records to a sender use a separate pair of record sockets, the pipe. The sender's first record carries the
+far end of the pipe, so the two sides need no address to connect, and each is notified at once when the other
+dies.
 """
 
 import asyncio
@@ -26,20 +27,20 @@ __all__ = ["QueueConnector", "QueueListener", "listen_on"]
 
 logger = logger_of("transports")
 
-# A record: its kind, the id of its sender, then the frames.
+# A record consists of its kind, the id of its sender, and the frames.
 _HELLO = b"H"
 _FRAME = b"F"
 _SENDER_CHARS = 32
 _PREFIX_BYTES = len(_HELLO) + _SENDER_CHARS
 
-# A dead sender is reported once the queue was empty, or after this many more records: the queue's buffer
+# A dead sender is reported once the queue is empty, or after this many more records. The queue's buffer
 # (208 KiB by default) holds fewer, so the sender's last records have been read by then.
 _LAST_RECORDS = 1024
 _LAST_RECORDS_A_TURN = 4  # then the other callbacks of the loop run
 
 
 class QueueConnector:
-    """Connect to the receiver of a queue, once: the next receiver does not have the pipe.
+    """Connect to the receiver of a queue, once: a later receiver would not have the pipe.
 
     Args:
         queue: the queue that the receiver reads.
@@ -84,7 +85,7 @@ class _SenderEnd:
     """A sender's end: the shared queue for its records, and its own pipe for those of the receiver."""
 
     mover = None
-    peer_pid = None  # for a socket pair, the kernel knows only the process that created it
+    peer_pid = None  # for a socket pair, the kernel only reports the process that created it
 
     def __init__(self, queue: socket.socket, address: bytes) -> None:
         self._queue = SocketTransport(queue, reads=False)
@@ -234,7 +235,7 @@ async def listen_on(queue: TensorQueue, acceptor: Acceptor, max_record_bytes: in
     """Become the only receiver of a queue, and begin to read it, as `Route.listen` does; does not wait.
 
     Raises:
-        UsageError: the queue has a receiver, was closed, or came here by a fork.
+        UsageError: the queue has a receiver, was closed, or was inherited by a fork.
         OSError: this process has no descriptors left.
     """
     sock = queue.open_reader()
@@ -249,9 +250,9 @@ async def listen_on(queue: TensorQueue, acceptor: Acceptor, max_record_bytes: in
 
 
 class QueueListener:
-    """Read a queue, and assign its records to their senders; `listen_on` makes it.
+    """Read a queue, and pass each record to the connection of its sender; created by `listen_on`.
 
-    It owns the reading end, and the lock of the queue's only receiver, which ends when the file is closed.
+    It owns the reading end, and the lock of the queue's only receiver. Closing the lock file unlocks it.
     """
 
     def __init__(
@@ -273,7 +274,7 @@ class QueueListener:
         self._ended: dict[
             _ReceiverEnd, str | ProtocolError
         ] = {}  # whose last records may still be on the queue
-        self._last_records = 0  # that are read before these are reported
+        self._last_records = 0  # how many more records are read before these are reported
         self._broken = RepeatedEvent(_log_broken)  # a process that has the queue can invent senders
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(sock.fileno(), self._read)
@@ -290,7 +291,7 @@ class QueueListener:
         self._broken.close()
 
     def sender_ended(self, transport: _ReceiverEnd, reason: str | ProtocolError) -> None:
-        """Report the end of a sender's pipe, once its last records were read."""
+        """Report the end of a sender's pipe, once its last records have been read."""
         self._ended[transport] = reason
         self._last_records = _LAST_RECORDS
         self._loop.call_soon(self._read_last)
@@ -337,7 +338,7 @@ class QueueListener:
         has_arrived = bool(descriptors)
         pipe = pipe_of(descriptors.pop(0)) if has_arrived else None
         if pipe is not None and file_of(pipe.fileno()) in self._own_ends:
-            pipe.close()  # it would not show the end of the sender
+            pipe.close()  # an end of the queue would not show the end of the sender
             pipe = None
         if has_arrived and pipe is None:
             self._broken.add(sender, "its first record has no pipe")

@@ -45,7 +45,7 @@ def record_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def pipe_of(descriptor: int) -> socket.socket | None:
-    """Return the end of a pair that a peer has sent; if it is something else, close it and return None."""
+    """Return the end of a record pair that a peer has sent; close any other descriptor and return None."""
     try:
         sock = socket.socket(fileno=descriptor)
     except OSError:
@@ -61,7 +61,7 @@ def pipe_of(descriptor: int) -> socket.socket | None:
 class RecordReader:
     """Read records and their descriptors from a non-blocking socket.
 
-    A record of more than `max_bytes` is invalid, and truncated to one more byte.
+    A record of more than `max_bytes` is invalid, and is truncated to `max_bytes + 1` bytes.
     """
 
     def __init__(self, sock: socket.socket, max_bytes: int = MAX_RECORD_BYTES) -> None:
@@ -74,8 +74,8 @@ class RecordReader:
         """Return the next record and its descriptors, or None if there is none yet.
 
         The record is valid until the next call. It may be empty, truncated because it is too long, or lack
-        descriptors because this process may open no more (EMFILE). The decoder of the frames detects that,
-        and knows the sender, so that other senders on this socket are not affected.
+        descriptors because this process may open no more (EMFILE). The decoder of the frames detects these
+        cases and can identify the sender, so that other senders on this socket are not affected.
 
         Raises:
             EOFError: no process can write to the socket any more.
@@ -100,7 +100,7 @@ class RecordReader:
 
     def _is_at_end(self) -> bool:
         """Return whether an empty read was the end of the stream and not an empty record."""
-        # In this order: after the other side has closed, no more records arrive.
+        # The order matters: no more records arrive once the other side has closed.
         return _is_hung_up(self._sock) and not any(
             fcntl.ioctl(self._sock, termios.FIONREAD, bytes(_INT_BYTES))
         )
@@ -135,13 +135,13 @@ class _Queue:
 
 
 class SocketTransport:
-    """A connection over a socket: write records without blocking, and read them as they arrive.
+    """One end of a connection over a socket: writes records without blocking, and reads arriving records.
 
     A record is sent at once if the socket accepts it. Otherwise it is queued until the socket is writable.
 
     Args:
         sock: a connected, non-blocking `SOCK_SEQPACKET` socket; belongs to this object.
-        peer_pid: as for `Transport`.
+        peer_pid: the process id of the peer, as for `Transport.peer_pid`.
         reads: whether to read records. Sockets that several processes share for writing are not read, and
             do not report that the peer has closed.
         max_record_bytes: the longest valid record that is read.
@@ -170,7 +170,7 @@ class SocketTransport:
         self._queue = _Queue()
         self._unsent_bytes = 0
         self._max_unsent_bytes = max_unsent_bytes
-        self._has_stopped_writing = False  # since the peer has closed; its records may still be unread
+        self._has_stopped_writing = False  # because the peer has closed; its records may still be unread
 
     def start(self, handler: Handler) -> None:
         """Begin to read, or pass further records to another handler, as `Transport.start` does."""
@@ -223,7 +223,7 @@ class SocketTransport:
         self._loop.remove_writer(self._sock.fileno())
         if self._reader is not None and self._handler is not None:
             self._loop.remove_reader(self._sock.fileno())
-        self._handler = None  # it refers to this object: without that cycle both are freed at once
+        self._handler = None  # breaks a reference cycle, so that both objects are freed at once
         self._queue.close()
 
     def _send(self, data: bytes, descriptors: Sequence[int]) -> bool:
@@ -259,7 +259,7 @@ class SocketTransport:
             self._handler.resume_writing()
 
     def _stop_writing(self, error: OSError) -> None:
-        """Stop writing, because the peer has closed; its last records are still read, up to the end."""
+        """Stop writing, because the peer has closed; its last records are still read."""
         self._has_stopped_writing = True
         self._loop.remove_writer(self._sock.fileno())
         self._queue.close()
@@ -267,7 +267,7 @@ class SocketTransport:
             self._reader.was_reset = True
 
     def read_now(self) -> None:
-        """Read a record, if there is one, as `Transport.read_now` does; the callback of a readable socket."""
+        """Read a record, if there is one, as `Transport.read_now` does; also called for a readable socket."""
         # One record per callback: an extra read without a result costs more than another poll of the loop.
         reader, handler = self._reader, self._handler
         if reader is None or handler is None:

@@ -1,4 +1,4 @@
-"""The file of a listening socket: taking its path over from a dead receiver, and removing it at the end."""
+"""The file of a listening socket: takes over the path of a dead receiver, and removes the file at the end."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,8 @@ logger = logger_of("transports")
 
 _BACKLOG = 128
 
-# While another process holds the folder's lock. It usually does so for a few system calls.
+# The delays between attempts while another process holds the lock of the folder, usually for a few system
+# calls. A wait of `_LONG_WAIT_S` is logged.
 _FIRST_RETRY_S = 0.005
 _LAST_RETRY_S = 0.25
 _LONG_WAIT_S = 1.0
@@ -51,13 +52,13 @@ class SocketFile:
     async def take(self) -> None:
         """Bind the socket to its path, with a file that only this user may use, and listen.
 
-        Waits while another process holds the lock of the folder, as a receiver that opens there does for a
-        moment. Never blocks the event loop, and uses no thread. Cancelling leaves nothing at the path.
+        Waits while another process holds the lock of the folder, as a receiver does briefly while it opens
+        there. Never blocks the event loop, and uses no thread. Cancellation leaves nothing at the path.
 
         Raises:
             UsageError: another object listens at the path, or the file there is not a socket of this user.
             FileNotFoundError: the folder does not exist; `filename` names it.
-            NotADirectoryError: the folder is a file.
+            NotADirectoryError: the folder is not a directory.
             PermissionError: this user may not read the folder, or not create a socket in it.
             OSError: the file system is read-only or has no sockets, or no descriptor is left.
         """
@@ -70,8 +71,8 @@ class SocketFile:
             try:
                 self._listen()
             finally:
-                # A child that another thread starts just now has the descriptor until it runs its program,
-                # and closing this one would leave the folder locked until then.
+                # A child that another thread is starting has a copy of the descriptor until it runs its
+                # program. Closing the descriptor here would leave the folder locked until then.
                 fcntl.flock(folder.number, fcntl.LOCK_UN)
 
     def leave(self) -> None:
@@ -88,7 +89,8 @@ class SocketFile:
 
         The folder itself is locked, because a separate lock file would be left behind.
         """
-        # A thread that waits in the kernel cannot be cancelled and would keep the interpreter from exiting.
+        # This polls, because a thread that waits in the kernel cannot be cancelled, and would keep the
+        # interpreter from exiting.
         loop = asyncio.get_running_loop()
         began, delay, was_logged = loop.time(), _FIRST_RETRY_S, False
         while True:
@@ -112,13 +114,13 @@ class SocketFile:
                     )
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, _LAST_RETRY_S)
-            except OSError as error:  # not every file system has locks
+            except OSError as error:  # not every file system supports locks
                 raise self._refused(error) from error
             else:
                 return
 
     def _listen(self) -> None:
-        # The file gets the mode that the socket has now, so there is no moment when others may connect.
+        # The file gets the mode that the socket has when it is bound, so other users can never connect.
         os.fchmod(self.sock.fileno(), 0o600)
         self._remove_stale()
         try:
@@ -131,17 +133,17 @@ class SocketFile:
                 ) from error
             raise self._refused(error) from error
         self._identity = _identity_of(self.path)
-        # While the folder is locked: a socket that does not listen looks stale.
+        # Listen while the folder is still locked: a socket that does not listen looks stale.
         self.sock.listen(_BACKLOG)
 
     def _remove_stale(self) -> None:
-        """Remove the socket of a receiver that is dead.
+        """Remove the socket file of a dead receiver.
 
         Raises:
-            UsageError: it is alive.
+            UsageError: the receiver is alive.
         """
-        # A datagram socket never connects to one with connections: if that lives, the kernel says that it is
-        # of another kind, and the receiver does not notice.
+        # A datagram socket cannot connect to a socket of another type. If the receiver is alive, the kernel
+        # reports the wrong type (EPROTOTYPE), and the receiver does not notice the attempt.
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
             try:
                 probe.connect(self.path)
@@ -155,7 +157,7 @@ class SocketFile:
                 except OSError as error:
                     if not isinstance(error, FileNotFoundError):
                         raise self._refused(error) from error
-                return  # binding raises the error for another file
+                return  # binding raises the error if the path names another file
             except PermissionError:
                 return  # a file of another user, or a closed folder: binding raises the error
             except OSError as error:
@@ -164,7 +166,7 @@ class SocketFile:
         raise UsageError(f"another object listens at {self.path} already: close it, or choose another path")
 
     def _refused(self, error: OSError) -> OSError:
-        """Return an error that names the folder; `OSError` chooses the subclass by the number."""
+        """Return an error that names the folder; `OSError` chooses the subclass by the errno."""
         reason = _REASONS.get(error.errno or 0)
         if reason is None:
             return OSError(error.errno, f"cannot listen at {self.path}: {error.strerror}", self._folder)

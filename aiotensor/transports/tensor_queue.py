@@ -1,4 +1,4 @@
-"""The queue that a parent makes for its spawned children: a pair of record sockets, inherited by them."""
+"""The queue that a parent creates for its spawned children: a pair of record sockets that they inherit."""
 
 import fcntl
 import os
@@ -16,20 +16,20 @@ _QueueEnd: TypeAlias = "connection.Connection[Any, Any]"
 
 
 class TensorQueue:
-    """Connect the processes of one family: pass it to spawned children, open a receiver and senders on it.
+    """A queue between a parent and its spawned children, on which a receiver and its senders are opened.
 
-    Create it in the parent, pass it as an argument to `multiprocessing` processes started by ``spawn``
-    (or ``forkserver``), and open one `TensorReceiver` and any number of `TensorSender`s on it, in any of the
-    processes. It uses three descriptors and nothing in the file system.
+    Create the queue in the parent, and pass it as an argument to `multiprocessing` processes that are started
+    by ``spawn`` (or ``forkserver``). Then open one `TensorReceiver` and any number of `TensorSender`s on it,
+    each in any of these processes. A queue uses three descriptors and nothing in the file system.
 
-    A process that has the queue can send in the name of any sender, so pass it only to your own code. The
-    tensors are not pickled.
+    A process that has the queue can send in the name of any sender, so pass it only to your own code. Tensors
+    are not pickled.
     """
 
     def __init__(self) -> None:
         reader, writer = record_pair()
-        # Connections, because `multiprocessing` passes them to spawned children, and they close when they are
-        # garbage-collected.
+        # The ends are `Connection` objects, because `multiprocessing` passes these to spawned children, and
+        # they close when they are garbage-collected.
         self.__setstate__(
             (
                 connection.Connection(reader.detach()),
@@ -61,22 +61,24 @@ class TensorQueue:
         return f"<TensorQueue {'closed' if self._reader.closed else 'open'}>"
 
     def close(self) -> None:
-        """Close the ends of this process; open senders and receivers keep theirs.
+        """Close the queue in this process; its open senders and receivers are not affected.
 
         Close the queue in every process after opening its senders and receivers, and in the parent after
-        starting the children. Then a sender is notified at once when the engine dies before it has opened
-        its receiver, because no process is left that could read the queue.
+        starting the children. Then a sender is notified at once if the process of the receiver dies before it
+        has opened the receiver, because no process is left that could read the queue.
         """
         for end in self._ends:
             end.close()
 
     def lock_for_receiver(self) -> BinaryIO:
-        """Lock the queue for its only receiver, inside the library; closing the file unlocks it.
+        """Lock the queue for its only receiver; closing the returned file unlocks it.
+
+        Only the library calls this.
 
         Raises:
-            UsageError: the queue has a receiver.
+            UsageError: the queue already has a receiver.
         """
-        # Opened again, because a lock belongs to the opened file, and inherited descriptors share one.
+        # Opened again, because a lock belongs to an open file, which inherited descriptors share.
         file = open(f"/proc/self/fd/{self._lock_file.fileno()}", "rb", buffering=0)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,14 +102,19 @@ class TensorQueue:
         return sock
 
     def open_writer(self) -> socket.socket:
-        """Return a new socket for the writing end, inside the library; errors are those of `open_reader`."""
+        """Return a new socket for the writing end; errors are those of `open_reader`.
+
+        Only the library calls this.
+        """
         return self._duplicate(self._writer)
 
     def open_reader(self) -> socket.socket:
-        """Return a new socket for the reading end, inside the library.
+        """Return a new socket for the reading end.
+
+        Only the library calls this.
 
         Raises:
-            UsageError: the queue was closed, or came here by a fork.
+            UsageError: the queue was closed, or was inherited by a fork.
             OSError: this process has no descriptors left.
         """
         return self._duplicate(self._reader)

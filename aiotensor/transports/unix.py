@@ -28,7 +28,7 @@ _ACCEPTS_A_TURN = 16  # a flood of connections must not block the loop
 _FIRST_RETRY_S = 0.005
 _LAST_RETRY_S = 0.25
 
-# A full backlog has free entries only for moments, and other processes may compete for them.
+# A full backlog has free entries only briefly, and other processes may compete for them.
 _FULL_RETRY_S = 0.01
 
 # With no descriptor left, a listening socket would stay readable and keep the loop busy.
@@ -83,7 +83,7 @@ class UnixConnector:
         try:
             self._events.connected(transport)
         except BaseException:
-            transport.close()  # the peer accepts no other record first
+            transport.close()  # the peer would reject any other first record
             raise
         self._is_exhausted = False
 
@@ -137,7 +137,7 @@ class UnixConnector:
 async def listen_at(path: str, acceptor: Acceptor, max_record_bytes: int) -> "UnixListener":
     """Listen at a path, and replace the socket file of a dead receiver, as `Route.listen` does.
 
-    Waiting and errors are those of `SocketFile.take`.
+    It waits and raises errors as `SocketFile.take` does.
     """
     file = SocketFile(path, _new_socket())
     try:
@@ -149,7 +149,7 @@ async def listen_at(path: str, acceptor: Acceptor, max_record_bytes: int) -> "Un
 
 
 class UnixListener:
-    """Accept connections at a path, for `listen_at`."""
+    """Accept connections at a path; created by `listen_at`."""
 
     def __init__(self, file: SocketFile, acceptor: Acceptor, max_record_bytes: int) -> None:
         self._file = file
@@ -173,7 +173,7 @@ class UnixListener:
         self._refused.close()
 
     def accept_now(self) -> None:
-        """Accept the pending connections, but only some in one iteration of the event loop."""
+        """Accept pending connections, but only some of them in one iteration of the event loop."""
         for _ in range(_ACCEPTS_A_TURN):
             if self._is_closed:
                 return

@@ -1,4 +1,4 @@
-"""The user at the other end of a local socket."""
+"""Checks of the user and the process at the other end of a local socket."""
 
 import errno
 import os
@@ -15,10 +15,10 @@ _CREDENTIALS = struct.Struct("3i")  # of the peer: pid, uid, gid
 
 
 def check_user(sock: socket.socket) -> int:
-    """Check that the peer runs as this user, and return its process id; 0 if it has none here.
+    """Check that the peer runs as this user, and return its process id; 0 if not in this PID namespace.
 
     Raises:
-        AccessDeniedError: it runs as another user.
+        AccessDeniedError: the peer runs as another user.
     """
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(credentials)
@@ -31,7 +31,9 @@ def check_user(sock: socket.socket) -> int:
 
 
 def peer_process(sock: socket.socket, pid: int) -> int:
-    """Return a descriptor of the process at the other end, which the kernel identifies without its id.
+    """Return a descriptor of the process at the other end of a socket.
+
+    Since Linux 6.5, the kernel identifies the process by the socket, without its id.
 
     Args:
         sock: the socket.
@@ -39,12 +41,12 @@ def peer_process(sock: socket.socket, pid: int) -> int:
 
     Raises:
         ProcessLookupError: the process has ended.
-        OSError: the kernel cannot tell, or this process has no descriptors left.
+        OSError: the kernel cannot identify the process, or this process has no descriptors left.
     """
     try:
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError as error:
-        if error.errno == errno.EINVAL:  # so some kernels say that it has ended
+        if error.errno == errno.EINVAL:  # some kernels report an ended process like this
             raise ProcessLookupError(errno.ESRCH, "the process has ended") from None
         if error.errno != errno.ENOPROTOOPT:
             raise
@@ -52,10 +54,10 @@ def peer_process(sock: socket.socket, pid: int) -> int:
 
 
 def check_owner(path: str) -> None:
-    """Check the owner of a socket file without a connection; does nothing if there is no file.
+    """Check the owner of a socket file without connecting; do nothing if there is no file.
 
-    `check_user` needs a connection, which fails if the backlog is full or this user has no rights to the
-    file.
+    `check_user` needs a connection, and connecting fails if the backlog is full or this user has no access
+    to the file.
 
     Raises:
         AccessDeniedError: the file belongs to another user, or this user may not enter its folder.

@@ -1,4 +1,4 @@
-"""The small values that users hold: handles, deliveries and statistics. No behaviour."""
+"""The value types of the public API, such as handles, deliveries and statistics. They have no behaviour."""
 
 from aiotensor.types.declaring import MAX_BOUNDS, MAX_ERROR_NAMES, Export, Holder, Waits, counter, gauge
 from aiotensor.types.statistics import (

@@ -1,4 +1,4 @@
-"""How statistics are declared: the fields of a class, their help texts and their metrics."""
+"""The means to declare statistics: fields with their help texts and metrics."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -20,8 +20,8 @@ __all__ = [
     "gauge",
 ]
 
-# Limits for values that come from another process: the bounds of a `Waits`, the types of errors, and holders.
-# A sender names far fewer holders to an inspector, but users may store the statistics of any sender.
+# Limits on values that come from another process: the bounds of a `Waits`, the types of errors, and holders.
+# A sender reports far fewer holders to an inspector, but users may store and load all of its statistics.
 MAX_BOUNDS = 64
 MAX_ERROR_NAMES = 32
 MAX_HOLDERS = 1024
@@ -39,8 +39,8 @@ class Holder(msgspec.Struct, frozen=True):
         message: the number of the message, as in its handles; None for memory from `allocate` that was
             not sent, and for a message without a sent tensor.
         state: the state of the message, in words.
-        bytes: bytes of shared memory that it holds.
-        seconds: the time that it has held them.
+        bytes: the bytes of shared memory that it holds.
+        seconds: the time in seconds for which it has held the permit or the memory.
     """
 
     message: Number | None
@@ -53,9 +53,10 @@ class Waits(msgspec.Struct, frozen=True):
     """The durations of all ended waits, including cancelled and failed ones.
 
     Attributes:
-        bounds_s: seconds, increasing; each wait is counted at the first bound that it did not exceed.
-        counts: the number of waits for each bound, and at the end the number that exceeded all bounds.
-        total_s: the total seconds of all waits.
+        bounds_s: upper bounds in seconds, in increasing order; each wait is counted at the first bound that
+            it did not exceed.
+        counts: the number of waits for each bound, followed by the number that exceeded all bounds.
+        total_s: the total duration of all waits in seconds.
 
     Raises:
         ValueError: the bounds do not increase, or there is not exactly one more count than bounds.
@@ -76,14 +77,15 @@ class Waits(msgspec.Struct, frozen=True):
 
 
 class Export(NamedTuple):
-    """How a field of statistics is exported; made by `counter` and `gauge`.
+    """How a field of statistics is exported as a metric; created by `counter` and `gauge`.
 
     Attributes:
-        kind: a ``"counter"`` only grows and outlasts its object; a ``"gauge"`` is a current value.
-        metric: the name of the metric after the name of the role, for example after ``aiotensor_sender_``;
-            "" for the name of the field.
-        labels: the labels that distinguish fields with the same metric, and their values.
-        is_largest: at each endpoint the largest value of all objects is exported, not the sum.
+        kind: ``"counter"`` for a value that only grows and outlasts its object; ``"gauge"`` for a current
+            value.
+        metric: the name of the metric without its prefix, such as ``aiotensor_sender_``; "" for the name of
+            the field.
+        labels: the names and values of the labels that distinguish fields with the same metric.
+        is_largest: whether the largest value of all objects at an endpoint is exported, instead of the sum.
     """
 
     kind: Literal["counter", "gauge"]
@@ -96,17 +98,23 @@ def counter(text: str, *, metric: str = "", labels: Mapping[str, str] | None = N
     """Declare a field that only grows: a number, the durations of waits, or errors by type.
 
     The statistics frame, the Prometheus metrics, the counts of closed objects and the tables of
-    docs/metrics.md derive from the declaration.
+    docs/metrics.md are derived from the declaration.
 
     Args:
         text: the help text, one or more sentences.
         metric: the name of the metric; see `Export`.
-        labels: the same.
+        labels: the labels of the metric; see `Export`.
     """
     export = Export("counter", metric, tuple((labels or {}).items()))
     return msgspec.Meta(description=text, extra={"export": export})
 
 
 def gauge(text: str, *, metric: str = "", largest: bool = False) -> msgspec.Meta:
-    """Declare a field with a current value; arguments as for `counter`, and `largest` as in `Export`."""
+    """Declare a field with a current value.
+
+    Args:
+        text: the help text, one or more sentences.
+        metric: the name of the metric; see `Export`.
+        largest: whether the largest value is exported, instead of the sum; see `Export.is_largest`.
+    """
     return msgspec.Meta(description=text, extra={"export": Export("gauge", metric, is_largest=largest)})

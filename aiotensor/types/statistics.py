@@ -1,4 +1,4 @@
-"""The statistics of each kind of object. One line declares a field, its help text and its metric."""
+"""The statistics of each kind of object. Each declaration defines a field, its help text and its metric."""
 
 from typing import Annotated, TypeAlias
 
@@ -26,7 +26,7 @@ _EngineConnections = Annotated[Number, gauge("Connections whose large tensors an
 class SenderStatistics(msgspec.Struct, frozen=True):
     """The current usage of one sender, and its totals since it was opened.
 
-    The declaration of each field explains it. A field without `counter` or `gauge` is not exported.
+    The declaration of each field describes it. Fields without `counter` or `gauge` are not exported.
     """
 
     max_concurrent_videos: Annotated[Number, gauge("Limit of messages in flight.", metric="permits_limit")]
@@ -96,9 +96,9 @@ class SenderStatistics(msgspec.Struct, frozen=True):
 
 
 class ReceiverStatistics(msgspec.Struct, frozen=True):
-    """The current usage of the receiver, and its totals since it was opened.
+    """The current usage of one receiver, and its totals since it was opened.
 
-    The declaration of each field explains it.
+    The declaration of each field describes it.
     """
 
     senders: Annotated[Number, gauge("Senders that are connected.")]
@@ -148,9 +148,9 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
 
 
 class ClientStatistics(msgspec.Struct, frozen=True):
-    """The current messages of a messaging client, and its totals since it was opened.
+    """The current messages of one message client, and its totals since it was opened.
 
-    The declaration of each field explains it. `in_flight` has a number for each server.
+    The declaration of each field describes it. `in_flight` contains one number for each server.
     """
 
     servers: Annotated[Number, gauge("Servers that are connected.")]
@@ -165,9 +165,9 @@ class ClientStatistics(msgspec.Struct, frozen=True):
 
 
 class ServerStatistics(msgspec.Struct, frozen=True):
-    """The current messages of a messaging server, and its totals since it was opened.
+    """The current messages of one message server, and its totals since it was opened.
 
-    The declaration of each field explains it. A field without `counter` or `gauge` is not exported.
+    The declaration of each field describes it. Fields without `counter` or `gauge` are not exported.
     """
 
     clients: Annotated[Number, gauge("Clients that are connected.")]
@@ -197,16 +197,16 @@ class ServerStatistics(msgspec.Struct, frozen=True):
 
 
 class SubscriberLag(msgspec.Struct, frozen=True):
-    """One subscriber of a publisher.
+    """How far one subscriber of a publisher is behind, and its totals.
 
     Attributes:
-        subscriber: its id.
-        pid: its process id.
-        behind: publications that it has not taken.
-        behind_s: seconds since the oldest of them was published; 0 if there is none.
-        held_bytes: bytes of shared memory that it may use, taken or not.
-        delivered: publications that it has taken.
-        dropped: publications that it has lost because it was slow.
+        subscriber: the id of the subscriber.
+        pid: the process id of the subscriber.
+        behind: the number of publications that it has not taken.
+        behind_s: the seconds since the oldest of these was published; 0 if there is none.
+        held_bytes: the bytes of shared memory that it may use, of publications that it has taken or not.
+        delivered: the number of publications that it has taken.
+        dropped: the number of publications that it has lost because it was slow.
     """
 
     subscriber: Annotated[str, msgspec.Meta(max_length=64)]
@@ -221,7 +221,7 @@ class SubscriberLag(msgspec.Struct, frozen=True):
 class PublisherStatistics(msgspec.Struct, frozen=True):
     """The current usage of one publisher, and its totals since it was opened.
 
-    The declaration of each field explains it. A field without `counter` or `gauge` is not exported.
+    The declaration of each field describes it. Fields without `counter` or `gauge` are not exported.
     """
 
     subscribers: Annotated[Number, gauge("Subscribers that are connected.")]
@@ -310,7 +310,7 @@ class PublisherStatistics(msgspec.Struct, frozen=True):
 class SubscriberStatistics(msgspec.Struct, frozen=True):
     """The current state of one subscriber, and its totals since it was opened.
 
-    The declaration of each field explains it.
+    The declaration of each field describes it.
     """
 
     publishers: Annotated[Number, gauge("Whether a publisher is connected.")]
@@ -346,7 +346,7 @@ class SubscriberStatistics(msgspec.Struct, frozen=True):
 class PipeStatistics(msgspec.Struct, frozen=True):
     """The current usage of one end of a pipe between ranks, and its totals since it was opened.
 
-    The declaration of each field explains it.
+    The declaration of each field describes it.
     """
 
     connected: Annotated[Number, gauge("Whether the other rank is connected.")]

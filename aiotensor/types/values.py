@@ -1,4 +1,4 @@
-"""The small values that users hold: handles and deliveries. No behaviour."""
+"""The value types of the public API except statistics, such as handles and deliveries."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Na
 
 import msgspec
 
-if TYPE_CHECKING:  # these records hold tensors and make none: the pure modules import this one
+if TYPE_CHECKING:  # not at runtime: modules that do not need torch import this one
     import torch
     from pydantic_core import CoreSchema, SchemaSerializer
 
@@ -37,18 +37,19 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=2.0**63)]
 
 
 class TensorHandle(msgspec.Struct, frozen=True):
-    """Name one tensor on its way.
+    """The name of one sent tensor, with which a receiver can receive it.
 
-    A handle is a few dozen bytes and survives msgpack, JSON and pickle unchanged, so it travels over
-    any channel that you already have. It may reach the receiver before its tensor does.
+    A handle takes about 100 bytes as msgpack. msgpack, JSON and pickle preserve it unchanged, so you can send
+    it over any channel that you already have. It may reach the receiver before its tensor does.
 
     It can be a field of a pydantic model, and the response or the body (``Annotated[TensorHandle, Body()]``)
-    of a FastAPI endpoint. pydantic also writes it in fields of type `Any`. ``dict(handle)`` gives its fields.
+    of a FastAPI endpoint. pydantic also serializes it in fields of type `Any`. ``dict(handle)`` returns its
+    fields.
 
     Attributes:
-        sender: the sender's id, unique for each opened sender.
-        message: counts up per sender, from 0.
-        tensor: counts up per message, from 0.
+        sender: the id of the sender, which no other sender has.
+        message: the number of the message, counted by its sender from 0.
+        tensor: the number of the tensor in its message, counted from 0.
         dtype: the name of the torch dtype, for example ``"uint8"``.
         shape: the sizes of the tensor's dimensions, in elements.
         device: the torch device that the tensor was sent from, for example ``"cpu"``.
@@ -75,8 +76,8 @@ class TensorHandle(msgspec.Struct, frozen=True):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: object) -> "CoreSchema":
-        """Describe a handle to pydantic: an instance, or an object with exactly typed fields."""
-        from pydantic_core import core_schema  # only pydantic calls this
+        """Return the pydantic schema of a handle: an instance, or an object with strictly typed fields."""
+        from pydantic_core import core_schema  # installed, because only pydantic calls this method
 
         text = core_schema.str_schema(strict=True)
         number = core_schema.int_schema(strict=True, ge=0, le=MAX_NUMBER)
@@ -99,7 +100,7 @@ class TensorHandle(msgspec.Struct, frozen=True):
             validate,
             fields,
             serialization=core_schema.plain_serializer_function_ser_schema(dict, return_schema=fields),
-            ref=f"{cls.__module__}.{cls.__qualname__}:{id(cls)}",  # one schema, which others refer to by name
+            ref=f"{cls.__module__}.{cls.__qualname__}:{id(cls)}",  # so that other schemas refer to this one
         )
 
     @property
@@ -107,7 +108,7 @@ class TensorHandle(msgspec.Struct, frozen=True):
         """The serializer that pydantic uses where no type declares a handle, as in a field of type `Any`."""
         try:
             return _serializer()
-        except ImportError as error:  # for tools that inspect all attributes
+        except ImportError as error:  # tools that read all attributes expect an AttributeError
             raise AttributeError("pydantic is not installed") from error
 
 
@@ -119,10 +120,10 @@ def _serializer() -> "SchemaSerializer":
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """One tensor, as returned by the receiver's iterator.
+    """One tensor and its handle, as returned by iterating over a receiver.
 
     Attributes:
-        handle: identifies it; `handle.tensor` is its position in the message, from 0.
+        handle: the handle of the tensor; `handle.tensor` is its position in the message, counted from 0.
         tensor: the tensor itself.
         tensors: the number of tensors in the message. They are delivered consecutively, so a consumer can
             collect them: all tensors of a message share `handle.sender` and `handle.message`.
@@ -135,13 +136,13 @@ class Delivery(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Publication(Generic[T]):
-    """One publication, as a subscriber receives it.
+    """One publication that a subscriber has received.
 
     Attributes:
-        message: the message.
-        number: counts up per publisher, from 0.
-        missed: the number of publications that this subscriber has missed immediately before, because it was
-            slow or not connected.
+        message: the published message.
+        number: the number of the publication, counted by its publisher from 0.
+        missed: the number of publications that this subscriber missed immediately before this one, because it
+            was slow or not connected.
     """
 
     message: T
@@ -155,7 +156,7 @@ class Published(NamedTuple):
     Attributes:
         number: the number of the publication.
         delivered: the number of subscribers that receive it.
-        dropped: the number of subscribers for which it replaces an older publication, which they have lost.
+        dropped: the number of subscribers that have lost an older publication, which this one replaces.
     """
 
     number: int
@@ -164,12 +165,12 @@ class Published(NamedTuple):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """How much of a limit is used, and how much more was requested.
+    """The usage of a limit, and the amount that a call requested in addition.
 
     Attributes:
         limit: the maximum amount in use at once; None if there is no limit.
         in_use: the amount in use now.
-        requested: the amount that the refused call requested.
+        requested: the amount that the failed call requested.
     """
 
     limit: int | None = None

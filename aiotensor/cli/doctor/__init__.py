@@ -1,1 +1,1 @@
-"""`aiotensor doctor`: checks of this machine, and advice. A check is a function that returns a `Finding`."""
+"""`aiotensor doctor`: checks this machine, and gives advice. Each check returns a `Finding`."""

@@ -26,7 +26,7 @@ def _checked(_: click.Context, option: click.Parameter, address: str | None) -> 
         if address.lower().startswith("tcp:"):
             needs_keys(address)
             return address
-        from aiotensor.transports.address import socket_path  # only here, since the checks do not need it
+        from aiotensor.transports.address import socket_path  # imported only here: the checks do not need it
 
         return Path(socket_path(address, "unix"))
     except ValueError as error:
@@ -65,13 +65,13 @@ def doctor(
     subscribers: int,
     as_objects: bool,
 ) -> None:
-    """Check what this machine allows, and print advice.
+    """Check whether this machine meets the requirements of aiotensor, and print advice.
 
     Each check is `ok`, a `note` (a limitation; most functions work nevertheless), or a
     `problem` (a requirement is not met). The exit status is 1 if there is a problem, else 0.
 
-    A tcp:// address is that of a receiver or publisher, on this or another machine. The doctor resolves it,
-    connects to it, and inspects the process there.
+    With a tcp:// address of a receiver or publisher, on this or another machine, the command also resolves
+    the name of the host, connects to the port, and inspects the process there.
     """
     socket, port = (address, None) if isinstance(address, Path) else (None, address)
     keys = keys_for(port, secret_key, server_key)
@@ -90,7 +90,7 @@ def doctor(
 def _examine(
     arena_bytes: int, subscribers: int, socket: Path | None, of_port: Mapping[str, Finding]
 ) -> dict[str, Finding]:
-    """Return the findings by the names of the checks, which stay the same from version to version."""
+    """Return the findings by the names of the checks, which do not change between versions."""
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     file_size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -42,7 +42,7 @@ class Finding:
 
 
 def read(file: Path) -> str:
-    """Return the text of a file of the kernel; "" if it cannot be read."""
+    """Return the text of a file in /proc or /sys; "" if it cannot be read."""
     try:
         return file.read_text()
     except OSError:
@@ -50,12 +50,12 @@ def read(file: Path) -> str:
 
 
 def as_json(findings: Mapping[str, Finding]) -> str:
-    """Write a list of objects with the keys check, status, found and advice."""
+    """Format findings as a JSON list of objects with the keys check, status, found and advice."""
     return json.dumps([{"check": check, **asdict(finding)} for check, finding in findings.items()], indent=2)
 
 
 def as_lines(findings: Mapping[str, Finding]) -> str:
-    """Write one line for each finding, and the verdict as the last line."""
+    """Format findings as one line each, with the verdict as the last line."""
     return "\n".join([*map(_line, findings, findings.values()), verdict(findings.values())])
 
 
@@ -65,7 +65,7 @@ def _line(check: str, finding: Finding) -> str:
 
 
 def verdict(findings: Iterable[Finding]) -> str:
-    """Sum up the findings in one line."""
+    """Summarize findings in one line."""
     statuses = [finding.status for finding in findings]
     numbers = [(statuses.count(status), status) for status in (Status.PROBLEM, Status.NOTE)]
     words = [counted(number, status) for number, status in numbers if number]
@@ -74,7 +74,7 @@ def verdict(findings: Iterable[Finding]) -> str:
 
 
 def as_table(findings: Mapping[str, Finding]) -> "Group":
-    """Draw a row for each finding, with its advice below the result, and the verdict. Needs rich."""
+    """Return a table with a row for each finding and its advice, and the verdict below it. Needs rich."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -84,7 +84,7 @@ def as_table(findings: Mapping[str, Finding]) -> "Group":
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for check, finding in findings.items():
-        # Text, because paths and error messages may contain brackets, which are no markup.
+        # The brackets in paths and error messages would be markup in a str, but not in a Text.
         found = Text(finding.found)
         if finding.advice:
             found.append(f"\n{finding.advice}", style="italic")

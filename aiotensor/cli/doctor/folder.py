@@ -1,4 +1,4 @@
-"""Checks of the place of a Unix socket: its folder, the length of its path, and an existing file."""
+"""Checks of the path of a Unix socket: its folder, its length, and an existing file."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ _OTHERWISE = "Choose another path"
 
 
 def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the usual folder of sockets: the user's own one, or the one for temporary files."""
+    """Return the usual folder of sockets: that of the user, or the folder for temporary files."""
     if folder := environment.get("XDG_RUNTIME_DIR"):
         return Path(folder)
     try:
@@ -32,11 +32,11 @@ def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
 def socket_folder(folder: Path, *, asked_for: bool) -> Finding:
     """Check that this user can make sockets in a folder, and that no other user can replace them.
 
-    Makes a socket under a random name, and removes it.
+    Makes a socket with a random name, and removes it.
 
     Args:
         folder: the folder to check.
-        asked_for: whether the user named the folder, and so needs this one.
+        asked_for: whether the user named the folder, so that a failure is a problem and not only a note.
     """
     bad = Status.PROBLEM if asked_for else Status.NOTE
     place = shlex.quote(str(folder))
@@ -54,7 +54,7 @@ def socket_folder(folder: Path, *, asked_for: bool) -> Finding:
         found = f"no socket can be made in {folder}: {error.strerror or error}"
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             return Finding(bad, found, f"Make it writable for this user, or {_ANOTHER}")
-        # Folders that a virtual machine shares with its host often support no sockets.
+        # Folders that a virtual machine shares with its host often do not support sockets.
         return Finding(bad, found, f"Not every file system has sockets: {_ANOTHER}")
     if facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX:
         found = f"{folder} is writable by everybody, who may replace a socket there"
@@ -66,7 +66,7 @@ def socket_folder(folder: Path, *, asked_for: bool) -> Finding:
 
 
 def socket_file(path: Path) -> Finding:
-    """Check that a socket can have this path, and report an existing socket, its user and its state."""
+    """Check that a socket can have a path; report the user and the state of an existing socket."""
     length = len(os.fsencode(path))
     if length > _LONGEST_PATH:
         found = f"a path of {length} bytes, where the kernel takes {_LONGEST_PATH}"
@@ -98,7 +98,7 @@ def _make_a_socket(folder: Path) -> None:
 
 
 def _alive(path: Path) -> Finding:
-    """Check whether a process has the socket open, without a connection that the process would notice.
+    """Check whether a process has the socket open, without making a connection.
 
     A datagram socket cannot connect to a socket of another type: the kernel raises EPROTOTYPE if a process
     has that socket open, and ECONNREFUSED otherwise.

@@ -1,4 +1,4 @@
-"""Checks of the kernel: memfds, Unix sockets, the end of processes, and copied pages. Each is tried."""
+"""Checks of the kernel, by trial: memfds, Unix sockets, the end of processes, and copied pages."""
 
 import ctypes
 import errno
@@ -35,7 +35,12 @@ _NOT_LINUX = "Use the kernel itself: something between, such as a sandbox, does 
 
 
 class _TrialError(Exception):
-    """A trial failed; `advice` is the remedy."""
+    """A trial has failed.
+
+    Args:
+        what: the failure, as a phrase.
+        advice: the remedy.
+    """
 
     def __init__(self, what: str, advice: str = _NOT_LINUX) -> None:
         super().__init__(what)
@@ -43,7 +48,7 @@ class _TrialError(Exception):
 
 
 def kernel(system: str, release: str) -> Finding:
-    """Check `platform.system()` and `platform.release()`."""
+    """Check the results of `platform.system()` and `platform.release()`."""
     found = f"{system} {release}".strip()
     if system != "Linux":
         return Finding(Status.PROBLEM, found, "Use Linux: aiotensor runs nowhere else")
@@ -58,12 +63,12 @@ def shared_memory() -> Finding:
 
 
 def unix_sockets() -> Finding:
-    """Check that a pair of sockets keeps records, and reports the credentials of the peer."""
+    """Check that a pair of sockets preserves records, and reports the credentials of the peer."""
     return _tried(_send_records, "SOCK_SEQPACKET keeps records, SO_PEERCRED names the peer")
 
 
 def process_ends() -> Finding:
-    """Check how a publisher is notified of the end of a subscriber's process."""
+    """Check how a publisher is notified when the process of a subscriber ends."""
     unnoticed = "the memory of a killed subscriber stays in use until other memory replaces it"
     try:
         os.close(os.pidfd_open(os.getpid()))
@@ -89,7 +94,7 @@ def process_ends() -> Finding:
 
 
 def copied_pages() -> Finding:
-    """Check that /proc/self/pagemap tells copied pages from shared ones."""
+    """Check that /proc/self/pagemap distinguishes copied pages from shared ones."""
     try:
         is_copied = _copied()
     except OSError as error:
@@ -106,7 +111,7 @@ def copied_pages() -> Finding:
 
 
 def _copied() -> list[bool]:
-    """Return which of two pages is no page of shared memory: one is shared, the other private."""
+    """Return, for a shared page and a private one, whether the kernel reports it as a copied page."""
     with (
         mmap.mmap(-1, _SIZE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS) as shared,
         mmap.mmap(-1, _SIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as private,
@@ -115,7 +120,7 @@ def _copied() -> list[bool]:
         entries = []
         for page in (shared, private):
             page[0] = 1
-            # The object that has the address must be freed before the page can be unmapped.
+            # The object with the address must be freed before the page can be unmapped.
             address = ctypes.addressof(ctypes.c_char.from_buffer(page))
             data = os.pread(pagemap.fileno(), _ENTRY.size, address // _SIZE * _ENTRY.size)
             if len(data) != _ENTRY.size:
@@ -174,7 +179,7 @@ def _share_a_memfd() -> None:
 
 
 def _passed_over_a_socket(descriptor: int) -> int:
-    """Return the descriptor as it arrives at the other end; the caller closes it."""
+    """Pass a descriptor over a pair of sockets, and return the received one, which the caller must close."""
     with _step("passing a descriptor (SCM_RIGHTS)"):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with ours, theirs:

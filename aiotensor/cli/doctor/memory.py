@@ -1,6 +1,6 @@
 """Checks of the resources for a sender or a publisher: memory, limits of the process, descriptors.
 
-No result here is a problem, because nothing here is needed at startup.
+None of these checks reports a problem, because no sender or publisher needs these resources at startup.
 """
 
 import os
@@ -34,7 +34,7 @@ _NEVER_OVERCOMMIT = "2"  # in vm.overcommit_memory
 def cgroup_limit(arena_bytes: int, root: Path = Path("/")) -> Finding:
     """Compare the memory limit of this process's cgroup, v1 or v2, with an arena.
 
-    Does not subtract the memory in use, which may be the arenas of these very senders.
+    The memory in use is not subtracted, because it may belong to the senders for which the check is made.
     """
     limit = min(memory_limits(root), default=None)
     if limit is None:
@@ -68,10 +68,10 @@ def available_memory(arena_bytes: int, root: Path = Path("/")) -> Finding:
 
 
 def process_limits(arena_bytes: int, address_space: int, mapped: int, file_size: int) -> Finding:
-    """Compare the limits on mappings and files with an arena: a memfd is a file.
+    """Compare the limits on mappings and files with an arena, whose memfds count as files.
 
     Args:
-        arena_bytes: the bytes of shared memory of one sender or publisher.
+        arena_bytes: the maximum shared memory of one sender or publisher, in bytes.
         address_space: RLIMIT_AS in bytes, or RLIM_INFINITY.
         mapped: the bytes that this process has mapped.
         file_size: RLIMIT_FSIZE in bytes, or RLIM_INFINITY.
@@ -97,7 +97,7 @@ def process_limits(arena_bytes: int, address_space: int, mapped: int, file_size:
 
 
 def commit_limit(arena_bytes: int, root: Path = Path("/")) -> Finding:
-    """Compare the memory that processes may still map privately with an arena: a subscriber maps it so."""
+    """Compare the memory that processes may still map privately with the mapping of a subscriber."""
     mode = read(root / "proc/sys/vm/overcommit_memory").strip()
     if mode != _NEVER_OVERCOMMIT:
         return Finding(Status.OK, "none for the private mappings of subscribers")
@@ -121,7 +121,7 @@ def commit_limit(arena_bytes: int, root: Path = Path("/")) -> Finding:
 def subscribers(soft: int, count: int) -> Finding:
     """Compare the limit on open descriptors (RLIMIT_NOFILE) with the subscribers of a publisher.
 
-    Each of them needs one while it is connected, and another one for a moment when it ends.
+    Each subscriber needs one descriptor while it is connected, and briefly another one when it ends.
     """
     needed = _FEW_DESCRIPTORS + 2 * count
     if soft == RLIM_INFINITY or soft >= needed:
@@ -136,7 +136,7 @@ def subscribers(soft: int, count: int) -> Finding:
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    """Check the limits on open descriptors (RLIMIT_NOFILE); a connection needs a handful."""
+    """Check the limits on open descriptors (RLIMIT_NOFILE), of which each connection needs a few."""
     found = f"at most {_count(soft)}, and {_count(hard)} if raised"
     if soft == RLIM_INFINITY or soft >= _FEW_DESCRIPTORS:
         return Finding(Status.OK, found)
@@ -150,7 +150,7 @@ def open_files(soft: int, hard: int) -> Finding:
 
 
 def dev_shm(folder: Path = Path("/dev/shm")) -> Finding:  # noqa: S108 - nothing is written there
-    """Report the size of /dev/shm, which other libraries need; it does not matter here."""
+    """Report the size of /dev/shm, which other libraries need, but not aiotensor."""
     try:
         figures = os.statvfs(folder)
     except OSError:
@@ -169,7 +169,7 @@ def huge_pages(root: Path = Path("/")) -> Finding:
 
 
 def mapped_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes that this process has mapped; 0 if they are unknown."""
+    """Return the number of bytes that this process has mapped; 0 if it is unknown."""
     words = (read(root / "proc/self/statm") or "0").split()
     return int(words[0]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -1,6 +1,6 @@
 """Checks of a ``tcp://`` address: its host, the process that listens there, the keys, and the network.
 
-Each check has a time limit. Names are resolved in a thread that nothing waits for.
+Each check has a time limit. Names are resolved in a thread that does not delay the exit of the process.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _BINDING = {
 
 
 class Place(NamedTuple):
-    """A numeric address and port, as the module `socket` takes it."""
+    """A numeric address and port, as the `socket` module accepts them."""
 
     family: int
     address: tuple[Any, ...]
@@ -53,8 +53,8 @@ class Place(NamedTuple):
 async def examine(text: str, keys: Keys) -> dict[str, Finding]:
     """Return the findings about an address, by the names of the checks.
 
-    Without the keys that the address needs, or if nothing listens there, the check of the handshake is left
-    out. Takes less than 20 seconds.
+    Without the keys that the address needs, or if no process listens there, the check of the handshake is
+    omitted. Takes less than 20 seconds.
 
     Args:
         text: the address.
@@ -79,7 +79,7 @@ async def examine(text: str, keys: Keys) -> dict[str, Finding]:
 
 
 def _reach(address: Address, *, has_keys: bool) -> Finding:
-    """Check that there are keys if other machines can reach an address."""
+    """Check that keys were given if other machines can reach an address."""
     where = f"{address.host} port {address.port}"
     if address.is_local:
         return Finding(Status.OK, f"{where}, which only this machine can reach: keys are optional")
@@ -93,7 +93,7 @@ def _reach(address: Address, *, has_keys: bool) -> Finding:
 
 
 def _public_key(secret_key: str) -> Finding:
-    """Report the public key of this side, which the other side has to know."""
+    """Report the public key of this side, which the other side must list in its `client_keys`."""
     public = zmq.curve_public(secret_key.encode()).decode()
     return Finding(Status.OK, f"the public key of this side, for client_keys of the other, is {public}")
 
@@ -119,7 +119,7 @@ async def _host(address: Address) -> tuple[Finding, Sequence[Place]]:
 
 
 def _place(number: str, port: int) -> Place:
-    """Return the place of a numeric address, without a query."""
+    """Return the place of a numeric address, without querying a name server."""
     [(family, _, _, _, address), *_] = socket.getaddrinfo(
         number, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
     )
@@ -148,7 +148,7 @@ async def _listener(places: Sequence[Place]) -> tuple[Finding, Place | None]:
 
 
 async def _failure_of(place: Place) -> OSError | None:
-    """Return why no connection can be made; None if one was made, which is closed again."""
+    """Connect to a place and disconnect; return the error if that fails."""
     try:
         async with asyncio.timeout(_CONNECT_S):
             with socket.socket(place.family, socket.SOCK_STREAM) as sock:
@@ -165,7 +165,7 @@ def _reason(error: OSError) -> str:
 
 
 def _is_ours(place: Place) -> bool:
-    """Return whether an address is one of this machine."""
+    """Return whether a place is on this machine."""
     try:
         with socket.socket(place.family, socket.SOCK_DGRAM) as sock:
             sock.bind((place.address[0], 0, *place.address[2:]))
@@ -175,7 +175,7 @@ def _is_ours(place: Place) -> bool:
 
 
 def _free(places: Sequence[Place]) -> Finding:
-    """Check that a process could listen at an address of this machine, where none does."""
+    """Check that a process could listen at a place on this machine, where no process does."""
     reasons = []
     advice = "Choose another address or port"
     for place in places:
@@ -222,7 +222,7 @@ async def _handshake(address: str, keys: Keys) -> Finding:
 
 
 def packets(place: Place, root: Path = Path("/")) -> Finding:
-    """Check the largest packet (MTU) of the interface through which a place is reached."""
+    """Check the largest packet (MTU) of the network interface through which a place is reached."""
     try:
         with socket.socket(place.family, socket.SOCK_DGRAM) as sock:
             sock.connect(place.address)  # sends nothing
@@ -248,7 +248,7 @@ def packets(place: Place, root: Path = Path("/")) -> Finding:
 
 
 def _interface_of(family: int, local: str, root: Path) -> str | None:
-    """Return the name of the interface that has an address."""
+    """Return the name of the interface that has an address; None if it is not known."""
     if family == socket.AF_INET6:
         number = socket.inet_pton(family, local.partition("%")[0]).hex()
         lines = (line.split() for line in read(root / "proc/net/if_inet6").splitlines())
@@ -265,7 +265,7 @@ def _interface_of(family: int, local: str, root: Path) -> str | None:
 
 
 def buffers(root: Path = Path("/")) -> Finding:
-    """Compare the largest TCP buffers that the kernel allows with the bytes that a sender has under way."""
+    """Compare the largest TCP buffers that the kernel allows with the bytes that a sender has in transit."""
     folder = root / "proc/sys/net"
     words = {name: read(folder / name).split() for name in ("ipv4/tcp_rmem", "ipv4/tcp_wmem")}
     most = {

@@ -28,7 +28,7 @@ def release_of(version: str) -> tuple[int, int]:
 
 
 def start_method(methods: Sequence[str]) -> Finding:
-    """Check the default of `multiprocessing.get_all_start_methods()`, which is the first."""
+    """Check the default start method: the first result of `multiprocessing.get_all_start_methods()`."""
     default = methods[0] if methods else "none"
     if default in ("spawn", "forkserver"):
         return Finding(Status.OK, f"multiprocessing uses {default} by default")
@@ -51,7 +51,7 @@ def torch_version() -> Finding:
 
 
 def torch_build(release: str, *, cuda: str | None, hip: str | None) -> Finding:
-    """Check a release of torch, which was built with versions of CUDA or ROCm (hip), or neither."""
+    """Check a release of torch, and report the versions of CUDA or ROCm (hip) with which it was built."""
     kind = f"built with CUDA {cuda}" if cuda else f"built with ROCm {hip}" if hip else "built for the CPU"
     if release_of(release) < _OLDEST_TORCH:
         return Finding(Status.PROBLEM, f"{release}, {kind}: too old", "Update it: pip install 'torch>=2.6'")
@@ -72,13 +72,13 @@ def event_loop() -> Finding:
 
 
 def cuda(root: Path = Path("/")) -> Finding:
-    """Report the GPUs that torch can use. Names are read from the driver, so that no GPU is started."""
+    """Report the GPUs that torch can use, with names from the driver, so that no GPU is initialized."""
     try:
         import torch
     except (ImportError, OSError):
         return Finding(Status.OK, "not known without torch; not needed")
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")  # torch warns about the reason why it cannot use a GPU
+        warnings.simplefilter("always")  # torch reports in a warning why it cannot use a GPU
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = _names_of_gpus(root)
     here = f"; in this machine: {', '.join(names)}" if names else ""
@@ -98,9 +98,9 @@ def nixl(locked_bytes: int, root: Path = Path("/"), trial_s: float = 5.0) -> Fin
     """Write from one engine of NIXL to another, and look for RDMA devices.
 
     Args:
-        locked_bytes: the limit of locked memory, to which RDMA devices register it.
-        root: of the file system.
-        trial_s: the longest time in seconds that the write may take.
+        locked_bytes: the limit of locked memory in bytes; RDMA devices require that memory is locked.
+        root: the root of the file system.
+        trial_s: the time limit for the write in seconds.
     """
     devices = sorted(path.name for path in root.glob("sys/class/infiniband/*"))
     what = f"RDMA devices: {', '.join(devices)}" if devices else "this machine has no RDMA device"

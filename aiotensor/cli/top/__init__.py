@@ -1,1 +1,1 @@
-"""`aiotensor top`: the state of a running receiver and its senders, as `aiotensor.inspection` reports it."""
+"""`aiotensor top`: shows the usage of a running receiver and its senders, or of a publisher."""

@@ -59,12 +59,12 @@ def top(
     interval_s: float,
     patience_s: float,
 ) -> None:
-    """Print the usage of resources by a running receiver and its senders, or by a publisher.
+    """Print the resource usage of a running receiver and its senders, or of a publisher.
 
-    On a terminal it inspects repeatedly, until Ctrl-C; elsewhere once. It changes nothing, and uses no
-    place of a sender or subscriber. At a unix:// address, only the user of the receiver or publisher may
-    inspect it. At a tcp:// address on another machine, the public key of this side has to be in its
-    client_keys.
+    On a terminal, the display is updated until Ctrl-C; otherwise, the usage is printed once. An inspection
+    changes nothing, and does not count towards the limits on senders or subscribers. At a unix:// address,
+    only the user of the receiver or publisher may inspect it. At a tcp:// address on another machine, its
+    client_keys must contain the public key of this side.
     """
     is_live = not as_json and _can_draw()
     keys = keys_for(address, secret_key, server_key)
@@ -85,7 +85,7 @@ def _can_draw() -> bool:
         return False
     from rich.console import Console
 
-    console = Console()  # without one of these properties it would draw nothing, and report nothing
+    console = Console()  # without one of these properties, rich draws nothing and raises no error
     return console.is_terminal and console.is_interactive and not console.is_dumb_terminal
 
 
@@ -100,7 +100,7 @@ def _check(address: str, keys: Keys) -> None:
 
 
 def _run(address: str, look: Look, as_json: bool, is_live: bool, interval_s: float) -> str:
-    """Inspect, and return the text to write; never returns if it draws on a terminal."""
+    """Inspect, and return the text to write; in live mode, draw on the terminal and never return."""
     try:
         if as_json:
             return asyncio.run(_as_json(address, look, interval_s))

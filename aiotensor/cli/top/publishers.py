@@ -1,4 +1,4 @@
-"""The report on an inspection of a publisher, as lines, JSON, or a screen. Only the screen needs rich."""
+"""The report on the inspection of a publisher, as lines, JSON or a screen. Only the screen needs rich."""
 
 import json
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["PublishingRate", "as_json", "as_lines", "as_screen", "rate"]
 
 _SHOWN_OF_AN_ID = 6
-_BESIDE_SUBSCRIBERS = 5  # lines of the screen above them
+_BESIDE_SUBSCRIBERS = 5  # lines of the screen besides the subscribers
 
 
 class PublishingRate(NamedTuple):
@@ -26,7 +26,7 @@ class PublishingRate(NamedTuple):
 
 
 def rate(before: PublisherInspection | None, now: PublisherInspection) -> PublishingRate | None:
-    """Return the rates of a publisher; None without an earlier inspection of the same one."""
+    """Return the rates of a publisher; None without an earlier inspection of the same publisher."""
     if before is None or before.publisher != now.publisher or now.answered_at <= before.answered_at:
         return None
     seconds, then = now.answered_at - before.answered_at, before.statistics
@@ -37,16 +37,19 @@ def rate(before: PublisherInspection | None, now: PublisherInspection) -> Publis
 
 
 def as_json(address: str, before: PublisherInspection | None, now: PublisherInspection) -> str:
-    """Write one object: the publisher, its `statistics`, and its rates (`published`), null if unknown."""
+    """Format an inspection as one JSON object: the publisher, its `statistics`, and its rates (`published`).
+
+    The rates are null if they are unknown.
+    """
     found = msgspec.to_builtins(now)
-    del found["answered_at"]  # by the clock of this process
+    del found["answered_at"]  # the clock has no meaning in other processes
     rates = rate(before, now)
     found["published"] = None if rates is None else rates._asdict()
     return json.dumps({"address": address, **found}, indent=2, allow_nan=False)
 
 
 def as_lines(address: str, now: PublisherInspection) -> str:
-    """Write a line for the publisher, and one for each subscriber, the slowest first."""
+    """Format an inspection as lines: one for the publisher, and one for each subscriber, slowest first."""
     statistics = now.statistics
     waiting = "no call waits"
     if statistics.waiting:
@@ -78,13 +81,13 @@ def _line_of(lag: SubscriberLag, max_behind: int) -> str:
 def as_screen(
     address: str, before: PublisherInspection | None, now: PublisherInspection, height: int
 ) -> "RenderableType":
-    """Draw an inspection: the publisher, and a table of its subscribers, the slowest first.
+    """Draw an inspection: the publisher, and a table of its subscribers, slowest first.
 
     Args:
         address: the address of the publisher.
-        before: the previous inspection, for the rates.
-        now: the inspection.
-        height: lines of the screen; the subscribers that do not fit are counted.
+        before: the previous inspection, for the rates; None if there is none.
+        now: the inspection to draw.
+        height: the height of the screen in lines; subscribers that do not fit are only counted.
     """
     from rich.console import Group
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""The report on an inspection of a receiver: rates, holders, and the output as lines or JSON."""
+"""The report on the inspection of a receiver: rates, holders, and the output as lines or JSON."""
 
 import json
 from collections.abc import Callable, Coroutine
@@ -26,7 +26,7 @@ class Rate(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A holder of resources, with the process id of its sender, and its message."""
+    """A holder of resources, with the process id of its sender, and its message in words."""
 
     pid: int
     message: str
@@ -34,7 +34,7 @@ class Held(NamedTuple):
 
 
 def rates(before: Inspection | None, now: Inspection) -> dict[str, Rate]:
-    """Return the rates of each sender by its id, without senders that did not reply twice."""
+    """Return the rates of senders by their ids, without senders that did not reply to both inspections."""
     earlier = {} if before is None else {sender.sender: sender for sender in before.senders}
     found = {sender.sender: _rate(earlier.get(sender.sender), sender) for sender in now.senders}
     return {sender: rate for sender, rate in found.items() if rate is not None}
@@ -53,7 +53,7 @@ def _rate(before: SenderInspection | None, now: SenderInspection) -> Rate | None
 
 
 def holders_of(inspection: Inspection) -> list[Held]:
-    """List the holders of all senders, the longest first."""
+    """Return the holders of all senders, longest first."""
     found = [
         Held(sender.pid, _message(holder), holder)
         for sender in inspection.senders
@@ -73,22 +73,22 @@ def named(sender: str) -> str:
 
 
 def as_json(address: str, before: Inspection | None, now: Inspection) -> str:
-    """Write one object: the receiver, its `statistics`, and its `senders`, each with its own.
+    """Format an inspection as one JSON object: the receiver, its `statistics`, and its `senders` with theirs.
 
-    The `statistics` of a sender that did not reply are null, and so are its rates (`sent`) unless it replied
-    both times.
+    The `statistics` of a sender that did not reply are null. The rates of a sender (`sent`) are null unless
+    it replied to both inspections.
     """
     found = msgspec.to_builtins(now)
     by_sender = rates(before, now)
     for sender in found["senders"]:
-        del sender["answered_at"]  # by the clock of this process
+        del sender["answered_at"]  # the clock has no meaning in other processes
         rate = by_sender.get(sender["sender"])
         sender["sent"] = None if rate is None else rate._asdict()
     return json.dumps({"address": address, **found}, indent=2, allow_nan=False)
 
 
 def as_lines(address: str, now: Inspection) -> str:
-    """Write a line for the receiver, one for each sender, and one for each of their holders."""
+    """Format an inspection as lines: one for the receiver, one for each sender, and one for each holder."""
     return "\n".join([_receiver(address, now), *map(_sender, now.senders), *map(_holder, holders_of(now))])
 
 

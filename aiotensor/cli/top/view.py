@@ -1,4 +1,4 @@
-"""Inspect a receiver repeatedly and draw the results on a terminal. Needs rich."""
+"""Inspect a receiver or publisher repeatedly, and draw the results on a terminal. Needs rich."""
 
 import asyncio
 import signal
@@ -19,31 +19,31 @@ from aiotensor.inspection import Inspection, PublisherInspection, SenderInspecti
 
 __all__ = ["as_screen", "missing", "watch"]
 
-_LONG_WAIT_S = 1.0  # worth a colour
+_LONG_WAIT_S = 1.0  # longer waits are drawn in red
 _UNKNOWN = "-"
-_BESIDE_SENDERS = 5  # lines of the screen above them
-_OF_HOLDERS = 3  # lines that holders need beside their own
+_BESIDE_SENDERS = 5  # lines of the screen above the senders
+_OF_HOLDERS = 3  # lines besides the holders: a blank line, a title, and the number of omitted holders
 
 _over = partial(of_limit, of="/")
 
 
 async def watch(address: str, look: Look, interval_s: float) -> NoReturn:
-    """Inspect a receiver until cancelled, and its successor after it is gone.
+    """Inspect the receiver or publisher at an address, and its successors, until cancelled.
 
     SIGTERM cancels this coroutine, so that the terminal is restored before the process ends.
 
     Args:
-        address: of the receiver.
-        look: inspects the receiver once.
-        interval_s: pause in seconds between two inspections.
+        address: the address of the receiver or publisher.
+        look: a function that inspects it once.
+        interval_s: the pause in seconds between two inspections.
 
     Raises:
-        AioTensorError: this process cannot inspect any receiver at this address.
+        AioTensorError: this process cannot inspect the address, for a reason other than a missing process.
     """
     watching = asyncio.current_task()
     if watching is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, watching.cancel)
-    # By default rich checks for a terminal before it draws: without one, this would loop and draw nothing.
+    # By default, rich draws nothing if it detects no terminal, and this loop would run without an effect.
     console = Console(force_terminal=True)
     before: Inspection | PublisherInspection | None = None
     with Live(console=console, screen=True, auto_refresh=False) as live:
@@ -72,13 +72,13 @@ def _screen(
 
 
 def as_screen(address: str, before: Inspection | None, now: Inspection, height: int) -> RenderableType:
-    """Draw an inspection: the receiver, a table of its senders, and the holders, the longest first.
+    """Draw an inspection: the receiver, a table of its senders, and a list of the holders, longest first.
 
     Args:
         address: the address of the receiver.
-        before: the previous inspection, for the rates of senders.
-        now: the inspection.
-        height: lines of the screen; the senders and holders that do not fit are counted.
+        before: the previous inspection, for the rates of senders; None if there is none.
+        now: the inspection to draw.
+        height: the height of the screen in lines; senders and holders that do not fit are only counted.
     """
     held = holders_of(now)
     room = height - _BESIDE_SENDERS
@@ -100,7 +100,7 @@ def _more(count: int) -> list[Text]:
 
 
 def missing(reason: str) -> RenderableType:
-    """Draw the reason why there is no receiver."""
+    """Draw the reason why there is nothing to inspect."""
     return Group(Text(printable(reason), style="yellow"), Text("looking for the next one ...", style="dim"))
 
 
@@ -125,7 +125,7 @@ def _header(address: str, now: Inspection) -> RenderableType:
 
 
 def _line(text: str = "", style: str = "") -> Text:
-    # A wrapped line would push others off the screen.
+    # A wrapped line would push other lines off the screen.
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 

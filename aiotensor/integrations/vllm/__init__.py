@@ -1,7 +1,7 @@
 """Tensor transport for vLLM 0.33 and later.
 
-`TensorConsumer` and `TensorProvider` are hooks of its `MsgpackEncoder` and `MsgpackDecoder`. The plugin in
-`aiotensor.integrations.vllm.plugin` installs them in the processes of vLLM; see docs/vllm.md.
+`TensorConsumer` and `TensorProvider` are hooks for vLLM's `MsgpackEncoder` and `MsgpackDecoder`. The plugin
+in `aiotensor.integrations.vllm.plugin` installs them in the processes of vLLM; see docs/vllm.md.
 """
 
 from aiotensor.integrations.vllm.consumer import TensorConsumer

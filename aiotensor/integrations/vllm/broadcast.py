@@ -1,9 +1,9 @@
 """A queue with the interface of vLLM's ``MessageQueue``, over a publisher and its subscribers.
 
-One process writes arbitrary Python objects, and each reader gets all of them. The object is pickled once, and
+One process writes arbitrary Python objects, and each reader gets all of them. An object is pickled once, and
 its large buffers are placed in shared memory once, where the readers use them without a copy.
 
-Unpickling runs code that the writer chooses. So an address of a queue is always the path of a Unix socket:
+Unpickling runs code that the writer chooses. So the address of a queue is always the path of a Unix socket:
 only processes of this user can connect, and a reader rejects a writer that runs as another user.
 """
 
@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Handle:
-    """The place of a queue, for the processes of its readers; picklable.
+    """The address of a queue, for the processes of its readers. It can be pickled.
 
     Attributes:
-        address: where the writer listens.
+        address: the address at which the writer listens.
         local_reader_ranks: the ranks of the readers, which vLLM's executor reads.
     """
 
@@ -46,14 +46,14 @@ class Handle:
 class MessageQueue:
     """Broadcast Python objects to the processes of this user on this machine; the interface is vLLM's.
 
-    It can be used in any thread, except in one of a running event loop.
+    It can be used in any thread without a running event loop.
 
     Args:
         n_reader: the number of readers.
-        n_local_reader: those on this machine: all of them.
-        local_reader_ranks: their ranks; by default, counted from 0.
-        max_chunk_bytes: has no effect: a message may have as many bytes as the arena of the settings.
-        max_chunks: the number of messages that a reader may be behind; further ones wait for it.
+        n_local_reader: the number of readers on this machine, which must be `n_reader`.
+        local_reader_ranks: the ranks of the readers; counted from 0 by default.
+        max_chunk_bytes: has no effect: only `Settings.arena_bytes` limits the size of a message.
+        max_chunks: the number of messages that a reader may be behind; further messages wait for it.
         connect_ip: has no effect.
         enable_shm_tensor_arena: has no effect: large buffers are always shared.
 
@@ -93,8 +93,8 @@ class MessageQueue:
         """Return the queue of a reader.
 
         Args:
-            handle: of the queue.
-            rank: of the reader, one of those in the handle.
+            handle: the handle of the queue.
+            rank: the rank of the reader, one of those in the handle.
 
         Raises:
             UsageError: the queue has no reader of this rank, or its address is not the path of a socket.
@@ -109,7 +109,7 @@ class MessageQueue:
         self._handle = handle
         reader = blocking.Subscriber(handle.address, list[Any], max_mapped_bytes=None)
         self._open(None, reader)
-        if not reader.statistics().publishers:  # the writer has listened since before there was a handle
+        if not reader.statistics().publishers:  # the writer listened before it exported the handle
             self.shutdown()
             raise PeerLostError("the writer of the queue has ended")
         return self
@@ -124,7 +124,7 @@ class MessageQueue:
         external_writer_handle: Handle | None = None,
         blocking: bool = True,
     ) -> Self:
-        """Return the queue of this process, where one process of a group writes, and all others read.
+        """Return the queue of this process, in a group of which one process writes and all others read.
 
         Args:
             pg: a ``ProcessGroup`` of torch, or a ``StatelessProcessGroup`` of vLLM.
@@ -132,12 +132,13 @@ class MessageQueue:
             max_chunks: the number of messages that a reader may be behind.
             writer_rank: the rank of the writer in the group.
             external_writer_handle: the handle of another queue, which all processes of the group read.
-            blocking: whether to wait until all of them are connected.
+            blocking: whether to wait until all readers are connected.
 
-        Waits for all processes of the group. Errors are those of the constructor and `create_from_handle`.
+        Waits for all processes of the group. Other errors are those of the constructor and of
+        `create_from_handle`.
 
         Raises:
-            PeerLostError: the writer has raised an error, and has no queue.
+            PeerLostError: the writer has no queue, because of an error in its process.
         """
         rank, machines = _gather(pg, machine_of_this_process())
         elsewhere = sum(machine != machines[writer_rank] for machine in machines)
@@ -151,7 +152,7 @@ class MessageQueue:
                 queue = cls(len(ranks), len(ranks), ranks, max_chunk_bytes, max_chunks)
                 handle = queue.export_handle()
         finally:
-            _, handles = _gather(pg, handle)  # also after an error, which the readers wait for
+            _, handles = _gather(pg, handle)  # also after an error, because the readers wait for it
         handle = handles[writer_rank]
         if handle is None:
             raise PeerLostError("the writer of the group has no queue, because of an error there")
@@ -169,7 +170,7 @@ class MessageQueue:
             raise AssertionError("a queue has one end here")
         self._end = end
         end.__enter__()
-        # vLLM does not shut down each queue. At exit the threads have stopped by then.
+        # vLLM does not shut down every queue. At exit, the threads have stopped before finalizers run.
         weakref.finalize(self, end.abandon).atexit = False
 
     def export_handle(self) -> Handle:
@@ -177,7 +178,7 @@ class MessageQueue:
         return self._handle
 
     def wait_until_ready(self) -> None:
-        """Wait until all readers are connected; to be called by the writer and by all readers.
+        """Wait until all readers are connected. The writer and all readers must call this method.
 
         Raises:
             PeerLostError: the writer has closed.
@@ -185,7 +186,7 @@ class MessageQueue:
         """
         if self._writer is not None:
             self._writer.wait_for_subscribers(self._n_reader)
-            # No other process connects later, and a killed one leaves no file.
+            # No further process connects, and a killed writer would leave the file behind.
             _path_of(self._handle).unlink(missing_ok=True)
             self.enqueue(None)
         else:
@@ -196,10 +197,10 @@ class MessageQueue:
 
         Args:
             obj: any picklable object.
-            timeout: seconds to wait for a slow reader and for memory; None for no limit.
+            timeout: the seconds to wait for slow readers and for memory; None for no limit.
 
         Raises:
-            TimeoutError: the time was over, and nothing was written.
+            TimeoutError: the time limit was reached, and nothing was written.
             PeerLostError: a reader has ended, or has never connected.
             TooLargeError: the message is larger than the arena.
             UsageError: this process is a reader.
@@ -209,7 +210,7 @@ class MessageQueue:
         self.write(dumps(obj), timeout)
 
     def has_space(self, parts: Parts) -> bool:
-        """Return whether these parts fit into the free memory, so that `write` does not wait for memory."""
+        """Return whether parts fit into the free memory, so that `write` does not wait for memory."""
         if self._writer is None:
             return False
         return sum(whole_pages(len(part)) for part in parts) <= self._writer.statistics().largest_free_bytes
@@ -217,7 +218,7 @@ class MessageQueue:
     def write(self, parts: Parts, timeout: float | None = None) -> int:
         """Write the parts of a pickle for all readers, and return the number of the message.
 
-        Arguments and errors are otherwise those of `enqueue`.
+        The timeout and the errors are those of `enqueue`.
         """
         if self._writer is None:
             raise UsageError("this process reads from the queue, and cannot write to it")
@@ -228,26 +229,26 @@ class MessageQueue:
         return published.number
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
-        """Return the next object.
+        """Wait for the next object, and return it.
 
-        Its large buffers are in shared memory until they are freed.
+        The large buffers of the object are in shared memory until they are freed.
 
         Args:
-            timeout: seconds to wait; None for no limit.
+            timeout: the seconds to wait; None for no limit.
             indefinite: has no effect: a long wait is never logged.
 
         Raises:
             TimeoutError: nothing was written within `timeout`.
-            PeerLostError: the writer has ended. The queue is closed then.
+            PeerLostError: the writer has ended. This closes the queue.
             UsageError: this process is the writer.
             ClosedError: `shutdown` was called, perhaps in another thread during the wait.
         """
         return loads(self.read(timeout=timeout))
 
     def read(self, number: int = 0, timeout: float | None = None) -> Parts:
-        """Return the parts of the next pickle, without those of messages with a lower number.
+        """Return the parts of the next pickle, and skip messages with a lower number.
 
-        Errors are those of `dequeue`.
+        The timeout and the errors are those of `dequeue`.
         """
         if self._reader is None:
             raise UsageError("this process writes to the queue, and cannot read from it")
@@ -261,18 +262,18 @@ class MessageQueue:
                 return found.message
 
     def broadcast_object(self, obj: object = None) -> Any:
-        """Write the object in the writer's process, or return the next one in that of a reader."""
+        """Write an object in the process of the writer, or return the next one in the process of a reader."""
         if self._writer is None:
             return self.dequeue()
         self.enqueue(obj)
         return obj
 
     def statistics(self) -> PublisherStatistics | SubscriberStatistics:
-        """Return the statistics of the publisher in the writer's process, and of the subscriber elsewhere."""
+        """Return the statistics of the publisher, in the process of the writer, or of the subscriber."""
         return self._end.statistics()
 
     def shutdown(self) -> None:
-        """Close: waiting calls in other threads raise `ClosedError`."""
+        """Close this end of the queue; waiting calls in other threads raise `ClosedError`."""
         self._end.close()
 
 

@@ -1,4 +1,4 @@
-"""The names of vLLM's that the integration replaces or relies on, and the check of their parameters."""
+"""The names in vLLM that the integration replaces or relies on, and a check of their parameters."""
 
 import importlib
 import inspect
@@ -86,10 +86,10 @@ class UnsupportedError(Exception):
 
 
 def check(signatures: Signatures) -> None:
-    """Check the version of vLLM, and the parameters of these names.
+    """Check the version of vLLM, and the parameters of the given names.
 
     Raises:
-        UnsupportedError: it differs from the known ones.
+        UnsupportedError: the version is unknown, a name is missing, or its parameters differ.
     """
     try:
         version = str(importlib.import_module("vllm").__version__)
@@ -113,7 +113,7 @@ def check(signatures: Signatures) -> None:
 
 
 def owner_of(module: str, name: str) -> tuple[Any, str]:
-    """Return the object that has an attribute, and the name of the attribute there."""
+    """Return the module or class that has a name as an attribute, and the name of that attribute."""
     owner = importlib.import_module(module)
     *path, attribute = name.split(".")
     for part in path:
@@ -122,12 +122,12 @@ def owner_of(module: str, name: str) -> tuple[Any, str]:
 
 
 def original(present: Any) -> Any:
-    """Return the object of vLLM's that this module has replaced, or the object itself."""
+    """Return the object of vLLM that was replaced by an object of aiotensor, or the object itself."""
     return getattr(present, "replaced_by_aiotensor", present)
 
 
 def log_unchanged(reason: object) -> None:
-    """Log that vLLM is used as without the integration."""
+    """Log that the integration leaves vLLM unchanged."""
     logger.warning(
         "aiotensor changes nothing in vLLM: %s",
         reason,

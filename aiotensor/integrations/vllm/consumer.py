@@ -1,4 +1,4 @@
-"""The hook of vLLM's encoder: it posts the tensors of each message."""
+"""The hook of vLLM's encoder, which posts the tensors of each message."""
 
 import asyncio
 from collections import Counter
@@ -38,16 +38,16 @@ class TensorConsumer:
     - otherwise, each tensor is a separate message with a separate permit.
 
     A tensor that cannot be sent now (no permit, no memory, no receiver, an unsupported tensor) is declined,
-    and vLLM serializes it as usual. The first case of each kind is logged; the statistics of the sender count
-    all of them by the type of the error. A sent tensor must not change until the engine has received it.
+    and vLLM serializes it as usual. The first error of each type is logged, and the statistics of the sender
+    count all errors by type. A sent tensor must not change until the engine has received it.
 
     Args:
         senders: an open sender, or one for each engine in the order of their indices. A blocking sender can
-            be used in any thread, one of asyncio only in its event loop.
+            be used in any thread, a sender for asyncio only in its event loop.
 
     Attributes:
-        senders: one for each engine.
-        declined: the number of declined tensors, by the name of the error.
+        senders: a list with one sender for each engine.
+        declined: the number of declined tensors, by the name of the type of the error.
 
     Raises:
         ValueError: there is no sender.
@@ -94,7 +94,7 @@ class TensorConsumer:
 
     @contextmanager
     def message(self) -> Iterator[None]:
-        """End the message that is encoded in a block with it, and discard the message after an exception."""
+        """End the message that is encoded in the block when the block ends; discard it after an exception."""
         self._is_delimited = True
         try:
             yield
@@ -120,7 +120,7 @@ class TensorConsumer:
     def discard(self, data: dict[str, Any]) -> None:
         """Discard the message of a placeholder, because no engine will decode it.
 
-        A message that was received already is not affected.
+        A message that has already been received is not affected.
         """
         handle = handle_of("", (), data)
         for sender in self.senders:
@@ -140,7 +140,7 @@ class TensorConsumer:
         return handle
 
     def _iteration_ended(self, message: PostedMessage) -> None:
-        """End a message of the last iteration of the event loop, unless that was done already."""
+        """End a message of the last iteration of the event loop, unless it has ended already."""
         if self._message is message:
             self.end_message()
 
@@ -165,10 +165,10 @@ def _run(sender: _Sender, function: Callable[[], R]) -> R:
 
 
 def _end(sender: _Sender, end: Callable[[], None]) -> None:
-    """End a message of a sender, unless it has ended with the receiver or the sender."""
+    """End a message of a sender, unless it has ended because the receiver or the sender is gone."""
     try:
         _run(sender, end)
     except UsageError:
         raise
     except AioTensorError:
-        pass  # the message has ended with its receiver or its sender, which was reported there
+        pass  # the message has ended already, and the reason was reported where it ended

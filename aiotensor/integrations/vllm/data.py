@@ -1,4 +1,4 @@
-"""The placeholder of a tensor in a message of vLLM's: the names that find the tensor."""
+"""The placeholder of a tensor in a message of vLLM, which identifies the tensor."""
 
 from typing import Annotated, Any
 
@@ -17,15 +17,15 @@ class _Data(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def data_of(handle: TensorHandle) -> dict[str, Any]:
-    """Return the placeholder for a handle. The message of vLLM's carries the dtype and the shape itself."""
+    """Return the placeholder for a handle. The message of vLLM itself contains the dtype and the shape."""
     return {"sender": handle.sender, "message": handle.message, "tensor": handle.tensor}
 
 
 def handle_of(dtype: str, shape: tuple[int, ...], data: dict[str, Any]) -> TensorHandle:
-    """Return the handle for a placeholder, and for the dtype and shape that the message states.
+    """Return the handle for a placeholder, and for the dtype and shape in the message.
 
     Raises:
-        ProtocolError: the placeholder is of another implementation of vLLM's hooks.
+        ProtocolError: the placeholder was made by another implementation of vLLM's hooks.
     """
     try:
         names = msgspec.convert(data, _Data)

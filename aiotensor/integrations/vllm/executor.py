@@ -1,4 +1,4 @@
-"""vLLM's executor of several worker processes, whose large messages travel through aiotensor."""
+"""vLLM's executor for several worker processes, with large messages carried by aiotensor."""
 
 import asyncio
 import time
@@ -25,9 +25,9 @@ _LARGE_BYTES = 16 << 20
 class BroadcastExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc] # vLLM is not typed for us
     """The executor that ``AIOTENSOR_VLLM=broadcast`` selects in place of the backend ``mp``.
 
-    Also for ``--distributed-executor-backend aiotensor.integrations.vllm.executor.BroadcastExecutor``.
-    Otherwise, the queues are those of vLLM: with workers on several machines, with an unknown version of
-    vLLM, and in the thread of an event loop.
+    ``--distributed-executor-backend aiotensor.integrations.vllm.executor.BroadcastExecutor`` selects it, too.
+    It uses vLLM's own queues if the workers run on several machines, if the version of vLLM is unknown, and
+    in the thread of an event loop.
     """
 
     def _init_executor(self) -> None:
@@ -49,11 +49,11 @@ class BroadcastExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[m
 
 @dataclass(frozen=True)
 class ExecutorHandle:
-    """The handles of both queues. A process that receives it replaces the queue of vLLM's executor.
+    """The handles of both queues. A process that unpickles it replaces the queue of vLLM's executor.
 
     Attributes:
-        small: of the queue for small messages.
-        large: of the queue for large ones.
+        small: the handle of the queue for small messages.
+        large: the handle of the queue for large messages.
         local_reader_ranks: the ranks of the readers, which vLLM's executor reads.
     """
 
@@ -66,19 +66,20 @@ class ExecutorHandle:
 
 
 class ExecutorQueue:
-    """The ``MessageQueue`` of vLLM's executor: vLLM's ring for small messages, aiotensor's for large ones.
+    """A queue for vLLM's executor: vLLM's ring for small messages, aiotensor's queue for large ones.
 
-    The ring has the order of all messages: in place of a large message, it has its number. Methods and errors
-    are those of `broadcast.MessageQueue`. A wait for a message does not notice that the writer has died:
-    vLLM's executor and workers notice it, and call `shutdown`, which ends the wait with `RuntimeError`.
+    The ring determines the order of all messages: in place of a large message, it carries the number of that
+    message. Methods and errors are those of `broadcast.MessageQueue`. A wait for a message does not end when
+    the writer dies: vLLM's executor and workers notice it, and call `shutdown`, which ends the wait with
+    `RuntimeError`.
 
     Args:
         n_reader: the number of readers, all of which are on this machine.
         n_local_reader: the same number.
-        options: of vLLM's queue.
+        options: the other arguments of vLLM's queue.
 
     Attributes:
-        small: vLLM's ring, which has the order of all messages.
+        small: vLLM's ring, which determines the order of all messages.
         large: the queue for large messages.
     """
 
@@ -88,7 +89,7 @@ class ExecutorQueue:
         large = broadcast.MessageQueue(n_reader, n_local_reader, options.get("local_reader_ranks"))
         small = shm_broadcast.MessageQueue(n_reader, n_local_reader, **options)
         self._open(small, large)
-        # A longer message does not fit into a slot of the ring, which also has some bytes for each buffer.
+        # A longer message does not fit into a slot of the ring, which also stores some bytes for each buffer.
         slot_bytes = options.get("max_chunk_bytes", _LARGE_BYTES)
         self._large_bytes = min(_LARGE_BYTES, slot_bytes - slot_bytes // 16)
 
@@ -125,10 +126,10 @@ class ExecutorQueue:
         self.small.enqueue(parts if number is None else number, left)
 
     def _write(self, parts: Parts, timeout: float | None) -> int | None:
-        """Write a large message and return its number; None if there is no memory for it.
+        """Write a large message, and return its number; None if there is no memory for it.
 
         The workers keep the tensors of a request until a later message ends it. A wait for their memory would
-        delay that message, too, and so never end.
+        delay that message, too, and would never end.
         """
         reason: object = "AIOTENSOR_VLLM_ARENA_BYTES has no space beside the tensors that the workers use"
         if self.large.has_space(parts):
@@ -150,11 +151,11 @@ class ExecutorQueue:
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
         """Return the next object."""
         found = self.small.dequeue(timeout, indefinite)
-        # A large message is written before its number. With a limit on this wait, it could be lost.
+        # A large message is written before its number. If this wait had a limit, the message could be lost.
         return loads(found if isinstance(found, list) else self.large.read(found))
 
     def shutdown(self) -> None:
-        """Close: waiting calls in other threads raise an error."""
+        """Close this end of the queue; waiting calls in other threads raise an error."""
         self.small.shutdown()
         self.large.shutdown()
 

@@ -1,4 +1,4 @@
-"""Pickles of arbitrary objects, with the bytes of tensors and arrays as separate tensors."""
+"""Pickles of arbitrary objects, with the bytes of large tensors and arrays in separate buffers."""
 
 import copyreg
 import io
@@ -12,14 +12,14 @@ from aiotensor.tensors.dtypes import DTYPE_NAMES, dtype_from_name
 
 __all__ = ["Parts", "dumps", "loads"]
 
-# A pickle, and its buffers: arrays at the writer, and tensors at a reader. A long pickle is one, too.
+# A pickle and its buffers, which are arrays at the writer and tensors at a reader, and so is a long pickle.
 Parts: TypeAlias = list[bytes | np.ndarray[Any, Any] | torch.Tensor]
 
 _IN_BAND_BYTES = 16 * 1024  # a smaller buffer is copied into the pickle
 
 
 def dumps(obj: object) -> Parts:
-    """Pickle an object. Its buffers are not copied, unless they are small."""
+    """Pickle an object. Only small buffers are copied."""
     parts: Parts = [b""]
 
     def keep_apart(buffer: pickle.PickleBuffer) -> bool:
@@ -39,13 +39,13 @@ def dumps(obj: object) -> Parts:
 
 
 def loads(parts: Parts) -> Any:
-    """Return the object of a pickle, whose buffers refer to the parts."""
+    """Unpickle an object, whose buffers refer to the parts."""
     head, *buffers = (part.numpy() if isinstance(part, torch.Tensor) else part for part in parts)
     return pickle.loads(head, buffers=buffers)  # type: ignore[arg-type]  # noqa: S301 - of a process of this user
 
 
 def _reduce(tensor: torch.Tensor) -> tuple[Any, ...] | str:
-    """Reduce a tensor to its bytes as a buffer; torch would copy them into the pickle."""
+    """Reduce a tensor to a buffer of its bytes, which torch would copy into the pickle."""
     name = DTYPE_NAMES.get(tensor.dtype)
     if name is not None and tensor.is_cpu and tensor.layout == torch.strided and not tensor.requires_grad:
         try:

@@ -1,7 +1,7 @@
-"""The plugin of vLLM, an entry point of the group ``vllm.general_plugins``.
+"""The plugin for vLLM, an entry point of the group ``vllm.general_plugins``.
 
-It replaces names of vLLM's, and only if the version and the signatures are known. Nothing here imports vLLM
-before ``AIOTENSOR_VLLM`` enables a part of the integration.
+It replaces names in vLLM, but only if the version and the signatures are known. vLLM is not imported before
+``AIOTENSOR_VLLM`` enables a part of the integration.
 """
 
 import functools
@@ -60,7 +60,7 @@ def register() -> None:
 
 
 def install_tensors() -> None:
-    """Replace the names of the tensor transport, once in each process."""
+    """Replace vLLM's transport of tensors. Repeated calls in a process have no effect."""
     _replace(LAUNCH, "get_mp_context", _context_maker)
     _replace(CLIENT, "TensorIpcSender", _sender_maker)
     _replace(CLIENT, "AsyncMPClient.__init__", _async_client)
@@ -70,12 +70,12 @@ def install_tensors() -> None:
 
 
 def _replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace a name of vLLM's, unless that was done before.
+    """Replace an object in vLLM, unless it was replaced before.
 
     Args:
-        module: the module of the name.
-        name: with dots if it is an attribute of a class.
-        make: returns the new object, given the present one.
+        module: the module that defines the object.
+        name: the name of the object in the module; with a dot for an attribute of a class.
+        make: a function that returns the new object for the present one.
     """
     owner, attribute = owner_of(module, name)
     present = getattr(owner, attribute)
@@ -99,7 +99,7 @@ def _context_maker(get_mp_context: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class _Context:
-    """A context of multiprocessing whose queues are queues of aiotensor."""
+    """A multiprocessing context whose queues are queues of aiotensor."""
 
     def __init__(self, context: Any) -> None:
         self._context = context

@@ -1,7 +1,7 @@
-"""The ends of the tensor transport in the processes of vLLM: the queue, the client's end, the engine's end.
+"""The transport of tensors in the processes of vLLM: the queue, the client's end and the engine's end.
 
 The process that launches the engines makes an `EngineQueue`, and passes it to its children. A child that
-receives it replaces the names of vLLM's, because vLLM creates the receiving end before it loads plugins.
+receives it replaces the names in vLLM, because vLLM creates the receiving end before it loads plugins.
 """
 
 import asyncio
@@ -43,9 +43,9 @@ class EngineQueue:
     """The object that vLLM passes to its processes in place of a queue of multiprocessing.
 
     Args:
-        endpoint: where the engine receives tensors.
-        settings: the limits.
-        install: called in each process that receives the object from its parent.
+        endpoint: the endpoint at which the engine receives tensors.
+        settings: the limits of senders and the receiver.
+        install: a function that is called in each process that receives the queue from its parent.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ def _inherited(endpoint: TensorQueue | str, settings: Settings, install: Callabl
 
 
 class ClientConsumer(TensorConsumer):
-    """Send the tensors of a client of vLLM; the sender is opened for the first tensor.
+    """Send the tensors of a vLLM client; the sender is opened for the first tensor.
 
     In an asynchronous client, the sender runs in the event loop of the client. If it ran in a thread, this
     loop would wait for that thread while the copies of other tensors occupy the processors.
@@ -116,13 +116,13 @@ class ClientConsumer(TensorConsumer):
 
 
 def open_consumer(queue: EngineQueue) -> ClientConsumer:
-    """Return the sending end of an API server; its sender is closed when it is freed."""
+    """Return the sending end of an API server; its sender is closed when the consumer is freed."""
     _export_metrics()
     return ClientConsumer(queue)
 
 
 def open_provider(queue: EngineQueue) -> "EngineProvider":
-    """Open the receiving end of the engine; it is closed when the provider is freed.
+    """Open the receiving end of the engine; the receiver is closed when the provider is freed.
 
     Raises:
         AioTensorError: the receiver cannot be opened here.
@@ -130,7 +130,7 @@ def open_provider(queue: EngineQueue) -> "EngineProvider":
     """
     receiver = blocking.TensorReceiver(
         queue.endpoint,
-        max_senders=None,  # vLLM determines the number of its API servers, and each one has its limits
+        max_senders=None,  # vLLM determines the number of API servers, and each one has its own limits
         max_mapped_bytes=None,
         max_unclaimed_messages=None,
         max_wait_s=queue.settings.max_wait_s,
@@ -142,14 +142,14 @@ def open_provider(queue: EngineQueue) -> "EngineProvider":
 
 
 class EngineProvider(TensorProvider):
-    """Receive tensors in the input thread of vLLM's engine, which ends with any error of the decoder.
+    """Receive tensors in the input thread of vLLM's engine, which any error of the decoder would end.
 
     A tensor that is lost, for example because its API server was killed, is replaced by one without values,
     on the meta device. `check_request` raises for the request before the engine uses or caches it.
     """
 
     def __call__(self, dtype: str, shape: tuple[int, ...], data: dict[str, Any]) -> torch.Tensor:
-        """Return the tensor of a placeholder, once it has arrived or is lost."""
+        """Wait for the tensor of a placeholder, and return it; if it is lost, a tensor on the meta device."""
         try:
             return super().__call__(dtype, shape, data)
         except AioTensorError as error:
@@ -163,7 +163,7 @@ class EngineProvider(TensorProvider):
 
 
 def check_request(request: Any) -> None:
-    """Raise `DiscardedError` for a request of which a tensor was lost.
+    """Raise `DiscardedError` if a tensor of a request was lost.
 
     Args:
         request: an ``EngineCoreRequest``.
@@ -207,7 +207,7 @@ _is_exporting = False
 
 
 def _export_metrics() -> None:
-    """Export the statistics of this process in vLLM's registry, once, if prometheus_client is installed."""
+    """Add the statistics of this process to the metrics of vLLM, once, if prometheus_client is installed."""
     global _is_exporting
     try:
         from prometheus_client import REGISTRY, values
@@ -223,7 +223,7 @@ def _export_metrics() -> None:
         REGISTRY.register(AioTensorCollector())
         return
 
-    async def publish() -> None:  # in files, which several API servers share
+    async def publish() -> None:  # to files, because there are several API servers
         try:
             await MultiprocessPublisher().__aenter__()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The hook of vLLM's decoder: it receives the tensors of each message."""
+"""The hook of vLLM's decoder, which receives the tensors of each message."""
 
 from typing import Any
 
@@ -13,25 +13,25 @@ __all__ = ["TensorProvider"]
 class TensorProvider:
     """Receive the tensors of decoded messages; the hook `oob_tensor_provider` of vLLM's ``MsgpackDecoder``.
 
-    It works in any thread, for messages of any number of senders, in any order. Tensors of a message stay
-    until they are received or the message is discarded, even if later messages are decoded first.
+    It can be used in any thread, for messages of any number of senders, in any order. The tensors of a
+    message are kept until they are received or it is discarded, even if later messages are decoded first.
 
     Args:
-        receiver: an open receiver. Its `max_wait_s` limits the wait for a tensor.
+        receiver: an open receiver, whose `max_wait_s` limits the wait for a tensor.
     """
 
     def __init__(self, receiver: blocking.TensorReceiver) -> None:
         self._receiver = receiver
 
     def __call__(self, dtype: str, shape: tuple[int, ...], data: dict[str, Any]) -> torch.Tensor:
-        """Return the tensor of a placeholder, once it has arrived.
+        """Wait for the tensor of a placeholder, and return it.
 
         Raises:
             PeerLostError: its sender died before the tensor had arrived.
             DiscardedError: its message was discarded.
             AlreadyTakenError: it was received before.
-            WouldBlockError: it did not arrive within `max_wait_s` of the receiver.
-            ProtocolError: the placeholder is of another implementation of vLLM's hooks.
+            WouldBlockError: it did not arrive within the receiver's `max_wait_s`.
+            ProtocolError: the placeholder was made by another implementation of vLLM's hooks.
             ClosedError: the receiver was closed.
         """
         return self._receiver.receive(handle_of(dtype, shape, data))

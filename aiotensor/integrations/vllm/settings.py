@@ -1,4 +1,4 @@
-"""The configuration of the plugin, by environment variables, which the processes of vLLM inherit."""
+"""The configuration of the plugin by environment variables, which the processes of vLLM inherit."""
 
 import os
 from collections.abc import Callable
@@ -12,10 +12,10 @@ _MODES = ("tensors", "broadcast")
 
 
 def modes() -> frozenset[str]:
-    """Return the parts of the integration that ``AIOTENSOR_VLLM`` enables, separated by commas.
+    """Return the parts of the integration that ``AIOTENSOR_VLLM`` lists, separated by commas.
 
     Raises:
-        ValueError: there is no such part.
+        ValueError: the variable contains an unknown name.
     """
     names = [name.strip() for name in os.environ.get("AIOTENSOR_VLLM", "").split(",")]
     for name in names:
@@ -25,14 +25,14 @@ def modes() -> frozenset[str]:
 
 
 class Settings(NamedTuple):
-    """The limits of the tensor transport.
+    """The limits of the integration, and the address of the receiver.
 
     Attributes:
-        max_concurrent_videos: the messages in flight of each API server.
-        arena_bytes: the bytes of shared memory in use by each API server, including those of tensors that
-            the engine still uses or caches.
+        max_concurrent_videos: the maximum number of messages in flight of each API server.
+        arena_bytes: the maximum number of bytes of shared memory in use by each API server, including tensors
+            that the engine still uses or caches, and by each broadcast queue.
         max_wait_s: the seconds that the engine waits for a tensor of a request.
-        address: the address of the receiver, for `aiotensor top`; None for an endpoint without a name.
+        address: the address of the receiver, for `aiotensor top`; None for an endpoint without an address.
     """
 
     max_concurrent_videos: int = 140
@@ -42,10 +42,10 @@ class Settings(NamedTuple):
 
     @classmethod
     def from_environment(cls) -> Self:
-        """Read the settings.
+        """Read the settings from the environment.
 
         Raises:
-            ValueError: a variable is no number, or not positive.
+            ValueError: a variable is not a positive number.
         """
         default = cls()
         return cls(

@@ -1,8 +1,8 @@
 """The transport over a stock queue of multiprocessing: many senders write to its pipe, one receiver reads it.
 
-It is for applications that cannot replace their queue by a `TensorQueue`. Bytes on a queue carry no
-descriptors, so each connection has a second way: a record socket between both processes, for the records to
-the sender, and for descriptors in both directions.
+It is for applications that cannot replace their queue with a `TensorQueue`. The pipe of a queue carries no
+descriptors, so each connection also has a record socket between the two processes, for the records to the
+sender, and for descriptors in both directions.
 
     sender                                        receiver
       | listens at an address without a file         |

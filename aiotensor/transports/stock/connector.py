@@ -1,4 +1,4 @@
-"""The connecting side over a stock queue: a sender asks on the queue, and the receiver connects to it."""
+"""The connecting side over a stock queue: a sender sends a request on it, and the receiver connects."""
 
 import asyncio
 import secrets
@@ -46,7 +46,7 @@ class StockConnector:
         self._refused = RepeatedEvent(_log_refused)  # another user can find the address, and connect again
 
     def connect(self) -> None:
-        """Ask the receiver to connect; errors are those of `open_writer`."""
+        """Send the receiver a request to connect; errors are those of `open_writer`."""
         connection = secrets.token_bytes(CONNECTION_BYTES)
         with ExitStack() as stack:
             writer = ChunkWriter(open_writer(self._queue), connection)
@@ -69,14 +69,14 @@ class StockConnector:
         """Do nothing: a sender on a queue ends with its receiver."""
 
     def close(self) -> None:
-        """Wait no longer for the receiver to connect."""
+        """Stop waiting for the receiver to connect."""
         writer = self._stop_waiting()
         if writer is not None:
             writer.close()
         self._refused.close()
 
     def _stop_waiting(self) -> ChunkWriter | None:
-        """Close the address, and return the writer, unless the receiver has connected before."""
+        """Close the address, and return the writer; None if the receiver has connected already."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -121,7 +121,7 @@ class StockConnector:
             raise
 
     def _ask_again(self) -> None:
-        """Ask again if the first request was read: by a receiver that has ended, or could not connect."""
+        """Repeat the request if it was read, by a receiver that has ended or could not connect."""
         if self._writer is None or self._door is None:
             return
         if not self._writer.has_reader:

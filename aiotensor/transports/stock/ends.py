@@ -16,7 +16,7 @@ __all__ = ["ReceiverEnd", "SenderEnd", "address_of", "new_socket"]
 
 _DESCRIPTORS = b"D"  # the record on the socket that carries descriptors to the receiver
 _KINDS = (Kind.PART, Kind.LAST, Kind.CARRIER)
-_MAX_EARLY = 16  # of these may arrive before their records: a connection has very few of them
+_MAX_EARLY = 16  # the most of these that may arrive before their records: a connection has very few of them
 
 
 def new_socket() -> socket.socket:
@@ -26,11 +26,11 @@ def new_socket() -> socket.socket:
 
 def address_of(connection: bytes) -> str:
     """Return the address where the sender of a connection waits for the receiver."""
-    return f"\0aiotensor-{connection.hex()}"  # abstract: it ends with the socket, and no file remains
+    return f"\0aiotensor-{connection.hex()}"  # an abstract address: it leaves no file behind
 
 
 class SenderEnd:
-    """A sender's end: the queue for its records, and the socket for its descriptors and for the receiver's.
+    """A sender's end: the queue for its records, and the socket for descriptors and the receiver's records.
 
     Args:
         writer: writes to the queue; belongs to this object.
@@ -112,7 +112,7 @@ class SenderEnd:
         handler = self._handler
         try:
             if handler is not None:
-                handler.connection_lost(reason)  # which may watch the peer, by the open socket
+                handler.connection_lost(reason)  # it may watch the peer, which needs the open socket
         finally:
             self.close()
 
@@ -174,12 +174,12 @@ class ReceiverEnd:
         self._ended = ended
         self._closed = closed
         self._next_number = 0
-        self._parts = bytearray()  # of a record
+        self._parts = bytearray()  # of a record that is not complete yet
         self._early = _EarlyDescriptors()
 
     @property
     def is_writable(self) -> bool:
-        """Whether the socket has all records, or is closed."""
+        """Whether the socket has accepted all records, or is closed."""
         return self._pipe.is_writable or self._pipe.is_closed
 
     def start(self, handler: Handler) -> None:
@@ -232,7 +232,7 @@ class ReceiverEnd:
             self.close()
 
     def chunk_received(self, chunk: Chunk) -> None:
-        """Handle a chunk of the sender, which may complete a record."""
+        """Add a chunk of the sender, and pass on the record that it completes, if any."""
         if chunk.number != self._next_number:
             self.lose(ProtocolError("a part of a record is missing: another process reads the queue, too"))
             return
@@ -274,6 +274,6 @@ class ReceiverEnd:
         self._ended(self, reason)
 
     def resume_writing(self) -> None:
-        """Report that the socket has all records."""
+        """Report that the socket has accepted all records."""
         if self.handler is not None:
             self.handler.resume_writing()

@@ -26,7 +26,7 @@ async def listen_on(queue: StockQueue, acceptor: Acceptor, max_record_bytes: int
 
 
 class StockListener:
-    """Read a queue, and assign its chunks to their senders; `listen_on` makes it."""
+    """Read a queue, and pass each chunk to the connection of its sender; created by `listen_on`."""
 
     def __init__(self, reader: ChunkReader, acceptor: Acceptor, max_record_bytes: int) -> None:
         self._reader = reader
@@ -34,7 +34,7 @@ class StockListener:
         self._max_record_bytes = max_record_bytes
         self._max_chunks = max_record_bytes // MAX_DATA_BYTES + 1  # of a record
         self._connections: dict[bytes, ReceiverEnd] = {}
-        # Senders that have ended, why, and the position in the queue from which on nothing of them follows.
+        # The senders that have ended: why, and the position in the queue after which they have no chunks.
         self._ended: dict[ReceiverEnd, tuple[str | ProtocolError, int]] = {}
         self._refused = RepeatedEvent(_log_refused)  # a process that has the queue can cause these
         self._failed = RepeatedEvent(_log_failed)
@@ -55,7 +55,7 @@ class StockListener:
             event.close()
 
     def _sender_ended(self, transport: ReceiverEnd, reason: str | ProtocolError) -> None:
-        """Report the end of a sender, once everything was read that is on the queue now."""
+        """Report the end of a sender, once all chunks that are on the queue now have been read."""
         unread = self._reader.unread_bytes if self._is_reading else 0
         self._ended[transport] = reason, self._reader.read_bytes + unread
         self._loop.call_soon(self._report_ended)
@@ -112,13 +112,13 @@ class StockListener:
         elif chunk.kind == Kind.OBJECT:
             self._objects.add()
         else:
-            # There is none if it was closed here, or belonged to an earlier receiver.
+            # There is no connection if it was closed here, or belonged to an earlier receiver.
             transport = self._connections.get(chunk.connection)
             if transport is not None:
                 transport.chunk_received(chunk)
 
     def _connect(self, connection: bytes) -> None:
-        """Connect to a sender that asked for it, unless it has asked twice."""
+        """Connect to a sender at its request, unless this is a repeated request."""
         if connection in self._connections:
             return
         try:

@@ -1,13 +1,13 @@
-"""The pipe of a stock queue, in chunks that are written and read in one piece.
+"""The pipe of a stock queue, which carries chunks that are written and read in one piece.
 
 A stock queue of multiprocessing is a pipe with two locks, which a killed process leaves locked, and a thread
 in each process, which pickles and writes its objects. Only the pipe is used here. The kernel writes up to
 `PIPE_BUF` bytes completely or not at all, so records travel in chunks of at most this size: no lock is
-needed, and no process that is killed leaves half a chunk or blocks another one.
+needed, and a process that is killed neither leaves half a chunk nor blocks another process.
 
-A chunk has the length prefix of multiprocessing, and begins with bytes that no pickle begins with. A process
-that calls `get` on the queue takes one chunk and fails to unpickle it; the numbers of the chunks show that it
-is missing. An object of the application is recognized as one, and never unpickled.
+A chunk has the length prefix of multiprocessing, and then begins with bytes with which no pickle begins. A
+process that calls `get` on the queue takes one chunk and fails to unpickle it; the numbers of the chunks show
+that it is missing. An object that the application puts on the queue is recognized, and never unpickled.
 """
 
 import asyncio
@@ -44,14 +44,14 @@ __all__ = [
 if TYPE_CHECKING:
     StockQueue: TypeAlias = Queue[Any]
 else:
-    StockQueue = Queue  # generic at runtime since Python 3.12 only
+    StockQueue = Queue  # generic at runtime only since Python 3.12
 
 CONNECTION_BYTES = 16
 _MAGIC = b"\0aiotensor"  # the opcode 0 does not exist in pickles
 _LENGTH = struct.Struct("!i")  # of the bytes that follow, as in `multiprocessing.connection.Connection`
 _HEAD = struct.Struct(f"!i{len(_MAGIC)}sc{CONNECTION_BYTES}sI")  # the length and the fields of a chunk
 MAX_DATA_BYTES = select.PIPE_BUF - _HEAD.size
-NUMBERS = 1 << 32  # of the chunks of a connection, which begin again at 0
+NUMBERS = 1 << 32  # the numbers of the chunks of a connection, which then begin again at 0
 _QUEUED_CHUNK_BYTES = 128  # the overhead of a queued chunk
 
 
@@ -85,7 +85,7 @@ _OBJECT = Chunk(Kind.OBJECT)
 
 
 def encode_chunk(kind: bytes, connection: bytes, number: int, data: bytes) -> bytes:
-    """Return the bytes of a chunk, which must be written at once."""
+    """Return the bytes of a chunk, which must be written by one call."""
     head = _HEAD.pack(_HEAD.size - _LENGTH.size + len(data), _MAGIC, kind, connection, number)
     return head + data
 
@@ -100,7 +100,7 @@ class _Parts(Protocol):
 
 
 def _opened_again(connection: "Connection[Any, Any]", flags: int) -> Descriptor:
-    """Open an end of a pipe again, so that it does not block here and still does elsewhere."""
+    """Open an end of a pipe again, so that it is non-blocking here and still blocks elsewhere."""
     return Descriptor(os.open(f"/proc/self/fd/{connection.fileno()}", flags | os.O_NONBLOCK | os.O_CLOEXEC))
 
 
@@ -183,7 +183,7 @@ class ChunkWriter:
 
     @property
     def unread_bytes(self) -> int:
-        """The bytes in the pipe, of all processes that write to it."""
+        """The number of unread bytes in the pipe, from all processes that write to it."""
         return _unread_bytes(self._end.number)
 
     @property
@@ -191,18 +191,18 @@ class ChunkWriter:
         """Whether any process can read the pipe."""
         poll = select.poll()
         poll.register(self._end.number, 0)
-        return not poll.poll(0)  # for POLLERR
+        return not poll.poll(0)  # without a reader, it reports POLLERR
 
     def limit_queue(self, max_bytes: int) -> None:
         """Set the most bytes in the queue of chunks."""
         self._max_unsent_bytes = max_bytes
 
     def connect(self) -> None:
-        """Ask the receiver to connect."""
+        """Send the request to connect to the receiver."""
         self._write(encode_chunk(Kind.CONNECT, self._connection, 0, b""))
 
     def check_limit(self, nbytes: int) -> None:
-        """Check that a record of so many bytes may be queued.
+        """Check that a record with this number of bytes may be queued.
 
         Raises:
             OSError: the queue is full.
@@ -212,7 +212,7 @@ class ChunkWriter:
             raise OSError(errno.ENOBUFS, "the peer does not read its records")
 
     def write(self, record: bytes, *, has_descriptors: bool = False) -> None:
-        """Write a record, after `check_limit` unless `is_writable`."""
+        """Write or queue a record; unless `is_writable`, call `check_limit` first."""
         while len(record) > MAX_DATA_BYTES:
             self._write_next(Kind.PART, record[:MAX_DATA_BYTES])
             record = record[MAX_DATA_BYTES:]
@@ -303,7 +303,7 @@ class ChunkReader:
 
     @property
     def unread_bytes(self) -> int:
-        """The bytes of chunks that are written and were not returned by `read`."""
+        """The number of bytes that were written to the pipe and that `read` has not returned."""
         return len(self._rest) + _unread_bytes(self.descriptor)
 
     def read(self) -> Chunk | None:
@@ -311,7 +311,7 @@ class ChunkReader:
 
         Raises:
             EOFError: no process can write to the pipe any more.
-            ProtocolError: the pipe contains something that was not written in one piece; the beginning of the
+            ProtocolError: the next bytes in the pipe were not written in one piece, so the beginning of the
                 next chunk is unknown.
             OSError: reading failed.
         """

@@ -12,13 +12,13 @@ class TcpArguments(NamedTuple):
     """The arguments of the user for connections between machines.
 
     Attributes:
-        connects: whether this side connects, and does not listen.
-        secret_key: of this side.
+        connects: whether this side connects; otherwise it listens.
+        secret_key: the secret key of this side.
         server_key: the public key of the side that listens, for a side that connects.
         client_keys: the public keys of the sides that connect, for a side that listens.
-        peer_timeout_s: the seconds without an answer after which a host is lost; None for the default.
+        peer_timeout_s: the seconds without an answer after which the peer is lost; None for the default.
         engine: the engine that moves large tensors if the other side has chosen it, too; None for none.
-        token: a secret that both sides know, and that replaces keys where the connection is not encrypted;
+        token: a secret that both sides have, and that replaces keys where the connection is not encrypted;
             "" for none. With a token, a side may listen at any free port.
     """
 

@@ -1,4 +1,4 @@
-"""Send the messages of one connection, small ones together: each wake-up of ZeroMQ's thread takes time."""
+"""Batches of small messages, sent together because each wake-up of ZeroMQ's thread takes time."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,16 +10,16 @@ __all__ = ["BATCH_BYTES", "BatchWriter"]
 # A message that can wait is sent with the next one, after this time at the latest.
 _PATIENCE_S = 0.01
 
-BATCH_BYTES = 128 << 10  # of the messages that wait, and of the next one; larger messages are sent alone
+BATCH_BYTES = 128 << 10  # of all waiting messages, and of the next one; larger messages are sent alone
 
 
 class BatchWriter:
-    """Write messages in order; belongs to the running loop.
+    """Write the messages of one connection in order; belongs to the running loop.
 
     Args:
-        send: passes a message to ZeroMQ, which copies it or not; raises `OSError` if this process lacks
-            descriptors or threads.
-        failed: called if `send` fails for a message whose writer does not handle the error.
+        send: passes a message to ZeroMQ, together with whether ZeroMQ copies it; raises `OSError` if this
+            process has no descriptors or threads left.
+        failed: called if `send` fails in `attempt`, or when a waiting message is sent after its delay.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class BatchWriter:
         """Send a message, after the waiting ones.
 
         Raises:
-            OSError: sending failed, and the connection has to end: messages are missing.
+            OSError: sending failed; the connection has to end, because messages are missing.
         """
         if self._is_closed:
             return

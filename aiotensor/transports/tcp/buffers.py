@@ -1,4 +1,4 @@
-"""Memory of the buffers that messages of ZeroMQ are received in."""
+"""The memory of the buffers in which ZeroMQ receives messages."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The connecting side between machines: reaches the process that listens at an address, again after a loss.
+"""The connecting side between machines: connects to the process at an address, and again after a loss.
 
     dialing --handshake--> reached --answer--> connected
        ^                      |                    |
@@ -30,12 +30,12 @@ __all__ = ["TcpConnector"]
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
-# After a longer connection, the next attempt follows without a delay.
+# After a connection that has lasted longer than this, the next attempt follows without a delay.
 _SHORT_S = 0.25
 
 
 class TcpConnector:
-    """Connect to the process that listens at an address.
+    """Connect to the process that listens at an address, and again after a loss.
 
     Args:
         options: the address and its options.
@@ -44,7 +44,7 @@ class TcpConnector:
 
     reconnects = True
     connects_at_once = False
-    is_backlogged = False  # the kernel of another machine does not tell
+    is_backlogged = False  # the kernel of another machine does not report this
 
     def __init__(self, options: TcpOptions, events: ConnectorEvents) -> None:
         self.opening = options.opening
@@ -56,7 +56,7 @@ class TcpConnector:
         self._loop = asyncio.get_running_loop()
         self._dialer = Dialer(self._address, self._dial)
         self._context: ZmqContext | None = None
-        self._attempts: set[_Attempt] = set()  # those with an open socket
+        self._attempts: set[_Attempt] = set()  # the attempts with an open socket
         self._current: _Attempt | None = None  # the last one, until its socket is closed
         self._connected_at = math.inf
         self._is_closed = False
@@ -116,15 +116,15 @@ class TcpConnector:
     # Events of the attempts
 
     def dialed(self, descriptor: int) -> None:
-        """Handle a new connection; the handshake follows."""
+        """Notify the dialer of a new connection, whose handshake follows."""
         self._dialer.connected(descriptor)
 
     def reached(self) -> None:
-        """Handle a handshake that succeeded."""
+        """Notify the dialer of a successful handshake."""
         self._dialer.reached()
 
     def answered(self, attempt: "_Attempt", answer: memoryview) -> None:
-        """Handle the first message of the peer."""
+        """Begin the connection after the first message of the peer, or fail if it is not the expected one."""
         if not compare_digest(answer, self.opening):
             attempt.close()
             self._events.connecting_failed(
@@ -146,7 +146,7 @@ class TcpConnector:
             self._dialer.again()
 
     def unreachable(self) -> None:
-        """Handle an attempt that got no answer."""
+        """Try again after an attempt that got no answer."""
         self._dialer.unreachable()
         self._dialer.again()
 
@@ -164,14 +164,14 @@ class TcpConnector:
         return True
 
     def lost(self, transport: TcpTransport | None) -> None:
-        """Handle the end of a connection."""
+        """Report the end of a connection; if the peer had not answered on it, try again."""
         if transport is not None:
             transport.connection_ended(self._loss_reason)
         elif not self._is_closed:
             self._dialer.again()
 
     def closed(self, attempt: "_Attempt") -> None:
-        """Handle that the socket of an attempt was closed."""
+        """Forget an attempt whose socket was closed."""
         self._attempts.discard(attempt)
         if self._current is attempt:
             self._current = None
@@ -184,12 +184,12 @@ class TcpConnector:
 
 
 class _Attempt:
-    """One attempt to connect, and the connection that it becomes, as `SocketEvents`.
+    """An attempt to connect, and the connection that it becomes; implements `SocketEvents`.
 
     Args:
-        context: of the socket.
-        options: of the socket.
-        address: of the peer.
+        context: the context of the socket.
+        options: the options of the socket.
+        address: the address of the peer.
         owner: the connector.
 
     Raises:
@@ -203,7 +203,7 @@ class _Attempt:
         address: str | bytes,
         owner: TcpConnector,
     ) -> None:
-        self.transport: TcpTransport | None = None  # once the peer has answered
+        self.transport: TcpTransport | None = None  # set once the peer has answered
         self._owner = owner
         self._is_closed = self._is_ending = False
         self._socket = LoopSocket(context, zmq.DEALER, options, self)
@@ -214,7 +214,7 @@ class _Attempt:
             raise
 
     def begin(self) -> TcpTransport:
-        """Return the transport of the connection."""
+        """Create and return the transport of the connection."""
         self.transport = TcpTransport(
             lambda message, copies: self._socket.send([message], copies=copies),
             self.close,
@@ -235,7 +235,7 @@ class _Attempt:
     # Events of the socket
 
     def connected(self, descriptor: int) -> None:
-        """Handle a new connection; the handshake follows."""
+        """Notify the connector of a new connection, whose handshake follows."""
         self._owner.dialed(descriptor)
 
     def handshaken(self) -> None:
@@ -244,7 +244,7 @@ class _Attempt:
         self._socket.send([self._owner.opening])
 
     def unreachable(self) -> None:
-        """Try the next target, unless there was a connection: ZeroMQ has begun to connect again after it."""
+        """Try the next target, unless a connection has just ended, after which ZeroMQ tries to reconnect."""
         if not self._is_ending:
             self.close()
             self._owner.unreachable()
@@ -255,7 +255,7 @@ class _Attempt:
             self.close()
 
     def disconnected(self, descriptor: int) -> None:
-        """Handle the end of the connection, after the messages that arrived before."""
+        """Report the end of the connection, after the messages that arrived before it."""
         self._is_ending = True
         self._socket.after_messages(self._lost)
 
@@ -264,7 +264,7 @@ class _Attempt:
         self._owner.lost(self.transport)
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
-        """Handle a message of the peer."""
+        """Pass a message of the peer to the transport, which the first message creates."""
         if self._is_closed:
             return
         if self.transport is None:

@@ -5,8 +5,8 @@
        |                                     '---------> closing <---------'  it failed, or that of the peer
        '---------------------> refused <--------------------'
 
-While no engine is used, blocks move in steps. If an engine fails, each side closes its own. A block whose
-write has not ended is moved again only after both are closed: until then, bytes may still arrive in it.
+While no engine is used, blocks are moved in steps. If an engine fails, each side closes its own. A block
+whose write has not ended is moved again only after both are closed: until then, bytes may still arrive in it.
 """
 
 import asyncio
@@ -37,16 +37,17 @@ from aiotensor.transports.tcp.reserved import ReservedMemory
 
 __all__ = ["LEAST_BYTES", "STALLED_S", "DirectMoves"]
 
-# Shorter moves are steps: they end at once, but a write waits for memory of the peer first.
+# A shorter move is one step, which ends at once. A write first waits until the peer has reserved memory.
 LEAST_BYTES = STEP_BYTES + 1
 
-# The engines handle one packet in another way than several. The bytes of the test repeat a random seed.
+# Engines transfer several packets differently from a single one, so the test has more bytes than one packet.
+# They repeat a random seed.
 _TEST_BYTES = 64 << 10
 _SEED_BYTES = 16
 
-# An engine does not always report that it cannot reach the peer, perhaps because of a firewall, or does not
-# reach it any more. The tests may take this long. Later it has failed if no write ends for this long, and for
-# as long as all writes take at the least rate.
+# An engine does not always report that it cannot reach the peer, for example because of a firewall, or that
+# it has lost the peer. So the tests of both sides have to end within `_TEST_S`. Later, the engine has failed
+# if no write ends within `STALLED_S` plus the time that all begun writes take at `_LEAST_BYTES_PER_S`.
 _TEST_S = 5.0
 STALLED_S = 5.0
 _LEAST_BYTES_PER_S = 10e6
@@ -58,12 +59,12 @@ class DirectMoves:
     """Move blocks with an engine, and receive those of the peer; belongs to the running loop.
 
     Args:
-        choice: of the user; None for no engine.
+        choice: the engine that the user has chosen; None for no engine.
         send: sends a message to the peer.
-        move: begins a move once more, with `begin` or in steps, or ends it after the end of the connection.
-        by_steps: does the same without an engine.
+        move: begins a move again, with `begin` or in steps; ends it if the connection has ended.
+        by_steps: does the same as `move`, but never with an engine.
         landings: memory for the segments of the peer, by number.
-        failed: ends the connection.
+        failed: ends the connection, for a reason.
 
     Attributes:
         engine: the name of the engine; "" while none is used.
@@ -95,16 +96,16 @@ class DirectMoves:
         self._offered: asyncio.Future[Offer] = loop.create_future()
         self._proved: asyncio.Future[bytes] = loop.create_future()
         self._writes: dict[int, Move[memoryview]] = {}
-        self._numbers: dict[Move[memoryview], int] = {}  # of these
+        self._numbers: dict[Move[memoryview], int] = {}  # the reverse of `_writes`
         self._begun: set[int] = set()
         self._next_write = 0
         self._after_close: list[Callable[[], object]] | None = None  # while the engine is being closed
-        self._interrupted: list[Move[memoryview]] = []  # whose writes had not ended when it was closed
-        self._held: list[Move[memoryview]] = []  # of a block that has a write
-        self._progress = 0.0  # the time when a write has ended, or has begun after none
+        self._interrupted: list[Move[memoryview]] = []  # their writes had not ended when it was closed
+        self._held: list[Move[memoryview]] = []  # later moves of blocks whose writes have not ended
+        self._progress = 0.0  # when a write has last ended, or has begun while there was no other
         self._alarm: asyncio.TimerHandle | None = None
-        self._has_peer_closed = False  # its engine, or it has none
-        self._failure = ""  # of the engine while it was used
+        self._has_peer_closed = False  # whether the peer has closed its engine, or uses none
+        self._failure = ""  # why the engine has failed while it was used
 
     def connected(self) -> None:
         """Begin to negotiate at the connecting side, if the user has chosen an engine."""
@@ -122,25 +123,25 @@ class DirectMoves:
             self._answer(self._wanted)
 
     def report_if_not_chosen(self) -> None:
-        """Log that the other side has chosen no engine, because blocks will move."""
+        """Log that the other side has chosen no engine, if that is so when blocks are about to be moved."""
         if self._choice is not None and not self._has_negotiated:
             self._choice.report(_NOT_CHOSEN)
 
     def when_closed(self, closed: Callable[[], object]) -> None:
-        """Call a function once the engine, which `stop` closes, accesses no memory; perhaps at once."""
+        """Call a function once the engine that `stop` closes accesses no memory; possibly at once."""
         if self._after_close is None:
             closed()
         else:
             self._after_close.append(closed)
 
     def stop(self) -> None:
-        """Close the engine at the end of the connection. Its moves end in steps after that."""
+        """Close the engine at the end of the connection; its moves end once it is closed."""
         self._is_stopped = True
         self._close("")
         self._continue()
 
     def _close(self, reason: str) -> None:
-        """Close the engine, and notify the peer then."""
+        """Close the engine, and notify the peer afterwards."""
         self.engine = ""
         if self._negotiating is not None:
             self._negotiating.cancel()
@@ -175,13 +176,13 @@ class DirectMoves:
             self._move_held()
 
     def _move_held(self) -> None:
-        """Move the held blocks that have no write any more."""
+        """Begin the held moves again; those of a block with an unfinished write are held again."""
         held, self._held = self._held, []
         for move in held:
             self._move_again(move)
 
     def _move_again(self, move: Move[memoryview]) -> None:
-        if move.is_cancelled:  # after `cancel`, which did not know it
+        if move.is_cancelled:  # while it was interrupted or held, when `cancel` does not end it
             move.ended(False)
         else:
             self._move(move)
@@ -189,15 +190,15 @@ class DirectMoves:
     # Blocks that this side writes
 
     def begin(self, move: Move[memoryview], *, may_write: bool) -> bool:
-        """Move bytes to the peer unless they have to move in steps, and return whether they do not.
+        """Begin to write bytes with the engine, or hold them for later; return False if they need steps.
 
         Args:
             move: the bytes.
-            may_write: whether the peer knows the segment.
+            may_write: whether the peer already has the segment.
         """
         self.report_if_not_chosen()
         if any(other.area == move.area for other in (*self._writes.values(), *self._interrupted)):
-            self._held.append(move)  # the earlier bytes could arrive last, also those of a cancelled write
+            self._held.append(move)  # earlier bytes could arrive last, including those of a cancelled write
             return True
         is_long = move.length >= LEAST_BYTES
         if not (self.engine and may_write and is_long and len(self._writes) < MAX_WRITES):
@@ -209,7 +210,7 @@ class DirectMoves:
         return True
 
     def cancel(self, move: Move[memoryview]) -> bool:
-        """Cancel a move, and return whether it is one of these; a write that has begun ends as usual."""
+        """Cancel a move, and return whether it uses the engine; a write that has begun ends as usual."""
         number = self._numbers.get(move)
         if number is None:
             return False
@@ -227,7 +228,7 @@ class DirectMoves:
             raise ProtocolError("it reserved memory that nobody requested")
         move = self._writes.get(number)
         if move is None:
-            return  # cancelled since
+            return  # it was cancelled in the meantime
         if not key or self._running is None:
             self._forget(number)
             self._by_steps(move)
@@ -257,7 +258,7 @@ class DirectMoves:
         self._move_held()
 
     def _check_progress(self) -> None:
-        """Do without the engine if no write has ended for too long."""
+        """Stop using the engine if no write has ended for too long."""
         self._alarm = None
         if self._begun:
             limit_s = STALLED_S + sum(self._writes[one].length for one in self._begun) / _LEAST_BYTES_PER_S
@@ -293,10 +294,10 @@ class DirectMoves:
     # Negotiation
 
     def receive(self, message: DirectMessage) -> None:
-        """Handle a message of the peer.
+        """Process a message of the peer.
 
         Raises:
-            ProtocolError: it does not fit here.
+            ProtocolError: the message is invalid in this state.
         """
         match message:
             case Reserve():
@@ -372,7 +373,7 @@ class DirectMoves:
             self.engine = engine
 
     async def _prove(self, running: RunningEngine, key: bytes, test: bytearray) -> None:
-        """Write to the memory of the peer, and wait until the peer has written to that of the test."""
+        """Write test bytes to the peer, and wait until the test bytes of the peer have arrived in `test`."""
         seed = secrets.token_bytes(_SEED_BYTES)
         source = seed * (_TEST_BYTES // _SEED_BYTES)
         written: asyncio.Future[EngineError | None] = self._loop.create_future()
@@ -389,21 +390,21 @@ class DirectMoves:
             raise EngineError("the test of the other side did not arrive")
 
     def _refuse(self, reason: str) -> None:
-        """Do without an engine, and notify the peer once it is closed."""
+        """Stop using the engine, and notify the peer once it is closed."""
         reason = reason[:MAX_REASON]
         if self._running is None:
             self._send(Refused(reason))
         self._do_without(reason)
 
     def _refused(self, reason: str) -> None:
-        """Do without an engine, because the peer does."""
+        """Stop using the engine, because the peer uses none."""
         self._has_peer_closed = self._has_negotiated = True
         self._do_without(self._failure or reason)
         self._continue()
 
     def _do_without(self, reason: str) -> None:
         if self.engine and not self._has_peer_closed:
-            self._failure = reason  # reported when the peer refuses it, too: perhaps the peer has died
+            self._failure = reason  # logged when the peer refuses, too: until then, it may have died
         elif self._choice is not None:
             self._choice.report(reason)
         self._close(reason)

@@ -16,16 +16,16 @@ logger = logger_of("transports")
 
 R = TypeVar("R")
 
-# Called at the end of a write, with its error.
+# Called at the end of a write, with its error, or with None.
 _WriteEnd: TypeAlias = Callable[[EngineError | None], object]
 
 _MOST_REASONS = 16
 
-_TURN_S = 0.002  # of one call that polls, after which other calls get their turn
+_TURN_S = 0.002  # the duration of one call that polls, after which other calls get their turn
 
 
 def choose_engine(name: EngineName | None, endpoint: str) -> "EngineChoice | None":
-    """Return the choice of an engine, and load it; None for no engine.
+    """Load the engine with this name, and return it as the choice of the user; None for no engine.
 
     Raises:
         ValueError: there is no such engine.
@@ -41,12 +41,12 @@ class EngineChoice:
     """The engine that the user has chosen for an endpoint.
 
     Args:
-        name: of the engine.
-        endpoint: for the log.
+        name: the name of the engine.
+        endpoint: the endpoint, for the log.
 
     Attributes:
-        make: makes the engine; None if that is impossible here.
-        reason: why it is impossible.
+        make: makes the engine; None if the engine cannot be used here.
+        reason: why the engine cannot be used here.
     """
 
     def __init__(self, name: str, endpoint: str) -> None:
@@ -61,11 +61,11 @@ class EngineChoice:
             self.reason = str(error)
 
     def report(self, reason: str, what: str = "all tensors of a connection") -> None:
-        """Log that ZeroMQ carries tensors instead of the engine, once for each of the first reasons.
+        """Log that ZeroMQ carries tensors instead of the engine, once for each reason, up to a limit.
 
         Args:
-            reason: perhaps from a peer.
-            what: the tensors.
+            reason: why the engine does not carry them; possibly a text of the peer.
+            what: which tensors, for the log.
         """
         if reason not in self._reported and len(self._reported) < _MOST_REASONS:
             self._reported.add(reason)
@@ -88,21 +88,21 @@ class RunningEngine:
     """Call an engine in a thread, and poll it while it is needed; belongs to the running loop.
 
     Args:
-        failed: called if polling fails.
+        failed: called with the reason if polling or the end of a registration fails.
     """
 
     def __init__(self, failed: Callable[[str], object]) -> None:
         self._failed = failed
         self._worker = Worker("aiotensor-engine")
-        self._engine: Engine | None = None  # used in the thread, like the next one
+        self._engine: Engine | None = None  # used only in the thread, like `_ends`
         self._ends: dict[Hashable, _WriteEnd] = {}
         self._needs = 0  # writes of either side that are under way
         self._is_polling = self._is_closed = False
 
     async def open(self, make: Callable[[], Engine]) -> bytes:
-        """Open the engine, and return its address. Errors are those of `make`.
+        """Open the engine, and return its address; errors are those of `make`.
 
-        Cancellation leaves the engine to `close`.
+        If the call is cancelled, `close` still closes the engine.
         """
 
         def open_() -> bytes:
@@ -120,7 +120,7 @@ class RunningEngine:
         return self._call(lambda engine: engine.register(memory))
 
     def unregister(self, keys: Sequence[bytes]) -> None:
-        """End registrations."""
+        """End the registrations with these keys, as `Engine.unregister` does."""
 
         def unregister(engine: Engine) -> None:
             for key in keys:
@@ -133,10 +133,10 @@ class RunningEngine:
 
         Args:
             source: the bytes.
-            key: of the memory.
-            start: the position in the memory.
-            ended: called at the end, but not after `close`. With a `RegistrationError`, the write has not
-                begun; after other errors, bytes may be under way until `close`.
+            key: the key of the memory.
+            start: the position of the first byte in the memory.
+            ended: called at the end with an error or None, but not after `close`. With a `RegistrationError`,
+                the write has not begun; after other errors, bytes may be under way until `close`.
         """
 
         def write(engine: Engine) -> None:
@@ -146,16 +146,16 @@ class RunningEngine:
         self._call(write).add_done_callback(partial(self._write_begun, ended))
 
     def begin_polling(self) -> None:
-        """Poll until the same number of calls of `end_polling`."""
+        """Poll until `end_polling` has been called as often as this method."""
         self._needs += 1
         self._poll()
 
     def end_polling(self) -> None:
-        """End what one call of `begin_polling` has begun."""
+        """Undo one call of `begin_polling`."""
         self._needs -= 1
 
     def close(self, closed: Callable[[], object]) -> None:
-        """Stop all writes, and call a function then."""
+        """Close the engine, which stops all writes, and call a function afterwards."""
         self._is_closed = True
 
         def close() -> None:
@@ -171,7 +171,7 @@ class RunningEngine:
         try:
             closing = self._worker.submit(close)
         except OSError:
-            closed()  # no thread was ever started, so there is no engine; or the process ends
+            closed()  # no thread was ever started, so there is no engine; or the process is ending
         else:
             closing.add_done_callback(has_closed)
         self._worker.close()
@@ -184,7 +184,7 @@ class RunningEngine:
             raise EngineError("it is closed")
         return _translated(partial(call, self._engine))
 
-    # Errors are not raised again here: the frames of the engine in their tracebacks would keep it.
+    # Errors are not raised again here: the frames of the engine in their tracebacks would keep it alive.
 
     def _write_begun(self, ended: _WriteEnd, work: "asyncio.Future[None]") -> None:
         error = work.exception()
@@ -204,7 +204,7 @@ class RunningEngine:
             self._call(self._poll_in_thread).add_done_callback(self._polled)
 
     def _poll_in_thread(self, engine: Engine) -> list[tuple[_WriteEnd, str]]:
-        ended = engine.poll(_TURN_S)  # perhaps with a write whose beginning is an error, which is known
+        ended = engine.poll(_TURN_S)  # may include a write that failed to begin, which was already reported
         return [(self._ends.pop(write), reason) for write, reason in ended if write in self._ends]
 
     def _polled(self, work: "asyncio.Future[list[tuple[_WriteEnd, str]]]") -> None:
@@ -216,7 +216,7 @@ class RunningEngine:
             return
         for ended, reason in work.result():
             if self._is_closed:
-                return  # perhaps because of the error of the one before
+                return  # the end of an earlier write may have closed this
             self.end_polling()
             ended(EngineError(reason) if reason else None)
         self._poll()

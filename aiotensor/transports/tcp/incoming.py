@@ -1,4 +1,4 @@
-"""The messages of the peer on another machine, in their order, with the bytes of its steps."""
+"""The messages of a peer on another machine, in order, including the bytes of its steps."""
 
 from collections import deque
 from collections.abc import Callable
@@ -34,29 +34,29 @@ class MessageEvents(Protocol):
 
     @property
     def is_closed(self) -> bool:
-        """Whether this end was closed; then messages are ignored."""
+        """Whether this end was closed, so that messages are ignored."""
 
     @property
     def is_finishing(self) -> bool:
-        """Whether records are ignored, including those with segments."""
+        """Whether this end is finishing; then all records are ignored, and so their segments are unknown."""
 
     def record_received(self, record: memoryview) -> None:
-        """Handle a record."""
+        """Called with a record."""
 
     def data_received(self, record: memoryview, data: memoryview) -> None:
-        """Handle a record with the bytes of a tensor."""
+        """Called with a record and the bytes of its tensor."""
 
     def direct_received(self, message: DirectMessage) -> None:
-        """Handle a message between engines."""
+        """Called with a message between engines."""
 
     def acknowledge(self, message: bytes) -> None:
         """Send an acknowledgement."""
 
     def acknowledged(self, ack: Ack) -> None:
-        """Handle an acknowledgement of the peer."""
+        """Called with an acknowledgement of the peer."""
 
     def bye_received(self, reason: memoryview) -> None:
-        """Handle the last message of the peer."""
+        """Called with the reason in the last message of the peer."""
 
     def violated(self, error: ProtocolError) -> None:
         """End the connection, because the peer broke the rules."""
@@ -65,14 +65,14 @@ class MessageEvents(Protocol):
         """End the connection, because there is no memory for the bytes of the peer."""
 
     def ended(self, reason: str) -> None:
-        """Handle the end of the connection, after all messages."""
+        """Called when the connection has ended, after all messages."""
 
 
 class IncomingMessages:
-    """Read the messages of the peer; those behind a step that waits for memory wait, too.
+    """Read the messages of the peer in order; a step that waits for memory delays the messages after it.
 
     Args:
-        events: handles the messages.
+        events: the callbacks for the messages.
         max_record_bytes: the longest valid record.
 
     Attributes:
@@ -89,11 +89,11 @@ class IncomingMessages:
         self._step: Step | None = None  # whose bytes are the next message
         self._data_record: memoryview | None = None  # whose data is the next message
         self._is_held = False  # until there is memory for a step
-        self._held: deque[memoryview] = deque()  # the messages since
-        self._end_reason: str | None = None  # of the end that follows these
+        self._held: deque[memoryview] = deque()  # the messages after that step
+        self._end_reason: str | None = None  # why the connection has ended after these messages
 
     def receive(self, message: memoryview) -> None:
-        """Handle a message, or keep it while a step before it waits for memory."""
+        """Process a message, or keep it while an earlier step waits for memory."""
         if self._is_held:
             self._held.append(message)
         elif not self._events.is_closed:
@@ -103,7 +103,7 @@ class IncomingMessages:
                 self._events.violated(error)
 
     def end(self, reason: str) -> None:
-        """Handle the end of the connection, after the messages that arrived before."""
+        """Report the end of the connection, after the messages that arrived before it."""
         if self._is_held:
             self._end_reason = reason
         else:
@@ -151,7 +151,7 @@ class IncomingMessages:
         elif kind == FREE:
             area = read_area(message)
             landing = self.landings.get(area.segment)
-            if landing is not None and not events.is_finishing:  # then it may not know the block
+            if landing is not None and not events.is_finishing:  # else it may be unknown
                 landing.free(area.block)
         elif kind == BATCH:
             for part in read_batch(message):
@@ -162,7 +162,7 @@ class IncomingMessages:
             raise ProtocolError(f"it sent a message of kind {kind}, which is unknown here")
 
     def _count(self, nbytes: int) -> None:
-        """Count a record."""
+        """Count the bytes of a record, and acknowledge them if that is due."""
         if nbytes > self._max_record_bytes:
             raise ProtocolError(f"it sent a record of more than {self._max_record_bytes} bytes")
         self.records += 1
@@ -200,7 +200,7 @@ class IncomingMessages:
         return resume
 
     def _continue(self, held: deque[memoryview]) -> None:
-        """Handle the messages that waited for memory."""
+        """Process the messages that were kept while a step waited for memory."""
         while held and not self._events.is_closed:
             self.receive(held.popleft())
         if self._end_reason is not None and not self._is_held:

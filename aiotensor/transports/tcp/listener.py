@@ -22,7 +22,7 @@ async def listen_at(options: TcpOptions, acceptor: Acceptor, max_record_bytes: i
 
     Args:
         options: the address and its options.
-        acceptor: is notified of new connections.
+        acceptor: the object that is notified of new connections.
         max_record_bytes: the longest valid record.
     """
     listener = MessageListener(options.address, options.socket, options.allowed)
@@ -35,10 +35,10 @@ async def listen_at(options: TcpOptions, acceptor: Acceptor, max_record_bytes: i
 
 
 class TcpListener(Connections):
-    """Accept connections, and pass their messages to their transports, for `listen_at`.
+    """Accept connections, and pass messages to their transports; created by `listen_at`.
 
-    After `close` the socket stays open until the last connection was closed: ZeroMQ cannot stop listening
-    without closing the connections. New ones get no answer.
+    After `close`, the socket stays open until the last connection is closed: ZeroMQ cannot stop listening
+    without closing the connections. New connections get no answer.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TcpListener(Connections):
 
     @property
     def address(self) -> str:
-        """The address, with the port that was free."""
+        """The address, with the actual port."""
         return self._listener.address
 
     def accept_now(self) -> None:
@@ -89,7 +89,7 @@ class TcpListener(Connections):
             super().message_arrived(parts)
 
     def is_ignored(self, identity: bytes) -> bool:
-        """Return whether a connection was closed here."""
+        """Return whether a connection, or this listener, was closed here."""
         return identity in self._closed or self._is_closed
 
     def received(self, identity: bytes, parts: "list[zmq.Frame]") -> None:
@@ -115,7 +115,7 @@ class TcpListener(Connections):
             self._acceptor.connection_accepted(transport)
 
     def ended(self, identity: bytes) -> None:
-        """Handle the end of a connection."""
+        """Report the end of a connection to its transport."""
         self._closed.discard(identity)
         transport = self._transports.get(identity)
         if transport is not None:

@@ -14,13 +14,13 @@ from aiotensor.transports.zeromq.keys import connecting_keys, listening_keys
 
 __all__ = ["TcpOptions", "options_of"]
 
-# More than the header of a step, and than encryption adds: 33 bytes (https://rfc.zeromq.org/spec/26/).
+# More than the header of a step and the 33 bytes of encryption (https://rfc.zeromq.org/spec/26/) together.
 _OVERHEAD_BYTES = 256
 _PEER_TIMEOUT_S = 2.0  # by default, between machines
 _LEAST_TIMEOUT_S, _MOST_TIMEOUT_S = 0.1, 3600.0
 
-# A lost host is detected within the timeout and the interval, and a second more than the timeout is promised.
-# The rest of that second is for busy processes. A longer timeout needs the same interval.
+# A lost host is detected within the timeout plus this interval, and the timeout plus a second is promised.
+# The rest of that second is a margin for busy processes. A longer timeout needs the same interval.
 _HEARTBEAT_INTERVAL_S = 0.5
 
 
@@ -30,10 +30,10 @@ class TcpOptions(NamedTuple):
     Attributes:
         address: the address.
         socket: the options of its sockets.
-        allowed: the public keys of the peers of a side that listens; empty if they need none.
+        allowed: at the side that listens, the public keys of its peers; empty if they need no keys.
         opening: the first message of either side.
-        engine: the engine that the user has chosen, if any.
-        loss_reason: how a lost connection has ended, for errors.
+        engine: the engine that the user has chosen; None for no engine.
+        loss_reason: the text of errors about a lost connection.
     """
 
     address: Address

@@ -1,4 +1,4 @@
-"""Records and moves to the peer on another machine, each within its credit."""
+"""The records and moves that are sent to a peer on another machine, each within its credit."""
 
 import errno
 from collections import deque
@@ -18,7 +18,7 @@ class OutgoingRecords:
     """Write records, and queue those for which there is no credit.
 
     Args:
-        writer: of the connection.
+        writer: the writer of the connection.
         max_queued_bytes: the most bytes in the queue, for a writer that never waits; None for no limit.
     """
 
@@ -35,7 +35,7 @@ class OutgoingRecords:
         return bool(self._queue)
 
     def write(self, record: bytes, data: memoryview | bytes = b"") -> None:
-        """Send or queue a record, with the bytes of a tensor or without.
+        """Send or queue a record, optionally with the bytes of a tensor.
 
         Raises:
             OSError: sending failed, or the queue is full.
@@ -80,21 +80,21 @@ class OutgoingRecords:
         if len(data) < BATCH_BYTES:
             self._writer.write(b"".join((head, data)))
         else:
-            # One more message takes less time than to copy many bytes twice.
+            # One more message takes less time than copying many bytes twice.
             self._writer.write(head)
             self._writer.write(data)
 
 
 class SteppedMoves:
-    """Move bytes to the peer in messages, as far as there is credit.
+    """Move bytes to the peer in steps, within its credit.
 
     Args:
-        writer: of the connection, whose errors end it.
-        may_send: returns whether a step may be sent now: not while records are queued, which may attach its
-            segment.
+        writer: the writer of the connection; its errors end the connection.
+        may_send: returns whether a step may be sent now: not while records are queued, because one of them
+            may attach the segment.
 
     Attributes:
-        blocks: those for which the peer has memory.
+        blocks: the blocks for which the peer has memory.
     """
 
     def __init__(self, writer: BatchWriter, may_send: Callable[[], bool]) -> None:
@@ -136,10 +136,10 @@ class SteppedMoves:
                 self._writer.attempt(self._writer.write, encode_step(step))
                 self._writer.attempt(self._writer.write_uncopied, data)
         if self._moves.has_turns:
-            self._writer.attempt(self._writer.flush)  # they wait for the acknowledgement of earlier steps
+            self._writer.attempt(self._writer.flush)  # the other steps wait until these are acknowledged
 
     def free(self, area: Area) -> None:
-        """Notify the peer that a block is used no more, unless it never had memory for it."""
+        """Notify the peer that a block is no longer used, unless the peer never had memory for it."""
         if area in self.blocks:
             self.blocks.remove(area)
             self._writer.attempt(self._writer.write_soon, encode_area(area))

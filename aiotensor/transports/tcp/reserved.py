@@ -1,4 +1,4 @@
-"""Memory for the blocks that an engine of the peer writes."""
+"""The memory into which the engine of the peer writes blocks."""
 
 import asyncio
 from bisect import bisect_right
@@ -19,7 +19,7 @@ __all__ = ["ReservedMemory"]
 
 
 class _Registration(msgspec.Struct, eq=False):
-    """Memory of a block that the peer may write to, also for later blocks at the same place."""
+    """The registration of the memory of a block, which later blocks at the same place use, too."""
 
     nbytes: int
     key: "asyncio.Future[bytes]"
@@ -31,9 +31,9 @@ class ReservedMemory:
     Args:
         running: the engine.
         send: sends a message to the peer.
-        report: logs why memory of a block cannot be registered.
-        engine_failed: ends the use of the engine.
-        failed: ends the connection.
+        report: logs the reason why the memory of a block cannot be registered.
+        engine_failed: ends the use of the engine, for a reason.
+        failed: ends the connection, for a reason.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ReservedMemory:
         self._engine_failed = engine_failed
         self._failed = failed
         self._is_closed = False
-        self._writes: dict[int, memoryview | None] = {}  # of the peer, to memory that stays mapped
+        self._writes: dict[int, memoryview | None] = {}  # of the peer; their memory stays mapped
         self._registrations: dict[int, dict[int, _Registration]] = {}  # by segment and block
 
     def reserve(self, message: Reserve, landing: Landing) -> None:
@@ -66,7 +66,7 @@ class ReservedMemory:
         landing.reserve(area.block, message.nbytes, partial(self._has_memory, number, area))
 
     def written(self, number: int) -> None:
-        """Handle the end of a write."""
+        """Forget a write that has ended or was cancelled, and stop polling for it."""
         if self._writes.pop(number, None) is not None:
             self._running.end_polling()
 
@@ -81,14 +81,14 @@ class ReservedMemory:
         self._registrations.clear()
 
     def release(self) -> None:
-        """Keep no memory mapped any more, because the engine is closed, and the peer cannot write to it."""
+        """Keep no memory mapped any more: the engine is closed, so the peer cannot write to it."""
         self._writes.clear()
 
     def _has_memory(self, number: int, area: Area, memory: memoryview | None, failure: str) -> None:
         if failure:
             self._failed(failure)
         if self._is_closed or number not in self._writes or memory is None:
-            return  # the peer has withdrawn it, or is gone
+            return  # the peer has cancelled the write, or is gone
         of_segment = self._registrations.setdefault(area.segment, {})
         registration = of_segment.get(area.block)
         if registration is None or registration.nbytes != len(memory):
@@ -116,7 +116,7 @@ class ReservedMemory:
             self._send(Reserved(number, b"" if error is not None else registering.result()))
 
     def _unregister(self, segment: int, ranges: list[tuple[int, int]]) -> None:
-        """End the registrations that overlap ranges from a first byte up to another."""
+        """End the registrations that overlap any of the ranges, which are pairs of start and stop."""
         merged = _merged(ranges)
         stops = [stop for _, stop in merged]
         of_segment, keys = self._registrations[segment], []
@@ -137,7 +137,7 @@ class ReservedMemory:
 
 
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ranges in order, without gaps of no bytes and without overlaps."""
+    """Return the ranges in order, with adjacent and overlapping ones merged."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if merged and start <= merged[-1][1]:

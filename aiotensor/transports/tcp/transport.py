@@ -1,12 +1,12 @@
-"""One end of a connection between machines, with the messages of `aiotensor.protocol.network`.
+"""One end of a connection between machines, which exchanges the messages of `aiotensor.protocol.network`.
 
     open --finish--> finishing --BYE of the peer, or too late--> finished --close--> closed
       |                 |                                           ^
       |                 '--the connection ends----------------------'
       '--BYE of the peer, violation, the connection ends--> closed (the handler is notified)
 
-The kernel may discard data that a peer has not read when this side closes the connection. So a side that
-finishes closes it only after the peer has read everything.
+The kernel may discard data that a peer has not read when this side closes the connection. So after `finish`,
+a side waits until the peer has read everything before it closes the connection.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _BYE = bytes([BYE])
 _MAX_REASON_BYTES = 1024
 _MESSAGES_AT_ONCE = 64
 
-# The longest wait for a peer that does not answer. Its kernel has the records by then, unless it is gone.
+# The longest wait for the BYE of the peer. By then the kernel of the peer has the records, unless it is gone.
 _FINISH_S = 1.0
 
 
@@ -43,13 +43,13 @@ class TcpTransport:
     """One end of a connection between machines.
 
     Args:
-        send: passes a message to ZeroMQ, which copies it or not; raises `OSError` if this process lacks
-            descriptors or threads.
-        shut: called once, at the end: closes the connection, after the messages sent before if it can.
+        send: passes a message to ZeroMQ, together with whether ZeroMQ copies it; raises `OSError` if this
+            process has no descriptors or threads left.
+        shut: called once, at the end: closes the connection, if possible after sending all messages.
         read: reads a message that has arrived, and returns whether there was one.
         max_record_bytes: the longest valid record that is read.
         max_queued_bytes: the most bytes of queued records, for a writer that never waits; None for no limit.
-        engine: the choice of the user; None for no engine.
+        engine: the engine that the user has chosen; None for no engine.
         connects: whether this is the connecting side.
     """
 
@@ -87,12 +87,12 @@ class TcpTransport:
 
     @property
     def mover(self) -> Self:
-        """This object."""
+        """This object, which also moves bytes to the peer."""
         return self
 
     @property
     def engine(self) -> str:
-        """The name of the engine that moves large blocks, as `Mover.engine` is."""
+        """The name of the engine that moves large blocks, as for `Mover.engine`."""
         return self._direct.engine
 
     def start(self, handler: Handler) -> None:
@@ -100,12 +100,15 @@ class TcpTransport:
         if not self.is_closed:
             before, self._handler = self._handler, handler
             if before is not None:
-                self._direct.admitted()  # the next handler is that of a peer with a role
+                self._direct.admitted()  # the second handler is set once the peer has a role
             elif self._connects:
                 self._direct.connected()
 
     def watch_peer(self, stated_pid: int, ended: Callable[[], object]) -> ProcessEnd:
-        """Call a function soon: the peer cannot use memory of this process once its engine is closed."""
+        """Call a function once the engine of this side is closed.
+
+        From then on, the peer cannot access memory of this process.
+        """
         return ProcessEnd(stated_pid, partial(self._direct.when_closed, ended), _ended_process)
 
     def peer_has_closed(self) -> bool:
@@ -113,7 +116,7 @@ class TcpTransport:
         return self.is_closed
 
     def read_now(self) -> None:
-        """Read a record immediately, if there is one, with the messages before it."""
+        """Read a record immediately, if one has arrived, and the messages before it."""
         before = self._incoming.records
         for _ in range(_MESSAGES_AT_ONCE):
             if self._incoming.records != before or not self._read():
@@ -142,7 +145,7 @@ class TcpTransport:
         self._data_received = received
 
     def finish(self) -> None:
-        """Write no more records, and wait until the peer has read all, as `Transport.finish` does."""
+        """Write no more records; `is_writable` becomes true once the peer has read all of them."""
         if self.is_closed or self.is_finishing:
             return
         self.is_finishing, self.is_writable = True, False
@@ -165,12 +168,12 @@ class TcpTransport:
                 return  # the end of the connection notifies the peer, too
 
     def _say_last_bye(self) -> None:
-        """Send the last message, and wait for that of the peer, which then has read all records."""
+        """Send BYE, and begin to wait for the BYE of the peer, which has then read all records."""
         self._alarm = self._loop.call_later(_FINISH_S, self._finished)
         self._say_bye()
 
     def _finished(self) -> None:
-        """End the wait of `finish`."""
+        """End the wait that `finish` has begun."""
         if self._alarm is not None:
             self._alarm.cancel()
         if not self.is_writable:
@@ -192,7 +195,7 @@ class TcpTransport:
 
     def move(self, move: Move[memoryview]) -> None:
         """Begin to move bytes, as `Mover.move` does."""
-        # Records that wait for credit may attach the segment.
+        # The engine may not write while records wait for credit: one of them may attach the segment.
         if not self.is_closed and self._direct.begin(move, may_write=self._may_move()):
             self._moves.blocks.add(move.area)
         else:
@@ -200,12 +203,12 @@ class TcpTransport:
 
     def cancel(self, move: Move[memoryview]) -> None:
         """Send no more bytes of a move, as `Mover.cancel` does."""
-        move.is_cancelled = True  # also if it waits for the end of an engine
+        move.is_cancelled = True  # also if it waits until an engine is closed
         if not self._direct.cancel(move):
             self._moves.cancel(move)
 
     def free(self, segment: int, block: int) -> None:
-        """Notify the peer that a block is used no more, as `Mover.free` does."""
+        """Notify the peer that a block is no longer used, as `Mover.free` does."""
         if not (self.is_closed or self._has_said_bye):
             self._moves.free(Area(segment, block))
 
@@ -225,11 +228,11 @@ class TcpTransport:
     # Messages of the peer; see `MessageEvents`
 
     def receive(self, message: memoryview) -> None:
-        """Handle a message of the peer, as `IncomingMessages.receive` does."""
+        """Process a message of the peer, as `IncomingMessages.receive` does."""
         self._incoming.receive(message)
 
     def connection_ended(self, reason: str) -> None:
-        """Handle the end of the connection, after the messages that arrived before."""
+        """End this side after the end of the connection, and after the messages that arrived before it."""
         self._writer.close()
         self._incoming.end(reason)
 
@@ -239,14 +242,14 @@ class TcpTransport:
             self._handler.record_received(record, [])
 
     def data_received(self, record: memoryview, data: memoryview) -> None:
-        """Pass a record with the bytes of a tensor to the function for it."""
+        """Pass a record with the bytes of a tensor to the function that `receive_data` has set."""
         if self._data_received is None:
             raise ProtocolError("it sent the bytes of a tensor with a record")
         if self._handler is not None:
             self._data_received(record, data)
 
     def direct_received(self, message: DirectMessage) -> None:
-        """Handle a message between engines."""
+        """Process a message between engines, as `DirectMoves.receive` does."""
         self._direct.receive(message)
 
     def acknowledge(self, message: bytes) -> None:
@@ -270,7 +273,7 @@ class TcpTransport:
         self._moves.send()
 
     def bye_received(self, reason: memoryview) -> None:
-        """Handle the last message of the peer."""
+        """End the wait of `finish`, or the connection, after the last message of the peer."""
         if self.is_finishing:
             self._finished()
             return
@@ -288,7 +291,7 @@ class TcpTransport:
         self._end(reason, reason)
 
     def ended(self, reason: str) -> None:
-        """Handle the end of the connection."""
+        """End this side, because the peer has closed the connection or is gone."""
         self._end(reason)
 
     def _writing_failed(self, error: OSError) -> None:
@@ -298,8 +301,8 @@ class TcpTransport:
         """End the connection, and notify the handler.
 
         Args:
-            reason: why it has ended, for the handler.
-            farewell: why it has ended, for the peer.
+            reason: why the connection has ended, for the handler.
+            farewell: why the connection has ended, for the peer; "" for no reason.
         """
         if self.is_closed:
             return

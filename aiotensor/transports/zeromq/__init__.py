@@ -1,1 +1,1 @@
-"""Sockets of ZeroMQ on the event loop, and the connections between machines that they make."""
+"""ZeroMQ sockets on the event loop, for the channel and for connections between machines."""

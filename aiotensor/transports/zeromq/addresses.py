@@ -61,11 +61,11 @@ def parse(address: str, *, has_keys: bool, is_client: bool = False) -> Address:
     Args:
         address: ``ipc://`` and an absolute path, or ``tcp://`` with a host and a port.
         has_keys: whether there are CURVE keys.
-        is_client: whether a client connects to it.
+        is_client: whether a client connects to the address; otherwise a server listens there.
 
     Raises:
-        TypeError: it is not a string.
-        ValueError: it is invalid, or is not local and there are no keys.
+        TypeError: the address is not a string.
+        ValueError: the address is invalid, or it is not local and there are no keys.
     """
     if not isinstance(address, str):
         raise TypeError(f"an address is a text such as 'ipc:///run/user/1000/m.sock', got {address!r}")
@@ -110,13 +110,13 @@ def _host_and_port(address: str) -> tuple[str | None, int | None]:
         parts = urlsplit(address)
         is_whole = address == f"tcp://{parts.netloc}"
         return (parts.hostname, parts.port) if is_whole else (None, None)
-    except ValueError:  # of the port
+    except ValueError:  # the port is invalid
         return None, None
 
 
 def _numeric(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     """Return the addresses of a host without a query; none for a wildcard or a name."""
-    # No name server is queried for this name: it might not answer, or return another machine.
+    # No name server is queried for ``localhost``: it might not answer, or return another machine.
     numbers = _LOCALHOST if host == "localhost" else (host,)
     try:
         return [ipaddress.ip_address(number) for number in numbers]

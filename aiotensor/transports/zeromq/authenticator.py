@@ -1,4 +1,4 @@
-"""The answers to ZeroMQ about the public keys of connecting peers (ZAP, https://rfc.zeromq.org/spec/27/).
+"""The authentication of connecting peers by their public keys (ZAP, https://rfc.zeromq.org/spec/27/).
 
 This uses a plain socket rather than `zmq.auth.asyncio`, which stops watching its descriptor only after it has
 closed it. By then the descriptor may be that of the next listener, whose peers would get no answer.
@@ -14,16 +14,16 @@ from aiotensor.transports.zeromq.context import ZmqContext
 
 __all__ = ["Authenticator"]
 
-_ADDRESS = "inproc://zeromq.zap.01"  # where ZeroMQ asks
+_ADDRESS = "inproc://zeromq.zap.01"  # where ZeroMQ sends its requests
 _VERSION = b"1.0"
 _CURVE = b"CURVE"
 
 
 class Authenticator:
-    """Accept the peers with certain public keys; belongs to the running loop.
+    """Accept only peers with certain public keys; belongs to the running loop.
 
     Args:
-        context: of the sockets that these peers connect to.
+        context: the context of the sockets to which these peers connect.
         allowed: the public keys.
 
     Raises:
@@ -44,12 +44,12 @@ class Authenticator:
             raise
 
     def close(self) -> None:
-        """Answer no more questions; ZeroMQ then refuses all peers."""
+        """Answer no more requests; ZeroMQ then refuses all peers."""
         self._loop.remove_reader(self._descriptor)
         self._socket.close()
 
     def _answer_all(self) -> None:
-        """Answer all questions: the descriptor becomes readable only once for them."""
+        """Answer all requests: the descriptor becomes readable only once for them."""
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             self._socket.send_multipart(self._answer(self._socket.recv_multipart()), zmq.NOBLOCK)
 

@@ -1,6 +1,6 @@
 """The connections of a socket that listens, from the first message to the end, and the limit on their number.
 
-Each connection has an identity, and ZeroMQ refuses one that another open connection has.
+Each connection has an identity. ZeroMQ refuses an identity that another open connection has.
 
     opened --first message--> without a role --the owner identifies it--> identified
       |                          |                                         |
@@ -21,7 +21,7 @@ __all__ = ["ConnectionLimit", "Connections"]
 
 _REMEMBERED = 1024  # identities of closed connections
 
-# Connections beside those of identified peers: they have not sent a hello yet, or were refused.
+# The most connections of unidentified peers, which have not sent a hello yet, or were refused.
 _UNIDENTIFIED = 64
 
 
@@ -40,8 +40,8 @@ class ConnectionLimit:
     def __init__(self, most: int | None, identified: Container[bytes]) -> None:
         self._most = most
         self._identified = identified
-        # By their descriptors, the oldest connection first. A descriptor may have several: ZeroMQ may deliver
-        # a message of an ended connection after one of the next connection.
+        # The identities by descriptor, the oldest connection first. A descriptor may have several: ZeroMQ may
+        # deliver a message of an ended connection after one of the next connection with this descriptor.
         self._identities: dict[int, list[bytes]] = {}
 
     def opened(self, descriptor: int) -> None:
@@ -56,8 +56,8 @@ class ConnectionLimit:
     def identify(self, descriptor: int, identity: bytes) -> list[bytes] | None:
         """Record the identity of a connection.
 
-        Returns None if the connection has ended, otherwise the earlier identities that it replaces. It keeps
-        those of identified peers, because any of them may still be connected.
+        Returns None if the connection has ended, otherwise the earlier identities that this one replaces.
+        Those of identified peers are kept, because any of these may still be connected.
         """
         before = self._identities.get(descriptor)
         if before is None:
@@ -80,11 +80,11 @@ class ConnectionLimit:
 class Connections(abc.ABC):
     """Track the connections of one socket by their identities; belongs to the running loop.
 
-    A class for one kind of peers derives from this, and identifies the connections of its peers. This class
+    There is a subclass for each kind of peer, which identifies the connections of these peers. This class
     implements `SocketEvents`.
 
     Args:
-        listen: opens the socket, which calls back the given object.
+        listen: opens the socket, which calls the callbacks of the given object.
         identified: the identities of the identified peers, whose connections the limit does not close.
         most: the most identified peers at once; None for no limit.
     """
@@ -106,11 +106,11 @@ class Connections(abc.ABC):
 
     @abc.abstractmethod
     def received(self, identity: bytes, parts: "list[zmq.Frame]") -> None:
-        """Handle a message that arrived before its peer was identified; the first part is the identity."""
+        """Process a message that arrived before its peer was identified; its first part is the identity."""
 
     @abc.abstractmethod
     def ended(self, identity: bytes) -> None:
-        """Handle the end of a connection, after the messages that arrived before."""
+        """Called when a connection has ended, after the messages that arrived before."""
 
     @abc.abstractmethod
     def connection_refused(self, reason: str) -> None:
@@ -118,7 +118,7 @@ class Connections(abc.ABC):
 
     @abc.abstractmethod
     def writable(self) -> None:
-        """Retry messages that the socket did not accept, as for `SocketEvents`."""
+        """Retry messages that the socket did not accept, as `SocketEvents.writable` does."""
 
     def send(
         self,
@@ -128,7 +128,7 @@ class Connections(abc.ABC):
         *,
         copies: bool = False,
     ) -> bool:
-        """Pass a message to ZeroMQ, as `LoopSocket.send`; return False if the peer is gone, too."""
+        """Pass a message to ZeroMQ, as `LoopSocket.send` does; return False also if the peer is gone."""
         try:
             return self._socket.send([identity, *parts], is_retry, copies=copies)
         except PeerGoneError:
@@ -139,11 +139,11 @@ class Connections(abc.ABC):
     # Events of the socket
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
-        """Handle a message of a connection that was not identified when the message arrived."""
+        """Pass on a message of an unidentified connection, once the events before it were reported."""
         identity = parts[0].bytes
         if identity not in self._gone and not self.is_ignored(identity):
-            # The operating system reuses descriptors: the end of an earlier connection with this one may
-            # have to be handled first.
+            # The operating system reuses descriptors: the end of an earlier connection with the same
+            # descriptor may have to be reported first.
             self._socket.monitor.after_events(partial(self._first_arrived, identity, parts))
 
     def _first_arrived(self, identity: bytes, parts: "list[zmq.Frame]") -> None:
@@ -185,18 +185,18 @@ class Connections(abc.ABC):
             self.connection_refused("its peer does not have the keys")
 
     def disconnected(self, descriptor: int) -> None:
-        """Handle the end of a connection."""
+        """Report the end of a connection, for each of its identities."""
         for identity in self._limit.closed(descriptor):
             self._end(identity)
 
     def _end(self, identity: bytes) -> None:
-        """Handle the end of the connection with this identity, after the messages that arrived before."""
+        """Report the end of the connection with this identity, after the messages that arrived before it."""
         if identity not in self._ending:
             self._ending.add(identity)
             self._socket.after_messages(partial(self._disconnected, identity))
 
     def _disconnected(self, identity: bytes) -> None:
-        """Handle the end of the connection with this identity."""
+        """Report the end of the connection with this identity now."""
         self._ending.discard(identity)
         self._gone[identity] = None
         if len(self._gone) > _REMEMBERED:

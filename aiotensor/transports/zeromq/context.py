@@ -30,7 +30,7 @@ class ZmqContext(zmq.Context["zmq.Socket[bytes]"]):
         super().__init__()
 
     def socket(self, *args: Any, **options: Any) -> "zmq.Socket[bytes]":
-        """Create a socket, and refer to it until it is closed."""
+        """Create a socket, and keep a reference to it until it is closed."""
         made = super().socket(*args, **options)
         self._owned = [*(one for one in self._owned if not one.closed), made]
         return made
@@ -41,7 +41,7 @@ class ZmqContext(zmq.Context["zmq.Socket[bytes]"]):
         self._owned = []  # the sockets refer to this context
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # An event loop that watches a socket refers to this context, so none watches one now.
+        # An event loop that watches a socket refers to this context, so no loop watches one now.
         if not is_finalizing() and not self.closed:
             for one in self._owned:
                 one.close(0)
@@ -72,7 +72,7 @@ def check_descriptors() -> None:
 async def end(context: ZmqContext) -> None:
     """Terminate a context whose sockets are closed, after they have sent their messages or timed out.
 
-    Cancelling ends the wait, but the context terminates nevertheless.
+    Cancellation ends the wait, but the context still terminates.
     """
     worker = Worker("aiotensor-channel")
     try:

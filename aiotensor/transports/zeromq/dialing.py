@@ -27,42 +27,42 @@ __all__ = ["DIALING_OPTIONS", "Dialer"]
 
 logger = logger_of("transports")
 
-# As long and as often as at `unix://`.
+# The same delays as at `unix://`.
 _FIRST_RETRY_S = 0.005
 _LAST_RETRY_S = 0.25
 
-_CONNECT_S = 1.0  # the kernel tries for two minutes, and after a few of its tries waits 15 s between them
-_HANDSHAKE_S = 2.0  # less than the server waits: this side can tell its own timeout from refused keys
-_HANDSHAKES = 3  # that the server ends before it counts: one may be that of a server just killed
+_CONNECT_S = 1.0  # the kernel would try for two minutes, soon with pauses of 15 s
+_HANDSHAKE_S = 2.0  # less than the server waits: this side can distinguish its own timeout from refused keys
+_HANDSHAKES = 3  # ended handshakes in a row that indicate other keys: one may be due to a killed server
 
-_CLOSE_WAIT = 8  # the state of TCP in which the peer has closed, and nothing else has happened
+_CLOSE_WAIT = 8  # the state of TCP in which only the peer has closed the connection
 
 _LOOKUP_EVERY_S = 1.0
-_LOOKUP_SLOW_S = 2.0  # after which a name server is said not to answer
-# For one server at a time. Each asks only every 5 s: several of them find out sooner that a name server
-# answers again.
+_LOOKUP_SLOW_S = 2.0  # after which the log states that no name server answers
+# The most lookups of one name at a time. Each one repeats its query only every 5 s, so several of them detect
+# sooner that a name server answers again.
 _LOOKUPS = 4
 
 DIALING_OPTIONS: Mapping[int, int] = {
     zmq.CONNECT_TIMEOUT: int(_CONNECT_S * 1000),
     zmq.HANDSHAKE_IVL: int(_HANDSHAKE_S * 1000),
-    # Never: a socket that ZeroMQ reconnects sends its queued messages to the next server. Without an interval
-    # ZeroMQ would discard messages that have arrived, and would not report failed attempts.
+    # Practically never: a socket that ZeroMQ reconnects sends its queued messages to the next server. Without
+    # an interval, ZeroMQ would discard messages that have arrived, and would not report failed attempts.
     zmq.RECONNECT_IVL: 2**31 - 1,
 }
 
 
 class Dialer:
-    """Choose the addresses of a server, and the times to try them; belongs to the running loop.
+    """Choose which address of a server to try, and when; belongs to the running loop.
 
     Args:
-        address: of the server.
+        address: the address of the server.
         dial: called to connect to a target. If that fails, the owner calls `again`.
     """
 
     def __init__(self, address: Address, dial: Callable[[Target], None]) -> None:
-        self.is_active = False  # until a server is reached, or `end`
-        self.reason = ""  # why the name cannot be resolved, if it is that
+        self.is_active = False  # whether there are attempts: until a server is reached, or `end`
+        self.reason = ""  # why the name cannot be resolved; "" if it can
         self._loop = asyncio.get_running_loop()
         self._address = address
         self._dial = dial
@@ -74,7 +74,7 @@ class Dialer:
         self._lookups: dict[asyncio.Future[Sequence[Target]], float] = {}  # and when they began
         self._looked_up_at: float | None = None
         self._is_reported = False
-        self._connection = Descriptor(-1)  # a copy, until the handshake has ended
+        self._connection = Descriptor(-1)  # a copy of the descriptor, until the handshake has ended
         self._ended_handshakes: Counter[Target] = Counter()  # in a row, by the server at each address
 
     def begin(self) -> None:
@@ -87,7 +87,7 @@ class Dialer:
         self._begin_round()
 
     def again(self) -> None:
-        """Try the next address soon; the first one again after a delay."""
+        """Try the next address soon; after the last one, try the first one again after a delay."""
         self.is_active = True
         self._cancel_timer()
         self._connection.close()
@@ -98,10 +98,10 @@ class Dialer:
             self._delay = min(2 * self._delay, _LAST_RETRY_S)
 
     def connected(self, descriptor: int) -> None:
-        """Handle a new connection with this descriptor, whose handshake has yet to succeed."""
+        """Keep a copy of the descriptor of a new connection, until its handshake has ended."""
         try:
-            # ZeroMQ may have closed it by now, and the number be that of another connection: then one more
-            # handshake is needed to tell how it ends.
+            # ZeroMQ may have closed it by now, and its number may belong to another connection. Then one more
+            # handshake is needed to detect how it ends.
             self._connection = Descriptor(os.dup(descriptor))
         except OSError:  # ZeroMQ has closed it, or there are no descriptors left
             self._connection = Descriptor(-1)
@@ -109,8 +109,8 @@ class Dialer:
     def refused(self, error: int) -> bool:
         """Return whether a server has ended so many handshakes in a row that it must have other keys.
 
-        A server that is overloaded resets the connection instead, and a server that was stopped leaves it as
-        it is: neither tells anything about the keys. `error` is the errno that ZeroMQ reports.
+        A server that is overloaded resets the connection instead, and a server that was stopped leaves it
+        open. Neither shows anything about the keys. `error` is the errno that ZeroMQ reports.
         """
         if not _ended_cleanly(self._connection, error):
             return self.unreachable()
@@ -118,32 +118,35 @@ class Dialer:
         return self._ended_handshakes[self._tried] >= _HANDSHAKES
 
     def unreachable(self) -> bool:
-        """Handle an attempt that shows nothing about the keys, and return False."""
+        """Reset the count of ended handshakes after an attempt that shows nothing about the keys.
+
+        Always returns False.
+        """
         del self._ended_handshakes[self._tried]
         return False
 
     def reached(self) -> None:
-        """Stop, since a handshake succeeded. The delay stays until `begin`."""
+        """Stop trying, because a handshake has succeeded; the delay is kept until `begin`."""
         self.end()
         self._ended_handshakes.clear()
         self._is_reported = False
 
     def end(self) -> None:
-        """Stop until `begin` or `again`. The result of a running lookup is kept for then."""
+        """Stop trying until `begin` or `again`; the result of a running lookup is kept for then."""
         self.is_active = False
         self._left = []
         self._cancel_timer()
-        self._connection.close()  # or the peer would not see its end
+        self._connection.close()  # otherwise the peer would not see the end of the connection
 
     def close(self) -> None:
-        """Try no more. Threads that resolve the name are left to themselves."""
+        """Stop trying for good; the results of threads that resolve the name are ignored."""
         self.end()
         for lookup in self._lookups:
             lookup.cancel()
         self._lookups.clear()
 
     def report(self, text: str, reason: str) -> None:
-        """Log that there can be no attempt; once, until a server is reached."""
+        """Log why no attempt is possible, only once until a server is reached."""
         if not self._is_reported:
             self._is_reported = True
             logger.error(
@@ -180,7 +183,7 @@ class Dialer:
     def _look_up(self) -> None:
         """Begin to resolve the name, unless that was just done or too many lookups have not ended.
 
-        A slow lookup is never given up. Each later one sends its own queries.
+        A slow lookup is never abandoned. Each later one sends its own queries.
         """
         now = self._loop.time()
         if self._lookups and now - min(self._lookups.values()) >= _LOOKUP_SLOW_S:
@@ -212,11 +215,11 @@ class Dialer:
         if not were_known:
             self._begin_round()
         elif targets != were_known:
-            # The address of the present attempt may be stale: the new ones are next.
+            # The address of the current attempt may be stale, so the new ones are tried next.
             self._left = [target for target in targets if target != self._tried]
 
     def _unresolved(self, reason: str) -> None:
-        """Note why the name cannot be resolved at present; the addresses that are known are still tried."""
+        """Record why the name cannot be resolved at present; known addresses are still tried."""
         self.reason = f"its name cannot be resolved: {reason}"
         if self.is_active:
             self.report(
@@ -225,11 +228,11 @@ class Dialer:
 
 
 def _ended_cleanly(connection: Descriptor, error: int) -> bool:
-    """Return whether the peer closed a connection and all its data was read, as far as the kernel tells.
+    """Return whether the peer closed a connection and all its data was read, as far as the kernel reports.
 
-    The errno that ZeroMQ reports does not tell. The first call that meets a reset consumes its error, and a
-    read after that looks like one after a clean close. After a timeout it is that of an earlier failure, of
-    any connection of the same thread. It decides only if there is no copy of the descriptor.
+    The errno that ZeroMQ reports does not show this. The first call after a reset consumes the error, and a
+    later read looks like one after a clean close. After a timeout, the errno is that of an earlier failure,
+    of any connection of the same thread. It decides only if there is no copy of the descriptor.
     """
     if error != errno.EPIPE or connection.number < 0:
         return error == errno.EPIPE

@@ -58,6 +58,6 @@ def _key(name: str, value: CurveKey) -> bytes:
         is_key = len(z85.decode(text)) == _KEY_BYTES
     except (KeyError, ValueError, struct.error):  # the last for digits that exceed 32 bits
         is_key = False
-    if not is_key:  # not shown: it may be a secret with a typo
+    if not is_key:  # the error does not show it: it may be a secret with a typo
         raise ValueError(f"{name} has keys as zmq.curve_keypair() makes them, of 40 characters; this is none")
     return text

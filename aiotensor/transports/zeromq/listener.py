@@ -26,7 +26,7 @@ _NOT_HERE = (errno.EADDRNOTAVAIL, errno.ENODEV)  # this machine has no such addr
 _HANDSHAKE_S = 5
 
 # The most connections that wait to be accepted. In a flood, the kernel retries a rejected connection a second
-# later; with a larger backlog it would wait as long behind connections that have ended.
+# later. With a larger backlog, a connection would wait as long behind connections that have ended.
 _BACKLOG = 256
 
 
@@ -62,8 +62,8 @@ class MessageListener:
     async def open(self) -> None:
         """Prepare to listen.
 
-        Waiting and errors at an ``ipc://`` address are those of `SocketFile.take`. At ``tcp://`` with a host
-        name, this waits until the name is resolved.
+        At an ``ipc://`` address, this waits and raises errors as `SocketFile.take` does. At a ``tcp://``
+        address with a host name, it waits until the name is resolved, for at most ten seconds.
 
         Raises:
             UsageError: another server listens at the address, or the file is not a socket of this user.
@@ -79,7 +79,7 @@ class MessageListener:
                 self._file = SocketFile(self._where.path, sock)
                 await self._file.take()
                 self._listener = sock
-            self._context = begin()  # checks again: no await follows before the socket is made
+            self._context = begin()  # checks again: nothing is awaited from here until the socket is made
             if self._allowed:
                 try:
                     self._authenticator = Authenticator(self._context, self._allowed)
@@ -90,10 +90,10 @@ class MessageListener:
             raise
 
     def listen(self, events: SocketEvents) -> LoopSocket:
-        """Begin to listen, immediately after `open`; call `close` after an error.
+        """Begin to listen; to be called immediately after `open`. After an error, call `close`.
 
-        This listens at the first address of a name that this machine has; at ``localhost`` at 127.0.0.1, or
-        at ::1 where there is no IPv4.
+        For a host name, this listens at the first of its addresses that this machine has. For ``localhost``,
+        that is 127.0.0.1, or ::1 where there is no IPv4.
 
         Args:
             events: the object whose callbacks the socket calls.
@@ -106,11 +106,11 @@ class MessageListener:
             raise AssertionError("a listener is opened before it listens")
         self._socket = self._bind(self._context, events)
         if self._where.path is None:
-            self.address = self._socket.address  # with the port that was free
+            self.address = self._socket.address  # with the actual port
         return self._socket
 
     async def _find_targets(self) -> Sequence[Target]:
-        """Return the targets where to listen."""
+        """Return the targets at which to listen; a name is resolved first."""
         where = self._where
         if where.targets:
             return where.targets
@@ -119,7 +119,7 @@ class MessageListener:
         except OSError:  # it is the name of a host
             pass
         else:
-            # ZeroMQ finds the address of an interface; with its IPv6 option only an IPv6 address.
+            # ZeroMQ finds the address of an interface itself; with its IPv6 option, only an IPv6 address.
             text = f"tcp://{where.host}:{where.port}"
             return Target(text), Target(text, is_ipv6=True)
         try:
@@ -170,7 +170,10 @@ class MessageListener:
         raise OSError(last.errno, text) from last
 
     async def close(self, linger_s: float) -> None:
-        """Close; sent messages get `linger_s` seconds to leave, and cancelling ends this wait."""
+        """Close, and wait until ZeroMQ has sent the messages that it accepted, at most `linger_s` seconds.
+
+        Cancellation ends this wait.
+        """
         context = self._close_sockets(linger_s)
         if context is not None:
             await end(context)

@@ -19,9 +19,9 @@ from aiotensor.transports.zeromq.context import ZmqContext
 
 __all__ = ["Monitor", "SocketEvents"]
 
-# The most events that are handled in one iteration of the loop, so that its other callbacks run. Any process
-# that reaches the address can cause events. If the other callbacks take longer than this, more events are
-# handled: they get up to half of the time.
+# Any process that reaches the address can cause events. So each iteration of the loop handles only
+# `_EVENTS_A_TURN` of them before its other callbacks run. If those take longer, events get as much time as
+# they do, at most `_EVENTS_MOST_S`.
 _EVENTS_A_TURN = 32
 _EVENTS_MOST_S = 0.02
 
@@ -52,29 +52,31 @@ class SocketEvents(Protocol):
     """The callbacks of a socket's owner."""
 
     def connected(self, descriptor: int) -> None:
-        """Handle a new connection with this descriptor; the handshake follows."""
+        """Called when there is a new connection with this descriptor; the handshake follows."""
 
     def handshaken(self) -> None:
-        """Handle the end of a handshake: the connection is ready."""
+        """Called when a handshake has succeeded: the connection is ready."""
 
     def unreachable(self) -> None:
-        """Handle a failed attempt to connect; ZeroMQ retries after its interval."""
+        """Called when an attempt to connect has failed; ZeroMQ retries after its interval."""
 
     def refused(self, *, is_final: bool, error: int) -> None:
-        """Handle a failed handshake; it is final if the keys of the two sides do not match.
+        """Called when a handshake has failed.
 
-        Otherwise `error` is the errno of ZeroMQ's thread: EPIPE if the peer closed the connection, and that
-        of an earlier failure if the handshake took too long.
+        Args:
+            is_final: whether the keys of the two sides do not match.
+            error: otherwise, the errno of ZeroMQ's thread: EPIPE if the peer closed the connection, and that
+                of an earlier failure if the handshake took too long.
         """
 
     def disconnected(self, descriptor: int) -> None:
-        """Handle the end of a connection."""
+        """Called when a connection has ended."""
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
-        """Handle a message; of one with too many parts, there is at least one part more than `MAX_PARTS`."""
+        """Called with a message; one with too many parts is cut, but has more than `MAX_PARTS`."""
 
     def writable(self) -> None:
-        """Retry messages that the socket did not accept, until it accepts no more."""
+        """Called to retry the messages that the socket did not accept, until it accepts no more."""
 
 
 class Monitor:
@@ -97,16 +99,17 @@ class Monitor:
         self._loop = asyncio.get_running_loop()
         self._events = events
         # The queue of events and postponed calls. The key of an accepted connection is its descriptor; all
-        # other entries have negative numbers.
+        # other entries have negative keys.
         self._waiting: OrderedDict[int, tuple[int, int] | Callable[[], None]] = OrderedDict()
         self._keys = itertools.count(-1, -1)
         self._is_closed = self._is_reporting = self._has_more = False
         self._paused_at = math.inf  # when reporting stopped, though more events were waiting
-        self._connections: dict[int, ForeignDescriptor] = {}  # and the listener, by their descriptors
+        self._connections: dict[int, ForeignDescriptor] = {}  # and the listener; by descriptor
         self._local: object = None  # the path or port where the socket listens
         with contextlib.ExitStack() as made:
             self._socket = made.enter_context(context.socket(zmq.PAIR))
-            # Unlimited: when this queue is full, ZeroMQ waits with a lock that closing needs, with the GIL.
+            # Unlimited: when this queue is full, ZeroMQ waits while it holds a lock. Closing would wait for
+            # that lock with the GIL.
             self._socket.rcvhwm = 0
             address = f"inproc://aiotensor-{next(_numbers)}"  # names are never reused
             sock.monitor(address, _WATCHED)
@@ -116,7 +119,7 @@ class Monitor:
         self._loop.add_reader(self._descriptor, self.report)
 
     def begin(self) -> None:
-        """Begin to report: the descriptor reports nothing before the first event was read."""
+        """Begin to report: the descriptor does not become readable before the first event was read."""
         self._loop.call_soon(self.report)
 
     def report(self) -> None:
@@ -150,10 +153,10 @@ class Monitor:
     def after_events(self, callback: Callable[[], None]) -> None:
         """Call a function once all events up to now have been reported.
 
-        Usually this calls it at once. During a flood of connections it is called in a later iteration of the
-        event loop, in the order of these calls.
+        Usually the function is called at once. During a flood of connections, it is called in a later
+        iteration of the event loop. Several functions are called in the order of these calls.
         """
-        self._read()  # before this call, so that the call does not wait for later events
+        self._read()  # events that arrive later must not delay the function
         self._waiting[next(self._keys)] = callback
         self.postponed += 1
         if not self._has_more:
@@ -168,7 +171,7 @@ class Monitor:
     def _read(self) -> None:
         """Read all events; omit connections that end before they are reported.
 
-        So in a flood there is little to report, and only open connections occupy memory.
+        So there is little to report during a flood, and only open connections occupy memory.
         """
         receive, waiting = self._socket.recv, self._waiting
         with contextlib.suppress(zmq.Again):
@@ -208,7 +211,7 @@ class Monitor:
 
     def reset(self, descriptor: int) -> bool:
         """Reset an accepted connection; return whether it has ended or is about to end."""
-        # On a copy: ZeroMQ may close the descriptor at any time, and its number may be reused.
+        # A copy is used, because ZeroMQ may close the descriptor at any time, and its number may be reused.
         try:
             copy = copy_of(descriptor)
         except OSError as error:

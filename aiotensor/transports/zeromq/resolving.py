@@ -1,7 +1,7 @@
-"""Names of hosts, resolved in threads of their own.
+"""The resolution of host names, in separate threads.
 
-The system's resolver blocks its caller while its name servers do not answer, for ten seconds and more. ZeroMQ
-would call it in the thread that carries all messages, and is given numeric addresses only.
+The system's resolver blocks its caller while its name servers do not answer, for ten seconds or more. ZeroMQ
+would call it in the thread that carries all messages, so ZeroMQ is only given numeric addresses.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ def look_up(host: str, port: int) -> "asyncio.Future[Sequence[Target]]":
 
 
 def _resolve(host: str, port: int) -> Sequence[Target]:
-    """Resolve a name by the system's resolver."""
+    """Resolve a name with the system's resolver."""
     numbers: dict[str, None] = {}
     for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         zone = address[3] if len(address) == 4 else 0

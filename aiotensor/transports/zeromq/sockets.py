@@ -40,7 +40,7 @@ _TRY_AGAIN_S = 0.05  # bounds the delay when ZeroMQ's signal that the socket is 
 
 
 class PeerGoneError(Exception):
-    """The receiver of a message is no longer connected."""
+    """The recipient of a message is no longer connected."""
 
 
 class LoopSocket:
@@ -107,7 +107,7 @@ class LoopSocket:
             self._socket.set(zmq.USE_FD, descriptor)
         self._socket.bind(address)  # type: ignore[arg-type]  # bytes work as well
         self._begin()
-        # EVENT_LISTENING: a child forked in this iteration closes the listener too.
+        # Report EVENT_LISTENING now, so that a child forked in this iteration closes the listener, too.
         self.monitor.report_first()
 
     @property
@@ -120,12 +120,12 @@ class LoopSocket:
 
         Args:
             parts: the parts of the message.
-            is_retry: whether `writable` calls this; its caller then checks the socket afterwards.
+            is_retry: whether `SocketEvents.writable` calls this; the socket is checked after that callback.
             copies: whether ZeroMQ copies large parts, too; otherwise their memory must not change until
                 ZeroMQ releases it, for which it wakes a thread of pyzmq.
 
         Raises:
-            PeerGoneError: its receiver is not connected; only a ROUTER raises this.
+            PeerGoneError: the recipient is not connected; only a ROUTER raises this.
             OSError: this process has no descriptors or no thread to send a large part; nothing was sent.
         """
         send, last = self._socket.send, len(parts) - 1
@@ -137,7 +137,7 @@ class LoopSocket:
             for number, part in enumerate(ready):
                 send(part, _LAST if number == last else _MORE, copy=not isinstance(part, zmq.Frame))
         except zmq.Again:
-            # Only the first part can fail: ZeroMQ then accepts the others of the message.
+            # Only the first part can be rejected: after it, ZeroMQ accepts all other parts of the message.
             self._was_full = True
             if not is_retry:
                 self._read_soon()
@@ -177,7 +177,7 @@ class LoopSocket:
         self._read_soon()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close; sent messages get `linger_s` seconds to leave, while the context exists."""
+        """Close; ZeroMQ has `linger_s` seconds to send accepted messages, while the context exists."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -187,7 +187,8 @@ class LoopSocket:
             self._retry.cancel()
         self._socket.disable_monitor()
         self.monitor.close()
-        # The owner refers to this: only the garbage collector would release it, with its tensor receiver.
+        # The owner refers to this object. In a cycle, only the garbage collector would free the owner and its
+        # tensor receiver.
         del self._events
         self._socket.close(int(linger_s * 1000))
 
@@ -196,7 +197,7 @@ class LoopSocket:
         return not self._is_closed and bool(zmq.zmq_poll(self._polled, 0))
 
     def _begin(self) -> None:
-        # The descriptor reports nothing before the socket was checked once.
+        # The descriptor does not become readable before the socket was checked once.
         self._read_soon()
         self.monitor.begin()
 
@@ -225,7 +226,8 @@ class LoopSocket:
         self._is_scheduled = is_drained = False
         until = time.monotonic() + _READING_S
         while True:
-            # A message of an unidentified peer waits until the events before it have been reported.
+            # Messages of unidentified peers wait until the events before them have been reported. If many
+            # wait, read no more.
             if self.monitor.postponed > _CALLBACKS_A_TURN:
                 self._suspend()
                 break
@@ -258,7 +260,7 @@ class LoopSocket:
         self._read_soon()
 
     def _try_again(self) -> None:
-        """Send waiting messages; any call into ZeroMQ may consume the signal that the socket is writable."""
+        """Retry waiting messages; any call into ZeroMQ may consume the signal that the socket is writable."""
         for _ in range(2):
             if not self._was_full or self._is_closed:
                 return
