@@ -30,14 +30,10 @@ def updated(page: str, report: Report) -> str:
 
 
 def _number(report: Report) -> str:
-    rate, memory, whole_rate = (
-        next(goal.measured for goal in report.goals if goal.work == work and goal.against == _QUEUE)
-        for work in (
-            "serving, transfer: requests a second",
-            "serving, transfer: peak memory",
-            "serving, decoding and transfer: requests a second",
-        )
-    )
+    measured = {goal.work: goal.measured for goal in report.goals if goal.against == _QUEUE}
+    rate = measured.get("serving, transfer: requests a second")
+    memory = measured.get("serving, transfer: peak memory")
+    whole_rate = measured.get("serving, decoding and transfer: requests a second")
     if rate is None or memory is None or whole_rate is None:
         raise ValueError("the report lacks a result of the queue: run all workloads of `make bench-serving`")
     text = (

@@ -67,13 +67,10 @@ class Engine(Protocol):
             EngineError: the engine has failed. Until `close`, bytes may be under way.
         """
 
-    def poll(self, timeout_s: float) -> list[tuple[Hashable, str]]:
-        """Make progress until writes have ended, and return them, each with an error or "".
+    def poll(self) -> list[tuple[Hashable, str]]:
+        """Make progress once, without waiting, and return the writes that have ended.
 
-        If a write has no error, the peer has all its bytes.
-
-        Args:
-            timeout_s: the seconds after which this returns an empty list if no write has ended.
+        Each one comes with an error or "". If a write has no error, the peer has all its bytes.
         """
 
     def close(self) -> None:

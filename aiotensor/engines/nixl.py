@@ -20,7 +20,6 @@ import secrets
 import struct
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -57,10 +56,6 @@ _UCX = "TLS=^sm,TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k,TCP_KEEPIDLE=5s,TCP_KE
 
 # An agent and its connection need 17 to 25 descriptors. UCX aborts the process if there are none left.
 _LEAST_DESCRIPTORS = 64
-
-# NIXL has no call that waits for work, and does not expose the descriptor of UCX that would become readable.
-# So a thread polls while a write is under way, and pauses in between to leave the processor to other threads.
-_PAUSE_S = 50e-6
 
 _KEY = struct.Struct("<QQQ")  # address, bytes and number of a registration; its metadata follow
 _MOST_KEYS = 4096  # of the peer, whose metadata are kept
@@ -150,14 +145,8 @@ class NixlEngine:
             self._agent.postXferReq(request)
         return request
 
-    def poll(self, timeout_s: float) -> list[tuple[Hashable, str]]:
-        """Make progress until writes have ended, as `Engine.poll` does."""
-        end = time.monotonic() + timeout_s
-        while not (ended := self._poll_once()) and time.monotonic() < end:
-            time.sleep(_PAUSE_S)
-        return ended
-
-    def _poll_once(self) -> list[tuple[Hashable, str]]:
+    def poll(self) -> list[tuple[Hashable, str]]:
+        """Make progress once, as `Engine.poll` does."""
         with _translated("making progress failed"):
             self._agent.getNotifs({}, self._backends)  # makes progress; there are no notifications
         ended: list[tuple[Hashable, str]] = []

@@ -28,10 +28,17 @@ _KEEP_WARM_S = 30.0  # the same as a sender keeps its memory by default
 
 
 class _Block(msgspec.Struct, eq=False):
-    """A block of the peer, which has memory, or has requested it, up to a position."""
+    """A block of the peer.
+
+    Attributes:
+        nbytes: its size in bytes.
+        requested: the position up to which it has memory, or has requested it.
+        failure: the reason why it gets no memory.
+    """
 
     nbytes: int
     requested: int
+    failure: str = ""
 
 
 class _Reserving(msgspec.Struct, eq=False):
@@ -64,10 +71,10 @@ class LandingSegment:
         self._loop = asyncio.get_running_loop()
         self._blocks: dict[int, _Block] = {}
         self._nbytes = 0  # of the blocks
-        self._waiting: tuple[Range, Callable[[str], None]] | None = None  # bytes without memory
+        # Bytes without memory, and their block.
+        self._waiting: tuple[Range, _Block, Callable[[str], None]] | None = None
         self._reserving: list[_Reserving] = []
         self._returned: Callable[[Sequence[Range]], None] = lambda ranges: None
-        self._failure = ""  # the reason why there is no memory
         self._trimming: asyncio.TimerHandle | None = None
         self._is_closed = False
 
@@ -86,10 +93,10 @@ class LandingSegment:
         if known.requested < min(stop + WINDOW_BYTES, block + nbytes):
             self._request(block, known, stop)
         if not self._segment.warm.has(start, len(data)):
-            if self._failure:
-                self._loop.call_soon(resume, self._failure)
+            if known.failure:
+                self._loop.call_soon(resume, known.failure)
             else:
-                self._waiting = (start, len(data)), resume
+                self._waiting = (start, len(data)), known, resume
             return False
         if len(data) <= _QUICK_BYTES:
             self._segment.memory[start:stop] = data
@@ -132,7 +139,7 @@ class LandingSegment:
         if waiting is not None:
             # The bytes need no memory any more, and the messages behind them are still to be read: the end of
             # the connection waits for the last one.
-            self._loop.call_soon(waiting[1], "")
+            self._loop.call_soon(waiting[2], "")
         if self._trimming is not None:
             self._trimming.cancel()
         self._segment.close()
@@ -191,12 +198,14 @@ class LandingSegment:
     def _filled(self, cold: list[Range], filled: list[Range], error: BaseException | None) -> None:
         self._segment.filled(cold, filled)
         if error is not None:
-            self._failure = f"no memory is left here for its tensors: {error}"
+            # Other blocks may need the same pages. A later block requests them again.
+            for known in self._blocks.values():
+                known.failure = f"no memory is left here for its tensors: {error}"
         if self._waiting is not None:
-            (start, length), resume = self._waiting
-            if self._failure or self._segment.warm.has(start, length):
+            (start, length), known, resume = self._waiting
+            if known.failure or self._segment.warm.has(start, length):
                 self._waiting = None
-                resume(self._failure)
+                resume(known.failure)
         self._check_reserving()
 
     def _check_reserving(self) -> None:
@@ -207,8 +216,8 @@ class LandingSegment:
             start, nbytes = one.start, one.block.nbytes
             if self._blocks.get(start) is not one.block:
                 outcome: tuple[memoryview | None, str] = None, ""
-            elif self._failure:
-                outcome = None, self._failure
+            elif one.block.failure:
+                outcome = None, one.block.failure
             elif self._is_ready(start, one.block):
                 outcome = self._segment.memory[start : start + nbytes], ""
             else:

@@ -31,10 +31,10 @@ def engines() -> Iterator[tuple[Engine, Engine]]:
 def end_of(write: object, writer: Engine, reader: Engine) -> str:
     """Poll both until a write has ended, and return its error."""
     while True:
-        for ended, reason in writer.poll(0.0):
+        for ended, reason in writer.poll():
             assert ended == write
             return reason
-        reader.poll(0.0)
+        reader.poll()
 
 
 def test_a_write_changes_its_range_only(engines: tuple[Engine, Engine]) -> None:

@@ -1,11 +1,19 @@
-"""The memory in which the bytes of a peer on another machine arrive, after it was closed."""
+"""The memory in which the bytes of a peer on another machine arrive."""
+
+import asyncio
+import errno
+import os
 
 import pytest
+import torch
 
 from aiotensor.receiving.landing import LandingSegment
 from aiotensor.runtime.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+BYTES = 1 << 20
+DATA = memoryview(b"12345678")
 
 
 async def test_a_closed_landing_ignores_bytes_and_freed_blocks() -> None:
@@ -13,8 +21,40 @@ async def test_a_closed_landing_ignores_bytes_and_freed_blocks() -> None:
     landing = LandingSegment(0, 1 << 16, 1 << 16, worker)
     mapped = landing.mapped()
     landing.close()
-    assert landing.store(0, 8, 0, memoryview(b"12345678"), lambda failure: pytest.fail(failure))
+    assert landing.store(0, 8, 0, DATA, lambda failure: pytest.fail(failure))
     landing.free(0)
     landing.free(64)
     mapped.close()
+    worker.close()
+
+
+async def outcome_of_store(landing: LandingSegment, block: int) -> str:
+    """Store bytes in a new block, which has no memory yet, and return the reason why it gets none, or ""."""
+    outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    assert not landing.store(block, BYTES, block, DATA, outcome.set_result)
+    return await outcome
+
+
+async def test_only_the_blocks_of_the_time_without_memory_get_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker("aiotensor-receiver")
+    landing = LandingSegment(0, 8 * BYTES, 8 * BYTES, worker)
+    mapped = landing.mapped()
+
+    def refuse(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        assert "No space left on device" in await outcome_of_store(landing, 0)
+    assert "No space left on device" in await outcome_of_store(landing, 0)  # the peer is to be closed
+    landing.free(0)
+    for block in (0, 4 * BYTES):
+        assert await outcome_of_store(landing, block) == ""
+        assert landing.store(block, BYTES, block, DATA, lambda failure: pytest.fail(failure))
+        stored = mapped.tensor(block, torch.uint8, (len(DATA),)).tensor
+        assert bytes(stored.tolist()) == bytes(DATA)
+        del stored
+    landing.close()
+    mapped.close()
+    await worker.settle()
     worker.close()

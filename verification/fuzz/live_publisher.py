@@ -60,7 +60,7 @@ async def _open(state: peers.State, slow: SlowPolicy) -> None:
 
 async def _publish(state: peers.State, seed: int, count: int, honest: list[str]) -> Published:
     publisher: Publisher = state.others[_PUBLISHER]
-    await until(lambda: _has_room(publisher, honest))
+    await until(lambda: _are_below_limit(publisher, honest))
     tensor = pattern(seed, count)
     if seed % 3 == 0:
         allocated = await publisher.allocate((count,), torch.int64)
@@ -68,11 +68,11 @@ async def _publish(state: peers.State, seed: int, count: int, honest: list[str])
     return await publisher.publish(Note(seed, [tensor]))
 
 
-def _has_room(publisher: Publisher, honest: list[str]) -> bool:
-    """Return whether no honest subscriber is at its limit.
+def _are_below_limit(publisher: Publisher, honest: list[str]) -> bool:
+    """Return whether all honest subscribers are less behind than the limit of the publisher.
 
-    An honest subscriber has received everything, but a thread of it may release the memory later. Otherwise
-    a publisher that disconnects slow subscribers, or drops for them, would do so to an honest one.
+    They have received all publications, but their threads may release the memory later. At the limit, the
+    next publication would disconnect an honest subscriber, or drop a publication for it.
     """
     lags = publisher.statistics().lags
     return all(lag.behind < MOST_READ for lag in lags if lag.subscriber in honest)

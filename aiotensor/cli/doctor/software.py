@@ -129,8 +129,8 @@ def _try_nixl(trial_s: float) -> None:
         memory = bytearray(_TRIAL_BYTES)
         writer.write(memoryview(b"x" * _TRIAL_BYTES), reader.register(memoryview(memory)), 0)
         end = time.monotonic() + trial_s
-        while not (ended := writer.poll(0.0)):
-            reader.poll(0.0)
+        while not (ended := writer.poll()):
+            reader.poll()
             if time.monotonic() > end:
                 raise EngineError("a write did not end")
         if ended[0][1] or not all(memory[:: _TRIAL_BYTES - 1]):

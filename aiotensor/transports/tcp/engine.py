@@ -1,6 +1,8 @@
 """The engine that the user has chosen, and an engine that runs in a thread."""
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TypeAlias, TypeVar, get_args
@@ -10,7 +12,7 @@ from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.worker import Worker
 from aiotensor.types import EngineName
 
-__all__ = ["EngineChoice", "RunningEngine", "choose_engine"]
+__all__ = ["TURN_S", "EngineChoice", "RunningEngine", "choose_engine"]
 
 logger = logger_of("transports")
 
@@ -21,7 +23,12 @@ _WriteEnd: TypeAlias = Callable[[EngineError | None], object]
 
 _MOST_REASONS = 16
 
-_TURN_S = 0.002  # the duration of one call that polls, after which other calls get their turn
+# Engines cannot wait for the progress of their peers: NIXL does not expose the descriptor of UCX that would
+# become readable. So the thread polls while a write is under way. In between it waits for other calls, which
+# leaves the processor to other threads.
+_PAUSE_S = 50e-6
+
+TURN_S = 0.002  # after which the event loop decides whether to poll further
 
 
 def choose_engine(name: EngineName | None, endpoint: str) -> "EngineChoice | None":
@@ -96,6 +103,8 @@ class RunningEngine:
         self._worker = Worker("aiotensor-engine")
         self._engine: Engine | None = None  # used only in the thread, like `_ends`
         self._ends: dict[Hashable, _WriteEnd] = {}
+        self._calls = 0  # calls in the thread that have not ended, except for polling
+        self._has_calls = threading.Event()  # they end the polling
         self._needs = 0  # writes of either side that are under way
         self._is_polling = self._is_closed = False
 
@@ -109,7 +118,7 @@ class RunningEngine:
             engine = self._engine = make()
             return engine.address
 
-        return await self._worker.submit(partial(_translated, open_))
+        return await self._submit(partial(_translated, open_))
 
     async def connect(self, address: bytes) -> None:
         """Set the peer, as `Engine.connect` does."""
@@ -169,7 +178,7 @@ class RunningEngine:
             work.result()
 
         try:
-            closing = self._worker.submit(close)
+            closing = self._submit(close)
         except OSError:
             closed()  # no thread was ever started, so there is no engine; or the process is ending
         else:
@@ -177,7 +186,20 @@ class RunningEngine:
         self._worker.close()
 
     def _call(self, call: Callable[[Engine], R]) -> "asyncio.Future[R]":
-        return self._worker.submit(partial(self._call_in_thread, call))
+        return self._submit(partial(self._call_in_thread, call))
+
+    def _submit(self, work: Callable[[], R]) -> "asyncio.Future[R]":
+        """Run work in the thread, which ends its polling for it."""
+        future = self._worker.submit(work)
+        self._calls += 1
+        self._has_calls.set()
+        future.add_done_callback(self._call_ended)
+        return future
+
+    def _call_ended(self, _: "asyncio.Future[R]") -> None:
+        self._calls -= 1
+        if not self._calls:
+            self._has_calls.clear()
 
     def _call_in_thread(self, call: Callable[[Engine], R]) -> R:
         if self._engine is None:
@@ -201,10 +223,15 @@ class RunningEngine:
     def _poll(self) -> None:
         if self._needs and not self._is_polling and not self._is_closed:
             self._is_polling = True
-            self._call(self._poll_in_thread).add_done_callback(self._polled)
+            polling = self._worker.submit(partial(self._call_in_thread, self._poll_in_thread))
+            polling.add_done_callback(self._polled)
 
     def _poll_in_thread(self, engine: Engine) -> list[tuple[_WriteEnd, str]]:
-        ended = engine.poll(_TURN_S)  # may include a write that failed to begin, which was already reported
+        end = time.monotonic() + TURN_S
+        while not (ended := engine.poll()) and time.monotonic() < end:
+            if self._has_calls.wait(_PAUSE_S):
+                break
+        # `ended` may include a write that failed to begin, which was already reported.
         return [(self._ends.pop(write), reason) for write, reason in ended if write in self._ends]
 
     def _polled(self, work: "asyncio.Future[list[tuple[_WriteEnd, str]]]") -> None:

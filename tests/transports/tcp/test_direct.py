@@ -60,7 +60,7 @@ class RawPeer:
             if not self._parts:
                 while not await self._socket.poll(1):
                     if self.engine is not None:
-                        self.engine.poll(0.0)  # the receiver writes its test
+                        self.engine.poll()  # the receiver writes its test
                 message = await self._socket.recv()
                 batch = memoryview(message)
                 self._parts = [bytes(one) for one in read_batch(batch)] if message[0] == BATCH else [message]
@@ -86,7 +86,7 @@ class RawPeer:
     async def _write(self, data: bytes, key: bytes) -> None:
         assert self.engine is not None
         write = self.engine.write(memoryview(data), key, 0)
-        while (write, "") not in self.engine.poll(0.0):
+        while (write, "") not in self.engine.poll():
             await asyncio.sleep(0)
 
     async def write(self, data: bytes, key: bytes) -> None:

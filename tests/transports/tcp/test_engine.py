@@ -178,8 +178,8 @@ async def test_a_tensor_whose_memory_cannot_be_registered_moves_in_steps(
     assert line.startswith(f"ZeroMQ carries some large tensors at {address}, and not nixl: this memory")
 
 
-def failing_writes(engine: NixlEngine, timeout_s: float) -> list[tuple[Hashable, str]]:
-    return [(write, "the device is gone") for write, _ in poll(engine, timeout_s)]
+def failing_writes(engine: NixlEngine) -> list[tuple[Hashable, str]]:
+    return [(write, "the device is gone") for write, _ in poll(engine)]
 
 
 def failing_engine(*_: object) -> object:
@@ -277,8 +277,8 @@ async def test_an_allocated_tensor_is_not_moved_while_a_cancelled_write_of_it_is
 ) -> None:
     may_end = threading.Event()
 
-    def poll_late(engine: NixlEngine, timeout_s: float) -> list[tuple[Hashable, str]]:
-        return poll(engine, timeout_s) if may_end.wait(timeout_s) else []
+    def poll_late(engine: NixlEngine) -> list[tuple[Hashable, str]]:
+        return poll(engine) if may_end.is_set() else []
 
     async with TensorReceiver(address, **NIXL) as receiver, TensorSender(address, **NIXL) as sender:
         await until(lambda: sender.statistics().engine_connections == 1)
