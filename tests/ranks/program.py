@@ -142,11 +142,13 @@ async def stopped(found: Findings) -> None:
     async with _pipe() as pipe:
         if found.rank == 1:
             await pipe.send(torch.tensor(os.getpid()))
+            await pipe.receive()  # sent while this rank is stopped, so it has sent nothing before
             found.messages = await _exchange(pipe)
             return
         async with _stopped_peer(pipe):
+            await pipe.send(None)
             exchanging = asyncio.create_task(_exchange(pipe))
-            await until(lambda: pipe.statistics().messages_sent == len(_COUNTS))
+            await until(lambda: pipe.statistics().messages_sent == 1 + len(_COUNTS))
             draining = asyncio.create_task(pipe.drain())
             await asyncio.sleep(_STOPPED_S)
             if pipe.statistics().connected and not exchanging.done() and not draining.done():
