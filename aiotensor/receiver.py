@@ -229,7 +229,7 @@ class TensorReceiver(LoopObject):
         try:
             taking = self._opened()
             while (found := taking.mailbox.hold_next()) is None:
-                await taking.change()
+                await taking.arrivals.change()
                 if self.affinity.is_closed:
                     raise StopAsyncIteration
         except AioTensorError as error:  # not the end of the iteration

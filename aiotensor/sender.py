@@ -375,10 +375,12 @@ class TensorSender(LoopObject):
 
     def _opened(self) -> Pipeline:
         """Return the pipeline, if messages can be sent."""
-        pipeline = self._checked()
-        failure = pipeline.grants.failure
-        if failure is not None:
-            raise again(failure)
+        self.affinity.check()
+        pipeline = self._pipeline
+        if pipeline is None:
+            raise AssertionError("an open sender has a pipeline")
+        if pipeline.grants.failure is not None:
+            raise again(pipeline.grants.failure)
         return pipeline
 
 

@@ -279,7 +279,7 @@ def held_by_receiver(receiver: TensorReceiver) -> dict[str, int]:
     senders = senders_of(receiver)
     return {
         "queues of waiters": len(senders.arrivals.waiters),
-        "claims": bool(senders.mailbox._claims),
+        "claims": bool(senders.mailbox.claims.by_message),
         "arrivals": len(senders.mailbox._whole),
         "answers": len(senders._answered),
     }

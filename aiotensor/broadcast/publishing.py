@@ -196,7 +196,7 @@ class Publishing:
 
     def publish_nowait(self, message: object) -> Published:
         """Publish a message on this thread, as `Publisher.publish_nowait` does."""
-        turn = self._turns.try_acquire(1)
+        turn = self._turns.budget.try_request(1)
         if turn is None:
             raise self._reports.would_block("a subscriber is slow, or another call is publishing", 0)
         placement = _Placement()

@@ -1,8 +1,9 @@
 """The state of a mailbox: messages that have arrived, their senders, and the calls that wait for tensors."""
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
+
+import msgspec
 
 from aiotensor.errors import AioTensorError
 from aiotensor.protocol.numbers import NumberSet
@@ -15,7 +16,7 @@ T = TypeVar("T")
 REMEMBERED_DISCARDS = 1024
 
 
-class Key(NamedTuple):
+class Key(msgspec.Struct, frozen=True, order=True, gc=False):
     """The name of one tensor: the first three fields of its handle."""
 
     sender: str
@@ -26,58 +27,50 @@ class Key(NamedTuple):
 class Claims:
     """Count the calls that wait for each tensor by its handle; only one of them can receive it."""
 
-    __slots__ = ("_by_message",)
+    __slots__ = ("by_message",)
 
     def __init__(self) -> None:
-        self._by_message: dict[tuple[str, int], dict[int, int]] = {}  # the count for each tensor
-
-    def __bool__(self) -> bool:
-        return bool(self._by_message)
+        self.by_message: dict[tuple[str, int], dict[int, int]] = {}  # the count for each tensor
 
     def __contains__(self, key: Key) -> bool:
-        return key.tensor in self._by_message.get((key.sender, key.message), ())
+        return key.tensor in self.by_message.get((key.sender, key.message), ())
 
     def add(self, key: Key) -> None:
         """Add a claim."""
-        claims = self._by_message.setdefault((key.sender, key.message), {})
+        claims = self.by_message.setdefault((key.sender, key.message), {})
         claims[key.tensor] = claims.get(key.tensor, 0) + 1
 
     def remove(self, key: Key) -> None:
         """Remove a claim."""
-        claims = self._by_message[key.sender, key.message]
+        claims = self.by_message[key.sender, key.message]
         claims[key.tensor] -= 1
         if not claims[key.tensor]:
             del claims[key.tensor]
         if not claims:
-            del self._by_message[key.sender, key.message]
+            del self.by_message[key.sender, key.message]
 
     def of_message(self, sender: str, number: int) -> list[Key]:
         """List the claimed tensors of a message, including unknown ones."""
-        return [Key(sender, number, tensor) for tensor in self._by_message.get((sender, number), ())]
+        return [Key(sender, number, tensor) for tensor in self.by_message.get((sender, number), ())]
 
     def of_sender(self, sender: str) -> list[Key]:
         """List the claimed tensors of a sender."""
         return [
-            key
-            for name, number in self._by_message
-            if name == sender
-            for key in self.of_message(name, number)
+            key for name, number in self.by_message if name == sender for key in self.of_message(name, number)
         ]
 
 
-@dataclass(eq=False, slots=True)
-class ArrivedMessage(Generic[T]):
+class ArrivedMessage(msgspec.Struct, Generic[T], eq=False):
     """The tensors of one message that has not ended."""
 
-    keys: list[Key] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)  # in bytes, one for each key
-    tensors: dict[int, T] = field(default_factory=dict)  # still to be taken
+    keys: list[Key] = []
+    sizes: list[int] = []  # in bytes, one for each key
+    tensors: dict[int, T] = {}  # still to be taken
     count: int | None = None  # set when the message becomes whole
-    held: set[int] = field(default_factory=set)
+    held: set[int] = set()
 
 
-@dataclass(eq=False, slots=True)
-class SenderRecord(Generic[T]):
+class SenderRecord(msgspec.Struct, Generic[T], eq=False):
     """One sender and its messages."""
 
     joined: bool = False
@@ -88,11 +81,11 @@ class SenderRecord(Generic[T]):
     limit: int = 0
     first: int = 0  # messages below it belonged to a connection that was lost
     next: int = 0
-    messages: dict[int, ArrivedMessage[T]] = field(default_factory=dict)
+    messages: dict[int, ArrivedMessage[T]] = {}
     unclaimed_tensors: int = 0  # in these messages, counted on each change: a scan would block the loop
     unclaimed_bytes: int = 0
-    ended: NumberSet = field(default_factory=NumberSet)
-    discarded: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    ended: NumberSet = msgspec.field(default_factory=NumberSet)
+    discarded: OrderedDict[int, None] = msgspec.field(default_factory=OrderedDict)
 
     def discard(self, number: int) -> None:
         """Record that a message was discarded."""

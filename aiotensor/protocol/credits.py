@@ -15,9 +15,10 @@ size.
 """
 
 from collections import deque
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar
+
+import msgspec
 
 __all__ = ["Budget", "Space", "Ticket"]
 
@@ -34,15 +35,14 @@ class Space(Protocol[P]):
         """Free a place."""
 
 
-@dataclass(eq=False, slots=True)
-class Ticket(Generic[P]):
+class Ticket(msgspec.Struct, Generic[P], eq=False):
     """One request to a budget, with its place if it was granted."""
 
     amount: int
     holder: Hashable
+    since: float  # the time of the request, and then of the grant
     granted: bool = False
     place: P | None = None
-    since: float = 0.0  # the time of the grant or the request, set by callers with a clock
 
 
 class Budget(Generic[P]):
@@ -51,13 +51,15 @@ class Budget(Generic[P]):
     Args:
         limit: the maximum amount in use at once, in any unit.
         space: the space of the amounts; None if they have no places.
+        now: returns the current time in seconds.
     """
 
-    def __init__(self, limit: int, space: Space[P] | None = None) -> None:
+    def __init__(self, limit: int, space: Space[P] | None = None, now: Callable[[], float] = float) -> None:
         self.limit = limit
         self.in_use = 0
         self.peak = 0
         self._space = space
+        self._now = now
         self._queue: deque[Ticket[P]] = deque()
         self._held: dict[Hashable, int] = {}
 
@@ -79,7 +81,7 @@ class Budget(Generic[P]):
         """
         if not 0 <= amount <= self.limit:
             raise ValueError(f"amount must be between 0 and the limit of {self.limit}, got {amount}")
-        ticket: Ticket[P] = Ticket(amount, holder)
+        ticket: Ticket[P] = Ticket(amount, holder, self._now())
         if self._queue or not self._grant(ticket):
             self._queue.append(ticket)
         return ticket
@@ -94,7 +96,7 @@ class Budget(Generic[P]):
             raise ValueError(f"amount must not be negative, got {amount}")
         if self._queue:
             return None
-        ticket: Ticket[P] = Ticket(amount, holder)
+        ticket: Ticket[P] = Ticket(amount, holder, 0.0)
         return ticket if self._grant(ticket) else None
 
     def release(self, ticket: Ticket[P]) -> list[Ticket[P]]:
@@ -155,6 +157,7 @@ class Budget(Generic[P]):
             if ticket.place is None:
                 return False
         ticket.granted = True
+        ticket.since = self._now()
         self.in_use += ticket.amount
         if self.in_use > self.peak:
             self.peak = self.in_use

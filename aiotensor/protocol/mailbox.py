@@ -54,11 +54,13 @@ class Mailbox(Generic[T]):
     Methods that change the result of waiting calls return the keys of the tensors that these wait for.
 
     Attributes:
+        claims: the calls that wait for tensors by their handles, which `next_unclaimed` therefore skips.
         messages_discarded: the number of discarded messages.
         messages_left: the number of messages that can be taken and whose senders have closed.
     """
 
     def __init__(self) -> None:
+        self.claims = Claims()
         self.messages_discarded = 0
         self.messages_left = 0
         self._senders: dict[str, SenderRecord[T]] = {}
@@ -66,7 +68,6 @@ class Mailbox(Generic[T]):
         self._never_connected: OrderedDict[str, None] = OrderedDict()  # known only from discarded handles
         # By their first keys, in the order in which iterations deliver them.
         self._whole: OrderedDict[Key, ArrivedMessage[T]] = OrderedDict()
-        self._claims = Claims()
 
     @property
     def unclaimed_tensors(self) -> int:
@@ -103,7 +104,7 @@ class Mailbox(Generic[T]):
         record.limit = limit
         record.first = record.next = first
         record.ended.keep_last(REMEMBERED_RANGES)  # each connection may leave a gap
-        return self._claims.of_sender(sender) if first else []
+        return self.claims.of_sender(sender) if first else []
 
     def has_joined(self, sender: str) -> bool:
         """Return whether a sender is or was connected; old senders are forgotten."""
@@ -130,12 +131,20 @@ class Mailbox(Generic[T]):
         message.sizes.append(nbytes)
         record.unclaimed_tensors += 1
         record.unclaimed_bytes += nbytes
-        return self._make_whole(key.sender, key.message, message) if last else []
+        return self.end(key.sender, key.message) if last else []
 
     def end(self, sender: str, number: int) -> Sequence[Key]:
         """Complete a message."""
         message = self._senders[sender].messages.get(number)
-        return [] if message is None else self._make_whole(sender, number, message)
+        if message is None:
+            return []
+        count = message.count = len(message.tensors)
+        keys = message.keys
+        self._whole[keys[0]] = message
+        for tensor in self.claims.by_message.get((sender, number), ()):
+            if not 0 <= tensor < count:
+                keys = [*keys, Key(sender, number, tensor)]
+        return keys
 
     def leave(self, sender: str) -> Sequence[Key]:
         """Record that a sender closed: its whole messages stay, the others are discarded."""
@@ -146,7 +155,7 @@ class Mailbox(Generic[T]):
         record.left = True
         self.messages_left += len(record.messages)
         self._remember(self._departed, sender)
-        return self._claims.of_sender(sender)
+        return self.claims.of_sender(sender)
 
     def lose(self, sender: str, error: AioTensorError, pid: int | None = None) -> Sequence[Key]:
         """Record that a sender is gone or was refused: its tensors cannot be taken any more."""
@@ -160,7 +169,7 @@ class Mailbox(Generic[T]):
         for number in list(record.messages):
             self._drop(record, number)
         self._remember(self._departed, sender)
-        return self._claims.of_sender(sender)
+        return self.claims.of_sender(sender)
 
     def discard(self, sender: str, number: int) -> Sequence[Key]:
         """Discard a message, even before it arrives; a message that has ended is not affected.
@@ -180,17 +189,9 @@ class Mailbox(Generic[T]):
         # Each message in flight may leave a gap, but handles of unknown messages have arbitrary numbers.
         record.ended.keep_first(record.limit + REMEMBERED_RANGES)
         self.messages_discarded += 1
-        return self._claims.of_message(sender, number)
+        return self.claims.of_message(sender, number)
 
     # Calls that take tensors
-
-    def claim(self, key: Key) -> None:
-        """Keep a tensor from `next_unclaimed` while a call waits for it by its handle."""
-        self._claims.add(key)
-
-    def unclaim(self, key: Key) -> None:
-        """Withdraw one claim."""
-        self._claims.remove(key)
 
     def hold(self, key: Key) -> T | None:
         """Reserve a tensor and return it; None if it has not arrived.
@@ -264,11 +265,11 @@ class Mailbox(Generic[T]):
 
     def next_unclaimed(self) -> Key | None:
         """Return the key of the tensor that `hold_next` would hold; None if there is none."""
-        claims = self._claims
+        claims = self.claims.by_message
         for message in self._whole.values():
             for tensor in message.tensors:
                 key = message.keys[tensor]
-                if tensor not in message.held and not (claims and key in claims):
+                if tensor not in message.held and not (claims and key in self.claims):
                     return key
         return None
 
@@ -300,14 +301,6 @@ class Mailbox(Generic[T]):
             record.unclaimed_tensors = record.unclaimed_bytes = 0
         self._whole.clear()
         self.messages_left = 0
-
-    def _make_whole(self, sender: str, number: int, message: ArrivedMessage[T]) -> Sequence[Key]:
-        count = message.count = len(message.tensors)
-        self._whole[message.keys[0]] = message
-        if self._claims:
-            claimed = self._claims.of_message(sender, number)
-            return message.keys + [key for key in claimed if not 0 <= key.tensor < count]
-        return message.keys
 
     def _record(self, sender: str) -> SenderRecord[T]:
         record = self._senders.get(sender)

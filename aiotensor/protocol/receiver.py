@@ -168,7 +168,9 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
                     if number != self._next_message:
                         self._check_begun(number)
                         return  # this side has discarded the message
-                    self._begin(number)
+                    if len(self._messages) >= self.hello.max_concurrent_videos:
+                        raise self._too_many()
+                    self._next_message += 1
                     count = 0
                 if frame.tensor != count or count >= MAX_TENSORS:  # _WHOLE is no number of a tensor
                     raise ProtocolError(f"it sent tensor {frame.tensor} of message {number} out of order")
@@ -184,7 +186,10 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
             case Begin():
                 if frame.message != self._next_message:
                     raise ProtocolError(f"it began message {frame.message} out of order")
-                self._begin(frame.message)
+                if len(self._messages) >= self.hello.max_concurrent_videos:
+                    raise self._too_many()
+                self._next_message += 1
+                self._messages[frame.message] = 0
             case Discard():
                 self._check_begun(frame.message)
                 self._messages.pop(frame.message, None)
@@ -200,12 +205,9 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
             case Close():
                 self.state = CLOSED
 
-    def _begin(self, number: int) -> None:
+    def _too_many(self) -> ProtocolError:
         limit = self.hello.max_concurrent_videos
-        if len(self._messages) >= limit:
-            raise ProtocolError(f"it has more than its limit of {limit} messages in flight")
-        self._next_message += 1
-        self._messages[number] = 0
+        return ProtocolError(f"it has more than its limit of {limit} messages in flight")
 
     def _check_begun(self, number: int) -> None:
         if not self.hello.first_message <= number < self._next_message:

@@ -99,7 +99,7 @@ class RecordConnection(Connection, abc.ABC, Generic[Received, Sent]):
 
     def data_to_send(self) -> Sequence[bytes]:
         """Return the records to write now."""
-        records = self.full_records()
+        records, self._records, self.has_full_record = self._records, [], False
         if self._frames:
             records.append(encode_record(self._frames))
             self._frames, self._nbytes = [], 0

@@ -19,7 +19,7 @@ import torch
 
 from aiotensor.errors import AioTensorError, ProtocolError, TooLargeError, WouldBlockError
 from aiotensor.protocol.credits import Ticket
-from aiotensor.protocol.frames import OUT_OF_BAND, Put, Release, Taken
+from aiotensor.protocol.frames import INLINE, OUT_OF_BAND, Put, Release, Taken
 from aiotensor.protocol.ranks import PutNone, counted
 from aiotensor.ranks.settings import KEEP_WARM_S, LONG_WAIT_S, PipeSettings
 from aiotensor.ranks.writer import Writer
@@ -31,8 +31,8 @@ from aiotensor.sending.memory import Memory
 from aiotensor.sending.message import put_of
 from aiotensor.tensors.allocations import Block
 from aiotensor.tensors.copying import CopyAbandonedError
-from aiotensor.tensors.inline import MAX_INLINE_BYTES
-from aiotensor.tensors.placement import Placed, place_copy, place_inline
+from aiotensor.tensors.inline import MAX_INLINE_BYTES, bytes_of
+from aiotensor.tensors.placement import Placed, place_copy
 from aiotensor.tensors.raw import flat_bytes
 from aiotensor.tensors.source import Source, as_source, is_flat
 from aiotensor.transports.base import MAX_DATA_BYTES, Mover
@@ -112,7 +112,7 @@ class Outgoing:
         del value
         message = self._begin()
         try:
-            message.ticket = self.gate.try_acquire(nbytes)
+            message.ticket = self.gate.budget.try_request(nbytes)
             if message.ticket is None:
                 message.ticket = await self.gate.acquire(nbytes)
             if source is None:
@@ -129,7 +129,7 @@ class Outgoing:
         source, nbytes = self._prepare(value)
         message = self._begin()
         try:
-            message.ticket = self.gate.try_acquire(nbytes)
+            message.ticket = self.gate.budget.try_request(nbytes)
             if message.ticket is None:
                 raise self._would_block("not enough bytes are free", nbytes)
             if source is None:
@@ -179,7 +179,7 @@ class Outgoing:
         """Place the bytes of a tensor in or with the frame, and return whether that is possible."""
         number, nbytes = message.number, source.nbytes
         if nbytes <= MAX_INLINE_BYTES:
-            message.frame = put_of(number, 0, source, place_inline(source), None, last=True)
+            message.frame = put_of(number, 0, source, Placed(INLINE, bytes_of(source)), None, last=True)
             return True
         if self.mover is None or nbytes > MAX_DATA_BYTES or not is_flat(source):
             return False

@@ -1,16 +1,25 @@
 """The tasks that wait for tensors of one receiver, woken when one may have arrived."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from aiotensor.errors import PeerLostError
+from aiotensor.errors import AioTensorError, PeerLostError
 from aiotensor.protocol.mailbox import Key, Mailbox
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.types import Delivery
 
-__all__ = ["Arrivals"]
+__all__ = ["Arrivals", "Limit"]
 
 logger = logger_of("receiver")
+
+
+class Limit(NamedTuple):
+    """The end of a wait: a time by the loop's clock, and the error to raise then."""
+
+    ends_at: float
+    make_error: Callable[[], AioTensorError]
 
 
 class Arrivals:
@@ -20,39 +29,73 @@ class Arrivals:
     and a receiver with a waiting task is not.
 
     Attributes:
-        waiters: the calls that wait for the tensor of a key; without empty ones.
-        iterators: the iterations that wait for any tensor.
+        waiters: the calls that wait for the tensor of a key.
     """
 
     def __init__(self, mailbox: Mailbox[Delivery]) -> None:
         self.waiters: dict[Key, Waiters] = {}
-        self.iterators = Waiters()
+        self._iterators = Waiters()
         self._mailbox = mailbox
+        self._loop = asyncio.get_running_loop()
         self._failure: OSError | None = None
 
     @property
     def waiting(self) -> int:
         """The number of waiting calls."""
-        return sum(map(len, self.waiters.values())) + len(self.iterators)
+        return sum(map(len, self.waiters.values())) + len(self._iterators)
+
+    def change(self) -> "asyncio.Future[None]":
+        """Return a future to await, which completes when an iteration may continue, or at the end.
+
+        Raises:
+            PeerLostError: no more tensors will arrive.
+        """
+        if self._failure is not None:
+            self.raise_if_failed()
+        return self._iterators.wait()
+
+    def arrival(self, key: Key, limit: Limit | None) -> "asyncio.Future[None]":
+        """Return a future to await, which completes when a tensor may be here, or at the end.
+
+        Args:
+            key: the name of the tensor.
+            limit: when to end the wait with an error; None for never.
+
+        Raises:
+            PeerLostError: no more tensors will arrive.
+        """
+        if self._failure is not None:
+            self.raise_if_failed()
+        waiters = self.waiters.get(key)
+        if waiters is None:
+            waiters = self.waiters[key] = Waiters()
+        arrival = waiters.wait()
+        if limit is not None:
+            expiry = self._loop.call_at(limit.ends_at, _expire, arrival, limit)
+            arrival.add_done_callback(lambda _: expiry.cancel())
+        return arrival
 
     def wake(self, keys: Sequence[Key]) -> None:
         """Wake the tasks that wait for these keys, and the iterations that may continue."""
         if self.waiters:
             for key in keys:
-                if key in self.waiters:
-                    self.waiters[key].wake()
-        self.wake_iterators()
+                if (waiters := self.waiters.pop(key, None)) is not None:
+                    waiters.wake()
+        if self._iterators and self._mailbox.next_unclaimed() is not None:
+            self._iterators.wake()
 
-    def wake_iterators(self) -> None:
-        """Wake the iterations if a tensor is available for them."""
-        if self.iterators and self._mailbox.next_unclaimed() is not None:
-            self.iterators.wake()
+    def give_up(self, key: Key) -> None:
+        """Handle that a call ends its wait: an iteration may return the tensor instead."""
+        if not self.waiters.get(key, True):
+            del self.waiters[key]
+        self.wake(())
 
     def wake_all(self) -> None:
         """Wake every task that waits."""
         for waiters in self.waiters.values():
             waiters.wake()
-        self.iterators.wake()
+        self.waiters.clear()
+        self._iterators.wake()
 
     def fail(self, error: OSError) -> None:
         """End all waits because of a system error: no more tensors will arrive."""
@@ -68,3 +111,8 @@ class Arrivals:
         """Raise `PeerLostError` if no more tensors will arrive."""
         if self._failure is not None:
             raise PeerLostError(f"nothing more will arrive: {self._failure}") from self._failure
+
+
+def _expire(arrival: "asyncio.Future[None]", limit: Limit) -> None:
+    if not arrival.done():
+        arrival.set_exception(limit.make_error())

@@ -84,11 +84,6 @@ class SenderPeer:
 
     # Answers
 
-    def taken(self, message: int) -> None:
-        """Return the permit of a message whose tensors were all taken."""
-        self.connection.taken(message)
-        self._host.schedule_flush(self)
-
     def discard(self, message: int) -> None:
         """Return the permit of a message that no task will take, if it has begun and not ended."""
         self.connection.discard(message)

@@ -250,7 +250,8 @@ class Senders:
 
     def _flush_answers(self) -> None:
         # The release of a tensor that was freed right after it was taken is sent together with that answer.
-        self.mappings.freed.collect()
+        if self.mappings.freed.items:
+            self.mappings.freed.collect()
         answered, self._answered = self._answered, {}
         for peer in answered:
             peer.flush()

@@ -1,5 +1,6 @@
 """Taking tensors from the mailbox of a receiver: waiting, reserving, and returning permits."""
 
+import asyncio
 from functools import partial
 
 import torch
@@ -7,10 +8,10 @@ import torch
 from aiotensor.errors import ClosedError, PeerLostError, RefusedError, WouldBlockError
 from aiotensor.protocol.frames import Hello
 from aiotensor.protocol.mailbox import Key
+from aiotensor.receiving.arrivals import Limit
 from aiotensor.receiving.intake import Intake
 from aiotensor.receiving.senders import Senders
 from aiotensor.runtime.affinity import LoopAffinity
-from aiotensor.runtime.waiting import Waiters, at_most
 from aiotensor.transports.base import Listener
 from aiotensor.types import Delivery, TensorHandle, Usage
 
@@ -40,14 +41,15 @@ class Taking:
         self.senders = senders
         self.mailbox = senders.mailbox
         self.affinity = affinity
-        self._arrivals = senders.arrivals
+        self.arrivals = senders.arrivals
         self._listener = listener
         self._counts = senders.counts
         self._max_wait_s = max_wait_s
+        self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
         """End all waits, notify the senders, and release everything."""
-        self._arrivals.wake_all()
+        self.arrivals.wake_all()
         # Senders that receive a `Close` connect to the next receiver, and must not find this one again.
         self._listener.close()
         await self.intake.close()
@@ -57,20 +59,25 @@ class Taking:
         item = self.find(key)
         if item is not None:
             return item
-        self.mailbox.claim(key)
+        claims, limit = self.mailbox.claims, None
+        if self._max_wait_s is not None:
+            limit = Limit(self._loop.time() + self._max_wait_s, partial(self._overdue, key))
+        claims.add(key)
         try:
-            if self._max_wait_s is None:
-                return await self._wait(key)
-            async with at_most(self._max_wait_s, partial(self._overdue, key)):
-                return await self._wait(key)
+            while item is None:
+                await self.arrivals.arrival(key, limit)
+                if self.affinity.is_closed:
+                    raise ClosedError("this TensorReceiver was closed")
+                item = self.find(key)
         except WouldBlockError:
             item = self.find(key)  # it may have arrived in the iteration in which the time ran out
             if item is None:
                 raise
-            return item
         finally:
-            self.mailbox.unclaim(key)
-            self._arrivals.wake_iterators()  # one of them may return the tensor now
+            claims.remove(key)
+            if item is None:
+                self.arrivals.give_up(key)
+        return item
 
     def find(self, key: Key) -> Delivery | None:
         """Reserve a tensor if it has arrived."""
@@ -87,23 +94,15 @@ class Taking:
         if self.mailbox.finish(key):
             peer = self.senders.connected.get(key.sender)
             if peer is not None:
-                peer.taken(key.message)
+                peer.connection.taken(key.message)
+                self.senders.schedule_flush(peer)
         self._counts["tensors_taken"] += 1
         self._counts["bytes_taken"] += item.tensor.nbytes
         return item.tensor
 
     def put_back(self, key: Key) -> None:
         """Return a reserved tensor to the mailbox."""
-        self._arrivals.wake(self.mailbox.put_back(key))
-
-    async def change(self) -> None:
-        """Wait until a tensor for an iteration may be here, or the receiver is closed.
-
-        Raises:
-            PeerLostError: no more tensors will arrive.
-        """
-        self._arrivals.raise_if_failed()
-        await self._arrivals.iterators.wait()
+        self.arrivals.wake(self.mailbox.put_back(key))
 
     def discard(self, key: Key) -> None:
         """Discard the whole message of a tensor, even before it arrives."""
@@ -111,7 +110,7 @@ class Taking:
         peer = self.senders.connected.get(key.sender)
         if peer is not None:
             peer.discard(key.message)  # if it has begun
-        self._arrivals.wake(keys)
+        self.arrivals.wake(keys)
 
     def not_here(self, key: Key) -> WouldBlockError:
         """Return the error for a tensor that has not arrived.
@@ -119,23 +118,8 @@ class Taking:
         Raises:
             PeerLostError: no more tensors will arrive.
         """
-        self._arrivals.raise_if_failed()
+        self.arrivals.raise_if_failed()
         return WouldBlockError(f"{_name(key)} has not arrived", messages=Usage(requested=1))
-
-    async def _wait(self, key: Key) -> Delivery:
-        while True:
-            self._arrivals.raise_if_failed()
-            waiters = self._arrivals.waiters.setdefault(key, Waiters())
-            try:
-                await waiters.wait()
-            finally:
-                if not waiters and self._arrivals.waiters.get(key) is waiters:
-                    del self._arrivals.waiters[key]
-            if self.affinity.is_closed:
-                raise ClosedError("this TensorReceiver was closed")
-            item = self.find(key)
-            if item is not None:
-                return item
 
     def _overdue(self, key: Key) -> WouldBlockError:
         if self.mailbox.has_joined(key.sender):

@@ -233,6 +233,9 @@ class FreedItems(Generic[T]):
         loop: the loop of this thread.
         handle: a bound method, called in the loop with the freed items in order. It gets a limited number of
             them in each iteration of the loop, since each takes a few microseconds.
+
+    Attributes:
+        items: the freed items that `handle` has not got yet.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, handle: Callable[[list[T]], None]) -> None:
@@ -240,12 +243,12 @@ class FreedItems(Generic[T]):
         self._thread = threading.get_ident()
         # Weak, so that a living tensor does not keep its closed receiver alive.
         self._handle = weakref.WeakMethod(handle)
-        self._items: deque[T] = deque()
+        self.items: deque[T] = deque()
         self._is_scheduled = False
 
     def __call__(self, item: T) -> None:
         """Queue an item; may be called in any thread."""
-        self._items.append(item)
+        self.items.append(item)
         if self._is_scheduled:
             return
         self._is_scheduled = True
@@ -261,23 +264,23 @@ class FreedItems(Generic[T]):
 
     def collect(self) -> None:
         """Pass a limited number of the queued items to `handle`; called in the loop."""
-        if not self._items:
+        if not self.items:
             return
         items: list[T] = []
-        while self._items and len(items) < _ITEMS_AN_ITERATION:
-            items.append(self._items.popleft())
+        while self.items and len(items) < _ITEMS_AN_ITERATION:
+            items.append(self.items.popleft())
         handle = self._handle()
         if handle is not None:
             handle(items)
 
     def collect_all(self) -> None:
         """Pass all queued items to `handle` during this call."""
-        while self._items:
+        while self.items:
             self.collect()
 
     def _wake(self) -> None:
         self._is_scheduled = False  # first, so that a later item schedules another call
         self.collect()
-        if self._items and not self._is_scheduled:
+        if self.items and not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._wake)

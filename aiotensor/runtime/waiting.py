@@ -18,14 +18,12 @@ class Waiters(list["asyncio.Future[None]"]):
     await, so no change is lost if a waiting task is cancelled.
     """
 
-    async def wait(self) -> None:
-        """Wait until the next `wake`."""
+    def wait(self) -> "asyncio.Future[None]":
+        """Return a future to await, which the next `wake` completes."""
         future = asyncio.get_running_loop().create_future()
         self.append(future)
-        try:
-            await future
-        finally:
-            self.remove(future)
+        future.add_done_callback(self.remove)
+        return future
 
     def wake(self) -> None:
         """Wake all waiting tasks, in the order of their calls."""

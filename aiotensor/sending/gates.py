@@ -50,7 +50,8 @@ class Gate(Generic[P]):
         max_wait_s: float | None = None,
         overdue: Callable[[int], AioTensorError] = lambda amount: AioTensorError("waited for too long"),
     ) -> None:
-        self.budget: Budget[P] = Budget(limit, space)
+        self._loop = asyncio.get_running_loop()
+        self.budget: Budget[P] = Budget(limit, space, self._loop.time)
         self.waited = WaitCounter()
         self._stuck_elsewhere = stuck_elsewhere
         self._long_wait_s = math.inf if long_wait_s is None else long_wait_s
@@ -63,7 +64,6 @@ class Gate(Generic[P]):
         self._checked_at = -math.inf  # when the timer last expired
         self._failure: Callable[[], AioTensorError] | None = None
         self.on_release: Callable[[], None] | None = None
-        self._loop = asyncio.get_running_loop()
 
     def longest_wait_s(self, now: float) -> float:
         """Return the duration of the longest current wait in seconds, by the loop's clock."""
@@ -82,9 +82,9 @@ class Gate(Generic[P]):
             raise self._failure()
         loop = self._loop
         ticket = self.budget.request(amount, holder)
-        ticket.since = loop.time()
         if ticket.granted:
             return ticket
+        since = ticket.since
         future = self._waits[ticket] = loop.create_future()
         if self._next_limit(ticket) < self._timer_at:
             self._set_timer()
@@ -98,18 +98,10 @@ class Gate(Generic[P]):
             self.release(ticket)
             raise
         finally:
-            self.waited.add(loop.time() - ticket.since)
+            self.waited.add(loop.time() - since)
             del self._waits[ticket]
             # It refers to the error, whose traceback keeps this frame and the callers' frames with tensors.
             del future
-        ticket.since = loop.time()
-        return ticket
-
-    def try_acquire(self, amount: int, holder: Hashable = None) -> Ticket[P] | None:
-        """Take the amount if it is free and the queue is empty."""
-        ticket = self.budget.try_request(amount, holder)
-        if ticket is not None:
-            ticket.since = self._loop.time()
         return ticket
 
     def release(self, ticket: Ticket[P]) -> None:

@@ -144,12 +144,6 @@ class Grants:
 
     # Messages
 
-    def new_message(self, permit: Ticket[None]) -> Message:
-        """Assign a permit to a new message."""
-        message = Message(permit)
-        self.messages[message] = None
-        return message
-
     async def drain(self) -> None:
         """Wait until all messages now in flight have ended."""
         sent = set(self.messages)

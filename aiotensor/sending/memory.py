@@ -87,7 +87,7 @@ class Memory:
 
     def try_acquire(self, nbytes: int, holder: Hashable = None) -> Block | None:
         """Pin a block if one is free and no call waits."""
-        ticket = self.gate.try_acquire(nbytes, holder)
+        ticket = self.gate.budget.try_request(nbytes, holder)
         return None if ticket is None else self._own(ticket)
 
     def copy_now(self, source: Source, block: Block) -> None:
@@ -265,7 +265,7 @@ class Memory:
     def holdings(self) -> list[tuple[Ticket[Extent], bool]]:
         """List the grants in use, and for each whether it was allocated and no announcement pins it."""
         return [
-            (ticket, number in self.allocations and not self.leases.is_sent(number))
+            (ticket, number in self.allocations.by_number and not self.leases.is_sent(number))
             for number, ticket in self.leases.grants().items()
         ]
 

@@ -14,9 +14,9 @@ import enum
 import weakref
 from collections.abc import Collection
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
 from torch.nn import Parameter
 
 from aiotensor.errors import AioTensorError
@@ -54,8 +54,7 @@ class MessageState(enum.Enum):
 OPEN, WHOLE, TAKEN, DISCARDED, LOST = MessageState
 
 
-@dataclass(eq=False, slots=True)
-class Message:
+class Message(msgspec.Struct, eq=False):
     """A message of a sender.
 
     Attributes:

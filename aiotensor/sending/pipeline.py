@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
-from aiotensor.protocol.frames import Put
+from aiotensor.protocol.frames import INLINE, Put
 from aiotensor.sending.gates import CapacityListener
 from aiotensor.sending.grants import Grants
-from aiotensor.sending.message import Message, MessageState, put_of
+from aiotensor.sending.message import OPEN, Message, MessageState, put_of
 from aiotensor.sending.readiness import Readiness
 from aiotensor.sending.session import Session
 from aiotensor.sending.sessions import Sessions
@@ -22,12 +22,12 @@ from aiotensor.sending.sizes import new_empty, sizes_of, too_large
 from aiotensor.statistics.counters import ErrorCounter
 from aiotensor.tensors.allocations import Allocation, Block
 from aiotensor.tensors.copying import CopyAbandonedError
+from aiotensor.tensors.inline import bytes_of
 from aiotensor.tensors.placement import (
     Placed,
     Plan,
     place_allocated,
     place_copy,
-    place_inline,
     plan_placement,
 )
 from aiotensor.tensors.source import Sendable, Source, as_source
@@ -99,7 +99,7 @@ class Pipeline:
             await copied()
             # Before any other wait: without the last frame the receiver treats this sender as lost, together
             # with all messages that it sent.
-            await self.sessions.close(uses_memory=bool(memory.allocations))
+            await self.sessions.close(uses_memory=bool(memory.allocations.by_number))
             self.sessions.abort()
             await memory.aclose()
         finally:
@@ -120,21 +120,26 @@ class Pipeline:
         Args:
             allocation: the memory that the message will send, whose bytes cannot be freed during this wait.
         """
-        permit = self._permits.try_acquire(1)
+        grants = self.grants
+        permit = self._permits.budget.try_request(1)
         if permit is None:
-            waiting = self._permits.acquire(1) if allocation is None else self.grants.permit_with(allocation)
+            waiting = self._permits.acquire(1) if allocation is None else grants.permit_with(allocation)
             permit = await waiting
-        return self.grants.new_message(permit)
+        message = Message(permit)
+        grants.messages[message] = None
+        return message
 
     def begin_nowait(self, nbytes: int) -> Message:
         """Assign a permit to a new message, or raise `WouldBlockError`."""
         sessions = self.sessions
         if not sessions.is_ready:
             raise self.readiness.refusal(nbytes)
-        permit = self._permits.try_acquire(1)
+        permit = self._permits.budget.try_request(1)
         if permit is None:
             raise self.grants.holders.would_block("no permit is free", 1, nbytes)
-        return self.grants.new_message(permit)
+        message = Message(permit)
+        self.grants.messages[message] = None
+        return message
 
     def complete(self, message: Message) -> None:
         """Mark a message as whole after all its tensors were announced."""
@@ -188,11 +193,12 @@ class Pipeline:
         session = self.sessions.current
         if session is None or not session.transport.is_writable or self.sessions.needs_admission:
             await self.readiness.receiver_reads(message)
-        self.grants.check_open(message)
+        if message.state is not OPEN:
+            raise self.grants.error(message)
         allocation = plan.allocation
         if allocation is None:
             if not plan.new_bytes:
-                return self._announce(message, source, place_inline(source), None, last=last)
+                return self._announce(message, source, Placed(INLINE, bytes_of(source)), None, last=last)
         elif allocation.can_carry(source):
             mover = self.sessions.mover
             if mover is not None:
@@ -209,7 +215,7 @@ class Pipeline:
     def announce_now(self, message: Message, source: Source, plan: Plan, *, last: bool) -> TensorHandle:
         """Announce a tensor without a copy, where `can_announce_now` allows it."""
         if plan.allocation is None:
-            return self._announce(message, source, place_inline(source), None, last=last)
+            return self._announce(message, source, Placed(INLINE, bytes_of(source)), None, last=last)
         return self._announce_allocated(message, source, plan.allocation, last=last)
 
     def block_nowait(self, message: Message, nbytes: int) -> Block:
@@ -367,23 +373,28 @@ class Pipeline:
         self, message: Message, source: Source, placed: Placed, block: Block | None, *, last: bool
     ) -> TensorHandle:
         """Send the frame of a tensor. From this point the receiver owns the tensor."""
-        session = self._session()
+        session, number = self.sessions.current, None
+        if session is None:
+            raise AssertionError("an open message is announced without a receiver")
         if block is not None:
-            self._attach(message, block)
-            self._memory.leases.pin(block.number)
+            number = block.number
+            if not block.place.segment.is_attached:
+                self._attach(message, block)
+            self._memory.leases.pin(number)
         if message.number is None:
             message.number = session.connection.next_message
-        number = None if block is None else block.number
         put = put_of(message.number, message.count, source, placed, number, last=last)
         session.put(message, put, flush=last and len(self.grants.messages) <= FEW_MESSAGES)
-        self.grants.check_open(message)
+        if message.state is not OPEN:  # writing the frame failed
+            raise self.grants.error(message)
         return self._announced(message, source, put)
 
     def _announced(self, message: Message, source: Source, put: Put) -> TensorHandle:
         """Count a tensor whose frame is sent, or will be; return its handle."""
+        grants = self.grants
         message.count += 1
-        self.grants.counts["tensors_sent"] += 1
-        self.grants.counts["bytes_sent"] += source.nbytes
+        grants.counts["tensors_sent"] += 1
+        grants.counts["bytes_sent"] += source.nbytes
         if put.last:
-            self.grants.make_whole(message)
+            grants.make_whole(message)
         return TensorHandle(self.sender, put.message, put.tensor, put.dtype, put.shape, put.device)

@@ -95,12 +95,13 @@ class Session:
     def put(self, message: Message, put: Put, *, flush: bool) -> None:
         """Announce a tensor, which the receiver owns from now on; with `flush`, write the frame now."""
         self.announced[put.message] = message
-        self.connection.put(put)
+        connection = self.connection
+        connection.put(put)
         if flush:
-            self.flush()
+            self._write(connection.data_to_send())
             return
-        if self.connection.has_full_record:
-            self._write(self.connection.full_records())
+        if connection.has_full_record:
+            self._write(connection.full_records())
         self._schedule_flush()
 
     def end(self, message: int) -> None:

@@ -44,38 +44,33 @@ class Allocations:
     Args:
         on_freed: called with the number of a block whose tensors were freed, in any thread, perhaps by the
             garbage collector: it may only enqueue.
+
+    Attributes:
+        by_number: the allocations by the numbers of their blocks.
     """
 
     def __init__(self, on_freed: Callable[[int], None]) -> None:
         # Not a method, since a watch must not keep this object, and so the memory, alive.
         self._freed: Callable[[Watch], None] = lambda watch: on_freed(watch.number)
-        self._by_number: dict[int, Allocation] = {}
+        self.by_number: dict[int, Allocation] = {}
 
     def add(self, block: Block, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor over a new block, and watch its storage."""
         view = block.place.tensor(dtype, shape)
         start = view.tensor.data_ptr()
-        self._by_number[block.number] = Allocation(
+        self.by_number[block.number] = Allocation(
             block, start, start + block.place.nbytes, watch_storage(view.owner, self._freed, block.number)
         )
         return view.tensor
 
     def forget(self, number: int) -> None:
         """Remove a block whose tensors were freed; called in the event loop."""
-        self._by_number.pop(number, None)
-
-    def __len__(self) -> int:
-        return len(self._by_number)
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._by_number
+        self.by_number.pop(number, None)
 
     def find(self, source: Source) -> Allocation | None:
         """Return the allocation in which a tensor begins, or None."""
-        if not self._by_number:
-            return None
         start = source.data_ptr()
-        for allocation in self._by_number.values():
+        for allocation in self.by_number.values():
             if allocation.start <= start < allocation.stop:
                 return allocation
         return None

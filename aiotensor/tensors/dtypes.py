@@ -4,7 +4,7 @@ import torch
 
 from aiotensor.errors import ProtocolError
 
-__all__ = ["DTYPES", "DTYPE_NAMES", "dtype_from_name"]
+__all__ = ["DTYPES", "DTYPE_NAMES", "dtype_from_name", "unknown_dtype"]
 
 _NAMES = """
     bool uint8 int8 uint16 int16 uint32 int32 uint64 int64
@@ -29,5 +29,10 @@ def dtype_from_name(name: str) -> torch.dtype:
     """
     dtype = DTYPES.get(name)
     if dtype is None:
-        raise ProtocolError(f"the peer sent a tensor of dtype {name[:64]!r}, which is unknown here")
+        raise unknown_dtype(name)
     return dtype
+
+
+def unknown_dtype(name: str) -> ProtocolError:
+    """Return the error for a name that a peer sent, and that no dtype that can be sent has."""
+    return ProtocolError(f"the peer sent a tensor of dtype {name[:64]!r}, which is unknown here")

@@ -17,11 +17,16 @@ __all__ = ["MAX_INLINE_BYTES", "buffer_of", "bytes_of", "open_buffer", "open_inl
 # Above this size, a copy into shared memory is cheaper than two copies through the socket.
 MAX_INLINE_BYTES = 8 * 1024
 
+_bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
+
 
 def bytes_of(source: Source) -> bytes:
     """Return a copy of the values of a source, in row-major order."""
     if source.is_contiguous() and not source.is_conj() and not source.is_neg():
-        return ctypes.string_at(source.data_ptr(), source.nbytes)  # twice as fast as through an array
+        data: bytes = _bytes_at(source.data_ptr(), source.nbytes)  # twice as fast as through an array
+        return data
     return gathered(source).tobytes()
 
 
@@ -31,7 +36,9 @@ def open_inline(payload: bytes | memoryview, dtype: torch.dtype, shape: tuple[in
     Raises:
         ProtocolError: the number of bytes differs from the size of the tensor, or the shape is too large.
     """
-    if not _check_size(len(payload), dtype, shape):
+    nbytes = len(payload)
+    if not nbytes or nbytes != math.prod(shape) * dtype.itemsize:
+        _check_size(nbytes, dtype, shape)
         return new_tensor(shape, dtype)
     return view_over(bytearray(payload), 0, dtype, shape).tensor
 

@@ -14,8 +14,8 @@ from aiotensor.errors import ProtocolError
 from aiotensor.protocol.frames import ARENA, INLINE, OUT_OF_BAND, Put
 from aiotensor.tensors.allocations import Allocation, Allocations
 from aiotensor.tensors.arena import Extent, read_where
-from aiotensor.tensors.dtypes import dtype_from_name
-from aiotensor.tensors.inline import MAX_INLINE_BYTES, bytes_of, open_buffer, open_inline
+from aiotensor.tensors.dtypes import DTYPES, dtype_from_name, unknown_dtype
+from aiotensor.tensors.inline import MAX_INLINE_BYTES, open_buffer, open_inline
 from aiotensor.tensors.mapping import MappedSegment
 from aiotensor.tensors.source import Source
 from aiotensor.tensors.views import Owner, as_leaf
@@ -28,7 +28,6 @@ __all__ = [
     "open_tensor",
     "place_allocated",
     "place_copy",
-    "place_inline",
     "plan_placement",
 ]
 
@@ -59,17 +58,12 @@ _INLINE = Plan(0, None)
 def plan_placement(source: Source, allocations: Allocations) -> Plan:
     """Choose how to send a tensor: in place if allocated, in the frame if small, otherwise as a copy."""
     nbytes = source.nbytes
-    if nbytes == 0:
-        return _INLINE
-    allocation = allocations.find(source)
-    if allocation is not None and allocation.can_carry(source):
-        return Plan(0, allocation)
+    allocation = None
+    if allocations.by_number and nbytes:
+        allocation = allocations.find(source)
+        if allocation is not None and allocation.can_carry(source):
+            return Plan(0, allocation)
     return _INLINE if nbytes <= MAX_INLINE_BYTES else Plan(nbytes, allocation)
-
-
-def place_inline(source: Source) -> Placed:
-    """Place a small tensor in the frame."""
-    return Placed(INLINE, bytes_of(source))
 
 
 def place_allocated(source: Source, allocation: Allocation) -> Placed:
@@ -116,7 +110,9 @@ def open_tensor(
     Raises:
         ProtocolError: the frame describes an impossible tensor, or an unknown dtype, placement or segment.
     """
-    dtype = dtype_from_name(dtype_name)
+    dtype = DTYPES.get(dtype_name)
+    if dtype is None:
+        raise unknown_dtype(dtype_name)
     if placement == INLINE:
         return ArrivedTensor(open_inline(payload, dtype, shape))
     if placement != ARENA:

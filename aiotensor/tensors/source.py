@@ -80,23 +80,62 @@ def as_source(value: Sendable) -> Source:
         TypeError: the value is not a tensor or an array, and has no ``__dlpack__``.
         UnsupportedTensorError: the value cannot be sent unchanged; the text states the reason and a remedy.
     """
-    if isinstance(value, torch.Tensor):
-        tensor = value
-    elif isinstance(value, np.ndarray):
-        source = _from_numpy(value)
-        if isinstance(source, ArraySource):
-            return source
-        tensor = source
-    elif isinstance(value, SupportsDLPack):
-        tensor = _from_dlpack(value)
-    else:
-        raise TypeError(
-            f"cannot send {type(value).__name__!r}: pass a torch tensor, a numpy array, or an object with "
-            "__dlpack__; a message of several tensors is sent with `async with sender.message()`"
+    tensor = value if isinstance(value, torch.Tensor) else _from_other(value)
+    if isinstance(tensor, ArraySource):
+        return tensor
+    if type(tensor) is not torch.Tensor and type(tensor) is not Parameter:
+        raise UnsupportedTensorError(
+            f"a tensor of the subclass {type(tensor).__name__!r} could not be rebuilt on the other side: "
+            "send tensor.as_subclass(torch.Tensor) and wrap it again there"
         )
-    reason = _refusal(tensor)
-    if reason is not None:
-        raise UnsupportedTensorError(reason)
+    if tensor.is_nested:
+        raise UnsupportedTensorError(
+            "a nested tensor cannot travel as one block: send its parts as one message, tensor.unbind()"
+        )
+    if tensor.layout is not torch.strided:
+        raise UnsupportedTensorError(
+            f"a tensor of layout {tensor.layout} cannot travel: send tensor.to_dense(), or its parts"
+        )
+    if tensor.is_quantized:
+        raise UnsupportedTensorError(
+            "a quantized tensor would lose its scale: send tensor.int_repr() and its scale and zero point"
+        )
+    if tensor.is_meta:
+        raise UnsupportedTensorError("a tensor on the meta device has no values: send one on the cpu")
+    if not tensor.is_cpu:
+        raise UnsupportedTensorError(
+            f"a tensor on device {tensor.device} cannot travel on this link: send tensor.cpu()"
+        )
+    if tensor.dtype not in DTYPE_NAMES:
+        raise UnsupportedTensorError(
+            f"a tensor of {tensor.dtype} cannot travel: send tensor.view(torch.uint8)"
+        )
+    if tensor.dim() > MAX_DIMENSIONS:
+        raise UnsupportedTensorError(
+            f"a tensor of {tensor.dim()} dimensions cannot travel: reshape it to at most {MAX_DIMENSIONS}"
+        )
+    nbytes = tensor.numel() * tensor.element_size()
+    if not 0 < nbytes < 2**63 and not is_addressable(tensor.shape, tensor.element_size()):
+        raise UnsupportedTensorError(
+            f"a tensor of shape {tuple(tensor.shape)} cannot travel: send one of smaller sizes"
+        )
+    try:
+        has_memory = tensor.data_ptr() != 0
+    except RuntimeError:  # in a function that `torch.func` transforms
+        has_memory = False
+    if not has_memory and nbytes:
+        raise UnsupportedTensorError(
+            "a tensor without memory, as a zero tensor, one whose storage was freed, or one inside a "
+            "transformation of torch.func, has no values to send"
+        )
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise UnsupportedTensorError(
+            "a tensor with a gradient history would lose it on the way: send tensor.detach()"
+        )
+    if hasattr(tensor, "names") and any(tensor.names):  # recent releases of torch do not have it
+        raise UnsupportedTensorError(
+            "a tensor with named dimensions would lose the names: send tensor.rename(None)"
+        )
     return tensor
 
 
@@ -113,43 +152,15 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise UnsupportedTensorError(f"a tensor of {dtype} cannot travel: allocate torch.uint8 and view it")
 
 
-def _refusal(tensor: torch.Tensor) -> str | None:
-    """Return the reason why a tensor cannot be sent unchanged; None if it can."""
-    if type(tensor) is not torch.Tensor and type(tensor) is not Parameter:
-        return (
-            f"a tensor of the subclass {type(tensor).__name__!r} could not be rebuilt on the other side: "
-            "send tensor.as_subclass(torch.Tensor) and wrap it again there"
-        )
-    if tensor.is_nested:
-        return "a nested tensor cannot travel as one block: send its parts as one message, tensor.unbind()"
-    if tensor.layout is not torch.strided:
-        return f"a tensor of layout {tensor.layout} cannot travel: send tensor.to_dense(), or its parts"
-    if tensor.is_quantized:
-        return "a quantized tensor would lose its scale: send tensor.int_repr() and its scale and zero point"
-    if tensor.is_meta:
-        return "a tensor on the meta device has no values: send one on the cpu"
-    if not tensor.is_cpu:
-        return f"a tensor on device {tensor.device} cannot travel on this link: send tensor.cpu()"
-    if tensor.dtype not in DTYPE_NAMES:
-        return f"a tensor of {tensor.dtype} cannot travel: send tensor.view(torch.uint8)"
-    if tensor.dim() > MAX_DIMENSIONS:
-        return f"a tensor of {tensor.dim()} dimensions cannot travel: reshape it to at most {MAX_DIMENSIONS}"
-    if not is_addressable(tensor.shape, tensor.element_size()):
-        return f"a tensor of shape {tuple(tensor.shape)} cannot travel: send one of smaller sizes"
-    try:
-        has_memory = tensor.data_ptr() != 0
-    except RuntimeError:  # in a function that `torch.func` transforms
-        has_memory = False
-    if not has_memory and tensor.numel():
-        return (
-            "a tensor without memory, as a zero tensor, one whose storage was freed, or one inside a "
-            "transformation of torch.func, has no values to send"
-        )
-    if tensor.requires_grad and not tensor.is_leaf:
-        return "a tensor with a gradient history would lose it on the way: send tensor.detach()"
-    if hasattr(tensor, "names") and any(tensor.names):  # recent releases of torch do not have it
-        return "a tensor with named dimensions would lose the names: send tensor.rename(None)"
-    return None
+def _from_other(value: object) -> Source:
+    if isinstance(value, np.ndarray):
+        return _from_numpy(value)
+    if isinstance(value, SupportsDLPack):
+        return _from_dlpack(value)
+    raise TypeError(
+        f"cannot send {type(value).__name__!r}: pass a torch tensor, a numpy array, or an object with "
+        "__dlpack__; a message of several tensors is sent with `async with sender.message()`"
+    )
 
 
 def _from_numpy(array: npt.NDArray[np.generic]) -> Source:

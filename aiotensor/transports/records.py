@@ -32,6 +32,7 @@ _MAX_DESCRIPTORS = 8
 _WRITE_FLAGS = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _READ_FLAGS = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _INT_BYTES = array.array("i").itemsize
+_NOT_WRITABLE = (BlockingIOError, InterruptedError)
 _PEER_CLOSED = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError)
 _QUEUED_RECORD_BYTES = 128  # the overhead of a queued record
 
@@ -186,8 +187,13 @@ class SocketTransport:
             return
         if self.is_writable:
             try:
-                if self._send(data, descriptors):
-                    return
+                if descriptors:
+                    socket.send_fds(self._sock, [data], list(descriptors), _WRITE_FLAGS)
+                else:
+                    self._sock.send(data, _WRITE_FLAGS)
+                return
+            except _NOT_WRITABLE:
+                pass
             except _PEER_CLOSED as error:
                 self._stop_writing(error)
                 return
@@ -226,27 +232,17 @@ class SocketTransport:
         self._handler = None  # breaks a reference cycle, so that both objects are freed at once
         self._queue.close()
 
-    def _send(self, data: bytes, descriptors: Sequence[int]) -> bool:
-        """Pass one record to the kernel; return False if the socket is not writable."""
-        try:
-            if descriptors:
-                socket.send_fds(self._sock, [data], list(descriptors), _WRITE_FLAGS)
-            else:
-                self._sock.send(data, _WRITE_FLAGS)
-        except (BlockingIOError, InterruptedError):
-            return False
-        return True
-
     def _writable(self) -> None:
         records = self._queue.records
         try:
             while records:
                 data, descriptors = records[0]
-                if not self._send(data, descriptors):
-                    return
+                socket.send_fds(self._sock, [data], list(descriptors), _WRITE_FLAGS)
                 records.popleft()
                 close_all(descriptors)
                 self._unsent_bytes -= len(data) + _QUEUED_RECORD_BYTES
+        except _NOT_WRITABLE:
+            return
         except _PEER_CLOSED as error:
             self._stop_writing(error)
         except OSError as error:

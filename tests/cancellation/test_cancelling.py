@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from aiotensor.protocol.mailbox import Key
-from aiotensor.runtime.waiting import Waiters
 from tests.cancelling import Attempt, Way, cancel_everywhere
 from tests.pairs import Pair, pair
 from verification.internals import drainers_of, memory_of, pipeline_of, senders_of
@@ -160,14 +159,14 @@ async def _keeps_a_tensor_unclaimed(pair: Pair) -> None:
 async def _keeps_a_claim(pair: Pair) -> None:
     handle = pair.sender.send_nowait(pattern(0, 3))
     key = Key(handle.sender, handle.message, handle.tensor)
-    senders_of(pair.receiver).mailbox.claim(key)
+    senders_of(pair.receiver).mailbox.claims.add(key)
     try:
         await asyncio.sleep(0)
     except asyncio.CancelledError:
         await until(lambda: pair.receiver.statistics().unclaimed_tensors == 1)
         pair.receiver.receive_nowait(handle)
         raise
-    senders_of(pair.receiver).mailbox.unclaim(key)
+    senders_of(pair.receiver).mailbox.claims.remove(key)
     await pair.receiver.receive(handle)
 
 
@@ -180,7 +179,7 @@ async def _keeps_a_place_in_line(pair: Pair) -> None:
 
 
 async def _keeps_a_task(pair: Pair) -> None:
-    task = asyncio.create_task(Waiters().wait())
+    task = asyncio.create_task(asyncio.Event().wait())
     _kept.append(task)
     await asyncio.sleep(0)
     task.cancel()

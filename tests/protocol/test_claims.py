@@ -34,11 +34,11 @@ class ClaimsMachine(RuleBasedStateMachine):
     @invariant()
     def it_knows_what_is_claimed_and_nothing_else(self) -> None:
         claimed = sorted(+self.counts)
-        assert bool(self.claims) == bool(claimed)
+        assert bool(self.claims.by_message) == bool(claimed)
         for sender in SENDERS:
             assert sorted(self.claims.of_sender(sender)) == [key for key in claimed if key.sender == sender]
             for number in MESSAGES:
-                of_message = [key for key in claimed if key[:2] == (sender, number)]
+                of_message = [key for key in claimed if (key.sender, key.message) == (sender, number)]
                 assert sorted(self.claims.of_message(sender, number)) == of_message
                 for tensor in TENSORS:
                     key = Key(sender, number, tensor)

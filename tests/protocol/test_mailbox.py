@@ -88,8 +88,8 @@ def test_whole_messages_of_a_closed_sender_can_be_taken_or_discarded() -> None:
 def test_waits_for_messages_that_a_closed_sender_did_not_complete_end_with_an_error() -> None:
     mailbox = with_message()
     put(mailbox, 1, 0, "half of it")
-    mailbox.claim(Key("s", 1, 0))
-    mailbox.claim(Key("s", 2, 0))
+    mailbox.claims.add(Key("s", 1, 0))
+    mailbox.claims.add(Key("s", 2, 0))
 
     assert sorted(mailbox.leave("s")) == [Key("s", 1, 0), Key("s", 2, 0)]
     with pytest.raises(DiscardedError, match="was discarded"):
@@ -101,7 +101,7 @@ def test_waits_for_messages_that_a_closed_sender_did_not_complete_end_with_an_er
 
 def test_a_sender_that_closed_cannot_be_lost_any_more() -> None:
     mailbox = with_message()
-    mailbox.claim(Key("s", 0, 0))
+    mailbox.claims.add(Key("s", 0, 0))
     mailbox.leave("s")
 
     assert mailbox.lose("s", PeerLostError("its process ended")) == []
@@ -110,7 +110,7 @@ def test_a_sender_that_closed_cannot_be_lost_any_more() -> None:
 
 def test_a_sender_that_was_not_admitted_is_lost_until_it_connects() -> None:
     mailbox: Mailbox[str] = Mailbox()
-    mailbox.claim(Key("s", 1, 0))
+    mailbox.claims.add(Key("s", 1, 0))
 
     assert mailbox.lose("s", PeerLostError("refused")) == [Key("s", 1, 0)]
     with pytest.raises(PeerLostError, match="refused"):
@@ -135,14 +135,14 @@ def test_old_lost_senders_are_forgotten() -> None:
 def test_there_is_nothing_to_discard_of_a_lost_sender() -> None:
     mailbox = with_message()
     mailbox.lose("s", PeerLostError("killed"))
-    mailbox.claim(Key("s", 0, 0))
+    mailbox.claims.add(Key("s", 0, 0))
 
     assert mailbox.discard("s", 0) == []
 
 
 def test_a_wait_for_a_tensor_beyond_the_end_of_its_message_ends_with_an_error() -> None:
     mailbox = joined()
-    mailbox.claim(Key("s", 0, 5))
+    mailbox.claims.add(Key("s", 0, 5))
     put(mailbox, 0, 0, "only one")
 
     assert Key("s", 0, 5) in mailbox.end("s", 0)
@@ -194,7 +194,7 @@ def test_a_tensor_that_is_being_taken_when_its_sender_dies_is_still_taken() -> N
 def test_a_cleared_mailbox_has_no_tensor_and_pending_calls_can_end() -> None:
     mailbox = with_message(count=3)
     waiting, held, other = Key("s", 1, 0), Key("s", 0, 0), Key("s", 0, 1)
-    mailbox.claim(waiting)
+    mailbox.claims.add(waiting)
     mailbox.hold(held)
     mailbox.hold(other)
     mailbox.clear()
@@ -204,7 +204,7 @@ def test_a_cleared_mailbox_has_no_tensor_and_pending_calls_can_end() -> None:
     assert not mailbox.finish(held)
     assert mailbox.put_back(other) == []
     assert mailbox.next_unclaimed() is None
-    mailbox.unclaim(waiting)
+    mailbox.claims.remove(waiting)
 
 
 def test_old_discards_are_forgotten_but_are_never_awaited_again() -> None:
@@ -286,7 +286,7 @@ def test_a_message_may_grow_while_later_ones_arrive_and_are_taken() -> None:
 def test_discarding_a_message_wakes_the_calls_that_wait_for_it_once() -> None:
     mailbox = joined()
     put(mailbox, 0, 0)
-    mailbox.claim(Key("s", 0, 0))
+    mailbox.claims.add(Key("s", 0, 0))
 
     assert mailbox.discard("s", 0) == [Key("s", 0, 0)]
     assert mailbox.discard("s", 0) == []
@@ -334,7 +334,7 @@ def test_waits_for_messages_of_an_earlier_connection_end_when_the_sender_reconne
     mailbox: Mailbox[str] = Mailbox()
     early, late, of_another = Key("s", 1, 0), Key("s", 2, 0), Key("another", 0, 0)
     for key in (early, late, of_another):
-        mailbox.claim(key)
+        mailbox.claims.add(key)
 
     assert sorted(mailbox.join("s", 42, 8, 2)) == [early, late]  # each call checks its own
     with pytest.raises(PeerLostError, match="another receiver"):
@@ -344,7 +344,7 @@ def test_waits_for_messages_of_an_earlier_connection_end_when_the_sender_reconne
 
 def test_the_first_connection_of_a_sender_wakes_no_call() -> None:
     mailbox: Mailbox[str] = Mailbox()
-    mailbox.claim(Key("s", 0, 0))
+    mailbox.claims.add(Key("s", 0, 0))
 
     assert mailbox.join("s", 42, 8) == []
 

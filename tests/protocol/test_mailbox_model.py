@@ -22,6 +22,10 @@ tensors = st.integers(0, 2)
 keys = st.builds(Key, senders, messages, tensors)
 
 
+def message_of(key: Key) -> tuple[str, int]:
+    return key.sender, key.message
+
+
 def item_of(key: Key) -> str:
     return f"{key.sender}/{key.message}/{key.tensor}"
 
@@ -70,7 +74,7 @@ class MailboxMachine(RuleBasedStateMachine):
         self.messages.pop((sender, number), None)
         self.ended[sender, number] = "discarded"
         self.whole = [message for message in self.whole if message != (sender, number)]
-        self.held.update({key: False for key in self.held if key[:2] == (sender, number)})
+        self.held.update({key: False for key in self.held if message_of(key) == (sender, number)})
 
     @property
     def arrivals(self) -> list[Key]:
@@ -90,8 +94,8 @@ class MailboxMachine(RuleBasedStateMachine):
         return (sender, number) not in self.ended
 
     def what_hold_finds(self, key: Key) -> type[AioTensorError] | str | None:
-        known = self.messages.get(key[:2])
-        match self.state[key.sender], self.ended.get(key[:2]):
+        known = self.messages.get(message_of(key))
+        match self.state[key.sender], self.ended.get(message_of(key)):
             case _, "taken":
                 return AlreadyTakenError
             case "lost", _:
@@ -126,7 +130,7 @@ class MailboxMachine(RuleBasedStateMachine):
         if not self.is_wanted(key.sender, key.message):
             return
         self.mailbox.put(key, item_of(key), size_of(key))
-        self.messages.setdefault(key[:2], Known()).arrived.add(key.tensor)
+        self.messages.setdefault(message_of(key), Known()).arrived.add(key.tensor)
 
     @rule(sender=senders, data=st.data())
     def put_next(self, sender: str, data: st.DataObject) -> None:
@@ -252,7 +256,7 @@ class MailboxMachine(RuleBasedStateMachine):
 
     @rule(key=keys)
     def claim(self, key: Key) -> None:
-        self.mailbox.claim(key)
+        self.mailbox.claims.add(key)
         self.claims[key] += 1
 
     @precondition(lambda self: self.messages)
@@ -264,7 +268,7 @@ class MailboxMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unclaim(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(+self.claims)))
-        self.mailbox.unclaim(key)
+        self.mailbox.claims.remove(key)
         self.claims[key] -= 1
 
     @rule(key=keys)
@@ -304,12 +308,12 @@ class MailboxMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.held)))
         is_last = False
         if self.held.pop(key):
-            known = self.messages[key[:2]]
+            known = self.messages[message_of(key)]
             known.taken.add(key.tensor)
             if is_last := known.taken == known.arrived:
-                del self.messages[key[:2]]
-                self.whole.remove(key[:2])
-                self.ended[key[:2]] = "taken"
+                del self.messages[message_of(key)]
+                self.whole.remove(message_of(key))
+                self.ended[message_of(key)] = "taken"
         assert self.mailbox.finish(key) == is_last
         assert key not in self.taken, "a tensor was taken twice"
         self.taken.add(key)
@@ -327,7 +331,7 @@ class MailboxMachine(RuleBasedStateMachine):
         if not unclaimed:
             assert self.mailbox.hold_next() is None
             return
-        [key, *_], message = unclaimed, unclaimed[0][:2]
+        [key, *_], message = unclaimed, message_of(unclaimed[0])
         assert self.mailbox.hold_next() == (key, item_of(key), len(self.messages[message].arrived))
         self.held[key] = True
         if len(self.messages[message].arrived) > 1:

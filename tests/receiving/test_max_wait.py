@@ -141,7 +141,7 @@ async def test_a_wait_that_is_over_at_once_sets_no_timer(monkeypatch: pytest.Mon
             handle = await sender.send(pattern(0, 3))
             await receiver.arrived(handle)
             timers: list[object] = []
-            monkeypatch.setattr("aiotensor.receiving.taking.at_most", lambda *_: timers.append(1))
+            monkeypatch.setattr("aiotensor.receiving.taking.Limit", lambda *_: timers.append(1))
             await receiver.arrived(handle)
             assert torch.equal(await receiver.receive(handle), pattern(0, 3))
             assert not timers

@@ -41,7 +41,7 @@ async def test_waiters_are_served_in_order_and_a_big_one_is_not_overtaken() -> N
     big, small = await begin(gate, 10), await begin(gate, 1)
 
     gate.release(most)
-    assert not gate.try_acquire(1)
+    assert not gate.budget.try_request(1)
     assert gate.budget.waiting == 2
     gate.release(rest)
     granted = await big
@@ -52,15 +52,15 @@ async def test_waiters_are_served_in_order_and_a_big_one_is_not_overtaken() -> N
 
 async def test_an_amount_that_is_free_is_taken_without_waiting_unless_others_wait() -> None:
     gate = gate_of(10)
-    first = gate.try_acquire(6)
+    first = gate.budget.try_request(6)
     assert first is not None
-    assert gate.try_acquire(5) is None
+    assert gate.budget.try_request(5) is None
     waiting = await begin(gate, 5)
-    assert gate.try_acquire(4) is None
+    assert gate.budget.try_request(4) is None
 
     gate.release(first)
     await waiting
-    assert gate.try_acquire(5)
+    assert gate.budget.try_request(5)
 
 
 async def test_a_cancelled_waiter_leaves_the_line_and_lets_those_behind_through() -> None:
@@ -125,7 +125,7 @@ async def test_what_could_never_be_granted_does_not_wait() -> None:
 
     with pytest.raises(ValueError, match="limit of 10"):
         await gate.acquire(11)
-    assert not gate.try_acquire(11)
+    assert not gate.budget.try_request(11)
     assert gate.budget.waiting == 0
 
 
@@ -314,7 +314,7 @@ async def test_one_that_fits_the_count_but_not_the_space_waits_for_a_place() -> 
     task = asyncio.create_task(gate.acquire(2 * ALIGNMENT))
     await asyncio.sleep(0)
     assert gate.budget.waiting == 1
-    assert gate.try_acquire(ALIGNMENT) is None
+    assert gate.budget.try_request(ALIGNMENT) is None
 
     gate.release(tickets[1])
     assert (await task).place == ALIGNMENT

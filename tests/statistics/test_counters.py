@@ -71,9 +71,9 @@ async def test_waits_count_when_they_end_granted_cancelled_or_failed_alike() -> 
 
 async def test_what_is_taken_without_waiting_is_no_wait() -> None:
     gate: Gate[None] = Gate(2)
-    assert gate.try_acquire(1) is not None
+    assert gate.budget.try_request(1) is not None
     await gate.acquire(1)
-    assert gate.try_acquire(1) is None
+    assert gate.budget.try_request(1) is None
 
     assert gate.waited.waits() == Waits(gate.waited.waits().bounds_s, (0,) * 16, 0.0)
 

@@ -8,7 +8,8 @@ from aiotensor.errors import ProtocolError
 from aiotensor.tensors.allocations import Allocations
 from aiotensor.tensors.dtypes import DTYPES
 from aiotensor.tensors.inline import MAX_INLINE_BYTES, open_inline
-from aiotensor.tensors.placement import open_tensor, place_inline, plan_placement
+from aiotensor.tensors.inline import bytes_of as values_of
+from aiotensor.tensors.placement import open_tensor, plan_placement
 from tests.tensors.segments import bytes_of, random_tensor
 
 dtypes = st.sampled_from(list(DTYPES.values()))
@@ -18,9 +19,7 @@ shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)  # small enough for 
 def place(source: torch.Tensor) -> bytes:
     """Return the bytes of a tensor that travels in the frame."""
     assert plan_placement(source, Allocations(print)) == (0, None)
-    placed = place_inline(source)
-    assert placed.placement == "inline"
-    return placed.payload
+    return values_of(source)
 
 
 @settings(max_examples=300, deadline=None)
