@@ -1,5 +1,6 @@
 """Receive tensors from the senders of an endpoint; the implementation is in `aiotensor.receiving`."""
 
+import asyncio
 import operator
 import secrets
 from collections.abc import Collection
@@ -117,7 +118,7 @@ class TensorReceiver(LoopObject):
                 await self._taking.close()
                 raise ClosedError("this TensorReceiver was closed")
         except BaseException:
-            self.affinity.is_closed = True
+            self.affinity.close()
             raise
         self.affinity.settle(self, self._route.label)
         return self
@@ -273,8 +274,7 @@ class TensorReceiver(LoopObject):
         error for messages that were taken. Closing again has no effect.
         """
         self.affinity.check_place()
-        was_open = self.affinity.is_open
-        self.affinity.is_closed = True
+        was_open = self.affinity.close()
         if was_open and self._taking is not None:
             with self.affinity.leaving():
                 await self._taking.close()
@@ -287,7 +287,8 @@ class TensorReceiver(LoopObject):
 
     def _opened(self) -> Taking:
         """Return the implementation, if this receiver is open here."""
-        self.affinity.check()
+        if asyncio._get_running_loop() is not self.affinity.open_in:
+            self.affinity.check()
         if self._taking is None:
             raise AssertionError("an open receiver has an intake")
         return self._taking

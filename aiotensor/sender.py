@@ -1,5 +1,6 @@
 """Send tensors to the receiver at an endpoint; the implementation is in `aiotensor.sending`."""
 
+import asyncio
 import secrets
 from collections.abc import Sequence
 from typing import Self
@@ -116,7 +117,7 @@ class TensorSender(LoopObject):
             self._posts = Posts(self._pipeline, self._errors)
             self._pipeline.open()
         except BaseException:
-            self.affinity.is_closed = True
+            self.affinity.close()
             raise
         self.affinity.settle(self, self._route.label)
         return self
@@ -288,8 +289,11 @@ class TensorSender(LoopObject):
             ClosedError: this sender was closed, perhaps while waiting.
             OSError: the machine has no shared memory or no descriptors left, as for `send`.
         """
-        with self._errors:
+        try:
             return await self._opened().allocate(shape, dtype)
+        except Exception as error:
+            self._errors.add(error)
+            raise
 
     def discard(self, handle: TensorHandle) -> None:
         """Discard the whole message of a handle, because it is no longer needed.
@@ -344,8 +348,7 @@ class TensorSender(LoopObject):
         Closing again has no effect.
         """
         self.affinity.check_place()
-        was_open = self.affinity.is_open
-        self.affinity.is_closed = True
+        was_open = self.affinity.close()
         if was_open and self._pipeline is not None:
             with self.affinity.leaving():
                 await self._pipeline.close(self._opened_posts().settle)
@@ -375,7 +378,8 @@ class TensorSender(LoopObject):
 
     def _opened(self) -> Pipeline:
         """Return the pipeline, if messages can be sent."""
-        self.affinity.check()
+        if asyncio._get_running_loop() is not self.affinity.open_in:
+            self.affinity.check()
         pipeline = self._pipeline
         if pipeline is None:
             raise AssertionError("an open sender has a pipeline")

@@ -122,7 +122,7 @@ def held_by_sender(sender: TensorSender) -> dict[str, int]:
     gates: list[Gate[Any]] = [grants.permits, grants.memory.gate]
     return {
         "waiters at the gates": sum(len(gate._waits) for gate in gates),
-        "holders at the gates": sum(len(gate.budget._held) for gate in gates),
+        "holders at the gates": sum(len(gate.budget.held) for gate in gates),
         "blocks whose sends wait": len(grants._await_permits) + len(grants._await_bytes),
         "drainers": len(drainers_of(sender)),
         "copies": len(grants.memory._copies._copies) + jobs_of(worker_of(grants.memory)),

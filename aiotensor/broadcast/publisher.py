@@ -139,7 +139,7 @@ class Publisher(LoopObject):
                 await self._close()
                 raise ClosedError("this Publisher was closed")
         except BaseException:
-            self.affinity.is_closed = True
+            self.affinity.close()
             raise
         self.affinity.settle(self, self._route.label)
         return self
@@ -267,8 +267,7 @@ class Publisher(LoopObject):
         that, call `drain` first. Cancellation closes the publisher immediately. Closing again has no effect.
         """
         self.affinity.check_place()
-        was_open = self.affinity.is_open
-        self.affinity.is_closed = True
+        was_open = self.affinity.close()
         if was_open and self._listener is not None:
             with self.affinity.leaving():
                 await self._close()

@@ -37,7 +37,7 @@ from aiotensor.tensors.arena import Arena, Extent
 from aiotensor.tensors.copying import QUICK_BYTES, CopyAbandonedError
 from aiotensor.tensors.dtypes import DTYPE_NAMES
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
-from aiotensor.tensors.placement import Placed, place_allocated, place_copy, plan_placement
+from aiotensor.tensors.placement import Placed, plan_placement
 from aiotensor.tensors.segments import Segment, whole_pages
 from aiotensor.tensors.source import Source, as_source
 from aiotensor.types import Published, PublisherStatistics
@@ -289,7 +289,7 @@ class Publishing:
             if not self._place_allocated(source, allocation, placement):
                 nbytes += source.nbytes
                 block = await self._copy(source, placement)
-                placement.add(source, place_copy(block.place), block)
+                placement.add(source, Placed(ARENA, block.place.describe(0)), block)
 
     def _can_carry(self, allocation: Allocation, source: Source) -> bool:
         # While an earlier publication of the block is in use, a subscriber that has written to it keeps its
@@ -300,7 +300,8 @@ class Publishing:
         """Place an allocated tensor in its own block; return whether that was possible."""
         if allocation is None or not self._can_carry(allocation, source):
             return False
-        placement.add(source, place_allocated(source, allocation), allocation.block)
+        placed = Placed(ARENA, allocation.block.place.describe(source.data_ptr() - allocation.start))
+        placement.add(source, placed, allocation.block)
         return True
 
     async def _copy(self, source: Source, placement: _Placement) -> Block:
@@ -323,7 +324,7 @@ class Publishing:
             raise self._reports.would_block("not enough shared memory is free", nbytes)
         placement.owned.append(block.number)
         self.memory.copy_now(source, block)
-        return place_copy(block.place), block
+        return Placed(ARENA, block.place.describe(0)), block
 
     async def _block(self, nbytes: int, holder: _Placement | None) -> Block:
         """Wait for a block, and pin it."""

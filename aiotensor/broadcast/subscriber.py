@@ -134,7 +134,7 @@ class Subscriber(LoopObject, Generic[T]):
             )
             self._subscription.open()
         except BaseException:
-            self.affinity.is_closed = True
+            self.affinity.close()
             raise
         self.affinity.settle(self, self._route.label)
         return self
@@ -227,8 +227,7 @@ class Subscriber(LoopObject, Generic[T]):
         effect.
         """
         self.affinity.check_place()
-        was_open = self.affinity.is_open
-        self.affinity.is_closed = True
+        was_open = self.affinity.close()
         if was_open and self._subscription is not None:
             with self.affinity.leaving():
                 await self._subscription.close()

@@ -129,7 +129,7 @@ class MessageClient(LoopObject, Generic[R]):
         try:
             context = begin()
         except OSError:
-            self.affinity.is_closed = True
+            self.affinity.close()
             raise
         memory = MessageMemory()
         receiver = "" if self._receiver is None else self._receiver.id
@@ -252,7 +252,7 @@ class MessageClient(LoopObject, Generic[R]):
         again does nothing.
         """
         self.affinity.check_place()
-        was_open, self.affinity.is_closed = self.affinity.is_open, True
+        was_open = self.affinity.close()
         if was_open and self._requests is not None:
             with self.affinity.leaving():
                 await self._requests.close(self._linger_s)

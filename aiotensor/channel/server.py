@@ -137,7 +137,7 @@ class MessageServer(LoopObject, Generic[M]):
             self._clients = Clients(self._limits, receiver, requests, self._counts, self._listener.listen)
         except BaseException:
             await self._listener.close(0.0)
-            self.affinity.is_closed = True
+            self.affinity.close()
             raise
         self.affinity.settle(self, label_of(self.address))
         return self
@@ -262,7 +262,7 @@ class MessageServer(LoopObject, Generic[M]):
         does nothing.
         """
         self.affinity.check_place()
-        was_open, self.affinity.is_closed = self.affinity.is_open, True
+        was_open = self.affinity.close()
         if not was_open:
             return
         clients = self._clients

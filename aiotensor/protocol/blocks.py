@@ -34,19 +34,23 @@ class Blocks:
         size: the size of the memory range in bytes; the attribute is rounded down to the alignment.
         alignment: of the blocks, in bytes; a power of two.
 
+    Attributes:
+        in_use: the number of allocated bytes, with each block rounded up to the alignment.
+        lengths: the lengths of the allocated blocks in bytes, rounded up to the alignment, by their offsets.
+
     Raises:
         ValueError: the size is less than the alignment.
     """
 
-    __slots__ = ("_alignment", "_by_length", "_lengths", "_start_of", "_stop_of", "in_use", "size")
+    __slots__ = ("_alignment", "_by_length", "_start_of", "_stop_of", "in_use", "lengths", "size")
 
     def __init__(self, size: int, alignment: int = ALIGNMENT) -> None:
         if size < alignment:
             raise ValueError(f"size must be at least {alignment} bytes, got {size}")
         self.size = size & -alignment
-        self.in_use = 0  # allocated bytes, each block rounded up to the alignment
+        self.in_use = 0
+        self.lengths: dict[int, int] = {}
         self._alignment = alignment
-        self._lengths: dict[int, int] = {}  # of the allocated blocks, by their offsets
         self._by_length: list[tuple[int, int]] = []  # (length, start) of the free runs, sorted
         self._stop_of: dict[int, int] = {}  # of the free runs, by their start
         self._start_of: dict[int, int] = {}  # and the other way round
@@ -83,7 +87,7 @@ class Blocks:
             offset = stop
         if start < stop:
             self._add_run(start, stop)
-        self._lengths[offset] = length
+        self.lengths[offset] = length
         self.in_use += length
         return offset
 
@@ -93,8 +97,9 @@ class Blocks:
         Raises:
             ValueError: no allocated block begins at this offset.
         """
-        length = self.length_of(offset)
-        del self._lengths[offset]
+        length = self.lengths.pop(offset, None)
+        if length is None:
+            raise ValueError(f"no block is allocated at offset {offset}")
         self.in_use -= length
         start, stop = offset, offset + length
         below = self._start_of.get(start)
@@ -106,17 +111,6 @@ class Blocks:
             self._remove_run(stop, above)
             stop = above
         self._add_run(start, stop)
-
-    def length_of(self, offset: int) -> int:
-        """Return the bytes of a block, rounded up to the alignment.
-
-        Raises:
-            ValueError: no allocated block begins at this offset.
-        """
-        length = self._lengths.get(offset)
-        if length is None:
-            raise ValueError(f"no block is handed out at offset {offset}")
-        return length
 
     def free_runs(self) -> list[tuple[int, int]]:
         """List the free runs as (start, one past the last byte), in order of offset."""
@@ -162,7 +156,7 @@ class PlacedBlocks(Blocks):
             self._add_run(start, offset)
         if offset + length < stop:
             self._add_run(offset + length, stop)
-        self._lengths[offset] = length
+        self.lengths[offset] = length
         self.in_use += length
 
     def _add_run(self, start: int, stop: int) -> None:

@@ -52,6 +52,9 @@ class Budget(Generic[P]):
         limit: the maximum amount in use at once, in any unit.
         space: the space of the amounts; None if they have no places.
         now: returns the current time in seconds.
+
+    Attributes:
+        held: the amounts of the holders that are not settled.
     """
 
     def __init__(self, limit: int, space: Space[P] | None = None, now: Callable[[], float] = float) -> None:
@@ -61,7 +64,7 @@ class Budget(Generic[P]):
         self._space = space
         self._now = now
         self._queue: deque[Ticket[P]] = deque()
-        self._held: dict[Hashable, int] = {}
+        self.held: dict[Hashable, int] = {}
 
     @property
     def waiting(self) -> int:
@@ -106,7 +109,7 @@ class Budget(Generic[P]):
         else:
             ticket.granted = False
             self.in_use -= ticket.amount
-            if ticket.holder is not None:
+            if ticket.holder in self.held:
                 self._unhold(ticket)
             if self._space is not None and ticket.place is not None:
                 self._space.free(ticket.place)
@@ -115,20 +118,17 @@ class Budget(Generic[P]):
             granted.append(self._queue.popleft())
         return granted
 
-    def holds(self, ticket: Ticket[P]) -> bool:
-        """Return whether a granted amount belongs to a holder that is not settled."""
-        return ticket.holder in self._held
-
     def reassign(self, ticket: Ticket[P], holder: Hashable) -> None:
         """Assign a granted amount to another holder; None as in `request`."""
         if ticket.holder is not None:
             self._unhold(ticket)
         ticket.holder = holder
-        self._hold(ticket)
+        if holder is not None and ticket.amount:
+            self.held[holder] = self.held.get(holder, 0) + ticket.amount
 
     def settle(self, holder: Hashable) -> None:
         """Record that the amounts of a holder will be released regardless of its waits."""
-        self._held.pop(holder, None)
+        self.held.pop(holder, None)
 
     def stuck(self, elsewhere: int = 0) -> Ticket[P] | None:
         """Return the request to refuse because the budget is stuck; None if it is not.
@@ -141,13 +141,13 @@ class Budget(Generic[P]):
             elsewhere: the part of the amount in use that is not released either until a queued request is
                 granted or ends.
         """
-        if not self._queue or not (self._held or elsewhere):
+        if not self._queue or not (self.held or elsewhere):
             return None
         waiting = {ticket.holder for ticket in self._queue if ticket.holder is not None}
-        if sum(self._held.get(holder, 0) for holder in waiting) + elsewhere < self.in_use:
+        if sum(self.held.get(holder, 0) for holder in waiting) + elsewhere < self.in_use:
             return None
         latest = [ticket for ticket in reversed(self._queue) if ticket.holder is not None]
-        return next((ticket for ticket in latest if ticket.holder in self._held), next(iter(latest), None))
+        return next((ticket for ticket in latest if ticket.holder in self.held), next(iter(latest), None))
 
     def _grant(self, ticket: Ticket[P]) -> bool:
         if self.in_use + ticket.amount > self.limit:
@@ -161,17 +161,13 @@ class Budget(Generic[P]):
         self.in_use += ticket.amount
         if self.in_use > self.peak:
             self.peak = self.in_use
-        if ticket.holder is not None:
-            self._hold(ticket)
+        if ticket.holder is not None and ticket.amount:
+            self.held[ticket.holder] = self.held.get(ticket.holder, 0) + ticket.amount
         return True
 
-    def _hold(self, ticket: Ticket[P]) -> None:
-        if ticket.holder is not None and ticket.amount:
-            self._held[ticket.holder] = self._held.get(ticket.holder, 0) + ticket.amount
-
     def _unhold(self, ticket: Ticket[P]) -> None:
-        remaining = self._held.get(ticket.holder, 0) - ticket.amount
+        remaining = self.held.get(ticket.holder, 0) - ticket.amount
         if remaining > 0:
-            self._held[ticket.holder] = remaining
+            self.held[ticket.holder] = remaining
         else:
-            self._held.pop(ticket.holder, None)
+            self.held.pop(ticket.holder, None)

@@ -76,7 +76,7 @@ class Leases(Generic[G]):
         """Remove the pin of the owner; return the grant if the block is free now."""
         block = self._blocks[number]
         block.is_owned = False
-        return self._freed(number, block)
+        return None if block.sent else self._freed(number, block)
 
     def move_begun(self, number: int) -> None:
         """Pin a block for a move."""

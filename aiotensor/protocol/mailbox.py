@@ -54,7 +54,7 @@ class Mailbox(Generic[T]):
     Methods that change the result of waiting calls return the keys of the tensors that these wait for.
 
     Attributes:
-        claims: the calls that wait for tensors by their handles, which `next_unclaimed` therefore skips.
+        claims: the calls that wait for tensors by their handles, which `hold_next` skips.
         messages_discarded: the number of discarded messages.
         messages_left: the number of messages that can be taken and whose senders have closed.
     """
@@ -118,6 +118,8 @@ class Mailbox(Generic[T]):
             return True
         if number >= record.next:
             record.next = number + 1
+            if not record.discarded:
+                return True
         return number not in record.ended
 
     def put(self, key: Key, item: T, nbytes: int, *, last: bool = False) -> Sequence[Key]:
@@ -263,31 +265,24 @@ class Mailbox(Generic[T]):
         message.held.discard(key.tensor)
         return [key]
 
-    def next_unclaimed(self) -> Key | None:
-        """Return the key of the tensor that `hold_next` would hold; None if there is none."""
-        claims = self.claims.by_message
-        for message in self._whole.values():
-            for tensor in message.tensors:
-                key = message.keys[tensor]
-                if tensor not in message.held and not (claims and key in self.claims):
-                    return key
-        return None
-
     def hold_next(self) -> tuple[Key, T, int] | None:
         """Reserve the next tensor that no call waits for by its handle; None if there is none.
 
         Returns:
             its key, the tensor itself, and how many tensors its message had.
         """
-        key = self.next_unclaimed()
-        if key is None:
-            return None
-        message = self._senders[key.sender].messages[key.message]
-        message.held.add(key.tensor)
-        count = len(message.keys)
-        if count > 1:
-            self._whole.move_to_end(message.keys[0], last=False)
-        return key, message.tensors[key.tensor], count
+        claims = self.claims.by_message
+        for message in self._whole.values():
+            for tensor, item in message.tensors.items():
+                key = message.keys[tensor]
+                if tensor in message.held or (claims and key in self.claims):
+                    continue
+                message.held.add(tensor)
+                count = len(message.keys)
+                if count > 1:
+                    self._whole.move_to_end(message.keys[0], last=False)
+                return key, item, count
+        return None
 
     def unclaimed_of(self, sender: str) -> tuple[int, int]:
         """Return the number of stored tensors of a sender, and their bytes."""

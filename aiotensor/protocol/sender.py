@@ -129,4 +129,5 @@ class SenderConnection(RecordConnection[ToSender, FromSender]):
                 if frame.is_admitted:
                     self.state = OPEN
             case _:
-                self.check_open()
+                if self.state is not OPEN:
+                    self.check_open()

@@ -19,7 +19,7 @@ import torch
 
 from aiotensor.errors import AioTensorError, ProtocolError, TooLargeError, WouldBlockError
 from aiotensor.protocol.credits import Ticket
-from aiotensor.protocol.frames import INLINE, OUT_OF_BAND, Put, Release, Taken
+from aiotensor.protocol.frames import ARENA, INLINE, OUT_OF_BAND, Put, Release, Taken
 from aiotensor.protocol.ranks import PutNone, counted
 from aiotensor.ranks.settings import KEEP_WARM_S, LONG_WAIT_S, PipeSettings
 from aiotensor.ranks.writer import Writer
@@ -32,7 +32,7 @@ from aiotensor.sending.message import put_of
 from aiotensor.tensors.allocations import Block
 from aiotensor.tensors.copying import CopyAbandonedError
 from aiotensor.tensors.inline import MAX_INLINE_BYTES, bytes_of
-from aiotensor.tensors.placement import Placed, place_copy
+from aiotensor.tensors.placement import Placed
 from aiotensor.tensors.raw import flat_bytes
 from aiotensor.tensors.source import Source, as_source, is_flat
 from aiotensor.transports.base import MAX_DATA_BYTES, Mover
@@ -241,7 +241,9 @@ class Outgoing:
         self.memory.leases.pin(block.number)
 
     def _put(self, message: _Message, source: Source, block: Block) -> Put:
-        return put_of(message.number, 0, source, place_copy(block.place), block.number, last=True)
+        return put_of(
+            message.number, 0, source, Placed(ARENA, block.place.describe(0)), block.number, last=True
+        )
 
     def _attach(self, block: Block) -> None:
         """Share the segment of a block with the peer, once."""

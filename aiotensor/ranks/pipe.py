@@ -132,7 +132,7 @@ class RankPipe(LoopObject):
             async with at_most(self._settings.max_wait_s, self._not_opened):
                 session = await self._meeting().open()
         except BaseException as error:
-            self.affinity.is_closed = True
+            self.affinity.close()
             self._errors.add(error)
             raise
         if self.affinity.is_closed:
@@ -234,8 +234,7 @@ class RankPipe(LoopObject):
         skips that wait. Closing again has no effect.
         """
         self.affinity.check_place()
-        was_open = self.affinity.is_open
-        self.affinity.is_closed = True
+        was_open = self.affinity.close()
         if was_open and self._session is not None:
             with self.affinity.leaving():
                 await self._session.close()

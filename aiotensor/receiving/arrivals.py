@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from aiotensor.errors import AioTensorError, PeerLostError
-from aiotensor.protocol.mailbox import Key, Mailbox
+from aiotensor.protocol.mailbox import Key
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters
-from aiotensor.types import Delivery
 
 __all__ = ["Arrivals", "Limit"]
 
@@ -32,10 +31,9 @@ class Arrivals:
         waiters: the calls that wait for the tensor of a key.
     """
 
-    def __init__(self, mailbox: Mailbox[Delivery]) -> None:
+    def __init__(self) -> None:
         self.waiters: dict[Key, Waiters] = {}
         self._iterators = Waiters()
-        self._mailbox = mailbox
         self._loop = asyncio.get_running_loop()
         self._failure: OSError | None = None
 
@@ -76,19 +74,23 @@ class Arrivals:
         return arrival
 
     def wake(self, keys: Sequence[Key]) -> None:
-        """Wake the tasks that wait for these keys, and the iterations that may continue."""
+        """Wake the calls that wait for these tensors, and the iterations if no call waits for one of them."""
+        is_unclaimed = not self.waiters
         if self.waiters:
             for key in keys:
-                if (waiters := self.waiters.pop(key, None)) is not None:
+                waiters = self.waiters.pop(key, None)
+                if waiters is None:
+                    is_unclaimed = True
+                else:
                     waiters.wake()
-        if self._iterators and self._mailbox.next_unclaimed() is not None:
+        if is_unclaimed and self._iterators:
             self._iterators.wake()
 
     def give_up(self, key: Key) -> None:
         """Handle that a call ends its wait: an iteration may return the tensor instead."""
         if not self.waiters.get(key, True):
             del self.waiters[key]
-        self.wake(())
+        self._iterators.wake()
 
     def wake_all(self) -> None:
         """Wake every task that waits."""

@@ -27,7 +27,7 @@ from aiotensor.runtime.worker import Worker
 from aiotensor.tensors.mapping import MappedSegment, open_segment
 from aiotensor.tensors.placement import ArrivedTensor, open_tensor
 from aiotensor.tensors.segments import whole_pages
-from aiotensor.tensors.views import Watch, as_leaf, watch_storage
+from aiotensor.tensors.views import Watch, as_leaf
 from aiotensor.transports.base import Mover
 
 _QUICK_DROP_BYTES = 256 << 10  # in some microseconds
@@ -112,7 +112,7 @@ class Mappings:
         self._process_ends: dict[PeerMemory, ProcessEnd] = {}  # of processes whose connections have ended
         self._next_lease = 0
         self._is_closed = False
-        self.freed: FreedItems[int] = FreedItems(asyncio.get_running_loop(), self._leases_ended)
+        self.freed: FreedItems[Watch] = FreedItems(asyncio.get_running_loop(), self._leases_ended)
         self._worker = Worker("aiotensor-receiver")
 
     @property
@@ -190,7 +190,8 @@ class Mappings:
         segment = memory.segments[arrived.segment]
         number = self._next_lease
         self._next_lease += 1
-        watch = watch_storage(owner, self._storage_ended, number)
+        watch = Watch(owner, self.freed)
+        watch.number = number
         self._leases[number] = _Lease(segment, block, watch)
         start, stop = segment.leases[number] = (arrived.offset, arrived.offset + owner.nbytes)
         if segment.mapped.is_private:
@@ -240,13 +241,10 @@ class Mappings:
         if memory.segments:
             self._process_ends[memory] = watch(partial(self.take_over, memory))
 
-    def _storage_ended(self, watch: Watch) -> None:
-        """Handle that a tensor's storage was freed; in any thread, perhaps inside the garbage collector."""
-        self.freed(watch.number)
-
-    def _leases_ended(self, numbers: Sequence[int]) -> None:
+    def _leases_ended(self, watches: Sequence[Watch]) -> None:
         lingering = set()
-        for number in numbers:
+        for watch in watches:
+            number = watch.number
             lease = self._leases.pop(number)
             segment = lease.segment
             start, stop = segment.leases.pop(number)

@@ -57,7 +57,7 @@ class Senders:
     def __init__(self, limits: AdmissionLimits, counts: dict[str, int], errors: ErrorCounter) -> None:
         self.connected: dict[str, SenderPeer] = {}
         self.mailbox: Mailbox[Delivery] = Mailbox()
-        self.arrivals = Arrivals(self.mailbox)
+        self.arrivals = Arrivals()
         self.mappings = Mappings()
         self.refusals = SenderRefusalLog()
         self.writing_resumed = Waiters()
@@ -220,6 +220,7 @@ class Senders:
         """Write the answers to a sender at the end of this iteration of the event loop."""
         if not self._answered:
             self._loop.call_soon(self._flush_answers)
+            self.mappings.freed.is_scheduled = True  # there
         self._answered[peer] = None
 
     async def close(self) -> None:
@@ -250,8 +251,10 @@ class Senders:
 
     def _flush_answers(self) -> None:
         # The release of a tensor that was freed right after it was taken is sent together with that answer.
-        if self.mappings.freed.items:
-            self.mappings.freed.collect()
+        freed = self.mappings.freed
+        freed.is_scheduled = False
+        if freed.items:
+            freed.collect()
         answered, self._answered = self._answered, {}
         for peer in answered:
             peer.flush()

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from aiotensor.errors import ClosedError, UsageError
@@ -22,6 +22,7 @@ __all__ = ["FreedItems", "LoopAffinity", "LoopObject", "close_now", "warn_unclos
 T = TypeVar("T")
 
 _ITEMS_AN_ITERATION = 128
+_NO_LOOP = object()  # unlike None, it differs from the running loop of a thread without one
 
 
 class LoopAffinity:
@@ -29,15 +30,22 @@ class LoopAffinity:
 
     Args:
         name: the name of the object in errors.
+
+    Attributes:
+        is_closed: whether the object was closed.
+        open_in: the loop of the object while it is open, to compare it with the running loop; calls of
+            `check` are needed only if they differ.
+        has_guardian: whether another object closes this one when both are garbage-collected.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.open_in: object = _NO_LOOP
         self._thread = 0
         self.is_closed = False
-        self.has_guardian = False  # another object closes this one when both are garbage-collected
+        self.has_guardian = False
         self._entry: registry.Entry | None = None
 
     @property
@@ -78,9 +86,15 @@ class LoopAffinity:
                 "aiotensor requires asyncio (or uvloop) and does not run under trio; with anyio choose the "
                 "asyncio backend, or use aiotensor.blocking in worker threads"
             )
-        self._loop = loop
+        self._loop = self.open_in = loop
         self._thread = threading.get_ident()
         return loop
+
+    def close(self) -> bool:
+        """Record that the object is closed, and return whether it was open."""
+        was_open = self.is_open
+        self.is_closed, self.open_in = True, _NO_LOOP
+        return was_open
 
     def settle(self, owner: registry.HasStatistics, endpoint: str) -> None:
         """Add the object to the registry of this process, unless another task has closed it."""
@@ -105,7 +119,7 @@ class LoopAffinity:
             ClosedError: the object was closed.
         """
         # The loop runs in its own thread and process only, so this comparison is nearly always sufficient.
-        if self._loop is not None and not self.is_closed and asyncio._get_running_loop() is self._loop:
+        if asyncio._get_running_loop() is self.open_in:
             return
         self.check_place()
         if self.is_closed:
@@ -235,52 +249,53 @@ class FreedItems(Generic[T]):
             them in each iteration of the loop, since each takes a few microseconds.
 
     Attributes:
-        items: the freed items that `handle` has not got yet.
+        items: the freed items that were not passed to `handle` yet.
+        is_scheduled: whether `collect` will be called in the next iteration of the loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, handle: Callable[[list[T]], None]) -> None:
         self._loop = loop
         self._thread = threading.get_ident()
+        if not isinstance(handle, MethodType):
+            raise TypeError(f"handle must be a bound method, got {handle!r}")
         # Weak, so that a living tensor does not keep its closed receiver alive.
-        self._handle = weakref.WeakMethod(handle)
+        self._owner = weakref.ref(handle.__self__)
+        self._handle = handle.__func__
         self.items: deque[T] = deque()
-        self._is_scheduled = False
+        self.is_scheduled = False
 
     def __call__(self, item: T) -> None:
         """Queue an item; may be called in any thread."""
         self.items.append(item)
-        if self._is_scheduled:
+        if self.is_scheduled:
             return
-        self._is_scheduled = True
+        self.is_scheduled = True
         try:
             # While a task runs, the loop does not sleep. Otherwise its thread may be about to sleep: the
             # garbage collector can run after the loop has computed its timeout.
             if threading.get_ident() == self._thread and asyncio.current_task(self._loop) is not None:
-                self._loop.call_soon(self._wake)
+                self._loop.call_soon(self.collect)
             else:
-                self._loop.call_soon_threadsafe(self._wake)
+                self._loop.call_soon_threadsafe(self.collect)
         except RuntimeError:
             return  # the loop is closed, and nothing handles the item
 
     def collect(self) -> None:
-        """Pass a limited number of the queued items to `handle`; called in the loop."""
+        """Pass a limited number of the queued items to `handle`, and the rest in the next iterations."""
+        self.is_scheduled = False  # first, so that a later item schedules another call
         if not self.items:
             return
         items: list[T] = []
         while self.items and len(items) < _ITEMS_AN_ITERATION:
             items.append(self.items.popleft())
-        handle = self._handle()
-        if handle is not None:
-            handle(items)
+        owner = self._owner()
+        if owner is not None:
+            self._handle(owner, items)
+        if self.items and not self.is_scheduled:
+            self.is_scheduled = True
+            self._loop.call_soon(self.collect)
 
     def collect_all(self) -> None:
         """Pass all queued items to `handle` during this call."""
         while self.items:
             self.collect()
-
-    def _wake(self) -> None:
-        self._is_scheduled = False  # first, so that a later item schedules another call
-        self.collect()
-        if self.items and not self._is_scheduled:
-            self._is_scheduled = True
-            self._loop.call_soon(self._wake)

@@ -175,8 +175,7 @@ class Grants:
         """Record that all tensors of a message were announced."""
         message.state = WHOLE
         self.counts["messages_sent"] += 1
-        if message.has_bytes:
-            self.memory.gate.budget.settle(message)  # its bytes are released regardless of other waits
+        self.memory.gate.budget.held.pop(message, None)  # its bytes are released regardless of other waits
 
     def end(self, message: Message, state: MessageState) -> None:
         """Release the permit, and stop sending any remaining part of the message."""
@@ -287,11 +286,6 @@ class Grants:
                 message in whose `async with` block this task runs, because that block cannot end before; the
                 memory is not, because another task may free it.
         """
-        block = self.memory.try_acquire(nbytes, message)
-        if block is not None:
-            if message is not None:
-                message.has_bytes = True
-            return block
         waiting = message or innermost_block(self.messages)
         block = await (self.memory.acquire(nbytes) if waiting is None else self.block(nbytes, waiting))
         self.memory.account(block.number, message)

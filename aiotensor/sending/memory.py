@@ -23,6 +23,7 @@ from aiotensor.tensors.copying import QUICK_BYTES, CopyAbandonedError, copy_now
 from aiotensor.tensors.raw import flat_bytes
 from aiotensor.tensors.segments import Segment
 from aiotensor.tensors.source import Source, is_flat
+from aiotensor.tensors.views import Watch
 from aiotensor.transports.base import Mover
 
 __all__ = ["Memory"]
@@ -63,7 +64,7 @@ class Memory:
         self._arena = Arena(limit, self._loop.time, self._release_segment, alignment)
         self._segment_closed = segment_closed
         self.gate = gate(self._arena)
-        self.freed: FreedItems[int] = FreedItems(self._loop, self._release_allocations)
+        self.freed: FreedItems[Watch] = FreedItems(self._loop, self._release_allocations)
         self.allocations = Allocations(self.freed)
         self.leases: Leases[Ticket[Extent]] = Leases()
         self.movers: set[Mover] = set()
@@ -92,9 +93,9 @@ class Memory:
 
     def copy_now(self, source: Source, block: Block) -> None:
         """Copy a tensor on this thread."""
-        if not block.place.is_warm:
-            segment = block.place.segment
-            idle, cold = self._arena.prepare(block.place)
+        place, segment = block.place, block.place.segment
+        if not segment.warm.has(place.offset, place.nbytes):
+            idle, cold = self._arena.prepare(place)
             filled: list[Range] = []
             try:
                 segment.return_memory(idle)
@@ -103,7 +104,7 @@ class Memory:
                     filled.append(one)
             finally:
                 segment.filled(cold, filled)
-        copy_now(source, block.place)
+        copy_now(source, place)
         self._count(source)
 
     async def copy(self, source: Source, block: Block, holder: Hashable) -> None:
@@ -115,9 +116,11 @@ class Memory:
             CopyAbandonedError: `abandon` was called for the holder.
             OSError: the machine has no memory left.
         """
-        if source.nbytes <= QUICK_BYTES and source.is_contiguous() and block.place.is_warm:
+        place = block.place
+        is_quick = source.nbytes <= QUICK_BYTES and source.is_contiguous()
+        if is_quick and place.segment.warm.has(place.offset, place.nbytes):
             try:
-                copy_now(source, block.place)
+                copy_now(source, place)
             except BaseException:
                 self.unpin_owner(block.number)
                 raise
@@ -134,7 +137,8 @@ class Memory:
             CopyAbandonedError: `abandon` was called for the holder, or this was closed.
             OSError: the machine has no memory left.
         """
-        if not block.place.is_warm:
+        place = block.place
+        if not place.segment.warm.has(place.offset, place.nbytes):
             await self._copies.run(block, holder, None)
         try:
             if self._is_closed:
@@ -173,7 +177,7 @@ class Memory:
     def unaccounted_bytes(self, numbers: Iterable[int]) -> int:
         """Count the bytes of those blocks that no open message holds."""
         tickets = map(self.leases.grant_of, numbers)
-        return sum(ticket.amount for ticket in tickets if not self.gate.budget.holds(ticket))
+        return sum(ticket.amount for ticket in tickets if ticket.holder not in self.gate.budget.held)
 
     def announced(self, number: int, holder: Hashable, *, is_whole: bool) -> None:
         """Account an allocated block to the message that announces it, unless an open message holds it.
@@ -184,7 +188,7 @@ class Memory:
             is_whole: whether the message needs no more memory, so that the release depends on no wait.
         """
         ticket, budget = self.leases.grant_of(number), self.gate.budget
-        if ticket.holder is None or not budget.holds(ticket):
+        if ticket.holder not in budget.held:
             if is_whole:
                 ticket.holder = holder
             else:
@@ -210,15 +214,21 @@ class Memory:
 
     def unpin_owner(self, number: int) -> None:
         """Remove the pin of the owner, since this side does not write to the block any more."""
-        self._release(self.leases.disown(number))
+        ticket = self.leases.disown(number)
+        if ticket is not None:
+            self._release(ticket)
 
     def _move_ended(self, number: int) -> None:
-        self._release(self.leases.move_ended(number))
+        ticket = self.leases.move_ended(number)
+        if ticket is not None:
+            self._release(ticket)
 
-    def _release_allocations(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self.allocations.forget(number)
-            self.unpin_owner(number)
+    def _release_allocations(self, watches: Iterable[Watch]) -> None:
+        for watch in watches:
+            self.allocations.by_number.pop(watch.number, None)
+            ticket = self.leases.disown(watch.number)
+            if ticket is not None:
+                self._release(ticket)
 
     def receiver_lost(self, watch: WatchProcess | None) -> None:
         """Remove all pins of announcements, and write no more to memory that the receiver may still read.
@@ -329,11 +339,12 @@ class Memory:
         place = ticket.place
         if place is None:
             raise AssertionError("bytes were granted without a place")
-        try:
-            place.segment.open()
-        except BaseException:
-            self.gate.release(ticket)
-            raise
+        if not place.segment.memory:
+            try:
+                place.segment.open()
+            except BaseException:
+                self.gate.release(ticket)
+                raise
         return Block(self.leases.own(ticket), place)
 
     def _release_segment(self, segment: Segment) -> None:
@@ -346,9 +357,7 @@ class Memory:
             free = segment.take_free() if segment.is_attached or segment.is_retired else []
             self._worker.begin("unmapping", partial(_close, segment, free))
 
-    def _release(self, ticket: Ticket[Extent] | None) -> None:
-        if ticket is None:
-            return
+    def _release(self, ticket: Ticket[Extent]) -> None:
         if self.movers and ticket.place is not None:
             for mover in self.movers:
                 mover.free(ticket.place.segment.number, ticket.place.offset)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
-from aiotensor.protocol.frames import INLINE, Put
+from aiotensor.protocol.frames import ARENA, INLINE, Put
 from aiotensor.sending.gates import CapacityListener
 from aiotensor.sending.grants import Grants
 from aiotensor.sending.message import OPEN, Message, MessageState, put_of
@@ -26,8 +26,6 @@ from aiotensor.tensors.inline import bytes_of
 from aiotensor.tensors.placement import (
     Placed,
     Plan,
-    place_allocated,
-    place_copy,
     plan_placement,
 )
 from aiotensor.tensors.source import Sendable, Source, as_source
@@ -199,12 +197,17 @@ class Pipeline:
         if allocation is None:
             if not plan.new_bytes:
                 return self._announce(message, source, Placed(INLINE, bytes_of(source)), None, last=last)
-        elif allocation.can_carry(source):
+        elif not (plan.new_bytes or allocation.block.place.segment.is_retired):
             mover = self.sessions.mover
             if mover is not None:
                 await self._move_allocated(mover, message, source, allocation)
-            return self._announce_allocated(message, source, allocation, last=last)
-        return await self._put_copy(message, source, allocation, last=last)
+            placed = Placed(ARENA, allocation.block.place.describe(source.data_ptr() - allocation.start))
+            return self._announce(message, source, placed, allocation.block, last=last)
+        message.has_bytes = True
+        block = self._memory.try_acquire(source.nbytes, message)
+        if block is None:
+            block = await self.grants.block(source.nbytes, message, allocation)
+        return await self.put_into(block, message, source, last=last)
 
     def can_announce_now(self, plan: Plan) -> bool:
         """Return whether a tensor can be announced at once, because it need not be copied or moved."""
@@ -216,7 +219,9 @@ class Pipeline:
         """Announce a tensor without a copy, where `can_announce_now` allows it."""
         if plan.allocation is None:
             return self._announce(message, source, Placed(INLINE, bytes_of(source)), None, last=last)
-        return self._announce_allocated(message, source, plan.allocation, last=last)
+        offset = source.data_ptr() - plan.allocation.start
+        placed = Placed(ARENA, plan.allocation.block.place.describe(offset))
+        return self._announce(message, source, placed, plan.allocation.block, last=last)
 
     def block_nowait(self, message: Message, nbytes: int) -> Block:
         """Pin a block for a tensor of a message, or raise `WouldBlockError`."""
@@ -239,17 +244,18 @@ class Pipeline:
         allocation = plan.allocation
         mover = self.sessions.mover
         if allocation is not None and mover is not None and not plan.new_bytes:
-            placed = place_allocated(source, allocation)
+            offset = source.data_ptr() - allocation.start
+            placed = Placed(ARENA, allocation.block.place.describe(offset))
             self._memory.announced(allocation.block.number, message, is_whole=True)
             message.has_bytes = True
-            offset = source.data_ptr() - allocation.start
             return self._send_later(mover, message, source, placed, allocation.block, offset)
         block = self.block_nowait(message, plan.new_bytes)
         try:
             self._memory.copy_now(source, block)
+            placed = Placed(ARENA, block.place.describe(0))
             if mover is not None:
-                return self._send_later(mover, message, source, place_copy(block.place), block, 0)
-            return self._announce(message, source, place_copy(block.place), block, last=True)
+                return self._send_later(mover, message, source, placed, block, 0)
+            return self._announce(message, source, placed, block, last=True)
         finally:
             self._memory.unpin_owner(block.number)
 
@@ -266,7 +272,11 @@ class Pipeline:
         sizes, nbytes = sizes_of(shape, dtype, self._max_bytes)
         if nbytes == 0:
             return new_empty(sizes, dtype)
-        block = await self.grants.block_to_allocate(nbytes, message)
+        if message is not None:
+            message.has_bytes = True
+        block = self._memory.try_acquire(nbytes, message)
+        if block is None:
+            block = await self.grants.block_to_allocate(nbytes, message)
         try:
             if message is not None:
                 self.grants.check_open(message)  # it may have ended while waiting
@@ -283,16 +293,11 @@ class Pipeline:
 
     # Steps
 
-    async def _put_copy(
-        self, message: Message, source: Source, allocation: Allocation | None, *, last: bool
-    ) -> TensorHandle:
-        block = await self.grants.block(source.nbytes, message, allocation)
-        return await self.put_into(block, message, source, last=last)
-
     async def put_into(self, block: Block, message: Message, source: Source, *, last: bool) -> TensorHandle:
         """Copy a tensor into a block, announce it, and remove the pin of the block's owner in any case."""
         try:
-            self.grants.check_open(message)  # it may have ended while waiting
+            if message.state is not OPEN:  # it may have ended while waiting
+                raise self.grants.error(message)
             mover = self.sessions.mover
             if mover is not None:
                 self._attach(message, block)
@@ -309,8 +314,10 @@ class Pipeline:
         try:
             if not self.sessions.is_ready:
                 await self.readiness.receiver_reads(message)
-            self.grants.check_open(message)
-            return self._announce(message, source, place_copy(block.place), block, last=last)
+            if message.state is not OPEN:
+                raise self.grants.error(message)
+            placed = Placed(ARENA, block.place.describe(0))
+            return self._announce(message, source, placed, block, last=last)
         finally:
             self._memory.unpin_owner(block.number)
 
@@ -360,19 +367,10 @@ class Pipeline:
             raise AssertionError("an open message is announced without a receiver")
         return self.sessions.current
 
-    def _announce_allocated(
-        self, message: Message, source: Source, allocation: Allocation, *, last: bool
-    ) -> TensorHandle:
-        """Announce a tensor in place. From this point its memory is charged to the message."""
-        placed = place_allocated(source, allocation)
-        self._memory.announced(allocation.block.number, message, is_whole=last)
-        message.has_bytes = True
-        return self._announce(message, source, placed, allocation.block, last=last)
-
     def _announce(
         self, message: Message, source: Source, placed: Placed, block: Block | None, *, last: bool
     ) -> TensorHandle:
-        """Send the frame of a tensor. From this point the receiver owns the tensor."""
+        """Send the frame of a tensor. From this point the receiver owns it, and the message its memory."""
         session, number = self.sessions.current, None
         if session is None:
             raise AssertionError("an open message is announced without a receiver")
@@ -380,6 +378,8 @@ class Pipeline:
             number = block.number
             if not block.place.segment.is_attached:
                 self._attach(message, block)
+            message.has_bytes = True
+            self._memory.announced(number, message, is_whole=last)
             self._memory.leases.pin(number)
         if message.number is None:
             message.number = session.connection.next_message

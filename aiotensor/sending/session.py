@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from aiotensor.errors import ProtocolError, RefusedError
-from aiotensor.protocol.connection import Close, Loss
+from aiotensor.protocol.connection import CLOSED, Close, Loss
 from aiotensor.protocol.frames import (
     ARENA,
     Discarded,
@@ -177,13 +177,13 @@ class Session:
 
     def _iteration_ended(self) -> None:
         self._is_flush_scheduled = False
-        if self.connection.is_closed:
+        if self.connection.state is CLOSED:
             return
         if self._is_reply_due and self.transport.is_writable:
             # At most one reply is pending, so a receiver that does not read does not make the queue grow.
             self._is_reply_due = False
             self.connection.reply(self._grants.statistics())
-        self.flush()
+        self._write(self.connection.data_to_send())
 
     def _violated(self, error: ProtocolError) -> None:
         pid = self.connection.peer_pid

@@ -34,6 +34,7 @@ class Sessions:
 
     Attributes:
         current: the session; None while there is none.
+        mover: moves bytes to the receiver; None without a receiver, or if it shares the memory.
         failure: the reason why no receiver is searched for until a call asks again; None while one is.
         needs_admission: whether a receiver has refused this sender, and none has admitted it since.
     """
@@ -42,6 +43,7 @@ class Sessions:
         self, sender: str, connector: Callable[[str, ConnectorEvents], Connector], grants: Grants
     ) -> None:
         self.current: Session | None = None
+        self.mover: Mover | None = None
         self.failure: AioTensorError | None = None
         self.needs_admission = False
         self._sender = sender
@@ -60,11 +62,6 @@ class Sessions:
     def is_admitted(self) -> bool:
         """Whether a receiver has admitted this sender and is still connected."""
         return self.current is not None and self.current.connection.state is ConnectionState.OPEN
-
-    @property
-    def mover(self) -> Mover | None:
-        """Moves bytes to the receiver; None without a receiver, or if it shares the memory."""
-        return None if self.current is None else self.current.transport.mover
 
     @property
     def receiver_id(self) -> str | None:
@@ -144,7 +141,7 @@ class Sessions:
     def abort(self) -> None:
         """Close the session without waiting, and stop connecting."""
         self._connector.close()
-        session, self.current = self.current, None
+        session, self.current, self.mover = self.current, None, None
         if session is not None:
             session.transport.close()
         self._changes.wake()
@@ -163,6 +160,7 @@ class Sessions:
         )
         self.current = None
         self.current = Session(hello, transport, self._grants, self._admitted, self._session_lost)
+        self.mover = transport.mover
         if transport.mover is not None:
             self._grants.memory.movers.add(transport.mover)
             # A handle may reach the receiver by another way before the first record of this session. It would
@@ -187,7 +185,7 @@ class Sessions:
         """Handle the end of the session."""
         if self.current is not session:
             return  # it was closed by this side
-        self.current = None
+        self.current = self.mover = None
         error, pid = loss.error, session.connection.peer_pid
         reconnects = self._connector.reconnects
         self._next_message = session.connection.next_message

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from aiotensor.errors import TooLargeError
+from aiotensor.errors import TooLargeError, UnsupportedTensorError
+from aiotensor.tensors.dtypes import DTYPE_NAMES
 from aiotensor.tensors.raw import is_addressable, new_tensor
-from aiotensor.tensors.source import check_dtype
 
 __all__ = ["new_empty", "sizes_of", "too_large"]
 
@@ -31,7 +31,10 @@ def sizes_of(shape: Sequence[int], dtype: torch.dtype, limit: int) -> tuple[tupl
     sizes = tuple(map(operator.index, shape))
     if min(sizes, default=0) < 0:
         raise ValueError(f"the sizes of a shape are not negative, got {sizes}")
-    check_dtype(dtype)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype such as torch.uint8, got {dtype!r}")
+    if dtype not in DTYPE_NAMES:
+        raise UnsupportedTensorError(f"a tensor of {dtype} cannot be sent: allocate torch.uint8 and view it")
     nbytes = math.prod(sizes) * dtype.itemsize
     if nbytes > limit:
         raise too_large(nbytes, limit)

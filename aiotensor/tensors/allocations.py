@@ -7,7 +7,7 @@ import torch
 
 from aiotensor.tensors.arena import Extent
 from aiotensor.tensors.source import Source
-from aiotensor.tensors.views import Watch, watch_storage
+from aiotensor.tensors.views import Watch, view_over
 
 __all__ = ["Allocation", "Allocations", "Block"]
 
@@ -42,30 +42,27 @@ class Allocations:
     """The memory that callers allocated and still use.
 
     Args:
-        on_freed: called with the number of a block whose tensors were freed, in any thread, perhaps by the
-            garbage collector: it may only enqueue.
+        on_freed: called with the watch of a block whose tensors were freed, in any thread, perhaps by the
+            garbage collector: it may only enqueue. Its number is that of the block. It must not refer to this
+            object, because a watch would then keep the memory alive.
 
     Attributes:
-        by_number: the allocations by the numbers of their blocks.
+        by_number: the allocations by the numbers of their blocks; the sender removes freed ones.
     """
 
-    def __init__(self, on_freed: Callable[[int], None]) -> None:
-        # Not a method, since a watch must not keep this object, and so the memory, alive.
-        self._freed: Callable[[Watch], None] = lambda watch: on_freed(watch.number)
+    def __init__(self, on_freed: Callable[[Watch], object]) -> None:
+        self._on_freed = on_freed
         self.by_number: dict[int, Allocation] = {}
 
     def add(self, block: Block, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor over a new block, and watch its storage."""
-        view = block.place.tensor(dtype, shape)
-        start = view.tensor.data_ptr()
-        self.by_number[block.number] = Allocation(
-            block, start, start + block.place.nbytes, watch_storage(view.owner, self._freed, block.number)
-        )
+        place = block.place
+        view = view_over(place.segment.memory, place.offset, dtype, shape)
+        watch = Watch(view.owner, self._on_freed)
+        watch.number = block.number
+        start = place.segment.address + place.offset
+        self.by_number[block.number] = Allocation(block, start, start + place.nbytes, watch)
         return view.tensor
-
-    def forget(self, number: int) -> None:
-        """Remove a block whose tensors were freed; called in the event loop."""
-        self.by_number.pop(number, None)
 
     def find(self, source: Source) -> Allocation | None:
         """Return the allocation in which a tensor begins, or None."""

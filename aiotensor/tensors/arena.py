@@ -13,19 +13,16 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
-import torch
 
-from aiotensor.errors import ProtocolError
 from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE, ALIGNMENT, Blocks
 from aiotensor.protocol.pages import Range
 from aiotensor.tensors.segments import Segment, whole_pages
-from aiotensor.tensors.views import View, view_over
 
-__all__ = ["Arena", "Extent", "read_where", "segment_bytes"]
+__all__ = ["WHERE", "Arena", "Extent", "segment_bytes"]
 
 _MAX_ADDRESSES = 1 << 44  # a process has 2**47
 
-_WHERE = struct.Struct("<QQ")  # segment, offset
+WHERE = struct.Struct("<QQ")  # the position of a tensor: the number of its segment, and the offset there
 
 
 class Extent(msgspec.Struct, frozen=True):
@@ -35,22 +32,13 @@ class Extent(msgspec.Struct, frozen=True):
     offset: int
     nbytes: int
 
-    @property
-    def is_warm(self) -> bool:
-        """Whether the block has memory, so that writing to it allocates none."""
-        return self.segment.warm.has(self.offset, self.nbytes)
-
     def describe(self, inner_offset: int) -> bytes:
         """Encode the position of a byte of the block, for the receiver."""
-        return _WHERE.pack(self.segment.number, self.offset + inner_offset)
+        return WHERE.pack(self.segment.number, self.offset + inner_offset)
 
     def view(self) -> memoryview:
         """Return the memory of the block."""
         return self.segment.memory[self.offset : self.offset + self.nbytes]
-
-    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
-        """Return a tensor over the whole block."""
-        return view_over(self.segment.memory, self.offset, dtype, shape)
 
 
 class Arena:
@@ -162,15 +150,3 @@ def _address_bytes(arena_bytes: int) -> int:
 def segment_bytes(arena_bytes: int) -> int:
     """Return the maximum size of a segment of an arena, in bytes."""
     return ADDRESSES_PER_BYTE * whole_pages(arena_bytes)
-
-
-def read_where(payload: bytes) -> tuple[int, int]:
-    """Return the number of the segment and the offset that `Extent.describe` has encoded.
-
-    Raises:
-        ProtocolError: the payload has the wrong size.
-    """
-    if len(payload) != _WHERE.size:
-        raise ProtocolError(f"the peer placed a tensor by {len(payload)} bytes, which name no place")
-    segment, offset = _WHERE.unpack(payload)
-    return int(segment), int(offset)

@@ -36,11 +36,10 @@ class CopyAbandonedError(Exception):
 
 def copy_now(source: Source, place: Extent) -> None:
     """Copy a small source into warm memory, on this thread."""
-    target: RawBytes = np.frombuffer(place.view(), np.uint8)
     if is_flat(source):
-        ctypes.memmove(_address_of(target), source.data_ptr(), source.nbytes)
+        ctypes.memmove(place.segment.address + place.offset, source.data_ptr(), source.nbytes)
     else:
-        gather(source, target[: source.nbytes])  # blocks may be rounded up to pages
+        gather(source, _target(source, place))
 
 
 def copy_in_threads(
@@ -82,12 +81,11 @@ def copy_in_threads(
 
 
 def _copy_steps(source: Source, place: Extent) -> list[Callable[[], object]]:
-    target: RawBytes = np.frombuffer(place.view(), np.uint8)
     if not is_flat(source):
-        gathering = Gathering(source, target[: source.nbytes])
+        gathering = Gathering(source, _target(source, place))
         return [partial(gathering.copy, box) for box in gathering.boxes]
     # The steps have only addresses: the caller keeps the memory alive.
-    there, here = _address_of(target), source.data_ptr()
+    there, here = place.segment.address + place.offset, source.data_ptr()
     return [
         partial(ctypes.memmove, there + start, here + start, length)
         for start, length in _steps(source.nbytes)
@@ -105,7 +103,5 @@ def _steps(nbytes: int) -> list[tuple[int, int]]:
     return steps
 
 
-def _address_of(array: RawBytes) -> int:
-    # Not through its `ctypes`, which leaks some bytes in threads (numpy 2.4, Python 3.11).
-    address: int = array.__array_interface__["data"][0]
-    return address
+def _target(source: Source, place: Extent) -> RawBytes:
+    return np.frombuffer(place.view(), np.uint8, source.nbytes)  # blocks may be rounded up to pages

@@ -53,6 +53,10 @@ class Mapping:
         locks: the page locks of a private mapping, in which the first write to a page replaces it with a copy
             that no other process sees; None for a shared mapping.
 
+    Attributes:
+        address: the address of the first byte.
+        view: the memory.
+
     Raises:
         OSError: the memory cannot be mapped, for example because the process has no addresses left.
     """
@@ -65,7 +69,7 @@ class Mapping:
             raise _error()
         memory = ArrayMemory(None, {"data": (address, False), "shape": (nbytes,), "typestr": "|u1"})
         weakref.finalize(memory, _unmap, os.getpid(), address, nbytes).atexit = False
-        self._address = address
+        self.address = address
         self._locks = locks
         self.view: memoryview = np.asarray(memory).data
         self._advise(mmap.MADV_DONTFORK, 0, nbytes)
@@ -97,13 +101,13 @@ class Mapping:
         Do not call this on the event loop if the range is large: 150 MiB take 2 ms.
         """
         view = self.view
-        for offset, nbytes in copied_pages(self._address + start, length):
+        for offset, nbytes in copied_pages(self.address + start, length):
             self._advise(mmap.MADV_DONTNEED, start + offset, nbytes)
         del view
 
     def _advise(self, advice: int, start: int, length: int) -> None:
         view = self.view  # keeps the memory mapped during the call
-        if _madvise(self._address + start, length, advice):
+        if _madvise(self.address + start, length, advice):
             raise _error()
         del view
 

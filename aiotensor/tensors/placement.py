@@ -5,7 +5,6 @@ The sender calls `plan_placement` to determine the memory that a tensor needs, a
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -13,7 +12,7 @@ import torch
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.frames import ARENA, INLINE, OUT_OF_BAND, Put
 from aiotensor.tensors.allocations import Allocation, Allocations
-from aiotensor.tensors.arena import Extent, read_where
+from aiotensor.tensors.arena import WHERE
 from aiotensor.tensors.dtypes import DTYPES, dtype_from_name, unknown_dtype
 from aiotensor.tensors.inline import MAX_INLINE_BYTES, open_buffer, open_inline
 from aiotensor.tensors.mapping import MappedSegment
@@ -26,13 +25,11 @@ __all__ = [
     "Plan",
     "open_out_of_band",
     "open_tensor",
-    "place_allocated",
-    "place_copy",
     "plan_placement",
 ]
 
 
-class Plan(NamedTuple):
+class Plan(msgspec.Struct, frozen=True):
     """The plan for sending one tensor.
 
     Attributes:
@@ -64,16 +61,6 @@ def plan_placement(source: Source, allocations: Allocations) -> Plan:
         if allocation is not None and allocation.can_carry(source):
             return Plan(0, allocation)
     return _INLINE if nbytes <= MAX_INLINE_BYTES else Plan(nbytes, allocation)
-
-
-def place_allocated(source: Source, allocation: Allocation) -> Placed:
-    """Place an allocated tensor where it already is."""
-    return Placed(ARENA, allocation.block.place.describe(source.data_ptr() - allocation.start))
-
-
-def place_copy(place: Extent) -> Placed:
-    """Place a tensor in the block to which it was copied."""
-    return Placed(ARENA, place.describe(0))
 
 
 def open_out_of_band(put: Put, data: memoryview) -> torch.Tensor:
@@ -117,7 +104,9 @@ def open_tensor(
         return ArrivedTensor(open_inline(payload, dtype, shape))
     if placement != ARENA:
         raise ProtocolError(f"the peer placed a tensor by {placement[:64]!r}, which is unknown here")
-    number, offset = read_where(payload)
+    if len(payload) != WHERE.size:
+        raise ProtocolError(f"the peer placed a tensor by {len(payload)} bytes, which name no place")
+    number, offset = WHERE.unpack(payload)
     segment = segments.get(number)
     if segment is None:
         raise ProtocolError(f"the peer placed a tensor in segment {number}, which it never attached")

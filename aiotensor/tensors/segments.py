@@ -40,6 +40,7 @@ class Segment:
         self.is_attached = False  # the receiver maps it
         self.is_retired = False  # no new block is placed in it
         self.memory = memoryview(b"")  # the whole mapping, while the segment is open
+        self.address = 0  # of its first byte
         self.used: set[int] = set()  # offsets of the blocks that this process uses
         self._elsewhere: Counter[int] = Counter()  # offsets of blocks that lost readers may still read
         self._keeps_descriptor = False
@@ -77,6 +78,7 @@ class Segment:
         self._descriptor = descriptor
         self._mapping = mapping
         self.memory = mapping.view
+        self.address = mapping.address
 
     @property
     def is_open(self) -> bool:

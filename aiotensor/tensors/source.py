@@ -12,7 +12,7 @@ from aiotensor.protocol.frames import MAX_DIMENSIONS
 from aiotensor.tensors.dtypes import DTYPE_NAMES
 from aiotensor.tensors.raw import ArrayMemory, is_addressable
 
-__all__ = ["ArraySource", "Sendable", "Source", "SupportsDLPack", "as_source", "check_dtype", "is_flat"]
+__all__ = ["ArraySource", "Sendable", "Source", "SupportsDLPack", "as_source", "is_flat"]
 
 
 @runtime_checkable
@@ -137,19 +137,6 @@ def as_source(value: Sendable) -> Source:
             "a tensor with named dimensions would lose the names: send tensor.rename(None)"
         )
     return tensor
-
-
-def check_dtype(dtype: torch.dtype) -> None:
-    """Check that tensors of a dtype can be sent.
-
-    Raises:
-        TypeError: the value is not a torch dtype.
-        UnsupportedTensorError: tensors of this dtype cannot be sent.
-    """
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is a torch dtype, for example torch.uint8, got {dtype!r}")
-    if dtype not in DTYPE_NAMES:
-        raise UnsupportedTensorError(f"a tensor of {dtype} cannot travel: allocate torch.uint8 and view it")
 
 
 def _from_other(value: object) -> Source:

@@ -2,7 +2,6 @@
 
 import math
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,7 +13,7 @@ from torch.nn import Parameter
 from aiotensor.errors import ProtocolError
 from aiotensor.tensors.raw import copy_of
 
-__all__ = ["Owner", "View", "Watch", "as_leaf", "own_copy", "tensor_over", "view_over", "watch_storage"]
+__all__ = ["Owner", "View", "Watch", "as_leaf", "own_copy", "tensor_over", "view_over"]
 
 # The array that torch keeps alive until the storage of a view is freed.
 Owner = npt.NDArray[Any]
@@ -64,25 +63,18 @@ def tensor_over(array: npt.NDArray[Any]) -> torch.Tensor:
 
 
 class Watch(weakref.ref[Owner]):
-    """A weak reference that detects the end of the storage of a view; ten times as fast as a finalizer."""
+    """A weak reference that detects the end of the storage of a view; ten times as fast as a finalizer.
+
+    Its callback is called with the watch when the storage is freed, in any thread, perhaps by the garbage
+    collector; not after the watch itself was freed.
+
+    Attributes:
+        number: set by the creator, to identify the storage in the callback.
+    """
 
     __slots__ = ("number",)
 
     number: int
-
-
-def watch_storage(owner: Owner, callback: Callable[[Watch], object], number: int) -> Watch:
-    """Watch the storage of a view.
-
-    Args:
-        owner: the owner of the view.
-        callback: called with the watch when the storage is freed, in any thread, perhaps by the garbage
-            collector; not called after the watch itself was freed.
-        number: the value of the attribute `number` of the watch.
-    """
-    one = Watch(owner, callback)
-    one.number = number
-    return one
 
 
 def as_leaf(tensor: torch.Tensor, *, requires_grad: bool, is_parameter: bool) -> torch.Tensor:

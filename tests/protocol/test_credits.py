@@ -136,7 +136,9 @@ class BudgetMachine(RuleBasedStateMachine):
     @rule(data=st.data(), holder=holders)
     def reassign(self, data: st.DataObject, holder: str | None) -> None:
         ticket = data.draw(st.sampled_from(self.grants))
-        assert self.budget.holds(ticket) == (ticket.holder is not None and self.held[ticket.holder] > 0)
+        assert (ticket.holder in self.budget.held) == (
+            ticket.holder is not None and self.held[ticket.holder] > 0
+        )
         self.held[ticket.holder] = max(0, self.held[ticket.holder] - ticket.amount)
         self.held[holder] += ticket.amount
         self.budget.reassign(ticket, holder)

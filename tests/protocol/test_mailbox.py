@@ -52,7 +52,7 @@ def test_the_tensors_of_a_message_can_be_taken_once_it_is_whole() -> None:
     put(mailbox, 0, 0, "frames")
     put(mailbox, 0, 1, "times")
     assert mailbox.hold(Key("s", 0, 0)) is None
-    assert mailbox.next_unclaimed() is None
+    assert mailbox.hold_next() is None
 
     assert mailbox.end("s", 0) == [Key("s", 0, 0), Key("s", 0, 1)]
     assert mailbox.hold(Key("s", 0, 1)) == "times"
@@ -200,10 +200,10 @@ def test_a_cleared_mailbox_has_no_tensor_and_pending_calls_can_end() -> None:
     mailbox.clear()
 
     assert (mailbox.unclaimed_tensors, mailbox.unclaimed_bytes) == (0, 0)
-    assert mailbox.next_unclaimed() is None
+    assert mailbox.hold_next() is None
     assert not mailbox.finish(held)
     assert mailbox.put_back(other) == []
-    assert mailbox.next_unclaimed() is None
+    assert mailbox.hold_next() is None
     mailbox.claims.remove(waiting)
 
 
@@ -304,7 +304,6 @@ def test_a_lost_sender_reconnects_and_continues_its_numbers() -> None:
     send(mailbox, 2)
 
     assert mailbox.unclaimed_of("s")[0] == 1
-    assert mailbox.next_unclaimed() == Key("s", 2, 0)
     assert mailbox.hold(Key("s", 2, 0)) == "tensor 0"
     assert mailbox.finish(Key("s", 2, 0))
 
@@ -417,7 +416,7 @@ def test_a_tensor_held_during_a_loss_is_taken_and_cannot_be_put_back() -> None:
 
     assert not mailbox.finish(Key("s", 0, 0))
     assert mailbox.put_back(Key("s", 0, 1)) == []
-    assert mailbox.next_unclaimed() == Key("s", 1, 0)
+    assert mailbox.hold_next() == (Key("s", 1, 0), "tensor 0", 1)
 
 
 def test_a_sender_that_has_reconnected_is_not_forgotten() -> None:

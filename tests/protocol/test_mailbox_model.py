@@ -344,11 +344,6 @@ class MailboxMachine(RuleBasedStateMachine):
         assert sorted(woken) == sorted(expected)
 
     @invariant()
-    def the_next_one_is_the_earliest_that_nobody_claims(self) -> None:
-        unclaimed = [key for key in self.arrivals if not self.claims[key]]
-        assert self.mailbox.next_unclaimed() == (unclaimed[0] if unclaimed else None)
-
-    @invariant()
     def it_counts_the_messages_that_closed_senders_left(self) -> None:
         left = [sender for sender, _ in self.messages if self.state[sender] == "left"]
         assert self.mailbox.messages_left == len(left)

@@ -111,7 +111,7 @@ async def test_an_object_cannot_be_opened_twice() -> None:
 
 async def test_a_closed_object_is_neither_used_nor_opened_again_but_may_be_looked_at() -> None:
     home = await opened()
-    home.is_closed = True
+    home.close()
 
     assert not home.is_open
     for use in (home.check, home.enter):
@@ -122,7 +122,7 @@ async def test_a_closed_object_is_neither_used_nor_opened_again_but_may_be_looke
 
 def test_an_object_that_was_closed_before_it_was_opened_stays_closed() -> None:
     home = LoopAffinity("TensorSender")
-    home.is_closed = True
+    home.close()
 
     with pytest.raises(ClosedError):
         home.check()
@@ -206,7 +206,7 @@ def test_an_open_object_cannot_be_used_after_a_fork() -> None:
 @forks
 def test_a_closed_object_is_no_better_after_a_fork() -> None:
     home = LoopAffinity("TensorSender")
-    home.is_closed = True
+    home.close()
 
     assert in_a_fork(home.check).startswith("UsageError: this TensorSender came here by a fork")
 

@@ -47,7 +47,7 @@ def open_counted(answers: int, at: str, errors: dict[str, int] | None = None) ->
 def close(affinity: LoopAffinity) -> None:
     """Close an object."""
     with affinity.leaving():
-        affinity.is_closed = True
+        affinity.close()
 
 
 def answers_at(snapshot: Snapshot, at: str) -> float:

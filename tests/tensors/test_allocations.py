@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from aiotensor.tensors.allocations import Allocations, Block
+from aiotensor.tensors.allocations import Allocation, Allocations, Block
 from aiotensor.tensors.dtypes import DTYPE_NAMES, DTYPES
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
-from aiotensor.tensors.placement import open_tensor, place_allocated, plan_placement
+from aiotensor.tensors.placement import Plan, open_tensor, plan_placement
 from tests.tensors.segments import MIB, arena_of, bytes_of, other_side_of, place_in, random_tensor
 
 
@@ -17,8 +17,8 @@ class Desk:
     """Allocate from an arena, and collect the numbers of the blocks that were freed."""
 
     def __init__(self) -> None:
-        self.freed: list[int] = []
-        self.allocations = Allocations(self.freed.append)
+        self.freed = freed = list[int]()
+        self.allocations = Allocations(lambda watch: freed.append(watch.number))
         self._context = arena_of(8 * MIB)
         self.arena = self._context.__enter__()
         self.blocks: dict[int, Block] = {}
@@ -35,7 +35,7 @@ class Desk:
 
     def take_back(self, number: int) -> None:
         """Free a block as the sender does."""
-        self.allocations.forget(number)
+        del self.allocations.by_number[number]
         self.arena.free(self.blocks.pop(number).place)
 
 
@@ -44,6 +44,11 @@ def desk() -> Iterator[Desk]:
     desk = Desk()
     yield desk
     desk.close()
+
+
+def described(allocation: Allocation, tensor: torch.Tensor) -> bytes:
+    """Return the position of a tensor as its frame states it."""
+    return allocation.block.place.describe(tensor.data_ptr() - allocation.start)
 
 
 def is_found(desk: Desk, tensor: torch.Tensor, number: int = 7) -> bool:
@@ -64,9 +69,9 @@ def test_an_allocated_tensor_and_its_contiguous_views_are_sent_where_they_lie(de
         assert plan.new_bytes == 0
         assert plan.allocation is not None
         assert plan.allocation.block == desk.blocks[7]
-        placed = place_allocated(view, plan.allocation)
         name = DTYPE_NAMES[view.dtype]
-        opened = open_tensor(placed.placement, placed.payload, name, tuple(view.shape), segments).tensor
+        where = described(plan.allocation, view)
+        opened = open_tensor("arena", where, name, tuple(view.shape), segments).tensor
         assert torch.equal(opened, view)
         opened.reshape(-1)[-1] = 5
         assert view.reshape(-1)[-1] == 5, "it is not the same memory"
@@ -83,10 +88,10 @@ def test_a_tensor_of_any_dtype_is_allocated_and_seen_on_the_other_side(
     assert allocation is not None
     assert (tensor.dtype, tuple(tensor.shape), tensor.is_contiguous()) == (dtype, (3, 5), True)
 
-    placed = place_allocated(tensor, allocation)
     segment = allocation.block.place.segment
     segments = {segment.number: other_side_of(segment)}
-    opened = open_tensor(placed.placement, placed.payload, DTYPE_NAMES[dtype], (3, 5), segments)
+    where = described(allocation, tensor)
+    opened = open_tensor("arena", where, DTYPE_NAMES[dtype], (3, 5), segments)
     assert opened.tensor.dtype is dtype
     assert bytes_of(opened.tensor) == bytes_of(source)
 
@@ -158,7 +163,7 @@ def test_whatever_way_a_view_of_allocated_memory_was_made_it_is_sent_where_it_li
 def test_an_empty_view_of_allocated_memory_travels_in_the_frame(desk: Desk) -> None:
     tensor = desk.allocate((4, 6))
 
-    assert plan_placement(tensor[:0], desk.allocations) == (0, None)
+    assert plan_placement(tensor[:0], desk.allocations) == Plan(0, None)
 
 
 @pytest.mark.parametrize("nbytes", [1, MAX_INLINE_BYTES, MAX_INLINE_BYTES + 1])
@@ -206,10 +211,9 @@ def test_a_block_in_a_cycle_is_reported_by_the_garbage_collector(desk: Desk) -> 
 
 def test_a_forgotten_block_is_not_found(desk: Desk) -> None:
     tensor = desk.allocate((64,))
-    desk.allocations.forget(7)
+    del desk.allocations.by_number[7]
 
     assert desk.allocations.find(tensor) is None
-    desk.allocations.forget(7)  # nor does it matter when nothing is known of it
 
 
 def test_a_new_block_at_an_old_address_is_the_new_block(desk: Desk) -> None:

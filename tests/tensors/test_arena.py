@@ -14,6 +14,7 @@ from tests.tensors.segments import (
     arena_of,
     chunk,
     filled,
+    is_warm,
     open_files,
     other_side_of,
     place_in,
@@ -41,10 +42,10 @@ def test_blocks_do_not_overlap_and_come_from_one_segment_until_it_is_full() -> N
 def test_memory_stays_warm_for_the_next_block() -> None:
     with arena_of() as arena:
         place = place_in(arena, 2 * MIB)
-        assert [place.is_warm, warm(place).is_warm] == [False, True]
+        assert [is_warm(place), is_warm(warm(place))] == [False, True]
         arena.free(place)
 
-        assert place_in(arena, 2 * MIB).is_warm
+        assert is_warm(place_in(arena, 2 * MIB))
         assert arena.warm_bytes == 2 * MIB
 
 
@@ -63,7 +64,7 @@ def test_a_block_counts_as_left_at_the_time_of_the_clock() -> None:
 def test_a_small_block_that_leaves_a_chunk_to_others_does_not_make_it_idle() -> None:
     with arena_of() as arena:
         first, second = warm(place_in(arena, 1000)), place_in(arena, 1000)
-        assert second.is_warm
+        assert is_warm(second)
         arena.free(first)
 
         assert arena.take_idle(1e9)[1] == []

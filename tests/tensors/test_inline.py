@@ -9,7 +9,7 @@ from aiotensor.tensors.allocations import Allocations
 from aiotensor.tensors.dtypes import DTYPES
 from aiotensor.tensors.inline import MAX_INLINE_BYTES, open_inline
 from aiotensor.tensors.inline import bytes_of as values_of
-from aiotensor.tensors.placement import open_tensor, plan_placement
+from aiotensor.tensors.placement import Plan, open_tensor, plan_placement
 from tests.tensors.segments import bytes_of, random_tensor
 
 dtypes = st.sampled_from(list(DTYPES.values()))
@@ -18,7 +18,7 @@ shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)  # small enough for 
 
 def place(source: torch.Tensor) -> bytes:
     """Return the bytes of a tensor that travels in the frame."""
-    assert plan_placement(source, Allocations(print)) == (0, None)
+    assert plan_placement(source, Allocations(print)) == Plan(0, None)
     return values_of(source)
 
 
@@ -152,10 +152,10 @@ def test_an_empty_tensor_as_large_as_can_be_addressed_is_opened() -> None:
 def test_a_small_or_empty_tensor_travels_in_the_frame(shape: tuple[int, ...]) -> None:
     source = torch.empty(shape, dtype=torch.uint8)
 
-    assert plan_placement(source, Allocations(print)) == (0, None)
+    assert plan_placement(source, Allocations(print)) == Plan(0, None)
 
 
 def test_an_expanded_tensor_is_as_large_as_what_it_shows() -> None:
     source = torch.zeros(1, dtype=torch.uint8).expand(MAX_INLINE_BYTES + 1)
 
-    assert plan_placement(source, Allocations(print)) == (MAX_INLINE_BYTES + 1, None)
+    assert plan_placement(source, Allocations(print)) == Plan(MAX_INLINE_BYTES + 1, None)

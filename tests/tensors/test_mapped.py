@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiotensor.errors import ProtocolError
-from aiotensor.tensors.arena import Extent, read_where
+from aiotensor.tensors.arena import WHERE, Extent
 from aiotensor.tensors.copying import copy_now
 from aiotensor.tensors.dtypes import DTYPES
 from aiotensor.tensors.mapping import open_segment
-from aiotensor.tensors.placement import open_tensor, place_copy
+from aiotensor.tensors.placement import open_tensor
 from aiotensor.tensors.segments import Segment
 from tests.rogues import SEALS
 from tests.tensors.segments import (
@@ -40,13 +40,13 @@ from verification.processes import watch
 def test_the_other_side_reads_the_place_that_was_named(segment: int, offset: int, inner: int) -> None:
     place = Extent(Segment(segment, MIB), offset, 64)
 
-    assert read_where(place.describe(inner)) == (segment, offset + inner)
+    assert WHERE.unpack(place.describe(inner)) == (segment, offset + inner)
 
 
 @pytest.mark.parametrize("payload", [b"", b"\0", bytes(15), bytes(17), bytes(1000)], ids=len)
 def test_a_payload_that_names_no_place_is_refused(payload: bytes) -> None:
     with pytest.raises(ProtocolError, match=f"by {len(payload)} bytes, which name no place"):
-        read_where(payload)
+        open_tensor("arena", payload, "uint8", (1,), {})
 
 
 # The other side
@@ -61,8 +61,7 @@ def test_a_tensor_is_the_same_on_the_other_side(dtype: torch.dtype, shape: tuple
         place = warm(place_in(arena, source.nbytes))
         copy_now(source, place)
         segments = {place.segment.number: other_side_of(place.segment)}
-        placed = place_copy(place)
-        opened = open_tensor(placed.placement, placed.payload, str(dtype)[6:], shape, segments)
+        opened = open_tensor("arena", place.describe(0), str(dtype)[6:], shape, segments)
 
         assert opened.segment == 0
         assert opened.owner is not None

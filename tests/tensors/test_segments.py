@@ -228,7 +228,7 @@ def test_a_warm_chunk_is_idle_exactly_if_no_block_has_a_byte_in_it(
         touched = {
             number
             for offset in blocks
-            for number in range(offset // MIB, (offset + segment.blocks.length_of(offset) - 1) // MIB + 1)
+            for number in range(offset // MIB, (offset + segment.blocks.lengths[offset] - 1) // MIB + 1)
         }
 
         assert segment.has_idle == bool(warm_chunks - touched)

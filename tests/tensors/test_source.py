@@ -10,7 +10,7 @@ import torch
 from aiotensor.errors import UnsupportedTensorError
 from aiotensor.tensors import dtypes
 from aiotensor.tensors.gathering import as_tensor, gathered
-from aiotensor.tensors.source import ArraySource, Sendable, SupportsDLPack, as_source, check_dtype
+from aiotensor.tensors.source import ArraySource, Sendable, SupportsDLPack, as_source
 
 
 def refusal_of(value: Sendable) -> str:
@@ -336,20 +336,3 @@ def test_what_is_no_tensor_at_all_is_a_mistake_of_the_caller(value: object) -> N
 def test_a_list_of_tensors_is_told_how_a_message_is_sent() -> None:
     with pytest.raises(TypeError, match=r"sender\.message\(\)"):
         as_source([torch.zeros(3)])  # type: ignore[arg-type]
-
-
-# Dtypes to allocate
-
-
-def test_a_dtype_that_travels_can_be_allocated() -> None:
-    check_dtype(torch.bfloat16)
-
-
-def test_a_dtype_that_does_not_travel_cannot_be_allocated() -> None:
-    with pytest.raises(UnsupportedTensorError, match=r"torch\.quint8 cannot travel: allocate torch\.uint8"):
-        check_dtype(torch.quint8)
-
-
-def test_what_is_no_torch_dtype_is_a_mistake_of_the_caller() -> None:
-    with pytest.raises(TypeError, match=r"for example torch\.uint8, got <class 'numpy\.float32'>"):
-        check_dtype(np.float32)  # type: ignore[arg-type]
