@@ -91,6 +91,13 @@ def _left_since(before: dict[int, str]) -> dict[int, str]:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def few_objects_to_collect() -> None:
+    """Let the garbage collections of a module skip the objects of the modules before it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
 def no_memory_left_behind() -> Iterator[None]:
     """Fail a module whose tests keep shared memory, which later ones would take for their own."""
     yield

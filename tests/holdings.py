@@ -47,7 +47,7 @@ _PATIENCE_S = 10.0
 _LEAST_TURNS = 300
 
 _TURNS_AT_REST = 20
-_TURNS_BEFORE_COLLECTING = 100
+_TURNS_BEFORE_COLLECTING = 10
 
 
 class Watch(logging.Handler):
@@ -84,6 +84,7 @@ class Watch(logging.Handler):
     async def check(self) -> None:
         """Wait until all numbers are the same as at the first call, and fail if they stay different."""
         if self._before is None:
+            gc.collect()  # the memory of the first run returns before the answers to these tensors
             await self._pass_tensors()  # objects made for the first tensor remain
             self._before = await self._at_rest()
         await self._come_back(self._before)
@@ -120,8 +121,8 @@ class Watch(logging.Handler):
 
     def _changed(self, before: dict[str, object]) -> dict[str, tuple[object, object]]:
         # The kernel's numbers take much longer to read: read them only when those of the objects match.
-        for now in (self._books(), _of_process()):
-            changed = {name: (before[name], held) for name, held in now.items() if held != before[name]}
+        for read in (self._books, _of_process):
+            changed = {name: (before[name], held) for name, held in read().items() if held != before[name]}
             if changed:
                 return changed
         return {}

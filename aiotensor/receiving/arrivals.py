@@ -75,14 +75,13 @@ class Arrivals:
 
     def wake(self, keys: Sequence[Key]) -> None:
         """Wake the calls that wait for these tensors, and the iterations if no call waits for one of them."""
-        is_unclaimed = not self.waiters
-        if self.waiters:
-            for key in keys:
-                waiters = self.waiters.pop(key, None)
-                if waiters is None:
-                    is_unclaimed = True
-                else:
-                    waiters.wake()
+        is_unclaimed = False
+        for key in keys:
+            waiters = self.waiters.pop(key, None)
+            if waiters is None:
+                is_unclaimed = True
+            else:
+                waiters.wake()
         if is_unclaimed and self._iterators:
             self._iterators.wake()
 

@@ -24,7 +24,7 @@ _QUEUE = "queue, asyncio"  # the machine of round 0
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_no_sequence_of_operations_breaks_the_protocol(name: str) -> None:
-    some = settings(SETTINGS, max_examples=100, derandomize=True)
+    some = settings(SETTINGS, max_examples=40, derandomize=True)
     run_state_machine_as_test(PAIRS[name], settings=some)
 
 

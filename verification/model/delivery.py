@@ -66,7 +66,7 @@ class Delivery:
         until = time.monotonic() + _LONG_S
         while True:
             before = _threads()
-            are_asleep = all(state == "S" for state, _ in before.values())
+            are_asleep = all(state == b"S" for state, _ in before.values())
             if are_asleep and not self._is_under_way() and before == _threads():
                 return
             if time.monotonic() > until:
@@ -149,7 +149,7 @@ def _sockets() -> Iterator[socket.socket]:
             sock.detach()
 
 
-def _threads() -> dict[str, tuple[str, str]]:
+def _threads() -> dict[str, tuple[bytes, bytes]]:
     """Return the state of each thread that Python did not start, and how often it was scheduled."""
     ours = {str(thread.native_id) for thread in threading.enumerate()}
     found = {}
@@ -169,8 +169,15 @@ def _threads_of_zeromq() -> set[str]:
     return found
 
 
-def _scheduled(folder: str) -> tuple[str, str]:
-    with open(f"{folder}/stat") as file:
-        state = file.read().rpartition(")")[2].split()[0]
-    with open(f"{folder}/schedstat") as file:
-        return state, file.read().split()[2]
+def _scheduled(folder: str) -> tuple[bytes, bytes]:
+    state = _read(f"{folder}/stat").rpartition(b")")[2].split(maxsplit=1)[0]
+    return state, _read(f"{folder}/schedstat").split()[2]
+
+
+def _read(path: str) -> bytes:
+    """Read a short file of the kernel, in half the time that a file object takes."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(descriptor, 4096)
+    finally:
+        os.close(descriptor)
