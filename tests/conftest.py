@@ -36,7 +36,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run every async test on asyncio's own loop and on uvloop."""
+    """Run async tests on asyncio's own loop and on uvloop, unless a folder runs them on one of these."""
     return loops.FACTORIES
 
 

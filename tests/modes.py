@@ -9,7 +9,7 @@ import pytest
 
 from verification import loops
 
-__all__ = ["in_mode", "leave_out"]
+__all__ = ["in_mode", "leave_out", "leave_out_loops"]
 
 
 @asynccontextmanager
@@ -38,13 +38,52 @@ def leave_out(
         folder: of the tests.
         is_left_out: returns whether to deselect a test, given its file and its parameters.
     """
+    _deselect(
+        config,
+        items,
+        folder,
+        lambda path, params: params.get("mode", "plain") != "plain" and is_left_out(path, params),
+    )
+
+
+def leave_out_loops(
+    config: pytest.Config,
+    items: list[pytest.Item],
+    folder: Path,
+    is_left_out: Callable[[Path, Mapping[str, object], str], bool],
+) -> None:
+    """Deselect async tests of a folder on one of the loops.
+
+    Args:
+        config: of the test run.
+        items: the collected tests, which are changed.
+        folder: of the tests.
+        is_left_out: returns whether to deselect a test, given its file, its parameters and its loop's name.
+    """
+    names: dict[object, str] = {factory: name for name, factory in loops.FACTORIES.items()}
+    _deselect(
+        config,
+        items,
+        folder,
+        lambda path, params: (
+            (factory := params.get("_asyncio_loop_factory")) is not None  # of pytest-asyncio
+            and is_left_out(path, params, names[factory])
+        ),
+    )
+
+
+def _deselect(
+    config: pytest.Config,
+    items: list[pytest.Item],
+    folder: Path,
+    is_left_out: Callable[[Path, Mapping[str, object]], bool],
+) -> None:
     left_out = {
         item
         for item in items
         if isinstance(item, pytest.Function)
         and item.path.parent == folder
         and hasattr(item, "callspec")
-        and item.callspec.params.get("mode", "plain") != "plain"
         and is_left_out(item.path, item.callspec.params)
     }
     config.hook.pytest_deselected(items=list(left_out))

@@ -65,7 +65,7 @@ async def test_an_aligned_view_of_allocated_memory_is_not_copied() -> None:
         assert sender.statistics().tensors_copied == 0
 
 
-async def test_a_view_beyond_the_end_of_allocated_memory_is_copied_and_not_announced_in_place() -> None:
+async def test_a_view_across_two_allocated_blocks_is_copied() -> None:
     async with pair(arena_bytes=1 << 20) as (sender, receiver):
         first = await sender.allocate((65_536,), torch.uint8)
         second = await sender.allocate((65_536,), torch.uint8)
@@ -126,7 +126,7 @@ def random_view(allocated: torch.Tensor, draw: random.Random) -> torch.Tensor | 
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_whatever_view_a_sender_accepts_its_receiver_takes(seed: int) -> None:
+async def test_every_view_that_a_sender_accepts_can_be_received(seed: int) -> None:
     draw = random.Random(seed)
     async with pair() as here:
         for _ in range(60):
@@ -184,7 +184,7 @@ def made_in_inference() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", EXTREMES)
-async def test_a_tensor_at_the_edge_of_what_is_accepted_is_taken(name: str) -> None:
+async def test_extreme_tensors_that_a_sender_accepts_can_be_received(name: str) -> None:
     sent = EXTREMES[name]()
     async with pair() as (sender, receiver):
         received = await receiver.receive(await sender.send(sent))

@@ -33,7 +33,7 @@ MODULES = [
 ]
 
 
-def test_imports_point_down_only_and_the_protocol_is_pure() -> None:
+def test_imports_respect_the_layers_and_the_purity_of_the_protocol() -> None:
     # In a separate process, since it disables all existing loggers.
     code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -53,19 +53,19 @@ def imported() -> set[str]:
 
 
 @pytest.mark.parametrize("name", [*APPLICATIONS, "zmq", "aiotensor.cli"])
-def test_importing_the_library_does_not_import(name: str, imported: set[str]) -> None:
+def test_importing_the_library_imports_no_optional_package(name: str, imported: set[str]) -> None:
     assert "aiotensor" in imported
     assert name not in imported
 
 
-def test_the_library_has_the_names_that_it_promises() -> None:
+def test_public_names_are_sorted_and_documented() -> None:
     assert aiotensor.__all__ == sorted(aiotensor.__all__)
     for name in aiotensor.__all__:
         assert getattr(aiotensor, name).__doc__
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_says_what_it_is_for_and_what_others_may_use_of_it(name: str) -> None:
+def test_every_module_has_a_docstring_and_a_valid_public_interface(name: str) -> None:
     module = importlib.import_module(name)
 
     assert module.__doc__
@@ -78,5 +78,5 @@ def test_a_module_says_what_it_is_for_and_what_others_may_use_of_it(name: str) -
         assert names <= {found.name for found in pkgutil.iter_modules(module.__path__)}
 
 
-def test_the_types_of_the_library_are_there_for_type_checkers() -> None:
+def test_the_library_is_marked_as_typed() -> None:
     assert (Path(aiotensor.__file__).parent / "py.typed").exists()

@@ -8,7 +8,7 @@ from verification.loops import FACTORIES, Kind
 
 
 @pytest.mark.parametrize("loop", FACTORIES)
-def test_an_eager_task_begins_where_it_is_made(loop: str) -> None:
+def test_an_eager_task_starts_synchronously_when_it_is_created(loop: str) -> None:
     maker: asyncio.Task[None] | None = None
 
     async def work(said: list[str]) -> int:

@@ -17,7 +17,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_error_is_an_aiotensor_error_that_users_can_import_and_find_in_the_tree(
+def test_every_error_is_an_exported_and_documented_aiotensor_error(
     kind: type[Exception],
 ) -> None:
     assert issubclass(kind, AioTensorError)
@@ -27,7 +27,7 @@ def test_every_error_is_an_aiotensor_error_that_users_can_import_and_find_in_the
     assert inspect.getdoc(kind)
 
 
-def test_there_is_nothing_else_among_the_errors() -> None:
+def test_all_of_the_errors_module_lists_exactly_the_error_classes() -> None:
     assert sorted(errors.__all__) == sorted(kind.__name__ for kind in KINDS)
 
 
@@ -63,7 +63,7 @@ def test_limits_carry_their_numbers() -> None:
     assert errors.TooLargeError("large", limit=10, requested=20).requested == 20
 
 
-def test_what_is_not_known_has_a_default() -> None:
+def test_unknown_attributes_of_errors_have_defaults() -> None:
     assert errors.PeerLostError("gone").pid is None
     assert errors.WouldBlockError("full").bytes == Usage(None, 0, 0)
     assert errors.TooLargeError("large").limit == 0
@@ -73,7 +73,7 @@ def test_what_is_not_known_has_a_default() -> None:
 @pytest.mark.parametrize(
     ("kind", "builtin"), [(errors.UnsupportedTensorError, TypeError), (errors.UsageError, RuntimeError)]
 )
-def test_a_mistake_of_the_caller_is_caught_by_its_built_in_name_too(
+def test_errors_of_the_caller_derive_from_built_in_exceptions(
     kind: type[Exception], builtin: type[Exception]
 ) -> None:
     with pytest.raises(builtin, match="a text"):

@@ -86,7 +86,7 @@ def _fall_off(block: Block) -> None:
 
 @by_each_exception
 @each_block
-async def test_an_exception_in_a_forked_child_leaves_the_block(
+async def test_an_exception_in_a_forked_child_propagates_out_of_the_block(
     make: Callable[[Place], AbstractAsyncContextManager[Block]], error: BaseException
 ) -> None:
     with place() as here:
@@ -95,7 +95,7 @@ async def test_an_exception_in_a_forked_child_leaves_the_block(
 
 
 @each_block
-async def test_a_forked_child_that_reaches_the_end_of_the_block_is_told_at_once(
+async def test_a_forked_child_that_reaches_the_end_of_a_block_raises_usage_error(
     make: Callable[[Place], AbstractAsyncContextManager[Block]],
 ) -> None:
     with place() as here:

@@ -150,7 +150,7 @@ async def decoded(sent: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0, 3), (300, 70)], ids=str)
-async def test_tensors_that_are_made_while_another_task_is_in_a_mode_of_torch_are_as_usual(
+async def test_tensors_created_while_another_task_is_in_a_torch_mode_are_normal(
     mode: str, way: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     sent = torch.zeros(shape).to(dtype)
@@ -163,7 +163,7 @@ async def test_tensors_that_are_made_while_another_task_is_in_a_mode_of_torch_ar
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("copy", [False, True], ids=["viewed", "copied"])
 @pytest.mark.parametrize("shape", [(5,), (300, 70)], ids=str)
-async def test_parameters_and_leaves_that_arrive_while_another_task_is_in_a_mode_of_torch_can_be_trained(
+async def test_parameters_are_trainable_although_another_task_is_in_a_torch_mode(
     mode: str, copy: bool, shape: tuple[int, ...]
 ) -> None:
     sources = [torch.nn.Parameter(torch.ones(shape)), torch.ones(shape, requires_grad=True)]
@@ -182,7 +182,7 @@ async def test_parameters_and_leaves_that_arrive_while_another_task_is_in_a_mode
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_tensors_made_in_a_mode_of_torch_are_sent_in_and_outside_of_it(mode: str) -> None:
+async def test_tensors_created_in_a_torch_mode_can_be_sent_inside_and_outside_it(mode: str) -> None:
     with MODES[mode]():
         sources = [torch.arange(n).reshape(2, -1) for n in (6, 60_000)]
         sources += [one.t() for one in sources] + [torch.randn(200, 200, dtype=torch.complex64).conj()]
@@ -196,7 +196,7 @@ async def test_tensors_made_in_a_mode_of_torch_are_sent_in_and_outside_of_it(mod
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_tensors_of_messages_that_arrive_while_another_task_is_in_a_mode_of_torch_are_as_usual(
+async def test_tensors_in_messages_are_normal_while_another_task_is_in_a_torch_mode(
     mode: str,
 ) -> None:
     async with channel() as here, other_task_in(mode):
@@ -213,7 +213,7 @@ async def test_tensors_of_messages_that_arrive_while_another_task_is_in_a_mode_o
         assert not answer.tensor.is_inference()
 
 
-async def test_arrays_become_usual_tensors_while_another_task_infers() -> None:
+async def test_arrays_decode_to_normal_tensors_while_another_task_runs_inference() -> None:
     body = TensorEncoder().encode([np.ones(3, np.float32)])
     async with other_task_in("inference_mode"):
         [found] = TensorDecoder(list[torch.Tensor]).decode(body)

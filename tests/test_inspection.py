@@ -56,7 +56,7 @@ HURRY_S = 0.05  # for peers that never reply
 # Reports
 
 
-async def test_what_is_found_is_what_receiver_and_senders_say_themselves(address: str) -> None:
+async def test_an_inspection_matches_the_statistics_of_the_receiver_and_its_senders(address: str) -> None:
     async with (
         TensorReceiver(address) as receiver,
         TensorSender(address, 3, 8 << 20) as first,
@@ -106,7 +106,7 @@ def _without_times(statistics: SenderStatistics | None) -> dict[str, Any]:
     return found
 
 
-async def test_a_receiver_without_senders_is_found(address: str) -> None:
+async def test_a_receiver_without_senders_can_be_inspected(address: str) -> None:
     async with TensorReceiver(address, max_senders=None, max_mapped_bytes=None) as receiver:
         found = await inspect_patiently(address)
 
@@ -115,7 +115,7 @@ async def test_a_receiver_without_senders_is_found(address: str) -> None:
         assert found.statistics.max_senders is None
 
 
-async def test_a_sender_names_those_that_have_held_something_for_longest_and_no_more(address: str) -> None:
+async def test_a_sender_reports_its_longest_holders_up_to_a_limit(address: str) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address, 3 * MAX_HOLDERS) as sender:
         for seed in range(2 * MAX_HOLDERS):
             await sender.send(pattern(seed, 3))
@@ -132,7 +132,7 @@ async def _own_statistics(state: peers.State) -> SenderStatistics:
     return state.sender.statistics()
 
 
-async def test_senders_in_other_processes_are_asked_and_answer(address: str) -> None:
+async def test_senders_in_other_processes_reply_to_an_inspection(address: str) -> None:
     async with TensorReceiver(address) as receiver, peers.peers(address, 2) as children:
         names = [await child.call(peers.open_sender, 4, 1 << 22) for child in children]
         for child in children:
@@ -151,7 +151,7 @@ async def test_senders_in_other_processes_are_asked_and_answer(address: str) -> 
             assert own.bytes_in_use == BIG * 8
 
 
-async def test_so_many_senders_that_one_record_has_no_room_for_them_are_told_in_several(address: str) -> None:
+async def test_reports_of_many_senders_are_split_over_several_records(address: str) -> None:
     count = MAX_ROWS + 72
     async with TensorReceiver(address, max_senders=count) as receiver, contextlib.AsyncExitStack() as stack:
         senders = [
@@ -174,7 +174,7 @@ async def test_so_many_senders_that_one_record_has_no_room_for_them_are_told_in_
     [({}, 1, 2**62, 2), ({}, 1, 2**62, 5), ({}, MAX_NUMBER, 1, 3), ({"max_senders": 10**30}, 1, 1, 1)],
     ids=["a sum beyond numbers", "a sum beyond frames", "a sum of messages", "a limit of a receiver"],
 )
-async def test_what_is_promised_without_a_limit_is_told_however_much_it_is(
+async def test_unlimited_promises_are_reported_up_to_the_largest_number(
     limits: dict[str, int], messages: int, arena_bytes: int, count: int, address: str
 ) -> None:
     unlimited = {"max_mapped_bytes": None, "max_unclaimed_messages": None, **limits}
@@ -194,7 +194,7 @@ async def test_what_is_promised_without_a_limit_is_told_however_much_it_is(
             assert sender.statistics is not None
 
 
-async def test_to_tell_of_many_tensors_that_nobody_took_is_no_more_work_than_of_one(address: str) -> None:
+async def test_the_cost_of_statistics_does_not_depend_on_the_number_of_tensors(address: str) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address, 500) as sender:
         found: list[tuple[int, int]] = []
         for count in (1, 500):
@@ -220,9 +220,7 @@ async def _report() -> ReceiverReport:
 
 
 @pytest.mark.parametrize("name", ["nonsense", "a frame for senders", "unnamed", "twice", "unknown", "early"])
-async def test_a_receiver_that_answers_with_nonsense_is_an_error_of_the_protocol(
-    name: str, address: str
-) -> None:
+async def test_an_invalid_reply_of_a_receiver_raises_protocol_error(name: str, address: str) -> None:
     report, welcome = await _report(), Welcome(VERSION, 7)
     said: dict[str, Sequence[Any]] = {
         "a frame for senders": [welcome, StatisticsRequest()],
@@ -240,7 +238,7 @@ async def test_a_receiver_that_answers_with_nonsense_is_an_error_of_the_protocol
             await looking
 
 
-async def test_a_receiver_of_another_version_is_named_with_what_to_do(address: str) -> None:
+async def test_inspecting_a_receiver_of_another_version_raises_protocol_error(address: str) -> None:
     async with inspecting_bare_receiver(address) as (looking, rogue):
         await rogue.say(Welcome(VERSION + 1, 7))
         with pytest.raises(ProtocolError, match=rf"pid 7.* speaks version {VERSION + 1}.*install the same"):
@@ -248,7 +246,7 @@ async def test_a_receiver_of_another_version_is_named_with_what_to_do(address: s
 
 
 @pytest.mark.parametrize("reason", ["", "no room"])
-async def test_a_goodbye_ends_a_look(reason: str, address: str) -> None:
+async def test_a_close_of_the_receiver_ends_an_inspection(reason: str, address: str) -> None:
     async with inspecting_bare_receiver(address) as (looking, rogue):
         await rogue.say(Welcome(VERSION, 7), Close(reason))
         with pytest.raises(PeerLostError, match=reason or "it closed") as caught:
@@ -259,7 +257,7 @@ async def test_a_goodbye_ends_a_look(reason: str, address: str) -> None:
 # Addresses without a receiver
 
 
-async def test_where_nobody_listens_that_is_said_at_once(address: str) -> None:
+async def test_inspecting_an_unused_address_raises_peer_lost_error(address: str) -> None:
     with pytest.raises(PeerLostError, match=f"no receiver listens at {address}: start"):
         await inspect_patiently(address)
     path = Path(address.removeprefix("unix://"))
@@ -269,7 +267,7 @@ async def test_where_nobody_listens_that_is_said_at_once(address: str) -> None:
     path.unlink()
 
 
-async def test_a_receiver_that_does_not_answer_is_not_waited_for_without_end(address: str) -> None:
+async def test_inspect_times_out_if_the_receiver_does_not_answer(address: str) -> None:
     with waiting_at(address), pytest.raises(PeerLostError, match=r"has not answered for 0\.05 s"):
         await inspect(address, patience_s=HURRY_S)
 
@@ -291,7 +289,7 @@ def _crowd(listener: socket.socket) -> Iterator[int]:
         yield count
 
 
-async def test_a_receiver_that_accepts_nobody_just_now_is_not_said_to_be_absent(address: str) -> None:
+async def test_a_receiver_with_a_full_backlog_is_not_reported_as_absent(address: str) -> None:
     with (
         waiting_at(address) as listener,
         _crowd(listener),
@@ -300,7 +298,7 @@ async def test_a_receiver_that_accepts_nobody_just_now_is_not_said_to_be_absent(
         await inspect(address, patience_s=HURRY_S)
 
 
-async def test_a_receiver_that_accepts_late_is_looked_at_all_the_same(address: str) -> None:
+async def test_a_receiver_that_accepts_late_is_still_inspected(address: str) -> None:
     with waiting_at(address) as listener, _crowd(listener) as count:
         looking = asyncio.create_task(inspect_patiently(address))
         await asyncio.sleep(0)  # the look has tried
@@ -315,7 +313,7 @@ async def test_a_receiver_that_accepts_late_is_looked_at_all_the_same(address: s
             assert (await looking).pid == 7
 
 
-async def test_a_receiver_that_dies_before_it_accepts_is_said_to_be_absent(address: str) -> None:
+async def test_a_receiver_that_dies_before_it_accepts_is_reported_as_absent(address: str) -> None:
     with waiting_at(address) as listener, _crowd(listener):
         looking = asyncio.create_task(inspect(address, patience_s=1.0))
         await asyncio.sleep(0)
@@ -324,7 +322,7 @@ async def test_a_receiver_that_dies_before_it_accepts_is_said_to_be_absent(addre
             await looking
 
 
-async def test_a_look_that_is_cancelled_leaves_nothing(address: str) -> None:
+async def test_a_cancelled_inspection_leaves_nothing_behind(address: str) -> None:
     with waiting_at(address):
         looking = asyncio.create_task(inspect_patiently(address))
         await asyncio.sleep(0)
@@ -334,25 +332,25 @@ async def test_a_look_that_is_cancelled_leaves_nothing(address: str) -> None:
 
 
 @pytest.mark.parametrize("make", [TensorQueue, multiprocessing.get_context("spawn").Queue])
-async def test_a_queue_cannot_be_looked_at(make: Callable[[], Any]) -> None:
+async def test_a_queue_cannot_be_inspected(make: Callable[[], Any]) -> None:
     queue = make()
     with contextlib.closing(queue), pytest.raises(TypeError, match=r"no address.*statistics\(\)"):
         await inspect(queue, patience_s=1.0)
 
 
 @pytest.mark.parametrize("wrong", ["engine.sock", "udp://host:1", "unix://relative"])
-async def test_an_address_of_another_form_is_refused(wrong: str) -> None:
+async def test_an_invalid_address_is_rejected(wrong: str) -> None:
     with pytest.raises(ValueError, match="is not unix:// and an absolute path"):
         await inspect(wrong, patience_s=1.0)
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan")])
-async def test_a_patience_that_is_none_is_refused(wrong: float, address: str) -> None:
+async def test_an_invalid_patience_s_raises_value_error(wrong: float, address: str) -> None:
     with pytest.raises(ValueError, match="patience_s must be positive"):
         await inspect(address, patience_s=wrong)
 
 
-async def test_what_is_no_receiver_is_said_to_be_none(address: str) -> None:
+async def test_inspecting_a_socket_of_another_type_raises_usage_error(address: str) -> None:
     path = address.removeprefix("unix://")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
         other.bind(path)
@@ -372,7 +370,7 @@ def _look_as_nobody(address: str) -> str:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-async def test_another_user_may_not_look(address: str) -> None:
+async def test_another_user_cannot_inspect_a_receiver(address: str) -> None:
     path = Path(address.removeprefix("unix://"))
     path.parent.chmod(0o755)
     async with TensorReceiver(address) as receiver:

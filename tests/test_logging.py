@@ -135,7 +135,7 @@ def _listed() -> list[Row]:
     return rows
 
 
-def test_every_event_is_in_the_table_as_it_is_logged_and_no_other_is() -> None:
+def test_the_table_lists_exactly_the_logged_events() -> None:
     logged, listed = _logged(), _listed()
     assert len(logged) > 20
     assert not logged - set(listed), "events that the page does not list so"
@@ -144,11 +144,11 @@ def test_every_event_is_in_the_table_as_it_is_logged_and_no_other_is() -> None:
     assert len(set(keys)) == len(keys), "an event of one logger has the same fields wherever it is logged"
 
 
-def test_no_field_takes_the_place_of_one_that_every_record_has() -> None:
+def test_no_field_overrides_a_standard_attribute_of_log_records() -> None:
     assert not {field for row in _logged() for field in row.fields} & OF_EVERY_RECORD
 
 
-def test_every_logger_is_made_in_one_place_which_sees_to_it_that_its_records_fit_a_line() -> None:
+def test_loggers_of_events_are_created_in_one_module() -> None:
     modules = _modules()
     makers = {name for name, tree in modules.items() if "logging.getLogger" in map(_name_of, _calls(tree))}
     assert makers == {"__init__.py", "runtime/logs.py"}  # the first has the handler that does nothing
@@ -220,7 +220,7 @@ def _one(events: list[Event], name: str) -> Event:
 
 
 @pytest.mark.parametrize("end", ["closes", "is killed"])
-async def test_a_receiver_that_ends_is_logged_with_its_pid_and_what_is_lost(end: str, address: str) -> None:
+async def test_a_lost_receiver_is_logged_with_its_pid_and_the_lost_messages(end: str, address: str) -> None:
     with heard() as events:
         async with peers(address, 1) as (engine,):
             await engine.call(open_receiver)
@@ -266,7 +266,7 @@ async def test_a_sender_beyond_the_limit_is_logged_on_both_sides(address: str) -
 
 
 @pytest.mark.parametrize("wanted", ["a permit", f"{BIG * 8} bytes of shared memory"])
-async def test_a_long_wait_is_logged_with_who_holds_what(wanted: str, address: str) -> None:
+async def test_a_long_wait_is_logged_with_the_holders(wanted: str, address: str) -> None:
     permits = 1 if wanted == "a permit" else 2
     with heard() as events:
         async with (
@@ -298,7 +298,7 @@ def _rogue_sender(address: str, sender: str) -> Iterator[socket.socket]:
         yield sock
 
 
-async def test_a_sender_cannot_forge_a_line_by_its_name_or_by_what_it_says(address: str) -> None:
+async def test_a_sender_cannot_forge_a_line_by_its_id_or_its_frames(address: str) -> None:
     name = f"me\n{'x' * 20}\x1b[31m"
     with heard() as events:
         async with TensorReceiver(address, max_senders=1) as receiver:
@@ -321,7 +321,7 @@ async def _counted(receiver: TensorReceiver, count: int, name: str) -> None:
     await until(lambda: getattr(receiver.statistics(), name) == count)
 
 
-async def test_refusals_that_are_repeated_share_a_line_with_their_number(address: str) -> None:
+async def test_repeated_refusals_share_a_log_line_with_their_count(address: str) -> None:
     with heard() as events:
         async with TensorReceiver(address, max_senders=1) as receiver:
             with _rogue_sender(address, "admitted") as rogue:
@@ -348,7 +348,7 @@ async def test_refusals_that_are_repeated_share_a_line_with_their_number(address
     assert re.search(r" \(the latest of \d+ since the last such line\)$", text)
 
 
-async def test_other_users_that_knock_again_and_again_share_a_line_with_their_number(
+async def test_repeated_connections_of_other_users_share_a_log_line_with_their_count(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(sock: socket.socket) -> int:
@@ -417,7 +417,7 @@ async def test_a_request_whose_handler_raises_is_logged_in_one_line() -> None:
     assert failed.fields == {"peer_pid": os.getpid(), "error": "ValueError"}
 
 
-async def test_a_server_that_goes_is_logged_with_what_gets_no_answer() -> None:
+async def test_a_lost_server_is_logged_with_the_number_of_lost_messages() -> None:
     with heard() as events:
         async with channel() as ends:
             asking = asyncio.create_task(ends.client.request(Question(1)))
@@ -437,7 +437,7 @@ async def test_a_server_that_goes_is_logged_with_what_gets_no_answer() -> None:
     }
 
 
-async def test_a_client_that_goes_is_logged_with_what_needs_no_answer() -> None:
+async def test_a_lost_client_is_logged_with_the_number_of_lost_messages() -> None:
     hello = exchange.write(exchange.ClientHello(exchange.VERSION, 4711))
     ask = exchange.write(exchange.Ask(0, memoryview(msgspec.msgpack.encode(Question(1)))))
     with heard() as events, place() as here:
@@ -454,7 +454,7 @@ async def test_a_client_that_goes_is_logged_with_what_needs_no_answer() -> None:
     assert lost.fields == {"peer_pid": 4711, "messages_lost": 1}
 
 
-async def test_a_client_cannot_forge_a_line_by_what_it_says() -> None:
+async def test_a_client_cannot_forge_a_line_by_its_messages() -> None:
     hello = exchange.write(exchange.ClientHello(exchange.VERSION, 4711))
     ask = exchange.write(exchange.Ask(0, memoryview(msgspec.msgpack.encode({"wish": FORGED}))))
     kind = msgspec.defstruct("Kind", [("wish", Wish)])
@@ -544,7 +544,7 @@ def test_an_engine_cannot_forge_a_line_by_the_text_of_its_error() -> None:
         ("", ""),
     ],
 )
-def test_what_is_not_printable_is_escaped(text: str, line: str) -> None:
+def test_unprintable_characters_are_escaped(text: str, line: str) -> None:
     assert one_line(text) == line
 
 
@@ -579,7 +579,7 @@ def test_a_traceback_has_the_lines_of_its_calls_and_no_other() -> None:
     assert any("in fail" in line for line in lines)
 
 
-def test_a_record_keeps_no_error_that_was_named_in_it() -> None:
+def test_a_log_record_keeps_no_reference_to_an_error_argument() -> None:
     records: list[logging.LogRecord] = []
 
     class Listener(logging.Handler):

@@ -27,7 +27,7 @@ async def _send_all(sender: TensorSender, receiver: TensorReceiver) -> list[Tens
     return handles
 
 
-async def test_tensors_that_are_freed_at_once_are_released_in_many_iterations() -> None:
+async def test_many_freed_tensors_are_released_over_many_iterations() -> None:
     async with pair() as (sender, receiver):
         tensors = [await receiver.receive(handle) for handle in await _send_all(sender, receiver)]
         assert receiver.statistics().leases == ALL
@@ -43,7 +43,7 @@ async def test_tensors_that_are_freed_at_once_are_released_in_many_iterations() 
         assert 0 < blocks.most < ALL // 5
 
 
-async def test_what_is_freed_before_a_receiver_closes_is_released_all_the_same() -> None:
+async def test_tensors_freed_before_a_receiver_closes_are_released() -> None:
     async with pair() as (sender, receiver):
         tensors = [await receiver.receive(handle) for handle in await _send_all(sender, receiver)]
         await sender.drain()
@@ -55,7 +55,7 @@ async def test_what_is_freed_before_a_receiver_closes_is_released_all_the_same()
         assert sender.statistics().messages_discarded == 0
 
 
-async def test_tensors_that_are_freed_while_others_are_released_are_not_forgotten() -> None:
+async def test_tensors_freed_during_releases_are_released_too() -> None:
     async with pair() as (sender, receiver):
         tensors = [await receiver.receive(handle) for handle in await _send_all(sender, receiver)]
 

@@ -39,7 +39,7 @@ def _one(name: str, value: int) -> dict[str, Any]:
     return {name: value}
 
 
-async def test_bad_arguments_say_what_to_do() -> None:
+async def test_invalid_arguments_raise_errors_that_suggest_a_remedy() -> None:
     queue = TensorQueue()
     for limit in ("max_senders", "max_mapped_bytes", "max_unclaimed_messages"):
         with pytest.raises(ValueError, match=f"{limit} must be at least 1, or None, got 0"):
@@ -56,7 +56,7 @@ async def test_bad_arguments_say_what_to_do() -> None:
                 await receiver.receive(wrong)
 
 
-async def test_once_reading_has_failed_everybody_is_told_why_and_nobody_waits(
+async def test_receives_fail_with_the_cause_after_listening_has_failed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with pair() as (sender, receiver):
@@ -95,7 +95,7 @@ async def test_more_answers_in_one_turn_than_a_frame_may_hold_all_arrive() -> No
             assert torch.equal(await receiver.receive(await sender.send(pattern(1, 3))), pattern(1, 3))
 
 
-async def test_a_handle_may_come_before_its_tensor_and_before_its_sender() -> None:
+async def test_a_handle_can_be_awaited_before_its_tensor_and_its_sender_arrive() -> None:
     queue = TensorQueue()
     async with TensorReceiver(queue) as receiver:
         sender = TensorSender(queue)
@@ -119,7 +119,7 @@ async def test_a_handle_survives_msgpack_json_and_pickle() -> None:
     assert hash(handle) == hash(TensorHandle("a" * 32, 3, 1, "float8_e4m3fn", (2, 0, 5), "cpu"))
 
 
-async def test_receiving_twice_is_an_error_and_not_a_hang() -> None:
+async def test_receiving_a_handle_twice_raises_already_taken_error() -> None:
     async with pair() as (sender, receiver):
         handle = await sender.send(pattern(0, 3))
         first, second = (asyncio.create_task(receiver.receive(handle)) for _ in range(2))
@@ -191,7 +191,7 @@ async def test_a_copy_for_which_no_thread_can_be_started_leaves_the_tensor_claim
         await settled(sender)
 
 
-async def test_a_copy_has_memory_of_its_own_and_returns_the_lease_at_once() -> None:
+async def test_a_copy_has_its_own_memory_and_releases_the_lease_immediately() -> None:
     async with pair() as (sender, receiver):
         source = torch.randn(1000, 50, requires_grad=True)
         received = await receiver.receive(await sender.send(source), copy=True)
@@ -202,7 +202,7 @@ async def test_a_copy_has_memory_of_its_own_and_returns_the_lease_at_once() -> N
         assert isinstance(await receiver.receive(await sender.send(parameter), copy=True), torch.nn.Parameter)
 
 
-async def test_receive_nowait_returns_what_is_here_or_says_that_it_is_not() -> None:
+async def test_receive_nowait_returns_an_arrived_tensor_or_raises_would_block_error() -> None:
     async with pair() as (sender, receiver):
         with pytest.raises(WouldBlockError, match="has not arrived"):
             receiver.receive_nowait(TensorHandle(sender.id, 0, 0, "int64", (3,), "cpu"))
@@ -211,7 +211,7 @@ async def test_receive_nowait_returns_what_is_here_or_says_that_it_is_not() -> N
         assert torch.equal(receiver.receive_nowait(handle), pattern(1, BIG))
 
 
-async def test_iteration_gives_whole_messages_in_order_of_arrival_and_passes_by_what_is_awaited() -> None:
+async def test_iteration_delivers_whole_messages_and_skips_awaited_tensors() -> None:
     async with pair() as (sender, receiver):
         awaited = TensorHandle(sender.id, 1, 0, "int64", (2,), "cpu")
         waiting = asyncio.create_task(receiver.receive(awaited))
@@ -232,7 +232,7 @@ async def test_iteration_gives_whole_messages_in_order_of_arrival_and_passes_by_
         assert torch.equal(await waiting, pattern(2, 2))
 
 
-async def test_a_tensor_whose_waiter_gave_up_goes_to_the_iteration() -> None:
+async def test_a_tensor_whose_receive_was_cancelled_is_delivered_by_iteration() -> None:
     async with pair() as (sender, receiver):
         waiting = asyncio.create_task(receiver.receive(TensorHandle(sender.id, 0, 0, "int64", (1,), "cpu")))
         following = asyncio.create_task(anext(receiver))
@@ -242,7 +242,7 @@ async def test_a_tensor_whose_waiter_gave_up_goes_to_the_iteration() -> None:
         assert torch.equal((await following).tensor, pattern(6, 1))
 
 
-async def test_a_cancelled_iteration_loses_nothing_and_closing_ends_it() -> None:
+async def test_a_cancelled_iteration_loses_no_tensor_and_closing_ends_iteration() -> None:
     async with pair() as (sender, receiver):
         cancelled, following = (asyncio.create_task(anext(receiver)) for _ in range(2))
         await until(lambda: receiver.statistics().waiting == 2)
@@ -285,7 +285,7 @@ async def test_a_message_discarded_before_it_arrives_is_dropped_when_it_does() -
             assert torch.equal(await receiver.receive(await sender.send(pattern(1, 1))), pattern(1, 1))
 
 
-async def test_discarding_wakes_the_waiters_of_the_message() -> None:
+async def test_discarding_a_message_fails_its_pending_receives() -> None:
     async with pair() as (sender, receiver):
         handle = TensorHandle(sender.id, 0, 1, "int64", (3,), "cpu")
         waits = [asyncio.create_task(receiver.receive(handle)) for _ in range(2)]
@@ -303,7 +303,7 @@ async def test_discarding_wakes_the_waiters_of_the_message() -> None:
                     await message.send(pattern(0, 3))
 
 
-async def test_discarding_what_was_taken_changes_nothing() -> None:
+async def test_discarding_a_taken_message_has_no_effect() -> None:
     async with pair() as (sender, receiver):
         handle = await sender.send(pattern(0, BIG))
         tensor = await receiver.receive(handle)
@@ -324,7 +324,7 @@ async def test_a_tensor_beyond_the_end_of_its_message_was_never_sent() -> None:
         await receiver.receive(handle)
 
 
-async def test_a_sender_that_closed_leaves_what_it_sent_and_nothing_else() -> None:
+async def test_only_whole_messages_of_a_closed_sender_can_be_received() -> None:
     queue = TensorQueue()
     async with TensorReceiver(queue) as receiver:
         async with TensorSender(queue) as sender:
@@ -356,7 +356,7 @@ async def test_a_received_tensor_outlives_both_ends() -> None:
             use()
 
 
-async def test_closing_wakes_the_waiters_with_an_error_and_tells_the_senders() -> None:
+async def test_closing_a_receiver_fails_pending_receives_and_sends() -> None:
     async with pair(max_concurrent_videos=1) as (sender, receiver):
         await sender.send(pattern(0, BIG))
         waiting = asyncio.create_task(receiver.receive(TensorHandle(sender.id, 5, 0, "int64", (3,), "cpu")))
@@ -370,7 +370,7 @@ async def test_closing_wakes_the_waiters_with_an_error_and_tells_the_senders() -
         await settled(sender)
 
 
-async def test_what_waits_on_the_link_is_there_for_the_next_receiver() -> None:
+async def test_a_queue_can_be_used_by_the_next_receiver() -> None:
     queue = TensorQueue()
     async with TensorReceiver(queue):
         pass
@@ -392,7 +392,7 @@ async def test_a_second_receiver_on_the_same_queue_is_refused() -> None:
     ("limit", "enough_for_one"),
     [("max_senders", 1), ("max_mapped_bytes", 1 << 30), ("max_unclaimed_messages", 8)],
 )
-async def test_nobody_waits_for_a_tensor_of_a_sender_that_is_refused(limit: str, enough_for_one: int) -> None:
+async def test_receives_from_a_refused_sender_raise_refused_error(limit: str, enough_for_one: int) -> None:
     with endpoint() as place:
         async with (
             TensorReceiver(place, **_one(limit, enough_for_one)) as receiver,
@@ -416,7 +416,7 @@ async def test_nobody_waits_for_a_tensor_of_a_sender_that_is_refused(limit: str,
                     assert caught.value.pid == os.getpid()
 
 
-async def test_a_handle_that_is_here_before_its_sender_has_come_back_is_waited_for() -> None:
+async def test_a_handle_can_be_awaited_before_its_sender_has_reconnected() -> None:
     with endpoint("unix") as place:
         async with TensorReceiver(place, max_unclaimed_messages=8) as receiver, TensorSender(place) as first:
             await until(lambda: receiver.statistics().senders == 1)
@@ -452,7 +452,7 @@ async def test_a_tensor_in_a_cycle_returns_its_memory_inside_the_garbage_collect
         await settled(sender)
 
 
-async def test_a_thing_that_is_no_handle_is_refused_with_the_remedy() -> None:
+async def test_invalid_handles_and_endpoints_raise_type_error() -> None:
     async with pair() as (_, receiver):
         with pytest.raises(TypeError, match="decode it with its type"):
             await receiver.receive({"message": 0})  # type: ignore[arg-type]
@@ -460,7 +460,7 @@ async def test_a_thing_that_is_no_handle_is_refused_with_the_remedy() -> None:
             TensorReceiver(object())  # type: ignore[arg-type]
 
 
-async def test_a_receiver_that_is_not_open_says_so() -> None:
+async def test_using_an_unopened_receiver_or_reopening_a_closed_one_raises() -> None:
     receiver = TensorReceiver(TensorQueue())
     with pytest.raises(UsageError, match="not open yet"):
         await anext(receiver)

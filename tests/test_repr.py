@@ -43,7 +43,7 @@ async def test_an_object_shows_its_state_and_its_address() -> None:
             assert repr(one) == f"<{name} closed, {address}>"
 
 
-async def test_an_open_object_shows_what_it_holds() -> None:
+async def test_an_open_object_shows_its_messages_and_peers() -> None:
     with place() as here:
         async with (
             TensorReceiver(here.tensors) as receiver,
@@ -78,7 +78,7 @@ def say(one: object) -> None:
 
 
 @forks
-async def test_an_object_that_came_by_a_fork_says_so() -> None:
+async def test_an_object_shows_that_it_is_unusable_after_a_fork() -> None:
     with place() as here:
         for address, one in parties(here).items():
             async with one:
@@ -91,7 +91,7 @@ async def test_an_object_that_came_by_a_fork_says_so() -> None:
     assert repr(queue) == "<TensorQueue closed>"
 
 
-def test_an_object_whose_making_failed_can_be_shown() -> None:
+def test_an_uninitialized_object_has_a_repr() -> None:
     for kind in (TensorSender, TensorReceiver, MessageServer, MessageClient):
         assert repr(kind.__new__(kind)) == f"<{kind.__name__} new>"
     one = blocking.TensorSender.__new__(blocking.TensorSender)

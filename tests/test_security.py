@@ -60,7 +60,7 @@ NO_LIMITS = [
 
 
 @pytest.mark.parametrize(("name", "argument"), ROWS)
-def test_a_limit_has_the_default_that_the_table_says(name: str, argument: str) -> None:
+def test_the_defaults_in_the_table_match_the_code(name: str, argument: str) -> None:
     if ROWS[name, argument] == "none":
         assert _value(name, argument) is None
         return

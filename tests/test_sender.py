@@ -33,7 +33,7 @@ from verification.waiting import settled, until
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
 
-async def test_the_third_of_two_permits_waits_until_a_message_is_taken() -> None:
+async def test_send_waits_for_a_permit_until_a_message_is_taken() -> None:
     async with pair(max_concurrent_videos=2) as (sender, receiver):
         first = await sender.send(pattern(1, BIG))
         await sender.send(pattern(2, 5))
@@ -48,7 +48,7 @@ async def test_the_third_of_two_permits_waits_until_a_message_is_taken() -> None
 
 
 @pytest.mark.parametrize("by", ["sender", "receiver"])
-async def test_a_discarded_message_lets_the_next_one_through(by: str) -> None:
+async def test_a_discarded_message_releases_its_permit(by: str) -> None:
     async with pair(max_concurrent_videos=1) as (sender, receiver):
         first = await sender.send(pattern(1, BIG))
         second = asyncio.create_task(sender.send(pattern(2, BIG)))
@@ -61,7 +61,7 @@ async def test_a_discarded_message_lets_the_next_one_through(by: str) -> None:
         await settled(sender)
 
 
-async def test_discarding_all_takes_back_what_is_sent_and_what_is_being_sent_but_not_what_was_taken() -> None:
+async def test_discard_all_discards_sent_and_open_messages_but_not_taken_ones() -> None:
     async with pair(max_concurrent_videos=4) as (sender, receiver):
         taken = await receiver.receive(await sender.send(pattern(1, BIG)))
         await sender.drain()
@@ -80,7 +80,7 @@ async def test_discarding_all_takes_back_what_is_sent_and_what_is_being_sent_but
         assert sender.statistics().messages_discarded == 2
 
 
-async def test_bytes_of_shared_memory_are_waited_for_and_come_back_when_the_tensor_is_freed() -> None:
+async def test_send_waits_for_shared_memory_until_the_last_view_is_freed() -> None:
     async with pair(arena_bytes=BIG * 8) as (sender, receiver):
         tensor = await receiver.receive(await sender.send(pattern(1, BIG)))
         view = tensor[10:20]
@@ -96,7 +96,7 @@ async def test_bytes_of_shared_memory_are_waited_for_and_come_back_when_the_tens
         assert sender.statistics().peak_bytes_in_use == BIG * 8
 
 
-async def test_waiters_are_served_in_order_and_a_big_one_is_not_starved() -> None:
+async def test_waits_for_memory_are_granted_in_order_without_starving_large_ones() -> None:
     async with pair(arena_bytes=BIG * 8) as (sender, receiver):
         held = await receiver.receive(await sender.send(pattern(0, BIG // 2)))
         big = asyncio.create_task(sender.send(pattern(1, BIG)))
@@ -125,7 +125,7 @@ async def test_the_callers_tensor_is_neither_moved_nor_read_after_send(count: in
         assert torch.equal(await receiver.receive(handle), torch.arange(count))
 
 
-async def test_a_slice_ships_its_own_bytes() -> None:
+async def test_sending_a_slice_transfers_only_its_own_bytes() -> None:
     async with pair() as (sender, receiver):
         whole = pattern(0, BIG * 10)
         received = await receiver.receive(await sender.send(whole[BIG : 2 * BIG]))
@@ -175,7 +175,7 @@ async def test_an_exception_in_the_block_discards_the_message() -> None:
             await message.send(pattern(1, 1))
 
 
-async def test_an_error_in_one_send_of_a_message_leaves_the_message_as_it_was() -> None:
+async def test_a_failed_send_leaves_its_message_unchanged() -> None:
     async with pair(arena_bytes=BIG * 8) as (sender, receiver):
         async with sender.message() as message:
             with pytest.raises(UnsupportedTensorError):
@@ -187,7 +187,7 @@ async def test_an_error_in_one_send_of_a_message_leaves_the_message_as_it_was() 
         assert torch.equal(await receiver.receive(handle), pattern(1, BIG))
 
 
-async def test_an_empty_message_gives_its_permit_back_and_sends_nothing() -> None:
+async def test_an_empty_message_returns_its_permit_and_sends_nothing() -> None:
     async with pair(max_concurrent_videos=1) as (sender, receiver):
         async with sender.message():
             assert sender.statistics().in_flight == 1
@@ -196,7 +196,7 @@ async def test_an_empty_message_gives_its_permit_back_and_sends_nothing() -> Non
         assert receiver.statistics().messages_discarded == 0
 
 
-async def test_a_send_that_was_not_awaited_before_its_block_ended_is_an_error() -> None:
+async def test_leaving_a_message_with_a_pending_send_raises_usage_error() -> None:
     async with pair() as (sender, _):
         with pytest.raises(UsageError, match="not awaited"):
             async with sender.message() as message:
@@ -207,7 +207,7 @@ async def test_a_send_that_was_not_awaited_before_its_block_ended_is_an_error() 
         await settled(sender)
 
 
-async def test_messages_that_would_wait_for_each_others_bytes_for_ever_are_told_so() -> None:
+async def test_a_deadlock_of_two_messages_over_memory_is_detected() -> None:
     async with pair(arena_bytes=BIG * 8) as (sender, receiver):
         both_hold = asyncio.Barrier(2)
 
@@ -247,7 +247,7 @@ async def test_discarding_in_the_middle_of_a_copy_ends_the_send(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("count", [5, BIG])
-async def test_send_nowait_sends_or_says_what_is_in_use(count: int) -> None:
+async def test_send_nowait_without_a_free_permit_raises_would_block_error(count: int) -> None:
     async with pair(max_concurrent_videos=2, arena_bytes=BIG * 16) as (sender, receiver):
         first, second = sender.send_nowait(pattern(1, count)), sender.send_nowait(pattern(2, count))
         with pytest.raises(WouldBlockError, match="no permit") as caught:
@@ -259,7 +259,7 @@ async def test_send_nowait_sends_or_says_what_is_in_use(count: int) -> None:
         await settled(sender)
 
 
-async def test_send_nowait_refuses_when_bytes_are_missing_and_gives_its_permit_back() -> None:
+async def test_send_nowait_without_free_memory_raises_and_returns_its_permit() -> None:
     async with pair(arena_bytes=BIG * 8) as (sender, receiver):
         held = await receiver.receive(await sender.send(pattern(1, BIG)))
         await until(lambda: sender.statistics().in_flight == 0)
@@ -270,7 +270,7 @@ async def test_send_nowait_refuses_when_bytes_are_missing_and_gives_its_permit_b
         del held
 
 
-async def test_send_nowait_refuses_while_the_link_is_behind() -> None:
+async def test_send_nowait_raises_while_the_receiver_is_slow_to_read() -> None:
     queue = TensorQueue()
     async with TensorSender(queue, max_concurrent_videos=10_000) as sender:
         sent = 0
@@ -291,7 +291,7 @@ async def test_send_nowait_refuses_while_the_link_is_behind() -> None:
             await closing
 
 
-async def test_bad_arguments_say_what_to_do() -> None:
+async def test_invalid_arguments_raise_errors_that_suggest_a_remedy() -> None:
     queue = TensorQueue()
     few: tuple[dict[str, Any], ...] = (
         {"max_concurrent_videos": 0},
@@ -335,7 +335,7 @@ async def test_bad_arguments_say_what_to_do() -> None:
         assert sender.statistics().in_flight == 0
 
 
-async def test_a_closed_sender_says_so_and_wakes_who_waits() -> None:
+async def test_closing_a_sender_fails_pending_and_later_calls() -> None:
     async with pair(max_concurrent_videos=1) as (sender, receiver):
         handle = await sender.send(pattern(0, BIG))
         waiting = asyncio.create_task(sender.send(pattern(1, 1)))
@@ -367,7 +367,7 @@ async def test_closing_in_the_middle_of_a_copy_ends_the_send() -> None:
         assert receiver.statistics().unclaimed_tensors == 0
 
 
-async def test_drain_waits_for_what_was_sent_before_it_and_for_nothing_later() -> None:
+async def test_drain_waits_for_messages_sent_before_the_call_only() -> None:
     async with pair() as (sender, receiver):
         await sender.drain()
         first, second = await sender.send(pattern(0, 1)), await sender.send(pattern(1, BIG))
@@ -394,7 +394,7 @@ async def _open_and_close_in_tasks(place: Endpoint) -> None:
         assert torch.equal(await asyncio.create_task(receiver.receive(handle)), pattern(0, BIG))
 
 
-async def test_a_sender_that_is_not_open_or_open_already_says_so() -> None:
+async def test_using_an_unopened_sender_or_opening_it_twice_raises_usage_error() -> None:
     sender = TensorSender(TensorQueue())
     with pytest.raises(UsageError, match="not open yet"):
         await sender.send(pattern(0, 1))
@@ -408,7 +408,7 @@ async def test_a_sender_that_is_not_open_or_open_already_says_so() -> None:
                 await message.__aenter__()
 
 
-async def test_of_two_who_enter_one_message_one_is_refused_and_no_permit_is_lost() -> None:
+async def test_entering_a_message_twice_raises_usage_error_and_loses_no_permit() -> None:
     async with pair(1) as (sender, receiver):
         first = await sender.send(pattern(0, 1))
         message = sender.message()
@@ -422,7 +422,7 @@ async def test_of_two_who_enter_one_message_one_is_refused_and_no_permit_is_lost
         assert sender.statistics().in_flight == 0
 
 
-async def test_statistics_count_what_was_done() -> None:
+async def test_statistics_count_messages_tensors_and_bytes() -> None:
     async with pair() as (sender, receiver):
         await receiver.receive(await sender.send(pattern(0, BIG)))
         async with sender.message() as message:
@@ -437,7 +437,7 @@ async def test_statistics_count_what_was_done() -> None:
 @on_one_machine
 @pytest.mark.parametrize("what", ["send", "allocate"])
 @pytest.mark.parametrize("call", ["memfd_create", "ftruncate", "posix_fallocate"])
-async def test_a_machine_without_memory_left_is_an_error_of_send_and_nothing_is_held(
+async def test_running_out_of_memory_raises_os_error_and_releases_everything(
     call: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> int:
@@ -455,7 +455,7 @@ async def test_a_machine_without_memory_left_is_an_error_of_send_and_nothing_is_
         assert torch.equal(await receiver.receive(await sender.send(pattern(1, BIG))), pattern(1, BIG))
 
 
-async def test_a_permit_granted_in_the_turn_of_closing_is_given_back() -> None:
+async def test_a_permit_granted_in_the_iteration_of_closing_is_released() -> None:
     async with pair(max_concurrent_videos=1) as (sender, _):
         first = await sender.send(pattern(0, 3))
         waiting = asyncio.create_task(sender.send(pattern(1, 3)))
@@ -467,7 +467,7 @@ async def test_a_permit_granted_in_the_turn_of_closing_is_given_back() -> None:
         assert sender.statistics().in_flight == 0
 
 
-async def test_the_block_of_a_message_that_was_discarded_under_it_ends_with_an_error() -> None:
+async def test_leaving_a_message_that_was_discarded_raises_discarded_error() -> None:
     async with pair() as (sender, receiver):
         with pytest.raises(DiscardedError):
             async with sender.message() as message:
@@ -477,7 +477,7 @@ async def test_the_block_of_a_message_that_was_discarded_under_it_ends_with_an_e
                 await until(lambda: sender.statistics().in_flight == 0)
 
 
-async def test_a_message_has_a_most_of_tensors_and_goes_on_after_the_refusal() -> None:
+async def test_a_message_stays_usable_after_exceeding_its_limit_of_tensors() -> None:
     async with pair() as (sender, receiver):
         async with sender.message() as message:
             handles = [await message.send(pattern(0, 1)) for _ in range(MAX_TENSORS)]
@@ -487,7 +487,7 @@ async def test_a_message_has_a_most_of_tensors_and_goes_on_after_the_refusal() -
         assert torch.equal(await receiver.receive(handles[-1]), pattern(0, 1))
 
 
-async def test_a_default_timeout_of_the_applications_sockets_changes_nothing() -> None:
+async def test_the_default_socket_timeout_of_the_application_has_no_effect() -> None:
     socket.setdefaulttimeout(0.001)
     try:
         async with pair() as (sender, receiver):
@@ -497,7 +497,7 @@ async def test_a_default_timeout_of_the_applications_sockets_changes_nothing() -
         socket.setdefaulttimeout(None)
 
 
-async def test_one_message_that_waits_twice_is_not_taken_for_two() -> None:
+async def test_two_waits_of_one_message_are_not_mistaken_for_a_deadlock() -> None:
     async with pair(max_concurrent_videos=2, arena_bytes=BIG * 8) as (sender, receiver):
         tensor = await sender.allocate((BIG,), torch.int64)
         tensor.copy_(pattern(1, BIG))
@@ -518,7 +518,7 @@ async def test_one_message_that_waits_twice_is_not_taken_for_two() -> None:
 
 
 @pytest.mark.parametrize("what", ["a permit", "800000 bytes of shared memory"])
-async def test_a_long_wait_says_once_who_holds_what_and_since_when(
+async def test_a_long_wait_is_logged_once_and_its_holders_are_in_the_statistics(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     permits = 1 if what == "a permit" else 2

@@ -36,7 +36,7 @@ handles = st.builds(
 
 @settings(deadline=None)
 @given(handle=handles)
-def test_a_handle_comes_back_unchanged_from_msgpack_json_and_pickle(handle: TensorHandle) -> None:
+def test_any_handle_is_unchanged_by_msgpack_json_and_pickle(handle: TensorHandle) -> None:
     again = [
         msgspec.msgpack.decode(msgspec.msgpack.encode(handle), type=TensorHandle),
         msgspec.json.decode(msgspec.json.encode(handle), type=TensorHandle),
@@ -89,14 +89,14 @@ def test_a_delivery_is_a_handle_and_its_tensor_and_cannot_be_changed() -> None:
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
-def test_a_record_can_be_told_to_others(record: msgspec.Struct) -> None:
+def test_a_record_survives_json(record: msgspec.Struct) -> None:
     told = json.loads(json.dumps(msgspec.to_builtins(record)))
 
     assert list(told) == list(record.__struct_fields__)
     assert msgspec.convert(told, type(record)) == record
 
 
-def test_statistics_name_who_holds_what() -> None:
+def test_statistics_contain_the_holders() -> None:
     assert SENT.holders[0].bytes == 100
     assert SENT.holders[0].message == 3
     assert msgspec.structs.replace(HOLDER, message=None).message is None
@@ -129,7 +129,7 @@ def test_statistics_of_another_process_are_within_bounds(record: msgspec.Struct,
             msgspec.convert(told, type(record))
 
 
-def test_statistics_of_another_process_name_a_limited_number_of_errors_and_holders() -> None:
+def test_statistics_with_too_many_errors_or_holders_are_rejected() -> None:
     for many in ({"errors": {f"E{n}": 1 for n in range(33)}}, {"holders": (HOLDER,) * 1025}):
         with pytest.raises(msgspec.ValidationError, match="length <="):
             msgspec.convert(msgspec.to_builtins(msgspec.structs.replace(SENT, **many)), SenderStatistics)

@@ -60,7 +60,7 @@ def assert_same(received: torch.Tensor, array: Array) -> None:
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", ARRAYS)
-async def test_arrays_that_torch_cannot_view_arrive_as_they_look(name: str, count: int) -> None:
+async def test_arrays_that_torch_cannot_view_arrive_unchanged(name: str, count: int) -> None:
     array = ARRAYS[name](count)
     async with pair() as (sender, receiver):
         assert_same(await receiver.receive(await sender.send(array)), array)
@@ -73,7 +73,7 @@ async def test_arrays_that_torch_cannot_view_arrive_as_they_look(name: str, coun
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", ARRAYS)
-def test_arrays_that_torch_cannot_view_are_encoded_as_they_look(name: str, count: int) -> None:
+def test_arrays_that_torch_cannot_view_survive_encoding(name: str, count: int) -> None:
     array = ARRAYS[name](count)
     decoder = TensorDecoder(list[np.ndarray])
     [found] = decoder.decode(TensorEncoder().encode([array]))

@@ -67,7 +67,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize(
     "dtype", [torch.uint8, torch.bfloat16, torch.complex64, torch.float8_e4m3fn], ids=str
 )
-async def test_views_of_any_strides_arrive_as_they_look(
+async def test_views_of_any_strides_arrive_bit_for_bit(
     view: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     async with pair() as (sender, receiver):
@@ -88,7 +88,7 @@ async def test_conjugate_and_negative_views_arrive_with_their_values(shape: tupl
 
 
 @pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
-async def test_a_leaf_that_requires_a_gradient_arrives_so(shape: tuple[int, ...]) -> None:
+async def test_requires_grad_of_leaves_and_parameters_is_preserved(shape: tuple[int, ...]) -> None:
     async with pair() as (sender, receiver):
         leaf = torch.randn(shape, requires_grad=True)
         received = await receiver.receive(await sender.send(leaf))
@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_cannot_arrive_as_it_is_is_refused_before_anything_is_taken(name: str) -> None:
+async def test_unsupported_values_are_refused_before_a_permit_is_acquired(name: str) -> None:
     make, remedy = REFUSED[name]
     async with pair(max_concurrent_videos=1) as (sender, receiver):
         held = await sender.send(torch.zeros(1))  # no permit is free: a refusal does not wait for one

@@ -136,7 +136,7 @@ def test_a_run_that_leaves_nothing_out_lists_nothing(tmp_path: Path, options: li
 
 
 @pytest.mark.parametrize("options", [[], spread(8)], ids=["one process", "workers"])
-def test_what_tests_start_hears_of_signals_that_the_run_ignores(tmp_path: Path, options: list[str]) -> None:
+def test_child_processes_receive_signals_that_the_run_ignores(tmp_path: Path, options: list[str]) -> None:
     text = _of(
         """
         def test_a_child_is_interrupted():

@@ -18,7 +18,7 @@ def verdicts_on(work: str, results: list[Result]) -> list[Verdict]:
     return [verdict for verdict in judge(results) if verdict.work == work]
 
 
-def test_a_quotient_is_taken_round_by_round_and_the_middle_one_decides() -> None:
+def test_a_goal_is_judged_by_the_median_ratio_of_all_rounds() -> None:
     ours = trips(OURS, 4 * KIB, 0.001, 0.002, 0.001, loop="uvloop")
     theirs = trips("torch-queue", 4 * KIB, 0.007, 0.006, 0.1)
     verdict = verdict_of([ours, theirs])
@@ -28,14 +28,14 @@ def test_a_quotient_is_taken_round_by_round_and_the_middle_one_decides() -> None
 
 
 @pytest.mark.parametrize(("median", "met"), [(0.0016, True), (0.0018, False)])
-def test_a_time_may_be_at_most_so_many_times_the_other(median: float, met: bool) -> None:
+def test_a_goal_may_limit_the_ratio_to_the_time_of_another_contender(median: float, met: bool) -> None:
     ours, raw = trips(OURS, 4 * KIB, median, loop="uvloop"), trips("raw-socket", 4 * KIB, 0.001)
     verdict = verdict_of([ours, raw], 1)
     assert verdict.measured == pytest.approx(median / 0.001)
     assert verdict.met is met
 
 
-def test_the_other_loop_and_other_numbers_of_peers_do_not_count() -> None:
+def test_results_of_another_event_loop_do_not_count_for_a_goal() -> None:
     other_loop = trips(OURS, 4 * KIB, 0.001, loop="asyncio")
     theirs = trips("torch-queue", 4 * KIB, 0.1)
     assert verdict_of([other_loop, theirs]).met is None
@@ -49,13 +49,13 @@ def test_a_goal_that_was_not_measured_is_neither_met_nor_missed() -> None:
 
 
 @pytest.mark.parametrize(("percent", "met"), [(0.0, True), (0.049, True), (0.06, False)])
-def test_a_number_that_stands_alone_is_held_against_its_bound(percent: float, met: bool) -> None:
+def test_a_goal_may_limit_an_absolute_number(percent: float, met: bool) -> None:
     idle = result("idle", OURS, 4 * KIB, [{"cpu_percent": percent}], loop="uvloop")
     (verdict,) = verdicts_on("idle pair", [idle])
     assert (verdict.measured, verdict.met) == (percent, met)
 
 
-def test_a_small_request_may_take_so_many_times_a_bare_echo() -> None:
+def test_small_requests_are_compared_with_each_zmq_echo_contender() -> None:
     ours = trips(CHANNEL, 4 * KIB, 0.0016, workload="request-echo", loop="uvloop")
     blocking = trips("zmq-echo", 4 * KIB, 0.001, workload="request-echo")
     on_the_loop = trips("zmq-echo-loop", 4 * KIB, 0.002, workload="request-echo", loop="uvloop")
@@ -68,7 +68,7 @@ def test_a_small_request_may_take_so_many_times_a_bare_echo() -> None:
 @pytest.mark.parametrize(
     ("workload", "answer"), [("request-echo", "echo"), ("request-answer", "small answer")]
 )
-def test_a_large_request_is_held_against_both_ways_to_send_it_by_pyzmq(workload: str, answer: str) -> None:
+def test_large_requests_are_compared_with_both_pyzmq_contenders(workload: str, answer: str) -> None:
     ours = trips(CHANNEL, 150 * MIB, 0.01, workload=workload, loop="uvloop")
     plain = trips("zmq-request", 150 * MIB, 0.06, workload=workload)
     pickled = trips("zmq-pickle", 150 * MIB, 0.04, workload=workload)
@@ -101,7 +101,7 @@ def test_large_tensors_between_hosts_may_be_a_little_slower_than_those_of_gloo(
     assert verdict.met is met
 
 
-def test_readers_are_compared_with_their_number_and_one_with_eight() -> None:
+def test_broadcast_goals_compare_contenders_and_numbers_of_readers() -> None:
     readings = [
         trips(PUBLISHER, 150 * MIB, median, workload="broadcast", loop="uvloop", peers=readers)
         for readers, median in ((1, 0.010), (4, 0.012), (8, 0.016))
@@ -128,7 +128,7 @@ def test_a_number_without_a_goal_is_shown_and_not_judged() -> None:
 
 
 @pytest.mark.parametrize("goal", GOALS, ids=lambda goal: f"{goal.work}, {goal.against}")
-def test_every_goal_names_what_a_run_measures(goal: Goal) -> None:
+def test_every_goal_refers_to_measurements_of_a_run(goal: Goal) -> None:
     readings: list[Reading] = [goal.ours, *([goal.theirs] if goal.theirs else [])]
     for reading in readings:
         workload, contender = WORKLOADS[reading.workload], CONTENDERS[reading.contender]

@@ -121,7 +121,7 @@ def test_round_trips_are_timed_at_each_size(groups: Groups) -> None:
     assert all(latency > 0 for batch in batches for latency in batch.latencies_ns)
 
 
-def test_a_contender_may_drive_itself_and_another_may_be_alone(groups: Groups) -> None:
+def test_contenders_may_drive_themselves_or_consist_of_one_process(groups: Groups) -> None:
     driven = contender("driven", module="bench.contenders.raw_socket_loop", drives_itself=True)
     alone = contender("alone", module="bench.contenders.memcpy_two", alone=True)
     for one in (driven, alone):
@@ -129,7 +129,7 @@ def test_a_contender_may_drive_itself_and_another_may_be_alone(groups: Groups) -
 
 
 @pytest.mark.parametrize(("name", "workload", "loop"), SPANNING)
-def test_who_spans_hosts_makes_round_trips_on_one_and_between_two(
+def test_round_trips_are_timed_on_one_host_and_between_two_hosts(
     groups: Groups, name: str, workload: str, loop: Loop
 ) -> None:
     if reason := why_unavailable(WORKLOADS[workload]):
@@ -142,7 +142,7 @@ def test_who_spans_hosts_makes_round_trips_on_one_and_between_two(
     ]
 
 
-def test_between_hosts_each_process_is_on_its_own(
+def test_processes_on_two_hosts_have_separate_network_namespaces(
     groups: Groups, contender_of: ContenderOf, tmp_path: Path
 ) -> None:
     if reason := why_unavailable(WORKLOADS["two-hosts"]):
@@ -195,7 +195,7 @@ def test_a_publication_is_timed_until_all_readers_have_touched_it(
     assert all(latency > 0 for batch in batches for latency in batch.latencies_ns)
 
 
-def test_a_reader_that_finds_another_content_is_reported(groups: Groups, contender_of: ContenderOf) -> None:
+def test_wrong_content_at_a_reader_is_reported(groups: Groups, contender_of: ContenderOf) -> None:
     wrong = """
         from bench.contenders import aiotensor_link, aiotensor_senders
 
@@ -242,9 +242,7 @@ def test_servers_are_answered_and_their_cost_is_measured(
     assert {"peak_bytes", "after_private_bytes", "after_shared_bytes"} <= numbers.keys()
 
 
-def test_a_server_that_is_answered_for_other_frames_is_reported(
-    groups: Groups, contender_of: ContenderOf
-) -> None:
+def test_an_answer_for_other_frames_is_reported(groups: Groups, contender_of: ContenderOf) -> None:
     wrong = """
         from bench.contenders import zmq_pickle_videos
 
@@ -268,12 +266,14 @@ def test_a_server_that_is_answered_for_other_frames_is_reported(
     assert "was answered for other frames" in caught.value.output
 
 
-def test_a_stream_is_counted_where_it_arrives(groups: Groups) -> None:
+def test_a_pipelined_workload_measures_tensors_per_second(groups: Groups) -> None:
     (batch,) = run(groups, RAW, "pipelined")
     assert batch.numbers["tensors_per_s"] > 0
 
 
-def test_a_crash_is_reported_with_what_was_written(groups: Groups, contender_of: ContenderOf) -> None:
+def test_a_crash_is_reported_with_the_output_of_the_process(
+    groups: Groups, contender_of: ContenderOf
+) -> None:
     error = failure_of(
         groups, contender_of("crashing", "def connect(layout): raise RuntimeError('out of luck')")
     )
@@ -282,7 +282,9 @@ def test_a_crash_is_reported_with_what_was_written(groups: Groups, contender_of:
     assert "out of luck" in error.output
 
 
-def test_what_hangs_is_killed_and_reported(groups: Groups, contender_of: ContenderOf, tmp_path: Path) -> None:
+def test_a_hanging_contender_is_killed_and_reported(
+    groups: Groups, contender_of: ContenderOf, tmp_path: Path
+) -> None:
     hanging = f"""
         import os, pathlib, threading
         pathlib.Path({str(tmp_path)!r}, "pid").write_text(str(os.getpid()))
@@ -314,14 +316,12 @@ DYING = """
 """
 
 
-def test_a_far_side_that_dies_is_reported_though_the_near_side_would_wait_for_ever(
-    groups: Groups, contender_of: ContenderOf
-) -> None:
+def test_the_death_of_an_answering_process_is_reported(groups: Groups, contender_of: ContenderOf) -> None:
     error = failure_of(groups, contender_of("dying", DYING))
     assert "an answering process ended with exit status 7" in error.output
 
 
-def test_an_answer_with_another_content_is_reported(groups: Groups, contender_of: ContenderOf) -> None:
+def test_a_returned_tensor_with_wrong_content_is_reported(groups: Groups, contender_of: ContenderOf) -> None:
     wrong = """
         from bench.contenders import raw_socket
 
@@ -335,7 +335,7 @@ def test_an_answer_with_another_content_is_reported(groups: Groups, contender_of
 
 
 @pytest.mark.parametrize("answer", ["Video(0.0, given.fill_(250))", "Video(0.0, given[1:])"])
-def test_another_answer_than_was_asked_for_is_reported(
+def test_a_wrong_answer_to_a_request_is_reported(
     groups: Groups, contender_of: ContenderOf, answer: str
 ) -> None:
     wrong = f"""
@@ -354,7 +354,7 @@ def test_another_answer_than_was_asked_for_is_reported(
     assert "brought back another tensor" in error.output
 
 
-def test_another_answer_in_a_callback_is_reported(groups: Groups, contender_of: ContenderOf) -> None:
+def test_a_wrong_answer_in_a_callback_is_reported(groups: Groups, contender_of: ContenderOf) -> None:
     wrong = """
         from bench.contenders import zmq_echo_loop
         from bench.contenders.in_callbacks import far, near
@@ -370,7 +370,9 @@ def test_another_answer_in_a_callback_is_reported(groups: Groups, contender_of: 
     assert "brought back another tensor" in error.output
 
 
-def test_leaving_ends_what_still_runs(contender_of: ContenderOf, tmp_path: Path) -> None:
+def test_leaving_the_block_of_groups_ends_running_contenders(
+    contender_of: ContenderOf, tmp_path: Path
+) -> None:
     started = tmp_path / "started"
     os.mkfifo(started)
     endless = f"import threading; open({str(started)!r}, 'w').close(); threading.Event().wait()"
@@ -383,7 +385,7 @@ def test_leaving_ends_what_still_runs(contender_of: ContenderOf, tmp_path: Path)
         future.result()
 
 
-def test_who_fails_takes_part_in_no_later_round_and_the_others_go_on(contender_of: ContenderOf) -> None:
+def test_a_failed_contender_is_left_out_of_later_rounds(contender_of: ContenderOf) -> None:
     them = {one.name: one for one in (contender_of("broken", "import no_such_module"), RAW)}
     options = Options(False, (64,), ("asyncio",), rounds=2, deadline_s=PATIENT_S, workloads=("round-trip",))
     plan = make_plan(

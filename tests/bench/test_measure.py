@@ -26,7 +26,7 @@ def test_a_size_is_read_with_and_without_a_unit(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "-4KiB", "4KB", "four", "0.3 B", "4 KiB 2", "1e3"])
-def test_what_is_no_size_is_refused_by_name(text: str) -> None:
+def test_parsing_an_invalid_size_raises_value_error(text: str) -> None:
     with pytest.raises(ValueError, match="not a"):
         parse_size(text)
 
@@ -87,7 +87,7 @@ def test_a_percentile_is_the_smallest_value_that_enough_values_do_not_exceed(
 
 
 @pytest.mark.parametrize(("values", "percent"), [([], 50), ([1.0], -1), ([1.0], 101)])
-def test_a_percentile_that_means_nothing_is_refused(values: list[float], percent: float) -> None:
+def test_an_invalid_percentile_is_rejected(values: list[float], percent: float) -> None:
     with pytest.raises(ValueError, match="percentile"):
         percentile(values, percent)
 
@@ -112,6 +112,6 @@ def test_shares_are_even_and_add_up() -> None:
     assert [share(2, 3, number) for number in range(3)] == [1, 1, 0]
 
 
-def test_each_number_of_peers_is_a_batch_of_each_size() -> None:
+def test_batches_combine_each_size_with_each_number_of_peers() -> None:
     spec = Spec("fan-in", (4, 8), Effort(), peers=(1, 16))
     assert spec.batches == [(4, 1), (4, 16), (8, 1), (8, 16)]

@@ -32,7 +32,7 @@ def plan_of(
     )
 
 
-def test_only_who_is_driven_by_a_loop_is_measured_on_more_than_one() -> None:
+def test_only_contenders_that_use_a_loop_run_on_several_loops() -> None:
     (chapter,) = plan_of([contender("ours", uses_loop=True), contender("other")]).chapters
     assert [(entry.contender.name, entry.loop) for entry in chapter.entries] == [
         ("ours", "uvloop"),
@@ -41,7 +41,7 @@ def test_only_who_is_driven_by_a_loop_is_measured_on_more_than_one() -> None:
     ]
 
 
-def test_who_is_not_installed_is_skipped_aloud_and_still_named() -> None:
+def test_a_contender_that_is_not_installed_is_listed_as_skipped() -> None:
     plan = plan_of([contender("here"), contender("absent")], absent=["absent"])
     assert [one.name for one in plan.contenders] == ["here", "absent"]
     assert plan.skips == [Skip("absent", "not installed")]
@@ -55,13 +55,13 @@ def test_a_missing_module_is_reported_with_what_installs_it() -> None:
     assert why_not(contender("plain")) is None
 
 
-def test_who_cannot_do_a_workload_says_why() -> None:
+def test_an_unsupported_workload_is_skipped_with_a_reason() -> None:
     plan = plan_of([contender("other", lacks={"round-trip": "it cannot"})])
     assert plan.chapters == []
     assert plan.skips == [Skip("other", "it cannot", "round-trip")]
 
 
-def test_who_carries_something_else_has_no_part_in_a_workload_and_needs_no_reason() -> None:
+def test_a_workload_includes_only_contenders_of_its_kind() -> None:
     them = [contender("ours"), contender("asking", carries="messages")]
     works = [workload(), workload("request-answer", carries="messages", reply="answer")]
     plan = plan_of(them, works)
@@ -73,7 +73,7 @@ def test_who_carries_something_else_has_no_part_in_a_workload_and_needs_no_reaso
     assert plan.skips == []
 
 
-def test_who_is_bound_to_one_host_has_no_part_in_a_workload_between_two() -> None:
+def test_a_workload_between_hosts_includes_only_contenders_that_span_hosts() -> None:
     them = [contender("local"), contender("both", spans_hosts=True)]
     plan = plan_of(them, [workload(), workload("two-hosts", between_hosts=True)])
     assert [[entry.contender.name for entry in chapter.entries] for chapter in plan.chapters] == [
@@ -83,7 +83,7 @@ def test_who_is_bound_to_one_host_has_no_part_in_a_workload_between_two() -> Non
     assert plan.skips == []
 
 
-def test_a_workload_that_cannot_be_measured_here_says_why() -> None:
+def test_an_unavailable_workload_is_skipped_with_a_reason() -> None:
     them = [contender("local"), contender("both", spans_hosts=True)]
     works = [workload(), workload("two-hosts", between_hosts=True)]
     plan = plan_of(them, works, unavailable=["two-hosts"])
@@ -103,13 +103,13 @@ def test_a_workload_between_hosts_needs_network_namespaces(monkeypatch: pytest.M
     assert why_unavailable(WORKLOADS["round-trip"]) is None
 
 
-def test_who_carries_no_large_tensors_is_measured_with_small_ones() -> None:
+def test_sizes_beyond_the_limit_of_a_contender_are_skipped() -> None:
     plan = plan_of([contender("small", largest=64 * KIB)])
     assert plan.chapters[0].entries[0].spec.sizes == (4 * KIB,)
     assert plan.skips == [Skip("small", "it carries no more than 64 KiB", "round-trip")]
 
 
-def test_a_quick_run_does_less_of_everything_and_leaves_out_some() -> None:
+def test_a_quick_run_has_fewer_rounds_and_contenders() -> None:
     them = [contender("ours"), contender("slow", in_quick=False)]
     options = Options(quick=True, sizes=SIZES, loops=("uvloop",))
     plan = plan_of(them, options=options)
@@ -153,7 +153,7 @@ def test_the_batches_of_all_rounds_are_counted() -> None:
     assert plan.batches == 3 * 3 * len(SIZES)
 
 
-def test_the_tables_fit_together() -> None:
+def test_the_tables_of_contenders_and_workloads_are_consistent() -> None:
     assert BASELINE in CONTENDERS
     for one in CONTENDERS.values():
         assert one.lacks.keys() <= WORKLOADS.keys(), one.name

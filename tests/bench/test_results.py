@@ -75,7 +75,7 @@ def test_the_trips_of_all_rounds_make_one_summary() -> None:
     assert ours.ratio is None  # there is no baseline
 
 
-def test_of_a_rate_more_is_better_and_the_middle_round_counts() -> None:
+def test_a_rate_is_summarized_by_its_median_and_higher_is_better() -> None:
     found = gathered(
         {
             "base": [Batch(1000, numbers={"tensors_per_s": 10.0})] * 3,
@@ -88,12 +88,12 @@ def test_of_a_rate_more_is_better_and_the_middle_round_counts() -> None:
     assert found["ours"].trips == 0
 
 
-def test_who_failed_has_the_rounds_before_and_who_never_ran_has_no_result() -> None:
+def test_a_failed_contender_keeps_the_results_of_earlier_rounds() -> None:
     found = gathered({"base": [trip(100), trip(100)], "ours": [trip(50)], "broken": []})
     assert found["ours"].round_ratios == [2.0]
     assert "broken" not in found
 
 
-def test_nothing_at_all_has_no_ratio() -> None:
+def test_a_measurement_of_zero_has_no_ratio() -> None:
     found = gathered({"base": [trip(100)], "ours": [Batch(1000, numbers={"median_s": 0.0})]})
     assert found["ours"].ratio is None

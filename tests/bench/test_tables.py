@@ -26,7 +26,7 @@ def table_of(of: Report, title: str) -> str:
     return tables.markdown(of).split(f"## {title}\n")[1].split("\n## ")[0]
 
 
-def test_each_goal_stands_beside_what_was_measured() -> None:
+def test_each_goal_is_listed_with_its_measurement() -> None:
     text = tables.goals(report())
     (row, *limits) = rows_of(text, "4 KiB round trip, `unix://`")
     assert row[1:] == [
@@ -57,7 +57,7 @@ def test_a_workload_has_a_row_for_each_contender_and_a_column_for_each_size() ->
     assert ratios[1:] == ["5.00x (4.00 to 6.00)"] * 2
 
 
-def test_a_table_names_only_those_who_carry_what_the_workload_is_about() -> None:
+def test_a_table_lists_only_contenders_of_the_kind_of_its_workload() -> None:
     of = report(skips=[Skip("ray", "ray is not installed"), Skip("zmq-pickle", "a quick run leaves it out")])
     requests = table_of(of, WORKLOADS["request-echo"].title)
     assert len(rows_of(requests, f"{CHANNEL} (uvloop)")) == 2
@@ -71,7 +71,7 @@ def test_a_table_names_only_those_who_carry_what_the_workload_is_about() -> None
     assert CHANNEL not in trips
 
 
-def test_a_table_between_hosts_names_only_those_who_span_them() -> None:
+def test_a_table_between_hosts_lists_only_contenders_that_span_hosts() -> None:
     text = table_of(report(), WORKLOADS["two-hosts"].title)
     assert rows_of(text, f"{RANKS} (uvloop)")[0][1:] == ["300 ms / 600 ms"]
     assert rows_of(text, "gloo")[0][1:] == ["600 ms / 1.20 s"]
@@ -79,14 +79,14 @@ def test_a_table_between_hosts_names_only_those_who_span_them() -> None:
     assert "torch-queue" not in text
 
 
-def test_a_workload_that_could_not_be_measured_has_a_reason_in_place_of_its_table() -> None:
+def test_the_table_of_an_unmeasured_workload_states_the_reason() -> None:
     of = report(skips=[Skip(name, "forbidden", "two-hosts") for name in (RANKS, "gloo")])
     text = table_of(msgspec.structs.replace(of, results=[]), WORKLOADS["two-hosts"].title)
     reason = f"Not measured (`-`): {RANKS}, gloo: forbidden"
     assert [part.strip() for part in text.split("\n\n")] == ["No contender was measured.", reason]
 
 
-def test_rates_are_tensors_a_second_when_small_and_bytes_when_large() -> None:
+def test_rates_are_in_tensors_for_small_sizes_and_in_bytes_for_large_ones() -> None:
     row, _ = rows_of(table_of(report(), WORKLOADS["fan-in"].title), "torch-queue")
     assert row[1:] == ["1,000 /s", "16,000 /s", "1.50 GB/s", "24.0 GB/s"]
 
@@ -112,7 +112,7 @@ def test_servers_have_a_row_with_rate_latency_processor_time_memory_and_lateness
     assert OURS not in decoding
 
 
-def test_who_was_not_measured_has_a_dash_and_a_reason() -> None:
+def test_an_unmeasured_contender_has_a_dash_and_a_reason() -> None:
     skips = [Skip("ray", "ray is not installed"), Skip("torch-queue", "it blocks", "loop-lag")]
     of = report(skips=skips)
     lag = table_of(of, WORKLOADS["loop-lag"].title)
@@ -123,7 +123,7 @@ def test_who_was_not_measured_has_a_dash_and_a_reason() -> None:
     assert tables.skipped(of) == "ray: ray is not installed"
 
 
-def test_who_failed_is_named_in_the_table_and_below_it_and_one_output_is_shown_once() -> None:
+def test_a_failed_contender_is_listed_and_its_output_shown_once() -> None:
     failures = [
         msgspec.structs.replace(FAILURE, contender="ray", workload=name) for name in ("idle", "round-trip")
     ]
@@ -139,13 +139,13 @@ def test_every_workload_has_a_view(name: str) -> None:
     assert VIEWS[name]
 
 
-def test_a_table_is_markdown_and_its_columns_stand_under_each_other() -> None:
+def test_tables_are_markdown_with_aligned_columns() -> None:
     lines = tables.goals(report()).split("\n\n")[0].splitlines()
     assert len({len(line) for line in lines}) == 1
     assert set(lines[1]) == set("|- ")
 
 
-def test_everything_is_written(tmp_path: Path) -> None:
+def test_a_report_is_written_as_json_markdown_and_plots(tmp_path: Path) -> None:
     written = write(report(failures=[FAILURE]), tmp_path / "made" / "here")
     assert [path.name for path in written] == [
         "latest.json",
@@ -168,6 +168,6 @@ def test_everything_is_written(tmp_path: Path) -> None:
             assert min(image.size) > 400
 
 
-def test_what_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
+def test_a_report_without_results_has_no_plots(tmp_path: Path) -> None:
     written = write(msgspec.structs.replace(report(), results=[]), tmp_path)
     assert [path.name for path in written] == ["latest.json", "latest.md"]

@@ -61,7 +61,7 @@ def test_tensors_of_older_messages_are_dropped_as_stale(
         buffer.take(first)
 
 
-def test_the_highest_sample_is_the_peak_and_there_is_one_after_the_end() -> None:
+def test_the_peak_includes_a_sample_at_the_end() -> None:
     samples = iter([3])
     with PeakWatch(lambda: next(samples, 1), every_s=60.0) as watch:
         pass

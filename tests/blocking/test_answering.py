@@ -73,9 +73,7 @@ def test_requests_are_iterated_over_and_answered(stranger: Other, place: Place) 
     assert (seen.messages_received, seen.answers, seen.failures, seen.in_hand) == (6, 6, 0, 0)
 
 
-def test_a_function_answers_in_several_threads_until_the_server_is_closed(
-    stranger: Other, place: Place
-) -> None:
+def test_serve_runs_in_several_threads_until_the_server_is_closed(stranger: Other, place: Place) -> None:
     with answering(place) as ends:
         serving = [in_thread(lambda: ends.server.serve(answer)) for _ in range(3)]
         stranger.call("open_client", place)
@@ -87,7 +85,9 @@ def test_a_function_answers_in_several_threads_until_the_server_is_closed(
 
 
 @pytest.mark.parametrize("timeout", [0, 0.01, None])
-def test_the_next_request_is_one_that_is_here(timeout: float | None, stranger: Other, place: Place) -> None:
+def test_next_returns_a_request_that_has_arrived(
+    timeout: float | None, stranger: Other, place: Place
+) -> None:
     with answering(place) as ends:
         with pytest.raises(TimeoutError):
             ends.server.next(timeout=timeout or 0)
@@ -104,7 +104,9 @@ def test_the_next_request_is_one_that_is_here(timeout: float | None, stranger: O
 
 
 @pytest.mark.parametrize("timeout", [0, 0.001])
-def test_a_large_message_is_here_though_it_takes_longer_to_read(timeout: float, place: Place) -> None:
+def test_next_returns_a_large_request_whose_decoding_exceeds_the_timeout(
+    timeout: float, place: Place
+) -> None:
     with (
         MessageServer(place.messages, Question) as server,
         MessageClient(place.messages, reply_type=Answer) as client,
@@ -116,7 +118,7 @@ def test_a_large_message_is_here_though_it_takes_longer_to_read(timeout: float, 
         assert asked.result().total == int(pattern(1, 50 * BIG).sum())
 
 
-def test_an_exception_in_the_block_goes_to_the_client_and_is_logged(stranger: Other, place: Place) -> None:
+def test_an_exception_in_the_block_is_sent_to_the_client_and_logged(stranger: Other, place: Place) -> None:
     with answering(place) as ends, said() as texts:
         stranger.call("open_client", place)
         asked = stranger.begin("ask", 1)
@@ -137,7 +139,7 @@ def test_an_exception_in_the_block_goes_to_the_client_and_is_logged(stranger: Ot
     assert "KeyError: 'no such thing'" in text
 
 
-def test_leaving_the_block_without_an_answer_is_an_error_too(stranger: Other, place: Place) -> None:
+def test_leaving_the_block_without_a_reply_fails_the_request(stranger: Other, place: Place) -> None:
     with answering(place) as ends:
         stranger.call("open_client", place)
         asked = stranger.begin("ask", 1)
@@ -148,7 +150,7 @@ def test_leaving_the_block_without_an_answer_is_an_error_too(stranger: Other, pl
         until(ends.is_settled)
 
 
-def test_a_request_that_is_dropped_is_a_loss_for_its_client(stranger: Other, place: Place) -> None:
+def test_a_dropped_request_raises_peer_lost_error_at_the_client(stranger: Other, place: Place) -> None:
     with answering(place) as ends:
         stranger.call("open_client", place)
         asked = stranger.begin("ask", 1)
@@ -173,7 +175,7 @@ def test_a_request_fails_with_a_reason(reason: str | Exception, stranger: Other,
             request.fail("twice")
 
 
-def test_an_answer_that_cannot_be_encoded_can_be_given_again(stranger: Other, place: Place) -> None:
+def test_a_reply_that_cannot_be_encoded_can_be_replaced(stranger: Other, place: Place) -> None:
     with answering(place) as ends:
         stranger.call("open_client", place)
         asked = stranger.begin("ask", 1)
@@ -184,7 +186,7 @@ def test_an_answer_that_cannot_be_encoded_can_be_given_again(stranger: Other, pl
         assert asked.result()
 
 
-def test_what_a_function_raises_or_cannot_return_goes_to_the_client(place: Place) -> None:
+def test_errors_of_the_handler_and_of_encoding_are_sent_to_the_client(place: Place) -> None:
     answers: list[object] = [ValueError("first"), object(), Answer(3)]
 
     def handle(question: Question) -> object:
@@ -204,7 +206,7 @@ def test_what_a_function_raises_or_cannot_return_goes_to_the_client(place: Place
         serving.result()
 
 
-def test_nobody_wants_the_answer_to_what_was_given_up(place: Place) -> None:
+def test_replies_to_cancelled_requests_and_to_sent_messages_return_false(place: Place) -> None:
     with answering(place) as ends, client_on_a_loop(place) as (loop, client):
         asked = loop.start_task_soon(client.request, Question(1))
         request = ends.server.next()
@@ -220,7 +222,7 @@ def test_nobody_wants_the_answer_to_what_was_given_up(place: Place) -> None:
             assert not request.reply(Answer(2))
 
 
-def test_an_answer_that_nobody_wants_any_more_waits_for_no_permit(place: Place) -> None:
+def test_cancelling_a_request_ends_the_wait_of_its_reply_for_a_permit(place: Place) -> None:
     with (
         TensorSender(place.answers, 1) as sender,
         answering(place, sender=sender) as ends,
@@ -236,7 +238,7 @@ def test_an_answer_that_nobody_wants_any_more_waits_for_no_permit(place: Place) 
         assert sender.statistics().in_flight == 1
 
 
-def test_answers_go_by_a_sender(place: Place) -> None:
+def test_replies_send_their_tensors_with_the_sender(place: Place) -> None:
     with (
         TensorSender(place.answers, 1, 8 * BIG) as sender,
         answering(place, sender=[sender]) as ends,
@@ -252,7 +254,7 @@ def test_answers_go_by_a_sender(place: Place) -> None:
         serving.result()
 
 
-def test_a_server_closed_in_the_middle_of_an_answer_ends_quietly(stranger: Other, place: Place) -> None:
+def test_closing_the_server_in_a_handler_ends_serve_without_an_error(stranger: Other, place: Place) -> None:
     with answering(place) as ends, said() as texts:
         stranger.call("open_client", place)
 
@@ -269,7 +271,7 @@ def test_a_server_closed_in_the_middle_of_an_answer_ends_quietly(stranger: Other
     assert not texts
 
 
-def test_an_error_after_closing_stays_an_error(place: Place) -> None:
+def test_an_exception_in_the_block_after_closing_is_logged(place: Place) -> None:
     with (
         answering(place) as ends,
         MessageClient(place.messages, reply_type=Answer) as client,
@@ -285,7 +287,7 @@ def test_an_error_after_closing_stays_an_error(place: Place) -> None:
     assert any("after the end" in text for text in texts)
 
 
-def test_a_server_says_which_port_was_free() -> None:
+def test_the_address_of_a_server_contains_the_assigned_port() -> None:
     with (
         MessageServer("tcp://127.0.0.1:0", Question) as server,
         MessageClient(server.address, reply_type=Answer) as client,

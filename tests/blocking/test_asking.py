@@ -51,7 +51,7 @@ def test_a_request_is_answered_with_its_tensors_in_place(count: int, stranger: O
     assert (seen.messages_sent, seen.answers, seen.failures, seen.in_flight) == (1, 1, 0, (0,))
 
 
-def test_without_a_sender_tensors_travel_in_the_message(stranger: Other, place: Place) -> None:
+def test_without_a_sender_tensors_are_part_of_the_message(stranger: Other, place: Place) -> None:
     with MessageClient(place.messages, reply_type=Answer) as client:
         stranger.call("open_server", place)
         tensor = pattern(3, BIG)
@@ -63,7 +63,7 @@ def test_without_a_sender_tensors_travel_in_the_message(stranger: Other, place: 
     assert client.statistics().messages_sent == 3
 
 
-def test_answers_come_by_a_receiver(place: Place) -> None:
+def test_tensors_of_replies_arrive_at_the_receiver(place: Place) -> None:
     with (
         TensorReceiver(place.answers) as receiver,
         TensorSender(place.tensors) as sender,
@@ -79,7 +79,7 @@ def test_answers_come_by_a_receiver(place: Place) -> None:
         until(lambda: receiver.statistics().leases == 0)
 
 
-def test_what_wants_no_answer_is_sent(stranger: Other, place: Place) -> None:
+def test_messages_without_a_reply_are_sent(stranger: Other, place: Place) -> None:
     with asking(place) as ends:
         stranger.call("open_server", place)
         for seed in range(3):
@@ -89,7 +89,7 @@ def test_what_wants_no_answer_is_sent(stranger: Other, place: Place) -> None:
         assert ends.client.statistics().answers == 0
 
 
-def test_what_the_handler_raises_is_raised_here(stranger: Other, place: Place) -> None:
+def test_an_exception_of_the_handler_raises_remote_error(stranger: Other, place: Place) -> None:
     with asking(place) as ends:
         stranger.call("open_server", place)
         with pytest.raises(RemoteError, match="ValueError: no answer to 3") as caught:
@@ -100,7 +100,7 @@ def test_what_the_handler_raises_is_raised_here(stranger: Other, place: Place) -
         assert ends.client.statistics().failures == 1
 
 
-def test_a_permit_may_be_taken_before_there_is_a_tensor(stranger: Other, place: Place) -> None:
+def test_a_permit_can_be_acquired_before_the_request(stranger: Other, place: Place) -> None:
     with asking(place, max_concurrent_videos=1) as ends:
         stranger.call("open_server", place)
         with ends.sender.message(timeout=30) as permit:
@@ -123,7 +123,7 @@ def test_a_message_of_another_sender_is_refused(place: Place) -> None:
             ends.client.send(Question(1), target=-1)
 
 
-def test_each_of_several_servers_is_asked(place: Place) -> None:
+def test_a_request_can_be_sent_to_one_of_several_servers(place: Place) -> None:
     with ExitStack() as stack:
         second = stack.enter_context(parties.place())
         places = [place, second]
@@ -150,7 +150,7 @@ def test_each_of_several_servers_is_asked(place: Place) -> None:
         assert senders[1].statistics().messages_sent == 4
 
 
-def test_the_least_busy_server_is_asked(place: Place) -> None:
+def test_requests_are_sent_to_the_least_busy_server(place: Place) -> None:
     with parties.place() as second, ExitStack() as stack:
         addresses = [place.messages, second.messages]
         servers = [stack.enter_context(MessageServer(address, Question)) for address in addresses]
@@ -167,7 +167,9 @@ def test_the_least_busy_server_is_asked(place: Place) -> None:
         assert [one.result().seed for one in asked] == [1, 1, 1, 1]
 
 
-def test_the_death_of_the_server_is_told_and_the_next_one_answers(stranger: Other, place: Place) -> None:
+def test_a_killed_server_raises_peer_lost_error_and_its_successor_answers(
+    stranger: Other, place: Place
+) -> None:
     with asking(place) as ends:
         stranger.call("open_server", place)
         assert is_right(ends.client.request(Question(1, pattern(1, BIG), wish="7")), 1, BIG)
@@ -186,7 +188,7 @@ def test_the_death_of_the_server_is_told_and_the_next_one_answers(stranger: Othe
             assert is_right(ends.client.request(Question(3, pattern(3, BIG), wish="7")), 3, BIG)
 
 
-def test_a_request_that_was_given_up_costs_nothing(stranger: Other, place: Place) -> None:
+def test_a_request_that_timed_out_releases_its_permit(stranger: Other, place: Place) -> None:
     with asking(place, max_concurrent_videos=1) as ends:
         stranger.call("open_server", place)
         assert ends.client.request(Question(1)).seed == 1
@@ -203,7 +205,7 @@ def test_a_request_that_was_given_up_costs_nothing(stranger: Other, place: Place
         assert ends.client.statistics().cancelled == 1
 
 
-def test_what_cannot_be_sent_is_refused_and_takes_nothing(stranger: Other, place: Place) -> None:
+def test_a_request_that_cannot_be_sent_acquires_no_resources(stranger: Other, place: Place) -> None:
     with asking(place, max_concurrent_videos=1) as ends:
         stranger.call("open_server", place)
         with pytest.raises(TypeError):

@@ -44,7 +44,7 @@ def engine(place: Place) -> Iterator[Other]:
         yield process
 
 
-def test_closing_waits_until_the_link_has_taken_what_was_sent(engine: Other, place: Place) -> None:
+def test_closing_waits_until_sent_messages_are_written(engine: Other, place: Place) -> None:
     sender = TensorSender(place.tensors, 1000).__enter__()
     handle = sender.send(pattern(1, BIG))
     with _full(sender, engine):
@@ -59,7 +59,7 @@ def test_closing_waits_until_the_link_has_taken_what_was_sent(engine: Other, pla
     assert engine.call("receive_pattern", handle, 1)
 
 
-def test_closing_waits_no_longer_than_it_may(engine: Other, place: Place) -> None:
+def test_closing_with_a_timeout_raises_timeout_error_and_closes(engine: Other, place: Place) -> None:
     sender = TensorSender(place.tensors, 1000).__enter__()
     sender.send(pattern(1, BIG))
     with _full(sender, engine):
@@ -74,7 +74,7 @@ def test_closing_waits_no_longer_than_it_may(engine: Other, place: Place) -> Non
         sender.close()
 
 
-def test_a_call_that_cannot_stop_at_once_ends_before_the_loop_does(place: Place) -> None:
+def test_the_loop_stops_after_uninterruptible_calls_have_ended(place: Place) -> None:
     receiver = TensorReceiver(place.tensors).__enter__()
     has_begun = threading.Event()
 
@@ -89,7 +89,7 @@ def test_a_call_that_cannot_stop_at_once_ends_before_the_loop_does(place: Place)
     assert working.result() == 5
 
 
-def test_what_another_thread_is_opening_can_be_closed(place: Place) -> None:
+def test_an_object_that_another_thread_is_opening_can_be_closed(place: Place) -> None:
     listeners: list[BlockingObject[Any, Any]] = [
         TensorReceiver(place.tensors),
         MessageServer(place.messages, Question),
@@ -131,7 +131,7 @@ def _interrupt() -> NoReturn:
     raise KeyboardInterrupt
 
 
-def test_closing_that_was_interrupted_at_once_can_be_done_again(place: Place) -> None:
+def test_an_interrupted_close_can_be_repeated(place: Place) -> None:
     server = MessageServer(place.messages, Question).__enter__()
     inside.after_next_lock(server, _interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -140,7 +140,7 @@ def test_closing_that_was_interrupted_at_once_can_be_done_again(place: Place) ->
     assert not os.listdir(os.path.dirname(place.messages.removeprefix("ipc://")))
 
 
-def test_closing_that_is_quick_enough_is_no_error(place: Place) -> None:
+def test_closing_within_the_timeout_raises_no_error(place: Place) -> None:
     with (
         TensorReceiver(place.tensors) as receiver,
         TensorSender(place.tensors) as sender,
@@ -155,16 +155,14 @@ def test_closing_that_is_quick_enough_is_no_error(place: Place) -> None:
             each.close(timeout=30)
 
 
-def test_an_exception_in_the_block_closes_and_goes_on(place: Place) -> None:
+def test_an_exception_in_the_block_closes_the_object_and_propagates(place: Place) -> None:
     with pytest.raises(LookupError, match="here"), TensorReceiver(place.tensors) as receiver:
         raise LookupError("here")
     with pytest.raises(ClosedError):
         receiver.next()
 
 
-def test_an_error_in_a_message_is_not_hidden_by_the_closing_of_its_sender(
-    engine: Other, place: Place
-) -> None:
+def test_closing_the_sender_in_a_message_does_not_hide_an_exception(engine: Other, place: Place) -> None:
     sender = TensorSender(place.tensors)
     with pytest.raises(LookupError, match="here"), sender, sender.message() as message:
         message.send(pattern(1, 3))
@@ -180,7 +178,7 @@ def test_a_message_whose_sender_is_closed_in_its_block_is_not_sent(engine: Other
     assert sender.statistics().messages_sent == 0
 
 
-def test_what_was_received_stays_valid_when_all_is_closed(place: Place) -> None:
+def test_received_and_allocated_tensors_stay_valid_after_closing(place: Place) -> None:
     with TensorReceiver(place.tensors) as receiver, TensorSender(place.tensors) as sender:
         tensor = receiver.receive(sender.send(pattern(1, BIG)))
         allocated = sender.allocate((BIG,), torch.int64)
@@ -189,7 +187,7 @@ def test_what_was_received_stays_valid_when_all_is_closed(place: Place) -> None:
     assert int(allocated.sum()) == 3 * BIG
 
 
-def test_statistics_tell_the_end(place: Place) -> None:
+def test_statistics_are_available_after_closing(place: Place) -> None:
     with (
         TensorReceiver(place.tensors) as receiver,
         TensorSender(place.tensors) as sender,
@@ -206,7 +204,7 @@ def test_statistics_tell_the_end(place: Place) -> None:
     assert (receiver.statistics().tensors_taken, receiver.statistics().senders) == (1, 0)
 
 
-def test_an_object_that_found_no_descriptors_has_statistics(fork_server: ForkServer, place: Place) -> None:
+def test_statistics_are_available_after_opening_failed(fork_server: ForkServer, place: Place) -> None:
     with fork_server.program("open_without_descriptors", *place) as program:
         ended = program.ended()  # asyncio itself warns that the event loop was not closed
     assert (ended.status, ended.lines) == (0, [str(errno.EMFILE), "0"])

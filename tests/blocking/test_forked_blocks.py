@@ -79,7 +79,7 @@ def _fall_off(block: Block) -> None:
 
 @by_each_exception
 @each_block
-def test_an_exception_in_a_forked_child_leaves_the_block(
+def test_an_exception_in_a_forked_child_propagates_out_of_the_block(
     make: Callable[[Place], AbstractContextManager[Block]], error: BaseException, place: Place
 ) -> None:
     with make(place) as entered:
@@ -87,7 +87,7 @@ def test_an_exception_in_a_forked_child_leaves_the_block(
 
 
 @each_block
-def test_a_forked_child_that_reaches_the_end_of_the_block_is_told_at_once(
+def test_a_forked_child_that_reaches_the_end_of_a_block_raises_usage_error(
     make: Callable[[Place], AbstractContextManager[Block]], place: Place
 ) -> None:
     with make(place) as entered:
@@ -95,7 +95,7 @@ def test_a_forked_child_that_reaches_the_end_of_the_block_is_told_at_once(
 
 
 @pytest.mark.parametrize(("status", "child"), [(0, "0"), (7, "7")])
-def test_a_forked_child_that_leaves_all_blocks_by_sys_exit_says_nothing_and_has_its_status(
+def test_sys_exit_in_a_forked_child_leaves_all_blocks_silently_with_its_status(
     status: int, child: str, fork_server: ForkServer, place: Place
 ) -> None:
     with fork_server.program("leave_in_a_child", status, *place) as program:

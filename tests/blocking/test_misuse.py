@@ -85,14 +85,14 @@ def thing(request: pytest.FixtureRequest, place: Place) -> Iterator[Object]:
     thing.close()
 
 
-def test_what_is_not_open_says_so(thing: Object) -> None:
+def test_calls_before_opening_raise_usage_error(thing: Object) -> None:
     for use in (_uses(thing) | _iterations(thing)).values():
         with pytest.raises(UsageError, match="is not open yet: enter it with `with`"):
             use()
     assert thing.statistics() == thing.inner.statistics()
 
 
-def test_what_was_closed_says_so(thing: Object) -> None:
+def test_calls_after_closing_raise_closed_error(thing: Object) -> None:
     with thing:
         pass
     for use in _uses(thing).values():
@@ -103,7 +103,7 @@ def test_what_was_closed_says_so(thing: Object) -> None:
     thing.close()
 
 
-def test_what_was_never_opened_can_be_closed_and_not_be_opened_then(thing: Object) -> None:
+def test_an_unopened_object_can_be_closed_but_not_opened_afterwards(thing: Object) -> None:
     thing.close()
     thing.close()
     for use in _uses(thing).values():
@@ -113,7 +113,7 @@ def test_what_was_never_opened_can_be_closed_and_not_be_opened_then(thing: Objec
         pass
 
 
-def test_it_is_opened_once(thing: Object) -> None:
+def test_an_object_can_be_opened_only_once(thing: Object) -> None:
     with thing:
         with pytest.raises(UsageError, match="was opened before: make a new one"), thing:
             pass
@@ -122,7 +122,7 @@ def test_it_is_opened_once(thing: Object) -> None:
         pass
 
 
-def test_the_thread_of_an_event_loop_must_not_wait(thing: Object) -> None:
+def test_waiting_calls_in_the_thread_of_an_event_loop_raise_usage_error(thing: Object) -> None:
     async def use() -> list[str]:
         texts = []
         every = {**_uses(thing), **_iterations(thing), "close": thing.close, "open": thing.__enter__}
@@ -140,7 +140,7 @@ def test_the_thread_of_an_event_loop_must_not_wait(thing: Object) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_is_told_at_once(thing: Object) -> None:
+def test_every_use_in_a_forked_child_raises_usage_error(thing: Object) -> None:
     with thing:
         uses = {**_uses(thing), **_iterations(thing), "close": thing.close, "open": thing.__enter__}
         read, write = os.pipe()
@@ -232,7 +232,7 @@ def _async_class(name: str) -> Any:
 
 
 @pytest.mark.parametrize(("name", "arguments", "options"), _WRONG)
-def test_a_wrong_argument_is_refused_when_the_object_is_made(
+def test_wrong_arguments_raise_the_same_error_as_in_the_async_api(
     name: str, arguments: tuple[object, ...], options: dict[str, object]
 ) -> None:
     with pytest.raises((TypeError, ValueError)) as expected:
@@ -271,7 +271,7 @@ def test_an_object_that_could_not_be_opened_is_closed(place: Place) -> None:
             second.statistics()
 
 
-def test_two_threads_open_an_object_once(place: Place) -> None:
+def test_only_one_of_several_threads_can_open_an_object(place: Place) -> None:
     for _ in range(20):
         sender = TensorSender(place.tensors)
         opening = [in_thread(sender.__enter__) for _ in range(4)]

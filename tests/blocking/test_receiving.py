@@ -29,7 +29,9 @@ def settled(receiver: TensorReceiver) -> bool:
 
 @pytest.mark.parametrize("count", [3, BIG], ids=["small", "large"])
 @pytest.mark.parametrize("copy", [False, True], ids=["view", "copy"])
-def test_what_arrives_is_what_was_sent(count: int, copy: bool, engine: Other, endpoint: Endpoint) -> None:
+def test_a_received_tensor_equals_the_sent_one(
+    count: int, copy: bool, engine: Other, endpoint: Endpoint
+) -> None:
     with TensorReceiver(endpoint) as receiver:
         name = engine.call("open_sender")
         handle = TensorHandle(name, 0, 0, "int64", (count,), "cpu")
@@ -58,7 +60,7 @@ def test_a_received_tensor_outlives_its_receiver_and_the_loop(engine: Other, end
     assert torch.equal(tensor, pattern(1, BIG))
 
 
-def test_receiving_without_waiting_takes_what_is_here(engine: Other, endpoint: Endpoint) -> None:
+def test_receive_nowait_returns_only_tensors_that_have_arrived(engine: Other, endpoint: Endpoint) -> None:
     with TensorReceiver(endpoint) as receiver:
         engine.call("open_sender")
         handle = engine.call("send_pattern", 1, BIG)
@@ -69,7 +71,7 @@ def test_receiving_without_waiting_takes_what_is_here(engine: Other, endpoint: E
         until(lambda: settled(receiver))
 
 
-def test_arrived_waits_and_takes_nothing(engine: Other, endpoint: Endpoint) -> None:
+def test_arrived_waits_without_taking_the_tensor(engine: Other, endpoint: Endpoint) -> None:
     with TensorReceiver(endpoint) as receiver:
         name = engine.call("open_sender")
         handle = TensorHandle(name, 0, 0, "int64", (BIG,), "cpu")
@@ -110,7 +112,9 @@ def test_iterating_gives_tensors_in_the_order_of_their_arrival(engine: Other, en
         until(lambda: settled(receiver))
 
 
-def test_several_threads_share_what_arrives_until_it_is_closed(engine: Other, endpoint: Endpoint) -> None:
+def test_several_threads_iterate_over_one_receiver_until_it_is_closed(
+    engine: Other, endpoint: Endpoint
+) -> None:
     with TensorReceiver(endpoint) as receiver:
 
         def take() -> list[int]:
@@ -126,7 +130,9 @@ def test_several_threads_share_what_arrives_until_it_is_closed(engine: Other, en
     assert all(one == sorted(one) for one in taken)
 
 
-def test_the_next_tensor_is_what_is_here_now(engine: Other, endpoint: Endpoint) -> None:
+def test_next_with_timeout_zero_returns_only_tensors_that_have_arrived(
+    engine: Other, endpoint: Endpoint
+) -> None:
     with TensorReceiver(endpoint) as receiver:
         with pytest.raises(TimeoutError):
             receiver.next(timeout=0)
@@ -151,7 +157,7 @@ def test_a_message_arrives_whole(engine: Other, endpoint: Endpoint) -> None:
         engine.call("drain")
 
 
-def test_what_is_discarded_gives_the_sender_its_permit_back(engine: Other, endpoint: Endpoint) -> None:
+def test_discarding_a_tensor_releases_the_permit_of_its_sender(engine: Other, endpoint: Endpoint) -> None:
     with TensorReceiver(endpoint) as receiver:
         engine.call("open_sender", 1)
         handle = engine.call("send_pattern", 1, BIG)
@@ -164,7 +170,7 @@ def test_what_is_discarded_gives_the_sender_its_permit_back(engine: Other, endpo
         until(lambda: settled(receiver))
 
 
-def test_the_death_of_the_sender_is_told(engine: Other, endpoint: Endpoint) -> None:
+def test_a_killed_sender_raises_peer_lost_error(engine: Other, endpoint: Endpoint) -> None:
     with TensorReceiver(endpoint) as receiver:
         engine.call("open_sender")
         handle = beyond(engine.call("send_pattern", 1, BIG))
@@ -178,7 +184,7 @@ def test_the_death_of_the_sender_is_told(engine: Other, endpoint: Endpoint) -> N
         assert receiver.statistics().senders_lost == 1
 
 
-def test_the_memory_of_the_sender_comes_back_with_the_last_view(engine: Other, endpoint: Endpoint) -> None:
+def test_freeing_the_last_view_releases_the_memory_of_the_sender(engine: Other, endpoint: Endpoint) -> None:
     with TensorReceiver(endpoint) as receiver:
         engine.call("open_sender", 8, 8 * BIG)  # memory for one
         for seed in range(5):

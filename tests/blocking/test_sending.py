@@ -32,7 +32,7 @@ def settled(sender: TensorSender) -> bool:
 
 
 @pytest.mark.parametrize("count", [3, BIG], ids=["small", "large"])
-def test_what_is_sent_arrives_as_it_was(count: int, engine: Other, endpoint: Endpoint) -> None:
+def test_a_sent_tensor_arrives_unchanged(count: int, engine: Other, endpoint: Endpoint) -> None:
     with TensorSender(endpoint) as sender:
         before = sender.receiver_id
         engine.call("open_receiver")
@@ -51,7 +51,7 @@ def test_what_is_sent_arrives_as_it_was(count: int, engine: Other, endpoint: End
     assert (seen.messages_sent, seen.tensors_sent, seen.bytes_sent) == (2, 2, 2 * 8 * count)
 
 
-def test_what_is_sent_without_waiting_arrives_or_is_refused(engine: Other, endpoint: Endpoint) -> None:
+def test_send_nowait_sends_or_raises_would_block_error(engine: Other, endpoint: Endpoint) -> None:
     with TensorSender(endpoint, 1) as sender:
         engine.call("open_receiver")
         assert engine.call("receive_pattern", sender.send(pattern(0, 3)), 0)
@@ -88,7 +88,7 @@ def test_a_message_whose_block_fails_does_not_arrive(engine: Other, endpoint: En
         assert sender.statistics().messages_discarded == 1
 
 
-def test_a_message_may_be_whole_before_its_block_ends(engine: Other, endpoint: Endpoint) -> None:
+def test_finish_completes_a_message_inside_its_block(engine: Other, endpoint: Endpoint) -> None:
     with TensorSender(endpoint, 1) as sender:
         engine.call("open_receiver")
         with sender.message() as message:
@@ -117,7 +117,7 @@ def test_an_allocated_tensor_is_not_copied(engine: Other, endpoint: Endpoint) ->
 
 
 @pytest.mark.parametrize("by_message", [True, False], ids=["message.allocate", "sender.allocate"])
-def test_of_two_threads_whose_messages_wait_for_each_others_memory_one_is_refused(
+def test_a_deadlock_of_two_threads_over_memory_raises_would_block_error(
     by_message: bool, engine: Other, endpoint: Endpoint
 ) -> None:
     def allocate_twice(sender: TensorSender, both: threading.Barrier) -> str:
@@ -149,7 +149,7 @@ def test_an_allocated_tensor_outlives_its_sender(engine: Other, endpoint: Endpoi
     assert int(tensor.sum()) == 2 * 7 * BIG
 
 
-def test_what_is_discarded_gives_its_permit_back(engine: Other, endpoint: Endpoint) -> None:
+def test_discarding_a_message_releases_its_permit(engine: Other, endpoint: Endpoint) -> None:
     with TensorSender(endpoint, 1) as sender:
         engine.call("open_receiver")
         handle = sender.send(pattern(1, BIG))
@@ -176,7 +176,7 @@ def test_drain_waits_until_all_is_taken(engine: Other, endpoint: Endpoint) -> No
         assert sender.statistics().in_flight == 0
 
 
-def test_what_was_sent_whole_is_received_after_closing(engine: Other, endpoint: Endpoint) -> None:
+def test_a_sent_tensor_can_be_received_after_closing(engine: Other, endpoint: Endpoint) -> None:
     with TensorSender(endpoint) as sender:
         engine.call("open_receiver")
         handle = sender.send(pattern(6, BIG))
@@ -184,7 +184,7 @@ def test_what_was_sent_whole_is_received_after_closing(engine: Other, endpoint: 
     assert engine.call("receive_pattern", handle, 6)
 
 
-def test_the_death_of_the_receiver_is_told(engine: Other, endpoint: Endpoint) -> None:
+def test_a_killed_receiver_raises_peer_lost_error(engine: Other, endpoint: Endpoint) -> None:
     with TensorSender(endpoint, 1) as sender:
         engine.call("open_receiver")
         assert engine.call("receive_pattern", sender.send(pattern(0, 3)), 0)  # they have met
@@ -205,7 +205,7 @@ def test_the_death_of_the_receiver_is_told(engine: Other, endpoint: Endpoint) ->
         assert sender.statistics().receivers_lost == 1
 
 
-def test_an_error_of_one_call_leaves_the_sender_as_it_was(engine: Other, endpoint: Endpoint) -> None:
+def test_a_failed_call_does_not_affect_the_sender(engine: Other, endpoint: Endpoint) -> None:
     with TensorSender(endpoint, 1) as sender:
         engine.call("open_receiver")
         with pytest.raises(UnsupportedTensorError):

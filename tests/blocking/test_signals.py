@@ -21,7 +21,7 @@ def _was_interrupted(ended: Ended) -> bool:
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_an_interrupt_ends_what_waits(name: str, fork_server: ForkServer, place: Place) -> None:
+def test_an_interrupt_ends_a_waiting_call(name: str, fork_server: ForkServer, place: Place) -> None:
     with WAITS[name].far(place) as hear, fork_server.program("wait", name, *place) as program:
         assert program.line() == "waits"
         program.signal()
@@ -31,13 +31,17 @@ def test_an_interrupt_ends_what_waits(name: str, fork_server: ForkServer, place:
         hear()
 
 
-def test_an_interrupt_that_another_thread_gets_ends_what_waits(fork_server: ForkServer, place: Place) -> None:
+def test_an_interrupt_delivered_to_another_thread_ends_a_waiting_call(
+    fork_server: ForkServer, place: Place
+) -> None:
     with fork_server.program("be_interrupted_elsewhere", *place) as program:
         assert _was_interrupted(program.ended())
 
 
 @pytest.mark.parametrize("name", ["receiver", "server"])
-def test_an_interrupt_ends_what_waits_to_be_opened(name: str, fork_server: ForkServer, place: Place) -> None:
+def test_an_interrupt_ends_an_opening_that_waits_for_another_process(
+    name: str, fork_server: ForkServer, place: Place
+) -> None:
     folder = os.path.dirname(place.messages.removeprefix("ipc://"))
     with (
         nobody_listens_in(folder),
@@ -52,7 +56,7 @@ def test_an_interrupt_ends_what_waits_to_be_opened(name: str, fork_server: ForkS
 
 
 @pytest.mark.parametrize("name", ["receiver", "server"])
-def test_the_handler_of_a_signal_may_close_what_is_opened(
+def test_a_signal_handler_may_close_an_object_that_is_opening(
     name: str, fork_server: ForkServer, place: Place
 ) -> None:
     folder = os.path.dirname(place.messages.removeprefix("ipc://"))
@@ -66,14 +70,14 @@ def test_the_handler_of_a_signal_may_close_what_is_opened(
     assert not os.listdir(folder)
 
 
-def test_the_handler_of_a_signal_may_close_what_is_just_handed_over(
+def test_a_signal_handler_may_close_an_object_before_the_loop_opens_it(
     fork_server: ForkServer, place: Place
 ) -> None:
     with fork_server.program("close_what_is_handed_to_the_loop", *place) as program:
         assert program.ended() == Ended(0, ["closed", "0"], "")
 
 
-def test_an_interrupt_of_closing_that_had_not_begun_closes_all_the_same(
+def test_an_interrupt_before_the_loop_begins_to_close_still_closes(
     fork_server: ForkServer, place: Place
 ) -> None:
     with fork_server.program("close_with_a_busy_loop", *place) as program:
@@ -82,7 +86,7 @@ def test_an_interrupt_of_closing_that_had_not_begun_closes_all_the_same(
         assert program.ended() == Ended(0, ["0 False"], "")
 
 
-def test_an_interrupt_of_a_call_that_had_not_begun_leaves_nothing_behind(
+def test_an_interrupt_before_the_loop_begins_a_receive_leaves_no_claim(
     fork_server: ForkServer, place: Place
 ) -> None:
     with fork_server.program("go_on_after_a_signal", *place) as program:
@@ -91,19 +95,23 @@ def test_an_interrupt_of_a_call_that_had_not_begun_leaves_nothing_behind(
         assert program.ended() == Ended(0, ["waiting 0", "True", "True"], "")
 
 
-def test_when_the_interrupt_is_raised_all_is_given_back(fork_server: ForkServer, place: Place) -> None:
+def test_an_interrupted_send_releases_its_permit_before_it_raises(
+    fork_server: ForkServer, place: Place
+) -> None:
     with fork_server.program("look_at_once", *place) as program:
         assert program.line() == "waits"
         program.signal()
         assert program.ended() == Ended(0, ["1 2"], "")
 
 
-def test_an_interrupt_takes_no_permit_with_it(fork_server: ForkServer, place: Place) -> None:
+def test_an_interrupt_while_a_message_begins_releases_its_permit(
+    fork_server: ForkServer, place: Place
+) -> None:
     with fork_server.program("begin_a_message_at_a_signal", *place) as program:
         assert program.ended() == Ended(0, ["in flight 0"], "")
 
 
-def test_an_interrupt_while_the_loop_starts_ends_that_too(fork_server: ForkServer, place: Place) -> None:
+def test_an_interrupt_while_the_loop_starts_stops_the_loop(fork_server: ForkServer, place: Place) -> None:
     with fork_server.program("start_slowly", *place) as program:
         assert program.line() == "waits"
         program.signal()
@@ -112,7 +120,7 @@ def test_an_interrupt_while_the_loop_starts_ends_that_too(fork_server: ForkServe
         assert ended.lines == ["[]"]
 
 
-def test_the_handler_of_a_signal_may_close_what_waits(fork_server: ForkServer, place: Place) -> None:
+def test_a_signal_handler_may_close_a_server_that_serves(fork_server: ForkServer, place: Place) -> None:
     with (
         fork_server.program("close_at_a_signal", *place) as program,
         MessageClient(place.messages, reply_type=Answer) as client,
@@ -124,7 +132,9 @@ def test_the_handler_of_a_signal_may_close_what_waits(fork_server: ForkServer, p
         until(lambda: client.statistics().servers_lost == 1)
 
 
-def test_the_handler_of_a_signal_may_close_what_is_just_used(fork_server: ForkServer, place: Place) -> None:
+def test_a_signal_handler_may_close_an_object_just_before_a_call(
+    fork_server: ForkServer, place: Place
+) -> None:
     with fork_server.program("close_in_the_middle_of_a_call", *place) as program:
         assert program.ended() == Ended(0, ["closed"], "")
 
@@ -148,9 +158,7 @@ def test_a_second_interrupt_ends_the_closing(fork_server: ForkServer, place: Pla
             assert "Exception ignored" not in ended.errors
 
 
-def test_an_interrupt_of_closing_does_not_wait_for_what_has_not_left(
-    fork_server: ForkServer, place: Place
-) -> None:
+def test_an_interrupt_ends_the_linger_of_a_closing_client(fork_server: ForkServer, place: Place) -> None:
     with other("blocking", place.tensors) as engine:
         engine.call("open_server", place)
         with fork_server.program("linger", engine.pid, *place) as program:

@@ -27,7 +27,7 @@ def _loops() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "aiotensor-blocking"]
 
 
-def test_many_threads_ask_with_one_client_and_nothing_is_mixed_up(stranger: Other, place: Place) -> None:
+def test_many_threads_share_one_client(stranger: Other, place: Place) -> None:
     with (
         TensorSender(place.tensors, 4, 64 << 20) as sender,
         MessageClient(place.messages, sender=sender, reply_type=Answer) as client,
@@ -49,7 +49,7 @@ def test_many_threads_ask_with_one_client_and_nothing_is_mixed_up(stranger: Othe
     assert sender.statistics().peak_in_flight <= 4
 
 
-def test_many_threads_answer_with_one_server_and_nothing_is_mixed_up(stranger: Other, place: Place) -> None:
+def test_many_threads_share_one_server(stranger: Other, place: Place) -> None:
     with (
         TensorReceiver(place.tensors) as receiver,
         MessageServer(place.messages, Question, receiver=receiver) as server,
@@ -141,7 +141,7 @@ def test_an_object_is_opened_in_one_thread_and_closed_in_another(place: Place) -
         in_thread(each.close).result()
 
 
-def test_threads_that_call_while_it_is_closed_are_told_and_none_is_left_waiting(place: Place) -> None:
+def test_concurrent_calls_of_other_threads_raise_closed_error_during_close(place: Place) -> None:
     def look(server: MessageServer[Question], started: threading.Barrier) -> bool:
         started.wait()
         try:
@@ -189,7 +189,7 @@ def test_a_tensor_in_a_request_that_failed_is_freed_without_the_garbage_collecto
         until(lambda: freed() is None)
 
 
-def test_a_tensor_that_the_server_had_no_answer_to_is_freed_without_the_garbage_collector(
+def test_a_tensor_whose_handler_failed_is_freed_without_the_garbage_collector(
     place: Place,
 ) -> None:
     with (

@@ -17,7 +17,7 @@ _CLOSED = [name for name in WAITS if name != "request, for a permit"]  # the per
 
 @pytest.mark.parametrize("name", _LIMITED)
 @pytest.mark.parametrize("timeout", [0, 0.05])
-def test_a_call_that_waits_too_long_gives_everything_back(name: str, timeout: float, place: Place) -> None:
+def test_a_call_that_times_out_releases_its_resources(name: str, timeout: float, place: Place) -> None:
     row = WAITS[name]
     with row.far(place), row.near(place) as wait:
         before = wait.held()
@@ -29,7 +29,7 @@ def test_a_call_that_waits_too_long_gives_everything_back(name: str, timeout: fl
 
 
 @pytest.mark.parametrize("name", _CLOSED)
-def test_whoever_waits_hears_that_it_was_closed(name: str, place: Place) -> None:
+def test_closing_ends_waiting_calls_of_other_threads(name: str, place: Place) -> None:
     row = WAITS[name]
     with row.far(place) as hear:
         with row.near(place) as wait:
@@ -44,7 +44,7 @@ def test_whoever_waits_hears_that_it_was_closed(name: str, place: Place) -> None
 
 
 @pytest.mark.parametrize("name", _CLOSED)
-def test_closing_in_no_time_tells_those_who_wait_too(name: str, place: Place) -> None:
+def test_closing_with_timeout_zero_ends_waiting_calls(name: str, place: Place) -> None:
     row = WAITS[name]
     with row.far(place), row.near(place) as wait:
         waiting = in_thread(wait.call)

@@ -51,7 +51,7 @@ async def test_the_history_outlasts_the_subscribers(broadcasts: Broadcasts) -> N
             assert torch.equal((await second.receive()).message, pattern(7, BIG))
 
 
-async def test_the_history_gives_way_to_new_publications(broadcasts: Broadcasts) -> None:
+async def test_the_history_is_evicted_when_memory_is_needed(broadcasts: Broadcasts) -> None:
     async with broadcasts.open(0, history=4, arena_bytes=2 << 20) as (publisher, _):
         for number in range(10):
             await publisher.publish(pattern(number, 100_000))  # 800 kB, so that two fit
@@ -86,7 +86,7 @@ async def test_a_subscriber_that_connects_again_receives_nothing_twice(address: 
         assert (publication.message, publication.missed) == (5, 0)
 
 
-async def test_publications_before_anything_arrived_over_a_second_connection_count_as_missed(
+async def test_publications_before_the_first_arrival_after_a_reconnect_are_missed(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:

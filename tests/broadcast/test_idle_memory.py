@@ -59,9 +59,7 @@ async def shrinks_to(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "kill"])
-async def test_small_tensors_keep_nothing_else_of_a_publisher_that_has_ended(
-    endpoint: Endpoint, how: str
-) -> None:
+async def test_small_tensors_keep_no_other_memory_of_an_ended_publisher(endpoint: Endpoint, how: str) -> None:
     async with published(endpoint, 3) as (publisher, subscribers):
         tensors = [await take(subscriber) for subscriber in subscribers]
         tensors[0][0].zero_()  # the memory of the copied pages returns, too
@@ -83,7 +81,7 @@ async def test_small_tensors_keep_nothing_else_of_a_publisher_that_has_ended(
         remove_socket(endpoint)
 
 
-async def test_publications_that_arrived_are_received_after_others_freed_them(
+async def test_arrived_publications_survive_their_release_by_other_subscribers(
     endpoint: Endpoint,
 ) -> None:
     async with published(endpoint, 2) as (publisher, [early, late]):

@@ -135,7 +135,9 @@ async def test_a_stopped_subscriber_is_disconnected(address: str) -> None:
 
 
 @pytest.mark.parametrize("slow", ["wait", "drop", "disconnect"])
-async def test_a_stopped_subscriber_can_be_killed(endpoint: Endpoint, slow: SlowPolicy) -> None:
+async def test_killing_a_stopped_subscriber_unblocks_the_publisher(
+    endpoint: Endpoint, slow: SlowPolicy
+) -> None:
     async with audience(endpoint, 2, max_behind=2, slow=slow) as (publisher, [stopped, other]):
         await stopped.stop()
         for number in range(2):
@@ -308,7 +310,7 @@ async def test_full_buffers_do_not_disconnect_a_stopped_subscriber(endpoint: End
         assert await stopped.call(workers.receive, 900) == list(range(900))
 
 
-async def test_everything_arrives_although_the_publisher_closes_at_once(endpoint: Endpoint) -> None:
+async def test_closing_a_publisher_loses_no_publication(endpoint: Endpoint) -> None:
     async with audience(endpoint, 2, max_behind=1000) as (publisher, children):
         counts = [child.start(workers.receive_for_ever) for child in children]
         for number in range(900):
@@ -317,7 +319,7 @@ async def test_everything_arrives_although_the_publisher_closes_at_once(endpoint
         assert [await count for count in counts] == [900, 900]
 
 
-async def test_a_publisher_and_its_subscribers_live_under_a_low_limit_of_descriptors(
+async def test_publications_add_at_most_one_descriptor_to_each_process(
     endpoint: Endpoint,
 ) -> None:
     async with audience(endpoint, 8, history=2) as (publisher, children):

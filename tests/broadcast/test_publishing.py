@@ -63,7 +63,9 @@ async def test_every_subscriber_receives_every_publication_in_order(
     [None, True, 7, "text", b"bytes", b"", [1, [2.5, None]], {"a": [b"x"]}, b"0" * 100_000, "x" * (1 << 20)],
     ids=lambda message: repr(message)[:20],
 )
-async def test_a_message_is_anything_that_the_codec_accepts(broadcasts: Broadcasts, message: object) -> None:
+async def test_every_message_that_the_codec_accepts_can_be_published(
+    broadcasts: Broadcasts, message: object
+) -> None:
     async with broadcasts.open(2) as (publisher, subscribers):
         await publisher.publish(message)
         for subscriber in subscribers:
@@ -170,7 +172,7 @@ async def test_an_allocated_tensor_is_not_copied(broadcasts: Broadcasts) -> None
         await idle(publisher)
 
 
-async def test_parts_of_an_allocated_tensor_travel_in_one_message(broadcasts: Broadcasts) -> None:
+async def test_views_of_an_allocated_tensor_are_published_without_a_copy(broadcasts: Broadcasts) -> None:
     async with broadcasts.open(2, list[torch.Tensor]) as (publisher, subscribers):
         tensor = await publisher.allocate((3, BIG), torch.int64)
         tensor[:] = pattern(0, 3 * BIG).view(3, BIG)
@@ -202,7 +204,7 @@ async def test_an_allocated_tensor_in_use_is_copied_when_it_is_published_again(
 
 
 @pytest.mark.parametrize("is_held_by", ["the application", "a call that waits for its turn"])
-async def test_publishing_never_waits_for_tensors_whose_publication_would_wait_for_it(
+async def test_publishing_raises_instead_of_waiting_for_unpublished_allocations(
     broadcasts: Broadcasts, is_held_by: str
 ) -> None:
     async with broadcasts.open(1, torch.Tensor, arena_bytes=3 * (BIG * 8 + 4096)) as (
@@ -252,7 +254,7 @@ async def test_several_calls_are_numbered_in_their_order(broadcasts: Broadcasts)
             assert all(map(torch.equal, await received(subscriber, 8), messages))
 
 
-async def test_publishing_without_waiting(broadcasts: Broadcasts) -> None:
+async def test_publish_nowait_delivers_to_all_subscribers(broadcasts: Broadcasts) -> None:
     async with broadcasts.open(2, Batch) as (publisher, subscribers):
         for number, size in enumerate((3, BIG)):
             assert publisher.publish_nowait(Batch("now", pattern(number, size))) == (number, 2, 0)
@@ -264,7 +266,7 @@ async def test_publishing_without_waiting(broadcasts: Broadcasts) -> None:
         await idle(publisher)
 
 
-async def test_receiving_without_waiting(broadcasts: Broadcasts) -> None:
+async def test_receive_nowait_returns_an_arrived_publication_or_raises(broadcasts: Broadcasts) -> None:
     async with broadcasts.open(1, torch.Tensor) as (publisher, [subscriber]):
         with pytest.raises(WouldBlockError, match="no publication has arrived"):
             subscriber.receive_nowait()
@@ -275,7 +277,7 @@ async def test_receiving_without_waiting(broadcasts: Broadcasts) -> None:
         await idle(publisher)
 
 
-async def test_publishing_to_nobody_returns_at_once(endpoint: Endpoint) -> None:
+async def test_publishing_without_subscribers_returns_immediately(endpoint: Endpoint) -> None:
     async with Publisher(endpoint, max_behind=1) as publisher:
         for number in range(5):
             assert await publisher.publish(pattern(number, BIG)) == (number, 0, 0)
@@ -352,7 +354,7 @@ async def test_a_connection_that_ends_before_the_publisher_admits_it_is_not_a_lo
         assert subscriber.statistics().publishers_lost == 0
 
 
-async def test_waiting_for_subscribers(endpoint: Endpoint) -> None:
+async def test_wait_for_subscribers_returns_or_raises_after_max_wait_s(endpoint: Endpoint) -> None:
     async with Publisher(endpoint, max_wait_s=0.05, max_subscribers=3) as publisher:
         with pytest.raises(WouldBlockError, match="0 of 2 subscribers") as caught:
             await publisher.wait_for_subscribers(2)

@@ -197,7 +197,7 @@ async def test_a_subscriber_uses_at_most_max_held_bytes(broadcasts: Broadcasts, 
             assert torch.equal(publication.message, pattern(publication.number, 100_000))
 
 
-async def test_a_message_that_no_subscriber_may_use_is_rejected(broadcasts: Broadcasts) -> None:
+async def test_a_message_larger_than_max_held_bytes_is_rejected(broadcasts: Broadcasts) -> None:
     async with broadcasts.open(1, max_held_bytes=1 << 20) as (publisher, _):
         tensor = await publisher.allocate((2 << 20,), torch.uint8)
         for message in (torch.zeros(1 << 20), tensor, b"0" * (2 << 20)):

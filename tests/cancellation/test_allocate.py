@@ -13,7 +13,7 @@ from verification.waiting import settled
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
 
-async def test_memory_that_is_warm_and_free_is_not_waited_for() -> None:
+async def test_allocating_free_warm_memory_does_not_suspend() -> None:
     async with pair(arena_bytes=BIG * 8) as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:
@@ -24,7 +24,7 @@ async def test_memory_that_is_warm_and_free_is_not_waited_for() -> None:
         assert not await cancel_everywhere(attempt, sender, receiver)
 
 
-async def test_cancelled_while_it_gets_memory_it_gives_the_block_back() -> None:
+async def test_an_allocate_cancelled_during_page_allocation_releases_its_block() -> None:
     async def attempt(attempt: Attempt) -> None:
         async with pair(arena_bytes=BIG * 8) as (sender, receiver):
             allocating = attempt.start(sender.allocate((BIG,), torch.int64))
@@ -40,7 +40,7 @@ async def test_cancelled_while_it_gets_memory_it_gives_the_block_back() -> None:
     assert await cancel_everywhere(attempt)
 
 
-async def test_cancelled_in_line_for_bytes_it_lets_the_next_one_through() -> None:
+async def test_an_allocate_cancelled_while_it_waits_for_bytes_lets_the_next_call_run() -> None:
     async with pair(arena_bytes=BIG * 8) as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:
@@ -64,7 +64,7 @@ async def test_cancelled_in_line_for_bytes_it_lets_the_next_one_through() -> Non
         assert await cancel_everywhere(attempt, sender, receiver)
 
 
-async def test_cancelled_in_the_block_of_a_message_it_returns_the_bytes_and_the_message_is_sent() -> None:
+async def test_an_allocate_cancelled_in_a_message_returns_its_bytes_only() -> None:
     async with pair(arena_bytes=BIG * 8) as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:

@@ -283,7 +283,7 @@ async def test_a_cancelled_iteration_loses_nothing() -> None:
         assert await cancel_everywhere(settled(attempt, publisher), publisher, first, second)
 
 
-async def test_a_cancelled_wait_for_subscribers_or_for_the_end_of_publications() -> None:
+async def test_cancelling_wait_for_subscribers_or_drain_has_no_effect() -> None:
     with endpoint() as place:
         async with (
             Publisher(place) as publisher,
@@ -341,7 +341,7 @@ async def test_a_cancelled_wait_for_an_allocation_returns_the_memory() -> None:
 
 
 @on_one_machine
-async def test_a_cancelled_wait_for_the_slowest_of_several_subscribers() -> None:
+async def test_cancelling_drain_with_several_subscribers_has_no_effect() -> None:
     async with several(8) as (publisher, subscribers):
 
         async def attempt(attempt: Attempt) -> None:

@@ -32,7 +32,7 @@ async def _works(place: Endpoint) -> None:
 
 
 @pytest.mark.usefixtures("link")
-async def test_openings_that_no_other_process_holds_up_do_not_wait() -> None:
+async def test_opening_a_publisher_or_subscriber_does_not_suspend_without_contention() -> None:
     async def publisher_opens(attempt: Attempt) -> None:
         with endpoint() as place:
             publisher = Publisher(place)
@@ -49,7 +49,7 @@ async def test_openings_that_no_other_process_holds_up_do_not_wait() -> None:
     assert not await cancel_everywhere(subscriber_opens)
 
 
-async def test_an_opening_cancelled_while_another_process_is_at_the_folder_leaves_nothing() -> None:
+async def test_an_opening_cancelled_while_the_folder_is_locked_leaves_nothing() -> None:
     async def attempt(attempt: Attempt) -> None:
         with endpoint("unix") as place:
             assert isinstance(place, str)

@@ -81,7 +81,7 @@ async def test_an_operation_is_cancelled_at_each_suspension_and_again_where_it_c
     ]
 
 
-async def test_what_is_brought_comes_after_the_cancellation_or_in_the_same_turn() -> None:
+async def test_results_arrive_after_the_cancellation_or_in_the_same_iteration() -> None:
     order: list[str] = []
 
     async def attempt(attempt: Attempt) -> None:
@@ -232,7 +232,7 @@ LEAKS: dict[str, tuple[Callable[[Pair], Coroutine[Any, Any, None]], str]] = {
 
 
 @pytest.mark.parametrize(("operation", "found"), LEAKS.values(), ids=LEAKS)
-async def test_whatever_a_cancelled_operation_leaves_behind_is_found(
+async def test_resources_left_by_a_cancelled_operation_are_detected(
     operation: Callable[[Pair], Coroutine[Any, Any, None]], found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.holdings._PATIENCE_S", 0.05)  # each run waits for all of it

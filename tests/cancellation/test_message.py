@@ -12,7 +12,7 @@ from verification.patterns import BIG, pattern
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
 
-async def test_a_message_cancelled_in_line_for_its_permit_can_be_begun_again() -> None:
+async def test_a_message_cancelled_while_it_waits_for_a_permit_can_be_begun_again() -> None:
     async with pair(max_concurrent_videos=1) as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:
@@ -35,7 +35,7 @@ async def test_a_message_cancelled_in_line_for_its_permit_can_be_begun_again() -
         assert await cancel_everywhere(attempt, sender, receiver)
 
 
-async def test_a_send_cancelled_in_the_block_of_a_message_leaves_the_message_as_it_was(
+async def test_a_cancelled_send_in_a_message_does_not_affect_the_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held_up = HeldUp(monkeypatch)
@@ -90,7 +90,7 @@ async def test_a_message_whose_block_is_cancelled_is_discarded_whole() -> None:
 
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError])
-async def test_the_end_of_a_block_waits_for_nothing(error: type[Exception] | None) -> None:
+async def test_leaving_the_block_of_a_message_does_not_suspend(error: type[Exception] | None) -> None:
     async with pair() as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:

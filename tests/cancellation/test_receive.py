@@ -35,7 +35,7 @@ async def _received(receiving: Running[torch.Tensor], receiver: TensorReceiver, 
 
 
 @pytest.mark.parametrize("count", [3, BIG])
-async def test_what_is_here_is_not_waited_for(count: int) -> None:
+async def test_receiving_an_arrived_tensor_does_not_suspend(count: int) -> None:
     async with pair() as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:
@@ -48,9 +48,7 @@ async def test_what_is_here_is_not_waited_for(count: int) -> None:
 
 @pytest.mark.parametrize("copy", [False, True])
 @pytest.mark.parametrize("count", [3, BIG])
-async def test_a_cancelled_receive_leaves_a_tensor_claimable_that_was_on_its_way(
-    count: int, copy: bool
-) -> None:
+async def test_a_cancelled_receive_leaves_an_arriving_tensor_claimable(count: int, copy: bool) -> None:
     async with pair() as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:
@@ -95,7 +93,7 @@ async def test_a_receive_cancelled_while_it_copies_leaves_the_tensor_claimable(
         assert await cancel_everywhere(attempt, sender, receiver)
 
 
-async def test_a_receive_cancelled_before_its_sender_came_leaves_the_tensor_claimable() -> None:
+async def test_a_receive_cancelled_before_its_sender_connects_leaves_it_claimable() -> None:
     async def attempt(attempt: Attempt) -> None:
         with endpoint() as place:
             async with TensorReceiver(place) as receiver:
@@ -131,7 +129,7 @@ async def test_a_receive_cancelled_before_its_message_was_whole_leaves_the_tenso
 
 
 @pytest.mark.parametrize("by", ["sender", "receiver"])
-async def test_a_receive_of_what_is_discarded_meanwhile_is_cancelled_or_told(by: str) -> None:
+async def test_a_receive_of_a_discarded_tensor_is_cancelled_or_raises_discarded_error(by: str) -> None:
     async with pair() as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:
@@ -153,7 +151,7 @@ async def test_a_receive_of_what_is_discarded_meanwhile_is_cancelled_or_told(by:
         assert await cancel_everywhere(attempt, sender, receiver)
 
 
-async def test_of_two_that_wait_for_one_tensor_the_second_gets_it_if_the_first_is_cancelled() -> None:
+async def test_a_second_receive_gets_the_tensor_if_the_first_is_cancelled() -> None:
     async with pair() as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:
@@ -177,7 +175,7 @@ async def test_of_two_that_wait_for_one_tensor_the_second_gets_it_if_the_first_i
         assert await cancel_everywhere(attempt, sender, receiver)
 
 
-async def test_a_cancelled_iteration_leaves_what_came_to_the_next_one() -> None:
+async def test_a_cancelled_iteration_leaves_its_tensor_to_the_next_iteration() -> None:
     async with pair() as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:
@@ -196,7 +194,7 @@ async def test_a_cancelled_iteration_leaves_what_came_to_the_next_one() -> None:
         assert found[Way.WITH_RESULT] == 1
 
 
-async def test_a_tensor_whose_receive_is_cancelled_goes_to_the_iteration() -> None:
+async def test_iteration_yields_the_tensor_of_a_cancelled_receive() -> None:
     async with pair() as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:

@@ -30,7 +30,7 @@ async def _opens(place: str, stale: int = 0) -> None:
 
 
 @pytest.mark.usefixtures("link")
-async def test_an_opening_that_no_other_process_holds_up_does_not_wait() -> None:
+async def test_opening_a_receiver_does_not_suspend_without_contention() -> None:
     async def attempt(attempt: Attempt) -> None:
         with endpoint() as place:
             receiver = TensorReceiver(place)
@@ -41,7 +41,7 @@ async def test_an_opening_that_no_other_process_holds_up_does_not_wait() -> None
 
 
 @pytest.mark.parametrize("has_stale_socket", [True, False])
-async def test_an_opening_cancelled_while_another_process_is_at_the_folder_leaves_nothing(
+async def test_an_opening_cancelled_while_the_folder_is_locked_leaves_nothing(
     has_stale_socket: bool,
 ) -> None:
     async def attempt(attempt: Attempt) -> None:
@@ -69,7 +69,7 @@ async def test_an_opening_cancelled_while_another_process_is_at_the_folder_leave
 
 
 @pytest.mark.usefixtures("link")
-async def test_closing_cancelled_anywhere_closes_and_tells_everybody() -> None:
+async def test_closing_cancelled_anywhere_still_closes_and_ends_all_waits() -> None:
     async def attempt(attempt: Attempt) -> None:
         with endpoint() as place:
             receiver = await TensorReceiver(place).__aenter__()

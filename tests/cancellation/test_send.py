@@ -32,9 +32,7 @@ Source = Callable[[TensorSender, int], Awaitable[torch.Tensor]]
 @on_one_machine
 @pytest.mark.parametrize("count", [3, BIG])
 @pytest.mark.parametrize("source", [_plain, _allocated])
-async def test_a_send_that_needs_to_wait_for_nothing_cannot_be_cancelled_half_way(
-    source: Source, count: int
-) -> None:
+async def test_a_send_with_free_resources_does_not_suspend(source: Source, count: int) -> None:
     async with pair() as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:
@@ -60,7 +58,7 @@ async def test_a_send_cancelled_around_its_copy_leaves_nothing(count: int) -> No
 
 
 @on_one_machine
-async def test_a_send_cancelled_in_the_middle_of_its_copy_gives_the_permit_back_at_once_and_then_the_block(
+async def test_a_send_cancelled_during_its_copy_releases_the_permit_before_the_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held_up = HeldUp(monkeypatch)
@@ -94,7 +92,7 @@ async def test_a_send_cancelled_in_the_middle_of_its_copy_gives_the_permit_back_
 
 
 @pytest.mark.parametrize(("source", "count"), [(_plain, 3), (_plain, SLOW), (_allocated, BIG)])
-async def test_a_send_cancelled_in_line_for_a_permit_lets_the_next_one_through(
+async def test_a_send_cancelled_while_it_waits_for_a_permit_does_not_block_the_next(
     source: Source, count: int
 ) -> None:
     async with pair(max_concurrent_videos=1, arena_bytes=SLOW * 8) as (sender, receiver):
@@ -115,7 +113,7 @@ async def test_a_send_cancelled_in_line_for_a_permit_lets_the_next_one_through(
 
 
 @pytest.mark.parametrize("count", [BIG, SLOW])
-async def test_a_send_cancelled_in_line_for_bytes_lets_the_next_one_through(count: int) -> None:
+async def test_a_send_cancelled_while_it_waits_for_bytes_does_not_block_the_next(count: int) -> None:
     async with pair(max_concurrent_videos=2, arena_bytes=count * 8) as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:
@@ -138,7 +136,7 @@ async def test_a_send_cancelled_in_line_for_bytes_lets_the_next_one_through(coun
 
 
 @pytest.mark.parametrize("count", [3, BIG])
-async def test_a_send_cancelled_before_its_receiver_came_is_not_received(count: int) -> None:
+async def test_a_send_cancelled_before_its_receiver_connects_is_not_received(count: int) -> None:
     async def attempt(attempt: Attempt) -> None:
         with endpoint() as place:
             receiver = TensorReceiver(place)
@@ -159,7 +157,7 @@ async def test_a_send_cancelled_before_its_receiver_came_is_not_received(count: 
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-async def test_a_send_cancelled_while_it_gets_memory_gives_its_block_back(is_first: bool) -> None:
+async def test_a_send_cancelled_during_page_allocation_releases_its_block(is_first: bool) -> None:
     count = BIG if is_local() else SLOW  # a small tensor waits for nothing between machines
 
     async def attempt(attempt: Attempt) -> None:
@@ -179,7 +177,7 @@ async def test_a_send_cancelled_while_it_gets_memory_gives_its_block_back(is_fir
 
 
 @at_once
-async def test_a_send_cancelled_while_the_link_takes_nothing_is_not_sent_later() -> None:
+async def test_a_send_cancelled_while_the_link_is_full_is_not_sent_later() -> None:
     async def attempt(attempt: Attempt) -> None:
         with endpoint() as place, unread(place) as far:
             async with TensorSender(place, max_concurrent_videos=1000) as sender:
@@ -195,7 +193,7 @@ async def test_a_send_cancelled_while_the_link_takes_nothing_is_not_sent_later()
 
 
 @at_once
-async def test_a_copied_send_cancelled_while_the_link_takes_nothing_gives_its_block_back(
+async def test_a_copied_send_cancelled_while_the_link_is_full_releases_its_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held_up = HeldUp(monkeypatch)

@@ -27,7 +27,7 @@ def loss_allowed(*, is_closed: bool) -> AbstractContextManager[None]:
     return nullcontext() if is_closed or is_local() else suppress(PeerLostError)
 
 
-async def test_opening_waits_for_nobody() -> None:
+async def test_opening_a_sender_does_not_suspend() -> None:
     async def attempt(attempt: Attempt) -> None:
         with endpoint() as place:
             sender = TensorSender(place)
@@ -55,7 +55,7 @@ async def test_opening_does_not_wait_for_a_full_queue() -> None:
             await sender.aclose()
 
 
-async def test_a_cancelled_drain_leaves_the_others_that_drain() -> None:
+async def test_a_cancelled_drain_does_not_affect_other_drains() -> None:
     async with pair() as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:
@@ -84,7 +84,7 @@ async def _closed(sender: TensorSender) -> None:
 
 
 @pytest.mark.parametrize("has_arrived", [True, False])
-async def test_closing_cancelled_anywhere_loses_nothing_that_the_link_has_taken(has_arrived: bool) -> None:
+async def test_closing_cancelled_anywhere_loses_no_tensor_that_has_arrived(has_arrived: bool) -> None:
     async def attempt(attempt: Attempt) -> None:
         with endpoint() as place:
             async with TensorReceiver(place) as receiver:
@@ -105,7 +105,7 @@ async def test_closing_cancelled_anywhere_loses_nothing_that_the_link_has_taken(
 
 
 @on_one_machine
-async def test_closing_cancelled_in_the_middle_of_copies_ends_them_and_loses_nothing_sent_before(
+async def test_closing_cancelled_during_copies_ends_them_and_keeps_earlier_messages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held_up = HeldUp(monkeypatch)
@@ -146,7 +146,7 @@ async def test_closing_cancelled_in_the_middle_of_copies_ends_them_and_loses_not
 
 
 @at_once
-async def test_closing_cancelled_while_the_link_takes_nothing_closes_at_once() -> None:
+async def test_closing_cancelled_while_the_link_is_full_closes_immediately() -> None:
     async def attempt(attempt: Attempt) -> None:
         with endpoint() as place, unread(place) as far:
             sender = await TensorSender(place, max_concurrent_videos=1000).__aenter__()
@@ -163,7 +163,7 @@ async def test_closing_cancelled_while_the_link_takes_nothing_closes_at_once() -
     assert await cancel_everywhere(attempt)
 
 
-async def test_closing_cancelled_while_it_unmaps_lets_go_of_the_memory_once(
+async def test_closing_cancelled_during_unmapping_frees_the_memory_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     unmapping, go_on = threading.Event(), threading.Event()

@@ -38,7 +38,7 @@ async def test_a_sender_whose_ready_was_cancelled_still_connects() -> None:
 
 
 @pytest.mark.usefixtures("link")
-async def test_a_tensor_whose_arrived_was_cancelled_goes_to_the_iteration() -> None:
+async def test_iteration_yields_a_tensor_after_arrived_was_cancelled() -> None:
     async with pair() as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:

@@ -95,7 +95,7 @@ async def test_a_message_with_a_large_body_takes_no_permit() -> None:
         await settled(ends)
 
 
-async def test_a_reply_with_a_large_body_can_be_replaced_and_else_is_an_error_of_its_request_alone() -> None:
+async def test_a_reply_with_a_large_body_can_be_replaced_or_fails_only_its_request() -> None:
     with place() as here, said():
         async with (
             MessageServer(here.messages, Any) as server,
@@ -117,7 +117,7 @@ async def test_a_reply_with_a_large_body_can_be_replaced_and_else_is_an_error_of
 
 
 @pytest.mark.parametrize("limit", [None, 2**70, 3 << 20])
-async def test_a_body_of_the_size_of_the_limit_travels_both_ways(limit: int | None) -> None:
+async def test_a_body_of_exactly_max_body_bytes_is_accepted_in_both_directions(limit: int | None) -> None:
     body = bytes((3 << 20) - 5)  # and five for its length
     with place() as here:
         async with (
@@ -188,7 +188,7 @@ TENSORS: dict[str, Callable[[], list[torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
-async def test_tensors_alone_are_no_large_body(make: Callable[[], list[torch.Tensor]]) -> None:
+async def test_tensors_do_not_count_towards_max_body_bytes(make: Callable[[], list[torch.Tensor]]) -> None:
     tensors = make()
     total = sum(float(tensor.sum()) for tensor in tensors)
     with place() as here:
@@ -206,7 +206,7 @@ async def test_tensors_alone_are_no_large_body(make: Callable[[], list[torch.Ten
             assert sum(float(tensor.sum()) for tensor in await asking) == total
 
 
-async def test_empty_tensors_beside_a_sender_are_no_large_body() -> None:
+async def test_empty_tensors_do_not_count_towards_max_body_bytes_with_a_sender() -> None:
     empty = [torch.zeros(0)] * 60_000
     async with channel() as ends:
         asking = asyncio.create_task(ends.client.request(Question(1, pattern(1, BIG), {"empty": empty})))

@@ -121,7 +121,7 @@ async def test_a_client_that_never_reads_its_answers_is_disconnected() -> None:
             assert (server.statistics().waiting, server.statistics().clients) == (0, 0)
 
 
-async def test_connections_that_say_nothing_are_bounded_and_the_oldest_is_closed_first() -> None:
+async def test_silent_connections_are_limited_and_the_oldest_is_closed_first() -> None:
     with place() as here, repeated_lines("connection_refused") as refused:
         path = here.messages.removeprefix("ipc://")
         async with (
@@ -235,7 +235,7 @@ REFUSED: dict[str, tuple[Parts, str]] = {
 
 
 @pytest.mark.parametrize(("parts", "reason"), REFUSED.values(), ids=REFUSED)
-async def test_a_message_that_cannot_be_taken_fails_alone(parts: Parts, reason: str) -> None:
+async def test_an_invalid_message_fails_without_affecting_later_ones(parts: Parts, reason: str) -> None:
     async with served() as ends, raw(zmq.DEALER, ends.place.messages) as rogue:
         await rogue.send_multipart([HELLO])
         assert isinstance(read_from_server((await rogue.recv_multipart())[0]), ServerHello)
@@ -270,7 +270,7 @@ CHANGES: list[Callable[[bytes, random.Random], bytes]] = [_noise, _a_bit, _short
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
-async def test_a_fuzzed_part_at_each_position_of_a_message_harms_nobody(position: int) -> None:
+async def test_a_fuzzed_message_part_does_not_affect_other_clients(position: int) -> None:
     chance = random.Random(position)
     whole = TensorEncoder(inline_bytes=16).encode(
         Question(1, pattern(1, 100), {"x": [pattern(2, 50), pattern(3, 1)]})
@@ -338,9 +338,7 @@ UNREADABLE: dict[str, tuple[Parts, str]] = {
 
 
 @pytest.mark.parametrize(("wrong", "reason"), UNREADABLE.values(), ids=UNREADABLE)
-async def test_an_answer_that_cannot_be_read_is_an_error_of_its_request_alone(
-    wrong: Parts, reason: str
-) -> None:
+async def test_an_unreadable_answer_fails_only_its_request(wrong: Parts, reason: str) -> None:
     with place() as here:
         async with asked(here.messages) as (rogue, identity, asking):
             await rogue.send_multipart([identity, *wrong])

@@ -142,7 +142,7 @@ def cancelling() -> int:
     return task.cancelling()
 
 
-async def test_what_follows_the_block_of_a_cancelled_request_is_not_cancelled() -> None:
+async def test_code_after_the_block_of_a_cancelled_request_is_not_cancelled() -> None:
     async with channel() as ends:
         asking, request = await wanted(ends)
         giving_up = asyncio.create_task(give_up(asking, request))
@@ -154,7 +154,7 @@ async def test_what_follows_the_block_of_a_cancelled_request_is_not_cancelled() 
         await settled(ends)
 
 
-async def test_a_block_that_catches_the_cancellation_goes_on_and_ends_it() -> None:
+async def test_a_block_that_catches_its_cancellation_continues() -> None:
     async with channel() as ends:
         asking, request = await wanted(ends)
         giving_up = asyncio.create_task(give_up(asking, request))
@@ -168,7 +168,7 @@ async def test_a_block_that_catches_the_cancellation_goes_on_and_ends_it() -> No
         await settled(ends)
 
 
-async def test_an_exception_that_takes_the_place_of_the_cancellation_is_logged() -> None:
+async def test_an_exception_that_replaces_the_cancellation_is_logged() -> None:
     with said() as lines:
         async with channel() as ends:
             asking, request = await wanted(ends)
@@ -184,7 +184,7 @@ async def test_an_exception_that_takes_the_place_of_the_cancellation_is_logged()
     assert any("the cleanup failed" in line for line in lines)
 
 
-async def test_a_block_that_is_left_before_the_cancellation_arrives_leaves_none_behind() -> None:
+async def test_leaving_a_block_before_its_cancellation_arrives_removes_it() -> None:
     async with channel() as ends:
         asking, request = await wanted(ends)
         await give_up(asking, request)
@@ -212,7 +212,7 @@ async def test_closing_the_server_inside_a_block_cancels_the_rest_of_the_block_o
 
 
 @pytest.mark.parametrize("first", ["client", "task"])
-async def test_a_cancellation_from_outside_at_the_same_time_goes_on(first: str) -> None:
+async def test_a_simultaneous_cancellation_of_the_task_propagates(first: str) -> None:
     begun, block = asyncio.Event(), CancelOnce()
 
     async def work() -> None:
@@ -230,7 +230,7 @@ async def test_a_cancellation_from_outside_at_the_same_time_goes_on(first: str) 
     assert working.cancelled()
 
 
-async def test_a_timeout_around_a_block_that_expires_at_the_same_time_is_a_timeout() -> None:
+async def test_a_simultaneous_timeout_around_the_block_raises_timeout_error() -> None:
     block = CancelOnce()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(None) as limit:

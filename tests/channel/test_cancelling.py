@@ -39,7 +39,7 @@ def everybody(ends: Channel) -> list[Any]:
     return [ends.sender, ends.receiver, ends.client, ends.server]
 
 
-async def test_what_a_thread_refuses_to_encode_keeps_no_tensor_until_a_collection() -> None:
+async def test_an_encoding_error_in_a_thread_frees_tensors_without_a_collection() -> None:
     async with channel() as ends:
 
         async def ask() -> None:
@@ -57,7 +57,7 @@ async def test_what_a_thread_refuses_to_encode_keeps_no_tensor_until_a_collectio
             gc.enable()
 
 
-async def test_a_cancelled_request_cancels_the_task_of_the_server_and_gives_everything_back() -> None:
+async def test_a_cancelled_request_cancels_its_handler_and_releases_all_resources() -> None:
     async with channel() as ends:
         begun, ended = asyncio.Event(), asyncio.Event()
 
@@ -98,7 +98,7 @@ async def test_a_request_cancelled_before_the_server_took_it_is_never_handed_out
         await asking
 
 
-async def test_a_request_that_nobody_wants_any_more_enters_its_block_cancelled() -> None:
+async def test_entering_the_block_of_a_cancelled_request_cancels_the_block() -> None:
     async with channel() as ends:
         asking = asyncio.create_task(ends.client.request(Question(1)))
         request = await anext(ends.server)
@@ -111,7 +111,7 @@ async def test_a_request_that_nobody_wants_any_more_enters_its_block_cancelled()
         await settled(ends)
 
 
-async def test_a_handler_that_is_cancelled_by_its_own_side_fails_the_request() -> None:
+async def test_a_handler_cancelled_by_the_server_fails_its_request() -> None:
     async with channel() as ends:
 
         async def serve_one() -> None:
@@ -130,7 +130,7 @@ async def test_a_handler_that_is_cancelled_by_its_own_side_fails_the_request() -
 
 
 @pytest.mark.parametrize("has_tensor", [False, True])
-async def test_a_request_is_cancelled_at_each_of_its_suspensions(has_tensor: bool) -> None:
+async def test_a_request_can_be_cancelled_at_each_suspension(has_tensor: bool) -> None:
     async with channel() as ends:
 
         async def attempt(attempt: Attempt) -> None:
@@ -152,7 +152,7 @@ async def test_a_request_is_cancelled_at_each_of_its_suspensions(has_tensor: boo
         assert await cancel_everywhere(attempt, *everybody(ends))
 
 
-async def test_a_request_cancelled_around_its_answer_drops_the_answer() -> None:
+async def test_a_request_cancelled_while_its_answer_arrives_discards_the_answer() -> None:
     with place() as here:
         async with (
             TensorReceiver(here.answers) as receiver,
@@ -180,7 +180,7 @@ async def test_a_request_cancelled_around_its_answer_drops_the_answer() -> None:
 
 
 @pytest.mark.parametrize("has_answer", [True, False])
-async def test_a_request_cancelled_in_the_turn_in_which_it_left_and_was_answered_drops_the_answer(
+async def test_a_request_cancelled_in_the_iteration_of_its_answer_discards_the_answer(
     has_answer: bool,
 ) -> None:
     with place() as here, loops.complaints() as complaints:
@@ -234,7 +234,7 @@ async def test_a_request_cancelled_while_no_server_is_there_leaves_nothing() -> 
             assert await cancel_everywhere(attempt, client)
 
 
-async def test_sending_is_cancelled_at_each_of_its_suspensions() -> None:
+async def test_send_can_be_cancelled_at_each_suspension() -> None:
     async with channel() as ends:
 
         async def attempt(attempt: Attempt) -> None:
@@ -252,7 +252,7 @@ async def test_sending_is_cancelled_at_each_of_its_suspensions() -> None:
         assert await cancel_everywhere(attempt, *everybody(ends))
 
 
-async def test_taking_a_request_is_cancelled_at_each_of_its_suspensions_and_loses_none() -> None:
+async def test_taking_a_request_cancelled_at_any_suspension_loses_no_request() -> None:
     with place() as here:
         async with (
             MessageServer(here.messages, Question) as server,
@@ -273,7 +273,7 @@ async def test_taking_a_request_is_cancelled_at_each_of_its_suspensions_and_lose
 
 
 @pytest.mark.parametrize("by_sender", [False, True])
-async def test_a_reply_is_cancelled_at_each_of_its_suspensions_and_can_be_given_again(
+async def test_a_reply_cancelled_at_any_suspension_can_be_repeated(
     by_sender: bool,
 ) -> None:
     with place() as here:
@@ -300,7 +300,7 @@ async def test_a_reply_is_cancelled_at_each_of_its_suspensions_and_can_be_given_
             assert await cancel_everywhere(attempt, sender, receiver, client, server)
 
 
-async def test_serving_is_cancelled_at_each_of_its_suspensions_and_leaves_no_handler() -> None:
+async def test_serve_cancelled_at_any_suspension_leaves_no_handler_running() -> None:
     with place() as here:
 
         async def attempt(attempt: Attempt) -> None:
@@ -327,7 +327,7 @@ async def _answer_later(question: Question) -> Answer:
     return Answer(question.seed)
 
 
-async def test_a_reply_cancelled_in_the_turn_in_which_it_left_arrives_with_its_tensors() -> None:
+async def test_a_reply_cancelled_in_the_iteration_in_which_it_was_sent_arrives() -> None:
     with place() as here:
         async with (
             TensorReceiver(here.answers) as receiver,
@@ -353,7 +353,7 @@ async def test_a_reply_cancelled_in_the_turn_in_which_it_left_arrives_with_its_t
             assert torch.equal(receiver.receive_nowait(header.handles[0]), pattern(1, BIG))
 
 
-async def test_opening_and_closing_are_cancelled_at_each_of_their_suspensions() -> None:
+async def test_opening_and_closing_can_be_cancelled_at_each_suspension() -> None:
     with place() as here:
 
         async def open_server(attempt: Attempt) -> None:

@@ -20,7 +20,7 @@ async def ask_without_a_permit(ends: Channel) -> tuple[TensorHandle, "asyncio.Ta
     return handle, asking
 
 
-async def test_closing_ends_what_waits_on_either_side() -> None:
+async def test_closing_ends_waiting_calls_of_client_and_server() -> None:
     async with channel() as ends:
         asking = asyncio.create_task(ends.client.request(Question(1)))
         request = await anext(ends.server)
@@ -50,7 +50,7 @@ async def test_closing_a_client_ends_a_request_that_waits_for_a_permit_at_once()
         await settled(ends)
 
 
-async def test_closing_a_client_while_it_sends_a_tensor_is_not_the_loss_of_its_server() -> None:
+async def test_closing_a_client_while_it_sends_a_tensor_raises_closed_error() -> None:
     async with channel(1) as ends:
         handle, asking = await ask_without_a_permit(ends)
         closing = asyncio.create_task(ends.client.aclose())

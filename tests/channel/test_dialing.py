@@ -111,7 +111,7 @@ async def test_all_addresses_of_a_name_are_tried_until_one_leads_to_the_server(
             assert (await client.request(Question(1))).seed == 1
 
 
-async def test_a_server_that_moved_is_looked_for_at_its_new_address(
+async def test_a_client_finds_a_moved_server_at_its_new_address(
     resolver: Resolver, keys: tuple[Keys, Keys]
 ) -> None:
     of_server, of_client = keys
@@ -129,7 +129,7 @@ async def test_a_server_that_moved_is_looked_for_at_its_new_address(
             assert (await client.request(Question(2))).seed == 2
 
 
-async def test_a_lookup_that_does_not_end_delays_nothing_else(
+async def test_a_hanging_lookup_does_not_delay_other_servers(
     resolver: Resolver, keys: tuple[Keys, Keys]
 ) -> None:
     of_server, of_client = keys
@@ -145,7 +145,7 @@ async def test_a_lookup_that_does_not_end_delays_nothing_else(
         resolver.ends.set()
 
 
-async def test_lookups_that_do_not_end_are_few_and_the_first_that_ends_counts(
+async def test_hanging_lookups_are_limited_and_the_first_result_is_used(
     resolver: Resolver, keys: tuple[Keys, Keys], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_server, of_client = keys
@@ -168,7 +168,7 @@ async def test_lookups_that_do_not_end_are_few_and_the_first_that_ends_counts(
                 assert (await client.request(Question(2))).seed == 2
 
 
-async def test_a_name_that_does_not_exist_is_asked_for_again_and_logged_once(
+async def test_an_unknown_name_is_looked_up_again_and_logged_once(
     resolver: Resolver, keys: tuple[Keys, Keys], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_server, of_client = keys
@@ -186,7 +186,7 @@ async def test_a_name_that_does_not_exist_is_asked_for_again_and_logged_once(
         ]
 
 
-async def test_without_a_thread_for_it_a_name_is_resolved_later(
+async def test_a_name_is_resolved_later_if_no_thread_can_be_started(
     resolver: Resolver, keys: tuple[Keys, Keys], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_server, of_client = keys
@@ -210,7 +210,7 @@ async def test_without_a_thread_for_it_a_name_is_resolved_later(
         await client.aclose()
 
 
-async def test_a_client_that_closes_while_its_name_is_resolved_hears_no_more_of_it(
+async def test_closing_a_client_during_name_resolution_ignores_the_result(
     resolver: Resolver, keys: tuple[Keys, Keys]
 ) -> None:
     resolver.silent.add("engine.example")
@@ -248,7 +248,7 @@ asyncio.run(main())
 # Names of servers
 
 
-async def test_a_server_listens_at_the_address_that_its_name_has_here(
+async def test_a_server_listens_at_the_local_address_of_its_name(
     resolver: Resolver, keys: tuple[Keys, Keys]
 ) -> None:
     of_server, of_client = keys
@@ -288,7 +288,7 @@ async def test_a_server_listens_at_the_address_of_an_interface(keys: tuple[Keys,
         assert (await client.request(Question(1))).seed == 1
 
 
-async def test_a_server_whose_name_is_of_another_machine_says_what_to_write(
+async def test_a_server_name_of_another_machine_raises_os_error_with_a_hint(
     resolver: Resolver, keys: tuple[Keys, Keys]
 ) -> None:
     resolver.names["engine.example"] = ["192.0.2.1"]
@@ -298,7 +298,7 @@ async def test_a_server_whose_name_is_of_another_machine_says_what_to_write(
     assert caught.value.errno in (errno.EADDRNOTAVAIL, errno.ENODEV)
 
 
-async def test_a_server_whose_name_cannot_be_resolved_says_what_to_write(
+async def test_an_unresolvable_server_name_raises_os_error_with_a_hint(
     resolver: Resolver, keys: tuple[Keys, Keys], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     why = r"the name engine\.example cannot be resolved \({}\); write an address .* tcp://\*:5555"
@@ -326,7 +326,7 @@ async def test_opening_a_server_can_be_cancelled_while_its_name_is_resolved(
 
 
 @pytest.mark.parametrize("host", ["localhost.example", "localhost.localdomain", "ip6-localhost", "engine"])
-async def test_a_name_is_of_this_machine_only_if_it_is_localhost(host: str) -> None:
+async def test_host_names_other_than_localhost_require_keys(host: str) -> None:
     with pytest.raises(ValueError, match="could connect"):
         MessageServer(f"tcp://{host}:5555", Question)
     with pytest.raises(ValueError, match="could connect"):
@@ -334,7 +334,7 @@ async def test_a_name_is_of_this_machine_only_if_it_is_localhost(host: str) -> N
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64, "en gine", "engine\0", "en;gine", "[::g]"])
-async def test_what_can_be_no_name_is_refused_at_once(host: str, keys: tuple[Keys, Keys]) -> None:
+async def test_an_invalid_host_name_is_rejected(host: str, keys: tuple[Keys, Keys]) -> None:
     with pytest.raises(ValueError, match="address"):
         MessageClient(f"tcp://{host}:5555", reply_type=Answer, **keys[1])
 
@@ -380,14 +380,14 @@ def leave(sock: socket.socket) -> None:
     """Leave a connection as it is, as a server does that was stopped."""
 
 
-async def test_a_handshake_that_hangs_ends_within_seconds() -> None:
+async def test_a_hanging_handshake_is_repeated_within_seconds() -> None:
     with impostor(leave) as (address, accepted):
         async with MessageClient(address, reply_type=Answer, linger_s=0):
             with promptly(4):
                 await until(lambda: len(accepted) == 2)
 
 
-async def test_a_server_that_ends_three_handshakes_in_a_row_has_other_keys(keys: tuple[Keys, Keys]) -> None:
+async def test_three_closed_handshakes_in_a_row_raise_access_denied_error(keys: tuple[Keys, Keys]) -> None:
     with impostor(close) as (address, accepted):
         async with MessageClient(address, reply_type=Answer, max_wait_s=10, **keys[1]) as client:
             with pytest.raises(AccessDeniedError, match="do not agree on their keys"):
@@ -395,7 +395,7 @@ async def test_a_server_that_ends_three_handshakes_in_a_row_has_other_keys(keys:
         assert len(accepted) >= 3  # more if the loop is late, and a descriptor is already reused
 
 
-async def test_handshakes_that_are_reset_say_nothing_about_keys(keys: tuple[Keys, Keys]) -> None:
+async def test_reset_handshakes_do_not_raise_access_denied_error(keys: tuple[Keys, Keys]) -> None:
     def treat(sock: socket.socket) -> None:
         # Never three in a row, but more than that.
         (reset if len(accepted) % 3 == 0 else close)(sock)
@@ -410,7 +410,7 @@ async def test_handshakes_that_are_reset_say_nothing_about_keys(keys: tuple[Keys
                 await asking
 
 
-async def test_handshakes_that_take_too_long_say_nothing_about_keys(
+async def test_timed_out_handshakes_do_not_raise_access_denied_error(
     keys: tuple[Keys, Keys], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = {**dialing.DIALING_OPTIONS, zmq.HANDSHAKE_IVL: 100}
@@ -426,7 +426,7 @@ async def test_handshakes_that_take_too_long_say_nothing_about_keys(
                 await asking
 
 
-async def test_what_a_lost_server_was_to_get_is_not_handed_to_the_next_one() -> None:
+async def test_a_message_for_a_lost_server_is_not_sent_to_its_successor() -> None:
     with place() as here, zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.DEALER) as other:
         other.linger = 0
         other.reconnect_ivl = 300  # ms; ZeroMQ itself would wait for 100

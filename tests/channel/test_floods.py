@@ -99,7 +99,7 @@ async def _ask(client: MessageClient[Answer]) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
-async def test_the_loop_goes_on_while_peers_send_nonsense_and_hang_up(scheme: str) -> None:
+async def test_the_loop_keeps_running_while_peers_send_garbage_and_disconnect(scheme: str) -> None:
     with _place(scheme) as here, repeated_lines("protocol_broken") as lines:
         async with MessageServer(here.messages, Question):
             flood = attacked(here.messages, "speak", 3)
@@ -110,7 +110,7 @@ async def test_the_loop_goes_on_while_peers_send_nonsense_and_hang_up(scheme: st
                 await asyncio.to_thread(flood.__exit__, None, None, None)
 
 
-async def test_a_new_client_is_served_during_a_flood_though_the_loop_has_other_work() -> None:
+async def test_a_new_client_is_served_during_a_flood_on_a_busy_loop() -> None:
     with _place("ipc") as here:
         async with MessageServer(here.messages, Question) as server:
             serving = asyncio.create_task(server.serve(answer))
@@ -133,7 +133,7 @@ async def test_a_new_client_is_served_during_a_flood_though_the_loop_has_other_w
             await serving
 
 
-async def test_refused_handshakes_share_a_line_that_has_their_number() -> None:
+async def test_refused_handshakes_are_logged_together_with_their_count() -> None:
     with _place("tcp") as here:
         server_keys, client_keys = _keys()
         others = [{**client_keys, "secret_key": zmq.curve_keypair()[1]} for _ in range(5)]

@@ -208,7 +208,7 @@ async def test_a_small_message_is_decoded_on_the_loop() -> None:
     assert decoded_in == [threading.get_ident()] * 3
 
 
-async def test_large_messages_that_the_library_alone_refers_to_are_freed_in_threads() -> None:
+async def test_large_messages_without_other_references_are_freed_in_threads() -> None:
     with place() as here:
         async with (
             MessageServer(here.messages, Envelope) as server,
@@ -254,7 +254,7 @@ async def test_a_large_message_that_cannot_be_encoded_or_decoded_is_freed_in_a_t
     await asyncio.wait([decoding])
 
 
-async def test_a_message_that_holds_itself_is_refused() -> None:
+async def test_a_message_that_contains_itself_raises_recursion_error() -> None:
     endless: list[object] = []
     endless.append(endless)
     with place() as here:
@@ -267,7 +267,7 @@ async def test_a_message_that_holds_itself_is_refused() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1000, BODY_BYTES, 1 << 20])
-async def test_a_large_body_is_a_part_of_its_own_and_not_copied_into_the_header(nbytes: int) -> None:
+async def test_a_large_body_is_sent_as_a_separate_part(nbytes: int) -> None:
     assert Places.scheme == "ipc"
     with place() as here:
         async with (

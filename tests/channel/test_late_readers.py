@@ -104,7 +104,7 @@ def here() -> Iterator[Place]:
         Places.scheme = before
 
 
-async def test_a_server_that_stands_still_outlives_a_client_that_leaves_messages(
+async def test_a_blocked_server_survives_a_client_that_closed_after_sending(
     here: Place, tmp_path: Path
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -126,7 +126,7 @@ async def test_a_server_that_stands_still_outlives_a_client_that_leaves_messages
         transport.close()
 
 
-async def test_a_client_that_stands_still_outlives_a_server_that_leaves_answers(
+async def test_a_blocked_client_survives_a_server_that_closed_after_answering(
     here: Place, tmp_path: Path
 ) -> None:
     heart = Heart(b"ROUTER")

@@ -143,7 +143,7 @@ async def both_ways() -> AsyncIterator[BothWays]:
             yield BothWays(client, server, asker, questions, answerer, answers)
 
 
-async def test_many_tensors_that_go_by_a_sender_are_sent_and_taken_in_many_iterations() -> None:
+async def test_many_tensors_of_a_sender_are_sent_and_taken_in_many_iterations() -> None:
     tensors = [torch.zeros(4096)] * 1000
     async with both_ways() as ends:
         both = [(ends.asker, ends.questions), (ends.answerer, ends.answers)]
@@ -212,7 +212,7 @@ async def test_a_request_of_many_tensors_that_is_cancelled_between_two_iteration
             assert (receiver.statistics().unclaimed_tensors, receiver.statistics().leases) == (0, 0)
 
 
-async def test_an_idle_client_and_its_server_do_nothing() -> None:
+async def test_an_idle_client_and_its_server_use_no_processor_time() -> None:
     with place() as here:
         async with peers.process(here) as engine, peers.process(here) as api:
             await engine.call(peers.open_server, here)

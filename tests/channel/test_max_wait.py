@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 SHORT_S = 0.02
 
 
-async def test_a_wait_for_a_server_that_is_not_there_ends_and_a_later_one_is_answered() -> None:
+async def test_a_request_without_a_server_raises_would_block_error_after_max_wait_s() -> None:
     with place() as here:
         async with MessageClient(here.messages, reply_type=Answer, max_wait_s=SHORT_S) as client:
             with pytest.raises(WouldBlockError, match=r"was not reached for 0.02 s"):
@@ -35,7 +35,7 @@ async def test_a_wait_for_a_server_that_is_not_there_ends_and_a_later_one_is_ans
             await serving
 
 
-async def test_a_wait_for_any_of_several_servers_ends() -> None:
+async def test_a_request_without_any_of_several_servers_raises_would_block_error() -> None:
     with place() as one, place() as another:
         addresses = [one.messages, another.messages]
         async with MessageClient(addresses, reply_type=Answer, max_wait_s=SHORT_S) as client:
@@ -44,7 +44,7 @@ async def test_a_wait_for_any_of_several_servers_ends() -> None:
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-async def test_a_server_that_comes_in_the_turn_in_which_the_wait_for_it_is_overdue_is_asked(
+async def test_a_server_that_connects_in_the_iteration_of_the_timeout_is_used(
     servers: int,
 ) -> None:
     with place() as here, place() as there:
@@ -68,7 +68,7 @@ async def test_a_server_that_comes_in_the_turn_in_which_the_wait_for_it_is_overd
             await asyncio.wait([asking])
 
 
-async def test_a_wait_for_room_says_nothing_untrue_of_a_server_that_takes_what_others_sent() -> None:
+async def test_the_error_of_a_wait_for_capacity_concerns_only_its_message() -> None:
     with place() as here:
         async with (
             raw(zmq.ROUTER, here.messages, binds=True) as server,
@@ -87,7 +87,7 @@ async def test_a_wait_for_room_says_nothing_untrue_of_a_server_that_takes_what_o
             assert "has had no capacity for this message for 0.02 s" in str(ends[2])
 
 
-async def test_a_wait_for_room_at_the_server_ends_and_sends_nothing_later() -> None:
+async def test_a_request_whose_wait_for_capacity_timed_out_is_never_sent() -> None:
     async with channel(server={"max_waiting": 2}, client={"max_wait_s": SHORT_S}) as ends:
         await until(lambda: ends.client.statistics().servers == 1)
         asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(2)]
@@ -105,7 +105,7 @@ async def test_a_wait_for_room_at_the_server_ends_and_sends_nothing_later() -> N
         await serving
 
 
-async def test_a_try_that_sent_only_some_tensors_inside_a_message_leaves_none_behind() -> None:
+async def test_a_failed_request_inside_a_message_discards_the_sent_tensors() -> None:
     async with channel(arena_bytes=BIG * 8 * 3 // 2) as ends:
         parts = {"x": [pattern(1, BIG), pattern(2, BIG)]}
         with pytest.raises(DiscardedError):
@@ -118,7 +118,7 @@ async def test_a_try_that_sent_only_some_tensors_inside_a_message_leaves_none_be
         await until(lambda: ends.receiver.statistics().unclaimed_tensors == 0)
 
 
-async def test_a_message_that_cannot_wait_is_no_failure_of_the_others() -> None:
+async def test_a_request_that_times_out_does_not_affect_other_requests() -> None:
     with place() as here:
         async with (
             MessageServer(here.messages, Question, max_waiting=1) as server,

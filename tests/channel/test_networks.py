@@ -115,9 +115,7 @@ async def ask_until_a_name_is_said_to_be_unknown(state: State) -> bool:
     return is_right
 
 
-async def test_a_name_that_no_name_server_answers_for_is_waited_for_until_max_wait_s(
-    hosts: Hosts, keys: Keys
-) -> None:
+async def test_a_request_waits_for_an_unanswered_lookup_until_max_wait_s(hosts: Hosts, keys: Keys) -> None:
     async with processes(hosts.b) as (client,):
         error, texts = await client.call(ask_for_name, f"tcp://engine.example:{PORT}", keys)
         assert "was not reached for 3.5 s; its name cannot be resolved: no name server answers" in error
@@ -141,9 +139,7 @@ async def test_a_server_that_moved_to_another_address_is_found_by_its_name(hosts
                 assert await asking == 1
 
 
-async def test_a_server_is_found_again_by_its_name_when_no_name_server_answers_any_more(
-    hosts: Hosts, keys: Keys
-) -> None:
+async def test_a_client_reconnects_to_a_name_while_no_name_server_answers(hosts: Hosts, keys: Keys) -> None:
     hosts.b.know({"engine.example": hosts.a.address})
     async with processes(hosts.b) as (client,):
         await client.call(open_client, [f"tcp://engine.example:{PORT}"], keys)
@@ -159,7 +155,7 @@ def address_of(hosts: Hosts) -> str:
     return f"tcp://{hosts.a.address}:{PORT}"
 
 
-async def test_requests_go_on_soon_after_a_partition(hosts: Hosts, keys: Keys) -> None:
+async def test_requests_resume_soon_after_a_partition(hosts: Hosts, keys: Keys) -> None:
     async with processes(hosts.a, hosts.b) as (server, client):
         await server.call(serve, address_of(hosts), keys)
         await client.call(open_client, [address_of(hosts)], keys)

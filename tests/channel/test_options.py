@@ -55,7 +55,7 @@ def key_pair() -> tuple[bytes, bytes]:
         "http://127.0.0.1:80",
     ],
 )
-async def test_an_address_that_names_no_place_is_refused(address: str) -> None:
+async def test_a_malformed_address_is_rejected(address: str) -> None:
     with pytest.raises(ValueError, match="address"):
         MessageServer(address, Question)
     with pytest.raises(ValueError, match="address"):
@@ -63,7 +63,7 @@ async def test_an_address_that_names_no_place_is_refused(address: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "192.168.1.7", "example.org", "eth0"])  # noqa: S104
-async def test_beyond_this_machine_there_must_be_keys_and_the_error_says_how(host: str) -> None:
+async def test_addresses_of_other_machines_require_keys(host: str) -> None:
     address = f"tcp://{host}:5555"
     with pytest.raises(ValueError, match=r"could connect.*secret_key and client_keys.*zmq.curve_keypair"):
         MessageServer(address, Question)
@@ -79,7 +79,7 @@ async def test_beyond_this_machine_there_must_be_keys_and_the_error_says_how(hos
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "localhost", "[::1]"])
-async def test_on_this_machine_there_need_be_none(host: str) -> None:
+async def test_loopback_addresses_require_no_keys(host: str) -> None:
     MessageServer(f"tcp://{host}:5555", Question)
     MessageClient(f"tcp://{host}:5555", reply_type=Answer)
 
@@ -115,12 +115,12 @@ async def test_limits_and_keys_are_checked_when_an_object_is_made(
 @pytest.mark.parametrize(
     ("wrong", "error"), [(0, ValueError), (-0.5, ValueError), (float("nan"), ValueError), ("soon", TypeError)]
 )
-async def test_the_patience_of_a_client_is_checked(wrong: Any, error: type[Exception]) -> None:
+async def test_max_wait_s_of_a_client_is_validated(wrong: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         MessageClient("ipc:///tmp/s", reply_type=Answer, max_wait_s=wrong)
 
 
-async def test_keys_come_in_pairs_and_are_never_shown() -> None:
+async def test_keys_must_be_given_in_pairs_and_errors_do_not_reveal_them() -> None:
     public, secret = key_pair()
     with pytest.raises(ValueError, match="secret_key of this side, and client_keys"):
         MessageServer("ipc:///tmp/s", Question, client_keys=[public])
@@ -145,7 +145,7 @@ async def test_the_limits_of_a_server_are_checked() -> None:
         MessageServer("ipc:///tmp/s", list[Annotated[int, TensorMeta()]])
 
 
-async def test_there_is_one_sender_for_each_server_or_none() -> None:
+async def test_a_client_needs_one_sender_for_each_server_or_none() -> None:
     one, other = TensorSender("unix:///tmp/a"), TensorSender("unix:///tmp/b")
     two = ["ipc:///tmp/s", "ipc:///tmp/t"]
     MessageClient(two, sender=[one, other], reply_type=Answer)
@@ -157,7 +157,7 @@ async def test_there_is_one_sender_for_each_server_or_none() -> None:
         MessageClient([], reply_type=Answer)
 
 
-async def test_only_this_user_may_open_the_socket_and_nothing_of_it_is_left() -> None:
+async def test_the_socket_file_is_private_and_removed_on_close() -> None:
     with place() as here:
         path = here.messages.removeprefix("ipc://")
         async with MessageServer(here.messages, Question):
@@ -167,7 +167,7 @@ async def test_only_this_user_may_open_the_socket_and_nothing_of_it_is_left() ->
         assert os.listdir(os.path.dirname(path)) == []
 
 
-async def test_the_place_of_a_dead_server_is_taken_over_and_that_of_a_living_one_is_not() -> None:
+async def test_the_socket_file_of_a_dead_server_is_replaced_but_not_of_a_live_one() -> None:
     with place() as here:
         path = here.messages.removeprefix("ipc://")
         with socket.socket(socket.AF_UNIX) as dead:
@@ -188,7 +188,9 @@ async def test_a_port_in_use_is_a_usage_error() -> None:
                 pass
 
 
-async def test_an_interface_that_does_not_exist_is_an_os_error(keys: dict[str, tuple[bytes, bytes]]) -> None:
+async def test_listening_at_an_unavailable_address_raises_os_error(
+    keys: dict[str, tuple[bytes, bytes]],
+) -> None:
     public, secret = keys["server"]
     server = MessageServer("tcp://192.0.2.1:0", Question, secret_key=secret, client_keys=[public])
     with pytest.raises(OSError, match=r"cannot listen at tcp://192\.0\.2\.1") as caught:
@@ -203,7 +205,7 @@ def keys() -> dict[str, tuple[bytes, bytes]]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-async def test_who_has_the_keys_is_served_and_who_has_not_is_told_so(
+async def test_only_clients_with_the_right_keys_are_served(
     host: str, keys: dict[str, tuple[bytes, bytes]]
 ) -> None:
     server_public, server_secret = keys["server"]
@@ -231,7 +233,7 @@ async def test_who_has_the_keys_is_served_and_who_has_not_is_told_so(
             assert (await anext(server)).message.seed == 3
 
 
-async def test_a_server_of_another_user_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_does_not_connect_to_a_server_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     with place() as here:
         async with MessageServer(here.messages, Question) as server:
             # There is one user here: the client takes itself for another.
@@ -244,7 +246,7 @@ async def test_a_server_of_another_user_is_told_nothing(monkeypatch: pytest.Monk
 
 @needs_root
 @pytest.mark.parametrize("listens", [True, False], ids=["full", "silent"])
-async def test_a_path_of_another_user_where_nothing_accepts_is_refused(listens: bool) -> None:
+async def test_a_socket_file_of_another_user_raises_access_denied_error(listens: bool) -> None:
     with place() as here:
         path = Path(here.messages.removeprefix("ipc://"))
         async with (
@@ -259,7 +261,7 @@ async def test_a_path_of_another_user_where_nothing_accepts_is_refused(listens: 
 
 @needs_root
 @pytest.mark.parametrize("listens", [True, False], ids=["full", "silent"])
-async def test_a_request_that_waits_is_refused_once_another_user_takes_the_path(listens: bool) -> None:
+async def test_a_waiting_request_fails_once_another_user_owns_the_socket_file(listens: bool) -> None:
     with place() as here:
         path = Path(here.messages.removeprefix("ipc://"))
         async with MessageClient(here.messages, reply_type=Answer) as client:
@@ -273,7 +275,7 @@ async def test_a_request_that_waits_is_refused_once_another_user_takes_the_path(
 @pytest.mark.parametrize(
     ("mode", "reason"), [(0o700, "may not connect"), (0o755, "belongs to user 0")], ids=["folder", "file"]
 )
-async def test_a_client_that_may_not_open_the_socket_file_is_told_so(mode: int, reason: str) -> None:
+async def test_a_client_without_access_to_the_socket_file_gets_the_reason(mode: int, reason: str) -> None:
     with place() as here:
         async with MessageServer(here.messages, Question) as server:
             Path(here.messages.removeprefix("ipc://")).parent.chmod(mode)
@@ -295,7 +297,7 @@ def _ask_as_nobody(address: str) -> str:
     return asyncio.run(ask())
 
 
-async def test_one_client_too_many_is_refused_and_the_others_are_served() -> None:
+async def test_a_client_beyond_max_clients_is_refused() -> None:
     async with channel(server={"max_clients": 1}) as ends:
         await until(lambda: ends.server.statistics().clients == 1)
         async with MessageClient(ends.place.messages, reply_type=Answer) as other:
@@ -311,7 +313,7 @@ async def test_one_client_too_many_is_refused_and_the_others_are_served() -> Non
             assert (await anext(ends.server)).message.seed == 3
 
 
-async def test_handles_that_a_server_has_no_receiver_for_are_refused() -> None:
+async def test_a_request_with_handles_fails_at_a_server_without_a_receiver() -> None:
     with place() as here:
         async with (
             TensorReceiver(here.tensors),

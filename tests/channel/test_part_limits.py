@@ -30,7 +30,7 @@ TOO_LARGE: dict[str, Callable[[], dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("fields", TOO_LARGE.values(), ids=TOO_LARGE)
-async def test_a_reply_that_is_too_large_fails_alone_and_can_be_replaced(
+async def test_a_too_large_reply_can_be_replaced_and_affects_no_other_request(
     fields: Callable[[], dict[str, object]],
 ) -> None:
     with place() as here:
@@ -54,9 +54,7 @@ async def test_a_reply_that_is_too_large_fails_alone_and_can_be_replaced(
             assert client.statistics().servers_lost == 0
 
 
-async def test_a_request_whose_reply_is_too_large_is_told_both_sizes_and_no_http_client_its_own_fault() -> (
-    None
-):
+async def test_a_too_large_reply_raises_remote_error_with_sizes_and_maps_to_502() -> None:
     with place() as here, said():
         async with (
             MessageServer(here.messages, Question) as server,
@@ -128,7 +126,7 @@ async def test_a_message_that_is_too_large_takes_no_permit_and_leaves_an_open_on
 
 
 @pytest.mark.parametrize("limit", [None, 2**70, 60_000])
-async def test_a_part_of_the_size_of_the_limit_travels_both_ways(limit: int | None) -> None:
+async def test_a_part_of_exactly_max_part_bytes_is_accepted_in_both_directions(limit: int | None) -> None:
     tensor = torch.arange(60_000).to(torch.uint8)
     with place() as here:
         async with (
@@ -177,7 +175,7 @@ async def test_more_large_tensors_than_a_message_may_have_are_refused_before_it_
             assert len((await other).more["x"]) == 1024
 
 
-async def test_a_client_that_ignores_the_limit_is_cut_off_and_harms_no_other() -> None:
+async def test_a_client_that_exceeds_max_part_bytes_is_disconnected() -> None:
     async with channel(server={"max_part_bytes": _LIMIT}) as ends:
         async with raw(zmq.DEALER, ends.place.messages) as rogue:
             await rogue.send_multipart([write(ClientHello(VERSION, 1))])

@@ -81,7 +81,7 @@ async def test_a_killed_server_ends_every_open_request_within_a_second() -> None
             assert (await client.call(peers.held))["servers_lost"] == 1
 
 
-async def test_the_next_server_at_the_same_place_is_asked_what_waits_and_what_comes() -> None:
+async def test_a_successor_at_the_same_address_gets_waiting_and_later_requests() -> None:
     with place() as here:
         async with peers.process(here) as client:
             await client.call(peers.open_client, here)
@@ -116,7 +116,7 @@ async def test_a_server_that_closes_ends_open_requests_and_the_next_one_serves()
                 await serving
 
 
-async def test_a_killed_client_cancels_the_work_for_it_and_leaves_nothing() -> None:
+async def test_killing_a_client_cancels_its_requests_and_releases_their_resources() -> None:
     with place() as here:
         async with peers.listening(here) as (server, receiver), peers.process(here) as survivor:
             await survivor.call(peers.open_client, here)
@@ -180,7 +180,7 @@ async def test_a_forked_child_of_a_client_does_not_hide_its_death() -> None:
                 os.kill(grandchild, signal.SIGKILL)
 
 
-async def test_a_client_that_lost_its_descriptors_with_its_server_goes_on_when_there_are_some() -> None:
+async def test_a_client_without_descriptors_reconnects_when_some_are_available() -> None:
     with place() as here:
         async with peers.process(here) as client:
             async with peers.process(here) as server:
@@ -198,7 +198,7 @@ async def test_a_client_that_lost_its_descriptors_with_its_server_goes_on_when_t
                 assert await asking
 
 
-async def test_a_client_that_lacks_descriptors_to_connect_waits_for_some() -> None:
+async def test_a_client_that_opens_without_descriptors_waits_for_some() -> None:
     with place() as here:
         async with peers.listening(here) as (server, _), peers.process(here) as child:
             serving = asyncio.create_task(server.serve(answer))
@@ -259,7 +259,7 @@ async def _give_descriptors(state: peers.State) -> None:
 
 
 @pytest.mark.parametrize("spare", range(10))
-async def test_a_large_part_that_cannot_be_sent_for_want_of_descriptors_fails_alone(spare: int) -> None:
+async def test_a_large_part_that_lacks_a_descriptor_fails_only_its_request(spare: int) -> None:
     with place() as here:
         async with peers.listening(here) as (server, _), peers.process(here) as child:
             serving = asyncio.create_task(server.serve(answer))
@@ -289,7 +289,7 @@ async def _ask_with_so_many(state: peers.State, place: Place, spare: int) -> str
 
 
 @pytest.mark.parametrize("side", ["client", "server"])
-async def test_who_opens_without_descriptors_is_told_so_and_lives(side: str) -> None:
+async def test_opening_without_descriptors_raises_and_does_not_end_the_process(side: str) -> None:
     with place() as here:
         async with peers.process(here) as child:
             # ZeroMQ itself ends a process that has no descriptors for its threads.
@@ -322,7 +322,7 @@ async def _open_with_so_many(state: peers.State, place: Place, side: str, spare:
             return False
 
 
-async def test_a_server_that_does_not_move_is_lost_by_its_heartbeats() -> None:
+async def test_a_stopped_server_is_lost_after_the_heartbeat_timeout() -> None:
     with place() as here:
         remote = here._replace(messages="tcp://127.0.0.1:0")
         async with peers.process(here) as server, peers.process(here) as client:
@@ -342,7 +342,7 @@ async def test_a_server_that_does_not_move_is_lost_by_its_heartbeats() -> None:
             assert await client.call(peers.ask, 3)
 
 
-async def test_either_side_is_killed_at_any_moment_many_times_and_the_other_goes_on() -> None:
+async def test_client_and_server_survive_repeated_kills_of_each_other() -> None:
     seed = int(os.environ.get("AIOTENSOR_SEED", "0")) or random.SystemRandom().getrandbits(32)
     print(f"AIOTENSOR_SEED={seed}")  # noqa: T201 - pytest shows it of a test that failed
     moments = random.Random(seed)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 Server: TypeAlias = MessageServer[Question]
 
 
-async def test_what_nobody_takes_waits_at_the_clients_and_fills_no_memory() -> None:
+async def test_requests_beyond_max_waiting_wait_at_the_client() -> None:
     limits = {"max_waiting": 5, "high_water_mark": 2}
     async with channel(server=limits, client={"high_water_mark": 2}) as ends:
         asking = [
@@ -89,7 +89,7 @@ async def test_a_waiting_request_that_is_cancelled_leaves_no_trace_at_the_server
         await settled(ends)
 
 
-async def test_answers_wait_for_a_client_that_does_not_read_and_harm_no_other() -> None:
+async def test_answers_to_a_client_that_does_not_read_wait_and_delay_no_other() -> None:
     with place() as here:
         async with (
             peers.listening(here, high_water_mark=1) as (server, _),
@@ -122,7 +122,7 @@ async def test_answers_wait_for_a_client_that_does_not_read_and_harm_no_other() 
             await serving
 
 
-async def test_tensors_of_answers_come_by_the_sender_to_that_client_and_in_the_answer_to_others() -> None:
+async def test_a_sender_is_used_only_for_answers_to_the_client_of_its_receiver() -> None:
     with place() as here:
         async with AsyncExitStack() as stack:
             open_ = stack.enter_async_context
@@ -145,7 +145,7 @@ async def test_tensors_of_answers_come_by_the_sender_to_that_client_and_in_the_a
             await serving
 
 
-async def test_one_client_asks_several_servers_by_number_or_the_one_with_the_least_to_do() -> None:
+async def test_a_client_chooses_a_server_by_target_or_by_load() -> None:
     with place() as first, place() as second:
         async with AsyncExitStack() as stack:
             open_ = stack.enter_async_context
@@ -188,7 +188,7 @@ async def test_one_client_asks_several_servers_by_number_or_the_one_with_the_lea
             await asyncio.gather(*serving)
 
 
-async def test_servers_that_all_refuse_a_client_do_not_leave_it_hanging() -> None:
+async def test_a_client_that_all_servers_refuse_raises_refused_error() -> None:
     with place() as here, place() as there:
         async with (
             MessageServer(here.messages, Question, max_clients=1),
@@ -202,7 +202,7 @@ async def test_servers_that_all_refuse_a_client_do_not_leave_it_hanging() -> Non
                         await second.request(Question(1))
 
 
-async def test_a_server_that_refused_serves_who_waits_once_it_has_room() -> None:
+async def test_a_server_that_refused_a_client_serves_it_once_it_has_capacity() -> None:
     with place() as here, place() as there:
         async with (
             MessageServer(there.messages, Question, max_clients=1) as server,
@@ -219,7 +219,7 @@ async def test_a_server_that_refused_serves_who_waits_once_it_has_room() -> None
             await serving
 
 
-async def test_of_servers_that_refused_one_that_died_since_is_not_waited_for() -> None:
+async def test_a_request_does_not_wait_for_a_dead_server_that_had_refused() -> None:
     with place() as here, place() as there:
         async with (
             MessageServer(there.messages, Question, max_clients=1) as server,
@@ -267,7 +267,7 @@ async def _answers_that_wait() -> AsyncIterator[
             yield server, client, replying
 
 
-async def test_a_client_that_cuts_itself_off_ends_the_answers_that_wait_for_it() -> None:
+async def test_a_client_that_breaks_the_protocol_ends_its_waiting_answers() -> None:
     async with _answers_that_wait() as (server, client, replying):
         [one] = inside.clients_of(server)
         await client.send_multipart([b"noise"])
@@ -278,7 +278,7 @@ async def test_a_client_that_cuts_itself_off_ends_the_answers_that_wait_for_it()
         await asyncio.gather(*replying)
 
 
-async def test_answers_that_wait_for_room_when_their_server_closes_fail() -> None:
+async def test_answers_that_wait_for_capacity_fail_when_their_server_closes() -> None:
     async with _answers_that_wait() as (server, _, replying):
         await server.aclose()
         ended = await asyncio.gather(*replying, return_exceptions=True)
@@ -286,7 +286,7 @@ async def test_answers_that_wait_for_room_when_their_server_closes_fail() -> Non
         assert sum(isinstance(end, ClosedError) for end in ended) > 5
 
 
-async def test_a_server_that_closes_gives_back_what_clients_left_that_have_gone() -> None:
+async def test_closing_a_server_releases_messages_of_disconnected_clients() -> None:
     with place() as here:
         async with TensorReceiver(here.tensors) as receiver, TensorSender(here.tensors, 2) as sender:
             async with MessageServer(here.messages, Question, receiver=receiver) as server:
@@ -300,7 +300,7 @@ async def test_a_server_that_closes_gives_back_what_clients_left_that_have_gone(
             await until(lambda: sender.statistics().in_flight == 0 and sender.statistics().bytes_in_use == 0)
 
 
-async def test_clients_that_leave_messages_keep_their_places_until_these_are_taken() -> None:
+async def test_untaken_messages_of_disconnected_clients_count_against_max_clients() -> None:
     with place() as here:
         async with MessageServer(here.messages, Question, max_clients=2) as server:
             for seed in range(2):
@@ -315,7 +315,7 @@ async def test_clients_that_leave_messages_keep_their_places_until_these_are_tak
                 assert (await anext(server)).message.seed == 2
 
 
-async def test_messages_that_wait_for_tensors_without_end_make_place_for_others() -> None:
+async def test_messages_that_wait_for_missing_tensors_are_evicted() -> None:
     with place() as here:
         async with (
             TensorReceiver(here.tensors) as receiver,
@@ -338,7 +338,7 @@ async def test_messages_that_wait_for_tensors_without_end_make_place_for_others(
                 assert (await anext(server)).message.seed == 2
 
 
-async def test_a_function_serves_no_more_messages_at_a_time_than_it_may() -> None:
+async def test_serve_runs_at_most_max_concurrent_handlers() -> None:
     async with channel() as ends:
         running = most = 0
         go_on = asyncio.Event()
@@ -369,7 +369,7 @@ async def test_a_function_serves_no_more_messages_at_a_time_than_it_may() -> Non
             await serving
 
 
-async def test_answers_to_a_client_whose_receiver_no_sender_leads_to_arrive_and_are_logged_once() -> None:
+async def test_answers_without_a_sender_to_their_client_arrive_and_are_logged_once() -> None:
     with place() as here, said() as texts:
         async with (
             TensorReceiver(here.answers) as receiver,
@@ -390,7 +390,7 @@ async def test_answers_to_a_client_whose_receiver_no_sender_leads_to_arrive_and_
     assert sum("no sender is connected to its receiver" in text for text in texts) == 1
 
 
-async def test_a_sender_that_a_client_refused_comes_again_with_a_later_answer() -> None:
+async def test_a_refused_sender_connects_again_for_a_later_answer() -> None:
     with place() as here, said():
         async with (
             TensorReceiver(here.answers, max_senders=1) as receiver,
@@ -411,7 +411,7 @@ async def test_a_sender_that_a_client_refused_comes_again_with_a_later_answer() 
             await serving
 
 
-async def test_a_message_whose_tensors_were_lost_fails_and_others_do_not() -> None:
+async def test_lost_tensors_fail_only_their_message() -> None:
     async with channel() as ends:
         lost = TensorSender(ends.place.tensors)
         await lost.__aenter__()

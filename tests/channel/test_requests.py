@@ -54,7 +54,7 @@ async def test_a_request_arrives_with_its_tensors_in_their_places_and_is_answere
         assert torch.equal(got.tensor, pattern(7, 50))
 
 
-async def test_tensors_of_one_message_take_one_permit_and_small_ones_none() -> None:
+async def test_a_message_needs_one_permit_or_none_if_its_tensors_are_small() -> None:
     async with channel() as ends:
         asking = asyncio.create_task(
             ends.client.request(Question(1, pattern(1, BIG), {"x": [pattern(i, BIG) for i in range(3)]}))
@@ -78,7 +78,7 @@ async def test_tensors_of_one_message_take_one_permit_and_small_ones_none() -> N
         await settled(ends)
 
 
-async def test_many_small_tensors_go_by_the_sender_once_they_are_much_together() -> None:
+async def test_small_tensors_use_the_sender_beyond_a_total_size() -> None:
     async with served() as ends:
         many = [pattern(seed, 1000) for seed in range(50)]  # of 8 KB each
         got = await ends.client.request(Question(1, more={"all": many}))
@@ -97,7 +97,7 @@ async def test_requests_are_answered_in_any_order() -> None:
         assert [got.seed for got in await asyncio.gather(*asking)] == [0, 10, 20, 30, 40]
 
 
-async def test_tensors_are_taken_only_when_the_request_is() -> None:
+async def test_tensors_are_taken_together_with_their_request() -> None:
     async with channel(max_concurrent_videos=2) as ends:
         asking = [
             asyncio.create_task(ends.client.request(Question(seed, pattern(seed, BIG)))) for seed in range(4)
@@ -112,7 +112,7 @@ async def test_tensors_are_taken_only_when_the_request_is() -> None:
         await settled(ends)
 
 
-async def test_a_message_may_come_before_its_tensors_and_holds_up_no_other() -> None:
+async def test_a_message_that_waits_for_its_tensors_delays_no_other() -> None:
     async with channel() as ends:
         handle = await ends.sender.send(pattern(1, BIG))
         late = handle.__class__("f" * 32, 0, 0, handle.dtype, handle.shape, handle.device)
@@ -127,7 +127,7 @@ async def test_a_message_may_come_before_its_tensors_and_holds_up_no_other() -> 
         assert ends.server.statistics().waiting == 1
 
 
-async def test_what_a_handler_raises_arrives_with_its_type_and_text() -> None:
+async def test_an_exception_of_the_handler_arrives_with_its_type_and_text() -> None:
     with said() as texts:
         async with served() as ends:
             with pytest.raises(RemoteError, match="ValueError: no answer to 3") as caught:
@@ -139,7 +139,7 @@ async def test_what_a_handler_raises_arrives_with_its_type_and_text() -> None:
     assert "ValueError: no answer to 3" in text
 
 
-async def test_a_request_fails_with_whatever_is_given_for_a_reason() -> None:
+async def test_a_request_can_fail_with_an_exception_or_a_text() -> None:
     async with channel() as ends:
         reasons: list[tuple[Exception | str, str]] = [
             (KeyError("frames"), "KeyError: 'frames'"),
@@ -185,7 +185,7 @@ async def test_a_request_that_is_left_without_an_answer_fails() -> None:
         await settled(ends)
 
 
-async def test_the_block_of_a_request_sends_its_exception_to_the_client_and_goes_on() -> None:
+async def test_an_exception_in_the_block_of_a_request_is_sent_to_the_client() -> None:
     with said() as texts:
         async with channel() as ends:
             asking = asyncio.create_task(ends.client.request(Question(1, pattern(1, BIG))))
@@ -199,7 +199,7 @@ async def test_the_block_of_a_request_sends_its_exception_to_the_client_and_goes
     assert "no such model" in texts[0]
 
 
-async def test_a_message_that_wants_no_answer_arrives_and_gets_none() -> None:
+async def test_a_message_without_an_answer_arrives_and_its_reply_returns_false() -> None:
     async with channel() as ends:
         tensor = pattern(1, BIG)
         await ends.client.send(Question(1, tensor))
@@ -216,7 +216,7 @@ async def test_a_message_that_wants_no_answer_arrives_and_gets_none() -> None:
         await settled(ends)
 
 
-async def test_what_cannot_be_encoded_is_refused_before_anything_is_taken() -> None:
+async def test_a_message_that_cannot_be_encoded_acquires_no_resources() -> None:
     async with channel(arena_bytes=1 << 20) as ends:
         with pytest.raises(TypeError, match="a message cannot hold a 'object'"):
             await ends.client.request({"x": object()})
@@ -229,7 +229,7 @@ async def test_what_cannot_be_encoded_is_refused_before_anything_is_taken() -> N
         await settled(ends)
 
 
-async def test_a_message_of_another_type_is_refused_to_that_client_alone() -> None:
+async def test_a_message_of_the_wrong_type_fails_only_its_request() -> None:
     async with served() as ends:
         with pytest.raises(RemoteError, match=r"Expected `int`, got `str` - at `\$.seed`") as caught:
             await ends.client.request({"seed": "one", "tensor": pattern(1, BIG)})
@@ -241,7 +241,7 @@ async def test_a_message_of_another_type_is_refused_to_that_client_alone() -> No
         assert ends.server.statistics().failures == 2
 
 
-async def test_an_answer_of_another_type_is_an_error_of_that_request_alone() -> None:
+async def test_an_answer_of_the_wrong_type_fails_only_its_request() -> None:
     async with channel() as ends:
         asking = asyncio.create_task(ends.client.request(Question(1)))
         await (await anext(ends.server)).reply({"seed": "one"})
@@ -253,7 +253,7 @@ async def test_an_answer_of_another_type_is_an_error_of_that_request_alone() -> 
         assert (await asking).seed == 2
 
 
-async def test_without_a_sender_tensors_travel_in_the_message_and_are_not_copied_there() -> None:
+async def test_without_a_sender_tensors_arrive_in_the_message_and_are_writable() -> None:
     with place() as here:
         async with (
             MessageServer(here.messages, Question) as server,
@@ -276,7 +276,7 @@ async def test_without_a_sender_tensors_travel_in_the_message_and_are_not_copied
             received += 1
 
 
-async def test_a_tensor_sent_without_a_sender_is_the_callers_again_after_send() -> None:
+async def test_a_tensor_sent_without_a_sender_may_be_modified_after_send() -> None:
     with place() as here:
         async with (
             MessageServer(here.messages, Question) as server,
@@ -291,7 +291,7 @@ async def test_a_tensor_sent_without_a_sender_is_the_callers_again_after_send() 
                 assert torch.equal(request.message.tensor, pattern(seed, BIG))
 
 
-async def test_a_permit_can_be_taken_before_there_is_a_tensor() -> None:
+async def test_a_request_can_use_a_permit_acquired_earlier() -> None:
     async with served(max_concurrent_videos=1) as ends:
         async with ends.sender.message() as permit:
             assert ends.sender.statistics().in_flight == 1
@@ -309,13 +309,13 @@ async def test_a_permit_can_be_taken_before_there_is_a_tensor() -> None:
         assert ends.sender.statistics().bytes_sent == BIG * 8
 
 
-async def test_the_message_that_a_request_goes_inside_is_of_its_sender() -> None:
+async def test_a_request_inside_a_message_of_another_sender_is_rejected() -> None:
     async with channel() as ends, channel() as others, others.sender.message() as permit:
         with pytest.raises(ValueError, match="this client's sender"):
             await ends.client.request(Question(1, pattern(1, BIG)), inside=permit)
 
 
-async def test_arrays_and_anything_with_dlpack_may_be_in_a_message() -> None:
+async def test_numpy_arrays_can_be_sent_in_a_message() -> None:
     async with served() as ends:
         array = np.arange(BIG)
         got = await ends.client.request({"seed": 1, "tensor": array, "more": {"x": [np.arange(3)]}})
@@ -332,7 +332,7 @@ async def test_answers_that_were_given_before_a_close_still_arrive() -> None:
         assert [got.seed for got in await asyncio.gather(*asking)] == list(range(10))
 
 
-async def test_messages_that_want_no_answer_outlive_their_client() -> None:
+async def test_messages_without_an_answer_survive_their_client() -> None:
     with place() as here:
         async with MessageServer(here.messages, Question) as server:
             async with MessageClient(here.messages, reply_type=Answer) as client:
@@ -344,7 +344,7 @@ async def test_messages_that_want_no_answer_outlive_their_client() -> None:
                 assert request.message.seed == seed
 
 
-async def test_a_message_that_is_being_decoded_when_its_server_closes_is_let_go_of() -> None:
+async def test_a_message_that_is_being_decoded_is_released_on_close() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     class Slow(msgspec.Struct):
@@ -369,7 +369,7 @@ async def test_a_message_that_is_being_decoded_when_its_server_closes_is_let_go_
             assert (server.statistics().waiting, len(inside.ready(server)), inside.found(server)) == (0, 0, 0)
 
 
-async def test_an_object_is_opened_once_and_says_so() -> None:
+async def test_clients_and_servers_can_be_opened_only_once() -> None:
     async with channel() as ends:
         for opening in (ends.client.__aenter__(), ends.server.__aenter__()):
             with pytest.raises(UsageError, match="open already"):
@@ -382,7 +382,7 @@ async def test_an_object_is_opened_once_and_says_so() -> None:
         await unopened.request(Question(1))
 
 
-async def test_a_sender_that_leads_to_another_receiver_is_an_error_and_not_a_wait() -> None:
+async def test_a_sender_connected_to_another_receiver_raises_peer_lost_error() -> None:
     with place() as here:
         async with (
             TensorReceiver(here.tensors) as receiver,

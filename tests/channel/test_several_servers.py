@@ -160,7 +160,7 @@ async def _uneven() -> AsyncIterator[Uneven]:
 
 
 @pytest.mark.parametrize("clients", [1, 4, 8])
-async def test_several_servers_get_equal_shares_of_clients_that_ask_one_question_at_a_time(
+async def test_sequential_requests_are_distributed_equally_among_servers(
     clients: int,
 ) -> None:
     questions = 240 // clients
@@ -190,7 +190,7 @@ async def test_several_servers_get_equal_shares_of_clients_that_ask_one_question
     assert max(abs(share - equal) for share in (shares[number] for number in range(SEVERAL))) <= 0.2 * equal
 
 
-async def test_a_client_asks_the_server_that_has_less_to_do_for_other_clients() -> None:
+async def test_a_client_prefers_the_server_with_less_load_from_other_clients() -> None:
     async with _uneven() as ends:
         for seed in range(6):
             await ends.client.request(Question(seed))
@@ -198,7 +198,7 @@ async def test_a_client_asks_the_server_that_has_less_to_do_for_other_clients() 
         await ends.free()
 
 
-async def test_a_server_that_was_busy_is_asked_again_though_nothing_was_heard_of_it_since() -> None:
+async def test_a_formerly_busy_server_gets_requests_without_a_new_load_report() -> None:
     async with _uneven() as ends:
         await ends.free()
         before = ends.busy.statistics().answers
@@ -232,7 +232,7 @@ async def test_a_server_that_was_busy_and_restarts_gets_its_share() -> None:
 
 
 @either_way
-async def test_messages_that_wait_for_a_server_that_dies_go_to_another_one(permits: int | None) -> None:
+async def test_messages_that_wait_for_a_killed_server_are_sent_to_another(permits: int | None) -> None:
     async with (
         _places(2) as places,
         process(places[0]) as dying,
@@ -256,7 +256,7 @@ async def test_messages_that_wait_for_a_server_that_dies_go_to_another_one(permi
         assert len(answers) + len(lost) == 40
 
 
-async def test_messages_that_wait_for_a_receiver_that_closes_go_to_another_server() -> None:
+async def test_messages_that_wait_for_a_closed_receiver_are_sent_to_another_server() -> None:
     async with (
         _places(2) as places,
         _servers(places) as ([_, other], [closing, _]),
@@ -385,7 +385,7 @@ async def test_engines_that_are_killed_and_replaced_under_load_leave_no_message_
             assert client.statistics().in_flight == (0,) * SEVERAL
 
 
-async def test_messages_pass_a_server_that_takes_nothing() -> None:
+async def test_a_stalled_server_does_not_delay_messages_for_others() -> None:
     async with (
         _places(2) as places,
         _servers(places, max_waiting=1) as ([stalled, good], _),
@@ -404,7 +404,7 @@ async def test_requests_pass_a_server_whose_sender_has_no_permit_left() -> None:
             assert (await client.request(_large(seed))).seed == seed
 
 
-async def test_a_request_that_waits_goes_to_the_server_that_has_become_idle() -> None:
+async def test_a_waiting_request_is_sent_to_the_server_that_becomes_idle() -> None:
     async with (
         _places(2) as places,
         _servers(places, max_waiting=1) as (servers, _),
@@ -458,7 +458,7 @@ def encoding(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Ev
     return has_begun, may_end
 
 
-async def test_a_client_that_is_closed_while_a_message_is_encoded_does_not_hold_it(
+async def test_closing_a_client_during_encoding_fails_the_request(
     encoding: tuple[asyncio.Event, asyncio.Event],
 ) -> None:
     is_encoding, is_closed = encoding
@@ -473,7 +473,7 @@ async def test_a_client_that_is_closed_while_a_message_is_encoded_does_not_hold_
                 await asked
 
 
-async def test_a_server_that_goes_while_a_message_is_encoded_does_not_hold_it(
+async def test_a_message_is_sent_to_another_server_if_one_is_lost_during_encoding(
     encoding: tuple[asyncio.Event, asyncio.Event],
 ) -> None:
     is_encoding, has_gone = encoding

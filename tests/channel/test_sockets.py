@@ -61,7 +61,7 @@ def listening(address: str) -> Iterator[tuple[LoopSocket, Told]]:
             sock.close()
 
 
-async def test_a_connection_that_zeromq_has_closed_is_cut_without_an_error_and_nothing_else_is() -> None:
+async def test_resetting_a_connection_that_zeromq_closed_has_no_effect() -> None:
     with place() as here, listening(here.messages) as (sock, _):
         reader, writer = os.pipe()
         assert sock.monitor.reset(reader)  # the number is that of a pipe now
@@ -71,7 +71,7 @@ async def test_a_connection_that_zeromq_has_closed_is_cut_without_an_error_and_n
         assert sock.monitor.reset(reader)
 
 
-async def test_a_connection_whose_number_is_another_sockets_by_now_refuses_nobody() -> None:
+async def test_a_descriptor_reused_by_another_socket_causes_no_refusal() -> None:
     with place() as here:
         async with (
             MessageServer(here.messages, Question) as server,
@@ -85,7 +85,7 @@ async def test_a_connection_whose_number_is_another_sockets_by_now_refuses_nobod
             await serving
 
 
-async def test_a_server_that_was_too_busy_to_hear_of_its_connections_closes() -> None:
+async def test_a_server_closes_despite_many_unread_connection_events() -> None:
     with place() as here:
         async with MessageServer(here.messages, Question) as server:
             # The loop is blocked: it reads none of the events that ZeroMQ reports for these connections.
@@ -96,7 +96,7 @@ async def test_a_server_that_was_too_busy_to_hear_of_its_connections_closes() ->
 
 
 @pytest.mark.parametrize("address", ["ipc://", "tcp://127.0.0.1:0", "tcp://*:0"])
-async def test_a_connection_is_cut_by_its_number_while_it_is_there(address: str) -> None:
+async def test_reset_closes_an_open_connection_and_no_other_socket(address: str) -> None:
     with place() as here, listening(here.messages if address == "ipc://" else address) as (sock, told):
         reader, writer = await connected(sock.address)
         await until(lambda: len(told.connections) == 1)
@@ -151,7 +151,7 @@ async def test_a_connection_that_ends_before_the_loop_handles_it_is_not_reported
         await until(lambda: not told.connections)
 
 
-async def test_a_call_waits_for_the_events_before_it_and_for_no_later_ones() -> None:
+async def test_after_events_waits_for_earlier_events_only() -> None:
     with place() as here, listening(here.messages) as (sock, told), ExitStack() as opened:
         reported = asyncio.get_running_loop().create_future()
         for _ in range(200):

@@ -20,7 +20,7 @@ STOPS = [SystemExit(0), KeyboardInterrupt(), GeneratorExit(), _Stop("now")]
 
 
 @pytest.mark.parametrize("stop", STOPS, ids=lambda stop: type(stop).__name__)
-async def test_an_exception_that_stops_the_handler_propagates_and_is_a_loss_for_the_client(
+async def test_an_exception_that_stops_a_handler_raises_peer_lost_error_at_the_client(
     stop: BaseException,
 ) -> None:
     with said() as texts:
@@ -41,7 +41,7 @@ async def test_an_exception_that_stops_the_handler_propagates_and_is_a_loss_for_
 @pytest.mark.parametrize(
     "error", [SystemExit(0), asyncio.CancelledError()], ids=lambda one: type(one).__name__
 )
-async def test_failing_a_request_with_an_exception_that_stops_handlers_is_a_loss(
+async def test_failing_a_request_with_a_stopping_exception_raises_peer_lost_error(
     error: BaseException,
 ) -> None:
     async with channel() as ends:
@@ -53,7 +53,7 @@ async def test_failing_a_request_with_an_exception_that_stops_handlers_is_a_loss
         await settled(ends)
 
 
-async def test_a_request_that_is_dropped_before_its_block_is_a_loss_and_is_logged() -> None:
+async def test_a_request_dropped_before_its_block_is_lost_and_logged() -> None:
     with said() as texts:
         async with channel() as ends:
             asking = asyncio.create_task(ends.client.request(Question(1, pattern(1, BIG))))
@@ -78,7 +78,7 @@ async def test_a_message_that_needs_no_answer_may_be_dropped() -> None:
     assert not texts
 
 
-async def test_a_cancelled_future_of_the_handler_is_a_loss_and_is_logged_as_its_failure() -> None:
+async def test_a_cancelled_future_in_the_handler_is_logged_as_its_failure() -> None:
     async def wait_for_a_cancelled_future(question: Question) -> None:
         future = asyncio.get_running_loop().create_future()
         future.cancel()
@@ -98,7 +98,7 @@ async def test_a_cancelled_future_of_the_handler_is_a_loss_and_is_logged_as_its_
         assert text.startswith(f"answering a request of process {os.getpid()} failed")
 
 
-async def test_a_handler_that_is_cancelled_with_its_server_is_no_failure() -> None:
+async def test_a_handler_cancelled_with_serve_is_not_logged_as_a_failure() -> None:
     begun = asyncio.Event()
 
     async def wait(question: Question) -> None:

@@ -40,7 +40,7 @@ def no_threads_left() -> Iterator[None]:
             limiter.release_on_behalf_of(token)
 
 
-async def test_more_blocking_endpoints_than_there_are_threads_get_their_large_replies() -> None:
+async def test_large_replies_arrive_while_all_threads_of_anyio_are_blocked() -> None:
     with place() as here:
         async with (
             asyncio.timeout(_LIMIT_S),
@@ -117,7 +117,7 @@ WORKS: dict[str, Callable[[Place], Awaitable[None]]] = {
 
 
 @pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
-async def test_nothing_waits_for_the_threads_of_the_application(
+async def test_operations_need_no_thread_of_the_application(
     work: Callable[[Place], Awaitable[None]],
 ) -> None:
     with place() as here, no_threads_left():

@@ -14,7 +14,7 @@ def test_the_version_is_one_line() -> None:
     assert result.output.count("\n") == 1
 
 
-def test_a_missing_dependency_is_one_sentence_with_what_to_install() -> None:
+def test_a_missing_dependency_prints_one_line_with_an_install_command() -> None:
     code = "import sys; sys.modules['click'] = None; from aiotensor.cli import main; main()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 

@@ -33,28 +33,41 @@ doctor(prog_name="aiotensor doctor", standalone_mode=False)
 """
 
 
+def by_check(output: str) -> Findings:
+    return {finding["check"]: finding for finding in json.loads(output)}
+
+
 def run(*command_line: str) -> tuple[int, Findings]:
+    """Run the doctor in a new process, which takes longer than the other ways."""
     done = subprocess.run([*command_line, "--json"], capture_output=True, text=True, check=False)
     assert done.stderr == ""
-    return done.returncode, {finding["check"]: finding for finding in json.loads(done.stdout)}
+    return done.returncode, by_check(done.stdout)
 
 
 def doctor(*arguments: str) -> tuple[int, Findings]:
-    return run(*commands.aiotensor("doctor", *arguments))
+    """Run the doctor in this process."""
+    result = CliRunner().invoke(command, ["doctor", *arguments, "--json"])
+    return result.exit_code, by_check(result.stdout)
+
+
+def alone(before: str) -> str:
+    """Return a program that runs the doctor alone, after some other code."""
+    return ALONE.format(folder=str(Path(aiotensor.__file__).parent), before=before)
 
 
 def doctor_after(before: str, *arguments: str) -> tuple[int, Findings]:
-    """Run the doctor alone in a process that has run some code first."""
-    code = ALONE.format(folder=str(Path(aiotensor.__file__).parent), before=before)
-    return run(sys.executable, "-W", "error", "-c", code, *arguments)
+    """Run the doctor alone in a process that has imported torch, and has run some code first."""
+    status, output, errors = commands.in_fork(alone(before), *arguments, "--json")
+    assert errors == ""
+    return status, by_check(output)
 
 
 def problems(findings: Findings) -> list[str]:
     return [check for check, finding in findings.items() if finding["status"] == "problem"]
 
 
-def test_this_machine_has_all_that_is_needed() -> None:
-    status, findings = doctor()
+def test_doctor_finds_no_problem_on_this_machine() -> None:
+    status, findings = run(*commands.aiotensor("doctor"))
 
     assert status == 0
     assert problems(findings) == []
@@ -83,7 +96,7 @@ def test_this_machine_has_all_that_is_needed() -> None:
         assert findings[check]["status"] == "ok"
 
 
-def test_each_object_has_the_four_keys_and_advice_unless_all_is_fine() -> None:
+def test_each_json_finding_has_four_keys_and_advice_unless_ok() -> None:
     _, findings = doctor()
 
     for finding in findings.values():
@@ -93,7 +106,7 @@ def test_each_object_has_the_four_keys_and_advice_unless_all_is_fine() -> None:
         assert (finding["advice"] is None) == (finding["status"] == "ok")
 
 
-def test_without_a_terminal_there_is_one_line_for_each_check() -> None:
+def test_without_a_terminal_doctor_prints_one_line_per_check() -> None:
     result = CliRunner().invoke(command, ["doctor"])
     structured = CliRunner().invoke(command, ["doctor", "--json"])
 
@@ -108,13 +121,12 @@ def test_without_a_terminal_there_is_one_line_for_each_check() -> None:
 
 
 @pytest.mark.parametrize("without_rich", [False, True])
-def test_on_a_terminal_it_draws_with_rich_if_that_is_there(without_rich: bool) -> None:
+def test_on_a_terminal_doctor_uses_rich_if_installed(without_rich: bool) -> None:
     blocked = "sys.modules['rich'] = None" if without_rich else ""
-    code = ALONE.format(folder=str(Path(aiotensor.__file__).parent), before=blocked)
     leader, follower = pty.openpty()
     environment = {**os.environ, "COLUMNS": "60", "TERM": "xterm"}
     environment.pop("NO_COLOR", None)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=follower, env=environment)
+    process = subprocess.Popen([sys.executable, "-c", alone(blocked)], stdout=follower, env=environment)
     os.close(follower)
     output = b""
     with open(leader, "rb", buffering=0) as screen, process:
@@ -132,12 +144,13 @@ def test_on_a_terminal_it_draws_with_rich_if_that_is_there(without_rich: bool) -
     assert any(len(line) > 80 for line in text.splitlines()) is without_rich
 
 
-def test_it_needs_nothing_of_the_library(tmp_path: Path) -> None:
+def test_doctor_imports_only_few_modules_of_the_library(tmp_path: Path) -> None:
     names = tmp_path / "modules"
-    status, _ = doctor_after(
+    code = alone(
         f"import atexit, pathlib; write = pathlib.Path({str(names)!r}).write_text\n"
         "atexit.register(lambda: write(' '.join(sys.modules)))"
     )
+    status, _ = run(sys.executable, "-W", "error", "-c", code)
 
     assert status == 0
     rooms = {name for name in names.read_text().split() if name.startswith("aiotensor.")}
@@ -214,9 +227,7 @@ def test_it_needs_nothing_of_the_library(tmp_path: Path) -> None:
         ("import platform; platform.release = lambda: '3.10.0-1160.el7'", "kernel", "3.10.0", "Update it"),
     ],
 )
-def test_what_is_needed_and_missing_is_told_by_the_exit_status(
-    before: str, check: str, found: str, advice: str
-) -> None:
+def test_a_missing_requirement_causes_exit_status_1(before: str, check: str, found: str, advice: str) -> None:
     status, findings = doctor_after(before)
 
     assert status == 1
@@ -225,7 +236,7 @@ def test_what_is_needed_and_missing_is_told_by_the_exit_status(
     assert advice in findings[check]["advice"]
 
 
-def test_a_machine_without_uvloop_is_told_how_to_get_it_and_is_fine() -> None:
+def test_missing_uvloop_is_a_note_with_an_install_command() -> None:
     status, findings = doctor_after("sys.modules['uvloop'] = None")
 
     assert status == 0
@@ -333,7 +344,7 @@ def test_a_limit_on_the_size_of_files_holds_for_shared_memory_too() -> None:
     assert "ulimit -f" in none["shared memory"]["advice"]
 
 
-def test_the_arena_can_be_another_than_the_default() -> None:
+def test_the_size_of_the_arena_can_be_given() -> None:
     status, findings = doctor("--arena-bytes", str(1 << 55))
 
     assert status == 0
@@ -350,9 +361,7 @@ def test_an_address_that_cannot_be_used_is_a_problem(tmp_path: Path) -> None:
     assert "mkdir" in findings["socket folder"]["advice"]
 
 
-def test_a_usual_folder_that_cannot_be_used_is_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unusable_default_folder_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
 
     status, findings = doctor()
@@ -362,7 +371,7 @@ def test_a_usual_folder_that_cannot_be_used_is_a_note(
 
 
 @pytest.mark.parametrize("address", ["engine.sock", "unix://engine.sock", "unix:///run/", "tcp://host", ""])
-def test_an_address_of_another_form_is_refused_by_name(address: str) -> None:
+def test_doctor_rejects_an_invalid_address(address: str) -> None:
     result = CliRunner().invoke(command, ["doctor", "--address", address])
 
     assert result.exit_code == 2
@@ -387,13 +396,13 @@ def test_the_last_line_sums_up(statuses: list[Status], sentence: str) -> None:
     assert verdict([Finding(status, "found") for status in statuses]) == sentence
 
 
-def test_a_line_says_what_was_found_and_then_what_to_do() -> None:
+def test_a_line_contains_the_finding_and_then_the_advice() -> None:
     line, _ = as_lines({"uvloop": Finding(Status.NOTE, "missing", "Get it")}).splitlines()
 
     assert line == "note     uvloop: missing. Get it"
 
 
-def test_the_table_shows_what_was_found_as_it_is_and_what_to_do_below() -> None:
+def test_the_table_shows_findings_verbatim_with_advice_below() -> None:
     console = Console(width=60, file=io.StringIO())
     console.print(as_table({"socket folder": Finding(Status.PROBLEM, "/tmp/[red]", "Choose another")}))
 

@@ -37,7 +37,7 @@ def is_problem(finding: Finding, found: str, advice: str) -> bool:
     return finding.status is Status.PROBLEM
 
 
-def test_a_folder_of_ones_own_is_fine_and_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_private_folder_is_ok_and_is_not_modified(tmp_path: Path) -> None:
     assert socket_folder(tmp_path, asked_for=True).status is Status.OK
     assert list(tmp_path.iterdir()) == []
 
@@ -50,7 +50,7 @@ def test_a_folder_may_have_a_longer_path_than_a_socket(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked_for", [True, False])
-def test_trouble_with_a_folder_is_a_problem_only_if_it_was_asked_for(tmp_path: Path, asked_for: bool) -> None:
+def test_an_unusable_folder_is_a_problem_only_if_it_was_given(tmp_path: Path, asked_for: bool) -> None:
     file = tmp_path / "file"
     file.touch()
 
@@ -75,7 +75,7 @@ def test_a_file_system_without_sockets_is_named_as_the_cause(
     assert is_problem(socket_folder(tmp_path, asked_for=True), "Operation not supported", "another path")
 
 
-def test_a_folder_that_all_may_write_needs_the_sticky_bit(tmp_path: Path) -> None:
+def test_a_world_writable_folder_needs_the_sticky_bit(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     open_to_all = socket_folder(tmp_path, asked_for=True)
     tmp_path.chmod(0o1777)
@@ -98,12 +98,12 @@ def test_the_folder_of_another_user_is_a_note(tmp_path: Path, monkeypatch: pytes
     assert "belongs to user 4321" in finding.found
 
 
-def test_a_path_where_nothing_is_yet_is_fine(short: Path) -> None:
+def test_a_socket_path_that_does_not_exist_is_ok(short: Path) -> None:
     assert socket_file(short / "socket").status is Status.OK
     assert socket_file(short / "missing" / "socket").status is Status.OK
 
 
-def test_the_longest_path_is_the_longest_that_the_kernel_takes(short: Path) -> None:
+def test_the_limit_on_the_path_length_is_that_of_the_kernel(short: Path) -> None:
     longest = short / ("x" * (106 - len(bytes(short))))
     longer = Path(f"{longest}x")
 
@@ -116,12 +116,12 @@ def test_the_longest_path_is_the_longest_that_the_kernel_takes(short: Path) -> N
         pass
 
 
-def test_bytes_are_counted_and_not_letters(short: Path) -> None:
+def test_the_path_length_is_counted_in_bytes(short: Path) -> None:
     assert socket_file(short / ("é" * 45)).status is Status.PROBLEM
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_SEQPACKET, socket.SOCK_STREAM])
-def test_a_live_socket_is_told_from_a_stale_one_and_is_not_disturbed(
+def test_live_and_stale_sockets_are_distinguished_without_side_effects(
     short: Path, kind: socket.SocketKind
 ) -> None:
     path = short / "socket"
@@ -139,7 +139,7 @@ def test_a_live_socket_is_told_from_a_stale_one_and_is_not_disturbed(
     assert "left over" in stale.found
 
 
-def test_a_datagram_socket_is_that_of_another_program(short: Path) -> None:
+def test_a_datagram_socket_is_a_problem(short: Path) -> None:
     with bound(short / "socket", socket.SOCK_DGRAM):
         assert is_problem(socket_file(short / "socket"), "another program", "another path")
 
@@ -157,13 +157,13 @@ def test_a_file_that_is_no_socket_is_a_problem(short: Path) -> None:
     assert is_problem(socket_file(short / "socket"), "is no socket", "Move it away")
 
 
-def test_a_path_that_cannot_be_followed_is_a_problem(short: Path) -> None:
+def test_a_symlink_loop_is_a_problem(short: Path) -> None:
     (short / "socket").symlink_to(short / "socket")
 
     assert is_problem(socket_file(short / "socket"), "Too many levels", "another path")
 
 
-def test_a_socket_that_may_not_be_connected_to_is_a_problem(
+def test_a_socket_without_permission_to_connect_is_a_problem(
     short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Refused(socket.socket):
@@ -176,7 +176,7 @@ def test_a_socket_that_may_not_be_connected_to_is_a_problem(
         assert is_problem(socket_file(short / "socket"), "Permission denied", "another path")
 
 
-def test_the_usual_folder_is_that_of_the_user_or_the_one_for_temporary_files(
+def test_the_default_folder_is_xdg_runtime_dir_or_the_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nowhere() -> str:

@@ -45,7 +45,7 @@ def v2(root: Path, limits: dict[str, str], *, group: str = "/a.slice/b.service")
     return machine(root, mounts=mounts, groups=f"0::{group}\n", limits=limits)
 
 
-def test_no_limit_is_fine(tmp_path: Path) -> None:
+def test_a_cgroup_without_a_limit_is_ok(tmp_path: Path) -> None:
     finding = cgroup_limit(GIB, v2(tmp_path, {"/a.slice": "max", "/a.slice/b.service": "max"}))
 
     assert (finding.status, finding.found) == (Status.OK, "no limit")
@@ -64,7 +64,7 @@ def test_a_machine_without_cgroups_or_without_proc_has_no_limit(tmp_path: Path) 
         (1, Status.NOTE),
     ],
 )
-def test_a_limit_must_have_room_for_the_arena_and_the_processes(
+def test_a_memory_limit_must_cover_the_arena_and_the_processes(
     limit: int, status: Status, tmp_path: Path
 ) -> None:
     finding = cgroup_limit(GIB, v2(tmp_path, {"/a.slice/b.service": str(limit)}))
@@ -82,7 +82,7 @@ def test_another_arena_is_compared_with_the_same_limit(tmp_path: Path) -> None:
     assert cgroup_limit(2 * GIB, root).status is Status.NOTE
 
 
-def test_the_lowest_limit_of_all_above_holds(tmp_path: Path) -> None:
+def test_the_lowest_limit_of_all_ancestors_applies(tmp_path: Path) -> None:
     limits = {"": "max", "/a.slice": str(GIB // 2), "/a.slice/b.service": str(4 * GIB), "/other": "1"}
     finding = cgroup_limit(GIB, v2(tmp_path, limits))
 
@@ -144,7 +144,7 @@ def test_available_memory_is_compared_with_the_arena(kib: int, status: Status, t
     assert finding.found.startswith("1.0 GiB available" if status is Status.OK else "1024.0 MiB available")
 
 
-def test_a_machine_that_does_not_say_what_is_available_is_a_note(tmp_path: Path) -> None:
+def test_unknown_available_memory_is_a_note(tmp_path: Path) -> None:
     assert available_memory(GIB, tmp_path).status is Status.NOTE
 
 
@@ -244,6 +244,6 @@ def test_the_setting_for_huge_pages_is_shown(tmp_path: Path) -> None:
     assert '"advise"' in huge_pages(tmp_path).found
 
 
-def test_what_is_mapped_is_counted_in_bytes(tmp_path: Path) -> None:
+def test_mapped_memory_is_counted_in_bytes(tmp_path: Path) -> None:
     assert mapped_bytes() > 1 << 20
     assert mapped_bytes(tmp_path) == 0

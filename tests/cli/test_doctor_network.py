@@ -3,7 +3,6 @@
 import asyncio
 import json
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from aiotensor.cli.doctor.finding import Finding, Status
 from aiotensor.cli.doctor.network import Place, buffers, examine, packets
 from aiotensor.cli.keys import Keys
 from aiotensor.transports.zeromq.addresses import parse
-from tests.cli import commands
 from tests.cli.commands import Pair
 from verification.places import free_port
 
@@ -29,11 +27,10 @@ LOCAL_6 = Place(socket.AF_INET6, ("::1", 1, 0, 0))
 
 
 async def doctor(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
-    """Run the command in a separate process, without blocking the loop."""
-    command_line = commands.aiotensor("doctor", "--json", *arguments)
-    done = await asyncio.to_thread(subprocess.run, command_line, capture_output=True, text=True, check=False)
+    """Run the command in another thread, which does not block the loop."""
+    done = await asyncio.to_thread(CliRunner().invoke, command, ["doctor", "--json", *arguments])
     assert done.stderr == ""
-    return done.returncode, {finding["check"]: finding for finding in json.loads(done.stdout)}
+    return done.exit_code, {finding["check"]: finding for finding in json.loads(done.stdout)}
 
 
 def problems(findings: dict[str, Finding]) -> list[str]:
@@ -65,7 +62,7 @@ def theirs() -> Pair:
 # The command
 
 
-async def test_an_address_of_this_machine_is_checked_together_with_the_machine() -> None:
+async def test_a_loopback_address_is_checked_in_addition_to_the_machine() -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     async with TensorReceiver(address) as receiver:
         status, findings = await doctor("--address", address)
@@ -108,7 +105,7 @@ async def test_keys_are_tried_with_a_handshake(ours: Pair, theirs: Pair, tmp_pat
 @pytest.mark.parametrize(
     "address", ["tcp://host", "tcp://:5555", "tcp://*:5555", "tcp://host:0", "tcp:host:1"]
 )
-def test_an_address_that_names_no_port_of_a_host_is_refused_by_name(address: str) -> None:
+def test_doctor_rejects_an_address_without_a_host_or_port(address: str) -> None:
     result = CliRunner().invoke(command, ["doctor", "--address", address])
 
     assert result.exit_code == 2
@@ -119,7 +116,7 @@ def test_an_address_that_names_no_port_of_a_host_is_refused_by_name(address: str
 # The address and its host
 
 
-async def test_an_address_that_other_machines_reach_needs_keys_and_the_network_is_checked_without() -> None:
+async def test_missing_keys_are_a_problem_and_the_network_is_still_checked() -> None:
     async with TensorReceiver(f"tcp://127.0.0.1:{(port := free_port())}"):
         findings = await examine(f"tcp://0.0.0.0:{port}", Keys())
 
@@ -151,7 +148,7 @@ async def test_a_name_that_does_not_exist_is_a_problem() -> None:
     assert list(findings) == ["address", "host", "TCP buffers"]
 
 
-async def test_a_silent_name_server_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_wait_for_a_silent_name_server_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
 
     def resolve(*_: object, **__: object) -> list[object]:
@@ -172,7 +169,7 @@ async def test_a_silent_name_server_is_not_waited_for(monkeypatch: pytest.Monkey
 # The process that listens
 
 
-async def test_a_port_that_is_taken_but_not_listened_at_is_a_problem() -> None:
+async def test_a_bound_port_without_a_listener_is_a_problem() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", free_port()))
         findings = await examine(f"tcp://127.0.0.1:{taken.getsockname()[1]}", Keys())
@@ -182,7 +179,7 @@ async def test_a_port_that_is_taken_but_not_listened_at_is_a_problem() -> None:
     assert "another port" in advice_of(findings["listener"])
 
 
-async def test_a_host_that_refuses_is_told_from_one_that_does_not_answer(
+async def test_refused_and_unanswered_connections_are_distinguished(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(network, "_is_ours", lambda _: False)
@@ -201,7 +198,7 @@ async def test_a_host_that_refuses_is_told_from_one_that_does_not_answer(
     assert "handshake" not in silent
 
 
-async def test_another_program_that_listens_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_listener_that_does_not_answer_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_ANSWER_S", 0.2)
     with listening() as port:
         findings = await examine(f"tcp://127.0.0.1:{port}", Keys())
@@ -224,7 +221,7 @@ async def test_only_known_keys_are_accepted(is_known: bool, ours: Pair, theirs: 
         assert "public key of this side" in advice_of(findings["handshake"])
 
 
-async def test_a_receiver_that_needs_keys_is_told_from_one_without(theirs: Pair) -> None:
+async def test_a_receiver_that_requires_keys_is_detected(theirs: Pair) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     async with TensorReceiver(address, secret_key=theirs.secret, client_keys=[theirs.public]):
         findings = await examine(address, Keys())
@@ -252,7 +249,7 @@ def write_buffers(root: Path, **limits: str) -> None:
 
 @pytest.mark.parametrize("is_ours", [True, False])
 @pytest.mark.parametrize("place", [LOCAL, LOCAL_6])
-def test_small_packets_of_the_interface_on_the_way_are_a_note(
+def test_a_small_mtu_of_the_interface_is_a_note(
     place: Place, is_ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inet6 = tmp_path / "proc/net/if_inet6"
@@ -277,14 +274,14 @@ def test_an_interface_that_is_not_known_is_a_note(tmp_path: Path) -> None:
     assert "the interface of 127.0.0.1 is not known" in finding.found
 
 
-def test_a_place_without_a_route_is_a_note() -> None:
+def test_an_address_without_a_route_is_a_note() -> None:
     finding = packets(Place(socket.AF_INET, ("255.255.255.255", 1)))  # a broadcast, which needs a permission
 
     assert finding.status is Status.NOTE
     assert finding.found.startswith("no route to 255.255.255.255: ")
 
 
-def test_buffers_as_large_as_what_is_under_way_are_fine(tmp_path: Path) -> None:
+def test_sufficient_tcp_buffers_are_ok(tmp_path: Path) -> None:
     write_buffers(tmp_path, ipv4__tcp_rmem=f"4096 131072 {6 << 20}", ipv4__tcp_wmem=f"4096 16384 {4 << 20}")
     hidden = buffers(tmp_path)
     write_buffers(tmp_path, core__rmem_max="212992", core__wmem_max="212992")

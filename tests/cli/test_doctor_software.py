@@ -57,7 +57,7 @@ def test_spawn_and_forkserver_are_fine(default: str) -> None:
     assert start_method([default, "fork"]).status is Status.OK
 
 
-def test_fork_is_a_note_that_says_what_to_write() -> None:
+def test_fork_is_a_note_with_advice() -> None:
     finding = start_method(["fork", "spawn"])
 
     assert finding.status is Status.NOTE
@@ -93,7 +93,7 @@ def test_the_torch_that_is_installed_is_fine() -> None:
     assert torch.__version__ in torch_version().found
 
 
-def test_without_torch_there_is_a_problem_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torch_is_a_problem_of_torch_but_not_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
 
     assert torch_version().status is Status.PROBLEM
@@ -132,7 +132,7 @@ def test_a_gpu_that_torch_cannot_use_is_a_note(cuda_is: Cuda, with_gpu: Path) ->
     assert "NVIDIA H100" in finding.found
 
 
-def test_what_torch_says_against_a_gpu_is_passed_on_in_one_line(cuda_is: Cuda, tmp_path: Path) -> None:
+def test_a_warning_of_torch_about_a_gpu_is_reported_in_one_line(cuda_is: Cuda, tmp_path: Path) -> None:
     cuda_is(0, warning="The NVIDIA driver\nis too old. (Triggered internally at ../c10/cuda.cpp:109.)")
     finding = cuda(tmp_path)
 
@@ -140,7 +140,7 @@ def test_what_torch_says_against_a_gpu_is_passed_on_in_one_line(cuda_is: Cuda, t
     assert finding.found.endswith("it says: The NVIDIA driver is too old.")
 
 
-def test_looking_for_gpus_starts_none() -> None:
+def test_the_check_for_gpus_does_not_initialize_cuda() -> None:
     code = (
         "import torch; from aiotensor.cli.doctor.software import cuda; "
         "cuda(); raise SystemExit(torch.cuda.is_initialized())"
@@ -181,7 +181,7 @@ def test_rdma_devices_need_locked_memory(with_rdma: Path) -> None:
     assert "may lock 8.0 MiB" in finding.found
 
 
-def test_nixl_is_missed_only_where_there_is_an_rdma_device(
+def test_missing_nixl_is_a_note_only_with_an_rdma_device(
     tmp_path: Path, with_rdma: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(name: str) -> Callable[[], Engine]:

@@ -34,9 +34,7 @@ def file(tmp_path: Path, pair: Pair) -> str:
 
 
 @pytest.mark.parametrize("command_line", [["top", ELSEWHERE], ["top", ELSEWHERE, "--json"]])
-def test_an_address_of_another_machine_needs_keys_and_it_is_said_how_to_give_them(
-    command_line: list[str], pair: Pair
-) -> None:
+def test_missing_keys_are_a_usage_error_that_names_the_options(command_line: list[str], pair: Pair) -> None:
     result = CliRunner(env={"AIOTENSOR_SECRET_KEY": pair.secret}).invoke(command, command_line)
 
     message = usage_error(result)
@@ -89,7 +87,7 @@ def test_a_secret_is_never_an_argument_and_never_shown(pair: Pair, tmp_path: Pat
         assert pair.secret[:-1] not in message
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, pair: Pair) -> None:
+def test_the_error_of_an_unreadable_key_file_names_the_file(tmp_path: Path, pair: Pair) -> None:
     missing = str(tmp_path / "missing")
     secret = usage_error(top(HERE, "--server-key", pair.public, "--secret-key-file", missing))
     server = usage_error(top(HERE, "--server-key", str(tmp_path)))
@@ -101,7 +99,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, pair: Pair) -> None
 
 
 @pytest.mark.parametrize("text", ["", "short", "x" * 39, "#" * 40, "é" * 20, "\n" * 40])
-def test_a_text_that_is_no_key_is_refused(text: str, tmp_path: Path, pair: Pair) -> None:
+def test_a_malformed_key_is_a_usage_error(text: str, tmp_path: Path, pair: Pair) -> None:
     file = tmp_path / "file"
     file.write_text(text)
 
@@ -113,7 +111,7 @@ def test_a_text_that_is_no_key_is_refused(text: str, tmp_path: Path, pair: Pair)
         assert NO_KEY in usage_error(top(HERE, *arguments))
 
 
-def test_a_file_without_an_end_is_not_read_to_its_end(pair: Pair) -> None:
+def test_an_endless_key_file_is_a_usage_error(pair: Pair) -> None:
     message = usage_error(top(HERE, "--server-key", pair.public, "--secret-key-file", "/dev/zero"))
 
     assert message.endswith(NO_KEY)

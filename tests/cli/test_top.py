@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from rich.console import Console
 
 from aiotensor import TensorReceiver, TensorSender
@@ -37,12 +37,9 @@ from verification.waiting import until
 ADDRESS = "unix:///run/user/1000/engine.sock"
 
 
-async def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run the command in a separate process, without blocking the loop."""
-    command_line = commands.aiotensor("top", *arguments)
-    return await asyncio.to_thread(
-        subprocess.run, command_line, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-    )
+async def run(*arguments: str) -> Result:
+    """Run the command in another thread, which does not block the loop."""
+    return await asyncio.to_thread(CliRunner().invoke, command, ["top", *arguments])
 
 
 @contextmanager
@@ -59,7 +56,7 @@ def begun(*arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
 # A receiver that runs
 
 
-async def test_json_says_what_receiver_and_senders_say_themselves_and_how_fast_they_send(
+async def test_json_contains_the_statistics_and_the_rates_of_senders(
     address: str,
 ) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address, 2, 4 << 20) as sender:
@@ -73,7 +70,7 @@ async def test_json_says_what_receiver_and_senders_say_themselves_and_how_fast_t
         done = await looking
 
         assert done.stderr == ""
-        assert done.returncode == 0
+        assert done.exit_code == 0
         found = json.loads(done.stdout)
         assert (found["address"], found["receiver"], found["pid"]) == (address, receiver.id, os.getpid())
         own = receiver.statistics()
@@ -88,7 +85,7 @@ async def test_json_says_what_receiver_and_senders_say_themselves_and_how_fast_t
         assert one["sent"]["messages_per_s"] == pytest.approx(1 / seconds)
 
 
-async def test_without_a_terminal_there_is_one_look_in_plain_lines(address: str) -> None:
+async def test_without_a_terminal_top_prints_one_inspection_as_lines(address: str) -> None:
     async with TensorReceiver(address) as receiver, peers.peers(address, 1) as [child]:
         name = await child.call(peers.open_sender, 4, 4 << 20)
         await child.call(peers.send_pattern, 0, BIG)
@@ -100,7 +97,7 @@ async def test_without_a_terminal_there_is_one_look_in_plain_lines(address: str)
         child.go_on()
 
         assert done.stderr == stopped.stderr == ""
-        assert done.returncode == stopped.returncode == 0
+        assert done.exit_code == stopped.exit_code == 0
         first, second, third = done.stdout.splitlines()
         assert first.startswith(
             f"receiver pid {os.getpid()} at {address}: 1 of 64 senders, 4.0 MiB of 64.0 GiB"
@@ -161,7 +158,7 @@ def terminal(*command_line: str, **environment: str) -> Iterator[Screen]:
         os.close(leader)
 
 
-async def test_on_a_terminal_it_shows_each_receiver_as_it_comes_and_ends_on_ctrl_c(address: str) -> None:
+async def test_the_live_view_follows_successive_receivers_and_ends_on_ctrl_c(address: str) -> None:
     with terminal(*commands.aiotensor("top", address, "--interval", "0.05")) as screen:
         await screen.until(f"no receiver listens at {address}", "looking for the next one")
         async with TensorSender(address) as sender:
@@ -178,7 +175,7 @@ async def test_on_a_terminal_it_shows_each_receiver_as_it_comes_and_ends_on_ctrl
         assert b"Aborted" not in screen.written
 
 
-async def test_on_a_terminal_it_ends_on_sigterm_and_leaves_the_terminal_as_it_was(address: str) -> None:
+async def test_the_live_view_restores_the_terminal_on_sigterm(address: str) -> None:
     with terminal(*commands.aiotensor("top", address)) as screen:
         await screen.until("looking for the next one")
         screen.process.terminate()
@@ -191,7 +188,7 @@ async def test_on_a_terminal_it_ends_on_sigterm_and_leaves_the_terminal_as_it_wa
     ("name", "value"),
     [("TERM", "dumb"), ("TTY_COMPATIBLE", "0"), ("TTY_INTERACTIVE", "0"), ("FORCE_COLOR", "")],
 )
-async def test_on_a_terminal_that_cannot_be_drawn_on_there_is_one_look_in_plain_lines(
+async def test_on_a_dumb_terminal_top_prints_one_inspection_as_lines(
     name: str, value: str, address: str
 ) -> None:
     async with TensorReceiver(address):
@@ -201,7 +198,7 @@ async def test_on_a_terminal_that_cannot_be_drawn_on_there_is_one_look_in_plain_
     assert b"\x1b" not in screen.written
 
 
-async def test_on_a_terminal_without_rich_there_is_one_look_in_plain_lines(address: str) -> None:
+async def test_without_rich_top_prints_one_inspection_as_lines(address: str) -> None:
     code = "import sys; sys.modules['rich'] = None; from aiotensor.cli import main; main()"
     async with TensorReceiver(address):
         with terminal(sys.executable, "-W", "error", "-c", code, "top", address) as screen:
@@ -210,17 +207,17 @@ async def test_on_a_terminal_without_rich_there_is_one_look_in_plain_lines(addre
     assert b"\x1b" not in screen.written
 
 
-async def test_a_receiver_of_nobody_is_one_sentence_and_status_1(address: str) -> None:
+async def test_a_missing_receiver_is_a_one_line_error_with_status_1(address: str) -> None:
     for arguments in ((), ("--json",)):
         done = await run(address, *arguments)
-        assert done.returncode == 1
+        assert done.exit_code == 1
         assert done.stdout == ""
         assert (
             done.stderr == f"Error: no receiver listens at {address}: start it, or inspect another address\n"
         )
 
 
-async def test_what_a_rogue_says_as_it_refuses_tells_the_terminal_nothing(address: str) -> None:
+async def test_control_characters_in_a_refusal_are_not_printed(address: str) -> None:
     with waiting_at(address) as listener:
         running = asyncio.create_task(run(address, "--patience", "60"))
         sock, _ = await asyncio.get_running_loop().sock_accept(listener)
@@ -229,7 +226,7 @@ async def test_what_a_rogue_says_as_it_refuses_tells_the_terminal_nothing(addres
             rogue = BareReceiver(sock)
             await rogue.say(Welcome(VERSION, 7), Close("\x1b[31mred\x1b]0;title\x07\nError: all is well"))
             done = await running
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert done.stdout == ""
     assert done.stderr == (
         "Error: the receiver (pid 7) is gone: it closed the connection: "
@@ -237,7 +234,7 @@ async def test_what_a_rogue_says_as_it_refuses_tells_the_terminal_nothing(addres
     )
 
 
-async def test_a_process_without_descriptors_says_so_in_one_sentence(address: str) -> None:
+async def test_a_lack_of_descriptors_is_a_one_line_error(address: str) -> None:
     code = """
 import os, resource
 from aiotensor.cli import main
@@ -273,7 +270,7 @@ async def test_ctrl_c_before_anything_is_written_is_status_130(
 
 
 @pytest.mark.parametrize("address", ["engine.sock", "unix://engine.sock", "unix:///run/", "tcp://host", ""])
-def test_an_address_of_another_form_is_refused(address: str) -> None:
+def test_an_invalid_address_is_rejected(address: str) -> None:
     result = CliRunner().invoke(command, ["top", address])
 
     assert result.exit_code == 2
@@ -282,7 +279,7 @@ def test_an_address_of_another_form_is_refused(address: str) -> None:
 
 @pytest.mark.parametrize("option", ["--interval", "--patience"])
 @pytest.mark.parametrize("time", ["0", "-1", "nan", "inf", "soon"])
-def test_a_time_that_is_none_is_refused_by_name(option: str, time: str) -> None:
+def test_an_invalid_time_is_a_usage_error_that_names_the_option(option: str, time: str) -> None:
     result = CliRunner().invoke(command, ["top", ADDRESS, option, time])
 
     assert result.exit_code == 2
@@ -330,7 +327,7 @@ def _drawn(now: Inspection, *, width: int, height: int = 40, before: Inspection 
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_a_look_fits_a_terminal_of_80_columns(width: int) -> None:
+def test_the_screen_fits_a_terminal_of_80_columns(width: int) -> None:
     lines = _drawn(_look(1500, 12.0), before=_look(500, 2.0), width=width)
 
     assert lines[0] == f"receiver pid 4194301  {ADDRESS}"
@@ -352,7 +349,7 @@ def test_a_look_fits_a_terminal_of_80_columns(width: int) -> None:
     assert "…" not in "".join(lines)
 
 
-def test_holders_for_whom_there_is_no_room_are_counted() -> None:
+def test_holders_that_do_not_fit_on_the_screen_are_counted() -> None:
     lines = _drawn(_look(0, 0.0), width=80, height=14)
 
     assert len(lines) <= 14
@@ -361,7 +358,7 @@ def test_holders_for_whom_there_is_no_room_are_counted() -> None:
 
 @pytest.mark.parametrize("holds", [True, False])
 @pytest.mark.parametrize("height", [14, 15, 24])
-def test_senders_for_whom_there_is_no_room_are_counted(holds: bool, height: int) -> None:
+def test_senders_that_do_not_fit_on_the_screen_are_counted(holds: bool, height: int) -> None:
     holders = HOLDERS if holds else ()
     senders = tuple(_of_sender("a", 0, 0.0, holders, 0, 0.0) for _ in range(40))
     lines = _drawn(Inspection("d" * 32, 7, RECEIVER, senders), width=80, height=height)
@@ -376,7 +373,7 @@ def test_senders_for_whom_there_is_no_room_are_counted(holds: bool, height: int)
 
 
 @pytest.mark.parametrize(("width", "address"), [(80, f"unix:///{'x' * 90}"), (30, ADDRESS)])
-def test_what_is_wider_than_the_terminal_takes_no_further_line(width: int, address: str) -> None:
+def test_lines_wider_than_the_terminal_do_not_wrap(width: int, address: str) -> None:
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(as_screen(address, None, _look(0, 0.0), 14))
     lines = console.export_text().splitlines()
@@ -387,14 +384,14 @@ def test_what_is_wider_than_the_terminal_takes_no_further_line(width: int, addre
 
 
 @pytest.mark.parametrize(("height", "shown"), [(12, 3), (11, 1)])
-def test_senders_are_left_out_only_where_there_is_no_room(height: int, shown: int) -> None:
+def test_senders_are_omitted_only_if_they_do_not_fit_on_the_screen(height: int, shown: int) -> None:
     lines = _drawn(_look(0, 0.0), width=80, height=height)
 
     assert len(lines) == height
     assert sum(name * 6 in "".join(lines) for name in "abc") == shown
 
 
-def test_a_receiver_without_senders_or_limits_says_so() -> None:
+def test_a_receiver_without_senders_or_limits_is_displayed() -> None:
     statistics = ReceiverStatistics(0, None, 0, 0, 0, 0, 0, 0, 0, None, 0, None, 0, 0, 0, 0, 0, 0, 0, 0, {})
     now = Inspection("d" * 32, 7, statistics, ())
 
@@ -409,7 +406,7 @@ def test_a_receiver_without_senders_or_limits_says_so() -> None:
     )
 
 
-def test_the_rate_of_who_did_not_answer_twice_is_unknown() -> None:
+def test_the_rate_of_a_sender_needs_two_answers() -> None:
     before, now = _look(500, 2.0), _look(1500, 12.0)
 
     assert rates(before, now) == {"a" * 32: Rate(100 << 20, 100.0), "b" * 32: Rate(0.0, 0.0)}
@@ -423,7 +420,7 @@ def test_the_rate_of_who_did_not_answer_twice_is_unknown() -> None:
     }
 
 
-def test_what_a_peer_says_about_itself_tells_the_terminal_nothing() -> None:
+def test_control_characters_in_statistics_are_not_printed() -> None:
     holder = Holder(1, "\x1b]0;title\x07", 1, 1.0)
     sender = _of_sender("\x1b", 0, 0.0, (holder,), 0, 1.0)
     now = Inspection("d", 7, RECEIVER, (sender,))
@@ -435,14 +432,14 @@ def test_what_a_peer_says_about_itself_tells_the_terminal_nothing() -> None:
     assert "\x1b" not in json.dumps(as_json(ADDRESS, None, now))
 
 
-def test_what_is_no_number_is_never_written_as_json() -> None:
+def test_nan_in_statistics_raises_value_error_in_json_output() -> None:
     sender = _of_sender("a", 0, float("nan"), (), 0, 1.0)
 
     with pytest.raises(ValueError, match="JSON"):
         as_json(ADDRESS, None, Inspection("d", 7, RECEIVER, (sender,)))
 
 
-def test_what_is_not_there_is_said_with_what_is_done() -> None:
+def test_the_screen_reports_a_missing_receiver_and_the_search_for_it() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(missing("no receiver listens at [red]"))
     assert console.export_text() == "no receiver listens at [red]\nlooking for the next one ...\n"
@@ -452,14 +449,12 @@ def test_what_is_not_there_is_said_with_what_is_done() -> None:
     ("nbytes", "written"),
     [(0, "0B"), (1023, "1023B"), (1536, "1.5K"), (0.4, "0B"), (99.9 * (1 << 20), "99.9M"), (1 << 29, "512M")],
 )
-def test_bytes_are_written_in_few_letters(nbytes: float, written: str) -> None:
+def test_bytes_are_abbreviated_on_the_screen(nbytes: float, written: str) -> None:
     assert short(nbytes) == written
 
 
 @pytest.mark.parametrize(
     ("amount", "written"), [(0.0, "0.0"), (99.94, "99.9"), (99.96, "100"), (1234.5, "1234")]
 )
-def test_numbers_are_written_with_a_digit_behind_the_point_if_they_are_small(
-    amount: float, written: str
-) -> None:
+def test_small_numbers_are_written_with_one_decimal_digit(amount: float, written: str) -> None:
     assert brief(amount) == written

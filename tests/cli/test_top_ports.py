@@ -3,31 +3,23 @@
 import asyncio
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.broadcast import Publisher
-from tests.cli import commands
+from aiotensor.cli.command import aiotensor as command
 from tests.cli.commands import Pair
 from verification.patterns import BIG, pattern
 from verification.places import free_port
 from verification.waiting import until
 
 
-async def top(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Run the command in a separate process, without blocking the loop."""
-    return await asyncio.to_thread(
-        subprocess.run,
-        commands.aiotensor("top", *arguments),
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+async def top(*arguments: str, **environment: str) -> Result:
+    """Run the command in another thread, which does not block the loop."""
+    return await asyncio.to_thread(CliRunner().invoke, command, ["top", *arguments], env=environment)
 
 
 @pytest.fixture
@@ -81,7 +73,7 @@ async def test_keys_come_from_files_or_the_environment(
 
     for done in shown:
         assert done.stderr == ""
-        assert done.returncode == 0
+        assert done.exit_code == 0
         assert done.stdout.startswith(f"publisher pid {os.getpid()} at {reached}: ")
 
 
@@ -92,11 +84,11 @@ async def test_a_file_takes_precedence_over_the_environment(
     async with TensorReceiver(address, secret_key=theirs.secret, client_keys=[ours.public]):
         done = await top(address, "--patience", "10", *keys, AIOTENSOR_SECRET_KEY=theirs.secret)
 
-    assert done.returncode == 0
+    assert done.exit_code == 0
 
 
 @pytest.mark.parametrize("wrong", ["the client key", "the server key"])
-async def test_wrong_keys_are_one_sentence_and_status_1(
+async def test_wrong_keys_are_a_one_line_error_with_status_1(
     wrong: str, address: str, ours: Pair, theirs: Pair
 ) -> None:
     known = theirs if wrong == "the client key" else ours
@@ -106,15 +98,15 @@ async def test_wrong_keys_are_one_sentence_and_status_1(
             *(address, "--patience", "10", "--server-key", server.public), AIOTENSOR_SECRET_KEY=ours.secret
         )
 
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert done.stdout == ""
     [line] = done.stderr.splitlines()
     assert line.startswith(f"Error: the process at {address} and this one do not agree on their keys")
 
 
-async def test_a_port_where_nothing_listens_is_one_sentence_and_status_1(address: str) -> None:
+async def test_a_port_without_a_listener_is_a_one_line_error_with_status_1(address: str) -> None:
     done = await top(address)
 
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert done.stdout == ""
     assert done.stderr == f"Error: no receiver listens at {address}: start it, or inspect another address\n"

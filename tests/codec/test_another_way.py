@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 
 @settings(deadline=None, max_examples=200)
 @given(kind=kinds, inline_bytes=limits, least=st.integers(0, 3), data=st.data())
-def test_any_message_comes_back_when_some_of_its_tensors_go_another_way(
+def test_any_message_round_trips_with_some_tensors_placed_elsewhere(
     kind: Kind, inline_bytes: int, least: int, data: st.DataObject
 ) -> None:
     message = data.draw(kind.values)
@@ -79,7 +79,7 @@ def writable(message: object) -> list[torch.Tensor | Array]:
     [0, "", b"", False, [], {}, -1, "name", b"id", 0.5, [1, {"a": b"x"}], {"segment": 3}],
     ids=repr,
 )
-def test_a_handle_is_anything_that_msgpack_can_carry(handle: object) -> None:
+def test_a_handle_may_be_any_msgpack_value(handle: object) -> None:
     source, found = large(), list[object]()
 
     def find(there: object) -> torch.Tensor:
@@ -92,7 +92,7 @@ def test_a_handle_is_anything_that_msgpack_can_carry(handle: object) -> None:
     assert [(type(there), there) for there in found] == [(type(handle), handle)]
 
 
-def test_a_tensor_that_nobody_places_travels_with_the_message() -> None:
+def test_a_tensor_that_place_declines_is_part_of_the_message() -> None:
     asked: list[torch.Tensor] = []  # append returns None: not mine
     sources = [large(), torch.zeros(3), large(torch.int16)]
     parts = TensorEncoder(asked.append).encode(sources)
@@ -102,7 +102,7 @@ def test_a_tensor_that_nobody_places_travels_with_the_message() -> None:
     assert plain(anything.decode(sent(parts))) == plain(sources)
 
 
-def test_an_array_is_offered_as_a_tensor_over_its_memory_and_found_as_an_array() -> None:
+def test_place_receives_an_array_as_a_tensor_over_the_same_memory() -> None:
     source = large().numpy()
     asked: list[torch.Tensor] = []
 
@@ -118,7 +118,7 @@ def test_an_array_is_offered_as_a_tensor_over_its_memory_and_found_as_an_array()
     assert address_of(received) == address_of(source)
 
 
-def test_a_message_can_bring_a_find_of_its_own() -> None:
+def test_find_can_be_given_for_a_single_message() -> None:
     parts = TensorEncoder(lambda tensor: "handle").encode([torch.zeros(1)])
     decoder = TensorDecoder(list[torch.Tensor], lambda handle: torch.tensor(1))
 
@@ -138,13 +138,13 @@ class Library:
         return torch.tensor(2)
 
 
-def test_a_find_that_is_false_is_called_too() -> None:
+def test_a_find_that_is_falsy_is_called() -> None:
     parts = TensorEncoder(lambda tensor: "handle").encode([torch.zeros(1)])
 
     assert anything.decode(parts, Library()) == [torch.tensor(2)]
 
 
-def test_a_tensor_that_would_not_arrive_as_it_is_is_not_offered_to_another_way() -> None:
+def test_place_is_not_called_for_an_unsupported_tensor() -> None:
     offered: list[torch.Tensor] = []
     with pytest.raises(UnsupportedTensorError, match="detach"):
         TensorEncoder(offered.append).encode([torch.ones(3, requires_grad=True) * 2])
@@ -171,7 +171,7 @@ every_error = pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(er
 
 
 @every_error
-def test_what_place_raises_comes_out_as_it_is(error: BaseException) -> None:
+def test_an_exception_of_place_propagates_unchanged(error: BaseException) -> None:
     def place(tensor: torch.Tensor) -> None:
         raise error
 
@@ -181,7 +181,7 @@ def test_what_place_raises_comes_out_as_it_is(error: BaseException) -> None:
 
 
 @every_error
-def test_what_find_raises_comes_out_as_it_is(error: BaseException) -> None:
+def test_an_exception_of_find_propagates_unchanged(error: BaseException) -> None:
     def find(handle: object) -> torch.Tensor:
         raise error
 
@@ -196,7 +196,7 @@ def test_what_find_raises_comes_out_as_it_is(error: BaseException) -> None:
 # One message does not disturb another
 
 
-def test_a_decoder_is_as_good_after_a_refusal_and_keeps_nothing_of_it() -> None:
+def test_a_decoder_works_after_an_error_and_keeps_no_buffer() -> None:
     memory: Array = np.zeros(3, np.uint8)
     gone = weakref.ref(memory)
     with pytest.raises(ProtocolError, match="buffer 7"):
@@ -210,7 +210,7 @@ def test_a_decoder_is_as_good_after_a_refusal_and_keeps_nothing_of_it() -> None:
     assert bytes(anything.decode([body_of(beside(0)), b"abc"]).numpy()) == b"abc"
 
 
-def test_an_error_of_find_keeps_no_tensor_until_a_collection(no_collections: None) -> None:
+def test_an_error_of_find_frees_its_tensors_without_a_collection(no_collections: None) -> None:
     def decode() -> "weakref.ref[torch.Tensor]":
         tensor = torch.zeros(3)  # the traceback refers to this frame
         body = TensorEncoder(lambda source: 1).encode([tensor])
@@ -239,7 +239,7 @@ def test_find_can_decode_another_message_with_the_same_decoder() -> None:
         decoder.decode([body_of([extension("T", ["at", 0])])])
 
 
-def test_find_can_get_over_a_message_that_is_refused() -> None:
+def test_find_can_handle_an_error_of_the_same_decoder() -> None:
     def find(handle: object) -> torch.Tensor:
         with pytest.raises(ProtocolError, match="named buffer 5, and sent 1"):
             decoder.decode([body_of([beside(0), beside(5)]), b"xxx"])
@@ -251,7 +251,7 @@ def test_find_can_get_over_a_message_that_is_refused() -> None:
     assert [bytes(tensor.to(torch.uint8).numpy()) for tensor in received] == [b"\1\2\3", b"abc", b"def"]
 
 
-def test_two_threads_with_one_decoder_at_once_do_not_mix() -> None:
+def test_two_threads_can_share_a_decoder() -> None:
     both_are_inside = threading.Barrier(2)
 
     def find(handle: int) -> torch.Tensor:
@@ -274,7 +274,7 @@ def test_two_threads_with_one_decoder_at_once_do_not_mix() -> None:
     ]
 
 
-def test_two_threads_with_one_encoder_at_once_do_not_mix() -> None:
+def test_two_threads_can_share_an_encoder() -> None:
     both_are_inside = threading.Barrier(2)
 
     def place(tensor: torch.Tensor) -> None:

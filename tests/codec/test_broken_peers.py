@@ -80,7 +80,7 @@ def change_parts(data: st.DataObject, parts: list[bytearray]) -> None:
 @every_decoder
 @settings(deadline=None, max_examples=150)
 @given(parts=valid_parts(), data=st.data())
-def test_a_message_with_changes_is_a_message_or_refused(
+def test_a_modified_message_is_decoded_or_raises_protocol_error(
     which: str, parts: list[bytearray], data: st.DataObject
 ) -> None:
     assert isinstance(DECODERS["of a Struct, with a find"].decode(sent(parts)), Scene), "it is valid"
@@ -95,7 +95,7 @@ def test_a_message_with_changes_is_a_message_or_refused(
 @every_decoder
 @settings(deadline=None, max_examples=50)
 @given(parts=valid_parts())
-def test_any_part_of_a_body_is_a_message_or_refused(which: str, parts: list[bytearray]) -> None:
+def test_a_truncated_body_is_decoded_or_raises_protocol_error(which: str, parts: list[bytearray]) -> None:
     body, *buffers = parts
     for length in range(len(body)):
         read_or_refuse(DECODERS[which], [body[:length], *buffers])
@@ -104,7 +104,9 @@ def test_any_part_of_a_body_is_a_message_or_refused(which: str, parts: list[byte
 @every_decoder
 @settings(deadline=None)
 @given(body=st.binary(max_size=60), buffers=st.lists(st.binary(max_size=9), max_size=2))
-def test_any_bytes_are_a_message_or_refused(which: str, body: bytes, buffers: list[bytes]) -> None:
+def test_arbitrary_bytes_are_decoded_or_raise_protocol_error(
+    which: str, body: bytes, buffers: list[bytes]
+) -> None:
     read_or_refuse(DECODERS[which], [body, *buffers])
 
 
@@ -140,7 +142,7 @@ wild = st.recursive(
 @every_decoder
 @settings(deadline=None, max_examples=200)
 @given(message=wild, buffers=st.lists(st.binary(max_size=16), max_size=2))
-def test_any_description_of_tensors_is_a_message_or_refused(
+def test_arbitrary_tensor_records_are_decoded_or_raise_protocol_error(
     which: str, message: object, buffers: list[bytes]
 ) -> None:
     read_or_refuse(DECODERS[which], [body_of(message), *buffers])

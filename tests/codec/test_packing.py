@@ -29,14 +29,14 @@ def packed(*records: object) -> bytes:
 
 @settings(deadline=None, max_examples=300)
 @given(kind=kinds, limit=st.sampled_from([0, 40, 200]), data=st.data())
-def test_any_message_comes_back_as_it_was(kind: Kind, limit: int, data: st.DataObject) -> None:
+def test_any_message_round_trips_unchanged(kind: Kind, limit: int, data: st.DataObject) -> None:
     message = data.draw(kind.values)
     parts = SourceEncoder(lambda _: None, max_inline_bytes=limit).encode(message)
 
     assert plain(TensorDecoder(kind.type_).decode(sent(parts))) == plain(message)
 
 
-def test_a_body_of_many_small_tensors_has_a_few_bytes_for_each() -> None:
+def test_a_packed_tensor_needs_only_a_few_bytes_in_the_body() -> None:
     message = {"a": [pattern(number, 4) for number in range(1000)], "b": [torch.zeros(0)] * 1000}
     body, pack = SourceEncoder(lambda _: None, max_inline_bytes=0).encode(message)
 
@@ -45,7 +45,7 @@ def test_a_body_of_many_small_tensors_has_a_few_bytes_for_each() -> None:
     assert plain(anything.decode([body, pack])) == plain(message)
 
 
-def test_large_tensors_have_buffers_before_the_one_of_the_small_ones() -> None:
+def test_the_buffers_of_large_tensors_precede_the_pack() -> None:
     large = torch.arange(MAX_INLINE_BYTES + 1).to(torch.uint8)
     message = [pattern(1, 4), large, pattern(2, 4), large]
     body, *buffers, pack = SourceEncoder(lambda _: None, max_inline_bytes=0).encode(message)
@@ -54,7 +54,7 @@ def test_large_tensors_have_buffers_before_the_one_of_the_small_ones() -> None:
     assert plain(anything.decode([body, *buffers, pack])) == plain(message)
 
 
-def test_as_many_bytes_as_the_limit_stay_in_the_body() -> None:
+def test_tensors_are_packed_only_beyond_max_inline_bytes() -> None:
     message = [pattern(number, 4) for number in range(10)]
     [whole] = SourceEncoder(lambda _: None).encode(message)
     each = (len(whole) - 1) // 10 - 3  # the list, and the head of each extension

@@ -82,7 +82,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
     ],
     ids=lambda tensor: str(tensor.data)[:50],
 )
-def test_a_tensor_that_cannot_be_is_refused(tensor: msgspec.msgpack.Ext) -> None:
+def test_an_invalid_tensor_record_raises_protocol_error(tensor: msgspec.msgpack.Ext) -> None:
     for message in (tensor, {"rest": [tensor]}):
         with pytest.raises(ProtocolError):
             anything.decode([body_of(message)])
@@ -90,7 +90,7 @@ def test_a_tensor_that_cannot_be_is_refused(tensor: msgspec.msgpack.Ext) -> None
         DECODERS["of a Struct"].decode([body_of({"boxes": [{"item": tensor}]})])
 
 
-def test_a_tensor_of_the_most_dimensions_is_read() -> None:
+def test_a_tensor_of_64_dimensions_is_decoded() -> None:
     for code in "TA":
         most = extension(code, ["in", ["float32", [1] * 64], b"1234"])
         assert anything.decode([body_of(most)]).ndim == 64
@@ -99,7 +99,7 @@ def test_a_tensor_of_the_most_dimensions_is_read() -> None:
 @pytest.mark.parametrize("code", ["T", "A"])
 @pytest.mark.parametrize("flags", [(True, False), (True, True), (False, True)], ids=str)
 @pytest.mark.parametrize("name", DTYPES)
-def test_a_dtype_that_can_have_no_gradient_is_refused_with_one_and_no_other_is(
+def test_only_float_and_complex_tensors_may_require_a_gradient(
     name: str, flags: tuple[bool, bool], code: str
 ) -> None:
     dtype = DTYPES[name]
@@ -146,9 +146,7 @@ ONE = b"abc"  # as many bytes as `beside` makes of a tensor
         (beside(0, "mystery"), [ONE], "dtype 'mystery', which is unknown here"),
     ],
 )
-def test_buffers_that_are_not_those_of_the_message_are_refused(
-    message: object, buffers: list[bytes], reason: str
-) -> None:
+def test_mismatched_buffers_raise_protocol_error(message: object, buffers: list[bytes], reason: str) -> None:
     for given_as in (buffers, sent([*buffers])):
         with pytest.raises(ProtocolError, match=reason):
             anything.decode([body_of(message), *given_as])
@@ -158,7 +156,7 @@ def test_an_empty_tensor_may_have_an_empty_buffer() -> None:
     assert anything.decode([body_of(beside(0, "float32", [0, 3])), b""]).shape == (0, 3)
 
 
-def test_buffers_are_named_in_any_order() -> None:
+def test_buffers_may_be_referenced_in_any_order() -> None:
     received = anything.decode([body_of([beside(1), beside(0)]), b"abc", b"xyz"])
 
     assert [bytes(tensor.numpy()) for tensor in received] == [b"xyz", b"abc"]
@@ -227,7 +225,7 @@ def test_a_handle_of_any_depth_is_read_or_refused(which: str) -> None:
     [{}, [{}], extension("A", ["in", ["uint8", [1]], b"1"]), msgspec.msgpack.Ext(5, b"theirs")],
     ids=["a dict", "a list of a dict", "an array", "an extension of others"],
 )
-def test_what_cannot_be_in_a_set_is_refused(type_: Any, item: object) -> None:
+def test_items_that_a_set_cannot_contain_raise_protocol_error(type_: Any, item: object) -> None:
     for decoder, message in (
         (TensorDecoder(type_), [item]),
         (TensorDecoder(of(dict, str, type_)), {"a": [item]}),
@@ -236,7 +234,7 @@ def test_what_cannot_be_in_a_set_is_refused(type_: Any, item: object) -> None:
             decoder.decode([body_of(message)])
 
 
-def test_a_refusal_does_not_repeat_all_that_a_peer_sent() -> None:
+def test_an_error_does_not_repeat_long_data_of_a_peer() -> None:
     handle = extension("T", ["at", "x" * 100_000])
     for message in (handle, inside("u" * 100_000, [1], b""), inside("uint8", [1], b"1" * 100_000)):
         with pytest.raises(ProtocolError) as caught:
@@ -248,7 +246,7 @@ def test_a_refusal_does_not_repeat_all_that_a_peer_sent() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_tensor_that_would_not_arrive_as_it_is_is_refused_with_what_to_do(name: str) -> None:
+def test_encoding_an_unsupported_tensor_raises_an_error_with_a_remedy(name: str) -> None:
     make, remedy = REFUSED[name]
     for message in ([make()], {"a": [Box(make())]}):
         with pytest.raises(UnsupportedTensorError, match=remedy):
@@ -260,14 +258,14 @@ def test_a_tensor_that_would_not_arrive_as_it_is_is_refused_with_what_to_do(name
     [object(), 1j, np.float32(1), range(3), torch.uint8, torch.device("cpu"), int, iter([]), Exception()],
     ids=lambda value: type(value).__name__,
 )
-def test_an_object_of_another_type_is_refused_by_name(value: object) -> None:
+def test_encoding_an_unsupported_object_raises_type_error(value: object) -> None:
     for message in (value, {"a": [Box(value)]}):
         with pytest.raises(TypeError, match=f"a message cannot hold a {type(value).__name__!r}") as caught:
             TensorEncoder().encode(message)
         assert not isinstance(caught.value, UnsupportedTensorError)
 
 
-def test_an_encoder_is_as_good_after_a_refusal() -> None:
+def test_an_encoder_works_after_an_error() -> None:
     encoder = TensorEncoder(inline_bytes=0)
     with pytest.raises(TypeError):
         encoder.encode([torch.zeros(3), object()])

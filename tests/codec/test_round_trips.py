@@ -46,7 +46,7 @@ in_body_or_beside = pytest.mark.parametrize("inline_bytes", [1 << 20, 0], ids=["
 
 @settings(deadline=None, max_examples=400)
 @given(kind=kinds, inline_bytes=limits, data=st.data())
-def test_any_message_comes_back_as_it_was(kind: Kind, inline_bytes: int, data: st.DataObject) -> None:
+def test_any_message_round_trips_unchanged(kind: Kind, inline_bytes: int, data: st.DataObject) -> None:
     message = data.draw(kind.values)
     before = plain(message)
     parts = TensorEncoder(inline_bytes=inline_bytes).encode(message)
@@ -61,7 +61,7 @@ def test_any_message_comes_back_as_it_was(kind: Kind, inline_bytes: int, data: s
 @in_body_or_beside
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (3, 4)], ids=str)
 @pytest.mark.parametrize("name", DTYPES)
-def test_every_dtype_comes_back_bit_for_bit(name: str, shape: tuple[int, ...], inline_bytes: int) -> None:
+def test_every_dtype_round_trips_bit_for_bit(name: str, shape: tuple[int, ...], inline_bytes: int) -> None:
     source = random_tensor(shape, DTYPES[name])
 
     received = through(torch.Tensor, source, inline_bytes)
@@ -73,7 +73,7 @@ def test_every_dtype_comes_back_bit_for_bit(name: str, shape: tuple[int, ...], i
 @in_body_or_beside
 @pytest.mark.parametrize("shape", [(6, 4), LARGE], ids=str)
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_view_of_any_strides_comes_back_as_it_looks(
+def test_a_view_of_any_strides_round_trips_as_a_contiguous_tensor(
     view: str, shape: tuple[int, ...], inline_bytes: int
 ) -> None:
     for dtype in (torch.uint8, torch.bfloat16, torch.complex128, torch.float8_e4m3fn):
@@ -96,7 +96,7 @@ def test_a_view_of_any_strides_comes_back_as_it_looks(
     ],
     ids=["conjugate", "conjugate transposed", "negative", "negative sliced", "negative complex"],
 )
-def test_a_conjugate_or_negative_view_comes_back_as_the_values_that_it_shows(
+def test_a_conjugate_or_negative_view_round_trips_with_its_values(
     view: Callable[[torch.Tensor], torch.Tensor], inline_bytes: int
 ) -> None:
     source = view(torch.randn((300, 70), dtype=torch.complex64))
@@ -135,7 +135,7 @@ _records["value"] = range(50)
     ],
     ids=lambda array: f"{array.dtype} {array.shape} {array.strides} {array.flags.writeable}",
 )
-def test_an_array_of_any_strides_comes_back_as_a_writable_array(source: Array, inline_bytes: int) -> None:
+def test_an_array_of_any_strides_round_trips_as_a_writable_array(source: Array, inline_bytes: int) -> None:
     received = through(np.ndarray, source, inline_bytes)
 
     assert type(received) is np.ndarray
@@ -145,7 +145,7 @@ def test_an_array_of_any_strides_comes_back_as_a_writable_array(source: Array, i
 
 
 @in_body_or_beside
-def test_what_speaks_dlpack_comes_back_as_a_tensor(inline_bytes: int) -> None:
+def test_a_dlpack_object_round_trips_as_a_tensor(inline_bytes: int) -> None:
     source = torch.arange(6.0).reshape(2, 3)
     [received] = through(list[torch.Tensor], [Foreign(source)], inline_bytes)
 
@@ -154,7 +154,9 @@ def test_what_speaks_dlpack_comes_back_as_a_tensor(inline_bytes: int) -> None:
 
 @in_body_or_beside
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_a_leaf_and_a_parameter_come_back_as_such(requires_grad: bool, inline_bytes: int) -> None:
+def test_leaf_tensors_and_parameters_keep_their_type_and_requires_grad(
+    requires_grad: bool, inline_bytes: int
+) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         leaf = large(dtype).t().requires_grad_(requires_grad)
         for source in (leaf, Parameter(leaf.detach(), requires_grad)):
@@ -165,7 +167,7 @@ def test_a_leaf_and_a_parameter_come_back_as_such(requires_grad: bool, inline_by
             assert plain(received) == plain(source)
 
 
-def test_a_parameter_of_whole_numbers_comes_back_as_one() -> None:
+def test_an_integer_parameter_round_trips_as_a_parameter() -> None:
     received = through(Parameter, Parameter(torch.arange(3), requires_grad=False))
 
     assert type(received) is Parameter
@@ -175,7 +177,7 @@ def test_a_parameter_of_whole_numbers_comes_back_as_one() -> None:
 # In the body, or beside it
 
 
-def test_a_tensor_rides_in_the_body_up_to_the_limit_and_beside_it_above() -> None:
+def test_a_tensor_is_part_of_the_body_up_to_inline_bytes() -> None:
     for encoder, limit in ((TensorEncoder(), MAX_INLINE_BYTES), (TensorEncoder(inline_bytes=10), 10)):
         assert len(encoder.encode([torch.zeros(limit, dtype=torch.uint8)])) == 1
         assert len(encoder.encode([torch.zeros(limit + 1, dtype=torch.uint8)])) == 2
@@ -185,13 +187,13 @@ def test_an_empty_tensor_needs_no_buffer() -> None:
     assert len(TensorEncoder(inline_bytes=0).encode([torch.zeros(0, 7), np.zeros((3, 0))])) == 1
 
 
-def test_an_expanded_tensor_is_as_large_as_what_it_shows() -> None:
+def test_the_size_of_an_expanded_tensor_includes_all_its_elements() -> None:
     [_, buffer] = encoded(torch.zeros(1, dtype=torch.uint8).expand(MAX_INLINE_BYTES + 1))
 
     assert buffer.nbytes == MAX_INLINE_BYTES + 1
 
 
-def test_what_rides_in_the_body_may_change_after_encoding() -> None:
+def test_an_inline_tensor_may_be_modified_after_encoding() -> None:
     source = torch.zeros(3)
     parts = TensorEncoder().encode(source)
     source.fill_(7)
@@ -199,7 +201,7 @@ def test_what_rides_in_the_body_may_change_after_encoding() -> None:
     assert anything.decode(parts).tolist() == [0, 0, 0]
 
 
-def test_a_tensor_that_is_there_twice_is_two_tensors_on_the_other_side() -> None:
+def test_a_tensor_that_occurs_twice_is_decoded_as_two_tensors() -> None:
     source = large()
     one, other = TensorDecoder(list[torch.Tensor]).decode(sent(TensorEncoder().encode([source, source])))
     one.fill_(0)
@@ -231,7 +233,7 @@ def test_an_encoder_keeps_nothing_of_a_message() -> None:
 
 
 @pytest.mark.parametrize("type_", [list[msgspec.msgpack.Ext], Any], ids=str)
-def test_extensions_of_others_pass_through(type_: Any) -> None:
+def test_unknown_extensions_are_decoded_unchanged(type_: Any) -> None:
     theirs: Sequence[object] = [msgspec.msgpack.Ext(code, b"theirs") for code in (0, 1, 127, -2, -128)]
     received = TensorDecoder(type_).decode([body_of(theirs)])
 

@@ -47,7 +47,7 @@ positions = pytest.mark.parametrize("position", POSITIONS)
 
 
 @positions
-def test_a_tensor_that_is_as_its_annotation_says_is_taken(position: str) -> None:
+def test_a_tensor_that_matches_its_annotation_is_accepted(position: str) -> None:
     type_, make, _ = POSITIONS[position]
     for count in (2, 0, 7000):
         source = torch.arange(count * 3).to(torch.uint8).reshape(count, 3)
@@ -67,7 +67,7 @@ WRONG = {
 
 
 @positions
-def test_another_tensor_is_refused_with_its_place_and_what_was_expected_and_found(position: str) -> None:
+def test_the_error_of_a_mismatched_tensor_has_its_path_and_both_descriptions(position: str) -> None:
     type_, make, path = POSITIONS[position]
     decoder: TensorDecoder[Any] = TensorDecoder(type_)
     for found, wrong in WRONG.items():
@@ -89,19 +89,19 @@ def test_another_tensor_is_refused_with_its_place_and_what_was_expected_and_foun
     ],
     ids=str,
 )
-def test_what_was_expected_is_told_as_it_was_stated(meta: TensorMeta, expected: str) -> None:
+def test_the_error_describes_the_expected_tensor_as_annotated(meta: TensorMeta, expected: str) -> None:
     with pytest.raises(ProtocolError, match="as its annotation says") as caught:
         through(Annotated[torch.Tensor, meta], torch.zeros(2, 2))
 
     assert f"expected {expected}, found float32 of shape (2, 2)" in str(caught.value)
 
 
-def test_a_meta_that_states_nothing_takes_every_tensor() -> None:
+def test_an_empty_meta_accepts_every_tensor() -> None:
     for source in (torch.zeros(()), torch.zeros(2, 0, 4, dtype=torch.float8_e5m2)):
         assert through(Annotated[torch.Tensor, TensorMeta()], source).shape == source.shape
 
 
-def test_what_has_no_tensor_where_its_type_allows_none_is_taken() -> None:
+def test_a_message_without_an_optional_tensor_is_accepted() -> None:
     assert through(Annotated[torch.Tensor | None, Pixels], None) is None
     assert through(list[Frames | None], [None]) == [None]
     assert through(Node, Node(below=[Node()])) == Node(below=[Node()])
@@ -116,7 +116,7 @@ def test_each_of_a_union_is_checked_by_its_own_annotations() -> None:
         assert received.frames.tolist() == [0, 0]
 
 
-def test_an_annotation_beside_another_is_checked_too() -> None:
+def test_each_annotated_field_is_checked() -> None:
     wrong = torch.zeros(3, 3, dtype=torch.uint8)
 
     with pytest.raises(ProtocolError, match=r"`\$\.other` .* any dtype of shape \(2, any\), found uint8"):
@@ -134,7 +134,7 @@ BELOW = {
 
 
 @pytest.mark.parametrize(("type_", "message"), BELOW.values(), ids=BELOW)
-def test_a_class_below_another_is_checked_by_what_that_says_too(type_: Any, message: Any) -> None:
+def test_inherited_annotations_are_checked(type_: Any, message: Any) -> None:
     decoder: TensorDecoder[Any] = TensorDecoder(type_)
 
     def with_one(tensor: torch.Tensor) -> Any:
@@ -150,7 +150,7 @@ def test_a_class_below_another_is_checked_by_what_that_says_too(type_: Any, mess
 
 
 @pytest.mark.parametrize("type_", [Diamond, DiamondData])
-def test_of_two_classes_that_say_something_of_a_field_the_one_that_python_finds_first_counts(
+def test_annotations_follow_the_method_resolution_order(
     type_: Any,
 ) -> None:
     decoder: TensorDecoder[Any] = TensorDecoder(type_)
@@ -162,12 +162,12 @@ def test_of_two_classes_that_say_something_of_a_field_the_one_that_python_finds_
 @pytest.mark.parametrize(
     ("type_", "message"), [(Mixed, {"y": 1}), (MixedData, {"y": 1}), (MorePoint, [torch.zeros(3)])]
 )
-def test_what_is_annotated_and_no_field_is_not_looked_for(type_: Any, message: Any) -> None:
+def test_annotations_that_are_not_fields_are_ignored(type_: Any, message: Any) -> None:
     decoder: TensorDecoder[Any] = TensorDecoder(type_)
     decoder.decode(TensorEncoder().encode(message))
 
 
-def test_what_belongs_to_a_class_is_no_part_of_its_messages() -> None:
+def test_class_variables_are_not_part_of_messages() -> None:
     assert through(Shared, Shared("a")).name == "a"
 
 
@@ -188,14 +188,14 @@ def test_what_belongs_to_a_class_is_no_part_of_its_messages() -> None:
     ],
     ids=str,
 )
-def test_what_is_stated_of_something_that_is_no_tensor_is_a_mistake(type_: Any, refused: str) -> None:
+def test_a_meta_on_a_type_other_than_a_tensor_raises_type_error(type_: Any, refused: str) -> None:
     with pytest.raises(
         TypeError, match=rf"a TensorMeta says what a tensor is like, and .*{refused}.* is none"
     ):
         TensorDecoder(type_)
 
 
-def test_a_mistake_is_found_at_any_depth_before_any_message() -> None:
+def test_the_constructor_detects_a_misplaced_meta_at_any_depth() -> None:
     class Wrong(msgspec.Struct):
         numbers: dict[str, tuple[int, Annotated[int, TensorMeta()]]]
 
@@ -204,24 +204,24 @@ def test_a_mistake_is_found_at_any_depth_before_any_message() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, "uint8", np.dtype("u1"), int, 3], ids=repr)
-def test_a_dtype_is_one_of_torch(dtype: Any) -> None:
+def test_the_dtype_of_a_meta_must_be_a_torch_dtype(dtype: Any) -> None:
     with pytest.raises(TypeError, match=r"for example torch\.uint8, got"):
         TensorMeta(dtype=dtype)
 
 
 @pytest.mark.parametrize("shape", [("3",), (1.0,), 3, 0, "", "33", (None, [1])], ids=repr)
-def test_a_shape_is_a_tuple_of_whole_numbers(shape: Any) -> None:
+def test_the_shape_of_a_meta_must_be_a_tuple_of_integers(shape: Any) -> None:
     with pytest.raises(TypeError):
         TensorMeta(shape=shape)
 
 
 @pytest.mark.parametrize("shape", [(-1,), (None, 3, -3)], ids=repr)
-def test_a_size_is_not_negative(shape: tuple[int | None, ...]) -> None:
+def test_the_sizes_of_a_meta_must_not_be_negative(shape: tuple[int | None, ...]) -> None:
     with pytest.raises(ValueError, match=r"sizes of a shape are not negative, got \("):
         TensorMeta(shape=shape)
 
 
-def test_two_that_state_the_same_are_the_same() -> None:
+def test_metas_are_immutable_and_compare_by_value() -> None:
     assert TensorMeta(torch.uint8, (None, 3)) == Pixels
     assert hash(TensorMeta(torch.uint8, (None, 3))) == hash(Pixels)
     with pytest.raises(AttributeError):
@@ -232,7 +232,7 @@ def test_two_that_state_the_same_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("inline_bytes", [1 << 20, 0], ids=["in the body", "beside it"])
-def test_a_field_takes_a_tensor_or_an_array_and_gives_what_it_says(inline_bytes: int) -> None:
+def test_tensors_and_arrays_are_converted_to_the_annotated_type(inline_bytes: int) -> None:
     tensor, array = torch.arange(6.0).reshape(2, 3), np.arange(6, dtype=np.uint16).reshape(3, 2)
     parts = TensorEncoder(inline_bytes=inline_bytes).encode({"a": [tensor, array]})
     tensors = TensorDecoder(dict[str, list[torch.Tensor]]).decode(sent(parts))["a"]
@@ -248,23 +248,23 @@ def test_a_field_takes_a_tensor_or_an_array_and_gives_what_it_says(inline_bytes:
         assert np.array_equal(received[1], array)
 
 
-def test_a_tensor_taken_as_an_array_is_not_copied_and_the_reverse() -> None:
+def test_conversion_between_tensor_and_array_does_not_copy() -> None:
     for source, type_ in ((torch.zeros(9000), np.ndarray), (np.zeros(9000), torch.Tensor)):
         body, buffer = sent(TensorEncoder().encode(source))
         received: Any = TensorDecoder(type_).decode([body, buffer])
         assert address_of(received) == address_of(buffer)
 
 
-def test_a_tensor_that_wants_a_gradient_can_be_taken_as_an_array() -> None:
+def test_a_tensor_that_requires_a_gradient_can_be_decoded_as_an_array() -> None:
     assert through(np.ndarray, torch.ones(2, requires_grad=True)).tolist() == [1, 1]
 
 
-def test_a_tensor_that_numpy_does_not_know_cannot_be_taken_as_an_array() -> None:
+def test_a_dtype_unknown_to_numpy_cannot_be_decoded_as_an_array() -> None:
     with pytest.raises(ProtocolError, match=r"array of torch\.bfloat16, which numpy does not know"):
         through(list[np.ndarray[Any, Any]], [torch.zeros(2, dtype=torch.bfloat16)])
 
 
-def test_a_tensor_is_no_parameter_and_a_parameter_is_a_tensor() -> None:
+def test_a_parameter_is_accepted_as_a_tensor_but_not_the_reverse() -> None:
     assert type(through(torch.Tensor, Parameter(torch.zeros(1)))) is Parameter
     with pytest.raises(ProtocolError, match=r"Expected `Parameter`, got `Tensor` - at `\$\.item`"):
         through(of(Box, Parameter), Box(torch.zeros(1)))
@@ -284,7 +284,7 @@ NUMPY_TYPES: dict[str, tuple[Any, list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("kind", NUMPY_TYPES)
-def test_the_dtype_that_an_array_is_said_to_have_is_checked(kind: str) -> None:
+def test_the_annotated_dtype_of_an_array_is_checked(kind: str) -> None:
     type_, right, wrong = NUMPY_TYPES[kind]
     for dtype in right:
         source = np.ones((2, 2), dtype)
@@ -318,7 +318,7 @@ OTHERS: dict[str, tuple[Any, object]] = {
 
 
 @pytest.mark.parametrize("text", OTHERS)
-def test_another_type_is_refused_with_its_place(text: str) -> None:
+def test_the_error_of_a_value_of_the_wrong_type_has_its_path(text: str) -> None:
     type_, message = OTHERS[text]
     with pytest.raises(ProtocolError) as caught:
         through(type_, message)
@@ -327,12 +327,12 @@ def test_another_type_is_refused_with_its_place(text: str) -> None:
 
 
 @pytest.mark.parametrize("type_", [torch.Tensor | np.ndarray, torch.Tensor | int], ids=str)
-def test_a_type_that_cannot_be_decoded_is_a_mistake_of_the_caller(type_: Any) -> None:
+def test_an_unsupported_type_raises_type_error(type_: Any) -> None:
     with pytest.raises(TypeError, match="custom type"):
         TensorDecoder(type_)
 
 
-def test_a_field_that_the_type_does_not_have_is_left_out_unless_it_has_a_buffer() -> None:
+def test_unknown_fields_are_ignored_unless_they_use_a_buffer() -> None:
     decoder = TensorDecoder(Box[int])
 
     assert decoder.decode(TensorEncoder().encode({"item": 1, "small": torch.zeros(3)})) == Box(1)

@@ -33,20 +33,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
     ],
     ids=lambda source: f"{type(source).__name__} {source.dtype}",
 )
-def test_a_buffer_shows_the_memory_of_its_tensor(source: torch.Tensor | Array) -> None:
+def test_a_buffer_refers_to_the_memory_of_its_tensor(source: torch.Tensor | Array) -> None:
     [_, buffer] = encoded({"frames": [source]})
 
     assert address_of(buffer) == address_of(source)
     assert buffer.nbytes == source.nbytes
 
 
-def test_a_buffer_shows_the_memory_of_what_speaks_dlpack() -> None:
+def test_a_buffer_refers_to_the_memory_of_a_dlpack_object() -> None:
     source = large()
 
     assert address_of(encoded(Foreign(source))[1]) == source.data_ptr()
 
 
-def test_a_tensor_that_does_not_lie_flat_is_copied_into_its_buffer() -> None:
+def test_a_noncontiguous_tensor_is_copied_into_its_buffer() -> None:
     source = large()
     [_, buffer] = encoded(source.t())
     source.fill_(0)
@@ -54,7 +54,7 @@ def test_a_tensor_that_does_not_lie_flat_is_copied_into_its_buffer() -> None:
     assert bytes(buffer) == raw(large()).T.tobytes()
 
 
-def test_a_buffer_keeps_the_memory_that_it_shows() -> None:
+def test_a_buffer_keeps_its_memory_alive() -> None:
     source: Array = np.full(1 << 20, 7, np.uint8)
     owner = weakref.ref(source)
     [_, buffer] = encoded(source)
@@ -67,7 +67,7 @@ def test_a_buffer_keeps_the_memory_that_it_shows() -> None:
     assert owner() is None
 
 
-def test_the_memory_of_a_read_only_array_is_shown_and_never_written_to() -> None:
+def test_a_read_only_array_is_not_copied_and_never_written_to() -> None:
     # It may be that of an immutable object, or of a file mapped for reading, where a write ends the process.
     source = np.frombuffer(bytes(1 << 20), np.uint8)
     body, buffer = encoded(source)
@@ -79,7 +79,7 @@ def test_the_memory_of_a_read_only_array_is_shown_and_never_written_to() -> None
 
 @pytest.mark.parametrize("type_", [torch.Tensor, np.ndarray, Any], ids=str)
 @pytest.mark.parametrize("source", [large(torch.complex64), large(torch.float16).numpy()], ids=type)
-def test_what_is_decoded_lies_in_its_buffer(source: torch.Tensor | Array, type_: Any) -> None:
+def test_decoded_tensors_use_the_memory_of_their_buffers(source: torch.Tensor | Array, type_: Any) -> None:
     [body, buffer] = sent(TensorEncoder().encode(source))
     received = TensorDecoder(type_).decode([body, buffer])
 
@@ -88,7 +88,7 @@ def test_what_is_decoded_lies_in_its_buffer(source: torch.Tensor | Array, type_:
     assert np.all(np.frombuffer(buffer, np.asarray(received).dtype) == 3), "which is written to"
 
 
-def test_every_dtype_is_decoded_where_it_lies() -> None:
+def test_every_dtype_is_decoded_without_a_copy() -> None:
     sources = [large(dtype) for dtype in DTYPES.values()]
     body, *buffers = sent(TensorEncoder().encode(sources))
     received = TensorDecoder(list[torch.Tensor]).decode([body, *buffers])
@@ -106,7 +106,7 @@ def test_a_buffer_may_be_a_part_of_a_larger_one() -> None:
     assert received == bytes(64) + b"\7" * opened.nbytes + bytes(64)
 
 
-def test_a_leaf_and_a_parameter_lie_in_their_buffers_too() -> None:
+def test_leaf_tensors_and_parameters_are_decoded_without_a_copy() -> None:
     source = [Parameter(large(torch.float32)), large(torch.float32).requires_grad_()]
     body, *buffers = sent(TensorEncoder().encode(source))
     received = anything.decode([body, *buffers])
@@ -115,7 +115,7 @@ def test_a_leaf_and_a_parameter_lie_in_their_buffers_too() -> None:
 
 
 @pytest.mark.parametrize("type_", [torch.Tensor, np.ndarray, Any], ids=str)
-def test_what_is_decoded_keeps_its_buffer_alive_and_no_longer(type_: Any) -> None:
+def test_a_decoded_tensor_keeps_its_buffer_alive_until_it_is_freed(type_: Any) -> None:
     decoder: TensorDecoder[Any] = TensorDecoder(type_)
     body, shown = encoded(large().numpy())
     memory = np.array(shown)
@@ -131,7 +131,7 @@ def test_what_is_decoded_keeps_its_buffer_alive_and_no_longer(type_: Any) -> Non
     assert alive() is None
 
 
-def test_what_is_in_the_body_does_not_keep_it() -> None:
+def test_inline_tensors_do_not_keep_the_body_alive() -> None:
     [shown] = TensorEncoder().encode([torch.arange(3), np.arange(3)])
     memory = np.frombuffer(bytearray(shown), np.uint8)
     gone = weakref.ref(memory)
@@ -150,7 +150,9 @@ def test_what_is_in_the_body_does_not_keep_it() -> None:
     "kind", [bytes, lambda buffer: buffer.toreadonly()], ids=["bytes", "a read-only view"]
 )
 @pytest.mark.parametrize("type_", [torch.Tensor, np.ndarray], ids=str)
-def test_what_came_in_a_read_only_buffer_is_a_writable_copy(kind: Callable[[Any], Any], type_: Any) -> None:
+def test_a_tensor_in_a_read_only_buffer_is_decoded_as_a_writable_copy(
+    kind: Callable[[Any], Any], type_: Any
+) -> None:
     body, buffer = encoded(large(torch.float32))
     buffer = kind(buffer)
     before = bytes(buffer)
@@ -163,7 +165,7 @@ def test_what_came_in_a_read_only_buffer_is_a_writable_copy(kind: Callable[[Any]
 
 
 @pytest.mark.parametrize("offset", [1, 2, 4, 8])
-def test_what_lies_where_it_cannot_be_loaded_is_copied_and_else_is_not(offset: int) -> None:
+def test_only_tensors_in_misaligned_buffers_are_copied(offset: int) -> None:
     memory: Array = np.zeros(LARGE[0] * LARGE[1] * 16 + 32, np.uint8)
     start = offset - memory.ctypes.data % 16 + 16
     for dtype in DTYPES.values():
@@ -176,7 +178,7 @@ def test_what_lies_where_it_cannot_be_loaded_is_copied_and_else_is_not(offset: i
         assert plain(received) == plain(large(dtype))
 
 
-def test_a_tensor_in_the_body_has_memory_of_its_own() -> None:
+def test_an_inline_tensor_has_its_own_memory() -> None:
     [body] = sent(TensorEncoder().encode({"a": torch.zeros(3), "b": np.zeros(3)}))
     before = bytes(body)
     received = anything.decode([body])

@@ -79,7 +79,7 @@ async def test_the_senders_tensor_may_change_as_soon_as_send_has_returned(
             await settled(sender)
 
 
-async def test_a_slice_ships_its_own_bytes_and_not_the_storage_under_it(pairs: PairMaker) -> None:
+async def test_sending_a_slice_copies_only_its_own_bytes(pairs: PairMaker) -> None:
     async with pairs.near_sender(arena_bytes=BIG * 8) as (sender, engine):
         whole = pattern(0, BIG * 10)
         handle = await sender.send(whole[BIG * 3 : BIG * 4])  # the whole would never fit
@@ -136,7 +136,7 @@ async def test_a_message_whose_block_fails_does_not_arrive_at_all(pairs: PairMak
         await settled(sender)
 
 
-async def test_receiving_a_tensor_twice_is_an_error_and_not_a_hang(pairs: PairMaker) -> None:
+async def test_receiving_a_tensor_twice_raises_already_taken_error(pairs: PairMaker) -> None:
     async with pairs.near_sender() as (sender, engine):
         handle = await sender.send(pattern(0, BIG))
         assert await engine.call(peers.receive_pattern, handle, 0)
@@ -144,7 +144,7 @@ async def test_receiving_a_tensor_twice_is_an_error_and_not_a_hang(pairs: PairMa
             await engine.call(peers.receive_pattern, handle, 0)
 
 
-async def test_an_error_of_send_gives_everything_back_and_the_next_tensor_arrives(pairs: PairMaker) -> None:
+async def test_an_error_of_send_releases_all_resources(pairs: PairMaker) -> None:
     async with pairs.near_sender(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, engine):
         leaf = torch.ones(3, requires_grad=True)
         for wrong, error in (

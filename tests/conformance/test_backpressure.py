@@ -17,7 +17,7 @@ from verification.processes.peers import Peer
 from verification.waiting import settled, until
 
 
-async def test_messages_that_nobody_takes_never_exceed_their_limit(pairs: PairMaker) -> None:
+async def test_untaken_messages_never_exceed_max_concurrent_videos(pairs: PairMaker) -> None:
     async with pairs.near_sender(max_concurrent_videos=3) as (sender, engine):
         sending = [asyncio.create_task(sender.send(pattern(seed, BIG // 10))) for seed in range(20)]
         await until(lambda: sender.statistics().waiting == 17)
@@ -42,7 +42,7 @@ async def _holds_untaken(state: peers.State, count: int) -> None:
     await until(lambda: state.receiver.statistics().unclaimed_tensors == count)
 
 
-async def test_a_permit_comes_back_when_its_message_was_taken_and_memory_when_it_was_freed(
+async def test_taking_a_tensor_releases_its_permit_and_freeing_it_its_memory(
     pairs: PairMaker,
 ) -> None:
     async with pairs.near_sender(max_concurrent_videos=2) as (sender, engine):
@@ -58,7 +58,7 @@ async def test_a_permit_comes_back_when_its_message_was_taken_and_memory_when_it
         await until(lambda: sender.statistics().bytes_in_use == BIG * 8)
 
 
-async def test_shared_memory_never_exceeds_its_limit_taken_or_not(pairs: PairMaker) -> None:
+async def test_shared_memory_never_exceeds_arena_bytes(pairs: PairMaker) -> None:
     arena_bytes = 5 << 20
     async with pairs.near_sender(max_concurrent_videos=64, arena_bytes=arena_bytes) as (sender, engine):
         elements = (1 << 20) // 8
@@ -98,9 +98,7 @@ _LIMITS: dict[str, Callable[[Endpoint], TensorReceiver]] = {
 
 
 @pytest.mark.parametrize("limit", _LIMITS)
-async def test_a_sender_beyond_a_limit_over_all_senders_is_told_which_and_harms_no_other(
-    limit: str, pairs: PairMaker
-) -> None:
+async def test_a_sender_beyond_a_limit_over_all_senders_is_refused(limit: str, pairs: PairMaker) -> None:
     async with peers.peers(pairs.endpoint, 2) as [first, second], _LIMITS[limit](pairs.endpoint) as receiver:
         await first.call(peers.open_sender)
         assert await _arrives(receiver, first)
@@ -200,7 +198,7 @@ async def test_a_message_discarded_before_it_arrives_is_dropped_when_it_does(pai
         await until(lambda: receiver.statistics().leases == 0)
 
 
-async def test_a_long_wait_says_once_which_process_holds_what_and_since_when(
+async def test_a_long_wait_for_a_permit_is_logged_once_with_its_holders(
     pairs: PairMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with pairs.near_sender(max_concurrent_videos=1, long_wait_s=0.01) as (sender, engine):

@@ -55,7 +55,7 @@ async def test_no_subscriber_is_ever_more_than_max_behind_publications_behind(
         await slow.call(workers.receive, max_behind)
 
 
-async def test_views_stay_valid_while_the_memory_around_them_is_reused_and_when_both_ends_are_gone(
+async def test_views_stay_valid_while_memory_is_reused_and_after_both_ends_ended(
     endpoint: Endpoint,
 ) -> None:
     async with (

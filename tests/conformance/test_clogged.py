@@ -33,7 +33,7 @@ async def _takes_all(clogged: Clogged) -> None:
         assert await clogged.engine.call(peers.receive_pattern, handle, seed)
 
 
-async def test_a_send_waits_for_a_receiver_that_does_not_read_and_the_loop_goes_on(pairs: PairMaker) -> None:
+async def test_a_send_to_a_receiver_that_does_not_read_waits(pairs: PairMaker) -> None:
     async with pairs.clogged() as clogged:
         sender, engine, handles = clogged
         sending = [
@@ -48,7 +48,7 @@ async def test_a_send_waits_for_a_receiver_that_does_not_read_and_the_loop_goes_
         assert sender.statistics().messages_sent == len(handles) + 3  # one before it was clogged
 
 
-async def test_send_nowait_refuses_while_the_receiver_does_not_read_and_says_what_is_in_use(
+async def test_send_nowait_raises_would_block_error_if_the_receiver_does_not_read(
     pairs: PairMaker,
 ) -> None:
     async with pairs.clogged(max_concurrent_videos=1000, arena_bytes=BIG * 8) as (sender, _, handles):
@@ -62,7 +62,7 @@ async def test_send_nowait_refuses_while_the_receiver_does_not_read_and_says_wha
         assert sender.statistics().in_flight == len(handles)
 
 
-async def test_a_send_cancelled_while_the_link_is_full_gives_everything_back(pairs: PairMaker) -> None:
+async def test_a_send_cancelled_while_the_link_is_full_releases_its_resources(pairs: PairMaker) -> None:
     async with pairs.clogged() as clogged:
         sender, engine, handles = clogged
         sending = [asyncio.create_task(sender.send(pattern(7, count))) for count in (3, BIG)]
@@ -79,7 +79,7 @@ async def test_a_send_cancelled_while_the_link_is_full_gives_everything_back(pai
         assert await engine.call(peers.receive_pattern, following, 8)
 
 
-async def test_impatient_callers_of_a_receiver_that_does_not_read_pile_nothing_up(pairs: PairMaker) -> None:
+async def test_abandoned_sends_to_a_receiver_that_does_not_read_leak_no_memory(pairs: PairMaker) -> None:
     async with pairs.clogged() as (sender, _, handles):
         await _give_up(sender, _IMPATIENT // 10)
         forget_free_memory()
@@ -145,7 +145,7 @@ async def test_drain_waits_until_a_receiver_reads_again_and_takes(pairs: PairMak
         await draining[1]
 
 
-async def test_closing_waits_until_the_link_has_what_was_sent_and_all_of_it_arrives(pairs: PairMaker) -> None:
+async def test_closing_waits_for_a_receiver_that_does_not_read_and_loses_nothing(pairs: PairMaker) -> None:
     async with pairs.clogged() as clogged:
         sending = asyncio.create_task(clogged.sender.send(pattern(0, 3)))
         await until(lambda: clogged.sender.statistics().in_flight == len(clogged.handles) + 1)
@@ -206,7 +206,7 @@ async def test_closing_ends_within_a_second_when_the_receiver_that_did_not_read_
             await closing
 
 
-async def test_a_sender_that_is_stopped_holds_up_no_other_and_loses_nothing(endpoint: Endpoint) -> None:
+async def test_a_stopped_sender_delays_no_other_and_loses_nothing(endpoint: Endpoint) -> None:
     async with (
         peers.peers(endpoint, 2) as [stopped, other],
         receiver_at(endpoint) as receiver,
@@ -227,7 +227,7 @@ async def test_a_sender_that_is_stopped_holds_up_no_other_and_loses_nothing(endp
         assert torch.equal(await receiver.receive(handle), pattern(1, BIG))
 
 
-async def test_a_receiver_that_closes_while_a_sender_does_not_read_is_found_again_by_nobody(
+async def test_senders_do_not_reconnect_to_a_receiver_that_is_closing(
     pairs: PairMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers = 900  # more than the way back holds
@@ -257,7 +257,7 @@ async def test_a_receiver_that_closes_while_a_sender_does_not_read_is_found_agai
         assert "protocol" not in caplog.text
 
 
-async def test_a_receiver_that_does_not_exist_yet_holds_senders_back_and_nothing_is_lost(
+async def test_senders_wait_for_a_receiver_that_opens_later_and_lose_nothing(
     endpoint: Endpoint,
 ) -> None:
     count = 1000  # more than the link holds

@@ -53,7 +53,7 @@ async def test_waits_for_permits_and_for_memory_are_counted_apart_once_they_have
         await settled(sender)
 
 
-async def test_only_what_sending_copies_into_shared_memory_is_counted_as_a_copy(pairs: PairMaker) -> None:
+async def test_a_sender_counts_only_copies_into_shared_memory(pairs: PairMaker) -> None:
     async with pairs.near_sender() as (sender, engine):
         handles = [await sender.send(pattern(0, 3))]  # rides in the frame
         allocated = await sender.allocate((BIG,), torch.int64)
@@ -74,7 +74,7 @@ async def test_only_what_sending_copies_into_shared_memory_is_counted_as_a_copy(
         await settled(sender)
 
 
-async def test_only_what_is_received_as_a_copy_is_counted_as_one(pairs: PairMaker) -> None:
+async def test_a_receiver_counts_only_tensors_received_with_copy(pairs: PairMaker) -> None:
     async with pairs.near_receiver() as (receiver, api, _):
         for count in (3, BIG):
             handle = await api.call(peers.send_pattern, 0, count)

@@ -196,7 +196,7 @@ async def _close_measured(state: peers.State) -> Lengths:
 
 
 @pytest.mark.parametrize("mode", ["plain"], indirect=True)  # it takes seconds
-async def test_an_idle_pair_does_nothing(endpoint: Endpoint) -> None:
+async def test_an_idle_sender_and_receiver_use_no_processor_time(endpoint: Endpoint) -> None:
     async with peers.peers(endpoint, 2) as [engine, api]:
         await engine.call(peers.open_receiver)
         await api.call(peers.open_sender)

@@ -49,7 +49,7 @@ async def test_a_killed_sender_ends_every_wait_for_its_tensors_within_a_second(p
             assert torch.equal(await receiver.receive(await other.send(pattern(5, 9))), pattern(5, 9))
 
 
-async def test_tensors_that_a_killed_sender_left_untaken_are_dropped_and_their_handles_say_why(
+async def test_untaken_tensors_of_a_killed_sender_raise_peer_lost_error(
     pairs: PairMaker,
 ) -> None:
     async with pairs.near_receiver() as (receiver, api, _):
@@ -64,7 +64,7 @@ async def test_tensors_that_a_killed_sender_left_untaken_are_dropped_and_their_h
         await until(lambda: receiver.statistics().leases == 0)
 
 
-async def test_a_sender_killed_in_the_middle_of_a_message_loses_it_whole(pairs: PairMaker) -> None:
+async def test_a_sender_killed_during_a_message_loses_all_its_tensors(pairs: PairMaker) -> None:
     async with pairs.near_receiver() as (receiver, api, _):
         handles = await api.call(_begin_message_and_stay)
         waits = [asyncio.create_task(receiver.receive(handle)) for handle in handles]
@@ -134,7 +134,7 @@ async def test_a_receiver_that_closes_ends_the_waits_of_its_senders(pairs: PairM
             await waiting
 
 
-async def test_what_was_sent_before_a_clean_close_can_still_be_received(pairs: PairMaker) -> None:
+async def test_tensors_sent_before_a_clean_close_can_still_be_received(pairs: PairMaker) -> None:
     async with pairs.near_receiver(max_concurrent_videos=64) as (receiver, api, _):
         counts = {seed: BIG if seed % 10 == 0 else 50 for seed in range(50)}
         handles = [await api.call(peers.send_pattern, seed, count) for seed, count in counts.items()]
@@ -165,7 +165,7 @@ async def test_a_view_stays_valid_when_its_sender_was_killed_and_its_receiver_cl
             assert torch.equal(view, pattern(seed, BIG)[100:200])
 
 
-async def test_one_killed_sender_harms_no_other(endpoint: Endpoint) -> None:
+async def test_a_killed_sender_does_not_affect_other_senders(endpoint: Endpoint) -> None:
     async with (
         peers.peers(endpoint, 3) as children,
         receiver_at(endpoint) as receiver,
@@ -192,7 +192,7 @@ async def _send_many(state: peers.State, count: int) -> int:
     return count
 
 
-async def test_kill_at_any_moment_leaves_no_waiter_and_no_memory(endpoint: Endpoint) -> None:
+async def test_a_sender_killed_at_any_moment_leaks_no_memory(endpoint: Endpoint) -> None:
     async with receiver_at(endpoint) as receiver:
         for moment in range(6):
             async with peers.peers(endpoint, 1) as [child]:
@@ -209,7 +209,7 @@ async def test_kill_at_any_moment_leaves_no_waiter_and_no_memory(endpoint: Endpo
         assert receiver.statistics().senders_lost == 6
 
 
-async def test_processes_end_silently_with_status_0_also_when_nothing_was_closed(endpoint: Endpoint) -> None:
+async def test_a_process_with_open_objects_exits_silently_with_status_0(endpoint: Endpoint) -> None:
     child = Peer(endpoint)
     try:
         await child.call(peers.open_sender)
@@ -228,6 +228,6 @@ async def _forget_to_close(state: peers.State) -> None:
 
 
 @pytest.mark.parametrize("mode", ["plain"], indirect=True)
-async def test_killed_processes_left_no_name_in_the_file_system() -> None:
+async def test_killed_processes_leave_no_files_in_dev_shm() -> None:
     # The tests above killed senders and receivers at many moments.
     assert not [name for name in os.listdir("/dev/shm") if "aiotensor" in name or name.startswith("torch_")]

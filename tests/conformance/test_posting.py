@@ -85,7 +85,7 @@ async def test_a_later_message_can_be_received_before_the_copy_of_a_posted_one_h
         await settled(sender)
 
 
-async def test_post_needs_a_permit_and_memory_at_once_and_takes_nothing_without_them(
+async def test_post_without_a_permit_or_memory_raises_and_acquires_nothing(
     pairs: PairMaker,
 ) -> None:
     async with pairs.near_sender(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, engine):
@@ -107,7 +107,7 @@ async def test_post_needs_a_permit_and_memory_at_once_and_takes_nothing_without_
         await settled(sender)
 
 
-async def test_post_refuses_while_the_receiver_does_not_read(pairs: PairMaker) -> None:
+async def test_post_raises_would_block_error_if_the_receiver_does_not_read(pairs: PairMaker) -> None:
     async with pairs.clogged() as (sender, _, handles):
         for count in (3, BIG):
             with pytest.raises(WouldBlockError, match="slow to read"):
@@ -116,7 +116,7 @@ async def test_post_refuses_while_the_receiver_does_not_read(pairs: PairMaker) -
         assert (seen.in_flight, seen.bytes_in_use) == (len(handles), 0)
 
 
-async def test_post_refuses_without_a_receiver_but_a_queue_keeps_the_message_for_it(
+async def test_post_without_a_receiver_raises_except_on_a_queue(
     endpoint: Endpoint,
 ) -> None:
     async with sender_at(endpoint) as sender:

@@ -21,9 +21,7 @@ _TURNS = 8
 
 
 @pytest.mark.parametrize("count", [5, BIG], ids=["small", "large"])
-async def test_a_send_cancelled_at_any_turn_of_the_loop_gives_everything_back(
-    count: int, pairs: PairMaker
-) -> None:
+async def test_a_send_cancelled_in_any_iteration_releases_its_resources(count: int, pairs: PairMaker) -> None:
     async with pairs.near_sender(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, engine):
         for turns in range(_TURNS):
             sending = asyncio.create_task(sender.send(pattern(turns, count)))
@@ -37,7 +35,7 @@ async def test_a_send_cancelled_at_any_turn_of_the_loop_gives_everything_back(
             await settled(sender)
 
 
-async def test_a_send_cancelled_in_the_middle_of_its_copy_gives_everything_back(pairs: PairMaker) -> None:
+async def test_a_send_cancelled_during_its_copy_releases_its_resources(pairs: PairMaker) -> None:
     async with pairs.near_sender(max_concurrent_videos=1) as (sender, engine):
         before = await sender.send(pattern(1, 5))
         assert await engine.call(peers.receive_pattern, before, 1)
@@ -92,7 +90,7 @@ async def test_both_ends_are_opened_in_one_task_and_closed_in_another(endpoint: 
     await asyncio.create_task(receiver.aclose())
 
 
-async def test_an_object_of_another_thread_or_loop_says_so_at_once(endpoint: Endpoint) -> None:
+async def test_use_in_another_thread_or_loop_raises_usage_error(endpoint: Endpoint) -> None:
     async with (
         receiver_at(endpoint) as receiver,
         sender_at(endpoint) as sender,
@@ -111,7 +109,7 @@ async def test_an_object_of_another_thread_or_loop_says_so_at_once(endpoint: End
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-async def test_a_forked_child_is_told_at_once_and_does_not_hide_a_death(endpoint: Endpoint) -> None:
+async def test_use_in_a_forked_child_raises_usage_error(endpoint: Endpoint) -> None:
     async with (
         receiver_at(endpoint) as receiver,
         sender_at(endpoint) as sender,

@@ -91,6 +91,8 @@ async def engine(folder: Path) -> AsyncIterator[Program]:
 class Site:
     """A running server, and its engine."""
 
+    example: str
+    folder: Path  # of their sockets and temporary files
     engine: Program
     server: Program
     http: httpx.AsyncClient
@@ -144,7 +146,7 @@ async def serving(
     ):
         await owner.says("the engine is ready")
         await http.get("/metrics")  # retries until the server listens
-        site = Site(owner, program, http, url.path)
+        site = Site(example, folder, owner, program, http, url.path)
         try:
             yield site
         finally:

@@ -10,8 +10,6 @@ from demo.clips import sample_clips
 from tests.examples.films import film
 from tests.examples.programs import running, shown
 
-pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])  # for the tests; the programs have their own
-
 
 async def run(folder: Path, *clips: Path) -> tuple[int, list[list[str]], str]:
     """Run it, and return its status, the words of each line of its output, and its errors."""
@@ -36,7 +34,7 @@ def row(table: list[list[str]], name: str) -> list[float]:
     return [float(cell) for cell in cells]
 
 
-async def test_three_engines_see_every_frame_as_it_was_decoded(folder: Path) -> None:
+async def test_three_engines_receive_every_frame_unchanged(folder: Path) -> None:
     status, table, errors = await run(folder)
 
     assert (status, errors) == (0, "")
@@ -63,7 +61,7 @@ async def test_the_motion_of_a_film_is_the_change_between_its_frames(folder: Pat
     assert row(table, "still.mkv")[2] == 0
 
 
-async def test_a_file_that_is_no_video_ends_all_processes_with_its_name(folder: Path) -> None:
+async def test_a_file_that_is_not_a_video_ends_all_processes_with_an_error(folder: Path) -> None:
     status, table, errors = await run(folder, Path(__file__))
 
     assert (status, table) == (1, [])

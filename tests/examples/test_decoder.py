@@ -11,8 +11,6 @@ import pytest
 from tests.examples.films import film
 from videos import Decoder
 
-pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
-
 
 class BrokenDisk(io.FileIO):
     """A file of which only the beginning can be read."""

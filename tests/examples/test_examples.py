@@ -2,51 +2,59 @@
 
 import asyncio
 import signal
+import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from demo.clips import sample_clips
 from tests.examples.films import film, is_right
-from tests.examples.programs import PORTS, engine, in_use, running, serving, shown
+from tests.examples.programs import PORTS, Site, engine, in_use, running, serving, shown
 
-pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])  # for the tests; the programs have their own
+# Several tests share servers.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.mark.parametrize("example", PORTS)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=PORTS)
+async def site(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
+    """Run each example as shown, and check that it ends without errors."""
+    with tempfile.TemporaryDirectory(prefix="aiotensor-") as folder:
+        async with serving(request.param, Path(folder)) as site:
+            yield site
+            status, errors = await site.server.end(signal.SIGTERM)
+            assert status == 0
+            assert "Traceback" not in errors
+            assert "ERROR" not in errors
+            assert "ignored" not in errors
+
+
 async def test_a_server_answers_uploads_of_any_kind_of_video_and_refuses_other_files(
-    example: str, folder: Path
+    site: Site, folder: Path
 ) -> None:
-    async with serving(example, folder) as site:
-        clips = sample_clips()  # some have their index at the end
-        answers = await asyncio.gather(
-            *[site.http.post(site.path, content=clip.read_bytes()) for clip in clips]
-        )
-        for clip, answer in zip(clips, answers, strict=True):
-            assert answer.status_code == 200, answer.text
-            assert is_right(clip, answer.json())
-        film(folder / "film.mkv", 5)
-        no_text = (folder / "film.mkv").read_bytes().replace(b"Lavf", b"\xff\xfe\xff\xfe")  # in its metadata
-        answer = await site.http.post(site.path, content=no_text)
+    clips = sample_clips()  # some have their index at the end
+    answers = await asyncio.gather(*[site.http.post(site.path, content=clip.read_bytes()) for clip in clips])
+    for clip, answer in zip(clips, answers, strict=True):
         assert answer.status_code == 200, answer.text
-        assert is_right(folder / "film.mkv", answer.json())
-        refused = await site.http.post(site.path, content=b"no video" * 1000)
-        assert refused.status_code == 422
-        assert "no video" in refused.text
-        body = clips[1].read_bytes()
-        for _ in range(3):  # clients that disconnect halfway
-            _, writer = await site.begin(f"Content-Length: {len(body)}")
-            writer.write(body[: len(body) // 2])
-            await writer.drain()
-            writer.close()
-        again = await site.http.post(site.path, content=clips[1].read_bytes())
-        assert again.status_code == 200
-        assert "aiotensor_sender_permits_limit" in (await site.http.get("/metrics")).text
-        status, errors = await site.server.end(signal.SIGTERM)
-        assert status == 0
-        assert "Traceback" not in errors
-        assert "ERROR" not in errors
-        assert "ignored" not in errors
+        assert is_right(clip, answer.json())
+    film(folder / "film.mkv", 5)
+    no_text = (folder / "film.mkv").read_bytes().replace(b"Lavf", b"\xff\xfe\xff\xfe")  # in its metadata
+    answer = await site.http.post(site.path, content=no_text)
+    assert answer.status_code == 200, answer.text
+    assert is_right(folder / "film.mkv", answer.json())
+    refused = await site.http.post(site.path, content=b"no video" * 1000)
+    assert refused.status_code == 422
+    assert "no video" in refused.text
+    body = clips[1].read_bytes()
+    for _ in range(3):  # clients that disconnect halfway
+        _, writer = await site.begin(f"Content-Length: {len(body)}")
+        writer.write(body[: len(body) // 2])
+        await writer.drain()
+        writer.close()
+    again = await site.http.post(site.path, content=clips[1].read_bytes())
+    assert again.status_code == 200
+    assert "aiotensor_sender_permits_limit" in (await site.http.get("/metrics")).text
 
 
 async def test_the_batch_client_prints_a_line_for_each_file_and_fails_if_one_failed(folder: Path) -> None:
@@ -65,25 +73,20 @@ async def test_the_batch_client_prints_a_line_for_each_file_and_fails_if_one_fai
         assert await owner.end(signal.SIGINT) == (0, "")
 
 
-@pytest.mark.parametrize("example", PORTS)
-async def test_clients_that_disconnect_while_their_videos_are_decoded_harm_no_server(
-    example: str, folder: Path
+async def test_clients_that_disconnect_during_decoding_do_not_affect_the_server(
+    site: Site, folder: Path
 ) -> None:
     path = folder / "long.mkv"
     film(path, 60)
     body = path.read_bytes()
-    async with serving(example, folder) as site:
-        assert (await site.http.post(site.path, content=body)).status_code == 200
-        for _ in range(10):
-            for _ in range(4):
-                _, writer = await site.begin(f"Content-Length: {len(body)}")
-                writer.write(body[: len(body) * 3 // 4])
-            while not await in_use(folder):
-                pass
-            site.abort()
-            while await in_use(folder):
-                pass
-        assert (await site.http.post(site.path, content=body)).status_code == 200
-        status, errors = await site.server.end(signal.SIGTERM)
-        assert status == 0
-        assert "Traceback" not in errors
+    assert (await site.http.post(site.path, content=body)).status_code == 200
+    for _ in range(5):
+        for _ in range(4):
+            _, writer = await site.begin(f"Content-Length: {len(body)}")
+            writer.write(body[: len(body) * 3 // 4])
+        while not await in_use(site.folder):
+            pass
+        site.abort()
+        while await in_use(site.folder):
+            pass
+    assert (await site.http.post(site.path, content=body)).status_code == 200

@@ -14,8 +14,6 @@ import pytest
 from tests.examples.programs import ROOT, Program, running, shown
 from two_hosts import keys
 
-pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])  # for the tests; the programs have their own
-
 MAKE_KEYS, ENGINE, API = shown("two_hosts/__init__")
 GUIDE = (ROOT / "docs" / "two-machines.md").read_text()
 ENVIRONMENT = {"PYTHONPATH": str(ROOT / "examples"), "PYTHONWARNINGS": "error"}
@@ -95,7 +93,7 @@ async def test_an_api_server_with_other_keys_ends_with_an_error(folder: Path, po
     assert "do not agree on their keys" in errors
 
 
-async def test_only_their_owner_may_read_the_keys_and_they_are_never_replaced(folder: Path) -> None:
+async def test_key_files_are_private_and_never_replaced(folder: Path) -> None:
     keys.make(folder / "keys")
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder / "keys").iterdir()}
     assert modes == {"engine.json": 0o600, "api.json": 0o600}

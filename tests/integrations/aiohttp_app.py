@@ -66,9 +66,15 @@ def make_app() -> web.Application:
 
 async def make_runner() -> web.AppRunner:
     """Return the runner of a worker of gunicorn."""
-    return web.AppRunner(make_app(), handler_cancellation=True)
+    return web.AppRunner(make_app(), handler_cancellation=True, lingering_time=totals.UPLOAD_GRACE_S)
 
 
 if __name__ == "__main__":
     listener = socket.socket(fileno=int(sys.argv[1]))
-    web.run_app(make_app(), sock=listener, print=lambda *_: None, handler_cancellation=True)
+    web.run_app(
+        make_app(),
+        sock=listener,
+        print=lambda *_: None,
+        handler_cancellation=True,
+        lingering_time=totals.UPLOAD_GRACE_S,  # a client that stalls keeps its connection open for so long
+    )

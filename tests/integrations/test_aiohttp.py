@@ -42,7 +42,7 @@ def http(port: int) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False)
 
 
-async def test_an_application_has_the_sender_for_its_life_and_what_nobody_took_is_discarded() -> None:
+async def test_sender_context_opens_a_sender_and_discards_untaken_messages() -> None:
     with endpoint() as place:
         app = web.Application(middlewares=[problem_middleware()])
         app.cleanup_ctx.append(sender_context(SENDER, lambda: TensorSender(place), drain_s=0.01))
@@ -60,7 +60,7 @@ async def test_an_application_has_the_sender_for_its_life_and_what_nobody_took_i
             assert receiver.statistics().messages_discarded == 1
 
 
-async def test_errors_are_answered_as_problems_and_bugs_are_the_servers() -> None:
+async def test_errors_are_answered_as_problems_and_bugs_with_status_500() -> None:
     async def busy(request: web.Request) -> web.Response:
         raise WouldBlockError("a secret")
 
@@ -79,7 +79,7 @@ async def test_errors_are_answered_as_problems_and_bugs_are_the_servers() -> Non
         assert (answer.status_code, answer.headers["content-type"]) == (500, "text/plain; charset=utf-8")
 
 
-async def test_an_error_after_the_answer_has_begun_ends_it_and_is_no_second_one() -> None:
+async def test_an_error_during_a_response_sends_no_second_response() -> None:
     async def handler(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -99,7 +99,7 @@ async def test_an_error_after_the_answer_has_begun_ends_it_and_is_no_second_one(
     assert b"503" not in said
 
 
-async def test_a_web_socket_whose_client_is_gone_has_heard_of_it_and_is_no_news(
+async def test_a_web_socket_whose_client_disconnected_causes_no_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     gone, ended = asyncio.Event(), asyncio.Event()
@@ -131,7 +131,7 @@ async def test_a_web_socket_whose_client_is_gone_has_heard_of_it_and_is_no_news(
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
-async def test_a_handler_that_goes_on_without_its_client_is_warned_of_once(
+async def test_a_handler_that_continues_without_its_client_is_logged_once(
     is_cancelled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun, ended = asyncio.Event(), asyncio.Semaphore(0)
@@ -161,7 +161,7 @@ async def test_a_handler_that_goes_on_without_its_client_is_warned_of_once(
     assert len(warned) == (0 if is_cancelled else 1)
 
 
-async def test_an_error_after_the_response_has_begun_is_logged_as_its_end_and_not_as_an_answer(
+async def test_an_error_during_a_response_is_logged_as_a_cut_off_response(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -277,7 +277,7 @@ async def test_the_deadline_is_over_when_the_response_begins() -> None:
         assert (await client.get("/")).text == "whole"
 
 
-async def test_a_timeout_of_the_handler_is_its_own() -> None:
+async def test_a_timeout_of_the_handler_is_not_treated_as_the_deadline() -> None:
     async def handler(request: web.Request) -> web.Response:
         async with asyncio.timeout(0):
             await asyncio.Event().wait()

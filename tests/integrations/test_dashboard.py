@@ -56,7 +56,7 @@ def names_in(query: str) -> set[str]:
     return set(re.findall(r"\baiotensor_\w+", query))
 
 
-def test_the_dashboard_has_panels_that_ask_one_source_which_can_be_chosen() -> None:
+def test_all_panels_of_the_dashboard_query_the_selected_data_source() -> None:
     assert DASHBOARD["schemaVersion"] >= 39
     variables = {one["name"]: one["type"] for one in DASHBOARD["templating"]["list"]}
     assert variables == {"datasource": "datasource", "job": "query", "endpoint": "query"}
@@ -67,7 +67,7 @@ def test_the_dashboard_has_panels_that_ask_one_source_which_can_be_chosen() -> N
     assert len(QUERIES) > len(PANELS) > 12
 
 
-def test_no_two_panels_of_the_dashboard_lie_over_each_other() -> None:
+def test_panels_of_the_dashboard_do_not_overlap() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         at = panel["gridPos"]

@@ -173,7 +173,7 @@ async def _ask_aiohttp(state: peers.State) -> list[object]:
     return answers
 
 
-async def test_opening_a_client_without_descriptors_is_told_as_503(address: str) -> None:
+async def test_opening_a_client_without_descriptors_is_answered_with_503(address: str) -> None:
     assert await _in_child(address, _open_client) == (503, "exhausted")
 
 
@@ -189,5 +189,5 @@ async def _open_client(state: peers.State) -> tuple[int, str] | None:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES])
-def test_an_error_that_the_library_did_not_raise_is_not_its_own_to_answer(number: int) -> None:
+def test_an_os_error_of_the_application_has_no_problem_response(number: int) -> None:
     assert problem_of(OSError(number, os.strerror(number)), 1) is None

@@ -38,7 +38,7 @@ def http(app: Starlette) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
 
 
-async def test_a_handler_of_starlette_alone_has_the_sender_of_its_application() -> None:
+async def test_a_starlette_handler_can_use_the_sender_of_its_application() -> None:
     with endpoint() as place:
         engine = TensorLifespan(lambda: TensorSender(place))
 
@@ -57,7 +57,7 @@ async def test_a_handler_of_starlette_alone_has_the_sender_of_its_application() 
             _ = engine.opened_sender
 
 
-async def test_a_permit_is_taken_before_the_handler_and_given_back_by_its_error() -> None:
+async def test_a_permit_is_acquired_before_the_handler_and_released_by_its_error() -> None:
     with endpoint() as place:
         engine = TensorLifespan(lambda: TensorSender(place, 1, max_wait_s=0.02))
         Permit: TypeAlias = Annotated[OpenMessage, Depends(engine.permit, scope="function")]
@@ -83,7 +83,7 @@ async def test_a_permit_is_taken_before_the_handler_and_given_back_by_its_error(
             await until(lambda: receiver.statistics().messages_discarded == 1)
 
 
-async def test_a_lifespan_of_messages_goes_inside_another_and_closes_before_it() -> None:
+async def test_a_message_lifespan_can_be_nested_in_another_lifespan() -> None:
     async with channel() as ends:
         engine: MessageLifespan[Answer] = MessageLifespan(
             lambda: TensorSender(ends.place.tensors),
@@ -107,7 +107,7 @@ async def test_a_lifespan_of_messages_goes_inside_another_and_closes_before_it()
         await until(lambda: ends.server.statistics().clients == 1)
 
 
-async def test_a_lifespan_that_has_begun_says_so_and_one_that_ended_begins_anew() -> None:
+async def test_a_lifespan_can_be_entered_again_only_after_its_end() -> None:
     with endpoint() as place:
         engine = TensorLifespan(lambda: TensorSender(place))
         for _ in range(2):
@@ -117,7 +117,7 @@ async def test_a_lifespan_that_has_begun_says_so_and_one_that_ended_begins_anew(
                         raise AssertionError("it has begun")
 
 
-async def test_a_request_before_the_lifespan_is_told_what_is_missing() -> None:
+async def test_a_request_without_the_lifespan_raises_usage_error() -> None:
     engine = TensorLifespan(lambda: TensorSender("unix:///tmp/nobody"))
     app = FastAPI()
     engine.install(app)
@@ -131,7 +131,7 @@ async def test_a_request_before_the_lifespan_is_told_what_is_missing() -> None:
             await client.get("/")
 
 
-async def test_an_application_that_is_mounted_answers_by_itself() -> None:
+async def test_a_mounted_application_answers_errors_itself() -> None:
     with endpoint() as place:
         engine = TensorLifespan(lambda: TensorSender(place, 1))
         app, inner = FastAPI(lifespan=engine.lifespan), FastAPI()
@@ -173,7 +173,7 @@ async def visit_socket(app: Starlette, path: str) -> list[Message]:
     return heard
 
 
-async def test_a_web_socket_has_the_sender_too() -> None:
+async def test_a_web_socket_handler_can_use_the_sender() -> None:
     with endpoint() as place:
         engine = TensorLifespan(lambda: TensorSender(place))
         app = FastAPI(lifespan=engine.lifespan)
@@ -197,7 +197,7 @@ async def test_a_web_socket_has_the_sender_too() -> None:
     ],
     ids=["busy", "failed"],
 )
-async def test_a_web_socket_is_refused_as_a_request_is_and_closed_once_it_was_accepted(
+async def test_an_error_refuses_a_web_socket_or_closes_an_accepted_one(
     error: AioTensorError, status: int, code: int
 ) -> None:
     engine = TensorLifespan(lambda: TensorSender("unix:///tmp/nobody"))

@@ -42,7 +42,7 @@ class Job(BaseModel):
 JOB = Job(name="one", handle=HANDLE, others=[HANDLE, TensorHandle("s", 0, 1, "int8", (), "cpu")])
 
 
-def test_a_model_with_handles_goes_through_json_and_comes_back() -> None:
+def test_a_model_with_handles_round_trips_through_json() -> None:
     assert JOB.handle is HANDLE
     assert Job.model_validate_json(JOB.model_dump_json()) == JOB
     assert Job.model_validate(JOB.model_dump()) == JOB
@@ -56,7 +56,7 @@ class Anything(BaseModel):
     others: dict[str, object] = {}
 
 
-def test_a_handle_in_a_field_of_any_type_is_written_as_in_one_of_its_own() -> None:
+def test_a_handle_is_serialized_in_the_same_way_in_an_untyped_field() -> None:
     model = Anything(value=HANDLE, others={"one": [HANDLE]})
     written = {"value": {**FIELDS, "shape": [2, 0, 3]}, "others": {"one": [{**FIELDS, "shape": [2, 0, 3]}]}}
     assert json.loads(model.model_dump_json()) == model.model_dump(mode="json") == written
@@ -134,7 +134,7 @@ def test_the_schema_names_the_handle_once(mode: Any) -> None:
     assert (shape["type"], shape["items"]["type"], shape["items"]["minimum"]) == ("array", "integer", 0)
 
 
-def test_a_handle_gives_its_fields_and_is_no_sequence() -> None:
+def test_a_handle_can_be_converted_to_a_dict_but_not_iterated() -> None:
     assert dict(HANDLE) == FIELDS
     assert {**HANDLE} == FIELDS
     assert jsonable_encoder({"jobs": [JOB, HANDLE]})["jobs"][1] == {**FIELDS, "shape": [2, 0, 3]}

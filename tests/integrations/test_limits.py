@@ -20,7 +20,7 @@ def budget() -> UploadBudget:
     return made
 
 
-def test_a_client_that_sends_nothing_is_waited_for_during_the_grace_alone() -> None:
+def test_a_client_that_sends_nothing_has_only_the_grace_period() -> None:
     upload = budget()
     upload.wait(GRACE_S / 2)
     assert upload.left_s == GRACE_S / 2
@@ -28,7 +28,7 @@ def test_a_client_that_sends_nothing_is_waited_for_during_the_grace_alone() -> N
     assert upload.left_s == 0
 
 
-def test_a_client_that_was_fast_may_not_stall_longer_for_that() -> None:
+def test_a_fast_client_may_not_stall_longer_than_the_grace_period() -> None:
     upload = budget()
     upload.add(1 << 40)
     assert upload.left_s == GRACE_S

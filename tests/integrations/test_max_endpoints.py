@@ -103,7 +103,7 @@ async def test_a_hundred_endpoints_have_names_by_default() -> None:
         assert at(numbers, "other")[LIMIT] == 50 * 8
 
 
-async def test_of_peaks_the_largest_of_all_other_endpoints_is_exported() -> None:
+async def test_the_exported_peak_of_other_endpoints_is_their_maximum() -> None:
     async with senders() as those, AsyncExitStack() as messages:
         await those.open("named")
         for permits in (2, 4, 3):
@@ -115,7 +115,7 @@ async def test_of_peaks_the_largest_of_all_other_endpoints_is_exported() -> None
         assert numbers["aiotensor_sender_permits_in_use"] == 2 + 4 + 3
 
 
-async def test_the_sum_of_other_endpoints_is_right_while_they_come_go_and_are_forgotten() -> None:
+async def test_the_sum_of_other_endpoints_stays_correct_while_they_open_and_close() -> None:
     registry = new_registry(max_endpoints=1)
     async with senders() as those:
         await those.open("named", "other")
@@ -138,7 +138,7 @@ async def test_the_sum_of_other_endpoints_is_right_while_they_come_go_and_are_fo
     assert sums == sorted(sums)
 
 
-async def test_an_endpoint_that_was_forgotten_and_is_opened_again_counts_on() -> None:
+async def test_counts_of_a_forgotten_endpoint_continue_when_it_is_opened_again() -> None:
     registry = new_registry(max_endpoints=1)
     async with senders() as those:
         await those.open("named", "counts")
@@ -150,7 +150,7 @@ async def test_an_endpoint_that_was_forgotten_and_is_opened_again_counts_on() ->
             await those.open_and_close(FORGOTTEN)
 
 
-async def test_a_new_endpoint_gets_the_name_of_the_one_that_was_closed_first() -> None:
+async def test_a_new_endpoint_takes_the_place_of_the_one_closed_first() -> None:
     registry = new_registry(max_endpoints=3)
     async with senders() as those:
         await those.open("a", "b", "c")
@@ -221,7 +221,7 @@ async def test_a_closed_endpoint_gets_no_name_when_one_is_free() -> None:
         assert endpoints(scrape(registry)) == {those.at("b"), "other"}
 
 
-async def test_what_an_endpoint_counted_before_it_lost_its_name_is_not_lost() -> None:
+async def test_counts_of_an_endpoint_that_lost_its_name_are_added_to_other() -> None:
     registry = new_registry(max_endpoints=1)
     async with senders() as those:
         await those.open("a", "b", errors=1)
@@ -281,7 +281,7 @@ async def test_no_thread_sees_a_counter_decrease_while_several_scrape() -> None:
                     assert later[name] >= value
 
 
-async def test_a_snapshot_that_is_added_after_a_later_one_changes_nothing() -> None:
+async def test_an_outdated_snapshot_changes_nothing() -> None:
     totals = EndpointTotals()
     async with senders() as those:
         await those.open("a", "b", errors=1)
@@ -319,7 +319,7 @@ class Waited(msgspec.Struct, weakref=True):
         return self.statistics_now
 
 
-async def test_a_sum_of_seconds_does_not_decrease_when_it_is_added_up_in_another_order() -> None:
+async def test_a_sum_of_seconds_does_not_decrease_because_of_rounding() -> None:
     registry = new_registry()
     async with senders() as those:
         sender = TensorSender(those.at("a"))

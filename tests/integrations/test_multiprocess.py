@@ -6,6 +6,7 @@ import struct
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 from aiotensor import TensorReceiver, UsageError
 from aiotensor.integrations.prometheus import MultiprocessPublisher
 from aiotensor.statistics import registry
+from tests.integrations.published import publish_to
 from tests.integrations.scraping import at, scrape
 from tests.statistics.objects import Counted
 from verification.patterns import pattern
@@ -60,9 +62,8 @@ class Workers(NamedTuple):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Name the folder in the environment that workers are started with; it is too late for this process."""
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+def folder(tmp_path: Path) -> Path:
+    """The folder of the workers' metrics."""
     return tmp_path
 
 
@@ -70,9 +71,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def two_workers(folder: Path, **options: Any) -> AsyncIterator[Workers]:
     with LINKS["unix"].place() as place:
         assert isinstance(place.endpoint, str)
-        # Spawned: the server of the others has its environment from before.
         async with (
-            peers.peers(place.endpoint, 2, method="spawn") as workers,
+            peers.peers(place.endpoint, 2, first=partial(publish_to, str(folder))) as workers,
             TensorReceiver(place.endpoint) as receiver,
         ):
             for worker in workers:
@@ -126,7 +126,7 @@ async def _send_and_take(both: Workers, worker: Peer, count: int) -> None:
     await sending
 
 
-async def test_what_two_workers_publish_adds_up_and_stays_when_one_is_killed(folder: Path) -> None:
+async def test_metrics_of_two_workers_are_added_and_survive_a_killed_worker(folder: Path) -> None:
     async with two_workers(folder, interval_s=0.02) as both:
         first, second = both.workers
         await _send_and_take(both, first, 2)
@@ -183,7 +183,7 @@ async def _gauges_of_what_is_closed(state: State) -> None:
     await _publish(state)
 
 
-async def test_gauges_of_what_a_worker_has_closed_are_nothing(folder: Path) -> None:
+async def test_gauges_of_objects_that_a_worker_closed_are_zero(folder: Path) -> None:
     async with two_workers(folder, interval_s=SELDOM_S) as both:
         await both.workers[0].call(_gauges_of_what_is_closed)
         numbers = both.gathered()
@@ -221,7 +221,7 @@ async def test_endpoints_beyond_a_limit_are_published_together_and_names_are_kep
         assert sum(told.values()) == 5 * 200 * 2  # including the forgotten ones
 
 
-async def test_what_was_forgotten_and_has_begun_anew_is_added_in_full(folder: Path) -> None:
+async def test_counts_of_a_reopened_forgotten_endpoint_are_added_in_full(folder: Path) -> None:
     async with two_workers(folder, interval_s=SELDOM_S) as both:
         worker = both.workers[0]
         await worker.call(_serve_clients, 2, ["ipc:///a"])
@@ -254,7 +254,7 @@ async def _publish_twice_over_after_a_timeout(state: State) -> None:
             await _publish(state)
 
 
-async def test_a_loop_that_did_not_answer_once_is_counted_once_however_many_publish(folder: Path) -> None:
+async def test_a_loop_that_does_not_answer_is_counted_as_one_timeout(folder: Path) -> None:
     async with two_workers(folder, interval_s=SELDOM_S) as both:
         await both.workers[0].call(_publish_twice_over_after_a_timeout)
         assert scrape(both.registry())["aiotensor_scrape_timeouts_total", ()] == 1
@@ -271,13 +271,13 @@ async def _publish_after_another_process(state: State, earlier: int) -> None:
     state.others["publisher"] = publisher
 
 
-async def test_a_process_with_the_number_of_an_earlier_one_adds_to_what_that_has_counted(
+async def test_a_process_with_a_reused_pid_adds_to_the_earlier_counts(
     folder: Path,
 ) -> None:
     async with two_workers(folder, interval_s=SELDOM_S) as both:
         await _send_and_take(both, both.workers[0], 2)
         await both.workers[0].call(_end)
-        async with peers.peers(both.endpoint, 1, method="spawn") as [later]:
+        async with peers.peers(both.endpoint, 1, first=partial(publish_to, str(folder))) as [later]:
             await later.call(_publish_after_another_process, both.workers[0].pid)
             await _send_and_take(both, later, 3)
             await later.call(_end)
@@ -294,19 +294,19 @@ async def _publish_where_nothing_can_be_written(state: State) -> list[str]:
     return raised
 
 
-async def test_a_folder_that_is_not_there_is_told_of_when_it_is_opened(folder: Path) -> None:
+async def test_a_missing_folder_raises_file_not_found_error_on_opening(folder: Path) -> None:
     with LINKS["unix"].place() as place:
-        async with peers.peers(place.endpoint, 1, method="spawn") as [worker]:
+        async with peers.peers(place.endpoint, 1, first=partial(publish_to, str(folder))) as [worker]:
             assert await worker.call(_publish_where_nothing_can_be_written) == ["FileNotFoundError"]
 
 
-def test_a_process_alone_is_told_that_it_needs_none() -> None:
+def test_a_multiprocess_publisher_without_its_variable_raises_usage_error() -> None:
     with pytest.raises(UsageError, match="set PROMETHEUS_MULTIPROC_DIR to a folder before"):
         MultiprocessPublisher()
 
 
 @pytest.mark.parametrize("interval_s", [0, -1.0, float("inf"), float("nan")])
-def test_an_interval_that_is_none_is_refused(interval_s: float) -> None:
+def test_an_invalid_interval_is_rejected(interval_s: float) -> None:
     with pytest.raises(ValueError, match="interval_s must be positive"):
         MultiprocessPublisher(interval_s=interval_s)
 

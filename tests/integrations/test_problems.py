@@ -31,7 +31,7 @@ WORDS = "pid 77 at /run/secret"
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
-def test_each_error_has_its_answer_and_its_words_go_to_the_log_alone(
+def test_each_error_has_a_response_and_its_text_is_only_logged(
     error: AioTensorError, status: int, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "aiotensor.integrations")
@@ -50,7 +50,7 @@ def test_each_error_has_its_answer_and_its_words_go_to_the_log_alone(
 
 
 @pytest.mark.parametrize("seconds", [0, 0.001, 1])
-def test_who_is_to_come_again_is_not_told_to_do_so_at_once(seconds: float) -> None:
+def test_retry_after_is_at_least_one_second(seconds: float) -> None:
     problem = problem_of(errors.WouldBlockError("busy"), seconds)
     assert problem is not None
     assert problem.retry_after == 1

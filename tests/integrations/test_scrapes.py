@@ -12,8 +12,6 @@ from tests.integrations import engine
 from tests.integrations.scenes import UPLOAD, MiB, Scene, is_answered, scene
 from tests.integrations.totals import PERMITS
 
-pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])  # of the tests; the servers have their own
-
 
 async def scrape(on: Scene) -> dict[str, float]:
     """Read a page as Prometheus does, and add up each kind of sample; errors by their types."""

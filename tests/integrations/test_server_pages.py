@@ -35,7 +35,7 @@ def http(app: FastAPI) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
 
 
-async def test_a_message_that_was_lost_when_its_handler_returned_is_told_to_the_client() -> None:
+async def test_a_message_lost_when_its_handler_returned_is_answered_with_503() -> None:
     with place() as here:
         names = run(here, "MessageLifespan", "Permit")
         app, engine = names["app"], names["engine"]
@@ -50,7 +50,7 @@ async def test_a_message_that_was_lost_when_its_handler_returned_is_told_to_the_
             assert (answer.status_code, answer.json()["reason"]) == (503, "engine_lost")
 
 
-async def test_the_lifespan_of_the_page_goes_around_that_of_the_sender() -> None:
+async def test_the_documented_lifespan_encloses_that_of_the_sender() -> None:
     with place() as here:
         names = run(here, "TensorLifespan", "asynccontextmanager")
         app: FastAPI = names["app"]

@@ -15,8 +15,6 @@ from tests.integrations.scenes import UPLOAD, MiB, Scene, is_answered, scene
 from tests.integrations.sites import SERVERS, workers
 from tests.integrations.totals import PERMITS, Held, total_of
 
-pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])  # of the tests; the servers have their own
-
 
 def shared_bytes(pid: int) -> int:
     """Count the bytes of shared memory that the system has given to a process."""
@@ -30,10 +28,12 @@ def shared_bytes(pid: int) -> int:
     return sum(segments.values())
 
 
-@pytest.mark.parametrize("kind", SERVERS)
-async def test_of_200_uploads_at_50_in_flight_none_is_lost_and_memory_keeps_its_bound(
-    kind: str, folder: Path
-) -> None:
+# Both frameworks, and both programs that start workers.
+in_each_part = pytest.mark.parametrize("kind", ["uvicorn", "gunicorn-aiohttp"])
+
+
+@in_each_part
+async def test_200_uploads_are_all_answered_within_the_memory_limit(kind: str, folder: Path) -> None:
     arena_bytes = 3 * MiB  # less than the permits could fill
     async with scene(kind, folder, arena_bytes=arena_bytes, max_wait_s=0.5) as on:
         [one] = on.engines
@@ -82,8 +82,10 @@ async def hang_up(port: int, *, sent: bytes, of: int) -> asyncio.StreamWriter:
     return writer
 
 
-@pytest.mark.parametrize("kind", ["uvicorn", "aiohttp", "gunicorn-aiohttp"])
-async def test_a_client_that_hangs_up_halfway_gives_its_permit_back_at_once(kind: str, folder: Path) -> None:
+@in_each_part
+async def test_a_client_that_disconnects_during_its_upload_releases_its_permit(
+    kind: str, folder: Path
+) -> None:
     async with scene(kind, folder, workers=1) as on:
         await on.engines[0].call(engine.serve, 1)
         writers = [await hang_up(on.site.port, sent=UPLOAD[:1000], of=len(UPLOAD)) for _ in range(PERMITS)]
@@ -101,10 +103,8 @@ async def test_a_client_that_hangs_up_halfway_gives_its_permit_back_at_once(kind
         assert (await on.site.stop())[1] == ""
 
 
-@pytest.mark.parametrize("kind", ["uvicorn", "aiohttp", "gunicorn-aiohttp"])
-async def test_a_client_that_hangs_up_while_the_engine_works_cancels_that_work(
-    kind: str, folder: Path
-) -> None:
+@in_each_part
+async def test_a_client_that_disconnects_cancels_the_work_of_the_engine(kind: str, folder: Path) -> None:
     async with scene(kind, folder, workers=1) as on:
         [one] = on.engines
         await one.call(engine.slow_down, 3600.0)
@@ -130,9 +130,7 @@ async def one_worker(on: Scene) -> Held:
 
 
 @pytest.mark.parametrize("kind", ["uvicorn", "aiohttp"])
-async def test_a_killed_engine_means_503_and_the_next_one_200_without_a_restart_of_the_server(
-    kind: str, folder: Path
-) -> None:
+async def test_a_killed_engine_causes_503_until_its_successor_answers(kind: str, folder: Path) -> None:
     async with scene(kind, folder, engines=2, max_wait_s=0.3) as on:
         first, second = on.engines
         await first.call(engine.slow_down, 0.02)
@@ -166,7 +164,7 @@ async def test_a_killed_engine_means_503_and_the_next_one_200_without_a_restart_
 
 
 @pytest.mark.parametrize("kind", SERVERS)
-async def test_sigterm_lets_requests_end_and_what_was_sent_be_taken(kind: str, folder: Path) -> None:
+async def test_sigterm_lets_requests_finish_and_sent_messages_be_taken(kind: str, folder: Path) -> None:
     async with scene(kind, folder) as on:
         [one] = on.engines
         await one.call(engine.slow_down, 0.2)
@@ -184,7 +182,7 @@ async def test_sigterm_lets_requests_end_and_what_was_sent_be_taken(kind: str, f
 
 
 @pytest.mark.parametrize("kind", ["uvicorn", "aiohttp"])
-async def test_what_nobody_takes_while_a_server_ends_is_discarded(kind: str, folder: Path) -> None:
+async def test_untaken_messages_are_discarded_when_a_server_ends(kind: str, folder: Path) -> None:
     async with scene(kind, folder) as on:
         [one] = on.engines
         assert (await on.http.post("/left", content=UPLOAD)).status_code == 200
@@ -197,8 +195,8 @@ async def test_what_nobody_takes_while_a_server_ends_is_discarded(kind: str, fol
 
 
 @pytest.mark.parametrize("kind", ["uvicorn", "aiohttp"])
-async def test_what_can_never_be_answered_is_no_503_and_tells_no_secrets(kind: str, folder: Path) -> None:
-    async with scene(kind, folder, arena_bytes=2 * MiB) as on:
+async def test_permanent_errors_are_not_answered_with_503_or_details(kind: str, folder: Path) -> None:
+    async with scene(kind, folder, workers=1, arena_bytes=2 * MiB) as on:
         large = await on.http.post("/totals", content=UPLOAD * 3)
         assert (large.status_code, large.json()["reason"]) == (413, "too_large")
         assert "retry-after" not in large.headers

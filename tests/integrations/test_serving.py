@@ -14,7 +14,7 @@ from verification.waiting import until
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
-async def test_a_receiver_that_is_lost_while_a_server_ends_is_no_news_and_nothing_is_waited_for(
+async def test_a_receiver_lost_while_a_server_ends_is_neither_logged_nor_awaited(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with endpoint() as place:
@@ -33,7 +33,9 @@ async def test_a_sender_that_its_application_has_closed_ends_without_an_error() 
             await sender.aclose()
 
 
-async def test_what_was_not_taken_in_time_is_discarded_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+async def test_messages_not_taken_within_the_drain_time_are_discarded_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with endpoint() as place:
         async with TensorReceiver(place) as receiver:
             async with serving(lambda: TensorSender(place), 0.01) as sender:

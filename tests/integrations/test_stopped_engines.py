@@ -1,6 +1,7 @@
 """Requests in progress when their engine stops, for each way in which an engine stops."""
 
 import asyncio
+import itertools
 import signal
 from pathlib import Path
 
@@ -12,11 +13,11 @@ from aiotensor.integrations.problems import problem_of
 from tests.integrations.stoppable import STYLES, engine
 from tests.integrations.totals import Total, numbers
 
-pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])  # of the tests; the engines have their own
+# No program notices SIGKILL, in whatever style it is written.
+ENDS = [*itertools.product(STYLES, [signal.SIGTERM, signal.SIGINT]), ("asyncio", signal.SIGKILL)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda one: one.name)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "number"), ENDS, ids=lambda one: getattr(one, "name", one))
 async def test_requests_in_progress_are_lost_and_not_failed_when_the_engine_stops(
     style: str, number: signal.Signals, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -141,7 +141,7 @@ class Work:
         return PlainTextResponse("done")
 
 
-async def test_a_request_whose_client_hangs_up_is_cancelled_without_an_error() -> None:
+async def test_a_request_is_cancelled_when_its_client_disconnects() -> None:
     work = Work()
     visitor = visit(work.handle)
     await visitor.hang_up_after(work.begun)
@@ -149,7 +149,7 @@ async def test_a_request_whose_client_hangs_up_is_cancelled_without_an_error() -
     assert visitor.readers == 0
 
 
-async def test_a_request_that_is_watched_after_it_was_read_is_cancelled_too() -> None:
+async def test_a_request_watched_after_reading_its_body_is_cancelled_on_disconnect() -> None:
     begun = asyncio.Event()
 
     async def handler(request: Request) -> Response:
@@ -163,7 +163,7 @@ async def test_a_request_that_is_watched_after_it_was_read_is_cancelled_too() ->
     await visitor.hang_up_after(begun)
 
 
-async def test_a_client_that_hangs_up_in_the_middle_of_what_it_says_cancels_too() -> None:
+async def test_a_disconnect_during_the_body_cancels_the_request() -> None:
     async def handler(request: Request) -> Response:
         watch(request.scope)
         return PlainTextResponse(str(len(await request.body())))
@@ -176,7 +176,7 @@ async def test_a_client_that_hangs_up_in_the_middle_of_what_it_says_cancels_too(
     assert visitor.status == 499
 
 
-async def test_a_handler_that_hears_of_the_end_before_it_is_cancelled_is_no_error() -> None:
+async def test_a_cancelled_handler_may_raise_client_disconnect() -> None:
     begun = asyncio.Event()
 
     async def handler(request: Request) -> Response:
@@ -193,7 +193,7 @@ async def test_a_handler_that_hears_of_the_end_before_it_is_cancelled_is_no_erro
     assert visitor.status == 499
 
 
-async def test_a_request_that_nobody_watches_goes_on() -> None:
+async def test_an_unwatched_request_continues_after_a_disconnect() -> None:
     work = Work(is_watched=False)
     visitor = visit(work.handle)
     running = visitor.begin()
@@ -209,7 +209,7 @@ async def test_a_request_that_nobody_watches_goes_on() -> None:
 @pytest.mark.parametrize(
     "response", [PlainTextResponse("done"), FileResponse(__file__)], ids=["text", "file"]
 )
-async def test_what_is_done_after_the_answer_is_not_cancelled(response: Response) -> None:
+async def test_background_tasks_after_the_response_are_not_cancelled(response: Response) -> None:
     answered, done = asyncio.Event(), asyncio.Event()
 
     async def later() -> None:
@@ -236,7 +236,7 @@ async def test_what_is_done_after_the_answer_is_not_cancelled(response: Response
     assert len(visitor.heard) == 2
 
 
-async def test_an_answer_in_parts_ends_with_its_client() -> None:
+async def test_a_disconnect_ends_a_streaming_response() -> None:
     ended = asyncio.Event()
 
     async def parts() -> AsyncIterator[str]:
@@ -262,7 +262,7 @@ async def test_an_answer_in_parts_ends_with_its_client() -> None:
     await ended.wait()
 
 
-async def test_a_request_that_is_never_read_is_cancelled_too() -> None:
+async def test_a_request_whose_body_is_never_read_is_cancelled_on_disconnect() -> None:
     work = Work(reads=False)
     visitor = visit(work.handle)
     await visitor.hang_up_after(work.begun)
@@ -270,7 +270,7 @@ async def test_a_request_that_is_never_read_is_cancelled_too() -> None:
     assert visitor.readers == 0
 
 
-async def test_one_piece_at_most_is_asked_for_ahead_and_what_was_said_comes_whole_and_in_order() -> None:
+async def test_at_most_one_chunk_is_read_ahead_and_the_body_arrives_complete() -> None:
     bodies: list[bytes] = []
     begun, go = asyncio.Event(), asyncio.Event()
 
@@ -297,7 +297,7 @@ async def test_one_piece_at_most_is_asked_for_ahead_and_what_was_said_comes_whol
     assert b"".join(bodies) == b"01234last"
 
 
-async def test_a_handler_that_nobody_watches_is_told_by_starlette_that_its_client_is_gone() -> None:
+async def test_is_disconnected_reports_a_disconnect_of_an_unwatched_request() -> None:
     asked: list[bool] = []
 
     async def handler(request: Request) -> Response:
@@ -317,7 +317,7 @@ async def test_a_handler_that_nobody_watches_is_told_by_starlette_that_its_clien
     assert visitor.status == 200
 
 
-async def test_a_handler_may_ask_by_itself_whether_its_client_is_there() -> None:
+async def test_a_handler_may_call_is_disconnected_itself() -> None:
     asked: list[bool] = []
 
     async def handler(request: Request) -> Response:
@@ -337,7 +337,7 @@ async def test_a_handler_may_ask_by_itself_whether_its_client_is_there() -> None
     assert asked == [False, False]
 
 
-async def test_a_request_that_is_watched_while_it_is_read_is_cancelled_though_reading_was_given_up() -> None:
+async def test_a_request_watched_during_a_cancelled_read_is_cancelled_on_disconnect() -> None:
     begun = asyncio.Event()
 
     async def handler(request: Request) -> Response:
@@ -358,7 +358,7 @@ async def test_a_request_that_is_watched_while_it_is_read_is_cancelled_though_re
     assert visitor.status == 499
 
 
-async def test_another_middleware_gets_an_answer_for_a_client_that_is_gone() -> None:
+async def test_another_middleware_gets_a_response_after_a_disconnect() -> None:
     class Other(BaseHTTPMiddleware):
         async def dispatch(
             self, request: Request, call_next: Callable[[Request], Awaitable[Response]]
@@ -372,7 +372,7 @@ async def test_another_middleware_gets_an_answer_for_a_client_that_is_gone() -> 
     assert visitor.status == 499
 
 
-async def test_cancelling_the_server_itself_cancels_as_before_and_leaves_no_task() -> None:
+async def test_cancelling_the_server_cancels_its_request_and_leaves_no_task() -> None:
     work = Work()
     visitor = visit(work.handle)
     running = visitor.begin()
@@ -386,7 +386,7 @@ async def test_cancelling_the_server_itself_cancels_as_before_and_leaves_no_task
     assert visitor.readers == 0
 
 
-async def test_an_application_without_the_middleware_says_so_at_once() -> None:
+async def test_watching_without_the_middleware_raises_usage_error() -> None:
     async def handler(request: Request) -> Response:
         watch(request.scope)
         return PlainTextResponse("done")
@@ -397,7 +397,7 @@ async def test_an_application_without_the_middleware_says_so_at_once() -> None:
         await visitor.begin()
 
 
-async def test_what_is_no_request_is_passed_on() -> None:
+async def test_scopes_other_than_http_are_passed_on() -> None:
     seen: list[str] = []
 
     async def app(scope: Scope, receive: object, send: object) -> None:
@@ -413,7 +413,7 @@ async def _nowhere(message: Message) -> None:
     raise AssertionError("nothing was to be said")
 
 
-async def test_an_error_of_the_server_while_it_is_asked_is_not_the_requests() -> None:
+async def test_an_error_of_receive_in_the_server_does_not_fail_the_request() -> None:
     work = Work()
     visitor = visit(work.handle)
     running = visitor.begin()
@@ -428,7 +428,7 @@ async def test_an_error_of_the_server_while_it_is_asked_is_not_the_requests() ->
     assert not work.was_cancelled
 
 
-async def test_a_connection_of_any_kind_can_be_watched() -> None:
+async def test_an_http_connection_can_be_watched() -> None:
     async def handler(request: Request) -> Response:
         watch(HTTPConnection(request.scope).scope)
         return PlainTextResponse("done")
@@ -623,7 +623,7 @@ async def test_the_time_in_which_a_handler_does_not_read_is_not_counted() -> Non
     assert visitor.status == 200
 
 
-async def test_a_handler_may_wait_for_the_end_of_its_client_after_the_whole_body() -> None:
+async def test_a_handler_may_wait_for_a_disconnect_after_the_whole_body() -> None:
     async def handler(request: Request) -> Response:
         watch(request.scope, limits=SLOW)
         await request.body()
@@ -667,7 +667,7 @@ async def test_a_request_past_its_deadline_is_cancelled_and_answered_with_503() 
     assert visitor.readers == 0
 
 
-async def test_a_thread_of_a_request_past_its_deadline_is_cancelled_where_it_waits_for_the_loop() -> None:
+async def test_a_thread_that_waits_for_the_loop_is_cancelled_at_the_deadline() -> None:
     outcomes: list[str] = []
 
     def work() -> None:
@@ -706,7 +706,7 @@ async def test_the_deadline_is_over_when_the_response_begins() -> None:
     assert b"".join(message["body"] for message in visitor.heard[1:]) == b"firstlast"
 
 
-async def test_a_response_that_had_begun_when_its_upload_stalled_is_cut_off_and_logged_so(
+async def test_a_response_whose_upload_stalls_is_cut_off_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def handler(request: Request) -> Response:
@@ -730,7 +730,7 @@ async def test_a_response_that_had_begun_when_its_upload_stalled_is_cut_off_and_
     assert "a response was cut off after it had begun, because of SlowUploadError" in record.getMessage()
 
 
-async def test_a_handler_that_answers_when_it_is_cancelled_has_the_last_word() -> None:
+async def test_a_response_of_a_cancelled_handler_is_sent() -> None:
     async def handler(request: Request) -> Response:
         watch(request.scope, limits=SHORT)
         try:
@@ -768,7 +768,7 @@ async def _time_out_at_the_deadline(request: Request) -> None:
 
 @pytest.mark.parametrize("before", [_time_out, _move_on, _ask, _time_out_at_the_deadline])
 @pytest.mark.parametrize("end", ["deadline", "stall", "disconnect"])
-async def test_a_request_is_cancelled_though_other_cancellations_came_before(
+async def test_a_request_is_cancelled_despite_earlier_cancellations(
     before: Callable[[Request], Awaitable[None]], end: str
 ) -> None:
     begun = asyncio.Event()
@@ -833,7 +833,7 @@ async def test_a_request_that_reached_a_limit_keeps_no_object_of_its_handler(lim
         gc.enable()
 
 
-async def test_the_limits_are_those_of_the_engine_that_a_handler_uses() -> None:
+async def test_the_limits_of_the_lifespan_that_a_handler_uses_apply() -> None:
     first = TensorLifespan(totals.sender, min_upload_rate=None)
     second = TensorLifespan(totals.sender, min_upload_rate=None, deadline_s=GRACE_S)
 

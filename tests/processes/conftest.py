@@ -1,10 +1,17 @@
-"""Endpoints for tests with several processes."""
+"""The loop of tests with several processes, and their endpoints."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from verification import loops
 from verification.places import LINKS
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run each async test on one loop, also in its child processes: tests/conformance runs on both."""
+    return {"uvloop": loops.FACTORIES["uvloop"]}
 
 
 @pytest.fixture

@@ -66,11 +66,11 @@ async def receive_both(receiver: TensorReceiver, peer: Peer, generation: int) ->
 
 
 @pytest.mark.parametrize("how", ["close", "kill"])
-async def test_a_small_view_keeps_nothing_else_of_a_sender_that_is_gone(place: Endpoint, how: str) -> None:
+async def test_a_small_view_keeps_no_other_memory_of_an_ended_sender(place: Endpoint, how: str) -> None:
     before = shared_mib()
     async with (
-        peers.peers(place, 6) as senders,
-        TensorReceiver(place, max_mapped_bytes=4 * ARENA) as receiver,
+        peers.peers(place, 3) as senders,
+        TensorReceiver(place, max_mapped_bytes=2 * ARENA) as receiver,
     ):
         kept = []
         for generation, peer in enumerate(senders):
@@ -85,7 +85,7 @@ async def test_a_small_view_keeps_nothing_else_of_a_sender_that_is_gone(place: E
         await until(lambda: receiver.statistics().mapped_bytes == 0)
 
 
-async def test_tensors_that_end_one_after_the_other_return_their_memory_one_by_one(place: Endpoint) -> None:
+async def test_each_tensor_of_a_closed_sender_returns_its_memory_when_freed(place: Endpoint) -> None:
     before = shared_mib()
     async with peers.peers(place, 1) as [peer], TensorReceiver(place) as receiver:
         await peer.call(peers.open_sender, 8, ARENA)
@@ -103,7 +103,7 @@ async def test_tensors_that_end_one_after_the_other_return_their_memory_one_by_o
 
 @pytest.mark.parametrize("place", LOCAL, indirect=True)
 @pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "unsent"])
-async def test_a_tensor_that_a_closed_sender_still_uses_stays_as_it_is_until_its_process_ends(
+async def test_a_tensor_in_use_by_a_closed_sender_is_kept_until_its_process_ends(
     place: Endpoint, is_sent: bool
 ) -> None:
     async with peers.peers(place, 1) as [peer], TensorReceiver(place) as receiver:
@@ -124,7 +124,7 @@ async def test_a_tensor_that_a_closed_sender_still_uses_stays_as_it_is_until_its
 
 
 @pytest.mark.parametrize("how", ["close", "kill"])
-async def test_a_small_allocated_tensor_keeps_nothing_else_when_the_engine_is_restarted(
+async def test_a_small_allocated_tensor_keeps_no_other_memory_over_engine_restarts(
     address: str, how: str
 ) -> None:
     async with peers.peers(address, 5) as engines, TensorSender(address, 4, ARENA) as sender:
@@ -149,7 +149,7 @@ async def test_a_small_allocated_tensor_keeps_nothing_else_when_the_engine_is_re
         assert all(torch.equal(tensor, pattern(seed, SMALL)) for seed, tensor in enumerate(kept))
 
 
-async def test_what_the_old_engine_still_reads_is_left_alone_until_its_process_ends(address: str) -> None:
+async def test_memory_in_use_by_a_closed_receiver_is_kept_until_its_process_ends(address: str) -> None:
     async with peers.peers(address, 2) as [old, new], TensorSender(address, 4, ARENA) as sender:
         await old.call(peers.open_receiver)
         tensor = await sender.allocate((SMALL,), torch.int64)
@@ -195,7 +195,7 @@ def kept_by(pid: int) -> list[str]:
     return found + ["memory"] * watch.memfds(pid)
 
 
-async def test_a_large_tensor_finds_memory_that_is_free_in_several_pieces(place: Endpoint) -> None:
+async def test_a_large_tensor_can_be_allocated_from_fragmented_free_memory(place: Endpoint) -> None:
     piece = 10 * MIB
     async with TensorReceiver(place), TensorSender(place, arena_bytes=6 * piece) as sender:
         blocks = [await sender.allocate((piece,), torch.uint8) for _ in range(6)]

@@ -20,7 +20,7 @@ from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
-_ROUNDS = int(os.environ.get("AIOTENSOR_KILLS", "40")) // 4  # for each side, on each loop
+_ROUNDS = int(os.environ.get("AIOTENSOR_KILLS", "40")) // 4  # for each side
 _ARENA = 8 << 20
 _LONGEST_MOMENT_S = 0.03
 

@@ -70,7 +70,7 @@ async def test_a_process_whose_opening_timed_out_at_a_locked_folder_exits(scheme
 
 
 @pytest.mark.parametrize("scheme", LISTENERS)
-async def test_opening_goes_on_when_the_process_that_holds_the_lock_is_killed(
+async def test_opening_continues_when_the_process_that_holds_the_lock_is_killed(
     scheme: str, here: Place
 ) -> None:
     listener = LISTENERS[scheme](here)
@@ -83,7 +83,7 @@ async def test_opening_goes_on_when_the_process_that_holds_the_lock_is_killed(
     await listener.aclose()
 
 
-async def test_a_folder_that_stays_locked_is_named_in_the_log_once(
+async def test_a_long_wait_for_a_locked_folder_is_logged_once(
     here: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts: list[int] = []

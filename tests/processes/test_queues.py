@@ -15,7 +15,7 @@ from verification.waiting import until
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
-async def test_a_queue_travels_only_to_children_that_are_being_spawned() -> None:
+async def test_a_queue_can_be_pickled_only_while_a_child_is_spawned() -> None:
     queue = TensorQueue()
     with pytest.raises(UsageError, match="while it is spawned"):
         pickle.dumps(queue)
@@ -27,7 +27,7 @@ async def test_a_queue_travels_only_to_children_that_are_being_spawned() -> None
         await TensorReceiver(queue).__aenter__()
 
 
-async def test_open_ends_outlive_the_closing_of_their_queue() -> None:
+async def test_closing_a_queue_does_not_affect_open_senders_and_receivers() -> None:
     queue = TensorQueue()
     async with TensorReceiver(queue) as receiver, TensorSender(queue) as sender:
         queue.close()
@@ -46,9 +46,7 @@ async def test_a_queue_has_one_receiver_over_all_processes_whatever_was_closed()
         await child.call(peers.open_receiver)
 
 
-async def test_an_engine_that_dies_before_it_opened_its_receiver_is_noticed_once_the_queue_is_closed() -> (
-    None
-):
+async def test_an_engine_killed_before_opening_is_detected_if_the_queue_is_closed() -> None:
     queue = TensorQueue()
     async with (
         peers.peers(queue, 1) as [engine],
@@ -63,7 +61,7 @@ async def test_an_engine_that_dies_before_it_opened_its_receiver_is_noticed_once
             await waiting
 
 
-async def test_a_sender_killed_before_the_receiver_started_is_noticed_by_it() -> None:
+async def test_a_sender_killed_before_the_receiver_opened_raises_peer_lost_error() -> None:
     queue = TensorQueue()
     async with peers.peers(queue, 1) as [child]:
         await child.call(peers.open_sender)
@@ -76,7 +74,7 @@ async def test_a_sender_killed_before_the_receiver_started_is_noticed_by_it() ->
             assert caught.value.pid == child.pid
 
 
-async def test_what_was_sent_before_a_clean_end_of_the_process_can_still_be_received() -> None:
+async def test_tensors_sent_before_a_clean_exit_can_still_be_received() -> None:
     queue = TensorQueue()
     async with peers.peers(queue, 1) as [child]:
         await child.call(peers.open_sender)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
 @pytest.mark.parametrize("end", ["close", "kill"])
-async def test_a_restarted_receiver_gets_what_is_sent_from_then_on(end: str, address: str) -> None:
+async def test_a_restarted_receiver_gets_only_tensors_sent_after_its_start(end: str, address: str) -> None:
     async with peers.peers(address, 2) as [first, second], TensorSender(address, 4) as sender:
         await first.call(peers.open_receiver)
         taken = await sender.send(pattern(0, BIG))
@@ -54,7 +54,7 @@ async def _end(child: Peer, how: str) -> None:
         await child.call(peers.close_receiver)
 
 
-async def test_a_handle_given_to_a_new_receiver_before_its_sender_returns_is_lost_too(address: str) -> None:
+async def test_a_handle_of_an_earlier_receiver_raises_peer_lost_error(address: str) -> None:
     async with peers.peers(address, 1) as [child]:
         async with TensorReceiver(address):
             await child.call(peers.open_sender)
@@ -64,7 +64,7 @@ async def test_a_handle_given_to_a_new_receiver_before_its_sender_returns_is_los
                 await receiver.receive(handle)
 
 
-async def test_a_view_survives_its_receiver_while_the_sender_goes_on_with_another(address: str) -> None:
+async def test_a_view_survives_its_receiver_while_the_sender_uses_another(address: str) -> None:
     arena_bytes = 4 * BIG * 8
     async with TensorSender(address, arena_bytes=arena_bytes) as sender:
         async with TensorReceiver(address) as first:

@@ -20,7 +20,7 @@ from verification.processes import peers, watch
 MIB, GIB = 1 << 20, 1 << 30
 
 
-async def test_nobody_waits_for_a_sender_whose_pipe_did_not_arrive() -> None:
+async def test_a_sender_whose_descriptors_did_not_arrive_raises_peer_lost_error() -> None:
     queue = TensorQueue()
     async with peers.peers(queue, 1) as [child]:
         reason, pid = await child.call(_receive_without_descriptors)
@@ -40,7 +40,7 @@ async def _receive_without_descriptors(state: peers.State) -> tuple[str, int | N
     return str(caught.value), caught.value.pid
 
 
-async def test_a_copy_for_which_no_memory_is_left_is_an_os_error_and_leaves_the_tensor_claimable() -> None:
+async def test_a_copy_without_memory_raises_os_error_and_the_tensor_stays_claimable() -> None:
     with endpoint("unix") as place:
         async with peers.peers(place, 1) as [child]:
             await child.call(_copy_without_memory)
@@ -60,7 +60,7 @@ async def _copy_without_memory(state: peers.State) -> None:
         assert receiver.statistics().errors == {"OSError": 1}
 
 
-async def test_a_message_for_whose_tensors_no_memory_is_left_is_an_os_error() -> None:
+async def test_encoding_a_message_without_memory_raises_os_error() -> None:
     with endpoint("unix") as place:
         async with peers.peers(place, 1) as [child]:
             await child.call(_encode_without_memory)
@@ -77,7 +77,7 @@ async def _encode_without_memory(state: peers.State) -> None:
             assert caught.value.errno == errno.ENOMEM
 
 
-async def test_a_receiver_with_too_few_addresses_refuses_a_sender_and_names_the_limit() -> None:
+async def test_a_receiver_without_enough_address_space_refuses_a_sender() -> None:
     with endpoint("unix") as place:
         async with peers.peers(place, 1) as [child], TensorSender(place, arena_bytes=GIB) as sender:
             await child.call(_open_with_2_gib_of_addresses)
@@ -91,7 +91,7 @@ async def test_a_receiver_with_too_few_addresses_refuses_a_sender_and_names_the_
             await child.call(peers.close_receiver)
 
 
-async def test_a_receiver_with_few_addresses_takes_from_a_sender_that_is_limited_too() -> None:
+async def test_a_receiver_with_little_address_space_accepts_a_limited_sender() -> None:
     with endpoint("unix") as place, _addresses(1 << 45):
         async with peers.peers(place, 1) as [child], TensorSender(place, arena_bytes=GIB) as sender:
             await child.call(_open_with_2_gib_of_addresses)

@@ -41,9 +41,7 @@ async def _acquire(state: peers.State, lock: str) -> None:
 
 
 @pytest.mark.parametrize("lock", ["_wlock", "_rlock"])
-async def test_a_process_that_is_killed_with_a_lock_of_the_queue_holds_up_nobody(
-    lock: str, queue: Any
-) -> None:
+async def test_a_process_killed_with_a_lock_of_the_queue_blocks_no_other(lock: str, queue: Any) -> None:
     async with (
         peers.peers(queue, 2) as [holder, api],
         TensorReceiver(queue) as receiver,
@@ -72,7 +70,7 @@ async def test_a_receiver_does_not_open_if_a_process_was_killed_in_get(queue: An
             await TensorReceiver(queue).__aenter__()
 
 
-async def test_a_sender_that_is_killed_while_it_sends_holds_up_no_other(queue: Any) -> None:
+async def test_a_sender_killed_while_it_sends_delays_no_other(queue: Any) -> None:
     async with TensorReceiver(queue) as receiver, TensorSender(queue, 64) as sender:
         for _ in range(5):
             async with peers.peers(queue, 1) as [api]:
@@ -113,7 +111,7 @@ async def _clog(state: peers.State) -> int:
     return sent
 
 
-async def test_a_sender_that_is_killed_in_the_middle_of_a_record_is_lost_and_no_other(queue: Any) -> None:
+async def test_a_sender_killed_during_a_record_affects_no_other(queue: Any) -> None:
     assert MAX_RECORD_BYTES < 16 * 8000
     async with (
         peers.peers(queue, 2) as [engine, api],
@@ -142,7 +140,7 @@ async def _put_half(state: peers.State) -> None:
     os.write(endpoint._writer.fileno(), (1 << 20).to_bytes(4) + bytes(10_000))
 
 
-async def test_half_an_object_of_a_killed_process_ends_every_wait_within_a_second(queue: Any) -> None:
+async def test_a_partial_object_of_a_killed_process_ends_every_wait_within_a_second(queue: Any) -> None:
     async with (
         peers.peers(queue, 1) as [other],
         TensorReceiver(queue) as receiver,
@@ -169,7 +167,7 @@ async def test_half_an_object_of_a_killed_process_ends_every_wait_within_a_secon
 # Receivers that end, and the next ones
 
 
-async def test_after_a_killed_receiver_the_queue_serves_the_next_one_and_new_senders(queue: Any) -> None:
+async def test_a_queue_serves_a_new_receiver_and_sender_after_a_killed_receiver(queue: Any) -> None:
     async with (
         peers.peers(queue, 2) as [engine, next_engine],
         TensorSender(queue, 1000) as sender,
@@ -210,7 +208,7 @@ async def test_a_queue_has_one_receiver_over_all_processes(queue: Any) -> None:
             pass
 
 
-async def test_what_was_sent_before_a_clean_end_of_the_process_can_still_be_received(queue: Any) -> None:
+async def test_tensors_sent_before_a_clean_exit_can_still_be_received(queue: Any) -> None:
     async with (
         peers.peers(queue, 2) as [engine, api],
     ):
@@ -255,7 +253,7 @@ def test_a_parent_and_its_child_exit_silently_with_an_open_sender(method: str) -
     assert (program.returncode, errors) == (0, "")
 
 
-def test_a_child_loses_its_parent_that_is_killed() -> None:
+def test_a_child_detects_that_its_parent_was_killed() -> None:
     program = _program("spawn", "kill")
     output, _ = program.communicate()  # up to the end of the child
     assert output.split("\n") == ["True", "True", "lost", ""]

@@ -55,7 +55,7 @@ def test_the_oldest_publication_is_dropped_first() -> None:
     assert (one.behind, one.dropped, one.delivered) == (1, 2, 1)
 
 
-def test_a_closed_subscriber_uses_only_what_it_has_taken() -> None:
+def test_closing_a_backlog_keeps_only_the_blocks_of_taken_publications() -> None:
     one = backlog(3, None, item(0, 0), item(1, 1, 1), item(2, 0, 2), item(3, 3))
     assert announced(one) == [0, 1, 2]
     one.taken(0)
@@ -69,7 +69,7 @@ def test_a_closed_subscriber_uses_only_what_it_has_taken() -> None:
 
 @pytest.mark.parametrize("answer", ["taken", "discarded"])
 @pytest.mark.parametrize("number", [0, 1, 2, 7])
-def test_an_answer_to_what_was_not_announced_or_was_answered_is_a_violation(answer: str, number: int) -> None:
+def test_an_answer_to_an_unannounced_or_answered_publication_is_a_violation(answer: str, number: int) -> None:
     one = backlog(1, None, item(0), item(1), item(2))
     assert announced(one) == [0]
     one.taken(0)
@@ -109,7 +109,7 @@ def test_publications_wait_for_the_memory_that_a_subscriber_may_use() -> None:
     assert announced(one) == [3, 4]
 
 
-def test_before_the_end_everything_is_announced() -> None:
+def test_rest_announces_all_pending_publications_regardless_of_limits() -> None:
     one = backlog(2, SIZES[0], item(0, 0), item(1, 1), item(2, 2))
     assert announced(one) == [0]
     assert [each.number for each in one.rest()] == [1, 2]
@@ -117,7 +117,7 @@ def test_before_the_end_everything_is_announced() -> None:
 
 
 @pytest.mark.parametrize("slow", ["wait", "drop", "disconnect"])
-def test_each_policy_decides_about_full_subscribers_alone(slow: SlowPolicy) -> None:
+def test_each_slow_policy_affects_full_subscribers_only(slow: SlowPolicy) -> None:
     audience: Audience[str] = Audience(slow, 2, None)
     for name in ("full", "other"):
         audience.join(name)

@@ -25,7 +25,7 @@ def full(units: int) -> tuple[Blocks, list[int]]:
 
 
 @given(wanted=st.lists(lengths, max_size=30))
-def test_blocks_never_overlap_and_lie_within_the_room(wanted: list[int]) -> None:
+def test_blocks_never_overlap_and_stay_within_the_size(wanted: list[int]) -> None:
     blocks = Blocks(ROOM)
     taken = []
     for nbytes in wanted:
@@ -48,9 +48,7 @@ def test_every_offset_and_length_is_aligned(wanted: list[int]) -> None:
 
 
 @given(size=st.integers(ALIGNMENT, ROOM), wanted=st.lists(lengths, max_size=30), data=st.data())
-def test_the_room_is_whole_again_when_every_block_came_back(
-    size: int, wanted: list[int], data: st.DataObject
-) -> None:
+def test_freeing_every_block_restores_one_free_run(size: int, wanted: list[int], data: st.DataObject) -> None:
     blocks = Blocks(size)
     taken = [offset for nbytes in wanted if (offset := blocks.allocate(nbytes)) is not None]
 
@@ -64,7 +62,7 @@ def test_the_room_is_whole_again_when_every_block_came_back(
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))), ids=str)
-def test_neighbours_join_in_whatever_order_they_come_back(order: tuple[int, ...]) -> None:
+def test_adjacent_free_runs_are_merged_in_any_order_of_freeing(order: tuple[int, ...]) -> None:
     blocks, offsets = full(4)
     for index in order:
         blocks.free(offsets[index])
@@ -75,7 +73,7 @@ def test_neighbours_join_in_whatever_order_they_come_back(order: tuple[int, ...]
 
 
 @pytest.mark.parametrize(("below", "above"), list(product([False, True], repeat=2)))
-def test_a_block_joins_the_free_runs_beside_it_and_no_others(below: bool, above: bool) -> None:
+def test_a_freed_block_is_merged_only_with_adjacent_free_runs(below: bool, above: bool) -> None:
     blocks, offsets = full(7)
     blocks.free(offsets[0])
     blocks.free(offsets[6])
@@ -97,7 +95,7 @@ def test_a_freed_run_is_found_at_its_joined_length() -> None:
     assert blocks.allocate(3 * ALIGNMENT) == offsets[1]
 
 
-def test_a_run_that_grows_is_told_from_others_of_its_length() -> None:
+def test_a_merged_run_is_not_found_at_its_former_length() -> None:
     blocks, offsets = full(6)
     for index in (0, 2, 4, 3):
         blocks.free(offsets[index])
@@ -145,7 +143,7 @@ def test_a_block_that_is_large_once_rounded_up_is_large() -> None:
     assert blocks.lengths[0] == LARGE_BYTES
 
 
-def test_small_blocks_that_stay_leave_the_room_of_large_ones_in_one_run() -> None:
+def test_long_lived_small_blocks_do_not_fragment_the_space_for_large_ones() -> None:
     blocks = Blocks(4 * LARGE_BYTES)
     for _ in range(10):
         large = [handed_out(blocks, LARGE_BYTES) for _ in range(3)]
@@ -156,7 +154,7 @@ def test_small_blocks_that_stay_leave_the_room_of_large_ones_in_one_run() -> Non
     assert blocks.free_runs() == [(0, 4 * LARGE_BYTES - 10 * 1024)]
 
 
-def test_a_block_may_take_the_whole_room_and_no_more() -> None:
+def test_one_block_may_use_the_entire_size_and_no_more() -> None:
     blocks = Blocks(4 * ALIGNMENT)
     assert blocks.allocate(4 * ALIGNMENT + 1) is None
     assert blocks.allocate(4 * ALIGNMENT - 63) == 0
@@ -180,7 +178,7 @@ def test_the_usable_size_is_rounded_down() -> None:
     assert blocks.free_runs() == [(0, 2 * ALIGNMENT)]
 
 
-def test_what_is_in_use_is_counted_in_rounded_lengths() -> None:
+def test_in_use_counts_rounded_lengths() -> None:
     blocks = Blocks(ROOM)
     first = handed_out(blocks, 1)
     second = handed_out(blocks, ALIGNMENT + 1)
@@ -192,7 +190,7 @@ def test_what_is_in_use_is_counted_in_rounded_lengths() -> None:
 
 
 @pytest.mark.parametrize("size", [-ALIGNMENT, 0, 1, ALIGNMENT - 1])
-def test_a_room_without_space_for_one_block_is_refused(size: int) -> None:
+def test_a_size_below_one_block_raises_value_error(size: int) -> None:
     with pytest.raises(ValueError, match=f"at least 64 bytes, got {size}$"):
         Blocks(size)
 
@@ -205,7 +203,7 @@ def test_a_block_of_no_bytes_is_refused(nbytes: int) -> None:
     assert blocks.free_runs() == [(0, ROOM)]
 
 
-def test_an_offset_that_was_not_handed_out_is_refused_and_changes_nothing() -> None:
+def test_freeing_an_unallocated_offset_raises_and_changes_nothing() -> None:
     blocks = Blocks(8 * ALIGNMENT)
     offset = handed_out(blocks, 2 * ALIGNMENT)
     runs = blocks.free_runs()
@@ -217,7 +215,7 @@ def test_an_offset_that_was_not_handed_out_is_refused_and_changes_nothing() -> N
     assert (blocks.free_runs(), blocks.in_use) == (runs, 2 * ALIGNMENT)
 
 
-def test_a_block_can_be_given_back_once() -> None:
+def test_freeing_a_block_twice_raises_value_error() -> None:
     blocks = Blocks(ROOM)
     offset = handed_out(blocks, 1)
     blocks.free(offset)

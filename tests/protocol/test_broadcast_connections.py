@@ -145,7 +145,7 @@ def test_answers_free_blocks() -> None:
     assert list(connection.backlog.pins()) == [0]
 
 
-def test_answers_before_a_wrong_one_free_blocks() -> None:
+def test_answers_before_an_invalid_answer_free_blocks() -> None:
     connection = publisher_end(5, 6)
     with pytest.raises(ProtocolError, match="once too often"):
         connection.receive(record(Taken((5,)), Discarded((6,)), Release((5, 5))))
@@ -222,7 +222,7 @@ def test_violations_of_a_publisher(frames: list[object], text: str) -> None:
     [publish(5), Discard(1), Attach(0, ARENA, 1), Detach(0), ADMIT],
     ids=lambda frame: type(frame).__name__,
 )
-def test_a_publisher_admits_a_subscriber_before_everything_else(frame: object) -> None:
+def test_a_frame_before_the_admission_of_the_subscriber_is_a_violation(frame: object) -> None:
     connection = SubscriberConnection(subscribe())
     with pytest.raises(ProtocolError):
         connection.receive(record(frame))
@@ -239,12 +239,12 @@ def test_another_version_is_refused() -> None:
         )
 
 
-def test_segments_can_be_replaced_again_and_again() -> None:
+def test_detached_segments_do_not_count_against_the_limit() -> None:
     frames = [frame for number in range(50) for frame in (Attach(number, ARENA, 1), Detach(number))]
     assert not subscriber_end(*frames).is_closed
 
 
-def test_a_record_may_be_full_of_frames() -> None:
+def test_a_record_may_contain_max_frames_and_no_more() -> None:
     connection = subscriber_end()
     connection.receive(record(*[Discard(1)] * MAX_FRAMES))
     with pytest.raises(ProtocolError):
@@ -262,7 +262,7 @@ def test_a_content_is_read_without_a_copy_of_its_body() -> None:
 
 
 @given(st.binary(max_size=50))
-def test_any_other_content_is_a_violation(data: bytes) -> None:
+def test_arbitrary_bytes_are_content_or_a_violation(data: bytes) -> None:
     try:
         content = read_content(data)
     except ProtocolError:
@@ -270,6 +270,6 @@ def test_any_other_content_is_a_violation(data: bytes) -> None:
     assert isinstance(content, Content)
 
 
-def test_the_first_frame_is_alone() -> None:
+def test_an_opening_record_with_two_frames_is_a_violation() -> None:
     with pytest.raises(ProtocolError):
         decode(OPENING, encode(subscribe(), subscribe()))

@@ -75,7 +75,7 @@ def test_a_connection_opens_with_the_hello_of_the_server_and_its_limits() -> Non
     assert connection.window.credit == 3
 
 
-def test_a_server_of_another_version_is_a_refusal_that_names_it_and_both_versions() -> None:
+def test_a_server_of_another_version_raises_refused_error_with_both_versions() -> None:
     connection = opening()
     text = rf"the server \(pid 77\) at ipc:///m refused this client: it speaks version {VERSION + 1}"
     with pytest.raises(RefusedError, match=text) as caught:
@@ -126,7 +126,7 @@ def test_packed_tensors_do_not_count_as_a_large_tensor() -> None:
     opened().ask([BODY, *[memoryview(b"x")] * MAX_TENSORS, b"packed"], (), wants_answer=True)
 
 
-def test_credit_ends_with_the_messages_or_their_bytes_and_returns_with_answers() -> None:
+def test_credit_is_used_by_messages_and_bytes_and_returned_by_answers() -> None:
     connection = opened()
     first, _, _ = [sent(connection) for _ in range(3)]
     assert connection.window.credit == 0
@@ -139,14 +139,14 @@ def test_credit_ends_with_the_messages_or_their_bytes_and_returns_with_answers()
     assert connection.window.credit == 3
 
 
-def test_an_answer_comes_with_its_body_from_the_header_or_from_the_next_part() -> None:
+def test_the_body_of_an_answer_is_read_from_the_header_or_the_next_part() -> None:
     connection = opened()
     numbers = [sent(connection) for _ in range(2)]
     assert receive(connection, Answer(numbers[1], memoryview(BODY)), b"buffer") == [BODY, b"buffer"]
     assert receive(connection, Answer(numbers[0], None), BODY, b"buffer") == [BODY, b"buffer"]
 
 
-def test_a_cancellation_names_the_message_and_its_late_answer_is_no_violation() -> None:
+def test_a_late_answer_to_a_cancelled_message_is_not_a_violation() -> None:
     connection = opened()
     number = sent(connection)
     assert frames(connection.cancel(number)) == (Cancel(number), [])
@@ -228,7 +228,7 @@ def test_a_hello_before_that_of_the_client_is_a_violation() -> None:
     ],
     ids=["closed", "rejected", "refused"],
 )
-def test_a_close_ends_the_connection_for_its_reason(
+def test_a_close_frame_decides_the_error_and_the_retry(
     is_open: bool, close: Close, kind: type[Exception], text: str, is_retried: bool
 ) -> None:
     connection = opened() if is_open else opening()

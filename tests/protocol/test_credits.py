@@ -172,7 +172,7 @@ TestAnyOrderOfRequestsAndReleases = BudgetMachine.TestCase
 TestAnyOrderOfRequestsAndReleases.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def test_a_big_request_is_not_overtaken_by_small_ones() -> None:
+def test_a_large_request_is_not_overtaken_by_smaller_requests() -> None:
     budget: Budget[None] = Budget(10)
     first = budget.request(6)
     big = budget.request(10)
@@ -193,7 +193,7 @@ def test_one_release_grants_all_that_fits_in_order() -> None:
     assert budget.in_use == 7
 
 
-def test_a_waiting_ticket_released_from_the_front_lets_those_behind_through() -> None:
+def test_releasing_the_first_waiting_ticket_grants_the_following_ones() -> None:
     budget: Budget[None] = Budget(10)
     budget.request(6)
     big = budget.request(10)
@@ -202,7 +202,7 @@ def test_a_waiting_ticket_released_from_the_front_lets_those_behind_through() ->
     assert budget.release(big) == [small]
 
 
-def test_a_waiting_ticket_released_from_the_middle_lets_nobody_through() -> None:
+def test_releasing_a_later_waiting_ticket_grants_no_other() -> None:
     budget: Budget[None] = Budget(10)
     first = budget.request(6)
     big, middle, small = budget.request(10), budget.request(1), budget.request(4)
@@ -212,7 +212,7 @@ def test_a_waiting_ticket_released_from_the_middle_lets_nobody_through() -> None
     assert not small.granted
 
 
-def test_a_ticket_released_after_its_grant_gives_it_back() -> None:
+def test_releasing_a_granted_ticket_grants_the_next_request() -> None:
     budget: Budget[None] = Budget(10)
     ticket = budget.request(10, "a")
     waiting = budget.request(10, "b")
@@ -222,7 +222,7 @@ def test_a_ticket_released_after_its_grant_gives_it_back() -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["granted", "waiting"])
-def test_a_ticket_is_released_once(waits: bool) -> None:
+def test_releasing_a_ticket_twice_raises_value_error(waits: bool) -> None:
     budget: Budget[None] = Budget(10)
     budget.request(5)
     ticket = budget.request(10 if waits else 5)
@@ -234,7 +234,7 @@ def test_a_ticket_is_released_once(waits: bool) -> None:
 
 
 @pytest.mark.parametrize("amount", [-1, 11])
-def test_what_could_never_be_granted_is_refused_at_once(amount: int) -> None:
+def test_a_request_outside_the_limit_raises_value_error(amount: int) -> None:
     budget: Budget[None] = Budget(10)
 
     with pytest.raises(ValueError, match=f"between 0 and the limit of 10, got {amount}"):
@@ -242,7 +242,7 @@ def test_what_could_never_be_granted_is_refused_at_once(amount: int) -> None:
     assert budget.waiting == 0
 
 
-def test_a_try_that_does_not_fit_leaves_no_trace() -> None:
+def test_a_failed_try_request_changes_nothing() -> None:
     space = Cells(10)
     budget = Budget(10, space)
     budget.request(6)
@@ -251,14 +251,14 @@ def test_a_try_that_does_not_fit_leaves_no_trace() -> None:
     assert (budget.in_use, budget.peak, budget.waiting, space.taken) == (6, 6, 0, {0: 6})
 
 
-def test_the_peak_stays_when_everything_was_given_back() -> None:
+def test_the_peak_is_kept_after_a_release() -> None:
     budget: Budget[None] = Budget(10)
     budget.release(budget.request(7))
 
     assert (budget.in_use, budget.peak) == (0, 7)
 
 
-def test_a_place_is_free_before_the_next_in_line_gets_one() -> None:
+def test_a_release_frees_its_place_before_the_next_grant() -> None:
     space = Cells(10)
     budget = Budget(10, space)
     first = budget.request(10)
@@ -268,7 +268,7 @@ def test_a_place_is_free_before_the_next_in_line_gets_one() -> None:
     assert [ticket.place for ticket in waiting] == [0, 4]
 
 
-def test_one_that_fits_the_count_but_not_the_space_waits_and_so_do_those_behind_it() -> None:
+def test_a_request_waits_while_free_space_is_fragmented_and_blocks_later_ones() -> None:
     space = Cells(10)
     budget = Budget(10, space)
     low, middle, high = budget.request(4), budget.request(2), budget.request(4)
@@ -285,7 +285,7 @@ def test_one_that_fits_the_count_but_not_the_space_waits_and_so_do_those_behind_
     assert [ticket.place for ticket in (big, small)] == [0, 5]
 
 
-def test_one_in_line_for_the_space_that_gives_up_lets_those_behind_through() -> None:
+def test_releasing_a_request_that_waits_for_space_grants_the_following_one() -> None:
     budget = Budget(10, Cells(10))
     low, _, high = budget.request(4), budget.request(2), budget.request(4)
     budget.release(low)
@@ -296,7 +296,7 @@ def test_one_in_line_for_the_space_that_gives_up_lets_those_behind_through() -> 
     assert small.place == 0
 
 
-def test_nothing_lies_nowhere() -> None:
+def test_a_request_of_zero_is_granted_without_a_place() -> None:
     space = Cells(10)
     budget = Budget(10, space)
     budget.request(10)
@@ -308,7 +308,7 @@ def test_nothing_lies_nowhere() -> None:
     assert space.taken == {0: 10}
 
 
-def test_it_is_stuck_when_all_that_hold_wait_for_more_and_the_latest_gives_way() -> None:
+def test_stuck_returns_the_latest_request_when_all_holders_wait() -> None:
     budget: Budget[None] = Budget(10)
     budget.request(5, "a")
     of_b = budget.request(5, "b")
@@ -322,7 +322,7 @@ def test_it_is_stuck_when_all_that_hold_wait_for_more_and_the_latest_gives_way()
     assert budget.release(of_b) == [first]
 
 
-def test_one_that_holds_nothing_is_not_asked_to_give_way() -> None:
+def test_stuck_never_returns_a_request_of_an_owner_that_holds_nothing() -> None:
     budget: Budget[None] = Budget(10)
     budget.request(10, "a")
     greedy = budget.request(5, "a")
@@ -331,7 +331,7 @@ def test_one_that_holds_nothing_is_not_asked_to_give_way() -> None:
     assert budget.stuck() is greedy
 
 
-def test_one_that_was_granted_nothing_is_not_asked_to_give_way_either() -> None:
+def test_stuck_never_returns_a_request_of_an_owner_that_was_granted_zero() -> None:
     budget: Budget[None] = Budget(10)
     budget.request(10, "a")
     budget.request(0, "new")
@@ -341,7 +341,7 @@ def test_one_that_was_granted_nothing_is_not_asked_to_give_way_either() -> None:
     assert budget.stuck() is greedy
 
 
-def test_it_is_not_stuck_while_something_in_use_will_come_back() -> None:
+def test_a_budget_is_not_stuck_while_an_amount_in_use_will_be_released() -> None:
     budget: Budget[None] = Budget(10)
     budget.request(5, "a")
     budget.request(5)
@@ -356,7 +356,7 @@ def test_it_is_not_stuck_while_something_in_use_will_come_back() -> None:
     assert budget.stuck() is None
 
 
-def test_it_is_stuck_by_a_hole_that_only_those_who_wait_could_close() -> None:
+def test_a_budget_is_stuck_if_only_waiting_holders_could_close_a_gap() -> None:
     budget = Budget(10, Cells(10))
     low, of_a, high = budget.request(4), budget.request(2, "a"), budget.request(4)
     budget.release(low)
@@ -370,7 +370,7 @@ def test_it_is_stuck_by_a_hole_that_only_those_who_wait_could_close() -> None:
     assert budget.release(of_a) == [other]
 
 
-def test_what_is_kept_elsewhere_may_make_it_stuck() -> None:
+def test_stuck_includes_amounts_that_are_held_elsewhere() -> None:
     budget: Budget[None] = Budget(10)
     budget.request(4)
     budget.request(6, "a")

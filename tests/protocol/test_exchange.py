@@ -62,12 +62,12 @@ from_servers = st.one_of(
 
 
 @given(header=from_clients)
-def test_what_a_client_writes_a_server_reads(header: FromClient) -> None:
+def test_a_server_decodes_every_header_of_a_client(header: FromClient) -> None:
     assert read_from_client(write(header)) == header
 
 
 @given(header=from_servers)
-def test_what_a_server_writes_a_client_reads(header: FromServer) -> None:
+def test_a_client_decodes_every_header_of_a_server(header: FromServer) -> None:
     assert read_from_server(write(header)) == header
 
 
@@ -78,7 +78,7 @@ def test_what_a_server_writes_a_client_reads(header: FromServer) -> None:
 @example(data=b"\x91" * 100_000)
 @example(data=b"\x92\xa6cancel\xff")
 @example(data=b"\x94\xa7failure\x00\xa1\xff\xa0")
-def test_noise_is_refused_and_nothing_else_is_raised(
+def test_arbitrary_header_bytes_are_decoded_or_raise_protocol_error(
     read: Callable[[bytes], FromClient | FromServer], data: bytes
 ) -> None:
     try:
@@ -116,7 +116,7 @@ def test_a_header_out_of_bounds_is_refused(wrong: object) -> None:
 
 
 @pytest.mark.parametrize("read", [read_from_client, read_from_server])
-def test_a_header_that_is_longer_than_any_of_an_honest_peer_is_refused_unread(
+def test_a_header_beyond_the_size_limit_is_refused(
     read: Callable[[bytes], FromClient | FromServer],
 ) -> None:
     frame = ["ask", 0, None, [], True] if read is read_from_client else ["credit", 0, 0, 0]
@@ -136,7 +136,9 @@ def test_a_later_version_may_add_items_at_the_end() -> None:
     text=st.text(alphabet=st.characters(categories=["Cs", "L", "So"]), max_size=200),
     times=st.integers(1, 500),
 )
-def test_a_failure_travels_whatever_an_error_says_of_itself(type_name: str, text: str, times: int) -> None:
+def test_a_failure_survives_encoding_with_any_type_name_and_text(
+    type_name: str, text: str, times: int
+) -> None:
     made = failure(3, Cause(type_name, text * times))
     read = read_from_server(write(made))
     assert read == made
@@ -144,7 +146,7 @@ def test_a_failure_travels_whatever_an_error_says_of_itself(type_name: str, text
     assert len(read.text) <= 16 * 1024
 
 
-def test_the_longest_headers_of_honest_peers_are_within_what_is_read_beyond_the_limit_of_a_part() -> None:
+def test_the_longest_valid_headers_are_within_the_size_limit() -> None:
     handle = TensorHandle("f" * 32, 2**63 - 1, 1023, "float8_e4m3fnuz", (2**63 - 1,) * MAX_DIMENSIONS, "cpu")
     body = memoryview(bytes(BODY_BYTES - 1))
     number = 2**63 - 1

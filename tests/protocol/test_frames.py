@@ -209,7 +209,7 @@ def test_a_record_may_contain_no_frame(decode_record: Decode) -> None:
     assert decode_record(encode()) == []
 
 
-def test_a_record_is_decoded_where_it_lies() -> None:
+def test_a_record_is_decoded_from_part_of_a_buffer() -> None:
     record = b"before" + encode(Taken((1, 2)), Close()) + b"behind"
 
     assert decode(TO_SENDER, memoryview(record)[6:-6]) == [Taken((1, 2)), Close()]
@@ -257,14 +257,14 @@ def test_a_frame_with_more_numbers_than_the_limit_is_refused() -> None:
 @example(b"\x91\x92\xa5close\xa1\xff")
 @example(b"\x91\x92\xa7discard\xa1\xff")
 @example(b"\x91\x91\xa3\xff\xff\xff")
-def test_any_bytes_are_frames_or_refused(decode_record: Decode, data: bytes) -> None:
+def test_arbitrary_bytes_are_decoded_as_frames_or_refused(decode_record: Decode, data: bytes) -> None:
     decode_or_refuse(decode_record, data)
 
 
 @all_decoders
 @settings(deadline=None)
 @given(frames=records, data=st.data())
-def test_any_part_of_a_record_is_frames_or_refused(
+def test_truncated_records_are_decoded_or_refused(
     decode_record: Decode, frames: Frames, data: st.DataObject
 ) -> None:
     encoded = encode(*frames)
@@ -274,7 +274,7 @@ def test_any_part_of_a_record_is_frames_or_refused(
 @all_decoders
 @settings(deadline=None)
 @given(frames=records, data=st.data())
-def test_a_record_with_one_byte_changed_is_frames_or_refused(
+def test_corrupted_records_are_decoded_or_refused(
     decode_record: Decode, frames: Frames, data: st.DataObject
 ) -> None:
     encoded = bytearray(encode(*frames))
@@ -284,7 +284,7 @@ def test_a_record_with_one_byte_changed_is_frames_or_refused(
 
 @all_decoders
 @pytest.mark.parametrize("depth", [10, 1_000, 60_000])
-def test_nested_lists_of_any_depth_are_a_frame_or_refused(decode_record: Decode, depth: int) -> None:
+def test_deeply_nested_lists_are_decoded_or_refused(decode_record: Decode, depth: int) -> None:
     start = b"\x91\x96" + msgspec.msgpack.encode("close") + b"\xa0\xc2\xc2\xc2"
     decode_or_refuse(decode_record, start + b"\x91" * depth + b"\xc0")
 

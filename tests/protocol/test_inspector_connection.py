@@ -159,7 +159,7 @@ def test_a_frame_out_of_order_is_a_violation(
 # The receiver's end
 
 
-def test_an_inspector_is_welcomed_at_once() -> None:
+def test_an_inspector_is_welcomed_immediately() -> None:
     connection = InspectedConnection(INSPECT, WELCOME)
 
     assert connection.state is ConnectionState.OPEN
@@ -198,7 +198,7 @@ def test_an_inspector_sends_no_second_hello(frame: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, MAX_ROWS, MAX_ROWS + 1, 3 * MAX_ROWS])
-def test_many_senders_take_several_reports_of_which_one_is_the_last(count: int) -> None:
+def test_many_senders_are_split_into_reports_and_the_last_one_is_marked(count: int) -> None:
     connection = inspected()
     rows = [summary(f"{number}") for number in range(count)]
     connection.report(receiver_statistics(), rows)
@@ -242,7 +242,7 @@ def test_nothing_is_sent_after_the_last_frame() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2 * MAX_ROWS + 1])
-def test_both_ends_understand_each_other(count: int) -> None:
+def test_an_inspector_decodes_the_reports_and_replies_of_a_receiver(count: int) -> None:
     ours = InspectorConnection(42)
     [opening] = (frame for record in ours.data_to_send() for frame in decode(OPENING, record))
     assert isinstance(opening, Inspect)

@@ -83,7 +83,7 @@ TestAnyOrderOfPinsAndUnpins = LeasesMachine.TestCase
 TestAnyOrderOfPinsAndUnpins.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_a_block_of_one_tensor_is_free_when_its_tensor_is_given_back() -> None:
+def test_a_disowned_block_is_free_after_its_last_unpin() -> None:
     leases: Leases[str] = Leases()
     number = leases.own("a hundred bytes")
     leases.pin(number)
@@ -93,14 +93,14 @@ def test_a_block_of_one_tensor_is_free_when_its_tensor_is_given_back() -> None:
     assert len(leases) == 0
 
 
-def test_a_block_that_was_never_announced_is_free_when_its_owner_lets_go() -> None:
+def test_an_unpinned_block_is_free_when_it_is_disowned() -> None:
     leases: Leases[str] = Leases()
 
     assert leases.disown(leases.own("a hundred bytes")) == "a hundred bytes"
     assert leases.grants() == {}
 
 
-def test_an_owned_block_outlives_the_tensors_sent_over_it() -> None:
+def test_an_owned_block_stays_allocated_after_its_last_unpin() -> None:
     leases: Leases[str] = Leases()
     number = leases.own("a hundred bytes")
     leases.pin(number)
@@ -111,7 +111,7 @@ def test_an_owned_block_outlives_the_tensors_sent_over_it() -> None:
     assert leases.disown(number) == "a hundred bytes"
 
 
-def test_a_block_that_is_still_being_read_outlives_its_owner() -> None:
+def test_a_pinned_block_stays_allocated_after_it_is_disowned() -> None:
     leases: Leases[str] = Leases()
     number = leases.own("a hundred bytes")
     leases.pin(number)
@@ -121,7 +121,7 @@ def test_a_block_that_is_still_being_read_outlives_its_owner() -> None:
     assert leases.unpin(number) == "a hundred bytes"
 
 
-def test_when_nobody_is_left_to_read_only_owned_blocks_stay() -> None:
+def test_unpin_all_frees_only_blocks_without_an_owner() -> None:
     leases: Leases[str] = Leases()
     sent, written, unsent = leases.own("sent"), leases.own("being written"), leases.own("unsent")
     for number in (sent, written):
@@ -134,7 +134,7 @@ def test_when_nobody_is_left_to_read_only_owned_blocks_stay() -> None:
     assert leases.disown(unsent) == "unsent"
 
 
-def test_a_block_given_back_once_too_often_is_an_offence_of_the_peer() -> None:
+def test_an_excess_unpin_raises_protocol_error() -> None:
     leases: Leases[str] = Leases()
     number = leases.own("a hundred bytes")
 

@@ -85,7 +85,7 @@ def test_whole_messages_of_a_closed_sender_can_be_taken_or_discarded() -> None:
         mailbox.hold(Key("s", 1, 0))
 
 
-def test_waits_for_messages_that_a_closed_sender_did_not_complete_end_with_an_error() -> None:
+def test_waits_for_incomplete_messages_fail_when_their_sender_closes() -> None:
     mailbox = with_message()
     put(mailbox, 1, 0, "half of it")
     mailbox.claims.add(Key("s", 1, 0))
@@ -132,7 +132,7 @@ def test_old_lost_senders_are_forgotten() -> None:
         mailbox.hold(Key("another", 0, 0))
 
 
-def test_there_is_nothing_to_discard_of_a_lost_sender() -> None:
+def test_discarding_a_message_of_a_lost_sender_has_no_effect() -> None:
     mailbox = with_message()
     mailbox.lose("s", PeerLostError("killed"))
     mailbox.claims.add(Key("s", 0, 0))
@@ -172,7 +172,7 @@ def test_a_message_is_wanted_until_it_has_ended() -> None:
     assert mailbox.end("s", 1) == [], "its tensors are gone"
 
 
-def test_a_lost_sender_is_named_with_its_pid_and_with_the_reason() -> None:
+def test_peer_lost_error_states_the_pid_and_the_reason() -> None:
     mailbox = with_message()
     reason = ProtocolError("it broke the protocol")
     mailbox.lose("s", reason)
@@ -183,7 +183,7 @@ def test_a_lost_sender_is_named_with_its_pid_and_with_the_reason() -> None:
     assert caught.value.__cause__ is reason
 
 
-def test_a_tensor_that_is_being_taken_when_its_sender_dies_is_still_taken() -> None:
+def test_a_held_tensor_can_be_taken_after_its_sender_was_lost() -> None:
     mailbox = with_message()
     assert mailbox.hold(Key("s", 0, 0)) == "tensor 0"
     mailbox.lose("s", PeerLostError("killed"))
@@ -207,7 +207,7 @@ def test_a_cleared_mailbox_has_no_tensor_and_pending_calls_can_end() -> None:
     mailbox.claims.remove(waiting)
 
 
-def test_old_discards_are_forgotten_but_are_never_awaited_again() -> None:
+def test_a_message_whose_discard_was_forgotten_is_never_awaited() -> None:
     mailbox = joined()
     for number in range(REMEMBERED_DISCARDS + 1):
         mailbox.discard("s", number)
@@ -232,7 +232,7 @@ def test_old_senders_are_forgotten_unless_their_tensors_can_still_be_taken() -> 
 
 
 @pytest.mark.parametrize("how", [Mailbox.finish, Mailbox.put_back])
-def test_a_tensor_that_is_being_taken_may_be_ended_after_its_sender_was_forgotten(
+def test_a_held_tensor_can_be_finished_after_its_sender_was_forgotten(
     how: Callable[[Mailbox[str], Key], object],
 ) -> None:
     mailbox = with_message()
@@ -258,7 +258,7 @@ def test_a_message_that_was_discarded_before_it_arrived_is_not_stored() -> None:
 
 
 @pytest.mark.parametrize("is_connected", [True, False])
-def test_only_so_many_discards_of_messages_that_never_arrive_are_remembered(is_connected: bool) -> None:
+def test_the_number_of_remembered_early_discards_is_bounded(is_connected: bool) -> None:
     mailbox: Mailbox[str] = joined() if is_connected else Mailbox()
     discarded = range(500, 500 + 4 * REMEMBERED_RANGES, 2)
     for number in discarded:
@@ -457,7 +457,7 @@ def test_remaining_messages_of_closed_senders_are_counted_until_they_end() -> No
     assert mailbox.messages_left == 0
 
 
-def test_only_so_many_messages_of_earlier_connections_are_remembered() -> None:
+def test_the_number_of_remembered_messages_of_earlier_connections_is_bounded() -> None:
     mailbox = with_message()
     mailbox.hold(Key("s", 0, 0))
     mailbox.finish(Key("s", 0, 0))

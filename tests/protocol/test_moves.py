@@ -136,7 +136,7 @@ def test_the_steps_of_several_moves_take_turns() -> None:
     assert turns == [0, 1, 0, 1]
 
 
-def test_a_move_that_has_not_begun_ends_at_once_when_it_is_cancelled() -> None:
+def test_cancelling_a_move_before_its_first_step_ends_it_immediately() -> None:
     moves: OutgoingMoves[int] = OutgoingMoves()
     first, second = _move(0, 2 * WINDOW_BYTES), _move(1, STEP_BYTES)
     moves.begin(first)
@@ -182,7 +182,7 @@ def test_steps_beyond_the_window_are_a_violation() -> None:
 
 
 @given(st.lists(st.integers(0, 64 << 10), max_size=200))
-def test_records_get_credit_again_and_never_exceed_it(sizes: list[int]) -> None:
+def test_acknowledged_records_return_their_credit(sizes: list[int]) -> None:
     window, received = RecordWindow(), ReceivedBytes()
     under_way: deque[int] = deque()
     for size in sizes:
@@ -238,7 +238,7 @@ def test_an_impossible_step_is_a_violation(data: bytes) -> None:
 
 
 @given(record=st.binary(max_size=100), payload=st.binary(max_size=100))
-def test_a_record_is_read_with_the_bytes_behind_it(record: bytes, payload: bytes) -> None:
+def test_a_record_is_decoded_with_the_data_that_follows_it(record: bytes, payload: bytes) -> None:
     head = encode_data(record)
     message = memoryview(head + payload)
     read, data = read_data(message)
@@ -248,7 +248,7 @@ def test_a_record_is_read_with_the_bytes_behind_it(record: bytes, payload: bytes
 
 
 @given(st.binary(max_size=100))
-def test_the_bytes_behind_a_record_begin_at_a_multiple_of_8(record: bytes) -> None:
+def test_the_data_after_a_record_is_aligned_to_8_bytes(record: bytes) -> None:
     head = encode_data(record)
     assert len(head) % 8 == 0
     assert 8 + len(record) <= len(head) < 16 + len(record)

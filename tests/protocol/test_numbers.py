@@ -17,7 +17,7 @@ def filled(numbers: list[int]) -> NumberSet:
 
 @settings(deadline=None)
 @given(numbers=st.lists(SMALL, max_size=60))
-def test_it_holds_exactly_the_numbers_that_were_added(numbers: list[int]) -> None:
+def test_a_number_set_contains_exactly_the_added_numbers(numbers: list[int]) -> None:
     number_set = filled(numbers)
 
     assert [number for number in range(-2, 43) if number in number_set] == sorted(set(numbers))
@@ -25,7 +25,7 @@ def test_it_holds_exactly_the_numbers_that_were_added(numbers: list[int]) -> Non
 
 @settings(deadline=None)
 @given(numbers=st.lists(SMALL, max_size=60))
-def test_its_ranges_are_sorted_and_neither_overlap_nor_touch(numbers: list[int]) -> None:
+def test_ranges_are_sorted_and_neither_overlap_nor_touch(numbers: list[int]) -> None:
     ranges = filled(numbers).ranges()
 
     assert all(first < stop for first, stop in ranges)
@@ -34,7 +34,7 @@ def test_its_ranges_are_sorted_and_neither_overlap_nor_touch(numbers: list[int])
 
 
 @given(order=st.permutations(range(12)))
-def test_the_order_of_adding_leaves_no_trace(order: list[int]) -> None:
+def test_the_order_of_adding_does_not_affect_the_ranges(order: list[int]) -> None:
     assert filled(order).ranges() == [(0, 12)]
 
 

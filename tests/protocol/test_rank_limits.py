@@ -30,7 +30,7 @@ LARGEST_SEGMENT = ADDRESSES_PER_BYTE * (MAX_BYTES + LARGEST_PAGE_BYTES)
 # The limit on bytes
 
 
-def test_a_message_counts_for_its_bytes_and_for_a_least_number() -> None:
+def test_a_message_counts_as_its_bytes_with_a_minimum() -> None:
     assert [counted(nbytes) for nbytes in (0, 1, LEAST - 1, LEAST, LEAST + 1)] == [LEAST] * 4 + [LEAST + 1]
 
 
@@ -87,7 +87,7 @@ def test_a_message_is_taken_once() -> None:
             connection.taken(unknown)
 
 
-def test_the_bytes_that_the_transport_has_carried_are_counted_in_place_of_the_least_number() -> None:
+def test_bytes_carried_by_the_transport_replace_the_minimum_count() -> None:
     connection = joined(with_data(0), with_data(1))
     connection.count_data(0, TWICE)
     connection.count_data(1, 1)

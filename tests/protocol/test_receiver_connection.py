@@ -96,7 +96,7 @@ def test_a_sender_that_is_refused_gets_the_version_and_the_reason(is_refusal: bo
     assert receive(receiver, put()) == []
 
 
-def test_an_admitted_sender_is_refused_after_the_answers_without_a_second_welcome() -> None:
+def test_refusing_an_admitted_sender_sends_pending_answers_and_no_welcome() -> None:
     receiver = admitted()
     receive(receiver, put(last=True))
     receiver.taken(0)

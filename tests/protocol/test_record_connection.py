@@ -243,7 +243,7 @@ def test_a_record_without_frames_has_no_effect() -> None:
     assert new_receiver().receive(encode()) == []
 
 
-def test_a_record_is_read_where_it_lies() -> None:
+def test_a_record_is_received_from_part_of_a_buffer() -> None:
     record = b"before" + encode(put(), Discard(0)) + b"behind"
 
     assert new_receiver().receive(memoryview(record)[6:-6]) == [put(), Discard(0)]

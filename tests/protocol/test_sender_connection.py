@@ -266,7 +266,7 @@ def test_a_reply_names_the_first_holders_only_and_stays_within_the_range_of_numb
     assert frames_of(sender) == [StatisticsReply(statistics)]
 
 
-def test_blocks_and_requests_are_left_to_the_owner() -> None:
+def test_releases_and_statistics_requests_are_passed_to_the_owner() -> None:
     frames: list[ToSender] = [Release((5, 5)), StatisticsRequest(), StatisticsRequest()]
 
     assert admitted().receive(encode(*frames)) == frames

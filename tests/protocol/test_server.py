@@ -65,7 +65,7 @@ def test_a_connection_opens_when_the_server_accepts_the_client() -> None:
     assert (before, connection.state) == (ConnectionState.OPENING, ConnectionState.OPEN)
 
 
-def test_a_client_of_another_version_is_to_be_refused_with_both_versions() -> None:
+def test_the_refusal_of_a_client_of_another_version_names_both_versions() -> None:
     connection = ServerConnection(LIMITS)
     receive(connection, ClientHello(VERSION + 1, 7))
     assert connection.refusal is not None
@@ -76,14 +76,14 @@ def test_a_client_of_another_version_is_to_be_refused_with_both_versions() -> No
     assert connection.is_closed
 
 
-def test_a_rejection_of_any_length_can_be_read() -> None:
+def test_a_long_rejection_reason_is_truncated() -> None:
     connection = opened()
     message = connection.close("\U0001f4a5" * 2000)
     assert frames(message) == (Close("\U0001f4a5" * 1024), [])
     assert connection.is_closed
 
 
-def test_a_server_that_closes_gives_no_reason() -> None:
+def test_an_ordinary_close_has_no_reason() -> None:
     connection = opened()
     assert frames(connection.close()) == (Close(), [])
     assert connection.is_closed
@@ -95,14 +95,14 @@ def test_a_connection_that_ends_is_closed() -> None:
     assert connection.is_closed
 
 
-def test_a_message_comes_with_its_body_from_the_header_or_from_the_next_part() -> None:
+def test_the_body_of_a_message_is_read_from_the_header_or_the_next_part() -> None:
     connection = opened()
     assert receive(connection, ask(0), b"buffer") == [BODY, b"buffer"]
     assert receive(connection, ask(5, None), BODY, b"buffer") == [BODY, b"buffer"]  # numbers may have gaps
     assert connection.window.waiting == 2
 
 
-def test_a_cancelled_message_was_sent_before() -> None:
+def test_any_earlier_message_number_can_be_cancelled() -> None:
     connection = opened()
     receive(connection, ask(3))
     for number in (3, 1):  # a number in a gap is ignored by the owner
@@ -136,7 +136,7 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
 
 
 @pytest.mark.parametrize(("message", "reason"), VIOLATIONS.values(), ids=VIOLATIONS)
-def test_a_violation_of_the_client_is_found(message: list[bytes], reason: str) -> None:
+def test_violations_of_a_client_raise_protocol_error(message: list[bytes], reason: str) -> None:
     connection = opened()
     receive(connection, ask(5))
     with pytest.raises(ProtocolError, match=reason):
@@ -149,13 +149,13 @@ def test_a_frame_before_the_hello_of_the_client_is_a_violation(frame: FromClient
         receive(ServerConnection(LIMITS), frame)
 
 
-def test_a_limit_that_is_none_is_a_violation() -> None:
+def test_a_hello_with_a_limit_of_zero_is_a_violation() -> None:
     message = msgspec.msgpack.encode(["client", VERSION, 1, "", 0])
     with pytest.raises(ProtocolError, match="cannot be read"):
         ServerConnection(LIMITS).receive([memoryview(message)])
 
 
-def test_more_messages_than_may_wait_are_a_violation_until_one_is_taken() -> None:
+def test_a_message_beyond_the_message_credit_is_a_violation() -> None:
     connection = opened()
     for number in range(4):
         receive(connection, ask(number))
@@ -165,7 +165,7 @@ def test_more_messages_than_may_wait_are_a_violation_until_one_is_taken() -> Non
     receive(connection, ask(4))
 
 
-def test_a_message_is_a_violation_while_the_bytes_that_may_wait_are_reached() -> None:
+def test_a_message_beyond_the_byte_credit_is_a_violation() -> None:
     connection = opened()
     receive(connection, ask(0), bytes(999))
     with pytest.raises(ProtocolError, match="another message while 1, of 1000 bytes, wait already"):

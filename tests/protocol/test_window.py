@@ -78,7 +78,7 @@ TestAnyOrderOfSendingAndTaking.settings = settings(deadline=None)
 
 
 @pytest.mark.parametrize(("messages", "nbytes"), [(1, 1000), (1000, 1)])
-def test_one_message_too_many_is_an_offence(messages: int, nbytes: int) -> None:
+def test_a_message_beyond_the_receive_window_is_a_violation(messages: int, nbytes: int) -> None:
     window = ReceiveWindow(messages, nbytes)
     window.arrived(5)
     with pytest.raises(ProtocolError, match="another message while 1, of 5 bytes, wait already"):
@@ -87,7 +87,7 @@ def test_one_message_too_many_is_an_offence(messages: int, nbytes: int) -> None:
     window.arrived(5)
 
 
-def test_what_was_taken_is_never_taken_back() -> None:
+def test_decreasing_totals_of_taken_messages_are_a_violation() -> None:
     window = SendWindow(5, 100)
     window.sent(10)
     window.sent(10)
@@ -97,7 +97,7 @@ def test_what_was_taken_is_never_taken_back() -> None:
             window.taken(messages, nbytes)
 
 
-def test_the_last_message_may_be_of_any_size() -> None:
+def test_the_last_message_of_a_window_may_exceed_its_byte_limit() -> None:
     window = SendWindow(5, 100)
     window.sent(99)
     opened = [window.credit > 0]

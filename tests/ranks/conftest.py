@@ -7,14 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.modes import in_mode, leave_out
+from tests.modes import in_mode, leave_out, leave_out_loops
 from tests.ranks.pipes import ROUTES, Route, Routes, apart
 from verification.processes import watch
 
+# The route and the loop do not affect each other, so each route has one loop. One file has all combinations.
+_LOOPS = {"unix": "asyncio", "tcp": "uvloop", "encrypted": "asyncio"}
+_WITH_ALL = "test_modes.py"
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run encrypted pipes in one mode of the loop: they differ from others only within ZeroMQ."""
-    leave_out(config, items, Path(__file__).parent, lambda _, params: params.get("route") == "encrypted")
+    """Run most tests on one loop for each route, and encrypted pipes in one mode of the loop.
+
+    Encrypted pipes differ from others only within ZeroMQ.
+    """
+    folder = Path(__file__).parent
+    leave_out(config, items, folder, lambda _, params: params.get("route") == "encrypted")
+    leave_out_loops(
+        config,
+        items,
+        folder,
+        lambda path, params, loop: path.name != _WITH_ALL and loop != _LOOPS[str(params.get("route", "tcp"))],
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,8 @@
 """The ranks of a gloo group, started by torchrun; each writes its findings to a file.
 
-torchrun --nproc-per-node 4 -m tests.ranks.program SCENARIO FOLDER
+torchrun --nproc-per-node 4 -m tests.ranks.program FOLDER SCENARIO ...
+
+The scenarios run one after the other in the same group.
 """
 
 import asyncio
@@ -292,18 +294,20 @@ _SCENARIOS: dict[str, Callable[[Findings], Coroutine[Any, Any, None]]] = {
 }
 
 
-def main(scenario: str, folder: str) -> None:
-    """Run one rank, and write its findings."""
+def main(folder: str, *scenarios: str) -> None:
+    """Run one rank, and write its findings in each scenario."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = Findings(dist.get_rank())
-    asyncio.run(_SCENARIOS[scenario](found))
-    if found.lost_after_s is not None:
-        found.lost_after_s /= allowed_s(1.0)
-    # Renamed, since torchrun may end this process at any time after another one was killed.
-    path = Path(folder) / f"{found.rank}.json"
-    path.with_suffix(".new").write_bytes(msgspec.json.encode(found))
-    path.with_suffix(".new").rename(path)
+    rank = dist.get_rank()
+    for scenario in scenarios:
+        found = Findings(rank)
+        asyncio.run(_SCENARIOS[scenario](found))
+        if found.lost_after_s is not None:
+            found.lost_after_s /= allowed_s(1.0)
+        # Renamed, since torchrun may end this process at any time after another one was killed.
+        path = Path(folder) / f"{scenario}-{rank}.json"
+        path.with_suffix(".new").write_bytes(msgspec.json.encode(found))
+        path.with_suffix(".new").rename(path)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -94,7 +94,7 @@ async def test_copies_under_way_end_when_the_pipe_is_closed() -> None:
                 assert torch.equal(await high.receive() or pattern(0, 1), pattern(0, 10 * BIG))
 
 
-async def test_statistics_are_available_before_and_after() -> None:
+async def test_statistics_are_available_before_opening_and_after_closing() -> None:
     pipe = RankPipe(HashStore(), 1, rank=0, world_size=2, max_bytes=1 << 20)
     assert pipe.statistics().max_bytes == 1 << 20
     async with ends() as (low, high):
@@ -135,7 +135,7 @@ async def test_a_pipe_can_be_used_only_where_it_was_opened() -> None:
         await low.send(None)
 
 
-async def test_a_forgotten_pipe_warns_and_lets_go_of_its_peer() -> None:
+async def test_a_garbage_collected_pipe_warns_and_disconnects_its_peer() -> None:
     store = HashStore()
     low, high = (
         RankPipe(store, 1 - rank, rank=rank, world_size=2, **Routes.current.options) for rank in (0, 1)

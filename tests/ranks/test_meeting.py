@@ -69,7 +69,7 @@ async def test_either_end_may_be_opened_first(first: int) -> None:
     assert _keys(store) == ["aiotensor/ranks/0-1/0", "aiotensor/ranks/0-1/1"]  # the counters
 
 
-async def test_each_pipe_of_a_rank_belongs_to_the_pipe_of_the_same_number_of_the_other() -> None:
+async def test_each_pipe_is_connected_to_the_pipe_with_the_same_number() -> None:
     store = HashStore()
     lows = [_end(store, 0) for _ in range(3)]
     for low in lows:
@@ -99,7 +99,7 @@ async def test_an_end_whose_opening_was_cancelled_is_replaced_by_the_next(rank: 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_an_end_that_waits_meets_the_next_one_after_the_other_was_cancelled(rank: int) -> None:
+async def test_a_waiting_end_connects_to_the_successor_of_a_cancelled_one(rank: int) -> None:
     store = HashStore()
     waiting = _end(store, 1 - rank)
     opening = asyncio.ensure_future(waiting.__aenter__())
@@ -126,7 +126,7 @@ async def test_an_end_that_waits_meets_the_next_one_after_the_other_was_cancelle
     await _exchange(*sorted((waiting, other), key=lambda pipe: pipe.rank))
 
 
-async def test_a_rank_that_never_opens_its_end_is_waited_for_until_the_call_is_cancelled(
+async def test_opening_waits_for_the_other_rank_until_it_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(meeting, "LONG_WAIT_S", 0.02)
@@ -194,7 +194,7 @@ async def test_an_entry_of_another_form_is_an_error() -> None:
         await _end(store, 0).__aenter__()
 
 
-async def test_an_end_that_was_killed_while_it_opened_ends_with_the_wait_of_the_other() -> None:
+async def test_opening_times_out_if_the_other_end_was_killed_while_opening() -> None:
     store = HashStore()
     store.add("aiotensor/ranks/0-1/1", 1)  # it took its number, and died
     with pytest.raises(WouldBlockError):
@@ -211,7 +211,7 @@ async def test_a_store_that_is_gone_is_an_error() -> None:
         await opening
 
 
-async def test_a_store_with_a_prefix_is_found_and_its_interface_used() -> None:
+async def test_a_tcp_store_behind_a_prefix_store_is_supported() -> None:
     server = PrefixStore("training", TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     low, high = (
         RankPipe(

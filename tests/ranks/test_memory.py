@@ -12,7 +12,7 @@ from tests.ranks.pipes import ends
 
 @pytest.mark.parametrize("route", ["tcp", "encrypted"], indirect=True)
 @pytest.mark.usefixtures("route")
-async def test_a_rank_without_memory_for_a_tensor_closes_and_says_why(
+async def test_a_rank_without_memory_for_a_tensor_closes_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object) -> None:

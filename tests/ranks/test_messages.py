@@ -129,7 +129,7 @@ async def test_the_source_may_change_as_soon_as_send_has_returned(count: int) ->
 
 
 @in_every_mode
-async def test_the_source_of_a_message_behind_a_larger_one_may_change_at_once() -> None:
+async def test_the_source_may_change_after_a_send_behind_a_larger_message() -> None:
     async with ends() as (low, high):
         sending = asyncio.ensure_future(low.send(pattern(0, 10 * BIG)))
         await asyncio.sleep(0)
@@ -161,7 +161,7 @@ async def test_a_received_tensor_outlives_the_pipe_and_its_neighbours() -> None:
 
 
 @in_every_mode
-async def test_a_tensor_that_cannot_be_sent_is_refused_before_anything_is_taken() -> None:
+async def test_a_tensor_that_cannot_be_sent_acquires_no_resources() -> None:
     async with ends(max_bytes=1 << 20) as (low, high):
         for wrong in (torch.ones(3).to_sparse(), torch.empty(3, device="meta")):
             with pytest.raises(UnsupportedTensorError):

@@ -102,7 +102,7 @@ async def test_a_receive_that_was_cancelled_leaves_the_message_to_the_next(copy:
             await sending
 
 
-async def test_messages_sent_at_once_arrive_before_later_ones_of_waiting_calls() -> None:
+async def test_messages_of_send_nowait_arrive_before_later_waiting_sends() -> None:
     async with ends(max_bytes=4 * _BIG_BYTES) as (low, high):
         for seed, count in enumerate((10, BIG, None, _SOME)):
             low.send_nowait(_message(seed, count))

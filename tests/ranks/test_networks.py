@@ -75,7 +75,7 @@ async def _ends(hosts: Hosts, store_at: int, **options: Any) -> AsyncIterator[tu
     places, port = (hosts.a, hosts.b), free_port()
     for host in places:
         _ask_no_name_server(host)
-    children = [Peer("", method="spawn", first=host.enter) for host in places]
+    children = [Peer("", first=host.enter) for host in places]
     try:
         address = places[store_at].address
         await children[store_at].call(serve_store, address, port)

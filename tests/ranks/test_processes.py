@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import random
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -177,13 +178,18 @@ async def test_a_rank_that_dies_while_it_opens_does_not_hang_the_other(folder: P
         opening.cancel()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-async def test_an_idle_pipe_uses_no_processor_time(folder: Path, rank: int) -> None:
-    async with with_child(folder, rank=rank) as (pipe, child):
-        await pipe.send(pattern(0, BIG))
-        assert await child.call(receive, 0, 1)
-        await pipe.drain()
-        assert await watch.become_idle([child.pid])
+async def test_an_idle_pipe_uses_no_processor_time(folder: Path) -> None:
+    async with AsyncExitStack() as stack:
+        pids = []
+        for rank in (0, 1):
+            place = folder / str(rank)
+            place.mkdir()
+            pipe, child = await stack.enter_async_context(with_child(place, rank=rank))
+            await pipe.send(pattern(0, BIG))
+            assert await child.call(receive, 0, 1)
+            await pipe.drain()
+            pids.append(child.pid)
+        assert await watch.become_idle(pids)
 
 
 async def test_descriptors_do_not_grow_with_messages(folder: Path) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -18,14 +19,16 @@ _LIMIT_S = 100.0
 _MESSAGES = 6  # of each exchange, in each direction
 
 
-def _start(scenario: str, folder: Path, *arguments: str, host: Host | None = None) -> subprocess.Popen[str]:
+def _start(
+    scenarios: Sequence[str], folder: Path, *arguments: str, host: Host | None = None
+) -> subprocess.Popen[str]:
     inside = [] if host is None else ["ip", "netns", "exec", host.namespace]
     command = [*inside, sys.executable, "-m", "torch.distributed.run", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
     if host is not None:
         environment["GLOO_SOCKET_IFNAME"] = "veth0"
     return subprocess.Popen(
-        [*command, "-m", "tests.ranks.program", scenario, str(folder)],
+        [*command, "-m", "tests.ranks.program", str(folder), *scenarios],
         cwd=_ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -34,20 +37,32 @@ def _start(scenario: str, folder: Path, *arguments: str, host: Host | None = Non
     )
 
 
-def _finish(processes: Sequence["subprocess.Popen[str]"], folder: Path) -> tuple[list[Findings], str]:
-    """Return the findings and the output of the ranks."""
+class _Group(NamedTuple):
+    """A group that has ended."""
+
+    folder: Path
+    output: str
+
+    def found(self, scenario: str) -> list[Findings]:
+        """Return the findings of the ranks in a scenario."""
+        return [
+            msgspec.json.decode(path.read_bytes(), type=Findings)
+            for path in sorted(self.folder.glob(f"{scenario}-*.json"))
+        ]
+
+
+def _finish(processes: Sequence["subprocess.Popen[str]"], folder: Path) -> _Group:
+    """Wait for the end of the ranks."""
     try:
         output = "".join(process.communicate(timeout=_LIMIT_S)[0] for process in processes)
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    return [
-        msgspec.json.decode(path.read_bytes(), type=Findings) for path in sorted(folder.glob("*.json"))
-    ], output
+    return _Group(folder, output)
 
 
-def _run(scenario: str, size: int, folder: Path) -> tuple[list[Findings], str]:
+def _run(size: int, folder: Path, *scenarios: str) -> _Group:
     arguments = (
         "--nproc-per-node",
         str(size),
@@ -56,11 +71,18 @@ def _run(scenario: str, size: int, folder: Path) -> tuple[list[Findings], str]:
         "--master-port",
         str(free_port()),
     )
-    return _finish([_start(scenario, folder, *arguments)], folder)
+    return _finish([_start(scenarios, folder, *arguments)], folder)
 
 
-def _check_everything(found: list[Findings], size: int, output: str) -> None:
-    assert [one.rank for one in found] == list(range(size)), output
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> _Group:
+    """A group of two ranks that has been through several scenarios; the last one destroys the group."""
+    return _run(2, tmp_path_factory.mktemp("ranks"), "missing", "stopped", "failing", "destroyed")
+
+
+def _check_everything(group: _Group, size: int) -> None:
+    found = group.found("everything")
+    assert [one.rank for one in found] == list(range(size)), group.output
     # Two pipes to each other rank, one to each other rank of both dimensions of the mesh; before and after.
     pipes = 2 * (size - 1) + 1 + (size // 2 - 1)
     assert all(one.pipes == pipes for one in found), found
@@ -69,31 +91,31 @@ def _check_everything(found: list[Findings], size: int, output: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_every_rank_exchanges_messages_with_every_other(size: int, folder: Path) -> None:
-    found, output = _run("everything", size, folder)
-    _check_everything(found, size, output)
+    _check_everything(_run(size, folder, "everything"), size)
 
 
 def test_a_killed_rank_is_lost_to_all_others_within_a_second(folder: Path) -> None:
-    found, output = _run("killed", 4, folder)
-    assert [one.rank for one in found] == [0, 1, 2], output
+    group = _run(4, folder, "killed")
+    found = group.found("killed")
+    assert [one.rank for one in found] == [0, 1, 2], group.output
     assert all(one.messages == _MESSAGES for one in found)
     assert all(one.lost_after_s is not None and one.lost_after_s < 1 for one in found), found
 
 
-def test_a_rank_that_never_opens_its_end_hangs_no_other(folder: Path) -> None:
-    found, output = _run("missing", 2, folder)
-    assert [one.not_opened for one in found] == [[1], []], output
+def test_a_rank_that_never_opens_its_end_hangs_no_other(two_ranks: _Group) -> None:
+    found = two_ranks.found("missing")
+    assert [one.not_opened for one in found] == [[1], []], two_ranks.output
 
 
-def test_a_stopped_rank_on_this_host_delays_messages_and_loses_none(folder: Path) -> None:
-    found, output = _run("stopped", 2, folder)
-    assert [one.messages for one in found] == [_MESSAGES, _MESSAGES], output
+def test_a_stopped_rank_on_this_host_delays_messages_and_loses_none(two_ranks: _Group) -> None:
+    found = two_ranks.found("stopped")
+    assert [one.messages for one in found] == [_MESSAGES, _MESSAGES], two_ranks.output
     assert found[0].notes == ["waits"]
 
 
-def test_a_pipe_works_after_a_thousand_sends_that_failed(folder: Path) -> None:
-    found, output = _run("failing", 2, folder)
-    assert [one.messages for one in found] == [_MESSAGES, _MESSAGES], output
+def test_a_pipe_works_after_a_thousand_sends_that_failed(two_ranks: _Group) -> None:
+    found = two_ranks.found("failing")
+    assert [one.messages for one in found] == [_MESSAGES, _MESSAGES], two_ranks.output
     assert found[0].failed == {
         "UnsupportedTensorError": 250,
         "WouldBlockError": 500,
@@ -102,19 +124,19 @@ def test_a_pipe_works_after_a_thousand_sends_that_failed(folder: Path) -> None:
     assert found[1].notes == ["all bytes were returned"]
 
 
-def test_pipes_work_after_the_group_was_destroyed_while_messages_travelled(folder: Path) -> None:
-    found, output = _run("destroyed", 2, folder)
-    assert [one.messages for one in found] == [1 + 2 * _MESSAGES] * 2, output
+def test_pipes_work_after_the_group_was_destroyed_while_messages_travelled(two_ranks: _Group) -> None:
+    found = two_ranks.found("destroyed")
+    assert [one.messages for one in found] == [1 + 2 * _MESSAGES] * 2, two_ranks.output
     for one in found:
         [note] = one.notes
         assert note.startswith("a group is a torch.distributed.ProcessGroup"), note
 
 
-def _run_on_two_hosts(scenario: str, size: int, hosts: Hosts, folder: Path) -> tuple[list[Findings], str]:
+def _run_on_two_hosts(scenario: str, size: int, hosts: Hosts, folder: Path) -> _Group:
     address = ("--master-addr", hosts.a.address, "--master-port", str(free_port()))
     nodes = [
         _start(
-            scenario,
+            [scenario],
             folder,
             *("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", str(size // 2)),
             *address,
@@ -129,13 +151,13 @@ def _run_on_two_hosts(scenario: str, size: int, hosts: Hosts, folder: Path) -> t
 def test_every_rank_exchanges_messages_with_every_other_on_two_hosts(
     size: int, hosts: Hosts, folder: Path
 ) -> None:
-    found, output = _run_on_two_hosts("everything", size, hosts, folder)
-    _check_everything(found, size, output)
+    _check_everything(_run_on_two_hosts("everything", size, hosts, folder), size)
 
 
 def test_a_stopped_rank_on_another_host_is_lost_after_the_timeout(hosts: Hosts, folder: Path) -> None:
-    found, output = _run_on_two_hosts("silent", 2, hosts, folder)
-    assert [one.messages for one in found] == [_MESSAGES, _MESSAGES], output
+    group = _run_on_two_hosts("silent", 2, hosts, folder)
+    found = group.found("silent")
+    assert [one.messages for one in found] == [_MESSAGES, _MESSAGES], group.output
     assert found[0].lost_after_s is not None
     assert found[0].lost_after_s < TIMEOUT_S + 1
     assert found[0].notes == ["lost"] * 3

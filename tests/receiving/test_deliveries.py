@@ -29,7 +29,7 @@ def _place(delivery: Delivery) -> tuple[int, int]:
 
 
 @pytest.mark.usefixtures("link")
-async def test_a_consumer_collects_messages_by_the_number_of_their_tensors() -> None:
+async def test_deliveries_state_the_number_of_tensors_of_their_message() -> None:
     async with pair() as (sender, receiver):
         sizes = [3, 1, 2]
         sent = [await _send(sender, size) for size in sizes[:1]]
@@ -45,7 +45,7 @@ async def test_a_consumer_collects_messages_by_the_number_of_their_tensors() -> 
             del first, rest, delivery
 
 
-async def test_a_tensor_that_was_looked_for_keeps_its_place() -> None:
+async def test_arrived_does_not_change_the_order_of_iteration() -> None:
     async with pair() as (sender, receiver):
         first, second = await _send(sender, 3), await _send(sender, 2)
         await receiver.arrived(second[1])
@@ -55,7 +55,7 @@ async def test_a_tensor_that_was_looked_for_keeps_its_place() -> None:
         assert await _take(receiver, 4) == [(0, 1), (0, 2), (1, 0), (1, 1)]
 
 
-async def test_a_copy_that_was_given_up_leaves_its_tensor_in_its_place() -> None:
+async def test_a_cancelled_copy_does_not_change_the_order_of_iteration() -> None:
     async with pair() as (sender, receiver):
         [_, last], _ = await _send(sender, 2, BIG), await _send(sender, 2)
         await until(lambda: receiver.statistics().unclaimed_tensors == 4)
@@ -67,7 +67,7 @@ async def test_a_copy_that_was_given_up_leaves_its_tensor_in_its_place() -> None
         assert await _take(receiver, 3) == [(0, 1), (1, 0), (1, 1)]
 
 
-async def test_a_tensor_that_a_call_waits_for_by_its_handle_is_left_out() -> None:
+async def test_iteration_skips_tensors_that_a_call_awaits_by_handle() -> None:
     async with pair() as (sender, receiver):
         # The sender numbers its messages from 0, so their handles are known before they are sent.
         awaited = [TensorHandle(sender.id, 0, number, "int64", (3,), "cpu") for number in (0, 1)]
@@ -99,7 +99,7 @@ async def test_several_iterations_share_the_order() -> None:
         await asyncio.wait(iterating)
 
 
-async def test_what_is_left_of_a_message_that_is_lost_or_discarded_is_not_delivered() -> None:
+async def test_remaining_tensors_of_a_discarded_message_are_not_delivered() -> None:
     with endpoint("unix") as place:
         async with TensorReceiver(place) as receiver, TensorSender(place) as sender:
             first = await _send(sender, 3)
@@ -110,7 +110,7 @@ async def test_what_is_left_of_a_message_that_is_lost_or_discarded_is_not_delive
             assert await _take(receiver, 2) == [(1, 0), (1, 1)]
 
 
-async def test_a_thread_collects_messages_too() -> None:
+async def test_next_of_a_blocking_receiver_delivers_whole_messages() -> None:
     with endpoint("unix") as place:
 
         def collect() -> Sequence[tuple[int, int, int]]:

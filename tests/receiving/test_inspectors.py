@@ -44,7 +44,7 @@ _REPLACED = Close(
 # Inquiries to senders
 
 
-async def test_a_stopped_sender_is_told_as_silent_and_comes_back_without_being_cut_off(address: str) -> None:
+async def test_a_stopped_sender_is_reported_without_statistics_and_stays_connected(address: str) -> None:
     async with (
         TensorReceiver(address) as receiver,
         TensorSender(address) as other,
@@ -70,7 +70,7 @@ async def test_a_stopped_sender_is_told_as_silent_and_comes_back_without_being_c
         await anext(receiver)
 
 
-async def test_a_stopped_sender_is_asked_once_however_often_somebody_looks(address: str) -> None:
+async def test_a_stopped_sender_gets_one_request_for_any_number_of_inspectors(address: str) -> None:
     async with TensorReceiver(address) as receiver, peers.peers(address, 1) as [child]:
         name = await child.call(peers.open_sender)
         await until(lambda: receiver.statistics().senders == 1)
@@ -112,7 +112,7 @@ def _written_to(receiver: TensorReceiver, sender: str) -> list[bytes]:
     return written
 
 
-async def test_a_sender_that_dies_before_it_has_answered_owes_nothing_any_more(address: str) -> None:
+async def test_a_pending_statistics_request_ends_when_its_sender_dies(address: str) -> None:
     async with TensorReceiver(address) as receiver, peers.peers(address, 1) as [child]:
         await child.call(peers.open_sender)
         await until(lambda: receiver.statistics().senders == 1)
@@ -126,7 +126,7 @@ async def test_a_sender_that_dies_before_it_has_answered_owes_nothing_any_more(a
         await until(lambda: inspector_count(receiver) == 0)
 
 
-async def test_those_who_look_at_once_are_all_answered(address: str) -> None:
+async def test_concurrent_inspectors_all_receive_replies(address: str) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
         await until(lambda: receiver.statistics().senders == 1)
         written = _written_to(receiver, sender.id)
@@ -143,7 +143,7 @@ async def test_those_who_look_at_once_are_all_answered(address: str) -> None:
 # Costs that other peers do not pay
 
 
-async def test_looking_takes_nobodys_place_and_counts_as_nothing(
+async def test_inspectors_do_not_count_against_the_limits_on_senders(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with TensorReceiver(address, max_senders=1, max_unclaimed_messages=2) as receiver:
@@ -165,7 +165,7 @@ async def test_looking_takes_nobodys_place_and_counts_as_nothing(
     assert not caplog.records
 
 
-async def test_those_who_look_make_room_for_whoever_comes_the_first_of_them_first(
+async def test_the_oldest_inspector_is_disconnected_first_at_the_connection_limit(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with TensorReceiver(address) as receiver, contextlib.AsyncExitStack() as stack:
@@ -186,7 +186,7 @@ async def test_those_who_look_make_room_for_whoever_comes_the_first_of_them_firs
         assert [type(frame) for frame in await crowd[1].read_all()] == [Close]
 
 
-async def test_where_none_inspects_a_new_connection_replaces_the_oldest_unidentified_one(
+async def test_without_inspectors_the_oldest_unidentified_connection_is_replaced(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with TensorReceiver(address) as receiver, contextlib.AsyncExitStack() as stack:
@@ -219,7 +219,7 @@ async def test_where_none_inspects_a_new_connection_replaces_the_oldest_unidenti
         assert (await inspect_patiently(address)).senders == ()
 
 
-async def test_those_who_go_in_the_middle_of_a_look_are_forgotten_at_once(address: str) -> None:
+async def test_an_inspector_that_disconnects_before_the_replies_is_removed(address: str) -> None:
     async with TensorReceiver(address) as receiver, peers.peers(address, 1) as [child]:
         await child.call(peers.open_sender)
         await until(lambda: receiver.statistics().senders == 1)
@@ -241,7 +241,7 @@ async def test_those_who_go_in_the_middle_of_a_look_are_forgotten_at_once(addres
         assert receiver.statistics().senders == 1
 
 
-async def test_who_looks_and_does_not_read_harms_nobody_and_is_not_waited_for(
+async def test_an_inspector_that_does_not_read_affects_no_other_peer(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with TensorReceiver(address, max_senders=None) as receiver, contextlib.AsyncExitStack() as stack:
@@ -270,7 +270,7 @@ async def test_who_looks_and_does_not_read_harms_nobody_and_is_not_waited_for(
         assert receiver.statistics().senders_lost == 0
 
 
-async def test_one_who_cannot_be_told_anything_is_forgotten_and_nobody_is_asked(address: str) -> None:
+async def test_an_unwritable_inspector_is_removed_without_a_statistics_request(address: str) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address):
         await until(lambda: receiver.statistics().senders == 1)
         transport = Unwritable()
@@ -280,7 +280,7 @@ async def test_one_who_cannot_be_told_anything_is_forgotten_and_nobody_is_asked(
         assert not awaited_replies(receiver)
 
 
-async def test_a_sender_that_cannot_be_asked_is_lost_and_the_others_are_asked(address: str) -> None:
+async def test_an_unwritable_sender_is_lost_and_the_others_are_still_inspected(address: str) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address) as honest:
         await until(lambda: receiver.statistics().senders == 1)
         transport = Unwritable()
@@ -298,7 +298,7 @@ async def test_a_sender_that_cannot_be_asked_is_lost_and_the_others_are_asked(ad
         assert receiver.statistics().senders_lost == 1
 
 
-async def test_a_receiver_that_closes_waits_for_nobody_who_looks(address: str) -> None:
+async def test_closing_a_receiver_does_not_wait_for_inspectors(address: str) -> None:
     async with TensorReceiver(address) as receiver, bare_inspector(address) as observer:
         [report] = await observer.reports()
         [inspector] = inspectors_of(receiver)
@@ -308,7 +308,7 @@ async def test_a_receiver_that_closes_waits_for_nobody_who_looks(address: str) -
             await receiver.aclose()
 
 
-async def test_a_look_at_a_receiver_that_goes_says_so(address: str) -> None:
+async def test_inspecting_a_receiver_that_closes_raises_peer_lost_error(address: str) -> None:
     async with peers.peers(address, 1) as [child]:
         async with TensorReceiver(address) as receiver:
             await child.call(peers.open_sender)
@@ -322,7 +322,7 @@ async def test_a_look_at_a_receiver_that_goes_says_so(address: str) -> None:
         child.go_on()
 
 
-async def test_nothing_is_done_while_nobody_looks(address: str) -> None:
+async def test_no_task_remains_after_an_inspection(address: str) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address):
         await until(lambda: receiver.statistics().senders == 1)
         await inspect_patiently(address)
@@ -352,7 +352,7 @@ async def _is_cut_off(address: str, *records: bytes) -> list[ToInspector]:
     ],
     ids=["a look", "an introduction", "an account", "a goodbye", "nonsense"],
 )
-async def test_whoever_looks_may_say_nothing_else(
+async def test_any_further_record_of_an_inspector_is_a_violation(
     second: bytes, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
@@ -366,7 +366,7 @@ async def test_whoever_looks_may_say_nothing_else(
         await receiver.receive(await sender.send(pattern(0, 3)))
 
 
-async def test_an_account_that_nobody_asked_for_breaks_the_protocol(
+async def test_an_unrequested_statistics_reply_is_a_violation(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
@@ -378,7 +378,9 @@ async def test_an_account_that_nobody_asked_for_breaks_the_protocol(
         assert "statistics without a request" in caplog.text
 
 
-async def test_another_version_is_told_by_both_sides(address: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_inspector_of_another_version_is_refused_and_logged(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with TensorReceiver(address) as receiver:
         welcome, close = await _is_cut_off(address, encode(Inspect(VERSION + 1, 1)))
         assert isinstance(close, Close)

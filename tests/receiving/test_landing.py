@@ -35,7 +35,7 @@ async def outcome_of_store(landing: LandingSegment, block: int) -> str:
     return await outcome
 
 
-async def test_only_the_blocks_of_the_time_without_memory_get_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_blocks_that_failed_to_get_memory_reject_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker("aiotensor-receiver")
     landing = LandingSegment(0, 8 * BYTES, 8 * BYTES, worker)
     mapped = landing.mapped()

@@ -78,7 +78,7 @@ async def test_a_sender_that_does_not_read_its_answers_is_disconnected_at_a_limi
 
 
 @at_once
-async def test_a_receiver_that_does_not_read_makes_a_sender_wait_and_not_grow() -> None:
+async def test_sending_to_a_receiver_that_does_not_read_waits_in_bounded_memory() -> None:
     with endpoint() as place, contextlib.ExitStack() as stack:
         if not isinstance(place, TensorQueue):  # a queue can be written to before its receiver is open
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -156,7 +156,7 @@ async def test_remaining_messages_of_closed_senders_count_against_the_limit() ->
 
 
 @on_sockets
-async def test_a_silent_connection_is_no_sender() -> None:
+async def test_a_connection_without_a_hello_does_not_count_as_a_sender() -> None:
     with endpoint() as place:
         async with TensorReceiver(place, max_senders=1) as receiver:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
@@ -166,7 +166,7 @@ async def test_a_silent_connection_is_no_sender() -> None:
 
 
 @on_sockets
-async def test_many_connections_at_once_leave_the_loop_to_others_and_replace_the_oldest() -> None:
+async def test_a_burst_of_connections_yields_to_the_loop_and_replaces_the_oldest() -> None:
     with endpoint() as place, contextlib.ExitStack() as stack:
         async with TensorReceiver(place) as receiver, TensorSender(place) as honest:
             await honest.ready()

@@ -29,7 +29,7 @@ UNKNOWN = TensorHandle("f" * 32, 3, 1, "int64", (3,), "cpu")
 
 
 @pytest.mark.usefixtures("link")
-async def test_a_handle_of_an_unknown_sender_is_not_waited_for_without_end() -> None:
+async def test_a_wait_for_a_handle_of_an_unknown_sender_times_out() -> None:
     with endpoint() as here:
         async with TensorReceiver(here, max_wait_s=SHORT_S) as receiver:
             for waiting in (
@@ -53,7 +53,7 @@ async def test_a_handle_of_an_unknown_sender_is_not_waited_for_without_end() -> 
                 assert torch.equal((await anext(receiver)).tensor, pattern(0, BIG))
 
 
-async def test_what_comes_in_time_is_received_and_an_iteration_waits_without_limit() -> None:
+async def test_max_wait_s_limits_waits_for_handles_but_not_iteration() -> None:
     with endpoint("unix") as here:
         async with (
             TensorReceiver(here, max_wait_s=SHORT_S) as impatient,
@@ -76,7 +76,7 @@ async def test_what_comes_in_time_is_received_and_an_iteration_waits_without_lim
             assert torch.equal(await waiting, pattern(1, 3))
 
 
-async def test_a_tensor_that_arrives_in_the_turn_in_which_the_time_is_up_is_received() -> None:
+async def test_a_tensor_that_arrives_in_the_iteration_of_the_timeout_is_received() -> None:
     with endpoint("unix") as here:
         async with TensorReceiver(here, max_wait_s=SHORT_S) as receiver, TensorSender(here) as sender:
             await sender.ready()
@@ -95,7 +95,7 @@ async def test_a_tensor_that_arrives_in_the_turn_in_which_the_time_is_up_is_rece
             assert torch.equal(await waiting, pattern(0, 3))
 
 
-async def test_a_message_whose_tensors_never_come_is_answered_and_what_comes_later_is_dropped() -> None:
+async def test_a_request_whose_tensors_do_not_arrive_fails_after_max_wait_s() -> None:
     with place() as here, endpoint("unix") as elsewhere:
         async with (
             TensorReceiver(here.tensors, max_wait_s=SHORT_S) as receiver,
@@ -121,7 +121,7 @@ async def test_a_message_whose_tensors_never_come_is_answered_and_what_comes_lat
             await serving
 
 
-def test_a_thread_does_not_wait_without_end_either() -> None:
+def test_a_blocking_receive_times_out_after_max_wait_s() -> None:
     with endpoint("unix") as here, blocking.TensorReceiver(here, max_wait_s=SHORT_S) as receiver:
         with pytest.raises(WouldBlockError, match="no sender of this id"):
             receiver.receive(UNKNOWN)
@@ -130,12 +130,12 @@ def test_a_thread_does_not_wait_without_end_either() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan")])
-def test_a_limit_that_is_no_span_of_time_is_refused(wrong: float) -> None:
+def test_an_invalid_max_wait_s_raises_value_error(wrong: float) -> None:
     with pytest.raises(ValueError, match="max_wait_s"):
         TensorReceiver("unix:///tmp/nobody", max_wait_s=wrong)
 
 
-async def test_a_wait_that_is_over_at_once_sets_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_need_not_wait_sets_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     with endpoint("unix") as here:
         async with TensorReceiver(here, max_wait_s=LONG_S) as receiver, TensorSender(here) as sender:
             handle = await sender.send(pattern(0, 3))

@@ -174,7 +174,7 @@ def _mapped() -> int:
         (_PAGE, SEALS | fcntl.F_SEAL_WRITE, _PAGE),
     ],
 )
-async def test_memory_with_other_seals_or_that_differs_from_its_description_is_refused(
+async def test_a_segment_with_wrong_seals_or_size_is_refused(
     size: int, seals: int, announced: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with beside_an_honest_sender() as (place, receiver), rogue_sender(place) as rogue:

@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 LIMITS: dict[str, Any] = {"max_senders": 1, "max_mapped_bytes": 1 << 30, "max_unclaimed_messages": 8}
 
 
-def test_a_refusal_is_no_loss_and_survives_pickle() -> None:
+def test_refused_error_is_not_a_peer_lost_error_and_survives_pickle() -> None:
     error = RefusedError("max_senders=1", pid=7)
     assert isinstance(error, AioTensorError)
     assert not isinstance(error, PeerLostError)
@@ -57,7 +57,7 @@ def test_a_refusal_is_no_loss_and_survives_pickle() -> None:
 
 @pytest.mark.usefixtures("link")
 @pytest.mark.parametrize("limit", LIMITS)
-async def test_a_limit_of_the_receiver_refuses_a_sender_and_the_next_call_asks_again(limit: str) -> None:
+async def test_a_sender_refused_by_a_limit_connects_again_at_the_next_call(limit: str) -> None:
     with endpoint() as place:
         async with (
             TensorReceiver(place, **{limit: LIMITS[limit]}) as receiver,
@@ -115,7 +115,7 @@ async def test_waits_for_the_tensors_of_a_sender_of_another_version_end_with_the
             await receiver.receive(await honest.send(pattern(0, 3)))
 
 
-async def test_send_nowait_raises_a_refusal_only_while_that_receiver_may_be_there(address: str) -> None:
+async def test_send_nowait_raises_refused_error_until_the_refusing_receiver_is_gone(address: str) -> None:
     async with TensorSender(address) as first, TensorSender(address) as second:
         async with TensorReceiver(address, max_senders=1):
             await first.ready()
@@ -136,9 +136,7 @@ async def test_send_nowait_raises_a_refusal_only_while_that_receiver_may_be_ther
 
 
 @pytest.mark.parametrize("asks", ["send", "send_nowait"])
-async def test_after_a_refusal_nothing_is_announced_before_the_next_receiver_has_admitted_the_sender(
-    address: str, asks: str
-) -> None:
+async def test_a_refused_sender_announces_nothing_until_it_is_admitted(address: str, asks: str) -> None:
     async with TensorSender(address) as sender:
         await _refuse(sender, address)
         waiting = asyncio.create_task(_send_on(sender))
@@ -209,7 +207,7 @@ async def test_a_receiver_of_another_version_refuses_every_wait_of_the_sender(ad
 
 
 @pytest.mark.usefixtures("link")
-async def test_what_a_sender_sent_before_it_was_refused_stays_lost_with_its_connection() -> None:
+async def test_tensors_of_a_lost_connection_stay_lost_after_a_refusal() -> None:
     with endpoint() as place:
         if isinstance(place, TensorQueue):
             return  # to which no sender comes back

@@ -83,7 +83,7 @@ async def opened() -> LoopAffinity:
     return home
 
 
-async def test_an_object_that_was_opened_here_can_be_used_here() -> None:
+async def test_an_open_object_can_be_used_in_its_own_loop() -> None:
     home = LoopAffinity("TensorSender")
 
     assert home.enter() is asyncio.get_running_loop()
@@ -92,7 +92,7 @@ async def test_an_object_that_was_opened_here_can_be_used_here() -> None:
     home.check_place()
 
 
-def test_an_object_that_was_not_opened_says_how_to_open_it() -> None:
+def test_using_an_unopened_object_raises_usage_error() -> None:
     home = LoopAffinity("TensorSender")
 
     assert not home.is_open
@@ -109,7 +109,7 @@ async def test_an_object_cannot_be_opened_twice() -> None:
     assert home.is_open
 
 
-async def test_a_closed_object_is_neither_used_nor_opened_again_but_may_be_looked_at() -> None:
+async def test_a_closed_object_can_be_neither_used_nor_reopened() -> None:
     home = await opened()
     home.close()
 
@@ -137,7 +137,7 @@ def test_an_object_cannot_be_opened_without_a_running_loop() -> None:
 
 
 @pytest.mark.parametrize("open_", [_sender, _receiver, _client, _server])
-def test_under_another_async_library_an_object_says_that_it_requires_asyncio(
+def test_opening_under_another_async_library_raises_usage_error(
     open_: Callable[[], Opened],
 ) -> None:
     # As trio does, this drives the coroutine by hand in a thread where no loop of asyncio runs.
@@ -148,7 +148,7 @@ def test_under_another_async_library_an_object_says_that_it_requires_asyncio(
         opening.send(None)
 
 
-async def test_another_thread_is_told_how_to_hand_the_work_over() -> None:
+async def test_use_in_another_thread_raises_usage_error() -> None:
     home = await opened()
 
     for use in (home.check, home.check_place):
@@ -158,7 +158,7 @@ async def test_another_thread_is_told_how_to_hand_the_work_over() -> None:
         assert "run_coroutine_threadsafe" in str(error)
 
 
-async def test_a_loop_in_another_thread_is_another_place() -> None:
+async def test_use_in_a_loop_of_another_thread_raises_usage_error() -> None:
     home = await opened()
 
     async def use() -> None:
@@ -169,7 +169,7 @@ async def test_a_loop_in_another_thread_is_another_place() -> None:
     assert "another thread" in str(error)
 
 
-def test_another_loop_in_the_same_thread_is_another_place() -> None:
+def test_use_in_another_loop_of_the_same_thread_raises_usage_error() -> None:
     home = asyncio.run(opened())
 
     async def use(what: Callable[[], object]) -> None:
@@ -204,7 +204,7 @@ def test_an_open_object_cannot_be_used_after_a_fork() -> None:
 
 
 @forks
-def test_a_closed_object_is_no_better_after_a_fork() -> None:
+def test_a_closed_object_cannot_be_used_after_a_fork() -> None:
     home = LoopAffinity("TensorSender")
     home.close()
 
@@ -260,7 +260,7 @@ class Drowsy(selectors.DefaultSelector):
         return super().select(timeout)
 
 
-def test_what_the_garbage_collector_frees_when_the_loop_is_about_to_sleep_wakes_it() -> None:
+def test_an_item_freed_just_before_the_loop_sleeps_wakes_the_loop() -> None:
     selector = Drowsy()
 
     async def main() -> list[int]:
@@ -273,7 +273,7 @@ def test_what_the_garbage_collector_frees_when_the_loop_is_about_to_sleep_wakes_
         assert runner.run(main()) == [7]
 
 
-async def test_what_is_freed_in_one_turn_is_handled_at_once_and_later() -> None:
+async def test_items_freed_in_one_iteration_are_handled_together_later() -> None:
     collected = Collected()
     for number in range(3):
         collected.items(number)
@@ -283,7 +283,7 @@ async def test_what_is_freed_in_one_turn_is_handled_at_once_and_later() -> None:
     assert collected.calls == [[0, 1, 2]]
 
 
-async def test_what_is_freed_later_is_handled_too() -> None:
+async def test_items_freed_in_later_iterations_are_handled() -> None:
     collected = Collected()
     collected.items(0)
     await collected.until(1)
@@ -302,7 +302,7 @@ class Chain(Collected):
             self.items(items[-1] + 1)
 
 
-async def test_what_is_freed_while_the_rest_is_handled_is_not_lost() -> None:
+async def test_items_freed_during_handling_are_not_lost() -> None:
     chain = Chain()
     chain.items(0)
     await chain.until(3)
@@ -310,7 +310,7 @@ async def test_what_is_freed_while_the_rest_is_handled_is_not_lost() -> None:
     assert chain.calls == [[0], [1], [2]]
 
 
-async def test_what_is_yet_to_be_freed_does_not_keep_alive_who_is_to_be_told() -> None:
+async def test_freed_items_keep_no_reference_to_their_handler() -> None:
     collected = Collected()
     items, calls, handler = collected.items, collected.calls, weakref.ref(collected)
     items(0)
@@ -322,7 +322,7 @@ async def test_what_is_yet_to_be_freed_does_not_keep_alive_who_is_to_be_told() -
     assert calls == []
 
 
-async def test_what_other_threads_free_is_handled_in_the_loop_once_and_in_their_order() -> None:
+async def test_items_freed_by_other_threads_are_handled_once_and_in_order_in_the_loop() -> None:
     collected = Collected()
     each = 500
 
@@ -344,7 +344,7 @@ async def test_what_other_threads_free_is_handled_in_the_loop_once_and_in_their_
         assert own == sorted(own)
 
 
-async def test_what_the_garbage_collector_frees_is_handled() -> None:
+async def test_items_freed_by_the_garbage_collector_are_handled() -> None:
     collected = Collected()
     thing = Thing()
     weakref.finalize(thing, collected.items, 7)
@@ -355,7 +355,7 @@ async def test_what_the_garbage_collector_frees_is_handled() -> None:
     assert collected.all == [7]
 
 
-def test_what_is_freed_after_the_loop_was_closed_troubles_nobody() -> None:
+def test_items_freed_after_the_loop_was_closed_are_ignored() -> None:
     async def main() -> Collected:
         return Collected()
 

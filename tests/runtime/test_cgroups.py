@@ -38,7 +38,7 @@ def v1(root: Path, files: dict[str, str]) -> Path:
     return tree(root, mountinfo, "4:memory:/pod/worker\n0::/\n", files)
 
 
-def test_the_limits_of_a_v2_group_and_of_those_above_it_are_found_with_what_is_used(tmp_path: Path) -> None:
+def test_limits_and_usage_of_a_v2_group_and_its_parents_are_read(tmp_path: Path) -> None:
     root = v2(
         tmp_path,
         {
@@ -56,7 +56,7 @@ def test_the_limits_of_a_v2_group_and_of_those_above_it_are_found_with_what_is_u
     ]
 
 
-def test_the_limit_of_a_v1_group_is_found_with_what_is_used(tmp_path: Path) -> None:
+def test_the_limit_and_usage_of_a_v1_group_are_read(tmp_path: Path) -> None:
     root = v1(
         tmp_path,
         {
@@ -76,7 +76,7 @@ NAMES = {"latin-1": os.fsdecode(b"caf\xe9"), "blanks": "a\x85b\u2028c\x0cd\re\xa
 
 
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
-def test_the_limit_of_a_group_is_found_whatever_the_bytes_of_its_name(tmp_path: Path, name: str) -> None:
+def test_the_limit_of_a_group_with_an_unusual_name_is_read(tmp_path: Path, name: str) -> None:
     mountinfo = f"31 22 0:26 /{name} /sys/fs/cgroup/{name} rw - cgroup2 cgroup2 rw\n"
     group = f"1:name={name}:/\nno group\n0::/{name}/{name}\n"
     root = tree(tmp_path, mountinfo, group, {f"{name}/{name}/memory.max": f"{GIB}\n"})
@@ -101,7 +101,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
-async def test_a_sender_opens_whatever_the_kernel_says_of_mounts_and_groups(
+async def test_a_sender_opens_despite_malformed_mounts_and_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, odd: tuple[str, str]
 ) -> None:
     monkeypatch.setattr(cgroups, "ROOT", tree(tmp_path, *odd, {"memory.max": "²\n"}))
@@ -109,7 +109,7 @@ async def test_a_sender_opens_whatever_the_kernel_says_of_mounts_and_groups(
         pass
 
 
-async def test_a_sender_whose_warning_raises_is_not_left_open(
+async def test_a_sender_is_closed_if_logging_the_warning_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     def refuse(record: logging.LogRecord) -> bool:
@@ -133,7 +133,9 @@ def test_an_arena_that_fits_is_not_logged(tmp_path: Path, caplog: pytest.LogCapt
     assert not caplog.records
 
 
-def test_the_group_with_the_least_left_decides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_group_with_the_least_free_memory_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     files = {
         "pod/worker/memory.max": f"{GIB}\n",
         "pod/memory.max": f"{2 * GIB}\n",
@@ -144,7 +146,7 @@ def test_the_group_with_the_least_left_decides(tmp_path: Path, caplog: pytest.Lo
     assert vars(record)["file"] == "/sys/fs/cgroup/pod/memory.max"
 
 
-async def test_a_sender_whose_arena_does_not_fit_into_its_container_says_so_once_when_it_opens(
+async def test_an_arena_above_the_memory_limit_is_logged_once_when_a_sender_opens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     files = {"pod/worker/memory.max": f"{512 * MIB}\n", "pod/worker/memory.current": f"{100 * MIB}\n"}

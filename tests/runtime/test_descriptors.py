@@ -23,7 +23,7 @@ def test_all_descriptors_are_closed() -> None:
             os.fstat(number)
 
 
-def test_all_descriptors_are_closed_though_closing_one_of_them_fails() -> None:
+def test_all_descriptors_are_closed_even_if_closing_one_fails() -> None:
     numbers = [os.open(os.devnull, os.O_RDONLY) for _ in range(3)]
     os.close(numbers[1])
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -38,7 +38,7 @@ class Unclosable:
 
 
 @forks
-def test_a_forked_child_closes_every_descriptor_though_closing_some_of_them_fails() -> None:
+def test_a_forked_child_closes_all_descriptors_even_if_closing_some_fails() -> None:
     # In between, since they are closed in any order.
     unclosable, descriptors = [], []
     for _ in range(10):
@@ -59,7 +59,7 @@ def test_a_forked_child_closes_every_descriptor_though_closing_some_of_them_fail
             descriptor.close()
 
 
-def test_a_forked_child_closes_its_copy_of_a_connection_and_nothing_that_has_its_number_since() -> None:
+def test_a_foreign_descriptor_closes_only_the_file_it_was_created_for() -> None:
     reader, writer = os.pipe()
     kept = ForeignDescriptor(reader)
     os.close(reader)

@@ -63,7 +63,7 @@ def unclosed(text: str = "") -> Iterator[list[str]]:
 
 
 @pytest.mark.usefixtures("link")
-async def test_senders_that_were_dropped_are_named_and_leave_their_places_at_the_receiver(
+async def test_a_dropped_sender_warns_and_disconnects_from_its_receiver(
     link: str,
 ) -> None:
     with endpoint() as at:
@@ -81,7 +81,7 @@ async def test_senders_that_were_dropped_are_named_and_leave_their_places_at_the
             assert receiver.statistics().senders_lost == 0
 
 
-async def test_64_senders_that_were_dropped_do_not_keep_the_65th_out(address: str) -> None:
+async def test_dropped_senders_do_not_count_against_max_senders(address: str) -> None:
     async with TensorReceiver(address) as receiver:
         senders = [await opened(TensorSender(address, arena_bytes=ARENA)) for _ in range(64)]
         await until(lambda: receiver.statistics().senders == 64)
@@ -93,7 +93,7 @@ async def test_64_senders_that_were_dropped_do_not_keep_the_65th_out(address: st
 
 
 @pytest.mark.usefixtures("link")
-async def test_what_a_dropped_sender_has_sent_and_allocated_stays_valid() -> None:
+async def test_sent_and_allocated_tensors_of_a_dropped_sender_stay_valid() -> None:
     with endpoint() as at:
         async with TensorReceiver(at) as receiver:
             sender = await opened(TensorSender(at))
@@ -111,7 +111,7 @@ async def test_what_a_dropped_sender_has_sent_and_allocated_stays_valid() -> Non
 
 
 @pytest.mark.usefixtures("link")
-async def test_a_dropped_receiver_is_named_and_its_senders_are_told() -> None:
+async def test_a_dropped_receiver_warns_and_disconnects_its_senders() -> None:
     with endpoint() as at:
         receiver = await opened(TensorReceiver(at))
         async with TensorSender(at) as sender:
@@ -133,7 +133,7 @@ async def test_a_dropped_receiver_is_named_and_its_senders_are_told() -> None:
             del taken
 
 
-async def test_a_dropped_client_is_named_and_the_server_is_told() -> None:
+async def test_a_dropped_client_warns_and_disconnects_from_its_server() -> None:
     with place() as here:
         async with MessageServer(here.messages, Question) as server:
             serving = asyncio.create_task(server.serve(answer))
@@ -147,7 +147,7 @@ async def test_a_dropped_client_is_named_and_the_server_is_told() -> None:
         await serving
 
 
-async def test_a_dropped_server_is_named_and_its_clients_are_told() -> None:
+async def test_a_dropped_server_warns_and_disconnects_its_clients() -> None:
     with place() as here:
         async with (
             TensorReceiver(here.tensors) as receiver,
@@ -169,7 +169,7 @@ async def test_a_dropped_server_is_named_and_its_clients_are_told() -> None:
             await serving
 
 
-async def test_a_server_whose_message_waits_for_its_tensors_is_released_all_the_same() -> None:
+async def test_a_dropped_server_that_waits_for_tensors_is_released() -> None:
     with place() as here:
         async with TensorReceiver(here.tensors) as receiver, raw(zmq.DEALER, here.messages) as client:
             server = await opened(MessageServer(here.messages, Question, receiver=receiver))
@@ -182,7 +182,7 @@ async def test_a_server_whose_message_waits_for_its_tensors_is_released_all_the_
             await until(lambda: receiver.statistics().waiting == 0)
 
 
-async def test_a_message_that_was_begun_and_dropped_gives_its_permit_back(address: str) -> None:
+async def test_a_dropped_open_message_returns_its_permit(address: str) -> None:
     async with TensorReceiver(address), TensorSender(address, max_concurrent_videos=1) as sender:
         message = await opened(sender.message())
         await message.send(pattern(1, BIG))
@@ -263,7 +263,7 @@ async def test_an_iteration_and_a_request_that_wait_keep_server_and_client_alive
         await until(lambda: outcomes == [5, 0])
 
 
-async def test_what_another_thread_collects_is_released_in_its_own_loop(address: str) -> None:
+async def test_an_object_collected_in_another_thread_is_released_in_its_own_loop(address: str) -> None:
     async with TensorReceiver(address) as receiver:
         sender = await opened(TensorSender(address, arena_bytes=ARENA))
         await until(lambda: receiver.statistics().senders == 1)
@@ -286,7 +286,7 @@ def no_garbage_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_garbage_collector")
-async def test_what_dropped_objects_refer_to_is_released_without_the_garbage_collector() -> None:
+async def test_dropped_objects_are_released_without_the_garbage_collector() -> None:
     with place() as here:
         folder, _, name = here.answers.removeprefix("unix://").rpartition("/")
         async with TensorReceiver(here.tensors) as receiver:
@@ -306,7 +306,7 @@ async def test_what_dropped_objects_refer_to_is_released_without_the_garbage_col
 
 
 @pytest.mark.parametrize("loop", loops.FACTORIES)
-def test_what_is_dropped_is_released_when_another_thread_runs_its_loop(loop: str) -> None:
+def test_dropped_objects_are_released_when_another_thread_runs_their_loop(loop: str) -> None:
     with place() as here, asyncio.Runner(loop_factory=loops.FACTORIES[loop]) as runner:
         complaints: list[object] = []
         runner.get_loop().set_exception_handler(lambda _, context: complaints.append(context))
@@ -321,7 +321,7 @@ def test_what_is_dropped_is_released_when_another_thread_runs_its_loop(loop: str
         assert not os.listdir(os.path.dirname(here.tensors.removeprefix("unix://")))
 
 
-def test_a_tensor_that_is_freed_after_its_loop_was_closed_returns_its_memory_at_once() -> None:
+def test_a_tensor_freed_after_its_loop_was_closed_returns_its_memory() -> None:
     async def receive(at: str) -> torch.Tensor:
         async with TensorReceiver(at) as receiver, TensorSender(at) as sender:
             return await receiver.receive(await sender.send(pattern(1, BIG)))
@@ -340,7 +340,7 @@ def test_a_tensor_that_is_freed_after_its_loop_was_closed_returns_its_memory_at_
 
 
 @pytest.mark.parametrize("make", [TensorReceiver, TensorSender])
-def test_what_is_dropped_after_its_loop_was_closed_leaves_no_descriptor(make: Callable[[str], Any]) -> None:
+def test_an_object_dropped_after_its_loop_was_closed_leaks_no_descriptor(make: Callable[[str], Any]) -> None:
     with place() as here:  # the file of a socket stays, as that of a process that was killed
         at = here.tensors
 
@@ -361,7 +361,7 @@ def test_what_is_dropped_after_its_loop_was_closed_leaves_no_descriptor(make: Ca
 @pytest.mark.parametrize("is_connected", [False, True], ids=["alone", "connected"])
 @pytest.mark.parametrize("has_keys", [False, True], ids=["no keys", "keys"])
 @pytest.mark.parametrize("loop", loops.FACTORIES)
-def test_clients_and_servers_that_are_dropped_when_their_loop_runs_no_more_are_released(
+def test_clients_and_servers_dropped_without_a_running_loop_are_released(
     loop: str, has_keys: bool, is_connected: bool
 ) -> None:
     # In a separate process, which can be killed if it hangs.
@@ -423,7 +423,7 @@ def _held() -> tuple[list[str], int]:
     return watch.targets(os.getpid()), len(os.listdir("/proc/self/task"))
 
 
-async def test_a_closed_object_and_one_that_was_never_opened_say_nothing(address: str) -> None:
+async def test_closed_and_unopened_objects_emit_no_warning(address: str) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
         async with sender.message() as message:
             await message.send(pattern(1, 3))
@@ -437,7 +437,7 @@ async def test_a_closed_object_and_one_that_was_never_opened_say_nothing(address
     gc.collect()
 
 
-def test_dropped_objects_for_threads_are_named_and_released() -> None:
+def test_dropped_blocking_objects_warn_and_are_released() -> None:
     with place() as here:
         with blocking.TensorReceiver(here.tensors) as receiver:
             sender = blocking.TensorSender(here.tensors, arena_bytes=ARENA).__enter__()
@@ -452,7 +452,7 @@ def test_dropped_objects_for_threads_are_named_and_released() -> None:
         waiting.until(lambda: not _loop_threads())  # threads of the dropped object may still be ending
 
 
-def test_the_last_dropped_object_for_threads_ends_their_loop() -> None:
+def test_dropping_the_last_blocking_object_ends_the_loop_thread() -> None:
     with place() as here:
         receiver = blocking.TensorReceiver(here.tensors).__enter__()
         client = blocking.MessageClient(

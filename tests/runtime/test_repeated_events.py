@@ -10,7 +10,7 @@ from verification.waiting import until
 _SHORT_S = 0.001
 
 
-async def test_the_first_event_is_logged_at_once_and_the_following_ones_together() -> None:
+async def test_the_first_event_is_logged_immediately_and_later_ones_are_combined() -> None:
     lines: list[tuple[int, str]] = []
     repeated = RepeatedEvent(lambda count, name: lines.append((count, name)), 0.01)
     for name in ("first", "second", "third"):
@@ -37,7 +37,7 @@ async def test_no_two_lines_are_closer_than_the_interval_and_no_event_is_lost() 
     assert all(later - earlier >= 0.019 for earlier, later in itertools.pairwise(times))
 
 
-async def test_an_event_after_a_quiet_interval_is_logged_at_once() -> None:
+async def test_an_event_after_a_quiet_interval_is_logged_immediately() -> None:
     lines: list[int] = []
     repeated = RepeatedEvent(lines.append, _SHORT_S)
     repeated.add()
@@ -47,7 +47,7 @@ async def test_an_event_after_a_quiet_interval_is_logged_at_once() -> None:
     repeated.close()
 
 
-async def test_closing_logs_what_was_counted_and_leaves_nothing_to_the_loop() -> None:
+async def test_closing_logs_the_pending_count_and_cancels_the_timer() -> None:
     lines: list[int] = []
     repeated = RepeatedEvent(lines.append, 60.0)
     for _ in range(5):

@@ -40,7 +40,7 @@ async def worker_at_work() -> AsyncIterator[tuple[Worker, threading.Event]]:
         worker.close()
 
 
-async def test_work_that_has_not_begun_is_taken_back_when_it_is_cancelled() -> None:
+async def test_cancelled_work_that_has_not_begun_never_runs() -> None:
     ran: list[int] = []
     ended: list[int] = []
     async with worker_at_work() as (worker, _):
@@ -50,7 +50,7 @@ async def test_work_that_has_not_begun_is_taken_back_when_it_is_cancelled() -> N
     assert ran == []
 
 
-async def test_work_that_has_begun_goes_on_when_it_is_cancelled_and_then_ends() -> None:
+async def test_cancelled_work_that_has_begun_runs_to_its_end() -> None:
     ended: list[int] = []
     worker, begun, go_on = Worker("worker under test"), threading.Event(), threading.Event()
 
@@ -69,7 +69,7 @@ async def test_work_that_has_begun_goes_on_when_it_is_cancelled_and_then_ends() 
     worker.close()
 
 
-async def test_an_error_of_the_callback_strands_nobody() -> None:
+async def test_an_error_of_the_callback_does_not_lose_the_result() -> None:
     worker = Worker("worker under test")
     errors: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
@@ -83,7 +83,7 @@ async def test_an_error_of_the_callback_strands_nobody() -> None:
     assert len(errors) == 1
 
 
-async def test_an_error_of_work_that_nobody_waits_for_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_of_background_work_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker("worker under test")
 
     def fail() -> None:
@@ -97,7 +97,7 @@ async def test_an_error_of_work_that_nobody_waits_for_is_logged(caplog: pytest.L
     worker.close()
 
 
-async def test_work_that_runs_when_the_worker_is_closed_can_still_hand_over_a_part() -> None:
+async def test_running_work_can_use_the_helper_after_the_worker_was_closed() -> None:
     worker, begun, go_on = Worker("worker under test"), threading.Event(), threading.Event()
 
     def work() -> int:
@@ -124,7 +124,7 @@ async def test_work_that_takes_long_delays_no_other() -> None:
     worker.close()
 
 
-async def test_work_that_is_not_awaited_comes_after_all_that_was_submitted_before() -> None:
+async def test_background_work_runs_after_all_earlier_work() -> None:
     worker, go_on = Worker("worker under test"), threading.Event()
     done: list[str] = []
 
@@ -153,7 +153,7 @@ async def test_settling_waits_for_the_callback_of_work_that_has_just_ended() -> 
     worker.close()
 
 
-async def test_work_that_is_not_awaited_waits_for_other_work_where_no_more_threads_can_be_started(
+async def test_background_work_shares_a_thread_if_no_thread_can_be_started(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker, go_on = Worker("worker under test"), threading.Event()
@@ -205,7 +205,7 @@ class Thing:
 
 @pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, asyncio.CancelledError])
-async def test_what_a_thread_raises_comes_out_and_keeps_nothing_once_it_was_seen(
+async def test_in_thread_raises_the_error_and_keeps_no_reference_to_arguments(
     error: type[BaseException],
 ) -> None:
     def fail(thing: Thing) -> None:
@@ -226,7 +226,7 @@ async def test_what_a_thread_raises_comes_out_and_keeps_nothing_once_it_was_seen
 
 
 @pytest.mark.usefixtures("no_collections")
-async def test_a_call_that_is_given_up_before_it_begins_is_not_made_and_holds_no_arguments() -> None:
+async def test_a_call_cancelled_before_it_begins_is_not_made_and_frees_its_arguments() -> None:
     called: list[Thing] = []
     thing = Thing()
     alive = weakref.ref(thing)
@@ -246,7 +246,7 @@ async def test_a_call_that_is_given_up_before_it_begins_is_not_made_and_holds_no
 
 
 @pytest.mark.usefixtures("no_collections")
-async def test_a_call_that_asyncio_cancels_goes_on_and_holds_no_arguments_when_it_is_over() -> None:
+async def test_a_cancelled_call_runs_to_its_end_and_then_frees_its_arguments() -> None:
     begun, go_on, over = threading.Event(), threading.Event(), threading.Event()
 
     def work(thing: Thing) -> Thing:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
 
 @on_one_machine
-async def test_allocated_memory_is_sent_without_a_copy_and_counts_until_all_have_let_go() -> None:
+async def test_allocated_memory_is_shared_and_in_use_until_its_last_view_is_freed() -> None:
     async with pair(arena_bytes=BIG * 8) as (sender, receiver):
         tensor = await sender.allocate((BIG // 100, 100), torch.int64)
         tensor.copy_(pattern(3, BIG).reshape(-1, 100))
@@ -47,7 +47,7 @@ async def test_allocated_memory_is_sent_without_a_copy_and_counts_until_all_have
 
 
 @on_one_machine
-async def test_allocated_memory_is_sent_in_place_without_waiting_too() -> None:
+async def test_send_nowait_sends_allocated_memory_in_place() -> None:
     async with pair(arena_bytes=BIG * 8) as (sender, receiver):
         tensor = await sender.allocate((BIG,), torch.int64)
         received = await receiver.receive(sender.send_nowait(tensor.fill_(1)))
@@ -55,7 +55,9 @@ async def test_allocated_memory_is_sent_in_place_without_waiting_too() -> None:
         assert torch.equal(received, tensor)
 
 
-async def test_a_long_wait_for_memory_that_is_allocated_says_so(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_long_wait_for_memory_is_logged_with_the_allocated_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with endpoint() as place:
         async with (
             TensorReceiver(place) as receiver,
@@ -91,7 +93,7 @@ async def test_allocated_tensors_may_be_empty_small_or_dropped_unsent() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 2**62, 2**62), (0, 2**63), (2**63, 0), (2**62, 4), (2**63,)], ids=str)
-async def test_sizes_beyond_what_can_be_addressed_are_too_large_also_if_the_tensor_is_empty(
+async def test_allocating_an_unaddressable_size_raises_too_large_error(
     shape: tuple[int, ...],
 ) -> None:
     async with pair() as (sender, _):
@@ -104,7 +106,7 @@ async def test_sizes_beyond_what_can_be_addressed_are_too_large_also_if_the_tens
         assert sender.statistics().bytes_in_use == 0
 
 
-async def test_an_allocated_tensor_and_a_send_that_wait_for_each_other_are_told_so() -> None:
+async def test_a_deadlock_of_an_allocated_tensor_and_a_send_is_detected() -> None:
     async with pair(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, receiver):
         tensor = await sender.allocate((BIG,), torch.int64)
         tensor.copy_(pattern(1, BIG))
@@ -128,7 +130,7 @@ async def test_a_numpy_view_of_allocated_memory_is_sent_without_a_copy() -> None
         assert received[0, 0] == -1  # it is the same memory
 
 
-async def test_an_allocated_tensor_that_can_no_longer_be_sent_in_place_does_not_wait_for_itself() -> None:
+async def test_copying_an_allocated_tensor_does_not_wait_for_its_own_memory() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = f"unix://{folder}/socket"
         async with TensorSender(place, arena_bytes=BIG * 8) as sender:
@@ -147,7 +149,7 @@ async def test_an_allocated_tensor_that_can_no_longer_be_sent_in_place_does_not_
 
 @pytest.mark.parametrize("dimensions", [40, 70])
 @pytest.mark.parametrize("count", [16, BIG])
-async def test_a_tensor_of_many_dimensions_is_allocated_and_travels_if_a_frame_can_say_so(
+async def test_allocated_tensors_can_be_sent_up_to_the_limit_of_dimensions(
     dimensions: int, count: int
 ) -> None:
     async with pair() as (sender, receiver):
@@ -173,7 +175,7 @@ async def _allocate_twice(sender: TensorSender, shape: tuple[int], *, by_message
 
 
 @pytest.mark.parametrize("by_message", [True, False], ids=["message.allocate", "sender.allocate"])
-async def test_of_two_messages_that_wait_for_each_others_memory_one_is_refused(by_message: bool) -> None:
+async def test_one_of_two_messages_that_wait_for_each_others_memory_is_refused(by_message: bool) -> None:
     async with pair(arena_bytes=10 * BIG * 8) as (sender, receiver):
         both = [_allocate_twice(sender, (4 * BIG,), by_message=by_message) for _ in range(2)]
         ended = await asyncio.gather(*both, return_exceptions=True)
@@ -184,7 +186,7 @@ async def test_of_two_messages_that_wait_for_each_others_memory_one_is_refused(b
         await settled(sender)
 
 
-async def test_memory_that_is_allocated_and_not_sent_counts_for_the_message_in_whose_block_it_is() -> None:
+async def test_unsent_allocated_memory_counts_for_the_message_that_allocated_it() -> None:
     async def hold_and_ask_for_more(sender: TensorSender) -> bool:
         async with sender.message() as message:
             held = await message.allocate((4 * BIG,), torch.int64)
@@ -226,7 +228,7 @@ async def test_memory_that_the_receiver_has_is_not_listed_as_allocated() -> None
         del received
 
 
-async def test_memory_that_a_message_did_not_send_is_listed_as_allocated_when_the_message_has_ended() -> None:
+async def test_unsent_memory_is_listed_as_allocated_after_its_message_has_ended() -> None:
     async with pair() as (sender, _):
         async with sender.message() as message:
             kept = await message.allocate((BIG,), torch.int64)
@@ -236,7 +238,7 @@ async def test_memory_that_a_message_did_not_send_is_listed_as_allocated_when_th
         assert (holder.state, holder.bytes) == ("allocated", kept.nbytes)
 
 
-async def test_allocating_in_a_message_that_is_discarded_meanwhile_fails_and_returns_the_memory() -> None:
+async def test_discarding_a_message_fails_its_pending_allocation() -> None:
     async with pair(arena_bytes=10 * BIG * 8) as (sender, _):
         held = await sender.allocate((8 * BIG,), torch.int64)
         with pytest.raises(DiscardedError):  # of the end of the block
@@ -253,7 +255,7 @@ async def test_allocating_in_a_message_that_is_discarded_meanwhile_fails_and_ret
         await settled(sender)
 
 
-async def test_messages_within_messages_that_wait_for_each_others_memory_are_refused() -> None:
+async def test_a_deadlock_of_nested_messages_over_memory_is_detected() -> None:
     async def allocate_after_an_inner_message(sender: TensorSender) -> None:
         async with sender.message() as message:
             async with sender.message() as inner:
@@ -269,7 +271,7 @@ async def test_messages_within_messages_that_wait_for_each_others_memory_are_ref
         await settled(sender)
 
 
-async def test_memory_that_is_announced_while_its_message_waits_for_more_ends_the_wait() -> None:
+async def test_announcing_a_tensor_refuses_a_wait_of_its_message_that_cannot_end() -> None:
     async with pair(arena_bytes=10 * BIG * 8) as (sender, _):
         async with sender.message() as message:
             tensor = await sender.allocate((4 * BIG,), torch.int64)
@@ -293,7 +295,7 @@ VIEWS = {
 @pytest.mark.parametrize(
     ("held", "size"), [(0, 6), (3, 4)], ids=["alone", "in a message that holds the rest"]
 )
-async def test_a_view_that_has_to_be_copied_does_not_wait_for_the_memory_that_it_lies_in(
+async def test_a_view_that_must_be_copied_does_not_wait_for_the_memory_of_its_tensor(
     view: Callable[[torch.Tensor], torch.Tensor | npt.NDArray[np.float64]], held: int, size: int
 ) -> None:
     async with pair(arena_bytes=10 * BIG * 8) as (sender, receiver):
@@ -312,7 +314,7 @@ async def test_a_view_that_has_to_be_copied_does_not_wait_for_the_memory_that_it
         await settled(sender)
 
 
-async def test_tensors_that_wait_for_one_permit_count_their_memory_once() -> None:
+async def test_two_waiting_sends_of_one_tensor_count_its_memory_once() -> None:
     async with pair(max_concurrent_videos=1, arena_bytes=10 * BIG * 8) as (sender, receiver):
         tensor = await sender.allocate((4 * BIG,), torch.int64)
         other = await sender.allocate((4 * BIG,), torch.int64)

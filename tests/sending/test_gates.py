@@ -25,7 +25,7 @@ async def begin(gate: Gate[None], amount: int, holder: str | None = None) -> Wai
     return task
 
 
-async def test_what_is_free_is_granted_without_giving_way_to_others() -> None:
+async def test_acquire_does_not_yield_when_the_amount_is_free() -> None:
     gate = gate_of(10)
     others_ran: list[bool] = []
     asyncio.get_running_loop().call_soon(others_ran.append, True)
@@ -35,7 +35,7 @@ async def test_what_is_free_is_granted_without_giving_way_to_others() -> None:
     assert gate.budget.in_use == 10
 
 
-async def test_waiters_are_served_in_order_and_a_big_one_is_not_overtaken() -> None:
+async def test_waiters_are_granted_in_order_and_a_large_one_is_not_overtaken() -> None:
     gate = gate_of(10)
     most, rest = await gate.acquire(9), await gate.acquire(1)
     big, small = await begin(gate, 10), await begin(gate, 1)
@@ -50,7 +50,7 @@ async def test_waiters_are_served_in_order_and_a_big_one_is_not_overtaken() -> N
     await small
 
 
-async def test_an_amount_that_is_free_is_taken_without_waiting_unless_others_wait() -> None:
+async def test_try_acquire_succeeds_only_if_the_amount_is_free_and_nothing_waits() -> None:
     gate = gate_of(10)
     first = gate.budget.try_request(6)
     assert first is not None
@@ -63,7 +63,7 @@ async def test_an_amount_that_is_free_is_taken_without_waiting_unless_others_wai
     assert gate.budget.try_request(5)
 
 
-async def test_a_cancelled_waiter_leaves_the_line_and_lets_those_behind_through() -> None:
+async def test_cancelling_a_waiter_grants_the_following_ones() -> None:
     gate = gate_of(10)
     await gate.acquire(6)
     big, small = await begin(gate, 10), await begin(gate, 4)
@@ -76,7 +76,7 @@ async def test_a_cancelled_waiter_leaves_the_line_and_lets_those_behind_through(
 
 
 @pytest.mark.parametrize("first", ["release", "cancel"])
-async def test_a_waiter_cancelled_in_the_turn_of_its_grant_gives_it_back(first: str) -> None:
+async def test_a_waiter_cancelled_in_the_iteration_of_its_grant_releases_it(first: str) -> None:
     gate = gate_of(10)
     held = await gate.acquire(10)
     task, next_one = await begin(gate, 10), await begin(gate, 10)
@@ -94,7 +94,7 @@ async def test_a_waiter_cancelled_in_the_turn_of_its_grant_gives_it_back(first: 
     assert (gate.budget.in_use, gate.budget.waiting) == (10, 0)
 
 
-async def test_a_hundred_waiters_of_whom_some_are_cancelled_leave_nothing_in_use() -> None:
+async def test_cancelling_some_of_many_waiters_leaves_nothing_in_use() -> None:
     gate = gate_of(7)
     most = 0
 
@@ -120,7 +120,7 @@ async def test_a_hundred_waiters_of_whom_some_are_cancelled_leave_nothing_in_use
     assert gate.longest_wait_s(asyncio.get_running_loop().time() + 9) == 0
 
 
-async def test_what_could_never_be_granted_does_not_wait() -> None:
+async def test_an_amount_above_the_limit_raises_instead_of_waiting() -> None:
     gate = gate_of(10)
 
     with pytest.raises(ValueError, match="limit of 10"):
@@ -129,7 +129,7 @@ async def test_what_could_never_be_granted_does_not_wait() -> None:
     assert gate.budget.waiting == 0
 
 
-async def test_a_failure_ends_every_wait_with_an_error_of_its_own_and_those_to_come() -> None:
+async def test_fail_ends_present_and_future_waits_with_separate_errors() -> None:
     gate = gate_of(10)
     await gate.acquire(10)
     waiting = [await begin(gate, 1) for _ in range(3)]
@@ -144,7 +144,7 @@ async def test_a_failure_ends_every_wait_with_an_error_of_its_own_and_those_to_c
     assert (gate.budget.in_use, gate.budget.waiting) == (10, 0)
 
 
-async def test_what_was_held_before_a_failure_can_be_given_back_after_it() -> None:
+async def test_a_ticket_can_be_released_after_a_failure() -> None:
     gate = gate_of(10)
     held = await gate.acquire(10)
     waiting = await begin(gate, 10)
@@ -156,7 +156,7 @@ async def test_what_was_held_before_a_failure_can_be_given_back_after_it() -> No
     assert gate.budget.in_use == 0
 
 
-async def test_a_grant_in_the_turn_of_a_failure_is_given_back() -> None:
+async def test_a_grant_in_the_iteration_of_a_failure_is_released() -> None:
     gate = gate_of(10)
     held = await gate.acquire(10)
     waiting = await begin(gate, 10)
@@ -168,7 +168,7 @@ async def test_a_grant_in_the_turn_of_a_failure_is_given_back() -> None:
     assert gate.budget.in_use == 0
 
 
-async def test_a_waiter_that_is_cancelled_and_failed_at_once_leaves_no_error_unseen() -> None:
+async def test_a_waiter_cancelled_after_a_failure_leaves_no_unretrieved_exception() -> None:
     unseen: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
     gate = gate_of(10)
@@ -186,7 +186,7 @@ async def test_a_waiter_that_is_cancelled_and_failed_at_once_leaves_no_error_uns
     assert gate.budget.waiting == 0
 
 
-async def test_when_all_that_hold_wait_for_more_the_latest_is_refused_and_the_others_go_on() -> None:
+async def test_the_latest_waiter_of_a_deadlock_is_refused() -> None:
     gate = gate_of(10)
     await gate.acquire(5, "a")
     of_b = await gate.acquire(5, "b")
@@ -200,7 +200,7 @@ async def test_when_all_that_hold_wait_for_more_the_latest_is_refused_and_the_ot
     assert gate.budget.in_use == 10
 
 
-async def test_it_may_be_an_earlier_waiter_that_is_refused() -> None:
+async def test_an_earlier_waiter_is_refused_if_it_causes_the_deadlock() -> None:
     gate = gate_of(10)
     await gate.acquire(5, "a")
     other = await gate.acquire(5)
@@ -213,7 +213,7 @@ async def test_it_may_be_an_earlier_waiter_that_is_refused() -> None:
     assert gate.budget.in_use == 6
 
 
-async def test_all_who_are_stuck_are_refused_one_after_the_other_the_latest_first() -> None:
+async def test_deadlocked_waiters_are_refused_one_by_one_from_the_latest() -> None:
     gate = gate_of(10)
     refused: list[str] = []
 
@@ -231,7 +231,7 @@ async def test_all_who_are_stuck_are_refused_one_after_the_other_the_latest_firs
     assert (gate.budget.in_use, gate.budget.waiting) == (0, 0)
 
 
-async def test_a_refused_waiter_whose_turn_comes_all_the_same_gives_the_grant_back() -> None:
+async def test_a_refused_waiter_releases_a_grant_that_arrives_before_it_runs() -> None:
     gate = gate_of(10)
     held = await gate.acquire(10, "a")
     task = asyncio.create_task(gate.acquire(5, "a"))
@@ -250,7 +250,7 @@ def test_being_stuck_is_an_aiotensor_error() -> None:
 # A failure that passes
 
 
-async def test_a_passing_failure_ends_the_present_waits_and_not_those_to_come() -> None:
+async def test_fail_waiting_ends_present_waits_but_not_later_ones() -> None:
     gate = gate_of(10)
     held = await gate.acquire(10)
     waiting = [await begin(gate, 1) for _ in range(3)]
@@ -267,7 +267,7 @@ async def test_a_passing_failure_ends_the_present_waits_and_not_those_to_come() 
     assert gate.budget.in_use == 1
 
 
-async def test_a_grant_in_the_turn_of_a_passing_failure_stays_granted() -> None:
+async def test_a_grant_in_the_iteration_of_fail_waiting_stays_granted() -> None:
     gate = gate_of(10)
     held = await gate.acquire(10)
     first, second = await begin(gate, 10), await begin(gate, 10)
@@ -282,7 +282,7 @@ async def test_a_grant_in_the_turn_of_a_passing_failure_stays_granted() -> None:
     assert gate.budget.in_use == 0
 
 
-async def test_what_comes_back_in_the_turn_of_a_passing_failure_goes_to_those_who_come_later() -> None:
+async def test_a_release_in_the_iteration_of_fail_waiting_is_granted_to_later_waiters() -> None:
     gate = gate_of(10)
     held = await gate.acquire(10)
     failed = [await begin(gate, 10) for _ in range(3)]
@@ -296,7 +296,7 @@ async def test_what_comes_back_in_the_turn_of_a_passing_failure_goes_to_those_wh
     assert (gate.budget.in_use, gate.budget.waiting) == (10, 0)
 
 
-async def test_a_failure_that_passes_while_nobody_waits_is_forgotten() -> None:
+async def test_fail_waiting_without_waiters_has_no_effect() -> None:
     gate = gate_of(10)
     gate.fail_waiting(lambda: PeerLostError("gone"))
 
@@ -306,7 +306,7 @@ async def test_a_failure_that_passes_while_nobody_waits_is_forgotten() -> None:
 # A space
 
 
-async def test_one_that_fits_the_count_but_not_the_space_waits_for_a_place() -> None:
+async def test_acquire_waits_while_the_free_space_is_fragmented() -> None:
     gate = Gate(4 * ALIGNMENT, space=Blocks(4 * ALIGNMENT))
     tickets = sorted([await gate.acquire(ALIGNMENT) for _ in range(4)], key=lambda ticket: ticket.place or 0)
     gate.release(tickets[0])
@@ -320,7 +320,7 @@ async def test_one_that_fits_the_count_but_not_the_space_waits_for_a_place() -> 
     assert (await task).place == ALIGNMENT
 
 
-async def test_a_waiter_cancelled_in_the_turn_of_its_grant_gives_its_place_back() -> None:
+async def test_a_waiter_cancelled_in_the_iteration_of_its_grant_releases_its_place() -> None:
     blocks = Blocks(ALIGNMENT)
     gate = Gate(ALIGNMENT, space=blocks)
     held = await gate.acquire(ALIGNMENT)
@@ -350,7 +350,7 @@ class Alarms:
         await asyncio.sleep(0.02 + (self.long_wait_s or 0))
 
 
-async def test_a_long_wait_is_reported_once_while_it_lasts_with_its_amount() -> None:
+async def test_a_long_wait_is_reported_once_with_its_amount() -> None:
     alarms = Alarms(0.001)
     held = await alarms.gate.acquire(10)
     waiting = [await begin(alarms.gate, amount) for amount in (3, 4)]
@@ -388,7 +388,7 @@ async def test_a_wait_that_ends_in_time_is_not_reported(end: str) -> None:
     assert alarms.amounts == []
 
 
-async def test_what_is_granted_at_once_is_not_reported() -> None:
+async def test_an_immediate_grant_is_not_reported() -> None:
     alarms = Alarms(0.001)
     await alarms.gate.acquire(10)
     await alarms.let_time_pass()
@@ -396,7 +396,7 @@ async def test_what_is_granted_at_once_is_not_reported() -> None:
     assert alarms.amounts == []
 
 
-async def test_no_wait_is_reported_where_none_is_too_long() -> None:
+async def test_no_wait_is_reported_without_long_wait_s() -> None:
     alarms = Alarms(None)
     await alarms.gate.acquire(10)
     waiting = await begin(alarms.gate, 1)
@@ -406,7 +406,7 @@ async def test_no_wait_is_reported_where_none_is_too_long() -> None:
     waiting.cancel()
 
 
-async def test_an_overdue_wait_ends_with_an_error_and_each_later_one_too() -> None:
+async def test_every_overdue_wait_ends_with_an_error() -> None:
     amounts: list[int] = []
     gate: Gate[None] = Gate(
         10,
@@ -425,7 +425,7 @@ async def test_an_overdue_wait_ends_with_an_error_and_each_later_one_too() -> No
     assert amounts == []
 
 
-async def test_a_long_wait_is_reported_in_time_while_an_earlier_one_is_not_overdue_yet() -> None:
+async def test_a_second_long_wait_is_reported_before_the_first_one_is_overdue() -> None:
     amounts: list[int] = []
     gate: Gate[None] = Gate(10, long_wait_s=0.02, max_wait_s=60, on_long_wait=amounts.append)
     await gate.acquire(10)
@@ -440,7 +440,7 @@ async def test_a_long_wait_is_reported_in_time_while_an_earlier_one_is_not_overd
     await asyncio.wait([first, second])
 
 
-async def test_an_error_of_a_report_leaves_the_other_limits_in_force() -> None:
+async def test_an_error_while_reporting_does_not_disable_other_limits() -> None:
     def fail(amount: int) -> None:
         raise RuntimeError(f"cannot report {amount}")
 
@@ -478,7 +478,7 @@ async def test_the_longest_of_the_present_waits_is_known() -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "after a wait"])
-async def test_a_ticket_says_when_it_was_granted(waits: bool) -> None:
+async def test_a_ticket_records_when_it_was_granted(waits: bool) -> None:
     gate, now = gate_of(10), asyncio.get_running_loop().time
     before = now()
     ticket = await gate.acquire(10)

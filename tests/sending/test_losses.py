@@ -28,7 +28,7 @@ from verification.waiting import settled, until
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
 
-async def test_a_receiver_that_takes_everything_and_closes_at_once_disturbs_neither_send_nor_drain() -> None:
+async def test_send_and_drain_succeed_if_the_receiver_takes_everything_and_closes() -> None:
     for count in (3, BIG):
         queue = TensorQueue()
         async with TensorSender(queue) as sender:
@@ -51,7 +51,7 @@ async def _drain_after(sending: "asyncio.Task[TensorHandle]", sender: TensorSend
 
 
 @pytest.mark.parametrize("count", [3, BIG])
-async def test_a_permit_granted_in_the_turn_of_the_receivers_end_sends_nothing(count: int) -> None:
+async def test_a_permit_granted_as_the_receiver_closes_raises_peer_lost_error(count: int) -> None:
     queue = TensorQueue()
     async with TensorSender(queue, max_concurrent_videos=1) as sender:
         async with TensorReceiver(queue) as receiver:
@@ -64,7 +64,7 @@ async def test_a_permit_granted_in_the_turn_of_the_receivers_end_sends_nothing(c
         await settled(sender)
 
 
-async def test_a_wait_for_a_receiver_that_is_not_there_ends_when_it_comes() -> None:
+async def test_send_waits_until_a_receiver_connects() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = f"unix://{folder}/socket"
         async with TensorSender(place) as sender:
@@ -79,7 +79,7 @@ async def test_a_wait_for_a_receiver_that_is_not_there_ends_when_it_comes() -> N
                     assert torch.equal(await receiver.receive(await sending), pattern(0, count))
 
 
-async def test_what_was_in_flight_is_lost_aloud_and_later_sends_go_to_the_next_receiver() -> None:
+async def test_messages_in_flight_are_lost_and_later_sends_reach_the_next_receiver() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = f"unix://{folder}/socket"
         async with TensorSender(place, max_concurrent_videos=2) as sender:
@@ -120,7 +120,7 @@ FULL = MAX_INLINE_BYTES // 8  # elements; so few of such tensors fill a record t
     [[3], [FULL] * 9, [3, BIG]],
     ids=["its own", "one that it filled", "one before its memory was attached"],
 )
-async def test_a_record_that_the_kernel_refuses_is_told_to_whoever_sends(
+async def test_a_record_that_the_kernel_refuses_fails_the_send(
     counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -143,7 +143,7 @@ async def test_a_record_that_the_kernel_refuses_is_told_to_whoever_sends(
     assert not errors
 
 
-async def test_the_only_message_in_flight_is_on_its_way_when_send_returns() -> None:
+async def test_send_writes_the_only_message_in_flight_immediately() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening,

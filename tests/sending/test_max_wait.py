@@ -24,7 +24,7 @@ SHORT_S = 0.02
 LONG_S = 3600.0
 
 
-async def test_a_wait_for_a_permit_ends_with_who_has_how_many() -> None:
+async def test_a_wait_for_a_permit_times_out_and_reports_the_usage() -> None:
     with endpoint() as place:
         async with TensorReceiver(place) as receiver, TensorSender(place, 1, max_wait_s=SHORT_S) as sender:
             first = await sender.send(pattern(1, BIG))
@@ -49,7 +49,7 @@ async def test_a_wait_for_a_permit_ends_with_who_has_how_many() -> None:
             await settled(sender)
 
 
-async def test_a_wait_for_memory_ends_and_leaves_its_message_as_it_was() -> None:
+async def test_a_wait_for_memory_times_out_and_leaves_its_message_unchanged() -> None:
     with endpoint() as place:
         async with (
             TensorReceiver(place) as receiver,
@@ -70,7 +70,7 @@ async def test_a_wait_for_memory_ends_and_leaves_its_message_as_it_was() -> None
             await settled(sender)
 
 
-async def test_a_big_one_that_has_waited_for_too_long_lets_the_small_ones_behind_it_through() -> None:
+async def test_an_overdue_large_wait_lets_smaller_waits_proceed() -> None:
     with endpoint() as place:
         async with (
             TensorReceiver(place) as receiver,
@@ -88,7 +88,7 @@ async def test_a_big_one_that_has_waited_for_too_long_lets_the_small_ones_behind
             assert held.numel() == BIG // 2
 
 
-async def test_waiters_that_come_one_after_the_other_are_overdue_one_after_the_other() -> None:
+async def test_waits_become_overdue_in_the_order_in_which_they_began() -> None:
     with endpoint() as place:
         async with TensorReceiver(place) as receiver, TensorSender(place, 1, max_wait_s=0.1) as sender:
             handle = await sender.send(pattern(0, 5))
@@ -109,7 +109,7 @@ async def test_waiters_that_come_one_after_the_other_are_overdue_one_after_the_o
             await receiver.receive(handle)
 
 
-async def test_a_wait_that_ends_in_time_ends_as_it_would_without_a_limit() -> None:
+async def test_waits_that_end_before_max_wait_s_are_not_affected() -> None:
     with endpoint() as place:
         async with TensorReceiver(place) as receiver, TensorSender(place, 1, max_wait_s=30) as sender:
             first = await sender.send(pattern(1, BIG))
@@ -124,7 +124,7 @@ async def test_a_wait_that_ends_in_time_ends_as_it_would_without_a_limit() -> No
             await settled(sender)
 
 
-def test_a_limit_that_is_no_span_of_time_is_refused() -> None:
+def test_an_invalid_max_wait_s_raises_value_error() -> None:
     for seconds in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="max_wait_s must be positive, or None"):
             TensorSender("unix:///tmp/nobody", max_wait_s=seconds)
@@ -133,7 +133,7 @@ def test_a_limit_that_is_no_span_of_time_is_refused() -> None:
 # A queue accepts records before its receiver starts.
 @pytest.mark.parametrize("link", ["unix"], indirect=True)
 @pytest.mark.parametrize("send", ["small", "large", "several"])
-async def test_a_wait_for_a_receiver_that_is_not_there_ends(send: str) -> None:
+async def test_send_without_a_receiver_times_out_after_max_wait_s(send: str) -> None:
     with endpoint() as place:
         async with TensorSender(place, 2, max_wait_s=SHORT_S) as sender:
             with pytest.raises(WouldBlockError, match=r"no receiver was here for 0.02 s \(1 of 2 messages"):
@@ -159,7 +159,7 @@ async def test_a_wait_for_a_receiver_that_is_not_there_ends(send: str) -> None:
 
 @at_once
 @pytest.mark.parametrize("size", [5, BIG])
-async def test_a_wait_for_a_receiver_that_does_not_read_ends_and_leaves_the_link_as_it_was(size: int) -> None:
+async def test_send_times_out_while_the_receiver_does_not_read(size: int) -> None:
     with endpoint() as place, unread(place) as far:
         async with TensorSender(place, 2000, BIG * 8, max_wait_s=SHORT_S) as sender:
             sent = clog(sender)
@@ -180,7 +180,7 @@ async def test_a_wait_for_a_receiver_that_does_not_read_ends_and_leaves_the_link
 
 @pytest.mark.parametrize("link", ["unix"], indirect=True)
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
-def test_what_waited_for_a_receiver_that_comes_in_the_turn_in_which_the_wait_ends_is_sent(kind: str) -> None:
+def test_send_succeeds_if_a_receiver_is_found_in_the_iteration_of_the_timeout(kind: str) -> None:
     steps = Steps(kind)
 
     def finish(call: Coroutine[Any, Any, T]) -> T:

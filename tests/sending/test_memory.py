@@ -25,7 +25,7 @@ def new_memory(nbytes: int, keep_warm_s: float | None = 0.01) -> Memory:
     return Memory(nbytes, lambda arena: Gate(nbytes, space=arena), keep_warm_s, new_counts(SenderStatistics))
 
 
-async def test_idle_memory_goes_back_to_the_system_after_a_while_and_then_nothing_is_scheduled() -> None:
+async def test_idle_memory_is_returned_to_the_system_and_the_timer_ends() -> None:
     memory = new_memory(8 * MIB)
     block = await memory.acquire(8 * MIB)
     await memory.copy(torch.full((8 * MIB,), 7, dtype=torch.uint8), block, None)
@@ -38,7 +38,7 @@ async def test_idle_memory_goes_back_to_the_system_after_a_while_and_then_nothin
     await memory.aclose()
 
 
-async def test_memory_stays_warm_for_ever_if_that_is_asked_for() -> None:
+async def test_memory_stays_warm_forever_without_keep_warm_s() -> None:
     memory = new_memory(MIB, None)
     block = await memory.acquire(MIB)
     await memory.copy(torch.full((MIB,), 7, dtype=torch.uint8), block, None)
@@ -48,7 +48,7 @@ async def test_memory_stays_warm_for_ever_if_that_is_asked_for() -> None:
     await memory.aclose()
 
 
-async def test_memory_of_a_copy_that_was_cancelled_while_it_was_filled_goes_back_too() -> None:
+async def test_the_memory_of_a_cancelled_copy_is_returned_to_the_system() -> None:
     memory = new_memory(64 * MIB)
     block = await memory.acquire(64 * MIB)
     descriptor = block.place.segment.descriptor
@@ -64,7 +64,7 @@ async def test_memory_of_a_copy_that_was_cancelled_while_it_was_filled_goes_back
     await memory.aclose()
 
 
-async def test_memory_that_was_filled_on_the_loop_is_not_given_back_by_an_earlier_look() -> None:
+async def test_memory_reused_before_a_queued_return_is_not_returned() -> None:
     memory = new_memory(MIB)
     go_on = threading.Event()
     block = memory.try_acquire(MIB, None)
@@ -87,7 +87,7 @@ class _NoThread(threading.Thread):
         raise RuntimeError("can't start new thread")
 
 
-async def test_a_copy_for_which_no_thread_could_be_started_is_never_made(
+async def test_a_copy_that_cannot_start_a_thread_fails_and_never_runs_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory = new_memory(8 * MIB)
@@ -129,7 +129,7 @@ async def test_a_large_copy_is_made_by_one_thread_if_no_second_one_can_be_starte
     await memory.aclose()
 
 
-async def test_work_that_nobody_waits_for_is_done_on_the_loop_if_no_thread_can_be_started(
+async def test_background_work_runs_on_the_loop_if_no_thread_can_be_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worker, done = Worker("worker under test"), list[int]()

@@ -79,7 +79,7 @@ async def test_a_copy_that_waits_for_another_shows_in_the_statistics() -> None:
         assert (statistics.waiting, statistics.longest_wait_s) == (0, 0.0)
 
 
-async def test_a_copy_that_waits_longer_than_max_wait_s_is_refused_and_gives_everything_back() -> None:
+async def test_a_copy_that_waits_longer_than_max_wait_s_releases_everything() -> None:
     async with pair(max_wait_s=0.05) as (sender, receiver):
         async with busy_with_long_work(sender):
             with pytest.raises(WouldBlockError, match="other copies"):
@@ -95,7 +95,7 @@ async def test_a_copy_that_waits_longer_than_max_wait_s_is_refused_and_gives_eve
         assert sender.statistics().errors == {"WouldBlockError": 3}
 
 
-async def test_a_copy_whose_wait_is_cancelled_gives_everything_back() -> None:
+async def test_cancelling_a_waiting_copy_releases_everything() -> None:
     async with pair() as (sender, _), busy_with_long_work(sender):
         sending = asyncio.create_task(sender.send(LARGE))
         await until(lambda: sender.statistics().waiting == 1)
@@ -106,7 +106,7 @@ async def test_a_copy_whose_wait_is_cancelled_gives_everything_back() -> None:
         assert sender.statistics().waiting == 0
 
 
-async def test_a_copy_whose_message_is_discarded_while_it_waits_ends_at_once() -> None:
+async def test_discarding_a_message_ends_its_waiting_copy() -> None:
     async with pair() as (sender, _), busy_with_long_work(sender):
         with pytest.raises(DiscardedError):
             async with sender.message() as message:

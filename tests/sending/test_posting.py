@@ -133,7 +133,7 @@ async def test_only_the_latest_failures_are_remembered(
                 await sender.copied(handle)
 
 
-async def test_an_application_that_cancels_all_tasks_discards_the_messages_that_are_copied() -> None:
+async def test_cancelling_the_task_of_a_posted_message_discards_it() -> None:
     async with pair() as (sender, receiver), held_back(sender):
         before = asyncio.all_tasks()
         handle = sender.post(strided(1, BIG))
@@ -170,7 +170,7 @@ async def test_a_later_message_is_received_in_the_middle_of_the_copy_of_a_posted
 
 @on_one_machine
 @pytest.mark.parametrize("side", ["sender", "receiver"])
-async def test_a_discard_in_the_middle_of_a_copy_releases_the_permit_at_once_and_the_block_at_its_end(
+async def test_a_discard_during_a_copy_releases_the_permit_before_the_block(
     side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held_up = HeldUp(monkeypatch)
@@ -295,7 +295,7 @@ async def test_tensors_can_be_posted_while_and_after_earlier_ones_are_copied() -
         await settled(sender)
 
 
-async def test_a_tensor_that_finds_no_memory_leaves_its_message_as_it_was() -> None:
+async def test_a_post_without_free_memory_leaves_its_message_unchanged() -> None:
     async with pair(arena_bytes=BIG * 8) as (sender, receiver):
         message = posts_of(sender).message(0)
         handle = _post(sender, message, pattern(0, BIG))
@@ -308,7 +308,7 @@ async def test_a_tensor_that_finds_no_memory_leaves_its_message_as_it_was() -> N
         await settled(sender)
 
 
-async def test_abandoning_a_message_releases_everything_at_once() -> None:
+async def test_abandoning_a_message_releases_everything_immediately() -> None:
     async with pair() as (sender, receiver):
         tensors = await _mixed(sender)
         message = posts_of(sender).message(0)

@@ -42,7 +42,7 @@ async def test_ready_returns_once_a_receiver_has_admitted_the_sender() -> None:
                 await sender.ready()
 
 
-async def test_a_welcome_is_no_admission() -> None:
+async def test_ready_waits_for_the_admission_after_the_welcome() -> None:
     with endpoint("unix") as place, waiting_at(str(place)) as listener:
         async with TensorSender(place) as sender:
             probe = asyncio.create_task(sender.ready())
@@ -71,7 +71,7 @@ async def test_ready_waits_for_the_next_receiver_when_one_closes(address: str) -
             await probe
 
 
-async def test_ready_outlives_a_receiver_that_dies_before_it_answers(address: str) -> None:
+async def test_ready_keeps_waiting_when_a_receiver_is_lost_before_it_answers(address: str) -> None:
     async with TensorSender(address) as sender:
         probe = asyncio.create_task(sender.ready())
         with waiting_at(address) as listener:
@@ -81,7 +81,7 @@ async def test_ready_outlives_a_receiver_that_dies_before_it_answers(address: st
             await probe
 
 
-async def test_ready_waits_for_so_long_and_says_for_what(address: str) -> None:
+async def test_ready_times_out_after_max_wait_s_and_states_the_cause(address: str) -> None:
     async with TensorSender(address, max_wait_s=SHORT_S) as sender:
         with pytest.raises(WouldBlockError, match=r"no receiver was here for 0\.02 s"):
             await sender.ready()
@@ -110,7 +110,7 @@ async def test_closing_and_cancelling_end_ready() -> None:
                     await closed
 
 
-async def test_ready_on_a_queue_that_is_gone_says_so() -> None:
+async def test_ready_on_a_closed_queue_raises_peer_lost_error() -> None:
     queue = TensorQueue()
     receiver = TensorReceiver(queue)
     async with receiver, TensorSender(queue) as sender:
@@ -122,7 +122,7 @@ async def test_ready_on_a_queue_that_is_gone_says_so() -> None:
             await sender.ready()
 
 
-async def test_a_thread_waits_until_it_is_ready_or_out_of_time(address: str) -> None:
+async def test_blocking_ready_waits_for_the_admission_or_its_timeout(address: str) -> None:
     def probe() -> None:
         with blocking.TensorSender(address) as sender:
             with pytest.raises(TimeoutError):

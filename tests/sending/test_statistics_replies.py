@@ -58,7 +58,7 @@ async def test_requests_of_one_iteration_have_one_reply(address: str) -> None:
             receiver.sock.recv(1)
 
 
-async def test_a_receiver_that_requests_statistics_and_does_not_read_gets_one_reply_later(
+async def test_statistics_requests_of_a_receiver_that_does_not_read_get_one_reply(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with clogged(address) as (sender, receiver, sent):

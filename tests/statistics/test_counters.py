@@ -27,7 +27,7 @@ def test_each_wait_is_counted_by_the_first_bound_that_it_did_not_exceed(lasted: 
     assert waits.total_s == pytest.approx(sum(lasted))
 
 
-def test_the_bounds_of_waits_go_from_a_millisecond_to_a_minute() -> None:
+def test_the_bounds_of_waits_range_from_a_millisecond_to_a_minute() -> None:
     bounds = WaitCounter().waits().bounds_s
 
     assert (bounds[0], bounds[-1]) == (0.001, 60.0)
@@ -46,7 +46,7 @@ async def _begin(gate: Gate[None]) -> "asyncio.Task[Ticket[None]]":
     return task
 
 
-async def test_waits_count_when_they_end_granted_cancelled_or_failed_alike() -> None:
+async def test_waits_are_counted_when_granted_cancelled_or_failed() -> None:
     gate: Gate[None] = Gate(1)
     first = await gate.acquire(1)
     assert _waits(gate) == 0  # it did not wait
@@ -69,7 +69,7 @@ async def test_waits_count_when_they_end_granted_cancelled_or_failed_alike() -> 
     gate.release(ticket)
 
 
-async def test_what_is_taken_without_waiting_is_no_wait() -> None:
+async def test_an_immediate_acquire_is_not_counted_as_a_wait() -> None:
     gate: Gate[None] = Gate(2)
     assert gate.budget.try_request(1) is not None
     await gate.acquire(1)
@@ -104,7 +104,7 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("error", COUNTED, ids=lambda error: type(error).__qualname__)
-def test_errors_are_counted_by_names_of_a_set_that_does_not_grow(error: Exception) -> None:
+def test_errors_are_counted_under_a_fixed_set_of_names(error: Exception) -> None:
     tally = ErrorCounter()
     for _ in range(2):
         with pytest.raises(type(error)), tally:
@@ -144,7 +144,7 @@ def test_an_error_that_was_counted_is_not_kept() -> None:
     assert gone() is None
 
 
-def test_what_was_counted_cannot_be_changed_by_who_looks_at_it() -> None:
+def test_counts_returns_a_copy() -> None:
     tally = ErrorCounter()
     tally.add(ValueError())
     tally.counts()["other"] = 100

@@ -81,7 +81,7 @@ def run(folder: Path, *arguments: str) -> str:
     ).stdout
 
 
-def test_a_counter_that_one_line_declares_is_inspected_and_exported_and_survives_closing(
+def test_a_declared_counter_is_inspected_exported_and_kept_after_closing(
     copy_with_a_line_more: Path, tmp_path: Path
 ) -> None:
     address = f"unix://{tmp_path}/receiver"

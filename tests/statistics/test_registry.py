@@ -124,7 +124,7 @@ async def test_counts_include_the_waits_and_errors_of_calls_that_closing_fails(
         del waiting
 
 
-async def test_an_object_that_is_freed_without_closing_keeps_the_counts_that_were_read_last() -> None:
+async def test_an_object_freed_without_closing_keeps_its_last_read_counts() -> None:
     at = f"freed in {asyncio.get_running_loop()}"
     counted, _ = open_counted(5, at)
     assert answers_at(registry.collect(0.0), at) == 5
@@ -136,7 +136,7 @@ async def test_an_object_that_is_freed_without_closing_keeps_the_counts_that_wer
     assert answers_at(snapshot, at) == 5
 
 
-def test_an_object_whose_loop_is_closed_first_keeps_its_last_counts_and_is_not_read_again() -> None:
+def test_an_object_whose_loop_was_closed_first_keeps_its_last_counts() -> None:
     async def open_and_collect() -> Counted:
         counted, _ = open_counted(7, "closed loop")
         assert answers_at(registry.collect(0.0), "closed loop") == 7

@@ -57,7 +57,7 @@ def is_found(desk: Desk, tensor: torch.Tensor, number: int = 7) -> bool:
     return allocation is not None and allocation.can_carry(tensor)
 
 
-def test_an_allocated_tensor_and_its_contiguous_views_are_sent_where_they_lie(desk: Desk) -> None:
+def test_an_allocated_tensor_and_its_contiguous_views_are_sent_in_place(desk: Desk) -> None:
     desk.allocate((100,), number=6)  # so that the offsets differ
     tensor = desk.allocate((4, 6), torch.float32)
     tensor.copy_(torch.arange(24.0).reshape(4, 6))
@@ -78,9 +78,7 @@ def test_an_allocated_tensor_and_its_contiguous_views_are_sent_where_they_lie(de
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
-def test_a_tensor_of_any_dtype_is_allocated_and_seen_on_the_other_side(
-    desk: Desk, dtype: torch.dtype
-) -> None:
+def test_an_allocated_tensor_of_any_dtype_is_readable_at_the_receiver(desk: Desk, dtype: torch.dtype) -> None:
     source = random_tensor((3, 5), dtype)
     tensor = desk.allocate((3, 5), dtype)
     tensor.view(-1).view(torch.uint8).copy_(source.view(-1).view(torch.uint8))
@@ -96,7 +94,7 @@ def test_a_tensor_of_any_dtype_is_allocated_and_seen_on_the_other_side(
     assert bytes_of(opened.tensor) == bytes_of(source)
 
 
-def test_what_is_not_contiguous_in_allocated_memory_is_copied(desk: Desk) -> None:
+def test_non_contiguous_views_of_allocated_memory_are_copied(desk: Desk) -> None:
     tensor = desk.allocate((4, 6), torch.complex64)
     assert is_found(desk, tensor)
 
@@ -106,7 +104,7 @@ def test_what_is_not_contiguous_in_allocated_memory_is_copied(desk: Desk) -> Non
         assert not is_found(desk, view)
 
 
-def test_memory_that_nobody_allocated_here_is_copied(desk: Desk) -> None:
+def test_memory_that_was_not_allocated_here_is_copied(desk: Desk) -> None:
     tensor = desk.allocate((4, 6))
     other = Desk()
 
@@ -137,9 +135,7 @@ def test_each_of_several_blocks_is_found_by_its_own_number(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("way", ["numpy", "numpy slice", "detached", "buffer", "storage", "dlpack"])
-def test_whatever_way_a_view_of_allocated_memory_was_made_it_is_sent_where_it_lies(
-    desk: Desk, way: str
-) -> None:
+def test_any_kind_of_view_of_allocated_memory_is_sent_in_place(desk: Desk, way: str) -> None:
     tensor = desk.allocate((4, 6), torch.int32)
     match way:
         case "numpy":
@@ -160,14 +156,14 @@ def test_whatever_way_a_view_of_allocated_memory_was_made_it_is_sent_where_it_li
     assert is_found(desk, view)
 
 
-def test_an_empty_view_of_allocated_memory_travels_in_the_frame(desk: Desk) -> None:
+def test_an_empty_view_of_allocated_memory_is_sent_inline(desk: Desk) -> None:
     tensor = desk.allocate((4, 6))
 
     assert plan_placement(tensor[:0], desk.allocations) == Plan(0, None)
 
 
 @pytest.mark.parametrize("nbytes", [1, MAX_INLINE_BYTES, MAX_INLINE_BYTES + 1])
-def test_allocated_memory_is_never_copied_however_small_it_is(desk: Desk, nbytes: int) -> None:
+def test_allocated_tensors_of_any_size_are_sent_in_place(desk: Desk, nbytes: int) -> None:
     plan = plan_placement(desk.allocate((nbytes,)), desk.allocations)
 
     assert plan.new_bytes == 0
@@ -216,7 +212,7 @@ def test_a_forgotten_block_is_not_found(desk: Desk) -> None:
     assert desk.allocations.find(tensor) is None
 
 
-def test_a_new_block_at_an_old_address_is_the_new_block(desk: Desk) -> None:
+def test_a_reused_address_is_found_as_its_new_block(desk: Desk) -> None:
     addresses = set()
     for number in range(5):
         tensor = desk.allocate((MIB,), number=number)
@@ -266,7 +262,7 @@ def test_a_block_of_a_connection_that_ended_is_copied_and_stays_usable(desk: Des
     desk.take_back(7)
 
 
-def test_a_block_whose_peer_left_nothing_behind_is_sent_to_the_next_one(desk: Desk) -> None:
+def test_a_block_is_sent_in_place_after_the_arena_was_detached(desk: Desk) -> None:
     tensor = desk.allocate((4, 6))
     desk.arena.detach()
 

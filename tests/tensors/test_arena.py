@@ -49,7 +49,7 @@ def test_memory_stays_warm_for_the_next_block() -> None:
         assert arena.warm_bytes == 2 * MIB
 
 
-def test_a_block_counts_as_left_at_the_time_of_the_clock() -> None:
+def test_a_freed_block_becomes_idle_at_the_time_of_the_clock() -> None:
     clock = Clock()
     with arena_of(clock=clock) as arena:
         place = warm(place_in(arena, 2 * MIB))
@@ -61,7 +61,7 @@ def test_a_block_counts_as_left_at_the_time_of_the_clock() -> None:
         assert arena.warm_bytes == 0
 
 
-def test_a_small_block_that_leaves_a_chunk_to_others_does_not_make_it_idle() -> None:
+def test_a_chunk_with_another_block_is_not_idle() -> None:
     with arena_of() as arena:
         first, second = warm(place_in(arena, 1000)), place_in(arena, 1000)
         assert is_warm(second)
@@ -72,7 +72,7 @@ def test_a_small_block_that_leaves_a_chunk_to_others_does_not_make_it_idle() -> 
         assert arena.take_idle(1e9)[1] == [chunk(31)]
 
 
-def test_the_other_side_may_leave_and_the_next_one_gets_the_same_segment() -> None:
+def test_the_next_receiver_gets_the_same_segment_after_a_detach() -> None:
     with arena_of() as arena:
         place = warm(place_in(arena, MIB))
         place.segment.is_attached = True
@@ -83,7 +83,7 @@ def test_the_other_side_may_leave_and_the_next_one_gets_the_same_segment() -> No
         assert place_in(arena, MIB).segment is place.segment
 
 
-def test_memory_that_may_still_be_read_somewhere_is_never_handed_out_again() -> None:
+def test_blocks_of_a_retired_segment_are_never_allocated_again() -> None:
     with arena_of(4 * MIB) as arena:
         first, second = (warm(place_in(arena, 2 * MIB)) for _ in range(2))
         old = first.segment
@@ -106,7 +106,7 @@ def test_memory_that_may_still_be_read_somewhere_is_never_handed_out_again() -> 
         assert bool((view == 7).all())
 
 
-def test_a_retired_segment_is_closed_when_the_last_block_in_it_comes_back() -> None:
+def test_a_retired_segment_is_closed_when_its_last_block_is_freed() -> None:
     with arena_of() as arena:
         before = open_files()
         first, second = (warm(place_in(arena, MIB)) for _ in range(2))
@@ -125,7 +125,7 @@ def test_a_retired_segment_is_closed_when_the_last_block_in_it_comes_back() -> N
         assert place_in(arena, MIB) == newer
 
 
-def test_of_a_retired_segment_everything_is_free_but_what_either_side_may_use() -> None:
+def test_all_unused_pages_of_a_retired_segment_are_free() -> None:
     with arena_of() as arena:
         ours, theirs, both = (warm(place_in(arena, MIB)) for _ in range(3))
         arena.free(warm(place_in(arena, 5 * MIB)))
@@ -168,7 +168,7 @@ def test_every_segment_has_a_number_of_its_own() -> None:
         assert numbers == list(range(5))
 
 
-def test_idle_memory_is_looked_for_in_the_present_segment_alone() -> None:
+def test_take_idle_examines_the_current_segment_only() -> None:
     with arena_of() as arena:
         first, second = (warm(place_in(arena, MIB)) for _ in range(2))
         arena.free(second)
@@ -180,7 +180,7 @@ def test_idle_memory_is_looked_for_in_the_present_segment_alone() -> None:
         arena.free(first)
 
 
-def test_an_arena_beyond_all_addresses_is_an_error_of_the_system_and_leaves_nothing() -> None:
+def test_opening_an_unaddressable_segment_raises_os_error_and_leaks_nothing() -> None:
     before = open_files()
     for nbytes in (sys.maxsize, 1 << 62):
         segment = Segment(0, nbytes)
@@ -190,7 +190,7 @@ def test_an_arena_beyond_all_addresses_is_an_error_of_the_system_and_leaves_noth
     assert open_files() <= before
 
 
-def test_looking_for_idle_memory_is_no_work_for_what_was_never_warm() -> None:
+def test_take_idle_does_no_work_for_memory_that_was_never_warm() -> None:
     work = []
     for nbytes in (8 * MIB, 1 << 40):
         with segment_of(nbytes) as segment:
@@ -200,7 +200,7 @@ def test_looking_for_idle_memory_is_no_work_for_what_was_never_warm() -> None:
     assert work[0] == work[1]
 
 
-def test_closing_lets_go_of_every_segment_and_of_what_is_viewed_when_its_view_ends() -> None:
+def test_closing_an_arena_releases_its_segments_with_their_last_views() -> None:
     before = open_files()
     arena = Arena(4 * MIB, Clock())
     old = warm(place_in(arena, MIB))

@@ -74,9 +74,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of the first two
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
-def test_a_tensor_of_any_dtype_is_copied_bit_for_bit_either_way(
-    dtype: torch.dtype, view: str, helper: Executor
-) -> None:
+def test_a_tensor_of_any_dtype_is_copied_bit_for_bit(dtype: torch.dtype, view: str, helper: Executor) -> None:
     source = VIEWS[view](random_tensor((6, 50), dtype))
     expected = VIEWS[view](random_tensor((6, 50, dtype.itemsize)))  # the same, as bytes
 
@@ -115,7 +113,7 @@ def test_steps_cover_everything_once_and_get_no_longer(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1], ids=["below", "at", "above"])
-def test_a_second_thread_is_asked_for_what_is_large_and_for_nothing_else(more: int, helper: Executor) -> None:
+def test_only_large_copies_use_a_second_thread(more: int, helper: Executor) -> None:
     source = random_tensor((copying._SHARED_COPY_BYTES + more,))
     counting = Counting(helper)
 
@@ -125,7 +123,7 @@ def test_a_second_thread_is_asked_for_what_is_large_and_for_nothing_else(more: i
     assert counting.pieces == (more >= 0)
 
 
-def test_a_helper_that_comes_too_late_leaves_nothing_uncopied() -> None:
+def test_a_copy_is_complete_even_if_the_helper_starts_late() -> None:
     source = random_tensor((4 * MIB + 5,))
 
     assert copied(source, lambda s, place: copy_in_threads(s, place, wanted, Late())) == bytes_of(source)
@@ -179,7 +177,9 @@ def test_a_copy_ends_only_when_the_helper_has_ended_its_part(helper: Executor) -
     assert is_awaited.is_set()
 
 
-def test_what_is_gathered_in_pieces_arrives_whole(monkeypatch: pytest.MonkeyPatch, helper: Executor) -> None:
+def test_a_copy_gathered_in_several_boxes_is_complete(
+    monkeypatch: pytest.MonkeyPatch, helper: Executor
+) -> None:
     monkeypatch.setattr(gathering, "_BOX_BYTES", 1000)
     source = random_tensor((123, 457)).t()
 
@@ -237,7 +237,7 @@ class After:
 
 @pytest.mark.parametrize("looks", [0, 1, 5])
 @pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
-def test_a_copy_that_nobody_wants_any_more_stops_between_two_steps(
+def test_an_abandoned_copy_stops_between_two_steps(
     is_contiguous: bool, looks: int, monkeypatch: pytest.MonkeyPatch, helper: Executor
 ) -> None:
     monkeypatch.setattr(gathering, "_BOX_BYTES", 1000)
@@ -253,7 +253,7 @@ def test_a_copy_that_nobody_wants_any_more_stops_between_two_steps(
         assert bytes(place.view()) == b"\7" * (1000 * looks) + bytes(10_000 - 1000 * looks)
 
 
-def test_both_threads_stop_before_the_copy_is_given_up(helper: Executor) -> None:
+def test_both_threads_stop_before_an_abandoned_copy_raises(helper: Executor) -> None:
     source = random_tensor((16 * MIB,))
     begun, is_abandoned = threading.Barrier(2), threading.Event()
     first: set[int] = set()
@@ -296,7 +296,7 @@ def test_copies_in_a_thread_leave_no_memory_behind(helper: Executor) -> None:
         assert worker.submit(copy_often, 1500).result() - before < 8
 
 
-def test_what_was_abandoned_can_be_copied_again(helper: Executor) -> None:
+def test_an_abandoned_copy_can_be_repeated(helper: Executor) -> None:
     source = random_tensor((4 * MIB,))
     arena = Arena(source.nbytes, Clock())
     place = warm(place_in(arena, source.nbytes))

@@ -8,12 +8,12 @@ QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quin
 ALL = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
-def test_every_dtype_of_torch_travels_but_the_quantized_ones() -> None:
+def test_every_dtype_except_quantized_ones_can_be_sent() -> None:
     assert {dtype for dtype in ALL if dtype not in DTYPE_NAMES} == QUANTIZED
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_a_dtype_is_the_same_after_the_way_over_its_name(dtype: torch.dtype) -> None:
+def test_a_dtype_survives_the_conversion_to_its_name(dtype: torch.dtype) -> None:
     name = DTYPE_NAMES.get(dtype)
 
     assert name is not None
@@ -24,7 +24,7 @@ def test_a_dtype_is_the_same_after_the_way_over_its_name(dtype: torch.dtype) -> 
 @pytest.mark.parametrize(
     "name", ["", "Tensor", "os", "load", "torch.uint8", "UINT8", "qint8", "__doc__", "float"]
 )
-def test_a_name_that_is_not_in_the_table_is_refused_though_torch_may_have_it(name: str) -> None:
+def test_a_dtype_name_outside_the_table_is_refused(name: str) -> None:
     with pytest.raises(ProtocolError, match="unknown here"):
         dtype_from_name(name)
 

@@ -109,7 +109,7 @@ def test_one_element_is_read_whatever_its_strides(dtype: torch.dtype, strides: t
     ],
     ids=lambda source: f"shape {tuple(source.shape)} strides {source.stride()}",
 )
-def test_no_element_is_no_byte_whatever_its_strides(source: torch.Tensor) -> None:
+def test_a_tensor_without_elements_has_no_bytes_whatever_its_strides(source: torch.Tensor) -> None:
     assert joined(source) == b""
 
 
@@ -220,7 +220,7 @@ def test_misaligned_arrays_are_gathered_by_tiles() -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_gathering_goes_in_few_steps_none_of_which_takes_long(name: str) -> None:
+def test_gathering_takes_a_bounded_number_of_bounded_steps(name: str) -> None:
     shape, order = SHAPES[name]
     source = torch.empty(shape[0] * 20, *shape[1:], dtype=torch.float64).permute(order)
     boxes = Gathering(source, np.empty(source.nbytes, np.uint8)).boxes

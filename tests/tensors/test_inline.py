@@ -24,7 +24,7 @@ def place(source: torch.Tensor) -> bytes:
 
 @settings(max_examples=300, deadline=None)
 @given(shape=shapes, dtype=dtypes, seed=st.integers(0, 9))
-def test_a_tensor_is_the_same_after_its_way_in_a_frame(
+def test_an_inline_tensor_survives_the_round_trip(
     shape: tuple[int, ...], dtype: torch.dtype, seed: int
 ) -> None:
     source = random_tensor(shape, dtype, seed)
@@ -34,7 +34,7 @@ def test_a_tensor_is_the_same_after_its_way_in_a_frame(
     assert bytes_of(opened) == bytes_of(source)
 
 
-def test_a_slice_ships_its_own_bytes_in_row_major_order() -> None:
+def test_a_slice_is_encoded_as_its_own_bytes_in_row_major_order() -> None:
     source = torch.arange(100, dtype=torch.uint8).reshape(10, 10)[2:4, 5:7].t()
 
     assert place(source) == bytes([25, 35, 26, 36])
@@ -67,17 +67,17 @@ def test_one_element_is_the_same_whatever_its_strides(source: torch.Tensor) -> N
     ],
     ids=lambda source: f"shape {tuple(source.shape)} strides {source.stride()}",
 )
-def test_no_element_is_no_byte_whatever_its_strides(source: torch.Tensor) -> None:
+def test_a_tensor_without_elements_has_no_bytes_whatever_its_strides(source: torch.Tensor) -> None:
     assert place(source) == b""
 
 
-def test_a_conjugate_view_ships_the_values_that_it_shows() -> None:
+def test_conjugate_and_negative_views_are_encoded_as_the_values_that_they_show() -> None:
     assert place(torch.tensor([1 + 2j]).conj()) == place(torch.tensor([1 - 2j]))
     assert place(torch.tensor([1 + 2j]).conj().imag) == place(torch.tensor([-2.0]))
     assert place(torch._neg_view(torch.tensor([2.0]))) == place(torch.tensor([-2.0]))
 
 
-def test_a_parameter_ships_its_values() -> None:
+def test_a_parameter_is_encoded_by_its_values() -> None:
     assert place(torch.nn.Parameter(torch.tensor([2.0]))) == place(torch.tensor([2.0]))
 
 
@@ -102,7 +102,7 @@ def test_more_or_fewer_bytes_than_dtype_and_shape_need_are_refused(extra: int) -
         open_inline(bytes(12 + extra), torch.float32, (3,))
 
 
-def test_an_empty_tensor_has_no_bytes() -> None:
+def test_an_empty_tensor_with_bytes_is_rejected() -> None:
     with pytest.raises(ProtocolError, match="needs 0"):
         open_inline(b"x", torch.uint8, (0, 3))
 
@@ -110,7 +110,7 @@ def test_an_empty_tensor_has_no_bytes() -> None:
 # The table of openers
 
 
-def test_an_inline_tensor_lies_in_no_segment() -> None:
+def test_an_inline_tensor_belongs_to_no_segment() -> None:
     opened = open_tensor("inline", b"\x01\x02", "uint8", (2,), {})
 
     assert opened.tensor.tolist() == [1, 2]
@@ -132,7 +132,7 @@ def test_an_inline_tensor_lies_in_no_segment() -> None:
         ("arena", b"", "uint8", (1,), "by 0 bytes, which name no place"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_invalid_placements_payloads_dtypes_and_shapes_are_refused(
     placement: str, payload: bytes, dtype: str, shape: tuple[int, ...], reason: str
 ) -> None:
     with pytest.raises(ProtocolError, match=reason):
@@ -149,13 +149,13 @@ def test_an_empty_tensor_as_large_as_can_be_addressed_is_opened() -> None:
 
 
 @pytest.mark.parametrize("shape", [(MAX_INLINE_BYTES,), (0, 1 << 30), ()], ids=str)
-def test_a_small_or_empty_tensor_travels_in_the_frame(shape: tuple[int, ...]) -> None:
+def test_a_small_or_empty_tensor_is_placed_inline(shape: tuple[int, ...]) -> None:
     source = torch.empty(shape, dtype=torch.uint8)
 
     assert plan_placement(source, Allocations(print)) == Plan(0, None)
 
 
-def test_an_expanded_tensor_is_as_large_as_what_it_shows() -> None:
+def test_the_size_of_an_expanded_tensor_includes_all_its_elements() -> None:
     source = torch.zeros(1, dtype=torch.uint8).expand(MAX_INLINE_BYTES + 1)
 
     assert plan_placement(source, Allocations(print)) == Plan(MAX_INLINE_BYTES + 1, None)

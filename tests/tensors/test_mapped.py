@@ -37,7 +37,7 @@ from verification.processes import watch
 
 
 @given(segment=st.integers(0, 2**63 - 1), offset=st.integers(0, 2**40), inner=st.integers(0, 2**40))
-def test_the_other_side_reads_the_place_that_was_named(segment: int, offset: int, inner: int) -> None:
+def test_a_described_place_is_decoded_unchanged(segment: int, offset: int, inner: int) -> None:
     place = Extent(Segment(segment, MIB), offset, 64)
 
     assert WHERE.unpack(place.describe(inner)) == (segment, offset + inner)
@@ -54,7 +54,7 @@ def test_a_payload_that_names_no_place_is_refused(payload: bytes) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 @pytest.mark.parametrize("shape", [(1,), (), (3, 5), (2, 1, 3, 2)], ids=str)
-def test_a_tensor_is_the_same_on_the_other_side(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_a_copied_tensor_is_identical_at_the_receiver(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     source = random_tensor(shape, dtype)
     with arena_of(MIB) as arena:
         place_in(arena, 100)
@@ -71,7 +71,7 @@ def test_a_tensor_is_the_same_on_the_other_side(dtype: torch.dtype, shape: tuple
         assert bytes_of(tensor) == bytes_of(source)
 
 
-def test_both_sides_see_what_either_writes() -> None:
+def test_writes_are_visible_on_both_sides() -> None:
     with segment_of() as segment:
         tensor = other_side_of(segment).tensor(64, torch.int32, (2, 3)).tensor
         segment.memory[64:88] = struct.pack("6i", *range(6))
@@ -81,7 +81,7 @@ def test_both_sides_see_what_either_writes() -> None:
         assert bytes(segment.memory[84:88]) == struct.pack("i", -5)
 
 
-def test_what_was_opened_stays_for_as_long_as_a_view_of_it_lives_and_no_longer() -> None:
+def test_a_mapping_lives_exactly_as_long_as_a_view_of_it() -> None:
     before = open_files()
     with segment_of() as segment:
         mapped = other_side_of(segment)
@@ -104,7 +104,7 @@ def test_what_was_opened_stays_for_as_long_as_a_view_of_it_lives_and_no_longer()
     assert watch.memfds(os.getpid()) == 0
 
 
-def test_the_end_of_one_tensor_is_not_the_end_of_another_in_the_same_segment() -> None:
+def test_each_tensor_in_a_segment_is_freed_separately() -> None:
     with segment_of() as segment:
         mapped = other_side_of(segment)
         tensors = [mapped.tensor(offset, torch.uint8, (64,)) for offset in (0, 64, 0)]
@@ -207,7 +207,7 @@ def test_memory_whose_pages_cannot_be_returned_is_refused(seals: int, is_private
     assert open_files() == before
 
 
-def test_what_is_no_memory_at_all_is_refused() -> None:
+def test_a_descriptor_that_is_not_a_memfd_is_refused() -> None:
     reading_end, writing_end = os.pipe()
     null, this_file = os.open(os.devnull, os.O_RDONLY), os.open(__file__, os.O_RDONLY)
 
@@ -231,7 +231,7 @@ def test_a_segment_of_no_bytes_is_refused() -> None:
         open_segment(descriptor, 0)
 
 
-def test_memory_of_huge_pages_is_refused_since_a_hole_in_it_may_never_be_filled_again() -> None:
+def test_memory_with_huge_pages_is_refused() -> None:
     nbytes = 2 << 20
     with (
         memfd(nbytes, flags=os.MFD_HUGETLB | os.MFD_HUGE_2MB) as descriptor,
@@ -240,7 +240,7 @@ def test_memory_of_huge_pages_is_refused_since_a_hole_in_it_may_never_be_filled_
         open_segment(descriptor, nbytes)
 
 
-def test_a_segment_that_cannot_be_mapped_is_no_offence_but_a_lack() -> None:
+def test_a_segment_that_cannot_be_mapped_raises_os_error() -> None:
     before = open_files()
     with memfd(1 << 60) as descriptor, pytest.raises(OSError, match="Cannot allocate memory"):
         open_segment(descriptor, 1 << 60)

@@ -93,7 +93,7 @@ def test_the_locks_of_a_reader_last_as_long_as_its_mapping() -> None:
         assert present(seen) == set(range(1, PAGES))
 
 
-def test_no_page_returns_while_a_descriptor_of_the_publisher_is_on_its_way() -> None:
+def test_no_page_is_returned_while_a_publisher_descriptor_is_in_transit() -> None:
     with segment() as descriptor:
         sent = os.dup(descriptor)
         seen = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)

@@ -35,7 +35,7 @@ def bytes_given(segment: Segment) -> int:
 # A segment
 
 
-def test_nobody_can_change_the_size_of_a_segment_or_take_its_seals_off() -> None:
+def test_the_size_and_seals_of_a_segment_cannot_be_changed() -> None:
     with segment_of(MIB) as segment:
         for size in (0, MIB - 1, MIB + 1):
             with pytest.raises(PermissionError):
@@ -60,7 +60,7 @@ def test_a_segment_takes_no_memory_until_it_is_filled() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, mmap.PAGESIZE - 1, mmap.PAGESIZE, mmap.PAGESIZE + 1, 10 * MIB + 1])
-def test_a_segment_is_whole_pages_and_holds_what_was_asked_for(nbytes: int) -> None:
+def test_the_size_of_a_segment_is_rounded_up_to_whole_pages(nbytes: int) -> None:
     with segment_of(nbytes) as segment:
         assert segment.nbytes == whole_pages(nbytes) == os.fstat(segment.descriptor).st_size
         assert nbytes <= segment.nbytes < nbytes + mmap.PAGESIZE
@@ -68,7 +68,7 @@ def test_a_segment_is_whole_pages_and_holds_what_was_asked_for(nbytes: int) -> N
         assert segment.blocks.allocate(nbytes) is not None
 
 
-def test_a_segment_that_is_open_stays_as_it_is() -> None:
+def test_opening_an_open_segment_has_no_effect() -> None:
     with segment_of() as segment:
         before, files = segment.descriptor, open_files()
         segment.open()
@@ -77,7 +77,7 @@ def test_a_segment_that_is_open_stays_as_it_is() -> None:
         assert open_files() <= files
 
 
-def test_a_segment_that_was_never_opened_can_be_closed_and_so_can_a_closed_one() -> None:
+def test_closing_an_unopened_or_closed_segment_is_allowed() -> None:
     before = open_files()
     segment = Segment(0, MIB)
     segment.close()
@@ -121,7 +121,7 @@ def test_the_last_chunk_ends_where_the_segment_ends() -> None:
         assert bytes_given(segment) == 0
 
 
-def test_filling_what_holds_something_changes_nothing() -> None:
+def test_filling_preserves_existing_content() -> None:
     with segment_of() as segment:
         filled(segment, chunk(0))
         segment.memory[:5] = b"hello"
@@ -130,7 +130,7 @@ def test_filling_what_holds_something_changes_nothing() -> None:
         assert bytes(segment.memory[:5]) == b"hello"
 
 
-def test_memory_that_is_given_back_is_free_and_reads_as_zero_when_it_comes_again() -> None:
+def test_returned_memory_is_freed_and_reads_as_zero_when_reused() -> None:
     with segment_of() as segment:
         filled(segment, chunk(0), chunk(1), chunk(2))
         segment.memory[: 3 * MIB] = b"x" * (3 * MIB)
@@ -176,7 +176,7 @@ def test_all_pages_that_no_block_touches_are_free() -> None:
         assert segment.take_free() == []
 
 
-def test_there_is_something_idle_until_it_is_taken() -> None:
+def test_has_idle_is_true_until_idle_chunks_are_taken() -> None:
     with segment_of(2 * MIB) as segment:
         offset = segment.blocks.allocate(2 * MIB)
         assert offset is not None
@@ -239,7 +239,7 @@ def test_a_warm_chunk_is_idle_exactly_if_no_block_has_a_byte_in_it(
 # More addresses than memory
 
 
-def test_where_memory_would_exceed_its_limit_what_lies_idle_is_given_back_first() -> None:
+def test_idle_memory_is_returned_first_when_the_limit_would_be_exceeded() -> None:
     with segment_of(8 * MIB) as segment:
         first, second, third = (segment.blocks.allocate(MIB) for _ in range(3))
         assert (first, second, third) == (0, MIB, 2 * MIB)
@@ -257,7 +257,7 @@ def test_where_memory_would_exceed_its_limit_what_lies_idle_is_given_back_first(
         assert bytes_given(segment) == segment.warm.nbytes == 4 * MIB
 
 
-def test_no_more_memory_is_given_back_than_is_needed() -> None:
+def test_no_more_memory_is_returned_than_needed() -> None:
     with segment_of(8 * MIB) as segment:
         filled(segment, *map(chunk, range(4)))
         offset = segment.blocks.allocate(100)
@@ -270,7 +270,7 @@ def test_no_more_memory_is_given_back_than_is_needed() -> None:
         )
 
 
-def test_what_is_being_filled_counts_against_the_limit() -> None:
+def test_memory_being_filled_counts_against_the_limit() -> None:
     with segment_of(8 * MIB) as segment:
         filled(segment, chunk(7))
         offset = segment.blocks.allocate(MIB)
@@ -283,7 +283,7 @@ def test_what_is_being_filled_counts_against_the_limit() -> None:
         assert segment.prepare(MIB, MIB, 2 * MIB) == ([], [chunk(1)])
 
 
-def test_memory_is_not_given_back_from_a_chunk_that_is_being_filled() -> None:
+def test_memory_is_not_returned_from_a_chunk_being_filled() -> None:
     with segment_of(8 * MIB) as segment:
         _, cold = segment.prepare(0, 3 * MIB // 2, 8 * MIB)
         assert cold == [chunk(0), chunk(1)], "the second has room for other blocks"
@@ -301,7 +301,7 @@ def test_memory_is_not_given_back_from_a_chunk_that_is_being_filled() -> None:
         assert segment.take_free() == [rest]
 
 
-def test_a_view_outlives_its_segment_and_nothing_is_given_back_under_it() -> None:
+def test_a_view_outlives_its_segment_and_keeps_its_memory() -> None:
     with segment_of() as segment:
         filled(segment, chunk(0))
         view = segment.memory[:5]
@@ -312,7 +312,7 @@ def test_a_view_outlives_its_segment_and_nothing_is_given_back_under_it() -> Non
     assert bytes(view) == b"hello"
 
 
-def test_memory_is_mapped_when_it_is_first_written_where_the_kernel_cannot_do_it_ahead(
+def test_memory_is_mapped_on_first_write_without_madv_populate_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mapping, "_MADV_POPULATE_WRITE", 9999)
@@ -327,7 +327,7 @@ def test_memory_is_mapped_when_it_is_first_written_where_the_kernel_cannot_do_it
 # A machine that is short of something
 
 
-def test_a_segment_for_which_there_is_no_room_says_so_and_leaves_nothing_behind() -> None:
+def test_a_segment_above_the_file_size_limit_raises_os_error_without_leaks() -> None:
     before = open_files()
     segment = Segment(0, 2 * MIB)
     with lowered(resource.RLIMIT_FSIZE, MIB), pytest.raises(OSError, match="File too large"):
@@ -338,7 +338,7 @@ def test_a_segment_for_which_there_is_no_room_says_so_and_leaves_nothing_behind(
     segment.close()
 
 
-def test_a_segment_for_which_there_is_no_descriptor_says_so_and_leaves_nothing_behind() -> None:
+def test_a_segment_without_a_free_descriptor_raises_os_error_without_leaks() -> None:
     before = open_files()
     next_free = os.dup(0)
     os.close(next_free)
@@ -350,7 +350,7 @@ def test_a_segment_for_which_there_is_no_descriptor_says_so_and_leaves_nothing_b
     assert open_files() <= before
 
 
-def test_a_segment_that_has_no_room_for_its_addresses_says_so() -> None:
+def test_a_segment_above_the_address_space_raises_os_error() -> None:
     before = open_files()
     with pytest.raises(OSError, match="Cannot allocate memory"):
         Segment(0, 1 << 60).open()
@@ -358,7 +358,7 @@ def test_a_segment_that_has_no_room_for_its_addresses_says_so() -> None:
     assert open_files() <= before
 
 
-def test_memory_that_the_machine_does_not_have_is_an_error_and_not_warm(
+def test_a_failed_fill_raises_os_error_and_leaves_the_range_cold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(descriptor: int, start: int, length: int) -> None:

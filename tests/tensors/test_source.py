@@ -136,7 +136,7 @@ UNVIEWABLE: dict[str, Callable[[], npt.NDArray[np.generic]]] = {
 
 @pytest.mark.parametrize("make", UNVIEWABLE.values(), ids=UNVIEWABLE)
 @pytest.mark.parametrize("is_writable", [True, False], ids=["writable", "read-only"])
-def test_an_array_that_torch_cannot_view_is_taken_without_a_copy_and_gathered_later(
+def test_an_array_that_torch_cannot_view_is_gathered_without_an_earlier_copy(
     make: Callable[[], npt.NDArray[np.generic]], is_writable: bool
 ) -> None:
     array = make() if is_writable else read_only(make())
@@ -168,7 +168,7 @@ def test_an_array_of_no_elements_is_taken() -> None:
     assert as_source(np.zeros((0, 3), np.uint8)[:, ::-1]).shape == (0, 3)
 
 
-def test_what_speaks_dlpack_is_taken_without_a_copy() -> None:
+def test_a_dlpack_object_is_taken_without_a_copy() -> None:
     memory = torch.arange(6).reshape(2, 3)
     box = Box(memory)
     tensor = as_tensor(box)
@@ -199,7 +199,7 @@ def test_a_nested_tensor_is_refused(layout: torch.layout) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-def test_a_nested_tensor_is_to_be_sent_in_its_parts() -> None:
+def test_the_error_for_a_nested_tensor_suggests_unbind() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
 
     assert "tensor.unbind()" in refusal_of(nested)
@@ -233,7 +233,7 @@ def test_a_subclass_of_parameter_is_refused() -> None:
     assert "'Special'" in refusal_of(Special(torch.zeros(3)))
 
 
-def test_a_tensor_without_values_is_refused_and_not_advised_to_do_what_torch_refuses() -> None:
+def test_a_meta_tensor_is_refused_without_useless_advice() -> None:
     text = refusal_of(torch.empty(3, device="meta"))
 
     assert "meta device has no values" in text
@@ -317,7 +317,7 @@ def test_a_masked_array_is_refused_since_its_mask_would_be_lost() -> None:
 
 
 @pytest.mark.parametrize("error", [BufferError, RuntimeError, TypeError, ValueError])
-def test_what_cannot_be_exported_by_dlpack_is_refused_with_the_reason(error: type[Exception]) -> None:
+def test_a_failed_dlpack_export_is_refused_with_its_reason(error: type[Exception]) -> None:
     text = refusal_of(Box(torch.zeros(3), error("it is somewhere else")))
 
     assert "'Box'" in text
@@ -326,13 +326,13 @@ def test_what_cannot_be_exported_by_dlpack_is_refused_with_the_reason(error: typ
 
 
 @pytest.mark.parametrize("value", [b"bytes", [1, 2], 3.0, None, "path", np.float32(3)], ids=repr)
-def test_what_is_no_tensor_at_all_is_a_mistake_of_the_caller(value: object) -> None:
+def test_a_value_that_is_not_a_tensor_raises_type_error(value: object) -> None:
     with pytest.raises(TypeError, match="pass a torch tensor, a numpy array") as caught:
         as_source(value)  # type: ignore[arg-type]
 
     assert not isinstance(caught.value, UnsupportedTensorError)
 
 
-def test_a_list_of_tensors_is_told_how_a_message_is_sent() -> None:
+def test_the_error_for_a_list_of_tensors_suggests_message() -> None:
     with pytest.raises(TypeError, match=r"sender\.message\(\)"):
         as_source([torch.zeros(3)])  # type: ignore[arg-type]

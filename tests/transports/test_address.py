@@ -77,7 +77,7 @@ def test_an_address_that_names_no_socket_is_refused(address: str, scheme: str) -
         ("/" + "%78" * 106, "/" + "x" * 106),
     ],
 )
-def test_an_address_names_a_path_as_other_urls_do(scheme: str, written: str, path: str) -> None:
+def test_the_path_of_an_address_is_decoded_like_that_of_a_url(scheme: str, written: str, path: str) -> None:
     assert socket_path(f"{scheme}://{written}", scheme) == path
 
 
@@ -89,9 +89,7 @@ NAMES = {"percent": b"100%25", "words": b"two words", "no UTF-8": b"\xff\xfe", "
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_tensors_and_messages_meet_at_the_very_file_that_an_address_names(
-    name: str, path: Path
-) -> None:
+async def test_tensors_and_messages_use_the_exact_file_of_an_address(name: str, path: Path) -> None:
     for form in (quote, os.fsdecode):
         if form is os.fsdecode and name in ("question", "percent"):
             continue  # which has to be quoted
@@ -123,7 +121,7 @@ async def _meet(written: str, file: bytes) -> None:
     assert not _is_there(file)
 
 
-def test_the_doctor_looks_at_the_very_folder_that_an_address_names(path: Path) -> None:
+def test_the_doctor_checks_the_exact_folder_of_an_address(path: Path) -> None:
     (path.parent / "two words").mkdir(mode=0o700)
     context = doctor.make_context("doctor", ["--address", f"unix://{path.parent}/two%20words/s"])
     assert context.params["address"] == path.parent / "two words" / "s"

@@ -45,7 +45,7 @@ async def test_the_largest_record_arrives_whole(pair: tuple[End, socket.socket])
     assert far.recv(2 * MAX_RECORD_BYTES) == record
 
 
-async def test_a_record_that_is_too_long_arrives_cut_off_but_too_long_and_the_next_one_whole(
+async def test_an_oversized_record_is_truncated_and_the_next_one_is_intact(
     pair: tuple[End, socket.socket],
 ) -> None:
     end, far = pair
@@ -56,7 +56,7 @@ async def test_a_record_that_is_too_long_arrives_cut_off_but_too_long_and_the_ne
     assert await end.read() == b"next"
 
 
-async def test_what_arrives_in_many_records_leaves_the_loop_to_others_in_between(
+async def test_reading_many_records_yields_to_the_event_loop(
     pair: tuple[End, socket.socket],
 ) -> None:
     end, far = pair
@@ -83,7 +83,7 @@ async def test_descriptors_travel_with_their_record_and_the_caller_keeps_its_own
     os.close(arrived)
 
 
-async def test_descriptors_that_arrive_are_given_with_their_record_and_to_no_child(
+async def test_received_descriptors_accompany_their_record_and_are_not_inheritable(
     pair: tuple[End, socket.socket],
 ) -> None:
     end, far = pair
@@ -109,7 +109,7 @@ async def test_other_ancillary_data_is_not_taken_for_descriptors() -> None:
     end.transport.close()
 
 
-def test_descriptors_for_which_there_is_no_room_are_missing_and_the_record_is_not(
+def test_a_record_arrives_without_descriptors_that_cannot_be_received(
     sockets: tuple[socket.socket, socket.socket],
 ) -> None:
     near, far = sockets
@@ -125,7 +125,7 @@ def test_a_reader_returns_none_while_there_is_no_record(sockets: tuple[socket.so
     assert RecordReader(sockets[0]).read() is None
 
 
-def test_an_empty_record_is_no_end_and_carries_its_descriptors(
+def test_an_empty_record_is_not_the_end_and_carries_its_descriptors(
     sockets: tuple[socket.socket, socket.socket],
 ) -> None:
     near, far = sockets
@@ -142,7 +142,7 @@ def test_an_empty_record_is_no_end_and_carries_its_descriptors(
 
 
 @pytest.mark.parametrize("behind", [[], [b"last"], [b"", b"last", b""]], ids=len)
-async def test_an_empty_record_is_no_end_also_when_the_other_side_has_closed(behind: list[bytes]) -> None:
+async def test_an_empty_record_is_not_the_end_even_if_the_peer_has_closed(behind: list[bytes]) -> None:
     near, far = record_pair()
     for record in (b"", *behind):
         far.send(record)
@@ -156,7 +156,7 @@ async def test_an_empty_record_is_no_end_also_when_the_other_side_has_closed(beh
     assert [record for record in read if record] == [record for record in behind if record]
 
 
-async def test_a_record_beyond_the_limit_of_the_queue_is_refused_and_its_descriptors_are_not_kept() -> None:
+async def test_a_record_beyond_the_queue_limit_raises_and_keeps_no_descriptors() -> None:
     near, far = record_pair()
     end = end_of(near, max_unsent_bytes=100_000)
     reading_end, writing_end = os.pipe()
@@ -204,7 +204,7 @@ async def test_writing_does_not_block_on_a_socket_that_another_process_made_bloc
         end.transport.close()
 
 
-async def test_a_record_that_cannot_be_queued_because_no_descriptor_is_left_is_refused(
+async def test_queueing_a_record_raises_when_its_descriptors_cannot_be_duplicated(
     pair: tuple[End, socket.socket],
 ) -> None:
     end, far = pair
@@ -280,7 +280,7 @@ async def test_a_handler_may_set_another_one_while_it_handles_a_record() -> None
 # A full socket
 
 
-async def test_records_that_a_full_socket_does_not_accept_are_sent_in_order_once_it_does(
+async def test_records_that_a_full_socket_does_not_accept_are_sent_later_in_order(
     pair: tuple[End, socket.socket],
 ) -> None:
     end, far = pair

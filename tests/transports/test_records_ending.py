@@ -163,7 +163,7 @@ async def test_nothing_is_reported_after_closing(pair: tuple[End, socket.socket]
     assert end.arrived.empty()
 
 
-async def test_closing_in_the_turn_in_which_the_socket_became_full_leaves_nothing_to_watch(
+async def test_closing_right_after_the_socket_became_full_removes_the_watcher(
     pair: tuple[End, socket.socket],
 ) -> None:
     end, _ = pair

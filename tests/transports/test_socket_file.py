@@ -80,7 +80,7 @@ async def test_a_folder_that_this_user_may_not_use_is_a_permission_error(
 
 @needs_root
 @pytest.mark.parametrize("scheme", LISTENERS)
-async def test_the_stale_socket_of_another_user_is_in_the_way_and_stays(scheme: str, path: Path) -> None:
+async def test_the_stale_socket_of_another_user_is_not_removed(scheme: str, path: Path) -> None:
     leave_stale(path)
     path.chmod(0o600)
     path.parent.chmod(0o777)
@@ -168,7 +168,7 @@ async def test_a_child_forked_while_the_folder_is_locked_has_neither_the_socket_
 
 @forks
 @pytest.mark.parametrize("scheme", [*LISTENERS, "tcp"])
-async def test_a_child_forked_as_soon_as_somebody_listens_does_not_listen(scheme: str, path: Path) -> None:
+async def test_a_child_forked_by_a_listening_process_does_not_listen(scheme: str, path: Path) -> None:
     before = _open_descriptors()
     listener = LISTENERS[scheme](path) if scheme in LISTENERS else MessageServer("tcp://127.0.0.1:0", int)
     async with listener:

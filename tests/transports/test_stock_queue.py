@@ -162,7 +162,7 @@ async def test_a_sender_names_an_address_on_the_queue_and_the_receiver_connects_
     await end.was_lost.wait()
 
 
-async def test_a_request_that_a_receiver_has_read_before_it_ended_is_made_again(
+async def test_a_connection_request_lost_with_a_receiver_is_repeated(
     queue: StockQueue, accepting: _Failing, connecting: Connecting
 ) -> None:
     connecting.connector.connect()
@@ -223,7 +223,7 @@ async def test_a_sender_waits_for_a_receiver_of_its_user(
     assert await (await accepting.accepted.get()).read() == b"introduction 1"
 
 
-async def test_a_sender_and_a_receiver_without_descriptors_meet_when_there_are_some() -> None:
+async def test_a_connection_is_made_once_descriptors_are_available() -> None:
     assert await in_child(_meet_without_descriptors, "receiver") == ["answering_failed", "introduction 1"]
     assert await in_child(_meet_without_descriptors, "sender") == ["connecting_failed", "introduction 1"]
 
@@ -377,7 +377,7 @@ async def test_parts_of_records_of_several_senders_may_alternate(
         assert await other.end.read() == b"other, second, "
 
 
-async def test_a_record_that_is_too_long_is_passed_on_with_one_byte_too_many(
+async def test_an_oversized_record_is_truncated_to_one_byte_above_the_limit(
     queue: StockQueue, listener: StockListener, accepting: _Failing
 ) -> None:
     async with _bare_sender(queue, accepting) as sender:
@@ -420,7 +420,7 @@ async def test_descriptors_wait_for_their_record_and_are_closed_with_the_connect
     ],
     ids=["a missing chunk", "an unknown kind", "no descriptors", "descriptors without records"],
 )
-async def test_a_sender_that_breaks_the_rules_loses_its_connection_alone(
+async def test_a_violation_of_a_sender_closes_only_its_own_connection(
     say: Callable[[_BareSender], None],
     reason: str,
     queue: StockQueue,
@@ -442,7 +442,7 @@ def _send_pipes(sock: socket.socket, count: int) -> None:
         socket.send_fds(sock, [b"D"], [0])
 
 
-async def test_the_end_of_a_sender_is_reported_after_its_records_although_others_go_on_writing(
+async def test_the_end_of_a_sender_is_reported_while_other_senders_keep_writing(
     queue: StockQueue, listener: StockListener, accepting: _Failing
 ) -> None:
     async with _bare_sender(queue, accepting) as other:

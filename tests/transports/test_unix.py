@@ -24,7 +24,7 @@ _FULL_DELAY_S = 0.01  # while the backlog is full
 # Connecting
 
 
-async def test_records_go_both_ways_after_the_introduction(path: Path) -> None:
+async def test_records_are_exchanged_in_both_directions_after_the_hello(path: Path) -> None:
     async with listening(path) as receiver:
         with connecting(path) as sender:
             near, far = sender.connections[0], await receiver.accepted.get()
@@ -37,7 +37,7 @@ async def test_records_go_both_ways_after_the_introduction(path: Path) -> None:
         assert near.lost == []
 
 
-async def test_both_ends_know_the_process_of_the_other(path: Path) -> None:
+async def test_both_ends_know_the_pid_of_the_peer(path: Path) -> None:
     async with listening(path) as receiver:
         with connecting(path) as sender:
             far = await receiver.accepted.get()
@@ -53,7 +53,7 @@ async def test_a_sender_that_is_first_connects_when_the_receiver_appears(path: P
             assert await (await receiver.accepted.get()).read() == b"introduction 1"
 
 
-async def test_a_sender_finds_the_next_receiver_and_introduces_itself_again(path: Path) -> None:
+async def test_a_sender_connects_to_the_next_receiver_and_repeats_its_hello(path: Path) -> None:
     async with listening(path) as first:
         with connecting(path) as sender:
             assert await (await first.accepted.get()).read() == b"introduction 1"
@@ -64,7 +64,7 @@ async def test_a_sender_finds_the_next_receiver_and_introduces_itself_again(path
                 assert await (await second.accepted.get()).read() == b"introduction 2"
 
 
-async def test_a_connection_without_an_introduction_is_closed_and_the_first_attempt_raises(
+async def test_a_failed_hello_closes_the_connection_and_raises_at_the_first_attempt(
     path: Path,
 ) -> None:
     async with listening(path) as receiver:
@@ -76,7 +76,7 @@ async def test_a_connection_without_an_introduction_is_closed_and_the_first_atte
         sender.close()
 
 
-async def test_a_sender_that_cannot_introduce_itself_tries_again_and_logs_that_once(
+async def test_a_failed_hello_is_retried_and_logged_once(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with connecting(path) as sender:
@@ -126,7 +126,7 @@ async def test_a_sender_polls_with_growing_delays_only_while_there_is_no_receive
             assert len(delays) == count
 
 
-async def test_the_delay_begins_again_after_a_connection_that_lasted(path: Path) -> None:
+async def test_the_delay_is_reset_after_a_lasting_connection(path: Path) -> None:
     async with listening(path) as receiver:
         with connecting(path) as sender:
             far = await receiver.accepted.get()
@@ -137,7 +137,7 @@ async def test_the_delay_begins_again_after_a_connection_that_lasted(path: Path)
                 assert delays == _DELAYS_S[:1]
 
 
-async def test_the_delay_begins_again_after_a_connection_that_lasted_and_was_closed_by_this_side(
+async def test_the_delay_is_reset_after_a_lasting_connection_that_this_side_closed(
     path: Path,
 ) -> None:
     async with listening(path) as receiver:
@@ -157,7 +157,7 @@ async def test_the_delay_begins_again_after_a_connection_that_lasted_and_was_clo
                 assert delays == _DELAYS_S[:1]
 
 
-async def test_a_receiver_that_closes_every_connection_at_once_is_tried_less_and_less_often(
+async def test_delays_grow_while_the_receiver_closes_every_connection(
     path: Path,
 ) -> None:
     async with listening(path) as receiver:
@@ -185,7 +185,7 @@ async def test_a_sender_tries_a_full_backlog_at_a_steady_rate(path: Path) -> Non
                 assert not sender.connector.is_backlogged
 
 
-async def test_a_sender_that_is_not_told_to_reconnect_connects_on_demand(path: Path) -> None:
+async def test_a_sender_without_automatic_reconnection_connects_on_demand(path: Path) -> None:
     async with listening(path) as receiver:
         with recorded_delays() as delays, connecting(path) as sender:
             sender.connector.connect_now()
@@ -289,7 +289,7 @@ async def test_the_socket_of_a_dead_receiver_is_taken_over(path: Path) -> None:
             await sender.next_connection.get()
 
 
-async def test_the_place_of_a_living_receiver_is_refused(path: Path) -> None:
+async def test_listening_at_the_address_of_a_running_receiver_raises_usage_error(path: Path) -> None:
     async with listening(path) as receiver:
         with connecting(path) as sender:
             with pytest.raises(UsageError, match="another object listens at"):
@@ -300,7 +300,7 @@ async def test_the_place_of_a_living_receiver_is_refused(path: Path) -> None:
             assert path.exists()
 
 
-async def test_a_living_receiver_is_told_from_a_dead_one_also_when_it_is_too_busy_to_accept(
+async def test_a_receiver_too_busy_to_accept_is_not_mistaken_for_a_dead_one(
     path: Path,
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as busy:
@@ -314,7 +314,7 @@ async def test_a_living_receiver_is_told_from_a_dead_one_also_when_it_is_too_bus
 
 
 @pytest.mark.parametrize("kind", ["file", "link to a file", "folder", "socket of another kind"])
-async def test_what_is_no_receivers_socket_is_never_removed(kind: str, path: Path) -> None:
+async def test_a_file_that_is_not_the_socket_of_a_receiver_is_never_removed(kind: str, path: Path) -> None:
     other = path.with_name("other")
     stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     if kind == "file":

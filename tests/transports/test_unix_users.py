@@ -129,9 +129,7 @@ async def test_a_sender_refuses_a_path_of_another_user_where_nothing_accepts(
 
 @needs_root
 @pytest.mark.parametrize("listens", [True, False], ids=["full", "silent"])
-async def test_a_sender_that_waits_refuses_another_user_who_takes_the_path_and_accepts_nothing(
-    listens: bool, path: Path
-) -> None:
+async def test_a_waiting_sender_refuses_a_socket_that_another_user_creates(listens: bool, path: Path) -> None:
     with connecting(path) as sender:
         async with squatting(path, socket.SOCK_SEQPACKET, listens=listens):
             async with asyncio.timeout(_PATIENCE_S):

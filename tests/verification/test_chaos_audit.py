@@ -69,12 +69,14 @@ def _fault(kind: FaultKind, target: int | None = 0, for_ms: float = 1.0) -> Faul
         ([Broken("a bound")], [], "a bound"),
     ],
 )
-def test_what_must_not_be_is_found(sent: Sequence[Event], received: Sequence[Event], said: str) -> None:
+def test_impossible_outcomes_of_messages_are_found(
+    sent: Sequence[Event], received: Sequence[Event], said: str
+) -> None:
     [problem] = _problems(sent, received)
     assert said in problem
 
 
-def test_what_is_explained_by_the_round_is_no_problem() -> None:
+def test_outcomes_that_the_round_explains_are_not_problems() -> None:
     asked = Answered("s", 0, 0, "PeerLostError")
     assert not _problems(SENT, [TAKEN, ANSWER])
     assert not _problems(SENT, [asked], _fault(FaultKind.KILL, None), losses=1)
@@ -173,14 +175,14 @@ def _question(how: str = "request", wish: str = "answer", fate: str = "") -> Ord
         (_question(), ASKED, [Heard(8), TAKEN], "server wrote"),
     ],
 )
-def test_what_must_not_become_of_a_question_is_found(
+def test_impossible_outcomes_of_requests_are_found(
     order: Order, asked: Sequence[Event], served: Sequence[Event], said: str
 ) -> None:
     [problem] = _problems_of_question(order, asked, served)
     assert said in problem
 
 
-def test_what_is_explained_by_the_round_is_no_problem_of_a_question() -> None:
+def test_outcomes_of_requests_that_the_round_explains_are_not_problems() -> None:
     lost = [ASKED[0], Ended(8, "PeerLostError")]
     failed = [ASKED[0], Ended(8, "RemoteError", "HandlerError: raise")]
     assert not _problems_of_question(_question(), ASKED, [Heard(8), Replied(8)])

@@ -113,7 +113,7 @@ def _fault(kind: FaultKind, target: int | None = 0, for_ms: float = 1.0) -> Faul
         (_published(1), [*_received(0), Taken(0, "s", 0, 0)], "subscriber wrote"),
     ],
 )
-def test_what_must_not_happen_to_a_publication_is_found(
+def test_impossible_outcomes_of_publications_are_found(
     published: Sequence[Event], received: Sequence[Event], said: str
 ) -> None:
     assert any(said in problem for problem in _problems([ADMITTED, *published], received))
@@ -133,7 +133,9 @@ def test_what_must_not_happen_to_a_publication_is_found(
         (_order(), [Began(0, 1), Ended(0, "PeerLostError")], "nothing that happened"),
     ],
 )
-def test_what_must_not_become_of_a_call_is_found(order: Order, events: Sequence[Event], said: str) -> None:
+def test_impossible_outcomes_of_publish_calls_are_found(
+    order: Order, events: Sequence[Event], said: str
+) -> None:
     assert any(said in problem for problem in _problems(events, _received(0)[:0], order=order))
 
 
@@ -152,7 +154,7 @@ def test_a_cancelled_call_publishes_nothing() -> None:
         (Counted("p", "s", 2, 0), _received(0, 2), False),
     ],
 )
-def test_a_subscriber_misses_what_the_publisher_has_dropped(
+def test_missed_publications_must_match_those_that_the_publisher_dropped(
     counted: Counted, received: Sequence[Event], *, is_right: bool
 ) -> None:
     problems = _problems([ADMITTED, *_published(3), counted], [*received, END], slow="drop")
@@ -215,7 +217,7 @@ def test_only_a_long_silence_between_hosts_ends_a_connection(fault: Fault, *, ex
     assert _problems(published, [*_received(0), Received(8, "p", 2, 1)], fault, family="remote subscriber")
 
 
-def test_what_is_explained_by_the_round_is_no_problem() -> None:
+def test_outcomes_that_the_round_explains_are_not_problems() -> None:
     admitted = [ADMITTED, *_published(3)]
     again = [*_received(0), Disconnected("PeerLostError"), Received(8, "p", 2, 1), END]
     assert not _problems(admitted, _received(0, 1, 2))

@@ -53,7 +53,7 @@ def _question(how: str = "request", wish: str = "answer") -> Order:
     ],
 )
 @pytest.mark.parametrize("kind", [FaultKind.ATTACK, FaultKind.CLOCK])
-def test_what_must_not_become_of_a_question_to_several_engines_is_found(
+def test_impossible_outcomes_of_requests_to_several_engines_are_found(
     order: Order, asked: Sequence[Event], heard: Sequence[Sequence[Event]], said: str, kind: FaultKind
 ) -> None:
     [problem] = _problems(order, asked, heard, _fault(kind, ENGINE))
@@ -61,7 +61,7 @@ def test_what_must_not_become_of_a_question_to_several_engines_is_found(
 
 
 @pytest.mark.parametrize(("kind", "target"), [(FaultKind.KILL, ENGINE), (FaultKind.PARTITION, None)])
-def test_no_fault_explains_that_two_engines_heard_a_question(kind: FaultKind, target: int | None) -> None:
+def test_no_fault_explains_a_request_that_two_engines_received(kind: FaultKind, target: int | None) -> None:
     heard = [[Heard(8)], [Heard(8)]]
     assert _problems(_question(), ASKED, heard, _fault(kind, target))
     assert _problems(_question(), ASKED[:1], heard, _fault(kind, target), is_killed=True)

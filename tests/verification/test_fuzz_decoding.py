@@ -90,7 +90,7 @@ def test_recorded_cases_do_not_harm_the_decoder_of_messages() -> None:
 @ways
 @settings(deadline=None, database=None, print_blob=True)
 @given(source=st.binary(max_size=800))
-def test_the_same_bytes_always_decide_the_same_conversation(to: str, source: bytes) -> None:
+def test_a_conversation_is_determined_by_its_bytes(to: str, source: bytes) -> None:
     said = conversation(FromBytes(source), to)
     assert conversation(FromBytes(source), to) == said
     for step in said.steps:

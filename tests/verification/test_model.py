@@ -61,7 +61,7 @@ def test_an_allocation_may_get_memory_that_a_closing_receiver_releases(name: str
         machine.teardown()
 
 
-def test_a_subscriber_is_found_behind_the_records_for_a_publisher_that_has_closed() -> None:
+def test_a_subscriber_is_admitted_after_records_for_a_closed_publisher() -> None:
     machine = BROADCASTS["8 subscribers, queue, asyncio"]()
     limits: Any = _Choices(Limits("drop", 2, 0, None, None, None, 256 << 10))
     try:
@@ -130,7 +130,7 @@ def test_a_round_without_a_difference_ends_with_status_0() -> None:
     assert text.startswith("seed 7\nrounds of up to 20 sequences: 1, in ")
 
 
-def test_a_difference_is_printed_with_its_sequence_and_the_command_that_repeats_it(
+def test_a_difference_is_printed_with_its_sequence_and_a_command_to_repeat_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(MACHINES, _QUEUE, _WrongModel)
@@ -158,7 +158,7 @@ def test_a_run_over_one_link_is_repeated_over_it(monkeypatch: pytest.MonkeyPatch
     assert text.endswith("--seed 7 --link tcp --round 0\n")
 
 
-def test_an_error_that_nothing_raises_is_printed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_about_an_unawaited_coroutine_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MACHINES, _QUEUE, _Forgetful)
     status, text = _run("--seed", "7", "--round", "0")
     assert status == 1

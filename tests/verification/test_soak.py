@@ -77,7 +77,7 @@ def test_a_run_in_which_nothing_grows_passes() -> None:
         ("mappings", 0.1),
     ],
 )
-def test_a_run_fails_in_which_one_number_of_one_process_grows(number: str, rate: float) -> None:
+def test_growth_of_one_quantity_in_one_process_fails_the_run(number: str, rate: float) -> None:
     report = made_up(**{number: rate})
     growing = [(one.quantity, one.link, one.process) for one in report.judgements if one.grows]
     assert growing == [(number.replace("_", " "), "unix", "engine")]
@@ -90,7 +90,7 @@ def test_a_run_that_is_too_short_is_not_judged() -> None:
     assert passes(report)
 
 
-def test_a_run_fails_that_leaves_something_behind_or_in_which_something_went_wrong() -> None:
+def test_leftovers_and_failures_fail_the_run() -> None:
     left = leftovers(
         {"unix": {"engine": {"leases": 1, "bytes": 7}, "sender 1": {"free runs": 1, "permits": 2}}}
     )

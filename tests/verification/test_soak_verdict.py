@@ -83,7 +83,7 @@ def test_the_fast_sawtooth_of_a_pool_is_flat(seed: int, count: int, longest: int
 
 @same_each_time
 @given(seeds, counts)
-def test_what_is_filled_in_the_warm_up_and_then_stays_is_flat(seed: int, count: int) -> None:
+def test_a_quantity_that_grows_only_during_the_warm_up_is_flat(seed: int, count: int) -> None:
     random = Random(seed)
     filled = [min(index / count / WARM_UP, 1.0) for index in range(count)]
     assert not judged([1000 * share + random.random() for share in filled])
@@ -91,14 +91,14 @@ def test_what_is_filled_in_the_warm_up_and_then_stays_is_flat(seed: int, count: 
 
 @same_each_time
 @given(seeds, counts)
-def test_what_shrinks_is_flat(seed: int, count: int) -> None:
+def test_a_decreasing_quantity_is_flat(seed: int, count: int) -> None:
     random = Random(seed)
     assert not judged([-100.0 * index / count + random.random() for index in range(count)])
 
 
 @same_each_time
 @given(seeds, st.integers(100, 600))
-def test_samples_that_come_unevenly_change_nothing(seed: int, count: int) -> None:
+def test_uneven_sampling_does_not_affect_the_verdict(seed: int, count: int) -> None:
     random = Random(seed)
     at = sorted(random.uniform(0, 600) for _ in range(count))
     assert not judged([random.random() for _ in at], at)
@@ -110,7 +110,7 @@ def test_too_few_samples_are_not_judged(count: int) -> None:
     assert trend(times(count), [float(index) for index in range(count)]) is None
 
 
-def test_the_growth_is_that_of_the_time_after_the_warm_up() -> None:
+def test_growth_is_measured_after_the_warm_up() -> None:
     found = trend(times(400), [float(index) for index in range(400)])
     assert found is not None
     assert found.growth == pytest.approx(300, rel=0.01)

@@ -29,7 +29,7 @@ def test_the_installed_vllm_is_the_tested_release_and_uses_the_torch_of_this_env
     assert not torch.version.cuda
 
 
-def test_nothing_beside_vllm_brings_cuda_or_another_torch() -> None:
+def test_vllm_is_installed_without_cuda_or_another_torch() -> None:
     folder = Path(vllm.__file__).parents[1]
     names = {distribution.name.lower() for distribution in distributions(path=[str(folder)])}
     assert "vllm" in names
@@ -79,7 +79,7 @@ def test_modules_import_without_a_gpu(name: str) -> None:
         (MultiprocExecutor, ["vllm_config", "monitor_workers"]),
     ],
 )
-def test_signatures(function: Callable[..., Any], expected: list[str]) -> None:
+def test_signatures_of_vllm_are_unchanged(function: Callable[..., Any], expected: list[str]) -> None:
     assert parameters(function) == expected
 
 

@@ -108,7 +108,7 @@ def test_an_error_of_a_worker_is_raised_as_by_vllm(tmp_path: Path) -> None:
         executor.collective_rpc("no such method")
 
 
-def test_a_call_without_an_answer_has_a_limit(tmp_path: Path) -> None:
+def test_a_call_without_an_answer_times_out(tmp_path: Path) -> None:
     with (
         executing(config_of(tmp_path)) as executor,
         pytest.raises(TimeoutError, match="RPC call to pause timed out"),

@@ -133,7 +133,7 @@ def test_only_the_documented_names_are_replaced_once(caplog: pytest.LogCaptureFi
     }
 
 
-def test_a_queue_of_vllm_is_used_as_before() -> None:
+def test_a_stock_queue_keeps_the_tensor_ipc_of_vllm() -> None:
     """The process that started the engines may not have known this version."""
     plugin.register()
     stock = multiprocessing.get_context("spawn").Queue()

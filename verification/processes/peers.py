@@ -174,12 +174,14 @@ class Peer:
 
 
 @asynccontextmanager
-async def peers(endpoint: Endpoint, count: int, method: str = "forkserver") -> AsyncIterator[list[Peer]]:
-    """Start children, and end them when the block ends."""
+async def peers(
+    endpoint: Endpoint, count: int, method: str = "forkserver", first: Callable[[], None] | None = None
+) -> AsyncIterator[list[Peer]]:
+    """Start children, and end them when the block ends; the arguments are those of `Peer`."""
     started: list[Peer] = []
     try:
         for _ in range(count):
-            started.append(Peer(endpoint, method=method))
+            started.append(Peer(endpoint, method=method, first=first))
         yield started
     finally:
         for peer in started:

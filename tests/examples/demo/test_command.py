@@ -30,7 +30,7 @@ def test_a_limit_of_zero_is_refused_by_name(option: str) -> None:
     assert option in result.output
 
 
-def test_a_queue_with_several_workers_is_refused_with_what_to_do() -> None:
+def test_a_queue_with_several_workers_is_a_usage_error() -> None:
     result = CliRunner().invoke(demo, ["--link", "queue", "--workers", "2"])
 
     assert result.exit_code == 2
@@ -38,7 +38,7 @@ def test_a_queue_with_several_workers_is_refused_with_what_to_do() -> None:
     assert "--link unix" in result.output
 
 
-def test_a_file_that_does_not_exist_is_named_before_anything_starts(tmp_path: Path) -> None:
+def test_a_missing_file_is_a_usage_error(tmp_path: Path) -> None:
     result = CliRunner().invoke(demo, [str(tmp_path / "no.mp4")], env={"COLUMNS": "1000"})
 
     assert result.exit_code == 2
@@ -46,7 +46,7 @@ def test_a_file_that_does_not_exist_is_named_before_anything_starts(tmp_path: Pa
     assert "does not exist" in result.output
 
 
-def test_a_folder_is_no_clip(tmp_path: Path) -> None:
+def test_a_folder_instead_of_a_clip_is_a_usage_error(tmp_path: Path) -> None:
     result = CliRunner().invoke(demo, [str(tmp_path)])
 
     assert result.exit_code == 2

@@ -28,7 +28,7 @@ def bikes() -> bytes:
 
 # MP4 files contain the number of frames, and Matroska files do not.
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
-def test_every_frame_comes_with_its_colours_and_its_time(
+def test_decoded_frames_have_the_right_colours_and_times(
     make_video: Callable[..., bytes], container: str
 ) -> None:
     file = make_video([RED] * 3 + [BLUE] * 4, size=(64, 48), container=container)
@@ -57,7 +57,7 @@ def test_a_stream_without_timestamps_is_timed_by_its_frame_rate(make_video: Call
 
 
 @pytest.mark.parametrize("container", ["mp4", "matroska", "m4v"])
-def test_the_size_is_known_before_decoding_whatever_the_container_says(
+def test_the_size_is_measured_before_decoding_for_every_container(
     make_video: Callable[..., bytes], container: str
 ) -> None:
     file = make_video([RED] * 3 + [BLUE] * 4, size=(64, 48), container=container)
@@ -75,9 +75,7 @@ def memory_for(frames: int) -> DecodedVideo:
 
 
 @pytest.mark.parametrize("frames", [5, 8])
-def test_frames_are_decoded_into_the_memory_given_and_what_is_left_of_it_stays(
-    make_video: Callable[..., bytes], frames: int
-) -> None:
+def test_frames_are_decoded_into_the_given_memory(make_video: Callable[..., bytes], frames: int) -> None:
     file, into = make_video([RED] * 5), memory_for(frames)
 
     video = decode(io.BytesIO(file), max_bytes=PLENTY, into=into)
@@ -90,7 +88,7 @@ def test_frames_are_decoded_into_the_memory_given_and_what_is_left_of_it_stays(
     assert (into.frames[5:] == 99).all()
 
 
-def test_more_frames_than_the_memory_holds_come_in_memory_of_their_own(
+def test_frames_that_exceed_the_given_memory_are_decoded_into_new_memory(
     make_video: Callable[..., bytes],
 ) -> None:
     file, into = make_video([RED] * 3 + [BLUE] * 4), memory_for(4)
@@ -103,7 +101,7 @@ def test_more_frames_than_the_memory_holds_come_in_memory_of_their_own(
     assert not np.shares_memory(video.times, into.times)
 
 
-def test_the_byte_limit_holds_also_when_the_memory_given_is_shorter(make_video: Callable[..., bytes]) -> None:
+def test_the_byte_limit_also_applies_with_given_memory(make_video: Callable[..., bytes]) -> None:
     file = io.BytesIO(make_video([RED] * 7))
 
     with pytest.raises(VideoTooLargeError, match="with 7 frames"):
@@ -121,14 +119,14 @@ def test_a_file_can_be_measured_and_decoded_again_and_again(
     assert len(decode(file, max_bytes=PLENTY).frames) == 3
 
 
-def test_what_is_no_video_has_no_size() -> None:
+def test_measuring_a_file_that_is_not_a_video_raises_an_error() -> None:
     with pytest.raises(EmptyVideoError, match="empty"):
         measure(io.BytesIO(b""))
     with pytest.raises(UnreadableVideoError, match="not a video"):
         measure(io.BytesIO(b"just a letter to a friend\n" * 100))
 
 
-def test_an_empty_file_is_called_empty() -> None:
+def test_an_empty_file_raises_empty_video_error() -> None:
     with pytest.raises(EmptyVideoError, match="empty"):
         decode(io.BytesIO(b""), max_bytes=PLENTY)
 
@@ -150,7 +148,7 @@ def test_a_file_damaged_in_the_middle_is_unreadable(bikes: bytes) -> None:
         decode(io.BytesIO(damaged), max_bytes=PLENTY)
 
 
-def test_sound_alone_is_no_video() -> None:
+def test_a_file_without_a_video_stream_is_unreadable() -> None:
     file = io.BytesIO()
     with wave.open(file, "wb") as sound:
         sound.setparams((1, 2, 8000, 0, "NONE", "not compressed"))
@@ -183,7 +181,7 @@ def test_decoding_stops_at_the_byte_limit(make_video: Callable[..., bytes], cont
         decode(io.BytesIO(file), max_bytes=frame - 1)
 
 
-def test_decoding_can_be_given_up_between_frames(make_video: Callable[..., bytes]) -> None:
+def test_decoding_can_be_aborted_between_frames(make_video: Callable[..., bytes]) -> None:
     frames_begun = 0
 
     def give_up_at_the_third() -> None:

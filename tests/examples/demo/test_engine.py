@@ -105,9 +105,7 @@ async def engine(folder: Path) -> AsyncIterator[Ends]:
         group.cancel_scope.cancel()
 
 
-async def test_requests_are_answered_as_they_are_done_and_not_as_they_came(
-    tmp_path: Path, model: Model
-) -> None:
+async def test_requests_are_answered_in_order_of_completion(tmp_path: Path, model: Model) -> None:
     async with engine(tmp_path) as ends:
         first = ends.ask(1)
         await model.begun[1].wait()
@@ -121,7 +119,7 @@ async def test_requests_are_answered_as_they_are_done_and_not_as_they_came(
         assert (await first).times == fingerprint(TIMES.numpy())
 
 
-async def test_tensors_are_taken_when_their_turn_comes_and_not_before(tmp_path: Path, model: Model) -> None:
+async def test_tensors_are_taken_only_when_the_work_for_them_begins(tmp_path: Path, model: Model) -> None:
     async with engine(tmp_path) as ends:
         at_work = [ends.ask(video) for video in range(VIDEOS_AT_ONCE)]
         for video in range(VIDEOS_AT_ONCE):
@@ -143,9 +141,7 @@ async def test_tensors_are_taken_when_their_turn_comes_and_not_before(tmp_path: 
     assert model.peak == VIDEOS_AT_ONCE
 
 
-async def test_a_request_that_is_given_up_ends_its_work_and_another_has_its_turn(
-    tmp_path: Path, model: Model
-) -> None:
+async def test_cancelling_a_request_ends_its_work_and_starts_another(tmp_path: Path, model: Model) -> None:
     async with engine(tmp_path) as ends:
         given_up = ends.ask(0)
         others = [ends.ask(video) for video in range(1, VIDEOS_AT_ONCE)]
@@ -177,7 +173,7 @@ async def test_the_transport_of_a_video_lasts_from_its_sending_until_the_engine_
     assert second.transport_seconds == 62.0
 
 
-async def test_what_a_video_waits_for_others_is_no_transport(
+async def test_waiting_for_other_videos_does_not_count_as_transport_time(
     tmp_path: Path, model: Model, clock: Clock
 ) -> None:
     async with engine(tmp_path) as ends:

@@ -75,7 +75,7 @@ def test_only_videos_that_arrived_unchanged_are_counted_as_videos() -> None:
     assert summary.link == "unix"
 
 
-def test_each_worker_is_listed_and_the_peak_is_that_of_one_and_no_sum() -> None:
+def test_each_worker_is_listed_and_the_peak_is_the_maximum() -> None:
     reports = [report(7, peak_in_flight=1, videos=2), report(8, peak_in_flight=3)]
 
     summary = summarise([], reports, 1.0, link="unix")
@@ -101,7 +101,7 @@ def test_the_table_has_one_row_for_each_clip_with_its_medians() -> None:
     assert row_b.split()[:2] == ["b.mp4", "1"]
 
 
-def test_a_long_file_name_takes_no_column_away() -> None:
+def test_a_long_file_name_hides_no_column() -> None:
     text = drawn(answered("x" * 200 + ".mp4"))
 
     [row] = [line for line in text.splitlines() if "64x48" in line]
@@ -120,7 +120,7 @@ def test_a_long_list_of_cuts_is_cut_short() -> None:
     assert "and 8 more" in drawn(answered("a.mp4", cuts=20))
 
 
-def test_each_problem_of_a_clip_is_told_once() -> None:
+def test_each_problem_of_a_clip_is_printed_once() -> None:
     text = drawn(*[Upload(Path("d.mp4"), Outcome.REFUSED, reason="the file is empty")] * 3)
 
     assert text == "refused d.mp4: the file is empty\n"

@@ -52,7 +52,7 @@ def test_a_change_over_two_frames_is_one_cut() -> None:
     assert found(frames) == [5]
 
 
-def test_things_that_move_within_a_scene_are_no_cut() -> None:
+def test_motion_within_a_scene_is_not_a_cut() -> None:
     frames = scenes(20).clone()
     for index in range(20):
         frames[index, :, index % 8] = torch.tensor(BLUE, dtype=torch.uint8)
@@ -64,7 +64,7 @@ def test_a_single_frame_has_no_cut() -> None:
     assert found(scenes(1)) == []
 
 
-def test_the_cuts_of_a_real_clip_are_those_that_one_sees() -> None:
+def test_the_cuts_of_a_real_clip_are_found() -> None:
     with sample_clips()[1].open("rb") as file:
         video = decode(file, max_bytes=1 << 30)
 
@@ -79,7 +79,7 @@ def test_the_cuts_of_a_real_clip_are_those_that_one_sees() -> None:
         torch.zeros(4, 3, 6, 8, dtype=torch.uint8),
     ],
 )
-def test_tensors_that_are_no_frames_are_refused(frames: torch.Tensor) -> None:
+def test_tensors_that_are_not_frames_raise_value_error(frames: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="expected uint8 frames"):
         found(frames)
 
@@ -89,7 +89,7 @@ def test_a_video_needs_one_time_for_each_frame() -> None:
         SceneCuts().find(scenes(4), torch.zeros(3, dtype=torch.float64))
 
 
-def test_the_search_can_be_given_up_between_chunks() -> None:
+def test_the_search_can_be_aborted_between_chunks() -> None:
     def give_up() -> None:
         raise TimeoutError
 

@@ -31,10 +31,6 @@ FRAMES = torch.zeros(8, 48, 64, 3, dtype=torch.uint8)
 TIMES = torch.arange(8, dtype=torch.float64) / 25
 
 
-# Of tests that do not use the library themselves, like the command; the services have their own loops.
-one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "sockets"  # the engine removes it
@@ -98,7 +94,7 @@ def ask(frames: torch.Tensor, times: torch.Tensor = TIMES) -> AnalyseVideo:
     return AnalyseVideo(times=times, frames=frames, sent_at=0.0)
 
 
-async def test_each_request_gets_its_own_answer_and_one_that_has_none_leaves_the_others_alone(
+async def test_failed_and_cancelled_requests_do_not_affect_others(
     endpoint: TensorQueue | str, folder: Path
 ) -> None:
     async with (
@@ -130,7 +126,7 @@ async def test_each_request_gets_its_own_answer_and_one_that_has_none_leaves_the
     assert also_good.frames == fingerprint(FRAMES.numpy() + 1)
 
 
-async def test_a_message_that_is_no_request_is_answered_with_the_reason(folder: Path) -> None:
+async def test_an_invalid_request_is_answered_with_an_error(folder: Path) -> None:
     async with (
         engine_running(TensorQueue(), folder) as address,
         MessageClient(address, reply_type=VideoAnalysis) as engine,
@@ -141,7 +137,6 @@ async def test_a_message_that_is_no_request_is_answered_with_the_reason(folder: 
     assert raised.value.type_name == "ProtocolError"
 
 
-@one_loop
 async def test_the_engine_leaves_no_socket_behind(folder: Path) -> None:
     async with engine_running(TensorQueue(), folder) as address:
         assert await anyio.Path(address.removeprefix("ipc://")).is_socket()
@@ -149,7 +144,6 @@ async def test_the_engine_leaves_no_socket_behind(folder: Path) -> None:
     assert not await anyio.Path(folder).exists()
 
 
-@one_loop
 async def test_uploads_that_are_no_video_are_refused_and_the_others_are_answered(
     endpoint: TensorQueue | str, folder: Path, make_video: Callable[..., bytes]
 ) -> None:
@@ -180,8 +174,8 @@ async def test_uploads_that_are_no_video_are_refused_and_the_others_are_answered
     assert statistics.messages_sent == 2
 
 
-@one_loop
-async def test_a_client_that_goes_away_gives_back_its_permit(
+@pytest.mark.parametrize("endpoint", ["unix"], indirect=True)
+async def test_a_client_that_disconnects_releases_its_permit(
     endpoint: TensorQueue | str, folder: Path, make_video: Callable[..., bytes], tmp_path: Path
 ) -> None:
     clip = tmp_path / "clip.mp4"
@@ -206,8 +200,7 @@ async def test_a_client_that_goes_away_gives_back_its_permit(
     assert upload.outcome is Outcome.ANSWERED
 
 
-@one_loop
-async def test_every_worker_that_uvicorn_starts_serves_uploads_and_reports_what_it_did(
+async def test_every_worker_of_uvicorn_serves_uploads_and_writes_a_report(
     folder: Path, make_video: Callable[..., bytes], tmp_path: Path
 ) -> None:
     clip = tmp_path / "clip.mp4"
@@ -226,15 +219,13 @@ async def test_every_worker_that_uvicorn_starts_serves_uploads_and_reports_what_
         assert report.sender.bytes_in_use == 0
 
 
-@one_loop
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_a_request_that_the_engine_dies_under_fails_and_does_not_hang(
-    folder: Path, workers: int, make_video: Callable[..., bytes], tmp_path: Path
+async def test_killing_the_engine_fails_its_requests_with_502_or_503(
+    folder: Path, make_video: Callable[..., bytes], tmp_path: Path
 ) -> None:
     clip = tmp_path / "clip.mp4"
     clip.write_bytes(make_video([RED] * 4))
     address = f"unix://{folder}/tensors.sock"
-    async with services(address, folder, max_concurrent_videos=1, workers=workers) as running_services:
+    async with services(address, folder, max_concurrent_videos=1) as running_services:
         await upload_to_every_worker(running_services, clip)
         pid = running_services.engine.pid
         assert pid
@@ -255,8 +246,7 @@ async def test_a_request_that_the_engine_dies_under_fails_and_does_not_hang(
         assert "the engine" in response.json()["detail"]
 
 
-@one_loop
-async def test_a_worker_that_is_killed_is_named(folder: Path) -> None:
+async def test_a_killed_worker_is_reported_with_its_pid(folder: Path) -> None:
     address = f"unix://{folder}/tensors.sock"
     async with services(address, folder, max_concurrent_videos=1, workers=2) as running_services:
         victim = running_services.pids[0]

@@ -84,7 +84,7 @@ def assert_arrived(answer: VideoAnswer, file: bytes) -> None:
     assert answer.bytes == video.times.nbytes + video.frames.nbytes
 
 
-async def test_a_video_is_decoded_where_the_engine_reads_it_without_memory_for_a_copy(
+async def test_a_video_is_decoded_directly_into_shared_memory(
     tmp_path: Path, make_video: Callable[..., bytes]
 ) -> None:
     file = make_video([RED] * 10 + [BLUE] * 8)
@@ -104,7 +104,7 @@ async def test_a_video_is_decoded_where_the_engine_reads_it_without_memory_for_a
     assert report.sender.peak_bytes_in_use == nbytes
 
 
-async def test_videos_take_turns_in_memory_that_holds_one(
+async def test_concurrent_videos_take_turns_if_the_arena_holds_only_one(
     tmp_path: Path, make_video: Callable[..., bytes]
 ) -> None:
     file = make_video([RED] * 6)
@@ -122,7 +122,7 @@ async def test_videos_take_turns_in_memory_that_holds_one(
 
 
 @pytest.mark.parametrize(("announced", "in_place"), [(3, 0), (7, 1), (1_000_000, 1)])
-async def test_a_header_that_names_another_number_of_frames_does_no_harm(
+async def test_a_wrong_number_of_frames_in_the_header_is_tolerated(
     announced: int,
     in_place: int,
     tmp_path: Path,
@@ -142,7 +142,7 @@ async def test_a_header_that_names_another_number_of_frames_does_no_harm(
     assert (report.videos, report.videos_in_place) == (2, 2 * in_place)
 
 
-async def test_a_video_that_can_never_fit_is_refused_as_too_large_and_holds_nothing(
+async def test_a_video_that_exceeds_the_arena_is_too_large_and_holds_no_permit(
     tmp_path: Path, make_video: Callable[..., bytes]
 ) -> None:
     file = make_video([RED] * 10)
@@ -157,7 +157,7 @@ async def test_a_video_that_can_never_fit_is_refused_as_too_large_and_holds_noth
         assert (report.videos, report.sender.in_flight) == (0, 0)
 
 
-async def test_the_permit_is_taken_before_a_video_is_looked_at(
+async def test_the_permit_is_acquired_before_the_video_is_measured(
     tmp_path: Path, make_video: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = make_video([RED] * 4)
@@ -178,7 +178,7 @@ async def test_the_permit_is_taken_before_a_video_is_looked_at(
     assert len(looked_at) == 1
 
 
-async def test_the_error_of_an_engine_that_fails_comes_back_and_nothing_is_held(
+async def test_an_error_of_the_engine_propagates_and_releases_the_permit(
     tmp_path: Path, make_video: Callable[..., bytes]
 ) -> None:
     async def fail(request: AnalyseVideo) -> VideoAnalysis:
@@ -193,7 +193,7 @@ async def test_the_error_of_an_engine_that_fails_comes_back_and_nothing_is_held(
     assert (report.videos, report.bytes_in_place) == (0, 0)
 
 
-async def test_an_answer_that_is_no_analysis_is_a_failure_of_the_engine(
+async def test_an_answer_that_is_not_an_analysis_raises_protocol_error(
     tmp_path: Path, make_video: Callable[..., bytes]
 ) -> None:
     async def babble(request: AnalyseVideo) -> str:
@@ -220,7 +220,7 @@ async def test_an_answer_that_is_no_analysis_is_a_failure_of_the_engine(
     ],
     ids=["closed", "cancelled"],
 )
-async def test_an_engine_that_stops_over_a_video_ends_the_wait_for_its_answer(
+async def test_stopping_the_engine_ends_the_wait_for_an_answer(
     stop: Callable[[Ends], Awaitable[None]],
     error: type[Exception],
     reason: str,
@@ -242,7 +242,7 @@ async def test_an_engine_that_stops_over_a_video_ends_the_wait_for_its_answer(
             await answering
 
 
-async def test_an_upload_that_is_given_up_ends_the_work_in_the_engine_and_holds_nothing(
+async def test_cancelling_an_upload_cancels_its_work_in_the_engine(
     tmp_path: Path, make_video: Callable[..., bytes]
 ) -> None:
     taken, ended = asyncio.Event(), asyncio.Event()

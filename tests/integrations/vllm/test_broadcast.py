@@ -237,7 +237,7 @@ def test_writing_before_all_readers_are_connected_is_an_error(queue: MessageQueu
         queue.enqueue(1)
 
 
-def test_space_is_what_the_readers_do_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_has_space_depends_on_the_memory_that_readers_use(monkeypatch: pytest.MonkeyPatch) -> None:
     message = pattern(1, BIG)
     monkeypatch.setenv("AIOTENSOR_VLLM_ARENA_BYTES", str(int(1.5 * message.nbytes)))
     queue = MessageQueue(1, 1)
@@ -270,7 +270,7 @@ def test_an_object_that_cannot_be_pickled_is_an_error_of_the_writer(queue: Messa
         assert [reader.call(dequeue) for reader in processes] == ["next"] * READERS
 
 
-def test_objects_travel_only_over_sockets_of_this_machine() -> None:
+def test_readers_on_other_machines_raise_usage_error() -> None:
     with pytest.raises(UsageError, match="1 of 3 readers are on other machines"):
         MessageQueue(3, 2)
     for address in ("tcp://127.0.0.1:1", "unix://relative"):

@@ -193,7 +193,7 @@ def with_data(record: bytes, data: bytes) -> bytes:
     return encode_data(record) + data
 
 
-async def test_the_bytes_of_data_are_the_message_or_the_next_one() -> None:
+async def test_small_data_shares_a_message_and_large_data_follows_in_the_next() -> None:
     sent = Sent()
     for nbytes in (*_TOGETHER, *_NEXT):
         sent.transport.write_with_data(b"record", memoryview(bytes(nbytes)))
@@ -377,7 +377,7 @@ async def test_data_after_the_end_has_no_effect(end: str) -> None:
     assert sent.is_shut
 
 
-async def test_data_that_arrives_while_an_end_finishes_is_passed_on() -> None:
+async def test_data_that_arrives_after_finish_is_delivered() -> None:
     sent = Sent()
     reader = Reader(sent.transport)
     sent.transport.finish()
@@ -388,7 +388,7 @@ async def test_data_that_arrives_while_an_end_finishes_is_passed_on() -> None:
     sent.transport.close()
 
 
-async def test_queued_data_is_sent_before_an_end_finishes() -> None:
+async def test_finish_sends_queued_data_first() -> None:
     sent, peer = Sent(), Sent()
     reader = Reader(peer.transport)
     End(sent.transport)

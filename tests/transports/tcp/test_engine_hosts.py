@@ -183,7 +183,7 @@ async def test_a_block_is_not_used_again_before_a_cancelled_write_has_ended(host
         assert await engine.call(receive_twice, handle, 2)
 
 
-async def test_a_stopped_receiver_gets_the_rest_when_it_goes_on(hosts: Hosts) -> None:
+async def test_a_write_to_a_stopped_receiver_resumes_when_it_continues(hosts: Hosts) -> None:
     async with sending(hosts) as (engine, api):
         await engine.stop()
         await asyncio.sleep(TIMEOUT_S / 4)

@@ -165,7 +165,7 @@ async def test_another_protocol_at_the_port_of_a_receiver_gets_no_answer(
         assert torch.equal(await receiver.receive(await sender.send(pattern(1, BIG))), pattern(1, BIG))
 
 
-async def test_a_sender_at_the_port_of_a_server_of_messages_says_so() -> None:
+async def test_a_sender_connected_to_a_message_server_raises_usage_error() -> None:
     place = f"tcp://127.0.0.1:{free_port()}"
     async with MessageServer(place, int), TensorSender(place) as sender:
         with pytest.raises(UsageError, match="is no receiver and no publisher"):
@@ -175,7 +175,7 @@ async def test_a_sender_at_the_port_of_a_server_of_messages_says_so() -> None:
 # Receivers that do not read
 
 
-async def test_a_stopped_receiver_is_sent_a_few_steps_and_no_more() -> None:
+async def test_a_stopped_receiver_is_sent_a_bounded_number_of_steps() -> None:
     nbytes = 64 << 20
     with endpoint("tcp") as place:
         async with peers.peers(place, 1) as [engine], TensorSender(place, 4) as sender:
@@ -258,7 +258,7 @@ async def test_a_block_is_not_reused_while_some_of_its_bytes_are_under_way(how: 
 # Memory
 
 
-async def test_a_receiver_without_memory_closes_the_connection_and_says_why(
+async def test_a_receiver_without_memory_closes_the_connection_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object) -> None:
@@ -297,7 +297,7 @@ async def test_a_receiver_that_closes_while_bytes_wait_for_memory_reads_on(
 
 
 @pytest.mark.parametrize("make", [TensorSender, TensorReceiver, Publisher, Subscriber])
-def test_bad_arguments_say_what_to_do(make: Callable[..., object]) -> None:
+def test_invalid_arguments_raise_errors_that_suggest_a_remedy(make: Callable[..., object]) -> None:
     public, secret = zmq.curve_keypair()
     with pytest.raises(ValueError, match=r"are for tcp:// addresses"):
         make("unix:///tmp/s", peer_timeout_s=1.0)
