@@ -158,7 +158,8 @@ class MessageClient(LoopObject, Generic[R]):
         return self
 
     def _opened(self) -> OutgoingRequests[R]:
-        self.affinity.check()
+        if asyncio._get_running_loop() is not self.affinity.open_in:
+            self.affinity.check()
         if self._requests is None:
             raise AssertionError("a client that is open has its requests")
         return self._requests

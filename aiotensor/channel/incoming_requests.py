@@ -34,30 +34,30 @@ class FairQueue:
     """Order requests so that clients take turns; the requests of one client stay in their order.
 
     A client with many waiting requests gets no more turns than a client with one.
+
+    Attributes:
+        by_client: the waiting requests; only of clients that have any.
     """
 
     def __init__(self) -> None:
         # The client whose turn it is first.
-        self._waiting: OrderedDict[RemoteClient, deque[IncomingRequest]] = OrderedDict()
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
+        self.by_client: OrderedDict[RemoteClient, deque[IncomingRequest]] = OrderedDict()
 
     def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return sum(map(len, self.by_client.values()))
 
     def __iter__(self) -> Iterator[IncomingRequest]:
-        for requests in self._waiting.values():
+        for requests in self.by_client.values():
             yield from requests
 
     def add(self, incoming: IncomingRequest) -> None:
         """Add a request behind the others of its client."""
-        self._waiting.setdefault(incoming.client, deque()).append(incoming)
+        self.by_client.setdefault(incoming.client, deque()).append(incoming)
 
     def put_back(self, incoming: IncomingRequest) -> None:
         """Return a request to the front, as if it had not been taken."""
-        self._waiting.setdefault(incoming.client, deque()).appendleft(incoming)
-        self._waiting.move_to_end(incoming.client, last=False)
+        self.by_client.setdefault(incoming.client, deque()).appendleft(incoming)
+        self.by_client.move_to_end(incoming.client, last=False)
 
     def take(self) -> IncomingRequest:
         """Take a request of the client whose turn it is, which is the last one then.
@@ -65,19 +65,19 @@ class FairQueue:
         Raises:
             KeyError: no request waits.
         """
-        client, requests = self._waiting.popitem(last=False)
+        client, requests = self.by_client.popitem(last=False)
         incoming = requests.popleft()
         if requests:
-            self._waiting[client] = requests
+            self.by_client[client] = requests
         return incoming
 
     def remove(self, incoming: IncomingRequest) -> None:
         """Remove a request if it waits."""
-        requests = self._waiting.get(incoming.client)
+        requests = self.by_client.get(incoming.client)
         if requests is not None and incoming in requests:
             requests.remove(incoming)
             if not requests:
-                del self._waiting[incoming.client]
+                del self.by_client[incoming.client]
 
 
 class IncomingRequests(Generic[M]):

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
+
+import msgspec
 
 from aiotensor.channel.memory import MessageMemory
 from aiotensor.codec.payload import Payload
@@ -21,7 +22,7 @@ QUICK_TENSORS = 64
 Handles = tuple[TensorHandle, ...]
 
 
-class ReceivedAnswer(NamedTuple):
+class ReceivedAnswer(msgspec.Struct, eq=False):
     """An answer: the handles of tensors that a sender has sent, the body, and the buffers beside it."""
 
     handles: Handles

@@ -162,7 +162,7 @@ class MessageServer(LoopObject, Generic[M]):
     async def _take(self, requests: IncomingRequests[Any], *, waits: bool = True) -> Request[M] | None:
         """Take a request, and wait for it if `waits`; return None once this server is closed."""
         while True:
-            while requests.ready:
+            while requests.ready.by_client:
                 taken = await requests.take()
                 if taken is not None:
                     return Request(*taken, requests, self)
@@ -171,7 +171,8 @@ class MessageServer(LoopObject, Generic[M]):
             await requests.waiters.wait()
 
     def _opened(self) -> IncomingRequests[Any]:
-        self.affinity.check()
+        if asyncio._get_running_loop() is not self.affinity.open_in:
+            self.affinity.check()
         if self._clients is None:
             raise UsageError("this MessageServer is being opened: wait until `async with` has entered it")
         return self._clients.requests

@@ -8,7 +8,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
+
+import msgspec
 
 from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.channel.payloads import Handles, ReceivedAnswer
@@ -24,7 +26,7 @@ __all__ = ["SentRequest", "ServerSession"]
 R = TypeVar("R")
 
 
-class SentRequest(NamedTuple):
+class SentRequest(msgspec.Struct, frozen=True, eq=False):
     """A message that was sent.
 
     Attributes:

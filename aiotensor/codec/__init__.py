@@ -18,8 +18,8 @@ the function `find`, which returns the tensor.
 """
 
 from aiotensor.codec.decoder import Find, TensorDecoder
-from aiotensor.codec.encoder import Place, SourceEncoder, TensorEncoder
+from aiotensor.codec.encoder import Encoding, Place, TensorEncoder
 from aiotensor.codec.meta import TensorMeta
 from aiotensor.codec.wire import PACKED
 
-__all__ = ["PACKED", "Find", "Place", "SourceEncoder", "TensorDecoder", "TensorEncoder", "TensorMeta"]
+__all__ = ["PACKED", "Encoding", "Find", "Place", "TensorDecoder", "TensorEncoder", "TensorMeta"]

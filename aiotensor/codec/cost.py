@@ -15,6 +15,7 @@ from msgspec.structs import astuple
 from torch.nn import Parameter
 
 from aiotensor.tensors.copying import QUICK_BYTES
+from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from aiotensor.tensors.source import SupportsDLPack, is_flat
 
 __all__ = ["QUICK_CODED_TENSORS", "takes_long"]
@@ -67,8 +68,11 @@ def takes_long(message: object, *, has_sender: bool) -> bool:
             left -= value.nbytes
         elif kind == _TENSOR:
             left -= _TENSOR_BYTES
-            if not (has_sender or _is_flat(value)):
-                to_gather -= value.numel() * value.element_size()
+            if not has_sender:
+                nbytes = value.numel() * value.element_size()
+                # As many smaller tensors as `left` allows have less than `QUICK_BYTES` together.
+                if nbytes > MAX_INLINE_BYTES and not _is_flat(value):
+                    to_gather -= nbytes
         elif kind == _ARRAY:
             left -= _TENSOR_BYTES
             # torch cannot view some of the other arrays, so assume that all of them must be gathered.

@@ -13,7 +13,7 @@ from aiotensor.codec.expectations import arms, check_decodable, expectations
 from aiotensor.codec.meta import MismatchError
 from aiotensor.codec.wire import ARRAY, TENSOR, External, Inline
 from aiotensor.errors import ProtocolError
-from aiotensor.tensors.dtypes import dtype_from_name
+from aiotensor.tensors.dtypes import DTYPES, unknown_dtype
 from aiotensor.tensors.inline import open_buffer, open_inline
 from aiotensor.tensors.views import as_leaf, tensor_over
 
@@ -30,40 +30,39 @@ def _nowhere(handle: object) -> torch.Tensor:
     )
 
 
-class _Decoding:
+class _Decoding(msgspec.Struct, eq=False):
     """The buffers of one message, while it is decoded."""
 
-    def __init__(self, buffers: list[memoryview], find: Find) -> None:
-        self._find = find
-        self.error: BaseException | None = None  # raised by `find`
-        self._buffers = buffers
-        self._used: set[int] = set()
-        self._pack: memoryview | None = None
-        self._packed_read = 0  # bytes of the pack that were read
+    buffers: list[memoryview]
+    call_find: Find
+    error: BaseException | None = None  # raised by it
+    used: set[int] = set()  # numbers of buffers
+    pack: memoryview | None = None
+    packed_read: int = 0  # bytes of the pack that were read
 
     def next_packed(self) -> wire.Inline:
         """Return the next record of the pack, which is the last buffer."""
-        if self._pack is None:
-            self._pack = self.take(max(len(self._buffers) - 1, 0))
-        start = self._packed_read + wire.LENGTH_BYTES
-        self._packed_read = start + int.from_bytes(self._pack[start - wire.LENGTH_BYTES : start], "big")
-        if start > len(self._pack) or self._packed_read > len(self._pack):
+        if self.pack is None:
+            self.pack = self.take(max(len(self.buffers) - 1, 0))
+        start = self.packed_read + wire.LENGTH_BYTES
+        self.packed_read = start + int.from_bytes(self.pack[start - wire.LENGTH_BYTES : start], "big")
+        if start > len(self.pack) or self.packed_read > len(self.pack):
             raise ProtocolError("the peer sent fewer packed tensors than its message has")
-        return wire.read_packed(self._pack[start : self._packed_read])
+        return wire.read_packed(self.pack[start : self.packed_read])
 
     def take(self, number: int) -> memoryview:
         """Return a buffer, but only once, since two tensors must not share memory."""
-        if number >= len(self._buffers):
-            raise ProtocolError(f"the peer named buffer {number}, and sent {len(self._buffers)}")
-        if number in self._used:
+        if number >= len(self.buffers):
+            raise ProtocolError(f"the peer named buffer {number}, and sent {len(self.buffers)}")
+        if number in self.used:
             raise ProtocolError(f"the peer named buffer {number} twice")
-        self._used.add(number)
-        return self._buffers[number]
+        self.used.add(number)
+        return self.buffers[number]
 
     def find(self, handle: object) -> torch.Tensor:
         """Call `find`, and store its error, so that it is not mistaken for an error of the peer."""
         try:
-            tensor: object = self._find(handle)
+            tensor: object = self.call_find(handle)
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"`find` returns tensors, got {type(tensor).__name__!r}")
         except BaseException as error:
@@ -72,12 +71,12 @@ class _Decoding:
         return tensor
 
     def check_all_used(self) -> None:
-        if len(self._used) != len(self._buffers):
+        if len(self.used) != len(self.buffers):
             raise ProtocolError(
-                f"the peer sent {len(self._buffers)} buffers, and the message uses {len(self._used)} of "
+                f"the peer sent {len(self.buffers)} buffers, and the message uses {len(self.used)} of "
                 "them: there is one too many, or a tensor is in a field that the type here does not have"
             )
-        if self._pack is not None and self._packed_read != len(self._pack):
+        if self.pack is not None and self.packed_read != len(self.pack):
             raise ProtocolError(
                 "the peer sent more packed tensors than the message has: perhaps one is in a field that the "
                 "type here does not have"
@@ -138,7 +137,8 @@ class TensorDecoder(Generic[T]):
         if not parts:
             raise ProtocolError("the peer sent a message of no parts")
         body, *buffers = parts
-        now = _Decoding([memoryview(part) for part in buffers], self._find if find is None else find)
+        views = [memoryview(part) for part in buffers] if buffers else []
+        now = _Decoding(views, self._find if find is None else find)
         outer, self._current.parts = self._current.parts, now  # `find` may decode another message
         try:
             message = self._decoder.decode(body)
@@ -154,28 +154,29 @@ class TensorDecoder(Generic[T]):
         finally:
             self._current.parts = outer
             now.error = None  # its traceback refers to this object, and thus to tensors
-        now.check_all_used()
+        if buffers:
+            now.check_all_used()
         return message
 
     def _open_extension(self, code: int, data: memoryview) -> object:
         if code not in (TENSOR, ARRAY):
             return msgspec.msgpack.Ext(code, bytes(data))
-        is_packed = data == wire.PACKED
-        tensor = self._open(self._current.parts.next_packed() if is_packed else wire.read(data))
-        return tensor if code == TENSOR else _as_array(tensor)
-
-    def _open(self, record: wire.Record) -> torch.Tensor:
+        parts = self._current.parts
+        record = parts.next_packed() if data == wire.PACKED else wire.read(data)
         if isinstance(record, External):
-            return self._current.parts.find(record.handle)
+            tensor = parts.find(record.handle)
+            return tensor if code == TENSOR else _as_array(tensor)
         meaning = record.meaning
-        dtype = dtype_from_name(meaning.dtype)
+        dtype = DTYPES.get(meaning.dtype)
+        if dtype is None:
+            raise unknown_dtype(meaning.dtype)
         if isinstance(record, Inline):
             tensor = open_inline(record.payload, dtype, meaning.shape)
         else:
-            tensor = open_buffer(self._current.parts.take(record.buffer), dtype, meaning.shape)
+            tensor = open_buffer(parts.take(record.buffer), dtype, meaning.shape)
         if meaning.requires_grad or meaning.is_parameter:
-            return as_leaf(tensor, requires_grad=meaning.requires_grad, is_parameter=meaning.is_parameter)
-        return tensor
+            tensor = as_leaf(tensor, requires_grad=meaning.requires_grad, is_parameter=meaning.is_parameter)
+        return tensor if code == TENSOR else _as_array(tensor)
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import TypeAlias, cast
 
 import msgspec
@@ -27,7 +26,7 @@ from aiotensor.tensors.gathering import as_tensor
 from aiotensor.tensors.inline import MAX_INLINE_BYTES, buffer_of, bytes_of
 from aiotensor.tensors.source import Sendable, Source, SupportsDLPack, as_source
 
-__all__ = ["Place", "SourceEncoder", "TensorEncoder"]
+__all__ = ["Encoding", "Place", "TensorEncoder"]
 
 Place: TypeAlias = Callable[[torch.Tensor], object | None]
 
@@ -41,39 +40,80 @@ def _not_mine(source: Source) -> None:
     return None
 
 
-class _Encoding:
-    """The buffers of one message, while its body is being encoded."""
+class Encoding(msgspec.Struct, eq=False):
+    """The encoding of one message, which contains tensors, arrays and sources that torch cannot view.
 
-    __slots__ = ("buffers", "left", "pack")
-
-    def __init__(self, max_inline_bytes: int) -> None:
-        self.buffers: Buffers = []
-        self.left = max_inline_bytes  # for further records in the body
-        self.pack = bytearray()
-
-
-class SourceEncoder:
-    """Encode messages like `TensorEncoder`, but also pass sources that torch cannot view to `place`.
-
-    Args:
+    Attributes:
         place: called with each source in the order of the message; returns a handle that msgpack can encode,
             or None to encode the source in the message. `encode` raises its errors.
         inline_bytes: the size in bytes up to which sources are part of the body; larger ones become buffers.
-        max_inline_bytes: the maximum number of bytes of such sources in one body, including their dtypes and
-            shapes. Further sources are packed into one additional buffer, the last one, which is `bytes`.
+        max_inline_bytes: the maximum number of bytes of further sources in the body, including their dtypes
+            and shapes. Others are packed into one additional buffer, the last one, which is `bytes`.
+        open: returns the source of a value.
+        buffers: the buffers beside the body.
+        pack: the contents of the additional buffer.
     """
 
-    def __init__(
-        self,
-        place: Callable[[Source], object | None],
-        *,
-        inline_bytes: int = MAX_INLINE_BYTES,
-        max_inline_bytes: int = sys.maxsize,
-    ) -> None:
-        self._place = place
+    place: Callable[[Source], object | None]
+    inline_bytes: int = MAX_INLINE_BYTES
+    max_inline_bytes: int = sys.maxsize
+    open: Callable[[Sendable], Source] = as_source
+    buffers: Buffers = []
+    pack: bytearray = msgspec.field(default_factory=bytearray)
+
+    def encode(self, message: object) -> Buffers:
+        """Encode the message, once; as `TensorEncoder.encode`."""
+        body = msgspec.msgpack.encode(message, enc_hook=self._encode_tensor)
+        if self.pack:
+            self.buffers.append(bytes(self.pack))
+        return [body, *self.buffers]
+
+    def _encode_tensor(self, value: object) -> msgspec.msgpack.Ext:
+        if not isinstance(value, _TENSORS):
+            raise TypeError(
+                f"a message cannot hold a {type(value).__name__!r}: use a msgspec Struct, a dataclass, a "
+                "list, a dict, a plain value, a tensor or an array"
+            )
+        source = self.open(value)
+        code = ARRAY if isinstance(value, np.ndarray) else TENSOR
+        handle = self.place(source)
+        if handle is not None:
+            return msgspec.msgpack.Ext(code, write(External(handle)))
+        meaning = Meaning(
+            DTYPE_NAMES[source.dtype],
+            tuple(source.shape),
+            source.requires_grad,
+            type(source) is Parameter,
+        )
+        if source.nbytes <= self.inline_bytes:
+            record = write(Inline(meaning, memoryview(bytes_of(source))))
+            size = len(record)
+            if self.max_inline_bytes < size <= MAX_PACKED_BYTES:
+                self.pack += size.to_bytes(LENGTH_BYTES, "big") + record
+                return msgspec.msgpack.Ext(code, PACKED)
+            self.max_inline_bytes -= size
+            return msgspec.msgpack.Ext(code, record)
+        self.buffers.append(buffer_of(source).data.toreadonly())
+        return msgspec.msgpack.Ext(code, write(OutOfBand(meaning, len(self.buffers) - 1)))
+
+
+class TensorEncoder:
+    """Encode messages that contain tensors and numpy arrays.
+
+    An encoder keeps no reference to a message, and several threads may use it at the same time. It reserves
+    the codes 65 and 84 of msgpack extensions; other extensions are encoded unchanged.
+
+    Args:
+        place: called with each tensor in the order of the message. A numpy array is passed as a tensor over
+            its memory, or as a copy if torch cannot view that memory (negative strides). Returns a handle
+            that msgpack can encode, or None to encode the tensor in the message. `encode` raises its errors.
+        inline_bytes: the size in bytes up to which tensors are part of the body; larger ones become buffers.
+    """
+
+    def __init__(self, place: Place = _not_mine, *, inline_bytes: int = MAX_INLINE_BYTES) -> None:
+        self._place = cast(Callable[[Source], object | None], place)
         self._inline_bytes = inline_bytes
-        self._max_inline_bytes = max_inline_bytes
-        self._open: Callable[[Sendable], Source] = as_source
+        self._open = as_source if place is _not_mine else as_tensor
 
     def encode(self, message: object) -> Buffers:
         """Encode a message, and return its body, followed by its buffers.
@@ -94,55 +134,4 @@ class SourceEncoder:
             UnicodeEncodeError: a string in the message contains a lone surrogate.
             OSError: no memory is left for a copy.
         """
-        parts = _Encoding(self._max_inline_bytes)
-        body = msgspec.msgpack.encode(message, enc_hook=partial(self._encode_tensor, parts))
-        if parts.pack:
-            parts.buffers.append(bytes(parts.pack))
-        return [body, *parts.buffers]
-
-    def _encode_tensor(self, parts: _Encoding, value: object) -> msgspec.msgpack.Ext:
-        if not isinstance(value, _TENSORS):
-            raise TypeError(
-                f"a message cannot hold a {type(value).__name__!r}: use a msgspec Struct, a dataclass, a "
-                "list, a dict, a plain value, a tensor or an array"
-            )
-        source = self._open(value)
-        code = ARRAY if isinstance(value, np.ndarray) else TENSOR
-        handle = self._place(source)
-        if handle is not None:
-            return msgspec.msgpack.Ext(code, write(External(handle)))
-        meaning = Meaning(
-            DTYPE_NAMES[source.dtype],
-            tuple(source.shape),
-            source.requires_grad,
-            type(source) is Parameter,
-        )
-        if source.nbytes <= self._inline_bytes:
-            record = write(Inline(meaning, memoryview(bytes_of(source))))
-            size = len(record)
-            if parts.left < size <= MAX_PACKED_BYTES:
-                parts.pack += size.to_bytes(LENGTH_BYTES, "big") + record
-                return msgspec.msgpack.Ext(code, PACKED)
-            parts.left -= size
-            return msgspec.msgpack.Ext(code, record)
-        parts.buffers.append(buffer_of(source).data.toreadonly())
-        return msgspec.msgpack.Ext(code, write(OutOfBand(meaning, len(parts.buffers) - 1)))
-
-
-class TensorEncoder(SourceEncoder):
-    """Encode messages that contain tensors and numpy arrays.
-
-    An encoder keeps no reference to a message, and several threads may use it at the same time. It reserves
-    the codes 65 and 84 of msgpack extensions; other extensions are encoded unchanged.
-
-    Args:
-        place: called with each tensor in the order of the message. A numpy array is passed as a tensor over
-            its memory, or as a copy if torch cannot view that memory (negative strides). Returns a handle
-            that msgpack can encode, or None to encode the tensor in the message. `encode` raises its errors.
-        inline_bytes: the size in bytes up to which tensors are part of the body; larger ones become buffers.
-    """
-
-    def __init__(self, place: Place = _not_mine, *, inline_bytes: int = MAX_INLINE_BYTES) -> None:
-        super().__init__(cast(Callable[[Source], object | None], place), inline_bytes=inline_bytes)
-        if place is not _not_mine:
-            self._open = as_tensor
+        return Encoding(self._place, self._inline_bytes, open=self._open).encode(message)

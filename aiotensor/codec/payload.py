@@ -10,7 +10,7 @@ import torch
 
 from aiotensor.codec.cost import QUICK_CODED_TENSORS, takes_long
 from aiotensor.codec.decoder import TensorDecoder
-from aiotensor.codec.encoder import SourceEncoder
+from aiotensor.codec.encoder import Encoding
 from aiotensor.codec.wire import PACKED
 from aiotensor.errors import ProtocolError
 from aiotensor.runtime.worker import in_thread
@@ -34,41 +34,39 @@ _INLINE_TAG = msgspec.msgpack.encode("in")  # the tag of a tensor in a body
 _TAG_START = PACKED[:1]  # the first byte of both tags
 
 
-class Payload:
+class Payload(msgspec.Struct, eq=False, kw_only=True):
     """An encoded message.
 
-    Args:
+    Attributes:
         has_sender: whether large tensors are sent separately.
         max_inline_bytes: the maximum number of bytes of tensors in the body.
-
-    Attributes:
         parts: the body, followed by its buffers.
         tensors: the tensors that are sent separately, in the order of their numbers in the body.
+        inline_bytes: the number of bytes of tensors in the body.
     """
 
-    def __init__(self, *, has_sender: bool, max_inline_bytes: int = MAX_BODY_TENSOR_BYTES) -> None:
-        self.parts: list[bytes | memoryview] = []
-        self.tensors: list[torch.Tensor | npt.NDArray[np.generic]] = []
-        self._has_sender = has_sender
-        self._inline_bytes = 0
-        self._max_inline_bytes = max_inline_bytes
+    has_sender: bool
+    max_inline_bytes: int = MAX_BODY_TENSOR_BYTES
+    parts: list[bytes | memoryview] = []
+    tensors: list[torch.Tensor | npt.NDArray[np.generic]] = []
+    inline_bytes: int = 0
 
     def encode(self, box: list[object]) -> None:
         """Encode the message in a box, and empty the box, which frees the message if nothing else uses it."""
         try:
-            encoder = SourceEncoder(self._place, max_inline_bytes=self._max_inline_bytes)
-            self.parts = encoder.encode(box.pop())
+            encoding = Encoding(self._place, max_inline_bytes=self.max_inline_bytes)
+            self.parts = encoding.encode(box.pop())
         except BaseException:
             self.tensors.clear()
             raise
 
     def _place(self, source: Source) -> int | None:
         """Return the number of a tensor that is sent separately, or None to encode it in the message."""
-        if not self._has_sender:
+        if not self.has_sender:
             return None
         nbytes = source.nbytes
-        if nbytes <= MAX_INLINE_BYTES and self._inline_bytes + nbytes <= self._max_inline_bytes:
-            self._inline_bytes += nbytes
+        if nbytes <= MAX_INLINE_BYTES and self.inline_bytes + nbytes <= self.max_inline_bytes:
+            self.inline_bytes += nbytes
             return None
         self.tensors.append(source.array if isinstance(source, ArraySource) else source)
         return len(self.tensors) - 1

@@ -5,12 +5,12 @@ length, and each extension in the body refers to the next one. This keeps a body
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.frames import MAX_DIMENSIONS
+from aiotensor.protocol.frames import DECODE_ERRORS, MAX_DIMENSIONS
 
 __all__ = [
     "ARRAY",
@@ -36,7 +36,7 @@ _Shape = Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
-class Meaning(NamedTuple):
+class Meaning(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The type and the shape of a tensor, and its attributes for autograd."""
 
     dtype: _Name
@@ -67,8 +67,6 @@ class External(msgspec.Struct, frozen=True, array_like=True, tag="at"):
 
 Record: TypeAlias = Inline | OutOfBand | External
 
-R = TypeVar("R")
-
 write: Callable[[Record], bytes] = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 _inline_decoder: msgspec.msgpack.Decoder[Inline] = msgspec.msgpack.Decoder(Inline)
@@ -85,16 +83,19 @@ def read(data: memoryview) -> Record:
     Raises:
         ProtocolError: the record is invalid, or a number in it is out of range.
     """
-    return _read(_decoder, data)
+    try:
+        return _decoder.decode(data)
+    except DECODE_ERRORS as error:
+        raise _unreadable(error) from error
 
 
 def read_packed(data: memoryview) -> Inline:
     """Decode a packed record, as `read` does; it contains no handle, which could take long to decode."""
-    return _read(_inline_decoder, data)
-
-
-def _read(decoder: msgspec.msgpack.Decoder[R], data: memoryview) -> R:
     try:
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"the peer described a tensor that cannot be: {error}") from error
+        return _inline_decoder.decode(data)
+    except DECODE_ERRORS as error:
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: Exception) -> ProtocolError:
+    return ProtocolError(f"the peer described a tensor that cannot be: {error}")

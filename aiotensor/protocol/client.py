@@ -118,14 +118,16 @@ class ClientConnection(Connection):
         parts: list[memoryview] = []
         match frame:
             case Answer() | Failure():
-                self.check_open()
+                if self.state is not OPEN:
+                    self.check_open()
                 if isinstance(frame, Answer):
                     parts = parts_of(frame.body, message[1:], self._own_limits)
                 if frame.number >= self._sent_below:
                     raise ProtocolError(f"it answered message {frame.number}, which was never sent")
                 self.window.taken(frame.taken, frame.taken_bytes)
             case Credit():
-                self.check_open()
+                if self.state is not OPEN:
+                    self.check_open()
                 self.window.taken(frame.taken, frame.taken_bytes)
             case ServerHello():
                 if not self.has_sent_hello:

@@ -165,14 +165,16 @@ class ServerConnection(Connection):
         parts: list[memoryview] = []
         match frame:
             case Ask(number):
-                self.check_open()
+                if self.state is not OPEN:
+                    self.check_open()
                 if number < self._next_number:
                     raise ProtocolError(f"it sent message {number} after message {self._next_number - 1}")
                 parts = parts_of(frame.body, message[1:], self._own_limits.parts)
                 self.window.arrived(sum(map(len, parts)))
                 self._next_number = number + 1
             case Cancel(number):
-                self.check_open()
+                if self.state is not OPEN:
+                    self.check_open()
                 if number >= self._next_number:
                     raise ProtocolError(f"it cancelled message {number}, which it never sent")
             case ClientHello():

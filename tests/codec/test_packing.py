@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiotensor.codec import PACKED, SourceEncoder, TensorDecoder
+from aiotensor.codec import PACKED, Encoding, TensorDecoder
 from aiotensor.codec.wire import LENGTH_BYTES
 from aiotensor.errors import ProtocolError
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
@@ -31,14 +31,14 @@ def packed(*records: object) -> bytes:
 @given(kind=kinds, limit=st.sampled_from([0, 40, 200]), data=st.data())
 def test_any_message_round_trips_unchanged(kind: Kind, limit: int, data: st.DataObject) -> None:
     message = data.draw(kind.values)
-    parts = SourceEncoder(lambda _: None, max_inline_bytes=limit).encode(message)
+    parts = Encoding(lambda _: None, max_inline_bytes=limit).encode(message)
 
     assert plain(TensorDecoder(kind.type_).decode(sent(parts))) == plain(message)
 
 
 def test_a_packed_tensor_needs_only_a_few_bytes_in_the_body() -> None:
     message = {"a": [pattern(number, 4) for number in range(1000)], "b": [torch.zeros(0)] * 1000}
-    body, pack = SourceEncoder(lambda _: None, max_inline_bytes=0).encode(message)
+    body, pack = Encoding(lambda _: None, max_inline_bytes=0).encode(message)
 
     assert len(body) < 2000 * 7
     assert isinstance(pack, bytes)
@@ -48,7 +48,7 @@ def test_a_packed_tensor_needs_only_a_few_bytes_in_the_body() -> None:
 def test_the_buffers_of_large_tensors_precede_the_pack() -> None:
     large = torch.arange(MAX_INLINE_BYTES + 1).to(torch.uint8)
     message = [pattern(1, 4), large, pattern(2, 4), large]
-    body, *buffers, pack = SourceEncoder(lambda _: None, max_inline_bytes=0).encode(message)
+    body, *buffers, pack = Encoding(lambda _: None, max_inline_bytes=0).encode(message)
 
     assert [type(buffer) for buffer in buffers] == [memoryview, memoryview]
     assert plain(anything.decode([body, *buffers, pack])) == plain(message)
@@ -56,11 +56,11 @@ def test_the_buffers_of_large_tensors_precede_the_pack() -> None:
 
 def test_tensors_are_packed_only_beyond_max_inline_bytes() -> None:
     message = [pattern(number, 4) for number in range(10)]
-    [whole] = SourceEncoder(lambda _: None).encode(message)
+    [whole] = Encoding(lambda _: None).encode(message)
     each = (len(whole) - 1) // 10 - 3  # the list, and the head of each extension
 
-    assert len(SourceEncoder(lambda _: None, max_inline_bytes=10 * each).encode(message)) == 1
-    assert len(SourceEncoder(lambda _: None, max_inline_bytes=10 * each - 1).encode(message)) == 2
+    assert len(Encoding(lambda _: None, max_inline_bytes=10 * each).encode(message)) == 1
+    assert len(Encoding(lambda _: None, max_inline_bytes=10 * each - 1).encode(message)) == 2
 
 
 WRONG: dict[str, tuple[Any, list[bytes]]] = {
@@ -97,6 +97,6 @@ class New(msgspec.Struct):
 
 
 def test_packed_tensors_in_a_field_that_the_type_lacks_are_refused_with_a_reason() -> None:
-    parts = SourceEncoder(lambda _: None, max_inline_bytes=0).encode(New(pattern(1, 3), pattern(2, 3)))
+    parts = Encoding(lambda _: None, max_inline_bytes=0).encode(New(pattern(1, 3), pattern(2, 3)))
     with pytest.raises(ProtocolError, match="in a field that the type here does not have"):
         TensorDecoder(Old).decode(parts)

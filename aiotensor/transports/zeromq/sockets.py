@@ -148,7 +148,7 @@ class LoopSocket:
                 raise PeerGoneError from error
             raise
         # Sending processes pending signals of the socket, and its descriptor does not report them again.
-        if not is_retry and (self._was_full or self.has_messages()):
+        if not is_retry and (self._was_full or zmq.zmq_poll(self._polled, 0)):
             self._read_soon()
         return True
 
@@ -231,7 +231,7 @@ class LoopSocket:
             if self.monitor.postponed > _CALLBACKS_A_TURN:
                 self._suspend()
                 break
-            is_drained = not self.has_messages()
+            is_drained = self._is_closed or not zmq.zmq_poll(self._polled, 0)
             if is_drained:
                 break
             self._read_one()
