@@ -13,7 +13,7 @@ from bench.goals import judge
 from bench.group import FailedError, Groups
 from bench.machine import describe
 from bench.plan import Chapter, Entry, Options, Plan
-from bench.records import Batch, Failure, Loop, Participant, Report
+from bench.records import Batch, Failure, Loop, Participant, Report, Verdict
 from bench.results import Samples, gather, key_of
 
 __all__ = ["Step", "measure"]
@@ -59,6 +59,7 @@ def measure(
         for chapter in plan.chapters:
             run.measure(chapter)
     results = gather(plan, run.samples, baseline)
+    counts_calls = any(chapter.workload.name == "round-trip" for chapter in plan.chapters)
     return Report(
         quick=options.quick,
         answer=options.answer,
@@ -71,10 +72,17 @@ def measure(
         seconds=time.monotonic() - began,
         machine=describe(load_before),
         results=results,
-        goals=judge(results),
+        goals=judge(results) + (_calls() if counts_calls else []),
         failures=run.failures,
         skips=plan.skips,
     )
+
+
+def _calls() -> list[Verdict]:
+    # It imports torch, which takes seconds.
+    from bench.calls import verdicts
+
+    return verdicts()
 
 
 class _Run:

@@ -173,7 +173,7 @@ class Verdict(msgspec.Struct, frozen=True):
         measured: the median of the rounds.
         lowest: of the rounds.
         highest: of the rounds.
-        unit: of the three numbers: ``"x"``, ``"s"`` or ``"%"``.
+        unit: of the three numbers: ``"x"``, ``"s"``, ``"%"`` or ``"calls"``.
         met: whether the goal was reached; None if there is no number, or no goal for it.
     """
 

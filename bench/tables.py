@@ -116,6 +116,8 @@ def _outcome(verdict: Verdict) -> str:
 def _write(value: float, unit: str) -> str:
     if unit == "s":
         return format_seconds(value)
+    if unit == "calls":
+        return f"{value:.0f}"
     return f"{value:.2f} %" if unit == "%" else f"{format_count(value)}x"
 
 

@@ -56,9 +56,11 @@ class Leases(Generic[G]):
         """Return whether an announcement pins a block."""
         return self._blocks[number].sent > 0
 
-    def pin(self, number: int, count: int = 1) -> None:
-        """Pin a block for one or more announcements."""
-        self._blocks[number].sent += count
+    def pin(self, number: int, count: int = 1) -> G:
+        """Pin a block for one or more announcements, and return its grant."""
+        block = self._blocks[number]
+        block.sent += count
+        return block.grant
 
     def unpin(self, number: int) -> G | None:
         """Remove the pin of one announcement; return the grant if the block is free now.

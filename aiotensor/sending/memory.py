@@ -180,14 +180,14 @@ class Memory:
         return sum(ticket.amount for ticket in tickets if ticket.holder not in self.gate.budget.held)
 
     def announced(self, number: int, holder: Hashable, *, is_whole: bool) -> None:
-        """Account an allocated block to the message that announces it, unless an open message holds it.
+        """Pin a block for an announcement, and account it to its message, unless an open message holds it.
 
         Args:
             number: the number of the block.
             holder: the message.
             is_whole: whether the message needs no more memory, so that the release depends on no wait.
         """
-        ticket, budget = self.leases.grant_of(number), self.gate.budget
+        ticket, budget = self.leases.pin(number), self.gate.budget
         if ticket.holder not in budget.held:
             if is_whole:
                 ticket.holder = holder

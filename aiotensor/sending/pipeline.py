@@ -246,7 +246,6 @@ class Pipeline:
         if allocation is not None and mover is not None and not plan.new_bytes:
             offset = source.data_ptr() - allocation.start
             placed = Placed(ARENA, allocation.block.place.describe(offset))
-            self._memory.announced(allocation.block.number, message, is_whole=True)
             message.has_bytes = True
             return self._send_later(mover, message, source, placed, allocation.block, offset)
         block = self.block_nowait(message, plan.new_bytes)
@@ -344,7 +343,7 @@ class Pipeline:
 
         def moved(is_complete: bool) -> None:
             if put is not None and is_complete and not message.has_ended:
-                self._memory.leases.pin(block.number)
+                self._memory.announced(block.number, message, is_whole=True)
                 session.put(message, put, flush=True)
 
         data = block.place.view()[offset : offset + source.nbytes]
@@ -380,7 +379,6 @@ class Pipeline:
                 self._attach(message, block)
             message.has_bytes = True
             self._memory.announced(number, message, is_whole=last)
-            self._memory.leases.pin(number)
         if message.number is None:
             message.number = session.connection.next_message
         put = put_of(message.number, message.count, source, placed, number, last=last)
