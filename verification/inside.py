@@ -9,7 +9,7 @@ import zmq
 from aiotensor.blocking.portal import BlockingObject
 from aiotensor.blocking.thread import Call
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.channel.remote_client import IncomingRequest, RemoteClient
+from aiotensor.channel.client_session import ClientSession, IncomingRequest
 from aiotensor.channel.remote_server import RemoteServer
 from aiotensor.channel.send_queue import SendQueue
 from aiotensor.runtime.worker import Worker
@@ -59,7 +59,7 @@ def unanswered(client: MessageClient[Any]) -> int:
     return sum(server.session.unanswered for server in servers_of(client) if server.session is not None)
 
 
-def clients_of(server: MessageServer[Any]) -> list[RemoteClient]:
+def clients_of(server: MessageServer[Any]) -> list[ClientSession]:
     """Return the clients of a server."""
     assert server._clients is not None
     return list(server._clients._clients.values())

@@ -1,14 +1,13 @@
 """Blocking publishers and subscribers."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar, overload
 
 import torch
 
 from aiotensor import broadcast
-from aiotensor.blocking.portal import BlockingObject
+from aiotensor.blocking.portal import BlockingObject, parameters_of
 from aiotensor.errors import ClosedError
-from aiotensor.protocol.audience import SlowPolicy
 from aiotensor.transports.endpoints import Endpoint
 from aiotensor.types import (
     CurveKey,
@@ -30,42 +29,9 @@ class Publisher(BlockingObject[broadcast.Publisher, PublisherStatistics]):
     Arguments and errors are those of `aiotensor.broadcast.Publisher`.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        *,
-        arena_bytes: int = 1 << 30,
-        max_behind: int = 8,
-        slow: SlowPolicy = "wait",
-        max_held_bytes: int | None = None,
-        history: int = 0,
-        max_subscribers: int | None = 64,
-        keep_warm_s: float | None = 30.0,
-        long_wait_s: float | None = 10.0,
-        max_wait_s: float | None = None,
-        secret_key: CurveKey | None = None,
-        client_keys: Collection[CurveKey] = (),
-        peer_timeout_s: float | None = None,
-        engine: EngineName | None = None,
-    ) -> None:
-        super().__init__(
-            broadcast.Publisher(
-                endpoint,
-                arena_bytes=arena_bytes,
-                max_behind=max_behind,
-                slow=slow,
-                max_held_bytes=max_held_bytes,
-                history=history,
-                max_subscribers=max_subscribers,
-                keep_warm_s=keep_warm_s,
-                long_wait_s=long_wait_s,
-                max_wait_s=max_wait_s,
-                secret_key=secret_key,
-                client_keys=client_keys,
-                peer_timeout_s=peer_timeout_s,
-                engine=engine,
-            )
-        )
+    @parameters_of(broadcast.Publisher)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(broadcast.Publisher(*args, **kwargs))
 
     @property
     def id(self) -> str:

@@ -1,6 +1,7 @@
 """The base of blocking objects, which runs calls of threads in the event loop of this process."""
 
 import asyncio
+import inspect
 import os
 import sys
 import threading
@@ -8,17 +9,36 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from aiotensor.blocking.thread import Call, Loop, borrow, release
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.runtime.affinity import LoopObject, close_now, warn_unclosed
 
-__all__ = ["BlockingObject", "until_closed"]
+__all__ = ["BlockingObject", "parameters_of", "until_closed"]
 
 A = TypeVar("A", bound=LoopObject)
+P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
+
+
+def parameters_of(
+    other: Callable[P, object],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Give an `__init__` that passes its arguments on the parameters of another class.
+
+    Type checkers and `inspect.signature` see these parameters.
+    """
+
+    def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        signature = inspect.signature(other)
+        parameters = [itself, *signature.parameters.values()]
+        init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return init
+
+    return decorate
 
 
 class BlockingObject(Generic[A, S]):

@@ -1,13 +1,12 @@
 """Blocking pipes between ranks."""
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from aiotensor import ranks
-from aiotensor.blocking.portal import BlockingObject
-from aiotensor.ranks import Group
-from aiotensor.types import EngineName, PipeStatistics
+from aiotensor.blocking.portal import BlockingObject, parameters_of
+from aiotensor.types import PipeStatistics
 
 __all__ = ["KVPipe", "RankPipe"]
 
@@ -18,34 +17,9 @@ class RankPipe(BlockingObject[ranks.RankPipe, PipeStatistics]):
     Arguments and errors are those of `aiotensor.ranks.RankPipe`.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        peer: int,
-        *,
-        rank: int | None = None,
-        world_size: int | None = None,
-        max_bytes: int = 1 << 30,
-        max_wait_s: float | None = None,
-        host: str | None = None,
-        encrypt: bool = False,
-        peer_timeout_s: float | None = None,
-        engine: EngineName | None = None,
-    ) -> None:
-        super().__init__(
-            ranks.RankPipe(
-                group,
-                peer,
-                rank=rank,
-                world_size=world_size,
-                max_bytes=max_bytes,
-                max_wait_s=max_wait_s,
-                host=host,
-                encrypt=encrypt,
-                peer_timeout_s=peer_timeout_s,
-                engine=engine,
-            )
-        )
+    @parameters_of(ranks.RankPipe)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(ranks.RankPipe(*args, **kwargs))
 
     @property
     def rank(self) -> int:

@@ -1,18 +1,17 @@
 """Blocking senders and receivers."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 import aiotensor
-from aiotensor.blocking.portal import BlockingObject, until_closed
+from aiotensor.blocking.portal import BlockingObject, parameters_of, until_closed
 from aiotensor.errors import ClosedError
 from aiotensor.sending.open_message import enter_in_thread
 from aiotensor.tensors.source import Sendable
-from aiotensor.transports.endpoints import Endpoint
-from aiotensor.types import CurveKey, Delivery, EngineName, ReceiverStatistics, SenderStatistics, TensorHandle
+from aiotensor.types import Delivery, ReceiverStatistics, SenderStatistics, TensorHandle
 
 __all__ = ["OpenMessage", "TensorReceiver", "TensorSender"]
 
@@ -23,34 +22,9 @@ class TensorSender(BlockingObject[aiotensor.TensorSender, SenderStatistics]):
     Arguments and errors are those of `aiotensor.TensorSender`.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        max_concurrent_videos: int = 8,
-        arena_bytes: int = 1 << 30,
-        *,
-        keep_warm_s: float | None = 30.0,
-        long_wait_s: float | None = 10.0,
-        max_wait_s: float | None = None,
-        secret_key: CurveKey | None = None,
-        server_key: CurveKey | None = None,
-        peer_timeout_s: float | None = None,
-        engine: EngineName | None = None,
-    ) -> None:
-        super().__init__(
-            aiotensor.TensorSender(
-                endpoint,
-                max_concurrent_videos,
-                arena_bytes,
-                keep_warm_s=keep_warm_s,
-                long_wait_s=long_wait_s,
-                max_wait_s=max_wait_s,
-                secret_key=secret_key,
-                server_key=server_key,
-                peer_timeout_s=peer_timeout_s,
-                engine=engine,
-            )
-        )
+    @parameters_of(aiotensor.TensorSender)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(aiotensor.TensorSender(*args, **kwargs))
 
     @property
     def id(self) -> str:
@@ -171,34 +145,9 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver, ReceiverStatistics
     Arguments and errors are those of `aiotensor.TensorReceiver`.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        *,
-        max_senders: int | None = 64,
-        max_mapped_bytes: int | None = 64 << 30,
-        max_unclaimed_messages: int | None = 1024,
-        max_frame_bytes: int = 64 * 1024,
-        max_wait_s: float | None = None,
-        secret_key: CurveKey | None = None,
-        client_keys: Collection[CurveKey] = (),
-        peer_timeout_s: float | None = None,
-        engine: EngineName | None = None,
-    ) -> None:
-        super().__init__(
-            aiotensor.TensorReceiver(
-                endpoint,
-                max_senders=max_senders,
-                max_mapped_bytes=max_mapped_bytes,
-                max_unclaimed_messages=max_unclaimed_messages,
-                max_frame_bytes=max_frame_bytes,
-                max_wait_s=max_wait_s,
-                secret_key=secret_key,
-                client_keys=client_keys,
-                peer_timeout_s=peer_timeout_s,
-                engine=engine,
-            )
-        )
+    @parameters_of(aiotensor.TensorReceiver)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(aiotensor.TensorReceiver(*args, **kwargs))
 
     @property
     def id(self) -> str:

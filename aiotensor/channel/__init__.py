@@ -9,7 +9,7 @@ ZeroMQ carries the message itself. The client's `TensorSender` sends its tensors
 places. Without a sender, the message contains its tensors. Answers are sent in the same way.
 
 From the top down: ``client``, ``server`` and ``request`` are the public interface. ``outgoing_requests`` and
-``remote_server`` belong to a client, ``incoming_requests``, ``clients`` and ``remote_client`` to a server.
+``remote_server`` belong to a client, ``incoming_requests``, ``clients`` and ``client_session`` to a server.
 `aiotensor.protocol.client` and `aiotensor.protocol.server` contain the rules of the protocol. ``payloads``
 encodes and decodes messages, ``listener`` and ``options`` control who may connect, and ``sockets`` runs
 ZeroMQ sockets on the event loop.

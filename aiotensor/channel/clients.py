@@ -8,8 +8,8 @@ from typing import Any
 
 import zmq
 
+from aiotensor.channel.client_session import ClientSession
 from aiotensor.channel.incoming_requests import IncomingRequests
-from aiotensor.channel.remote_client import RemoteClient
 from aiotensor.channel.send_queue import SendQueue, flush_all
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.exchange import Ask, Cancel, ClientHello
@@ -50,8 +50,8 @@ class Clients(Connections):
         self._receiver = receiver
         self.requests = requests
         self._counts = counts
-        self._clients: dict[bytes, RemoteClient] = {}
-        self._leftovers: dict[RemoteClient, None] = {}  # disconnected clients with requests that may wait
+        self._clients: dict[bytes, ClientSession] = {}
+        self._leftovers: dict[ClientSession, None] = {}  # disconnected clients with requests that may wait
         # Functions of the module write the lines: a pending timer keeps no server alive.
         self._connections_refused = RepeatedEvent(_log_connection_refused)
         self._clients_refused = RepeatedEvent(_log_client_refused)
@@ -92,10 +92,12 @@ class Clients(Connections):
         if client is None:
             connection = ServerConnection(self._limits)
             send = partial(self.send, identity)
-            client = RemoteClient(identity, connection, send, self.requests.unfinished, self._disconnect_slow)
+            client = ClientSession(
+                identity, connection, send, self.requests.unfinished, self._disconnect_slow
+            )
         self._receive(client, parts)
 
-    def _receive(self, client: RemoteClient, parts: "list[zmq.Frame]") -> None:
+    def _receive(self, client: ClientSession, parts: "list[zmq.Frame]") -> None:
         try:
             frame, body = client.connection.receive([part.buffer for part in parts[1:]])
         except ProtocolError as error:
@@ -112,7 +114,7 @@ class Clients(Connections):
             case ClientHello():
                 self._admit(client)
 
-    def _admit(self, client: RemoteClient) -> None:
+    def _admit(self, client: ClientSession) -> None:
         """Accept or refuse a client after its hello."""
         connection = client.connection
         reason = connection.refusal or self._full()
@@ -161,12 +163,12 @@ class Clients(Connections):
 
     # Ends
 
-    def _reject(self, client: RemoteClient, reason: str, *, is_refusal: bool = False) -> None:
+    def _reject(self, client: ClientSession, reason: str, *, is_refusal: bool = False) -> None:
         """Send a final message, and ignore the peer; after a refusal, a new attempt would fail too."""
         self._rejected[client.identity] = client.queue
         client.queue.post(client.connection.close(reason, is_refusal=is_refusal))
 
-    def _disconnect_slow(self, client: RemoteClient) -> None:
+    def _disconnect_slow(self, client: ClientSession) -> None:
         """Disconnect a client that leaves too many messages unread."""
         logger.error(
             "a client (pid %s) is disconnected: %s",
@@ -185,7 +187,7 @@ class Clients(Connections):
             self._clients[identity].connection.disconnected()
             self._lose(self._clients[identity])
 
-    def _lose(self, client: RemoteClient) -> None:
+    def _lose(self, client: ClientSession) -> None:
         """Remove a client, and cancel its requests that want an answer."""
         if self._clients.pop(client.identity, None) is None:
             return  # removed already, when a send found that it is gone

@@ -9,9 +9,9 @@ from typing import Generic, TypeVar
 
 import torch
 
+from aiotensor.channel.client_session import ClientSession, IncomingRequest, RequestState
 from aiotensor.channel.memory import MessageMemory
 from aiotensor.channel.payloads import QUICK_TENSORS, Handles, discard, send_tensors
-from aiotensor.channel.remote_client import IncomingRequest, RemoteClient, RequestState
 from aiotensor.codec import TensorDecoder
 from aiotensor.codec.payload import pack, unpack
 from aiotensor.errors import AioTensorError, ClosedError, ProtocolError, UsageError, WouldBlockError
@@ -41,7 +41,7 @@ class FairQueue:
 
     def __init__(self) -> None:
         # The client whose turn it is first.
-        self.by_client: OrderedDict[RemoteClient, deque[IncomingRequest]] = OrderedDict()
+        self.by_client: OrderedDict[ClientSession, deque[IncomingRequest]] = OrderedDict()
 
     def __len__(self) -> int:
         return sum(map(len, self.by_client.values()))
@@ -164,7 +164,7 @@ class IncomingRequests(Generic[M]):
         elif incoming.block is not None:
             incoming.block.cancel()
 
-    def cancel_arriving(self, client: RemoteClient) -> bool:
+    def cancel_arriving(self, client: ClientSession) -> bool:
         """Cancel the requests of a disconnected client, if all of them still wait for tensors.
 
         Tensors are sent before their message, so tensors that are still missing may never arrive.

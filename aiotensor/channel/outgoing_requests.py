@@ -16,7 +16,7 @@ from aiotensor.channel.payloads import (
     send_tensors,
 )
 from aiotensor.channel.remote_server import RemoteServer
-from aiotensor.channel.session import SentRequest
+from aiotensor.channel.server_session import SentRequest
 from aiotensor.codec import TensorDecoder
 from aiotensor.codec.payload import Payload, pack, unpack
 from aiotensor.errors import AlreadyTakenError, ClosedError, DiscardedError, PeerLostError, ProtocolError

@@ -21,7 +21,7 @@ from contextlib import AbstractAsyncContextManager
 import zmq
 
 from aiotensor.channel.payloads import ReceivedAnswer
-from aiotensor.channel.session import ServerSession
+from aiotensor.channel.server_session import ServerSession
 from aiotensor.errors import (
     AccessDeniedError,
     AioTensorError,

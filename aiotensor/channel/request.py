@@ -6,8 +6,8 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from aiotensor.channel.cancelling import CancelOnce
+from aiotensor.channel.client_session import IncomingRequest
 from aiotensor.channel.incoming_requests import IncomingRequests, cause_of
-from aiotensor.channel.remote_client import IncomingRequest
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.protocol.exchange import Cause
 from aiotensor.runtime.logs import logger_of

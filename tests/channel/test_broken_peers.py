@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from aiotensor import PeerLostError, ProtocolError, RefusedError, RemoteError, TensorHandle
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.channel.remote_client import MAX_UNREAD
+from aiotensor.channel.client_session import MAX_UNREAD
 from aiotensor.codec import TensorEncoder
 from aiotensor.protocol.connection import Close
 from aiotensor.protocol.exchange import (

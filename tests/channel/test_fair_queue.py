@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.channel.client_session import ClientSession, IncomingRequest
 from aiotensor.channel.incoming_requests import FairQueue
-from aiotensor.channel.remote_client import IncomingRequest, RemoteClient
 from aiotensor.protocol.exchange import Ask
 from aiotensor.protocol.parts import PartLimits
 from aiotensor.protocol.server import ClientLimits, ServerConnection
@@ -15,10 +15,10 @@ from tests.channel.parties import Answer, Question, place
 from verification.waiting import until
 
 
-def _clients(count: int) -> list[RemoteClient]:
+def _clients(count: int) -> list[ClientSession]:
     limits = ClientLimits(None, 1000, 1 << 20, PartLimits())
     return [
-        RemoteClient(
+        ClientSession(
             str(number).encode(),
             ServerConnection(limits),
             lambda parts, is_retry: True,
@@ -29,7 +29,7 @@ def _clients(count: int) -> list[RemoteClient]:
     ]
 
 
-def _message(client: RemoteClient, number: int) -> IncomingRequest:
+def _message(client: ClientSession, number: int) -> IncomingRequest:
     return client.add(Ask(number, None), [memoryview(b"")])
 
 

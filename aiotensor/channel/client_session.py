@@ -23,7 +23,7 @@ from aiotensor.runtime.logs import logger_of
 from aiotensor.sender import TensorSender, capacity_of
 from aiotensor.tensors.copying import QUICK_BYTES
 
-__all__ = ["MAX_UNREAD", "IncomingRequest", "RemoteClient", "RequestState"]
+__all__ = ["MAX_UNREAD", "ClientSession", "IncomingRequest", "RequestState"]
 
 logger = logger_of("channel")
 
@@ -54,7 +54,7 @@ class IncomingRequest:
         block: cancels the task that answers it, once the task has entered its block.
     """
 
-    def __init__(self, client: "RemoteClient", ask: Ask, parts: list[memoryview]) -> None:
+    def __init__(self, client: "ClientSession", ask: Ask, parts: list[memoryview]) -> None:
         self.client = client
         self.number = ask.number
         self.wants_answer = ask.wants_answer
@@ -73,7 +73,7 @@ class IncomingRequest:
         return self.wants_answer and self.state is not RequestState.ENDED
 
 
-class RemoteClient:
+class ClientSession:
     """A connected client.
 
     Args:
@@ -95,7 +95,7 @@ class RemoteClient:
         connection: ServerConnection,
         send: Callable[[Parts, bool], bool],
         unfinished: set[IncomingRequest],
-        disconnect: Callable[["RemoteClient"], None],
+        disconnect: Callable[["ClientSession"], None],
     ) -> None:
         self.identity = identity
         self.connection = connection
