@@ -30,13 +30,14 @@ class TensorReceiver(LoopObject):
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. An endpoint has
     one receiver and any number of senders. Opening at an address waits while another process holds the lock
-    of the socket's folder, as an opening receiver does for a moment; cancellation has no side effects. It
-    raises `UsageError` if a receiver listens there already, and otherwise an `OSError` that names the folder:
-    `FileNotFoundError` if it does not exist, `NotADirectoryError`, `PermissionError`.
+    of the socket's folder, as each receiver does for a moment when it opens; cancellation has no side
+    effects. Opening raises `UsageError` if a receiver already listens there. If the folder cannot be used,
+    it raises an `OSError` that names the folder, such as `FileNotFoundError`, `NotADirectoryError` or
+    `PermissionError`.
 
-    A received tensor is a view of shared memory; a small tensor has its own memory. It stays valid as long
-    as it or a view of it exists, even after its sender or this receiver has ended. The memory returns to the
-    sender when the last view is freed.
+    A received tensor is a view of shared memory; a small tensor has its own memory. A tensor stays valid as
+    long as it or a view of it exists, even after its sender or this receiver has ended. The memory returns to
+    the sender when the last view is freed.
 
     A sender that would exceed a limit is refused when it connects: its calls raise `RefusedError`, which
     names the limit, and so does `receive` for its handles. The maximum use of an admitted sender counts from
@@ -45,25 +46,26 @@ class TensorReceiver(LoopObject):
     Args:
         endpoint: the location of the receiver: an address such as ``unix:///run/user/1000/engine.sock``, to
             which only processes of this user may connect, a `TensorQueue`, or a `multiprocessing.Queue` that
-            the application cannot replace by one. Only this receiver may read it.
+            the application cannot replace by one. Only this receiver may read from the queue.
         max_senders: the maximum number of connected senders; None for no limit.
         max_mapped_bytes: the maximum number of bytes of mapped shared memory, over all senders: the sum of
             their `arena_bytes`, and the memory of disconnected senders that tensors still use; None for no
             limit.
         max_unclaimed_messages: the maximum number of messages that wait to be taken, over all senders: the
             sum of their `max_concurrent_videos`; None for no limit.
-        max_frame_bytes: the longest record that is read, from 16 KiB to 64 KiB. Senders comply with it; a
-            sender that does not is disconnected.
-        max_wait_s: the seconds after which `receive` and `arrived` stop waiting for a tensor and raise
-            `WouldBlockError`, for example because its sender never connects. None for never. Iterations wait
-            without limit.
+        max_frame_bytes: the maximum size of a record in bytes, from 16 KiB to 64 KiB. Senders comply with
+            it; a sender that exceeds it is disconnected.
+        max_wait_s: the time in seconds after which `receive` and `arrived` stop waiting for a tensor and
+            raise `WouldBlockError`, for example because its sender never connects. None for never. Iterations
+            wait without limit.
         secret_key: the CURVE secret key of this receiver, for an endpoint ``tcp://`` that other machines can
             reach.
-        client_keys: the public keys of the senders, and of inspectors, that may connect there.
+        client_keys: the CURVE public keys of the senders and inspectors that may connect there.
         peer_timeout_s: the time in seconds without an answer after which a sender at ``tcp://`` is lost; None
             for 2 s, and for no limit at a loopback address.
-        engine: "nixl" to let senders at ``tcp://`` that have chosen it, too, move tensors of more than a MiB
-            with NIXL, if it works. It writes to the memory of this process: see "RDMA" in the documentation.
+        engine: "nixl" to receive tensors of more than a MiB at ``tcp://`` with NIXL, if their sender has
+            chosen it, too, and it works; otherwise, ZeroMQ carries all tensors. NIXL writes to the memory of
+            this process: see "RDMA" in the documentation.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type.
@@ -148,13 +150,15 @@ class TensorReceiver(LoopObject):
         calls blocks all other tasks.
 
         Raises:
-            AlreadyTakenError: it was received before, or another call is receiving it.
-            DiscardedError: its message was discarded, or its sender closed without sending it.
-            PeerLostError: its sender died or broke the protocol; `pid` is the id of its process.
-            RefusedError: its sender was refused, because of a limit or its version.
-            WouldBlockError: it has not arrived within `max_wait_s`; the text states if the sender is known.
-            ClosedError: this receiver was closed, perhaps while waiting.
-            OSError: the machine has no memory or no thread left for the copy; receive it again.
+            AlreadyTakenError: the tensor was received before, or another call is receiving it.
+            DiscardedError: the message was discarded, or the message or its sender ended without the tensor.
+            PeerLostError: the sender died or broke the protocol; `pid` is the id of its process.
+            RefusedError: the sender was refused, because of a limit or its version.
+            WouldBlockError: the tensor has not arrived within `max_wait_s`; the text states whether its
+                sender has connected.
+            ClosedError: this receiver was closed, perhaps during the call.
+            OSError: the machine has no memory or no thread left for the copy; the tensor can still be
+                received.
         """
         try:
             taking = self._opened()
@@ -166,8 +170,8 @@ class TensorReceiver(LoopObject):
                 # If the call is cancelled, the thread completes the copy, and pins the block until then.
                 tensor = await in_thread(own_copy, item.tensor)
             except BaseException:
-                # The error refers to this frame: a variable would keep the tensor, and its block, alive with
-                # the error.
+                # The traceback of the error refers to this frame, so the variable would keep the tensor and
+                # its block alive.
                 del item
                 taking.put_back(key)
                 raise
@@ -182,9 +186,9 @@ class TensorReceiver(LoopObject):
     async def arrived(self, handle: TensorHandle) -> None:
         """Wait until the tensor that a handle names has arrived, without receiving it.
 
-        A server with many requests can so begin with the requests whose tensors have arrived. Waits until the
-        whole message of the tensor has arrived; iterations leave the tensor out during this wait.
-        Cancellation has no side effects. Errors are those of `receive`.
+        A server with many requests can use this to begin with requests whose tensors have arrived. Waits
+        until the whole message of the tensor has arrived, at most `max_wait_s`; iterations skip the tensor
+        during this wait. Cancellation has no side effects. Errors are those of `receive`.
         """
         with self._errors:
             taking = self._opened()
@@ -198,7 +202,7 @@ class TensorReceiver(LoopObject):
         Errors are those of `receive`.
 
         Raises:
-            WouldBlockError: it has not arrived.
+            WouldBlockError: the tensor has not arrived.
         """
         try:
             taking = self._opened()
@@ -215,15 +219,18 @@ class TensorReceiver(LoopObject):
         return self
 
     async def __anext__(self) -> Delivery:
-        """Return the next tensor in the order of arrival, except tensors that calls await by handle.
+        """Return the next tensor in the order of arrival, and skip tensors that calls await by their handles.
 
         The tensors of a message are delivered consecutively, even if several tasks iterate: a message that
         has been begun is finished before the next one. `Delivery.tensors` is the size of the message. If the
         call that awaits a tensor by its handle is cancelled, the tensor is delivered next. The remaining
         tensors of a message that is discarded, or lost with its sender, are not delivered.
 
-        A cancelled iteration loses no tensor. Ends when this receiver is closed. Like `receive`, does not
-        suspend if a tensor has arrived.
+        Cancellation loses no tensor. The iteration ends when this receiver is closed. Like `receive`, the
+        call does not suspend if a tensor has arrived.
+
+        Raises:
+            PeerLostError: reading from the senders has failed, so no more tensors will arrive.
         """
         if self.affinity.is_closed:
             raise StopAsyncIteration
@@ -267,7 +274,7 @@ class TensorReceiver(LoopObject):
         return self._taking.senders.statistics()
 
     async def aclose(self) -> None:
-        """Close: the senders raise `PeerLostError`, waiting calls raise `ClosedError`, and iterations end.
+        """Close the receiver: senders raise `PeerLostError`, waiting calls `ClosedError`, and iterations end.
 
         Received tensors stay valid; the others are dropped. Waits until the connections have accepted the
         last answers to the senders. Cancellation closes the receiver immediately; a sender may then raise an

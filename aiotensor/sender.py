@@ -34,29 +34,29 @@ class TensorSender(LoopObject):
     `PeerLostError`, and later sends go to the new receiver.
 
     Args:
-        endpoint: the location of the receiver: an address such as ``unix:///run/user/1000/engine.sock``, or a
-            `TensorQueue`, or a `multiprocessing.Queue` that the application cannot replace by one. It must
-            carry nothing else, and its sender is connected once the receiver has read from it.
+        endpoint: the location of the receiver: an address such as ``unix:///run/user/1000/engine.sock``, a
+            `TensorQueue`, or a `multiprocessing.Queue` that the application cannot replace by one. Such a
+            queue must carry nothing else, and the sender is connected once the receiver has read from it.
         max_concurrent_videos: the maximum number of messages in flight: begun by this sender, and neither
-            fully taken by the receiver nor discarded. Further sends wait in order.
-        arena_bytes: the maximum number of bytes of shared memory in use by this sender at once, taken by the
-            receiver or not; a block is in use as long as a tensor over it exists. In a container it must fit
-            into the memory limit, beyond which the kernel kills a process and no call raises an error:
-            opening logs a warning if it does not fit.
+            fully taken by the receiver nor discarded. Further sends wait in the order of the calls.
+        arena_bytes: the maximum number of bytes of shared memory that this sender uses at once. A block
+            is in use as long as a tensor over it exists, here or at the receiver, taken or not. In a
+            container, `arena_bytes` must fit into the memory limit, beyond which the kernel kills a process
+            and no call raises an error: opening logs a warning if it does not fit.
         keep_warm_s: the time in seconds after which unused shared memory is returned to the system; None to
-            keep it. A copy into fresh memory costs several times as much as a copy into warm memory, so the
+            keep it. A copy into new memory takes several times as long as a copy into warm memory, so the
             memory is kept for the next tensor, but not forever, because other programs may need it.
         long_wait_s: the time in seconds after which a wait for a permit or for memory is logged, once, with
             the holders, their resources, and the time that they have held them; None for never.
-        max_wait_s: the time in seconds after which a wait for a permit, for memory, for other copies to end,
-            or for a receiver that is not connected or does not read, ends with `WouldBlockError`; it applies
-            to each wait separately. None for never. With it, an overloaded server rejects work in time.
-        secret_key: the CURVE secret key of this sender, for an endpoint ``tcp://`` on another machine.
-        server_key: the public key of the receiver there.
+        max_wait_s: the time in seconds after which a wait for a permit, for memory, for other copies, or for
+            a receiver that is not connected or does not read, ends with `WouldBlockError`; None for never.
+            It applies to each wait separately. An overloaded server can use it to reject work in time.
+        secret_key: the CURVE secret key of this sender, for a receiver at ``tcp://`` on another machine.
+        server_key: the CURVE public key of that receiver.
         peer_timeout_s: the time in seconds without an answer after which the receiver at ``tcp://`` is lost;
             None for 2 s, and for no limit at a loopback address.
-        engine: "nixl" to move tensors of more than a MiB at ``tcp://`` with NIXL, if the receiver has chosen
-            it, too, and it works; otherwise, ZeroMQ carries all tensors.
+        engine: "nixl" to move tensors of more than 1 MiB at ``tcp://`` with NIXL, if the receiver has chosen
+            it, too, and it works; otherwise, and with None, ZeroMQ carries all tensors.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type.
@@ -88,18 +88,18 @@ class TensorSender(LoopObject):
         self._errors = ErrorCounter()
         self._counts = new_counts(SenderStatistics)
         self._capacity = SenderCapacity(self._settings, self.affinity)
-        # Made by `__aenter__`, since they belong to a loop.
+        # Created by `__aenter__`, because they belong to a loop.
         self._pipeline: Pipeline | None = None
         self._posts: Posts | None = None
 
     @property
     def id(self) -> str:
-        """The id that the handles of this sender carry."""
+        """The id of this sender, which its handles contain."""
         return self._id
 
     @property
     def receiver_id(self) -> str | None:
-        """The id of the receiver at the other end; None while there is none."""
+        """The id of the connected receiver; None while no receiver is connected and known."""
         return None if self._pipeline is None else self._pipeline.sessions.receiver_id
 
     async def __aenter__(self) -> Self:
@@ -126,7 +126,7 @@ class TensorSender(LoopObject):
         """Wait until a receiver has admitted this sender.
 
         Use it in a readiness probe, or to find out at startup whether a receiver would refuse this sender:
-        opening a sender does not wait for the receiver. Returns immediately while an admitted sender stays
+        opening a sender does not wait for the receiver. Returns immediately while the sender is admitted and
         connected.
 
         Waits at most `max_wait_s` for a receiver to start, and for the next one if the receiver closes
@@ -135,7 +135,7 @@ class TensorSender(LoopObject):
         Raises:
             RefusedError: the receiver refused this sender, because of a limit or its version.
             WouldBlockError: no receiver admitted this sender within `max_wait_s`.
-            PeerLostError: the receiver of a queue is gone, or a receiver broke the protocol.
+            PeerLostError: the receiver of a queue died or closed, or a receiver broke the protocol.
             AccessDeniedError: the receiver runs as another user.
             UsageError: the process at the address is not a receiver.
             ClosedError: this sender was closed, possibly during the wait.
@@ -146,29 +146,29 @@ class TensorSender(LoopObject):
     async def send(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor, and return the handle that names it for the receiver.
 
-        After it returns, you may change or free the tensor, because it was copied, unless it came from
-        `allocate`. The tensor itself is never changed.
+        When the call returns, the tensor was copied and may be changed or freed, except for a tensor from
+        `allocate`, whose memory the receiver reads. The tensor itself is never changed.
 
         Args:
-            tensor: a dense tensor on the CPU of any shape and dtype, a numpy array, or anything with
-                ``__dlpack__``. A slice sends only its own bytes, not its entire storage.
+            tensor: a dense tensor on the CPU of any shape and dtype, a numpy array, or an object with
+                ``__dlpack__``. For a slice, only its own bytes are sent, not its entire storage.
 
         Waits for a permit, then for bytes of shared memory, each in the order of the calls, then for the
         copy, which runs in a worker thread. Cancellation releases all of them, even during the copy, and
         discards the message if the receiver has not taken it yet.
 
-        If no wait is necessary, as for a small tensor with a free permit, it does not suspend: it completes
-        even in an expired timeout scope, and a long series of such calls blocks all other tasks.
+        If no wait is necessary, as for a small tensor with a free permit, the call does not suspend: it
+        completes even in an expired timeout scope, and a long series of such calls blocks all other tasks.
 
         Raises:
             UnsupportedTensorError: the tensor would not arrive unchanged; no resources were taken for it.
-            TooLargeError: it is larger than `arena_bytes`; no resources were taken for it.
-            WouldBlockError: it waited for longer than `max_wait_s`.
+            TooLargeError: the tensor is larger than `arena_bytes`; no resources were taken for it.
+            WouldBlockError: the call waited for longer than `max_wait_s`, or the wait would never end.
             PeerLostError: the receiver died or closed.
             RefusedError: the receiver refused this sender, because of a limit or its version. The next call
                 tries again.
-            DiscardedError: the receiver discarded the message before it was sent.
-            ClosedError: this sender was closed, perhaps while waiting.
+            DiscardedError: the message was discarded before it was sent, for example by `discard_all`.
+            ClosedError: this sender was closed, possibly during the wait.
             OSError: the machine has no shared memory or no descriptors left. At the memory limit of a
                 container no error is raised: the kernel kills a process.
         """
@@ -187,12 +187,12 @@ class TensorSender(LoopObject):
     def send_nowait(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor without waiting; the copy runs on this thread.
 
-        For small tensors, and for callers that prefer an error to a wait. Arguments and errors are the same
-        as for `send`.
+        Use it for small tensors, or if an error is better than a wait. Arguments and other errors are those
+        of `send`.
 
         Raises:
-            WouldBlockError: no permit or too few bytes are free, other calls already wait for them, or the
-                receiver is slow to read the link.
+            WouldBlockError: no permit or too few bytes are free, other calls already wait for them, no
+                receiver is connected, or it is slow to read.
         """
         message: Message | None = None
         try:
@@ -209,20 +209,20 @@ class TensorSender(LoopObject):
     def post(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor without waiting, and copy the tensor in the worker thread afterwards.
 
-        For callers that must not wait, such as the hooks of an encoder: it takes a permit and memory
+        For callers that must not wait, such as the hooks of an encoder: the call takes a permit and memory
         immediately, announces the number of the message, and returns. Later messages may arrive before this
-        one. Arguments are the same as for `send`.
+        one. Arguments are those of `send`.
 
         The tensor must not change until `copied` returns for its handle, until the receiver has received it,
         or until `drain` returns. If the copy fails, the message is discarded, and the error is logged, raised
-        by `copied`, and counted in `statistics`. Closing the sender waits for the copy; cancelling that
-        discards the message.
+        by `copied`, and counted in `statistics`. Closing the sender waits for the copy; if closing is
+        cancelled, the message is discarded.
 
         Raises:
             WouldBlockError: no permit or too few bytes are free, other calls already wait for them, no
                 receiver is connected, or it is slow to read.
             UnsupportedTensorError: the tensor would not arrive unchanged; no resources were taken for it.
-            TooLargeError: it is larger than `arena_bytes`; no resources were taken for it.
+            TooLargeError: the tensor is larger than `arena_bytes`; no resources were taken for it.
             PeerLostError: the receiver died or closed.
             RefusedError: the receiver refused this sender, because of a limit or its version.
             ClosedError: this sender was closed.
@@ -233,20 +233,23 @@ class TensorSender(LoopObject):
             return self._opened_posts().post(tensor)
 
     async def copied(self, handle: TensorHandle) -> None:
-        """Wait until the tensor of a handle that `post` returned is copied: then it may change or be freed.
+        """Wait until a tensor that was sent with `post` is copied, and may be changed or freed.
 
-        A tensor from `allocate` is not copied: the receiver reads the same memory, as after `send`. Returns
-        immediately for all other handles. The sender remembers the last 256 failed messages. Cancellation has
-        no side effects: the copy continues.
+        A tensor from `allocate` is not copied: the receiver reads the same memory, as after `send`. For the
+        handles of other calls, the call returns immediately. Cancellation has no side effects: the copy
+        continues.
+
+        Args:
+            handle: the result of `post`. The sender remembers the errors of the last 256 failed messages.
 
         Raises:
             ValueError: the handle belongs to another sender.
-            OSError: the copy failed, because the machine has no memory left; the message was discarded.
+            OSError: the machine has no memory left for the copy; the message was discarded.
             WouldBlockError: the copy waited for other copies, or for a receiver that does not read, for
                 longer than `max_wait_s`; the message was discarded.
             DiscardedError: either side discarded the message before the tensor was copied.
             PeerLostError: the receiver died or closed before the tensor was copied.
-            ClosedError: this sender was closed, and the wait for the copy was cancelled.
+            ClosedError: this sender was closed, and closing was cancelled before the tensor was copied.
         """
         with self._errors:
             self._checked()
@@ -256,9 +259,10 @@ class TensorSender(LoopObject):
     def message(self) -> OpenMessage:
         """Begin a message of several tensors, which share one permit and arrive together or not at all.
 
-        Use as ``async with sender.message() as message:`` and send with ``await message.send(tensor)``.
-        Entering waits for a permit, at most `max_wait_s`; leaving makes the message whole. An exception in
-        the block, or cancelling it, discards the message.
+        Use it as ``async with sender.message() as message:``, and send each tensor in the block with ``await
+        message.send(tensor)``. Entering the block waits for a permit, at most `max_wait_s`; the end of the
+        block completes the message. An exception or a cancellation that leaves the block discards the
+        message.
         """
         with self._errors:
             return OpenMessage(self, self._checked(), self.affinity, self._errors)
@@ -266,14 +270,15 @@ class TensorSender(LoopObject):
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in shared memory, which is sent without a copy.
 
-        A contiguous view of it is also sent without a copy. Write to it before you send it: then the
-        receiver reads the same memory. Its bytes are in use while it, a view, or a received tensor exists.
+        A contiguous view of the tensor is also sent without a copy. Write to the tensor before you send it,
+        because the receiver reads the same memory afterwards. Its bytes are in use as long as the tensor, a
+        view of it, or a received tensor exists.
 
         Args:
-            shape: the sizes of its dimensions, in elements.
-            dtype: the type of its elements.
+            shape: the sizes of the tensor's dimensions, in elements.
+            dtype: the type of the tensor's elements.
 
-        Waits for bytes of shared memory, in the order of the calls; cancellation returns them. For a message
+        Waits for bytes of shared memory, in the order of the calls; cancellation releases them. For a message
         of several tensors, call `OpenMessage.allocate` in its block: a task that holds memory while it waits
         for a permit may wait for a message that has the permit and waits for memory.
 
@@ -281,12 +286,12 @@ class TensorSender(LoopObject):
             TypeError: the dtype is not a torch dtype.
             UnsupportedTensorError: a tensor of this dtype cannot be sent.
             ValueError: a size is negative.
-            TooLargeError: it would be larger than `arena_bytes`; or it is empty, and its other sizes are
-                too large to address.
-            WouldBlockError: it waited for longer than `max_wait_s`; or this task is in the block of a
+            TooLargeError: the tensor would be larger than `arena_bytes`; or it is empty, and its other sizes
+                are too large to address.
+            WouldBlockError: the call waited for longer than `max_wait_s`; or this task is in the block of a
                 message, and all of `arena_bytes` is held by messages that wait for more of it.
             PeerLostError: the receiver died or closed.
-            ClosedError: this sender was closed, perhaps while waiting.
+            ClosedError: this sender was closed, possibly during the wait.
             OSError: the machine has no shared memory or no descriptors left, as for `send`.
         """
         try:
@@ -324,8 +329,8 @@ class TensorSender(LoopObject):
         Cancellation has no side effects.
 
         Raises:
-            PeerLostError: the receiver died or closed before it took them.
-            RefusedError: the receiver refused this sender, and has taken no message.
+            PeerLostError: the receiver died or closed before it took all of them.
+            RefusedError: the receiver refused this sender, and took no message.
             ClosedError: this sender was closed during the wait.
         """
         with self._errors:
@@ -339,13 +344,13 @@ class TensorSender(LoopObject):
         return self._pipeline.grants.statistics()
 
     async def aclose(self) -> None:
-        """Close; complete messages can still be received, and waiting calls raise `ClosedError`.
+        """Close the sender; complete messages can still be received, and waiting calls raise `ClosedError`.
 
         Waits until the tensors of posted messages are copied, until other copies in the worker thread have
-        stopped, and until the link has accepted all sent messages. It does not wait for the receiver to take
-        them; use `drain` for that. Cancellation closes the sender immediately; if the link has not accepted
-        all messages by then, the receiver treats this sender as lost and drops all its unreceived messages.
-        Closing again has no effect.
+        stopped, and until the connection has accepted all sent messages. It does not wait until the receiver
+        takes them; for that, call `drain` first. Cancellation closes the sender immediately; if the
+        connection has not accepted all messages by then, the receiver treats this sender as lost, and drops
+        all its messages that were not received. Closing again has no effect.
         """
         self.affinity.check_place()
         was_open = self.affinity.close()
@@ -361,7 +366,7 @@ class TensorSender(LoopObject):
         return details
 
     def _checked(self) -> Pipeline:
-        """Return the pipeline, if this sender is open here."""
+        """Return the pipeline, after checking that this sender is open and belongs to this loop."""
         self.affinity.check()
         if self._pipeline is None:
             raise AssertionError("an open sender has a pipeline")
@@ -377,7 +382,7 @@ class TensorSender(LoopObject):
         return self._posts
 
     def _opened(self) -> Pipeline:
-        """Return the pipeline, if messages can be sent."""
+        """Return the pipeline, after checking that this sender is open here and can send messages."""
         if asyncio._get_running_loop() is not self.affinity.open_in:
             self.affinity.check()
         pipeline = self._pipeline

@@ -1,1 +1,1 @@
-"""The rules of the conversation as plain objects: facts in, decisions out; no I/O, no waiting, no tensors."""
+"""The rules of the protocols as plain objects, which perform no I/O, never wait and contain no tensors."""

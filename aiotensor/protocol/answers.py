@@ -1,4 +1,4 @@
-"""Connections that answer messages: the answers of one iteration of the event loop share frames."""
+"""The base class of connections that answer messages; answers that are sent together share frames."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -16,7 +16,10 @@ Sent = TypeVar("Sent")
 
 
 class AnsweringConnection(RecordConnection[Received, Sent | Taken | Discarded | Release]):
-    """One end of a connection that takes messages and returns memory; arguments as for `RecordConnection`."""
+    """One end of a connection that takes messages and returns memory.
+
+    The arguments are those of `RecordConnection`.
+    """
 
     def __init__(
         self,
@@ -32,7 +35,7 @@ class AnsweringConnection(RecordConnection[Received, Sent | Taken | Discarded | 
         self._released: list[int] = []
 
     def release(self, block: int) -> None:
-        """Return a block, once for each tensor that was announced in it."""
+        """Return a block to the peer; called once for each tensor or content that was announced in it."""
         self._released.append(block)
 
     def close(self, close: Close) -> None:

@@ -12,7 +12,7 @@ __all__ = ["REMEMBERED_DISCARDS", "ArrivedMessage", "Claims", "Key", "SenderReco
 
 T = TypeVar("T")
 
-# The number of discarded messages that are remembered for each sender. An older one gets a less exact error.
+# The number of discarded messages that are remembered for each sender; errors for older ones are less exact.
 REMEMBERED_DISCARDS = 1024
 
 
@@ -25,7 +25,7 @@ class Key(msgspec.Struct, frozen=True, order=True, gc=False):
 
 
 class Claims:
-    """Count the calls that wait for each tensor by its handle; only one of them can receive it."""
+    """Count the calls that wait for each tensor by its handle; only one of these calls can receive it."""
 
     __slots__ = ("by_message",)
 
@@ -75,14 +75,14 @@ class SenderRecord(msgspec.Struct, Generic[T], eq=False):
 
     joined: bool = False
     left: bool = False
-    loss: AioTensorError | None = None  # while it is gone
+    loss: AioTensorError | None = None  # set while the sender is gone or refused
     last_loss: AioTensorError | None = None
     pid: int | None = None
-    limit: int = 0
-    first: int = 0  # messages below it belonged to a connection that was lost
-    next: int = 0
+    limit: int = 0  # of its messages in flight
+    first: int = 0  # messages with lower numbers belonged to a connection that was lost
+    next: int = 0  # above the numbers of all messages that have arrived
     messages: dict[int, ArrivedMessage[T]] = {}
-    unclaimed_tensors: int = 0  # in these messages, counted on each change: a scan would block the loop
+    unclaimed_tensors: int = 0  # in `messages`; updated on each change, since counting would block the loop
     unclaimed_bytes: int = 0
     ended: NumberSet = msgspec.field(default_factory=NumberSet)
     discarded: OrderedDict[int, None] = msgspec.field(default_factory=OrderedDict)

@@ -1,6 +1,6 @@
 """How far the subscribers of a publisher are behind, and which publications each of them gets and when.
 
-It decides, and never waits. One publication, as the publisher sees it for one subscriber:
+The objects of this module decide, and never wait. The states of one publication for one subscriber:
 
     add --> pending --announced--> announced --taken--> in use --last block released--> (ended)
                |                       |
@@ -9,13 +9,13 @@ It decides, and never waits. One publication, as the publisher sees it for one s
                |                                         '--it was taken before--> in use
                '--dropped--> (ended)
 
-A subscriber is *behind* by its publications that are pending or announced. If it is `max_behind` publications
-behind, it is *full*, and the policy of the publisher decides: `wait` until it takes one, `drop` its oldest
-one, or `disconnect` it.
+A subscriber is *behind* by its pending and announced publications. If it is `max_behind` publications behind,
+it is *full*, and the policy of the publisher applies: `wait` until it takes a publication, `drop` its oldest
+publication, or `disconnect` it.
 
 Each announced publication pins memory until the subscriber answers. A publication stays pending while
-`max_behind` others are unanswered, so a stopped subscriber pins a limited number of them, and while the
-memory that the subscriber may use exceeds `max_held_bytes`.
+`max_behind` others are unanswered, so a stopped subscriber pins only a limited number of publications. It
+also stays pending while its blocks would raise the memory that the subscriber may use above `max_held_bytes`.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -34,10 +34,10 @@ class Item(NamedTuple):
     """A publication.
 
     Attributes:
-        number: its number, larger than those of earlier publications.
-        record: the record that announces it.
+        number: the number of the publication, larger than those of earlier publications.
+        record: the record that announces the publication.
         at: the time of the publication, by the clock of the publisher.
-        blocks: the number and the bytes of the block of each tensor; a block may occur several times.
+        blocks: the number and the size in bytes of each block, once for each tensor or content in it.
         segments: the numbers of the segments of these blocks.
     """
 
@@ -52,8 +52,9 @@ class Dropped(NamedTuple):
     """A publication that was dropped for one subscriber.
 
     Attributes:
-        is_withdrawn: whether it was announced, so that the subscriber has to confirm that it is dropped.
-            Otherwise its memory is free at once.
+        item: the publication.
+        is_withdrawn: whether the publication was announced, so that the subscriber has to confirm the drop.
+            Otherwise, the subscriber never used its memory.
     """
 
     item: Item
@@ -64,13 +65,13 @@ class Backlog:
     """The publications of one subscriber, and the memory that it may use.
 
     Args:
-        max_behind: the most publications that it is behind, and the most unanswered ones.
-        max_held_bytes: the most bytes of announced publications and of those in use; None for no limit.
+        max_behind: the number of publications at which the subscriber is full, and the most unanswered ones.
+        max_held_bytes: the most bytes of shared memory that the subscriber may use; None for no limit.
 
     Attributes:
-        held_bytes: bytes of the blocks that it may use: of announced and withdrawn publications, and of
-            tensors that it took and that are alive.
-        delivered: the number of publications that it has taken.
+        held_bytes: bytes of the blocks that the subscriber may use: those of announced and withdrawn
+            publications, and those of taken publications until they are released.
+        delivered: the number of publications that the subscriber has taken.
         pending: the publications that were not announced, by their numbers, the oldest first.
     """
 
@@ -83,18 +84,18 @@ class Backlog:
         self._max_held_bytes = max_held_bytes
         self._announced: dict[int, Item] = {}  # the oldest first, like the others
         self._withdrawn: dict[int, Item] = {}
-        self._pins: dict[int, int] = {}  # of the blocks that it may use
-        self._sizes: dict[int, int] = {}  # of these blocks
-        self._in_use: dict[int, int] = {}  # the pins of tensors that it took
+        self._pins: dict[int, int] = {}  # the pins of each block that the subscriber may use
+        self._sizes: dict[int, int] = {}  # of these blocks, in bytes
+        self._in_use: dict[int, int] = {}  # the pins of taken publications, by block
 
     @property
     def behind(self) -> int:
-        """The number of publications that it has not taken, apart from those dropped."""
+        """The number of publications that the subscriber has not taken; dropped ones do not count."""
         return len(self.pending) + len(self._announced)
 
     @property
     def is_full(self) -> bool:
-        """Whether it is behind by the most publications."""
+        """Whether the subscriber is `max_behind` publications behind."""
         return len(self.pending) + len(self._announced) >= self._max_behind
 
     @property
@@ -104,20 +105,20 @@ class Backlog:
 
     @property
     def dropped(self) -> int:
-        """The number of publications that it has lost, or will have lost unless it has just taken them."""
+        """The number of dropped publications, including withdrawn ones that it may have taken before."""
         return self._dropped + len(self._withdrawn)
 
     @property
     def oldest(self) -> Item | None:
-        """The oldest publication that it has not taken, apart from those dropped."""
+        """The oldest publication that the subscriber has not taken, apart from dropped ones; None if none."""
         return next(iter((self._announced or self.pending).values()), None)
 
     def add(self, item: Item) -> None:
-        """Add a publication, which is pending."""
+        """Add a pending publication."""
         self.pending[item.number] = item
 
     def next(self) -> Item | None:
-        """Return the next publication to announce, which counts as announced; None if it has to wait."""
+        """Return the next publication to announce, and mark it as announced; None if it has to wait."""
         if not self.pending or self.unanswered >= self._max_behind:
             return None
         item = next(iter(self.pending.values()))
@@ -128,12 +129,15 @@ class Backlog:
         return self._announce(item)
 
     def rest(self) -> Iterator[Item]:
-        """Announce all pending publications regardless of the limits, because no more will follow."""
+        """Iterate over all pending publications, and mark each as announced, regardless of the limits.
+
+        Called when no more publications will follow.
+        """
         while self.pending:
             yield self._announce(next(iter(self.pending.values())))
 
     def drop(self) -> Dropped:
-        """Drop the oldest publication that was not taken; there is one."""
+        """Drop the oldest publication that was not taken; there must be one."""
         if self._announced:
             number = next(iter(self._announced))
             item = self._withdrawn[number] = self._announced.pop(number)
@@ -143,10 +147,10 @@ class Backlog:
         return Dropped(self.pending.pop(number), is_withdrawn=False)
 
     def taken(self, number: int) -> None:
-        """Handle that the subscriber has taken a publication, perhaps before it was withdrawn.
+        """Record that the subscriber has taken a publication, which may have been withdrawn in the meantime.
 
         Raises:
-            ProtocolError: it was not announced, or has been answered.
+            ProtocolError: the publication was not announced, or was answered before.
         """
         item = self._announced.pop(number, None)
         if item is None:
@@ -158,10 +162,12 @@ class Backlog:
             self._in_use[block] = self._in_use.get(block, 0) + 1
 
     def discarded(self, number: int) -> Item:
-        """Handle that the subscriber has not taken a publication, which was withdrawn, or because it closes.
+        """Record that the subscriber has discarded a publication, and return the publication.
+
+        The subscriber discards a publication that was withdrawn, or that it cannot take because it closes.
 
         Raises:
-            ProtocolError: it was not announced, or has been answered.
+            ProtocolError: the publication was not announced, or was answered before.
         """
         item = self._withdrawn.pop(number, None)
         if item is not None:
@@ -175,10 +181,10 @@ class Backlog:
         return item
 
     def released(self, block: int) -> None:
-        """Handle that the subscriber has freed a tensor in a block.
+        """Record that the subscriber has released a block once.
 
         Raises:
-            ProtocolError: it uses no such block.
+            ProtocolError: the subscriber has released the block more often than it has taken it.
         """
         count = self._in_use.get(block, 0)
         if not count:
@@ -196,9 +202,10 @@ class Backlog:
                 yield block
 
     def close(self) -> list[int]:
-        """Handle that the subscriber has closed, and so takes no further publication.
+        """Record that the subscriber has closed, and will take no further publication.
 
-        Return the blocks of its unanswered publications, once for each tensor: it has not read them.
+        Returns:
+            the blocks of its unanswered publications, once for each pin; the subscriber does not use them.
         """
         unanswered = [*self._announced.values(), *self._withdrawn.values()]
         blocks = [block for item in unanswered for block, _ in item.blocks]
@@ -210,7 +217,7 @@ class Backlog:
         return blocks
 
     def pending_blocks(self) -> Iterator[int]:
-        """Iterate over the blocks of pending publications, once for each tensor."""
+        """Iterate over the blocks of pending publications, once for each tensor or content in them."""
         for item in self.pending.values():
             for block, _ in item.blocks:
                 yield block
@@ -251,14 +258,14 @@ class Audience(Generic[S]):
         self._max_held_bytes = max_held_bytes
 
     def join(self, subscriber: S, items: Sequence[Item] = ()) -> Backlog:
-        """Add a subscriber, which begins with some earlier publications."""
+        """Add a subscriber, which begins with the given earlier publications."""
         backlog = self.backlogs[subscriber] = Backlog(self._max_behind, self._max_held_bytes)
         for item in items:
             backlog.add(item)
         return backlog
 
     def leave(self, subscriber: S) -> Backlog | None:
-        """Remove a subscriber, and return its backlog, unless it was removed before."""
+        """Remove a subscriber, and return its backlog; None if it was removed before."""
         return self.backlogs.pop(subscriber, None)
 
     def delaying(self) -> list[S]:
@@ -270,7 +277,7 @@ class Audience(Generic[S]):
         return self._full() if self._slow == "disconnect" else []
 
     def publish(self, item: Item) -> list[tuple[S, Dropped]]:
-        """Add a publication for every subscriber, and return the publications dropped in exchange."""
+        """Add a publication for every subscriber, and return the publications dropped in its favor."""
         dropped = []
         for subscriber, backlog in self.backlogs.items():
             if backlog.is_full and self._slow == "drop":

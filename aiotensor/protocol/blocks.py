@@ -20,21 +20,22 @@ from collections.abc import Iterator
 __all__ = ["ADDRESSES_PER_BYTE", "ALIGNMENT", "LARGE_BYTES", "Blocks", "PlacedBlocks"]
 
 ALIGNMENT = 64  # bytes: a cache line, enough for the widest vector loads; a power of two
-ADDRESSES_PER_BYTE = 4  # of a segment, for each byte of memory that it may have
+ADDRESSES_PER_BYTE = 4  # bytes of address range of a segment, for each byte of memory that it may use
 LARGE_BYTES = 1 << 20  # the size from which a block is cut from the low end of its run
 
 
 class Blocks:
     """Allocate ranges that do not overlap, and free them in any order.
 
-    Every offset and every length is a multiple of the alignment. Use it in one thread and not in finalizers:
-    a garbage collection may start in the middle of any of its methods.
+    Every offset and every length is a multiple of the alignment. The object must be used in one thread, and
+    never in a finalizer: a garbage collection may start in the middle of any of its methods.
 
     Args:
-        size: the size of the memory range in bytes; the attribute is rounded down to the alignment.
-        alignment: of the blocks, in bytes; a power of two.
+        size: the size of the memory range in bytes.
+        alignment: the alignment of the blocks in bytes; a power of two.
 
     Attributes:
+        size: the size of the memory range in bytes, rounded down to the alignment.
         in_use: the number of allocated bytes, with each block rounded up to the alignment.
         lengths: the lengths of the allocated blocks in bytes, rounded up to the alignment, by their offsets.
 
@@ -53,7 +54,7 @@ class Blocks:
         self._alignment = alignment
         self._by_length: list[tuple[int, int]] = []  # (length, start) of the free runs, sorted
         self._stop_of: dict[int, int] = {}  # of the free runs, by their start
-        self._start_of: dict[int, int] = {}  # and the other way round
+        self._start_of: dict[int, int] = {}  # of the free runs, by their stop
         self._add_run(0, self.size)
 
     @property
@@ -131,12 +132,12 @@ class Blocks:
 
 
 class PlacedBlocks(Blocks):
-    """Ranges that do not overlap, at offsets that a peer chooses; see `Blocks`."""
+    """Allocate ranges at offsets that a peer chooses; further details as in `Blocks`."""
 
     __slots__ = ("_starts",)
 
     def __init__(self, size: int, alignment: int = ALIGNMENT) -> None:
-        self._starts: list[int] = []  # of the free runs, sorted
+        self._starts: list[int] = []  # of the free runs, in ascending order
         super().__init__(size, alignment)
 
     def reserve(self, offset: int, nbytes: int) -> None:

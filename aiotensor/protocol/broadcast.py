@@ -12,12 +12,12 @@
       |                         Detach(segment) |   no block of the segment is in use
       | <-------------------------------------- |
       | Taken(numbers) or Discarded(numbers)    |   exactly one answer to each publication
-      | Release(blocks)                         |   one for each tensor of a publication that was taken
+      | Release(blocks)                         |   one for each tensor or content of a taken publication
       | --------------------------------------> |
-      | Close(reason)     either way            |   the last frame; earlier frames still count
+      | Close(reason)     either way            |   the last frame; earlier frames remain valid
       | <-------------------------------------> |
 
-Numbers of publications increase; a gap means that publications were dropped for this subscriber.
+The numbers of publications increase; a gap means that publications were dropped for this subscriber.
 """
 
 from typing import Annotated
@@ -55,7 +55,8 @@ class Admit(msgspec.Struct, frozen=True, array_like=True, tag="admit"):
     """Admit a subscriber, and state the limits that the publisher will keep.
 
     `next` is the number of the first publication that the subscriber may receive. At most `max_behind`
-    publications are unanswered, and twice as many before a `Close`. `drops`: publications may be withdrawn.
+    publications are unanswered, or at most twice as many before a `Close`. If `drops` is true, publications
+    may be withdrawn.
     """
 
     arena_bytes: Number
@@ -65,9 +66,9 @@ class Admit(msgspec.Struct, frozen=True, array_like=True, tag="admit"):
 
 
 class Publish(msgspec.Struct, frozen=True, array_like=True, tag="publish"):
-    """Announce a publication, whose content or its position is the `payload`.
+    """Announce a publication; `payload` is its content, or the position of the content in a segment.
 
-    `nbytes` is the size of the content. `block` is the number of the block that holds it, if any.
+    `nbytes` is the size of the content in bytes, and `block` the number of its block; None if there is none.
     """
 
     number: Number
@@ -78,7 +79,7 @@ class Publish(msgspec.Struct, frozen=True, array_like=True, tag="publish"):
 
 
 class Detach(msgspec.Struct, frozen=True, array_like=True, tag="detach"):
-    """Unmap a segment, in which no tensor is in use any more."""
+    """Withdraw a segment without used blocks, which the subscriber then unmaps."""
 
     segment: Number
 

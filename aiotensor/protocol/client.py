@@ -1,4 +1,4 @@
-"""A client's end of one connection to a server of messages.
+"""A client's end of one connection of the channel.
 
     OPENING --ServerHello, of this version--> OPEN --Close; disconnected; violation--> CLOSED
        |                                                                                 ^
@@ -10,8 +10,8 @@ A message of the client, numbered by `ask`:
                 |                  |
                 '------------------'--cancelled by its owner--> (ended)
 
-A numbered message that is never sent leaves a gap. The server may answer a message that was cancelled in the
-meantime; the owner of the connection ignores that answer, so `cancel` changes no state here.
+A numbered message that is never sent leaves a gap in the numbers. The server may answer a message that was
+cancelled in the meantime; the owner of the connection ignores that answer, so `cancel` changes no state here.
 """
 
 from aiotensor.errors import ProtocolError
@@ -42,11 +42,11 @@ class ClientConnection(Connection):
     Its commands return messages to send, of which the first part is the header.
 
     Args:
-        limits: the largest part, and the largest body, of an answer.
-        where: the address of the server, for the texts of errors.
+        limits: the limits of this client on the parts and the body of an answer.
+        where: the address of the server, for error messages; "" to omit it.
 
     Attributes:
-        limits: the largest part, and the largest body, that the server accepts.
+        limits: the limits of the server on the parts and the body of a message; no limits before its hello.
         receiver: the id of the server's receiver; "" for none.
         window: the credit for messages.
         has_sent_hello: whether `hello` was called.
@@ -65,7 +65,7 @@ class ClientConnection(Connection):
     # Commands
 
     def hello(self, pid: int, receiver: str) -> Parts:
-        """Open the connection.
+        """Open the connection with the hello of this client.
 
         Args:
             pid: the process id of this client.
@@ -77,15 +77,18 @@ class ClientConnection(Connection):
     def ask(
         self, parts: Parts, handles: tuple[TensorHandle, ...], *, wants_answer: bool
     ) -> tuple[int, Parts]:
-        """Number a message. Send it while `window` has credit, in the order of the numbers, and call `sent`.
+        """Number a message, and return its number and the message to send.
+
+        The caller sends messages in the order of their numbers, while `window` has credit, and then calls
+        `sent`.
 
         Args:
-            parts: its body, and the buffers beside it.
-            handles: the handles of its tensors that a sender has sent.
+            parts: the body of the message, and the buffers beside it.
+            handles: the handles of those tensors of the message that a sender has sent.
             wants_answer: whether the client expects an answer.
 
         Raises:
-            TooLargeError: the server does not accept it.
+            TooLargeError: the message exceeds a limit of the server.
         """
         check_parts(parts, self.limits, "server")
         number, self._next_number = self._next_number, self._next_number + 1
@@ -93,7 +96,7 @@ class ClientConnection(Connection):
         return number, [write(Ask(number, body, handles, wants_answer)), *following]
 
     def sent(self, number: int, nbytes: int) -> None:
-        """Count a message that was sent, with the bytes of its body and buffers."""
+        """Count a message that was sent; `nbytes` is the size of its body and buffers in bytes."""
         self._sent_below = number + 1
         self.window.sent(nbytes)
 
@@ -104,9 +107,10 @@ class ClientConnection(Connection):
     # Messages of the server
 
     def receive(self, message: list[memoryview]) -> tuple[FromServer, list[memoryview]]:
-        """Validate a message, and return its frame, and the body and buffers of an answer.
+        """Validate a message, and return its frame, with the body and the buffers if it is an `Answer`.
 
-        The owner ends the connection after an error, by `violated`, and after a `Close`, by `closed`.
+        The owner ends the connection: with `violated` after a `ProtocolError`, and with `closed` after a
+        `Close`.
 
         Raises:
             ProtocolError: the server violated the protocol.

@@ -1,19 +1,19 @@
 """The rules that all connections share: hello, version and closing.
 
-The object of each role derives from `Connection`. It performs no I/O: received bytes produce validated
-frames, which serve as events, and commands produce frames to send. Its owner passes both from and to a
-socket, and closes that when the state is CLOSED.
+The connection object of each role derives from `Connection`. It performs no I/O: received bytes produce
+validated frames, which serve as events, and commands produce frames to send. The owner of the object passes
+the bytes between it and a socket, and closes the socket when the state is CLOSED.
 
     OPENING --hello of the peer, accepted--> OPEN --Close, violation, refusal, loss--> CLOSED
        |                                                                                 ^
        '--Close, violation, refusal, loss------------------------------------------------'
 
-A violation or a refusal may come from either side; a loss is the end of the socket.
+Either side may commit a violation or refuse the other; a loss is the end of the socket.
 
-The connecting side sends its hello first, and its kind determines the roles of both sides. The accepting
-side answers with its own hello; if it refuses the peer, a `Close` with the reason follows. Each side sends
-one hello, and nothing after a `Close`: commands have no effect on a closed connection, and the peer's records
-are ignored. A peer of another version is refused.
+The connecting side sends its hello first, and the type of this frame determines the roles of both sides. The
+accepting side answers with its own hello; if it refuses the peer, a `Close` with the reason follows. Each
+side sends one hello, and nothing after a `Close`: commands have no effect on a closed connection, and records
+of the peer are ignored. A peer of another version is refused.
 """
 
 import enum
@@ -34,17 +34,17 @@ class ConnectionState(enum.Enum):
     CLOSED = "closed"
 
 
-# Each frame is checked against the state, and looking up a member of an enum is slow.
+# Module variables, since each frame is checked against the state, and looking up a member of an enum is slow.
 OPENING, OPEN, CLOSED = ConnectionState
 
 
 class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """Close the connection; no frame follows. A reason means that this side rejects the other one.
 
-    `is_refusal`: a new attempt fails too, until a limit or the version of one side is changed.
-    `retry`: the peer may connect again automatically, since another connection only replaced this one.
-    `uses_memory`: tensors allocated by this sender still exist. Otherwise the receiver returns the memory
-    that its own tensors do not use to the system.
+    `is_refusal`: whether further attempts fail, too, until a limit or the version of one side is changed.
+    `retry`: whether the peer may connect again automatically, because a newer connection replaced this one.
+    `uses_memory`: whether tensors allocated by this sender still exist. If not, the receiver returns to the
+    system the memory that its own tensors do not use.
     """
 
     reason: Annotated[str, msgspec.Meta(max_length=1024)] = ""
@@ -59,7 +59,7 @@ class Loss(NamedTuple):
     Attributes:
         error: the error to raise in calls that wait for the peer.
         is_retried: whether to connect again automatically.
-        reason: the part of the error's text that does not name the peer, for logs.
+        reason: the text of the error without the name of the peer, for logs.
     """
 
     error: PeerLostError | RefusedError
@@ -81,14 +81,18 @@ class Connection:
     """One end of a connection.
 
     Args:
-        role: the role of this end, for the texts of errors, such as ``"sender"``.
-        peer: the other end, for the texts of errors, such as ``"the receiver"``.
-        where: the address of the peer, for the texts of errors; "" to omit it.
+        role: the role of this end, for error messages, such as ``"sender"``.
+        peer: the name of the other end, for error messages, such as ``"the receiver"``.
+        where: the address of the peer, for error messages; "" to omit it.
+
+    Attributes:
+        state: the state of the connection.
+        peer_pid: the process id that the peer stated; None before its hello.
     """
 
     def __init__(self, role: str, peer: str, where: str = "") -> None:
         self.state = OPENING
-        self.peer_pid: int | None = None  # as the peer states it
+        self.peer_pid: int | None = None
         self._role = role
         self._peer = peer
         self._where = f" at {where}" if where else ""
@@ -99,18 +103,22 @@ class Connection:
         return self.state is CLOSED
 
     def accept_hello(self, version: int, pid: int, ours: int) -> None:
-        """Record the version and the process id in the hello of the peer.
+        """Check the version in the hello of the peer, and record its process id.
 
         Raises:
-            ProtocolError: it is the second hello.
-            RefusedError: the peer has another version than `ours`.
+            ProtocolError: the peer has sent a hello before.
+            RefusedError: the version of the peer is not `ours`.
         """
         reason = self.record_hello(version, pid, ours)
         if reason is not None:
             raise self.refused(reason).error
 
     def record_hello(self, version: int, pid: int, ours: int) -> str | None:
-        """Record the hello, as `accept_hello`, but return the reason to refuse the version."""
+        """Record the hello as in `accept_hello`, but return the reason to refuse the version, or None.
+
+        Raises:
+            ProtocolError: the peer has sent a hello before.
+        """
         if self.peer_pid is not None:
             raise ProtocolError("it sent a second hello")
         self.peer_pid = pid
@@ -141,13 +149,18 @@ class Connection:
         return loss
 
     def lost(self, reason: str, *, is_retried: bool) -> Loss:
-        """End the connection because the peer is gone; the reason follows "the receiver is gone: "."""
+        """End the connection because the peer is gone.
+
+        Args:
+            reason: the end of the error message, which begins with, for example, "the receiver is gone: ".
+            is_retried: whether to connect again automatically.
+        """
         self.state = CLOSED
         error = PeerLostError(f"{self._name} is gone: {reason}", pid=self.peer_pid)
         return Loss(error, is_retried, reason)
 
     def refused(self, reason: str) -> Loss:
-        """End the connection because the peer refuses this end, or has another version."""
+        """End the connection because the peer refused this end, or has another version."""
         self.state = CLOSED
         error = RefusedError(f"{self._name} refused this {self._role}: {reason}", pid=self.peer_pid)
         return Loss(error, is_retried=False, reason=reason)

@@ -1,4 +1,4 @@
-"""A budget of permits or bytes, granted in the order of the requests. It decides, and never waits.
+"""A budget of permits or bytes, granted in the order of the requests; it decides, and never waits.
 
     request --fits, and the queue is empty--> granted --release--> (ended)
        |                                         ^
@@ -7,10 +7,10 @@
                           '--release--> (ended)
 
 The first request in the queue blocks all others, so small requests never starve a large one. A granted amount
-belongs to its *holder* until it is released or settled. So a budget can detect that it is *stuck*: everything
-in use belongs to holders that wait for more.
+belongs to its *holder* until it is released or settled. A budget can therefore detect that it is *stuck*: the
+whole amount in use belongs to holders that wait for more.
 
-A budget over a *space* also grants a place in it: a request fits only if the space has a free place of this
+A budget over a *space* also grants a place in it: a request fits only if the space has a free place of its
 size.
 """
 
@@ -26,13 +26,13 @@ P = TypeVar("P")
 
 
 class Space(Protocol[P]):
-    """A space in which each amount has one contiguous place."""
+    """The interface of a space in which each amount has one contiguous place."""
 
     def allocate(self, amount: int) -> P | None:
         """Allocate a place; None if no free place is large enough."""
 
     def free(self, place: P) -> None:
-        """Free a place."""
+        """Free an allocated place."""
 
 
 class Ticket(msgspec.Struct, Generic[P], eq=False):
@@ -40,7 +40,7 @@ class Ticket(msgspec.Struct, Generic[P], eq=False):
 
     amount: int
     holder: Hashable
-    since: float  # the time of the request, and then of the grant
+    since: float  # the time of the request, and after the grant that of the grant
     granted: bool = False
     place: P | None = None
 
@@ -54,7 +54,9 @@ class Budget(Generic[P]):
         now: returns the current time in seconds.
 
     Attributes:
-        held: the amounts of the holders that are not settled.
+        in_use: the granted amount.
+        peak: the largest amount that was in use at once.
+        held: the amount of each holder that is not settled.
     """
 
     def __init__(self, limit: int, space: Space[P] | None = None, now: Callable[[], float] = float) -> None:
@@ -72,12 +74,12 @@ class Budget(Generic[P]):
         return len(self._queue)
 
     def request(self, amount: int, holder: Hashable = None) -> Ticket[P]:
-        """Request an amount; the attribute `granted` of the ticket is the result.
+        """Request an amount, and return the ticket, whose `granted` is False if the request was queued.
 
         Args:
             amount: the amount, at most the limit.
-            holder: the owner of the amount until it is settled; None if the release of the amount depends on
-                no wait of its owner.
+            holder: the holder of the amount until it is settled; None if the amount will be released
+                regardless of other requests.
 
         Raises:
             ValueError: the amount is negative, or exceeds the limit.
@@ -90,7 +92,7 @@ class Budget(Generic[P]):
         return ticket
 
     def try_request(self, amount: int, holder: Hashable = None) -> Ticket[P] | None:
-        """Take an amount if it is free and the queue is empty.
+        """Grant an amount if it fits and the queue is empty; return None otherwise.
 
         Raises:
             ValueError: the amount is negative.
@@ -127,19 +129,19 @@ class Budget(Generic[P]):
             self.held[holder] = self.held.get(holder, 0) + ticket.amount
 
     def settle(self, holder: Hashable) -> None:
-        """Record that the amounts of a holder will be released regardless of its waits."""
+        """Record that the amounts of a holder will be released regardless of other requests."""
         self.held.pop(holder, None)
 
     def stuck(self, elsewhere: int = 0) -> Ticket[P] | None:
         """Return the request to refuse because the budget is stuck; None if it is not.
 
-        A budget is stuck if requests are queued and everything in use belongs to holders of queued requests:
-        then no holder can continue, and none will release its amount. The request to refuse is the last one
-        in the queue, preferably of a holder that holds an amount.
+        A budget is stuck if requests are queued and the whole amount in use belongs to holders of queued
+        requests: then no holder can continue and release its amount. The request to refuse is the last one
+        in the queue whose holder holds an amount, or else the last one with a holder.
 
         Args:
-            elsewhere: the part of the amount in use that is not released either until a queued request is
-                granted or ends.
+            elsewhere: the part of the amount in use that belongs to no holder of a queued request, but is
+                not released either before a queued request is granted or ends.
         """
         if not self._queue or not (self.held or elsewhere):
             return None

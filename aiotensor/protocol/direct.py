@@ -1,24 +1,25 @@
-"""Messages between two engines, which write into the memory of the other process; see `aiotensor.engines`.
+"""The messages between two engines, which write into the memory of the other process.
 
     connecting side                            listening side
       | Chosen(engine)                           |   at once, if the user has chosen an engine
       | ---------------------------------------> |
-      | Offer(address, key of a test)            |   from both sides, if the user has chosen it there, too
-      | Proved(test)                             |   the test write of that side has ended
-      | <-------------------------------------> |   both have proved: blocks may be written
+      | Offer(address, key of a test)            |   from each side whose user has chosen this engine
+      | Proved(test)                             |   the test write of this side has ended
+      | <-------------------------------------> |   after both `Proved`, blocks may be written
       | Refused(reason)                          |   instead of any of these, or later: no engine is used,
-      | <-------------------------------------> |   and the one of that side is closed
+      | <-------------------------------------> |   and that of this side is closed
 
     writer                                     reader
       | Reserve(write, segment, block, size)     |
       | ---------------------------------------> |
-      |                     Reserved(write, key) |   the block has memory; without a key, it takes steps
+      |                     Reserved(write, key) |   the block has memory; if the key is empty, steps are used
       | <--------------------------------------- |
       |              (the engine writes)         |
-      | Written(write)                           |   the write has ended, or did not begin
+      | Written(write)                           |   the write has ended, or was cancelled before it began
       | ---------------------------------------> |
 
-They are messages of `aiotensor.protocol.network`. The record about the tensor follows the end of the write.
+They are sent as DIRECT messages of `aiotensor.protocol.network`. The record that announces the tensor is sent
+after the end of the write. `aiotensor.engines` describes engines.
 """
 
 from typing import Annotated, TypeAlias
@@ -45,7 +46,7 @@ __all__ = [
     "read_direct",
 ]
 
-MAX_WRITES = 64  # of one side that are reserved at once
+MAX_WRITES = 64  # the most reserved writes of one side at once
 MAX_REASON = 1024  # characters
 
 _TEST_BYTES = 16
@@ -57,32 +58,32 @@ _Test = Annotated[bytes, msgspec.Meta(min_length=_TEST_BYTES, max_length=_TEST_B
 
 
 class Chosen(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """The engine that the user has chosen."""
+    """State the engine that the user of the connecting side has chosen."""
 
     engine: _Name
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """How to reach the engine of this side, and the key of its memory for the test write."""
+    """State the address of the engine of this side, and the key of its memory for the test write."""
 
     address: _Bytes
     key: _Bytes
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """This side uses no engine, or has closed it: no byte of a write is under way there."""
+    """State that this side uses no engine, or has closed it: it writes nothing more, and accepts no write."""
 
     reason: _Text
 
 
 class Proved(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """The bytes that the test of this side has written."""
+    """State the bytes that the test write of this side has written repeatedly."""
 
     test: _Test
 
 
 class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Request memory for a block."""
+    """Request memory for a block, which is `nbytes` bytes long."""
 
     write: Number
     segment: Number
@@ -91,14 +92,14 @@ class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Reserved(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """A block has memory; the key is empty if no engine can write there."""
+    """State that a block has memory; the key is empty if the engine cannot write to it."""
 
     write: Number
     key: _Bytes
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """A write has ended, and no byte of it is under way."""
+    """State that a write has ended or was cancelled, and that no byte of it is under way."""
 
     write: Number
 
@@ -111,15 +112,15 @@ _DIRECT = bytes([DIRECT])
 
 
 def encode_direct(message: DirectMessage) -> bytes:
-    """Encode a message between engines."""
+    """Encode a message between engines, with its kind."""
     return _DIRECT + _encoder.encode(message)
 
 
 def read_direct(data: memoryview) -> DirectMessage:
-    """Return a message between engines.
+    """Decode a message between engines, which begins with its kind.
 
     Raises:
-        ProtocolError: it is none, or a part of it is too long.
+        ProtocolError: it is no such message, or one of its fields is too long.
     """
     try:
         return _decoder.decode(data[1:])

@@ -1,4 +1,4 @@
-"""The frames between the clients and the server of messages, with the only code that decodes them.
+"""The frames of the channel, between clients and a server, and the only code that encodes and decodes them.
 
     client                                   server
       | ClientHello(version, pid, limit, ...)   |   once, first
@@ -14,15 +14,15 @@
       |              Close(reason, is_refusal)  |   the last frame
       | <-------------------------------------- |
 
-The server never stops reading. Its hello states how many messages, and how many bytes of them, a client may
-have waiting there. The server counts the messages that no longer wait, from the beginning of the connection,
-and returns the credit for them: in every answer, and in a `Credit` once half of the credit is to be returned.
-It adds the number of unfinished messages of other clients, so that clients of several servers can choose the
-one with the least load. A client closes without a frame.
+The server never stops reading. Its hello limits the number and the bytes of a client's messages that wait at
+the server. The server counts the messages that no longer wait, and their bytes, from the beginning of the
+connection, and returns the credit for them: in every answer, and in a `Credit` once half of the credit is to
+be returned. These frames also contain the number of unfinished messages of other clients (`others`), so that
+clients of several servers can choose the server with the least load. A client closes without a frame.
 
-Each frame is the first part of a ZeroMQ message, the *header*; `parts.py` describes the others. The `handles`
-name the tensors of the message that a sender has sent, and the body refers to them by their indexes in this
-tuple. `client.py` and `server.py` contain the rules for the order of the frames.
+Each frame is the first part of a ZeroMQ message, the *header*; `parts.py` describes the other parts. The
+`handles` name those tensors of the message that a sender has sent, and the body refers to them by their
+indexes in this tuple. `client.py` and `server.py` contain the rules for the order of the frames.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,8 @@ __all__ = [
 
 VERSION = 4
 
-# The headers of this library are shorter: a body or the text of an error, and the handles of all tensors.
+# The longest header that is read. Headers of this library are shorter: they contain a small body or the text
+# of an error, and the handles of all tensors.
 MAX_HEADER_BYTES = 1 << 20
 
 _MAX_NAME, _MAX_TEXT = 64, 16 * 1024  # characters
@@ -72,9 +73,9 @@ class Cause(NamedTuple):
     """The reason why a message gets no answer.
 
     Attributes:
-        type_name: the name of the error's type.
+        type_name: the name of the type of the error.
         text: the text of the error.
-        is_loss: whether the server stopped its work, as when its process exits.
+        is_loss: whether the server stopped its work, for example because its process exits.
     """
 
     type_name: str
@@ -86,7 +87,7 @@ class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="client"):
     """Open the connection of a client.
 
     `receiver` is the id of the client's receiver for the tensors of answers; "" for none.
-    `max_part_bytes` bounds each part of an answer, and `max_body_bytes` its body; None for no limit.
+    `max_part_bytes` limits each part of an answer, and `max_body_bytes` its body; None for no limit.
     """
 
     version: int
@@ -97,9 +98,9 @@ class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag="client"):
 
 
 class ServerHello(msgspec.Struct, frozen=True, array_like=True, tag="server"):
-    """Answer a `ClientHello`; further fields are as in that.
+    """Answer a `ClientHello`; the other fields are as in `ClientHello`, but for messages to the server.
 
-    `max_waiting` and `max_waiting_bytes` bound the client's messages that wait to be taken.
+    `max_waiting` and `max_waiting_bytes` limit the messages of the client that wait to be taken.
     """
 
     version: int
@@ -112,7 +113,7 @@ class ServerHello(msgspec.Struct, frozen=True, array_like=True, tag="server"):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """Send a message. Numbers increase within a connection, perhaps with gaps.
+    """Send a message to the server. Numbers increase within a connection, perhaps with gaps.
 
     If `body` is None, the next part is the body.
     """
@@ -124,7 +125,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """Cancel a message; has no effect if it was answered."""
+    """Cancel a message; this has no effect if it was answered."""
 
     number: Number
 
@@ -141,7 +142,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
-    """Answer a message with an error; the fields are those of `Cause`."""
+    """Answer a message with an error; the fields are those of `Cause` and `Credit`."""
 
     number: Number
     type_name: _Id
@@ -153,7 +154,11 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag="credit"):
-    """Return credit; the counts cover all messages of the connection that no longer wait."""
+    """Return credit.
+
+    `taken` and `taken_bytes` count all messages of the connection that no longer wait. `others` is the number
+    of unfinished messages of other clients.
+    """
 
     taken: Number
     taken_bytes: Number
@@ -169,7 +174,7 @@ write: Callable[[FromClient | FromServer], bytes] = msgspec.msgpack.Encoder().en
 
 
 def failure(number: int, cause: Cause, taken: int = 0, taken_bytes: int = 0, others: int = 0) -> Failure:
-    """Return a `Failure` that can be encoded, for any name and text of an error."""
+    """Return a `Failure` for any name and text of an error, which are shortened and escaped as needed."""
     type_name, text = _plain(cause.type_name, _MAX_NAME), _plain(cause.text, _MAX_TEXT)
     return Failure(number, type_name, text, taken, taken_bytes, others, cause.is_loss)
 
@@ -183,7 +188,7 @@ def _read(decoder: "msgspec.msgpack.Decoder[T]", peer: str, header: bytes | memo
     """Decode a header.
 
     Raises:
-        ProtocolError: it is no frame of this direction, a number is out of bounds, or it is too long.
+        ProtocolError: the header is too long or no frame of this direction, or a number is out of bounds.
     """
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(

@@ -6,7 +6,7 @@
       |           Welcome(version, pid, limits) |   the first frame; states whether the sender is admitted
       | <-------------------------------------- |
       | Attach(segment)                         |   before the first tensor in it, with its descriptor
-      | Begin(message)                          |   only if its bytes move while later messages are sent
+      | Begin(message)                          |   only if later messages may be sent before its first tensor
       | Put(message, tensor, ..., last)         |   one for each tensor
       | End(message, count)                     |   or Put(last=True): the message is whole
       | Discard(message)                        |   the sender withdraws the message
@@ -17,13 +17,13 @@
       |                         Release(blocks) |   returns memory
       |                     StatisticsRequest() |
       | <-------------------------------------- |
-      | Close(reason)     either way            |   the last frame; earlier frames still count
+      | Close(reason)     either way            |   the last frame; earlier frames remain valid
       | <-------------------------------------> |
 
     inspector                      receiver                          sender
       | Inspect(version, pid)        |                                 |   alone in the first record
       | ---------------------------> |                                 |
-      |  Welcome, ReceiverReport ... | StatisticsRequest()             |   to senders without a pending one
+      |  Welcome, ReceiverReport ... | StatisticsRequest()             |   to senders that owe no reply
       | <--------------------------- | ------------------------------> |
       |         StatisticsReply(...) |            StatisticsReply(...) |   forwarded as each sender replies
       | <--------------------------- | <------------------------------ |
@@ -31,10 +31,10 @@
 A publisher answers an inspector with a `Welcome` and a `PublisherReport`; its other frames are in
 `aiotensor.protocol.broadcast`.
 
-No frame depends on a kind of memory or of transport: `placement` identifies the code that opens a `payload`,
+No frame depends on the kind of memory or transport: `placement` identifies the code that opens a `payload`,
 and file descriptors accompany a record. Frames are msgpack arrays whose first item is the tag; unknown
-trailing items are ignored, so a later version can add fields. A record is an array of frames: frames of one
-iteration of the event loop share a record.
+trailing items are ignored, so a later version can add fields. A record is an array of frames: the frames of
+one iteration of the event loop share a record.
 """
 
 from collections.abc import Callable, Sequence
@@ -98,54 +98,53 @@ __all__ = [
 
 VERSION = 4
 
-# The placements: the payload of a tensor is its bytes, or their position in an attached segment.
-INLINE = "inline"
-ARENA = "arena"
-# The payload is empty: the transport carries the bytes with the record, between machines.
-OUT_OF_BAND = "out of band"
+# The placements, which determine the payload of a tensor.
+INLINE = "inline"  # its bytes
+ARENA = "arena"  # the position of its bytes in an attached segment
+OUT_OF_BAND = "out of band"  # empty: between machines, the transport carries the bytes with the record
 
-# The most dimensions of a tensor; practical tensors have fewer. The bound keeps frames small.
+# The most dimensions of a tensor; practical tensors have fewer. The limit keeps frames small.
 MAX_DIMENSIONS = 64
 
-# The longest record. It must fit into the send buffer of a local socket, 208 KiB by default on Linux.
+# The longest record. It must fit into the send buffer of a local socket, by default 208 KiB on Linux.
 MAX_RECORD_BYTES = 64 * 1024
 
 # The longest record that every receiver accepts. A sender sends longer ones only after a `Welcome` that
-# allows them. One tensor that is placed inline fits.
+# allows them. A tensor that is placed inline fits into such a record.
 LEAST_FRAME_BYTES = 16 * 1024
 
-# The most frames in a record, which the event loop handles in one step: 64 KiB of the shortest frames took
-# 40 ms, this many take 0.3 ms.
+# The most frames in a record. Handling a record blocks the event loop: 64 KiB of the shortest frames took
+# 40 ms, and this number of frames takes 0.3 ms.
 MAX_FRAMES = 32
 
-# The most numbers in a frame, for the same reason: each identifies a message or a block to be looked up.
+# The most numbers in a frame, for the same reason: each one identifies a message or a block to look up.
 MAX_NUMBERS = 128
 
 # The longest record from an unidentified connection. A `Hello` has fewer than 400 bytes.
 MAX_HELLO_BYTES = 4 * 1024
 
-# The most tensors of a message. Tensors placed inline use no shared memory, so this bounds their bytes.
+# The most tensors of a message. Tensors placed inline use no shared memory, so this limit bounds their bytes.
 MAX_TENSORS = 1024
 
-# The most holders in a `StatisticsReply`, the longest first.
-# So the longest reply fits into a record of any receiver, and can be forwarded.
+# The most holders in a `StatisticsReply`, the longest first. The limit ensures that the longest reply fits
+# into a record of any receiver, and can be forwarded.
 MAX_HOLDERS = 8
 
-# The most senders in one `ReceiverReport`, and subscribers in a `PublisherReport`, which fit into a record
-# with any names. More senders take more reports.
+# The most senders in a `ReceiverReport`, and subscribers in a `PublisherReport`: this many fit into a record,
+# even with the longest names. Further senders follow in further reports.
 MAX_ROWS = 128
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 OptionalName = Annotated[str, msgspec.Meta(max_length=64)]
 Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_NUMBERS)]
-Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # of the kernel, which is asked about the process
+Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # system calls that get it accept no other range
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """Open the connection of a sender, and state the limits that it will keep.
 
-    Messages are numbered from `first_message`; earlier ones belong to an earlier connection, and will not
-    arrive any more.
+    Messages are numbered from `first_message`; earlier ones belonged to an earlier connection, and will not
+    arrive.
     """
 
     version: int
@@ -166,8 +165,8 @@ class Inspect(msgspec.Struct, frozen=True, array_like=True, tag="inspect"):
 class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag="subscribe"):
     """Open the connection of a subscriber; see `aiotensor.protocol.broadcast`.
 
-    `publisher` is the id of the publisher that it was connected to before, and `next` the number of the first
-    publication that it did not receive from that one.
+    `publisher` is the id of the publisher to which it was connected before, and `next` is the number of the
+    first publication that it did not receive from that publisher.
     """
 
     version: int
@@ -178,7 +177,7 @@ class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag="subscribe"):
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
-    """Share a segment of memory in which tensors will be placed; its descriptor accompanies the record."""
+    """Share a segment in which tensors will be placed; its descriptor accompanies the record."""
 
     segment: Number
     placement: Name
@@ -186,16 +185,16 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
-    """Begin a message before its first tensor."""
+    """Begin a message whose first tensor will be announced later."""
 
     message: Number
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
-    """Announce one tensor, whose bytes or their position are the `payload`.
+    """Announce one tensor; `placement` determines the content of the `payload`.
 
-    `block` is the number of the block of memory that holds the bytes, for a later `Release`; None if there is
-    no block. `last` makes the message whole.
+    `block` is the number of the block that contains the bytes, for a later `Release`; None if there is no
+    block. `last` makes the message whole.
     """
 
     message: Number
@@ -219,7 +218,7 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
 
 
 class Discard(msgspec.Struct, frozen=True, array_like=True, tag="discard"):
-    """Withdraw a message; has no effect on a message that was taken."""
+    """Withdraw a message or publication; this has no effect if it was taken."""
 
     message: Number
 
@@ -229,9 +228,9 @@ class StatisticsRequest(msgspec.Struct, frozen=True, array_like=True, tag="stati
 
 
 class StatisticsReply(msgspec.Struct, frozen=True, array_like=True, tag="statistics reply"):
-    """Reply to a `StatisticsRequest`, with the longest holders only.
+    """Reply to a `StatisticsRequest`, with at most `MAX_HOLDERS` holders.
 
-    The receiver forwards it to inspectors, with the id of the sender.
+    The receiver sets `sender` to the id of the sender, and forwards the reply to inspectors.
     """
 
     statistics: SenderStatistics
@@ -239,10 +238,10 @@ class StatisticsReply(msgspec.Struct, frozen=True, array_like=True, tag="statist
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """Answer a `Hello` or an `Inspect`.
+    """Answer a `Hello`, a `Subscribe` or an `Inspect`.
 
-    `max_frame_bytes` is the longest record that the receiver accepts, `receiver` is its id. A sender that is
-    not admitted receives a `Close` with the reason next.
+    `max_frame_bytes` is the size of the longest record that the receiver or publisher accepts, and `receiver`
+    is its id. If a sender or subscriber is not admitted, a `Close` with the reason follows.
     """
 
     version: int
@@ -253,7 +252,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
-    """Return the permits of messages whose tensors were all taken."""
+    """Return the permits of messages of which all tensors were taken."""
 
     messages: Numbers
 
@@ -265,13 +264,13 @@ class Discarded(msgspec.Struct, frozen=True, array_like=True, tag="discarded"):
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
-    """Return blocks of memory. Each `Put` that named a block is answered by one occurrence of its number."""
+    """Return blocks of memory. For each `Put` that named a block, its number is returned once."""
 
     blocks: Numbers
 
 
 class SenderSummary(msgspec.Struct, frozen=True, array_like=True):
-    """The receiver's own knowledge of one of its senders."""
+    """The state of one sender, as its receiver knows it."""
 
     sender: Name
     pid: Number
@@ -284,7 +283,7 @@ class SenderSummary(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReceiverReport(msgspec.Struct, frozen=True, array_like=True, tag="receiver report"):
-    """Answer an `Inspect`; many senders take several reports, up to the `last`."""
+    """Answer an `Inspect`; if one report cannot contain all senders, several follow, up to the `last`."""
 
     statistics: ReceiverStatistics
     senders: Annotated[tuple[SenderSummary, ...], msgspec.Meta(max_length=MAX_ROWS)]
@@ -292,7 +291,7 @@ class ReceiverReport(msgspec.Struct, frozen=True, array_like=True, tag="receiver
 
 
 class PublisherReport(msgspec.Struct, frozen=True, array_like=True, tag="publisher report"):
-    """Answer an `Inspect`, with the slowest subscribers only."""
+    """Answer an `Inspect`, with at most `MAX_ROWS` subscribers: the slowest ones."""
 
     statistics: PublisherStatistics
 
@@ -311,10 +310,10 @@ encode_record: Callable[[Sequence[object]], bytes] = msgspec.msgpack.Encoder().e
 
 _record = msgspec.Meta(max_length=MAX_FRAMES)
 
-# The errors of decoding bytes of a peer.
+# The errors that a decoder raises for invalid bytes.
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
-# The valid records of each direction; for `decode`.
+# Decoders for the valid records of each direction, as arguments of `decode`.
 OPENING: msgspec.msgpack.Decoder[list[Opening]] = msgspec.msgpack.Decoder(
     Annotated[list[Opening], msgspec.Meta(min_length=1, max_length=1)]
 )
@@ -338,11 +337,11 @@ def decode(decoder: "msgspec.msgpack.Decoder[Frames]", data: bytes | memoryview)
     """Decode a record.
 
     Args:
-        decoder: one of the decoders above.
+        decoder: the decoder for the direction, such as `FROM_SENDER`.
         data: the record.
 
     Raises:
-        ProtocolError: the record has other frames, or a number in them is out of bounds.
+        ProtocolError: the record is invalid in this direction, or a number in it is out of bounds.
     """
     try:
         return decoder.decode(data)
@@ -356,7 +355,7 @@ def unreadable(error: Exception) -> ProtocolError:
 
 
 def bounded(statistics: Statistics) -> Statistics:
-    """Replace numbers that exceed the range of frames by the largest number: limits have no upper bound."""
+    """Replace numbers that exceed the range of frames by `MAX_NUMBER`: limits have no upper bound."""
     large = {
         name: MAX_NUMBER
         for name, number in asdict(statistics).items()

@@ -1,4 +1,4 @@
-"""Both ends of the connection of an inspector, which reads the statistics of a receiver and its senders.
+"""Both ends of the connection of an inspector to a receiver or a publisher.
 
 The inspector's end, `InspectorConnection`:
 
@@ -6,9 +6,9 @@ The inspector's end, `InspectorConnection`:
        |                                              ^
        '--Welcome of another version; Close; violation'
 
-A receiver sends each `ReceiverReport`, up to the last one, and then one `StatisticsReply` of each sender. A
-publisher sends a `PublisherReport`. The inspected end, `InspectedConnection`, is open from the `Inspect` on,
-and accepts no further frame.
+A receiver sends one or more `ReceiverReport` frames, and then forwards one `StatisticsReply` of each sender.
+A publisher sends a `PublisherReport`. The inspected end, `InspectedConnection`, is open from the `Inspect`
+on, and accepts no further frame.
 """
 
 from collections.abc import Sequence
@@ -48,10 +48,10 @@ class InspectorConnection(RecordConnection[ToInspector, Inspect]):
         pid: the process id of the inspector.
 
     Attributes:
-        receiver_id: the id of the receiver.
-        statistics: of the receiver or publisher; None before the first report.
+        receiver_id: the id of the receiver or publisher; "" before the `Welcome`.
+        statistics: the statistics of the receiver or publisher; None before the first report.
         senders: the senders in the reports, by their ids.
-        replies: the replies of the senders that have replied, by their ids.
+        replies: the replies of senders, by the ids of the senders.
         has_reports: whether the last report has arrived.
     """
 
@@ -97,7 +97,7 @@ class InspectorConnection(RecordConnection[ToInspector, Inspect]):
 
 
 class InspectedConnection(RecordConnection[FromSender, ToInspector]):
-    """The receiver's end.
+    """The end of the receiver or publisher.
 
     Args:
         inspect: the first frame of the inspector.
@@ -115,20 +115,20 @@ class InspectedConnection(RecordConnection[FromSender, ToInspector]):
         self._send(welcome)
 
     def report_publisher(self, statistics: PublisherStatistics) -> None:
-        """Send what a publisher knows, with the slowest subscribers only."""
+        """Send the statistics of a publisher, with at most `MAX_ROWS` subscribers: the slowest ones."""
         self._send(
             PublisherReport(bounded(replace(statistics, lags=statistics.lags[:MAX_ROWS]))), MAX_RECORD_BYTES
         )
 
     def report(self, statistics: ReceiverStatistics, senders: Sequence[SenderSummary]) -> None:
-        """Send what the receiver knows."""
+        """Send the statistics of the receiver and the summaries of its senders, in one or more reports."""
         for start in range(0, max(1, len(senders)), MAX_ROWS):
             rows = tuple(senders[start : start + MAX_ROWS])
             last = start + MAX_ROWS >= len(senders)
             self._send(ReceiverReport(bounded(statistics), rows, last), MAX_RECORD_BYTES)
 
     def forward(self, reply: StatisticsReply) -> None:
-        """Forward the reply of a sender."""
+        """Forward the reply of a sender, which contains the id of the sender."""
         self._send(reply, MAX_RECORD_BYTES)
 
     def _validate(self, frame: FromSender) -> None:

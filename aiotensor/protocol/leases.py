@@ -1,4 +1,4 @@
-"""The pins of memory blocks. A block is free when it has no pin."""
+"""The pins of memory blocks; a block is free when it has no pin."""
 
 from typing import Generic, TypeVar
 
@@ -21,9 +21,10 @@ class _PinnedBlock(msgspec.Struct, Generic[G], eq=False):
 class Leases(Generic[G]):
     """Count the pins of numbered blocks, and return the grant of a block when it is free.
 
-    A block is pinned by its owner (the copy that fills it, or the caller that allocated it), once for each
-    tensor announced over it, and while its bytes move to another machine. So it can be sent several times,
-    also to several receivers, and no peer can free memory that this side still writes or reads.
+    A block is pinned by its owner (the copy that fills it, or the tensor of the caller that allocated it),
+    once for each tensor that was announced in it, and once for each move of its bytes to another machine. So
+    it can be sent several times and to several receivers, and no peer can free memory that this side still
+    writes or reads.
     """
 
     def __init__(self) -> None:
@@ -34,14 +35,14 @@ class Leases(Generic[G]):
         return len(self._blocks)
 
     def own(self, grant: G) -> int:
-        """Number a new block, whose owner may still write to it."""
+        """Add a new block with the pin of its owner, and return the number of the block."""
         number = self._next
         self._next += 1
         self._blocks[number] = _PinnedBlock(grant)
         return number
 
     def grants(self) -> dict[int, G]:
-        """Return the grants of all blocks by their numbers."""
+        """Return the grants of all blocks, by the numbers of the blocks."""
         return {number: block.grant for number, block in self._blocks.items()}
 
     def grant_of(self, number: int) -> G:
@@ -49,11 +50,11 @@ class Leases(Generic[G]):
         return self._blocks[number].grant
 
     def sent(self) -> list[G]:
-        """Return the grants of the blocks that announcements pin."""
+        """Return the grants of the blocks that are pinned by announcements."""
         return [block.grant for block in self._blocks.values() if block.sent]
 
     def is_sent(self, number: int) -> bool:
-        """Return whether an announcement pins a block."""
+        """Return whether a block is pinned by an announcement."""
         return self._blocks[number].sent > 0
 
     def pin(self, number: int, count: int = 1) -> G:
@@ -66,7 +67,7 @@ class Leases(Generic[G]):
         """Remove the pin of one announcement; return the grant if the block is free now.
 
         Raises:
-            ProtocolError: no announcement pins such a block.
+            ProtocolError: there is no such block, or no announcement pins it.
         """
         block = self._blocks.get(number)
         if block is None or not block.sent:

@@ -1,4 +1,4 @@
-"""The tensors that have arrived at a receiver, and the ends of their messages.
+"""The tensors that have arrived at a receiver, and the states of their messages and senders.
 
 A message:
 
@@ -14,13 +14,12 @@ A tensor can be taken only from a whole message, so a message arrives completely
                            ^               |
                            '-----join------'        tensors of earlier connections stay lost
 
-Taking has two steps, because a call can be cancelled in between: `hold` reserves the tensor, then `finish`
-takes it or `put_back` returns it. A *claim* is a call that waits for one tensor by its handle; `hold_next`,
-which serves iterations, skips claimed tensors. It returns the tensors of one message consecutively: messages
-in the order in which they became whole, except that a message of which it has returned a tensor is finished
-first.
+A tensor is taken in two steps, because the call can be cancelled in between: `hold` reserves the tensor, then
+`finish` takes it or `put_back` returns it. A *claim* is a call that waits for one tensor by its handle;
+`hold_next`, which serves iterations, skips claimed tensors. It returns messages in the order in which they
+became whole; once it has returned one tensor of a message, it continues with this message.
 
-The order of frames is validated before: see `ReceiverConnection`.
+`ReceiverConnection` has validated the order of frames before they change a mailbox.
 """
 
 from collections import OrderedDict
@@ -41,9 +40,9 @@ __all__ = ["REMEMBERED_RANGES", "REMEMBERED_SENDERS", "Key", "Mailbox"]
 
 T = TypeVar("T")
 
-# How many ranges of a sender's ended messages over all its connections, and how many departed senders are
-# remembered. An older message gets a less exact error (taken, discarded or lost), and a handle of an older
-# sender waits like one of a sender that has not connected yet.
+# The most ranges of ended messages that are remembered for each sender over all its connections, and the most
+# departed senders that are remembered. Errors for older messages are less exact (taken, discarded or lost),
+# and a call with a handle of an older sender waits as if the sender had not connected yet.
 REMEMBERED_RANGES = 1024
 REMEMBERED_SENDERS = 4096
 
@@ -51,12 +50,13 @@ REMEMBERED_SENDERS = 4096
 class Mailbox(Generic[T]):
     """Store tensors as they arrive, and return each of them once.
 
-    Methods that change the result of waiting calls return the keys of the tensors that these wait for.
+    Methods that change the result of `hold` for some tensors return the keys of these tensors, so that the
+    caller can wake the calls that wait for them.
 
     Attributes:
-        claims: the calls that wait for tensors by their handles, which `hold_next` skips.
+        claims: the calls that wait for tensors by their handles; `hold_next` skips these tensors.
         messages_discarded: the number of discarded messages.
-        messages_left: the number of messages that can be taken and whose senders have closed.
+        messages_left: the number of messages that can still be taken, and whose senders have closed.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Mailbox(Generic[T]):
         self._senders: dict[str, SenderRecord[T]] = {}
         self._departed: OrderedDict[str, None] = OrderedDict()
         self._never_connected: OrderedDict[str, None] = OrderedDict()  # known only from discarded handles
-        # By their first keys, in the order in which iterations deliver them.
+        # Whole messages by their first keys, in the order in which iterations deliver them.
         self._whole: OrderedDict[Key, ArrivedMessage[T]] = OrderedDict()
 
     @property
@@ -82,16 +82,16 @@ class Mailbox(Generic[T]):
     # Frames of senders
 
     def join(self, sender: str, pid: int, limit: int, first: int = 0) -> Sequence[Key]:
-        """Record that a sender has connected, perhaps again.
+        """Record that a sender has connected, for the first time or again.
 
         Args:
-            sender: its id.
-            pid: its process id.
-            limit: its limit of messages in flight.
-            first: the number of its first message; earlier ones are lost.
+            sender: the id of the sender.
+            pid: the process id of the sender.
+            limit: the most messages that the sender may have in flight.
+            first: the number of the first message of this connection; earlier ones are lost.
 
         Raises:
-            ProtocolError: a sender of this id is connected or has closed, or repeats numbers of messages.
+            ProtocolError: a sender with this id is connected or has closed, or numbers of messages repeat.
         """
         record = self._record(sender)
         if (record.joined and record.loss is None) or first < record.next:
@@ -103,16 +103,16 @@ class Mailbox(Generic[T]):
         record.pid = pid
         record.limit = limit
         record.first = record.next = first
-        record.ended.keep_last(REMEMBERED_RANGES)  # each connection may leave a gap
+        record.ended.keep_last(REMEMBERED_RANGES)  # each connection may add a gap
         return self.claims.of_sender(sender) if first else []
 
     def has_joined(self, sender: str) -> bool:
-        """Return whether a sender is or was connected; old senders are forgotten."""
+        """Return whether a sender is remembered as connected, closed, lost or refused."""
         record = self._senders.get(sender)
         return record is not None and record.joined
 
     def wants(self, sender: str, number: int) -> bool:
-        """Return whether tensors of a message are stored: not if it has ended, even before it arrived."""
+        """Return whether to store the tensors of a message: False if it has ended, even before it arrived."""
         record = self._senders[sender]
         if number in record.messages:
             return True
@@ -123,7 +123,7 @@ class Mailbox(Generic[T]):
         return number not in record.ended
 
     def put(self, key: Key, item: T, nbytes: int, *, last: bool = False) -> Sequence[Key]:
-        """Store the next tensor of a message that `wants` accepts; the last one makes the message whole."""
+        """Store the next tensor of a message that `wants` accepts; `last` makes the message whole."""
         record = self._senders[key.sender]
         message = record.messages.get(key.message)
         if message is None:
@@ -136,7 +136,7 @@ class Mailbox(Generic[T]):
         return self.end(key.sender, key.message) if last else []
 
     def end(self, sender: str, number: int) -> Sequence[Key]:
-        """Complete a message."""
+        """Make a message whole; this has no effect on a message that has ended."""
         message = self._senders[sender].messages.get(number)
         if message is None:
             return []
@@ -149,7 +149,7 @@ class Mailbox(Generic[T]):
         return keys
 
     def leave(self, sender: str) -> Sequence[Key]:
-        """Record that a sender closed: its whole messages stay, the others are discarded."""
+        """Record that a sender has closed: its whole messages stay, and the others are discarded."""
         record = self._senders[sender]
         for number in [number for number, message in record.messages.items() if message.count is None]:
             self.messages_discarded += 1
@@ -160,7 +160,10 @@ class Mailbox(Generic[T]):
         return self.claims.of_sender(sender)
 
     def lose(self, sender: str, error: AioTensorError, pid: int | None = None) -> Sequence[Key]:
-        """Record that a sender is gone or was refused: its tensors cannot be taken any more."""
+        """Record that a sender is gone or was refused, so that its tensors cannot be taken any more.
+
+        This has no effect on a sender that has closed.
+        """
         record = self._record(sender)
         if record.left:
             return []
@@ -174,9 +177,9 @@ class Mailbox(Generic[T]):
         return self.claims.of_sender(sender)
 
     def discard(self, sender: str, number: int) -> Sequence[Key]:
-        """Discard a message, even before it arrives; a message that has ended is not affected.
+        """Discard a message, even before it arrives; this has no effect on a message that has ended.
 
-        The sender may be unknown, or lost: it may have connected again without its hello being read.
+        The sender may be unknown. It may also be lost: it may have connected again, and its hello is unread.
         """
         record = self._record(sender)
         if not record.joined:
@@ -188,7 +191,7 @@ class Mailbox(Generic[T]):
         ):
             return []
         self._drop(record, number)
-        # Each message in flight may leave a gap, but handles of unknown messages have arbitrary numbers.
+        # Each message in flight may add a gap, but handles of unknown messages have arbitrary numbers.
         record.ended.keep_first(record.limit + REMEMBERED_RANGES)
         self.messages_discarded += 1
         return self.claims.of_message(sender, number)
@@ -199,8 +202,8 @@ class Mailbox(Generic[T]):
         """Reserve a tensor and return it; None if it has not arrived.
 
         Raises:
-            AlreadyTakenError: it was taken before, or another call holds it.
-            DiscardedError: its message was discarded or ended without it, or its sender closed without it.
+            AlreadyTakenError: the tensor was taken before, or another call holds it.
+            DiscardedError: its message was discarded, or the message ended or its sender closed without it.
             PeerLostError: its sender is gone.
             RefusedError: its sender was refused.
         """
@@ -223,7 +226,7 @@ class Mailbox(Generic[T]):
         return message.tensors[key.tensor]
 
     def _why_never(self, key: Key, record: SenderRecord[T]) -> AioTensorError | None:
-        """Return the error if a tensor cannot be held now or later; None if it may still arrive."""
+        """Return the error to raise for a tensor that cannot be held; None if it may still arrive."""
         name = f"tensor {key.tensor} of message {key.message} of sender {key.sender}"
         is_lost = record.loss is not None or key.message < record.first
         message = record.messages.get(key.message)
@@ -266,10 +269,10 @@ class Mailbox(Generic[T]):
         return [key]
 
     def hold_next(self) -> tuple[Key, T, int] | None:
-        """Reserve the next tensor that no call waits for by its handle; None if there is none.
+        """Reserve the next tensor that no call claims, and return it; None if there is none.
 
         Returns:
-            its key, the tensor itself, and how many tensors its message had.
+            the key of the tensor, the tensor, and the number of all tensors of its message.
         """
         claims = self.claims.by_message
         for message in self._whole.values():
@@ -290,7 +293,7 @@ class Mailbox(Generic[T]):
         return record.unclaimed_tensors, record.unclaimed_bytes
 
     def clear(self) -> None:
-        """Drop every tensor; claims stay until their calls withdraw them."""
+        """Drop all tensors; claims stay until their calls withdraw them."""
         for record in self._senders.values():
             record.messages.clear()
             record.unclaimed_tensors = record.unclaimed_bytes = 0
@@ -314,7 +317,7 @@ class Mailbox(Generic[T]):
             self.messages_left -= record.left
 
     def _remember(self, senders: OrderedDict[str, None], sender: str) -> None:
-        """Remember a sender that is not connected, and forget the oldest one beyond the limit."""
+        """Remember a sender that is not connected; beyond the limit, forget the oldest one."""
         senders[sender] = None
         if len(senders) > REMEMBERED_SENDERS:
             # A sender with messages that can still be taken stays.

@@ -1,4 +1,4 @@
-"""Bytes that are moved between machines in steps, and the credit for steps and records."""
+"""Moves of bytes between machines in steps, and the credit for steps and records."""
 
 from bisect import bisect_right, insort
 from collections import deque
@@ -17,11 +17,12 @@ __all__ = [
     "RecordWindow",
 ]
 
-# The bytes of steps that may be under way: two steps do not suffice for the full speed, since one is
+# The most bytes of steps that may be under way. Two steps do not suffice for the full speed, since one is
 # acknowledged while the other is sent.
 WINDOW_BYTES = 4 * STEP_BYTES
 
-# The records that may be under way, and the overhead of each, both about as in the buffer of a local socket.
+# The most bytes of records that may be under way, and the overhead that is counted for each record: both are
+# about those of the buffer of a local socket.
 _RECORD_WINDOW_BYTES = 256 << 10
 _RECORD_OVERHEAD_BYTES = 512
 
@@ -35,11 +36,12 @@ class Move(Generic[Source]):
 
     Args:
         area: the block.
-        nbytes: the size of the block.
+        nbytes: the size of the block in bytes.
         start: the position of the first byte to move, counted from the beginning of the segment.
-        source: the bytes.
-        length: their number.
-        ended: called once the peer has all bytes, or no step is under way any more; with whether it has them.
+        source: the bytes to move.
+        length: the number of bytes to move.
+        ended: called with True once the peer has all bytes or a copy of them was sent, or with False if the
+            move was cancelled or the connection has ended.
     """
 
     __slots__ = ("area", "ended", "is_cancelled", "last", "length", "nbytes", "sent", "source", "start")
@@ -59,22 +61,25 @@ class Move(Generic[Source]):
         self.source = source
         self.length = length
         self.ended = ended
-        self.sent = 0
-        self.last = 0  # the bytes of all moves up to its last step
+        self.sent = 0  # bytes of this move
+        self.last = 0  # bytes of all moves up to the last step of this one
         self.is_cancelled = False
 
     @property
     def is_copied(self) -> bool:
-        """Whether it is one step, which is copied, so that the source may change at once."""
+        """Whether the move is a single step, which is copied, so that the source may change afterwards."""
         return self.length <= STEP_BYTES
 
 
 class OutgoingMoves(Generic[Source]):
-    """The moves of one end: one step of each in turn, as far as the window allows.
+    """The moves of one end, which take turns: each turn sends one step, if the window has credit for it.
 
     waiting for its turn --last step sent--> under way --acknowledged--> ended
        |                                                                  ^
        '--cancelled--> (its steps are under way) --acknowledged-----------'
+
+    A move that is copied ends when its step is sent, and a move that is cancelled before its first step ends
+    at once.
     """
 
     def __init__(self) -> None:
@@ -93,25 +98,25 @@ class OutgoingMoves(Generic[Source]):
         return bool(self._turns)
 
     def begin(self, move: Move[Source]) -> None:
-        """Add a move, which gets its turn after the others."""
+        """Add a move, which has its first turn after the others."""
         self._turns.append(move)
 
     def cancel(self, move: Move[Source]) -> bool:
-        """Send no more steps of a move, and return whether it has ended: no step of it is under way."""
+        """Send no more steps of a move; return True if it ends now, because none of its steps was sent."""
         if move not in self._turns:
             return False  # it has ended, or all its steps are under way
         self._turns.remove(move)
         if not move.sent:
             return True
         move.is_cancelled = True
-        # Its last step may be followed by small steps of others, which are not acknowledged.
+        # Sorted by its own last step: the steps after that may be small ones, which are not acknowledged.
         insort(self._under_way, move, key=_last)
         return False
 
     def next_step(self) -> tuple[Move[Source], Step] | None:
-        """Return the next step and its move, which the caller sends; None if there is none.
+        """Return the next step to send, with its move; None if there is no step or no credit.
 
-        The caller ends the move if it is copied: this was its only step.
+        If the move is copied, this was its only step, and the caller ends it.
         """
         if not self._turns:
             return None
@@ -135,7 +140,7 @@ class OutgoingMoves(Generic[Source]):
         return self._sent + length <= self._acknowledged + WINDOW_BYTES
 
     def _step(self, area: Area, nbytes: int, start: int, length: int, wants_ack: bool) -> Step:
-        """Count a step; an acknowledgement is also wanted for each MiB."""
+        """Count and return a step; it requests an acknowledgement if `wants_ack`, and once for each MiB."""
         self._sent += length
         if self._sent - self._wanted >= STEP_BYTES:
             wants_ack = True
@@ -144,7 +149,10 @@ class OutgoingMoves(Generic[Source]):
         return Step(area, nbytes, start, length, wants_ack)
 
     def acknowledged(self, total: int) -> list[Move[Source]]:
-        """Handle an acknowledgement, and return the moves that have ended.
+        """Record an acknowledgement, and return the moves that have ended.
+
+        Args:
+            total: the bytes of steps that the peer has received since the connection began.
 
         Raises:
             ProtocolError: the total is less than before, or more than was sent.
@@ -158,7 +166,7 @@ class OutgoingMoves(Generic[Source]):
         return ended
 
     def clear(self) -> list[Move[Source]]:
-        """Return all moves, because the connection has ended."""
+        """Remove and return all moves, because the connection has ended."""
         left = [*self._turns, *self._under_way]
         self._turns.clear()
         self._under_way.clear()
@@ -172,15 +180,19 @@ class RecordWindow:
         self._sent = self._acknowledged = 0
 
     def has_credit(self, nbytes: int) -> bool:
-        """Return whether a record of this size may be sent."""
+        """Return whether a record of this size in bytes may be sent."""
         return self._sent + nbytes + _RECORD_OVERHEAD_BYTES <= self._acknowledged + _RECORD_WINDOW_BYTES
 
     def sent(self, nbytes: int) -> None:
-        """Count a record."""
+        """Count a sent record."""
         self._sent += nbytes + _RECORD_OVERHEAD_BYTES
 
     def acknowledged(self, total: int) -> None:
-        """Handle an acknowledgement.
+        """Record an acknowledgement.
+
+        Args:
+            total: the bytes of records, with their overhead, that the peer has received since the connection
+                began.
 
         Raises:
             ProtocolError: the total is less than before, or more than was sent.
@@ -198,10 +210,10 @@ class ReceivedBytes:
         self._reported = Ack(0, 0)
 
     def record(self, nbytes: int) -> bool:
-        """Count a record, and return whether an acknowledgement is due.
+        """Count a received record, and return whether an acknowledgement is due.
 
         Raises:
-            ProtocolError: it exceeds the credit of the peer.
+            ProtocolError: the record exceeds the credit of the peer.
         """
         self._records += nbytes + _RECORD_OVERHEAD_BYTES
         unreported = self._records - self._reported.records
@@ -210,10 +222,10 @@ class ReceivedBytes:
         return unreported > _RECORD_WINDOW_BYTES // 2
 
     def step(self, step: Step) -> bool:
-        """Count a step, and return whether an acknowledgement is due.
+        """Count a received step, and return whether an acknowledgement is due.
 
         Raises:
-            ProtocolError: it exceeds the credit of the peer.
+            ProtocolError: the step exceeds the credit of the peer.
         """
         self._steps += step.length
         if self._steps - self._reported.steps > WINDOW_BYTES:
@@ -221,6 +233,6 @@ class ReceivedBytes:
         return step.wants_ack
 
     def ack(self) -> bytes:
-        """Return the acknowledgement of all bytes."""
+        """Return the message that acknowledges all bytes received so far."""
         self._reported = Ack(self._steps, self._records)
         return encode_ack(self._reported)

@@ -1,30 +1,30 @@
-"""Messages between machines: records, and bytes that are moved into the memory of the peer.
+"""Messages between machines: records, and bytes that are moved to the memory of the peer.
 
 On one machine, a descriptor shares a segment, and a record announces the position of a tensor in it. Between
-machines the reader of a segment creates memory of the same size, the *landing segment*, and the writer moves
-the bytes of each block to the same offset there, before the record that announces them:
+machines, the reader of a segment creates memory of the same size, the *landing segment*, and the writer moves
+the bytes of each block to the same offset in it, before it sends the record that announces them:
 
     connecting side                                               listening side
-      | OPEN version                                                |   the first message; a listener that is
-      | <---------------------------------------------------------> |   closing does not answer it
+      | OPEN version                                                |   the first message of each side; a
+      | <---------------------------------------------------------> |   closing listener does not answer it
 
     writer                                                        reader
       | RECORD frames                                               |   as on one machine
       | DATA frames, then the bytes of a tensor                     |   up to a MiB, with the record about it
       | STEP segment, block, range, then its bytes                  |   one for each MiB of a block
       | DIRECT message                                              |   instead of steps: see `direct`
-      | FREE segment, block                                         |   the block is used no more
+      | FREE segment, block                                         |   the block is no longer used
       | ----------------------------------------------------------> |
-      |        ACK bytes of steps, bytes of records, since the start |
+      |       ACK bytes of steps, bytes of records, since the start |
       | <---------------------------------------------------------- |
-      | BYE reason, either way                                      |   the last message, answered by another
+      | BYE reason, either way                                      |   the last message, answered by a BYE
 
-Both ends of a connection may write. Steps of several blocks take turns, and records are sent between them. So
-no record waits for longer than a step. Credit limits how much of both may be under way. The bytes of a large
-step, and of DATA, are a message of their own, which need no copy; small ones share one with their header.
-Small messages may share a BATCH.
+Both ends of a connection may write. The steps of several blocks take turns, and records are sent between
+steps, so no record waits for longer than one step takes. Credit limits the bytes of steps and of records that
+may be under way. Long bytes of a STEP or DATA are sent as a separate message, so that they are not copied
+behind their header; short ones follow the header in its message. Small messages may share a BATCH.
 
-Each is a message of ZeroMQ with one part: if a connection ends between two parts, libzmq may abort the
+Each message is a ZeroMQ message with one part: if a connection ends between two parts, libzmq may abort the
 process (https://github.com/zeromq/libzmq/issues/3442).
 """
 
@@ -62,7 +62,7 @@ __all__ = [
     "read_step",
 ]
 
-# The first byte of a message.
+# The kind of a message, which is its first byte.
 RECORD, STEP, FREE, ACK, BYE, OPEN, BATCH, DATA, DIRECT = range(9)
 
 _VERSION = 3
@@ -70,9 +70,9 @@ OPENING = bytes([OPEN, _VERSION]) + b"aiotensor"
 
 STEP_BYTES = 1 << 20  # the most bytes in one step of a move
 
-MAX_BATCH = 64  # messages, which are read in one iteration of the event loop
+MAX_BATCH = 64  # the most messages in a batch, which is handled in one iteration of the event loop
 
-_STEP = struct.Struct("<BBQQQQI")  # kind, whether to acknowledge, segment, block, its bytes, start, length
+_STEP = struct.Struct("<BBQQQQI")  # kind, whether to acknowledge, segment, block, its size, start, length
 _AREA = struct.Struct("<BQQ")  # kind, segment, block
 _ACK = struct.Struct("<BQQ")  # kind, bytes of steps, bytes of records
 _PART = struct.Struct("<I")  # the length of a message in a batch
@@ -80,7 +80,7 @@ _DATA = struct.Struct("<BxxxI")  # kind, length of the record; the bytes follow 
 
 
 class Area(NamedTuple):
-    """A block of a segment, by its offset."""
+    """The segment and the offset of a block."""
 
     segment: int
     block: int
@@ -91,10 +91,10 @@ class Step(NamedTuple):
 
     Attributes:
         area: the block.
-        nbytes: the size of the block.
-        start: the position of the first byte, counted from the beginning of the segment.
-        length: the number of bytes.
-        wants_ack: whether the reader acknowledges it at once.
+        nbytes: the size of the block in bytes.
+        start: the position of the first byte to move, counted from the beginning of the segment.
+        length: the number of bytes to move.
+        wants_ack: whether the reader acknowledges the step at once.
     """
 
     area: Area
@@ -105,7 +105,7 @@ class Step(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """The bytes that were received since the connection began."""
+    """The bytes of steps and of records that were received since the connection began."""
 
     steps: int
     records: int
@@ -118,10 +118,11 @@ def encode_step(step: Step) -> bytes:
 
 
 def read_step(data: bytes | memoryview) -> tuple[Step, memoryview]:
-    """Return a step, and its bytes, which are empty if they follow in another message.
+    """Decode a step, and return it with its bytes, which are empty if they are the next message.
 
     Raises:
-        ProtocolError: the message is too short, or has other bytes than it states.
+        ProtocolError: the message is too short, its range is not within the block, or it contains a different
+            number of bytes than it states.
     """
     rest = memoryview(data)[_STEP.size :]
     if len(data) < _STEP.size:
@@ -136,15 +137,15 @@ def read_step(data: bytes | memoryview) -> tuple[Step, memoryview]:
 
 
 def encode_area(area: Area) -> bytes:
-    """Encode the message that a block is used no more."""
+    """Encode the FREE message of a block."""
     return _AREA.pack(FREE, area.segment, area.block)
 
 
 def read_area(data: bytes | memoryview) -> Area:
-    """Return the block of a FREE message.
+    """Decode a FREE message, and return its block.
 
     Raises:
-        ProtocolError: the message has another size.
+        ProtocolError: the message has a wrong size.
     """
     if len(data) != _AREA.size:
         raise ProtocolError(f"it freed a block in {len(data)} bytes")
@@ -158,10 +159,10 @@ def encode_ack(ack: Ack) -> bytes:
 
 
 def read_ack(data: bytes | memoryview) -> Ack:
-    """Return an acknowledgement.
+    """Decode an acknowledgement.
 
     Raises:
-        ProtocolError: the message has another size.
+        ProtocolError: the message has a wrong size.
     """
     if len(data) != _ACK.size:
         raise ProtocolError(f"it acknowledged in {len(data)} bytes")
@@ -170,7 +171,7 @@ def read_ack(data: bytes | memoryview) -> Ack:
 
 
 def encode_batch(messages: Sequence[bytes | memoryview]) -> bytes:
-    """Encode at most `MAX_BATCH` messages as one."""
+    """Encode at most `MAX_BATCH` messages as one message."""
     parts: list[bytes | memoryview] = [bytes([BATCH])]
     for message in messages:
         parts += (_PART.pack(len(message)), message)
@@ -181,7 +182,7 @@ def read_batch(data: memoryview) -> list[memoryview]:
     """Return the messages of a batch.
 
     Raises:
-        ProtocolError: a message is incomplete, or is a batch, or there are too many.
+        ProtocolError: a message is incomplete or is itself a batch, or there are too many messages.
     """
     messages: list[memoryview] = []
     position = 1
@@ -201,16 +202,16 @@ def read_batch(data: memoryview) -> list[memoryview]:
 
 
 def encode_data(record: bytes) -> bytes:
-    """Encode the message before the bytes of a tensor, which follow it, or are the next message.
+    """Encode the header of a DATA message; the bytes of the tensor are appended, or are the next message.
 
     Args:
-        record: the record about the tensor.
+        record: the record that announces the tensor.
     """
     return _DATA.pack(DATA, len(record)) + record + bytes(-len(record) % _DATA.size)
 
 
 def read_data(data: memoryview) -> tuple[memoryview, memoryview]:
-    """Return a record, and the bytes after it, which are empty if they are the next message.
+    """Decode a DATA message, and return its record and its bytes, which are empty if they are the next message.
 
     Raises:
         ProtocolError: the message is shorter than it states.

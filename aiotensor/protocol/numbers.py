@@ -1,4 +1,4 @@
-"""A set of whole numbers that grow: memory for its gaps, not for its members."""
+"""A compact set of numbers, whose memory grows with its gaps and not with its members."""
 
 from bisect import bisect_right
 
@@ -6,10 +6,10 @@ __all__ = ["NumberSet"]
 
 
 class NumberSet:
-    """Remember numbers from 0 up as ranges; a million consecutive numbers cost two integers.
+    """A set of non-negative integers, stored as ranges: a million consecutive numbers take two integers.
 
-    Messages end nearly in the order in which they began, so that the numbers that ended form a few
-    ranges: at most one more than there are messages still open.
+    Messages end nearly in the order in which they began, so the numbers of ended messages form few ranges: at
+    most one more than there are open messages.
     """
 
     __slots__ = ("_starts", "_stops")
@@ -20,14 +20,14 @@ class NumberSet:
 
     def __contains__(self, number: int) -> bool:
         if not self._stops or number >= self._stops[-1]:
-            return False  # nearly always
+            return False  # the usual case
         index = bisect_right(self._starts, number) - 1
         return index >= 0 and number < self._stops[index]
 
     def add(self, number: int) -> None:
-        """Add a number, unless the set contains it."""
+        """Add a number; this has no effect if the set contains it."""
         if self._stops and number == self._stops[-1]:
-            self._stops[-1] += 1  # nearly always
+            self._stops[-1] += 1  # the usual case
             return
         index = bisect_right(self._starts, number)  # of the first range that starts above the number
         if index and number < self._stops[index - 1]:
@@ -46,13 +46,13 @@ class NumberSet:
             self._stops.insert(index, number + 1)
 
     def keep_last(self, count: int) -> None:
-        """Forget the lowest numbers, if they form more ranges than are to be kept."""
+        """Keep at most the last `count` ranges, and forget the numbers below them."""
         excess = len(self._starts) - count
         if excess > 0:
             del self._starts[:excess], self._stops[:excess]
 
     def keep_first(self, count: int) -> None:
-        """Forget the highest numbers, if they form more ranges than are to be kept."""
+        """Keep at most the first `count` ranges, and forget the numbers above them."""
         del self._starts[count:], self._stops[count:]
 
     def ranges(self) -> list[tuple[int, int]]:

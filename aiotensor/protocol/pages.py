@@ -1,8 +1,8 @@
-"""The pages of a memory range that the system has provided, as offsets, without access to the memory.
+"""The pages of a memory range for which the system has provided memory, as offsets.
 
-The system provides memory by pages. It is requested in *chunks* of many pages, so that the next small block
-finds warm memory, and in single pages where memory is scarce. A chunk is recorded as full, as empty, or page
-by page.
+The system provides memory in pages. It is requested in *chunks* of many pages, so that the next small block
+finds warm memory, or in single pages if memory is scarce. A chunk is recorded as full, as empty, or page by
+page. This module does not access the memory itself.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,10 +10,10 @@ from typing import TypeAlias
 
 __all__ = ["CHUNK_BYTES", "Range", "WarmPages", "gaps"]
 
-# Memory is taken from the system in chunks of this size.
+# The size of a chunk.
 CHUNK_BYTES = 1 << 20
 
-# The offset and the length of some pages, in bytes.
+# The offset and the length of adjacent pages, in bytes.
 Range: TypeAlias = tuple[int, int]
 
 
@@ -21,11 +21,11 @@ class WarmPages:
     """Record which pages have memory.
 
     Args:
-        size: of the whole stretch, in bytes; a multiple of `page`.
-        page: the size of a page.
+        size: the size of the memory range in bytes; a multiple of `page`.
+        page: the size of a page in bytes.
 
     Attributes:
-        nbytes: bytes of the pages that have memory.
+        nbytes: the total size in bytes of the pages that have memory.
     """
 
     __slots__ = ("_full", "_page", "_pages", "_size", "_some", "nbytes")
@@ -35,9 +35,9 @@ class WarmPages:
         self.nbytes = 0
         self._size = size
         self._page = page
-        self._full = bytearray(chunks)  # a one for each chunk all of whose pages have memory
-        self._some = bytearray(chunks)  # a one for each chunk of which any page has
-        self._pages: dict[int, bytearray] = {}  # of the chunks in between, a one for each such page
+        self._full = bytearray(chunks)  # a 1 for each chunk of which all pages have memory
+        self._some = bytearray(chunks)  # a 1 for each chunk of which any page has memory
+        self._pages: dict[int, bytearray] = {}  # of the other chunks in `_some`: a 1 for each page with memory
 
     def has(self, offset: int, nbytes: int) -> bool:
         """Return whether every page of a range has memory."""
@@ -47,12 +47,12 @@ class WarmPages:
         return all(self._has_part(chunk, offset, offset + nbytes) for chunk in range(first, last + 1))
 
     def missing(self, offset: int, nbytes: int, *, whole_chunks: bool) -> list[Range]:
-        """List what to ask the system for, so that a range has memory; each item lies in one chunk.
+        """List the ranges to request from the system so that a range has memory, each within one chunk.
 
         Args:
-            offset: of the range.
-            nbytes: of the range.
-            whole_chunks: whether to ask for the rest of an empty chunk, too.
+            offset: the offset of the range in bytes.
+            nbytes: the size of the range in bytes.
+            whole_chunks: whether to request all pages of an empty chunk, and not only those in the range.
         """
         ranges = []
         for chunk in range(offset // CHUNK_BYTES, (offset + nbytes - 1) // CHUNK_BYTES + 1):
@@ -65,7 +65,7 @@ class WarmPages:
         return ranges
 
     def add(self, ranges: Iterable[Range]) -> None:
-        """Record that ranges have memory, each in one chunk."""
+        """Record that ranges have memory; each range lies within one chunk."""
         for start, length in ranges:
             chunk = start // CHUNK_BYTES
             low = chunk * CHUNK_BYTES
@@ -76,12 +76,14 @@ class WarmPages:
             self._note(chunk, pages)
 
     def take(self, start: int, stop: int, most: int | None = None) -> list[Range]:
-        """Record that the pages within a range have no memory any more, and list them.
+        """Record that the pages within a range no longer have memory, and list ranges that cover these pages.
+
+        Pages that are only partly in the range are not taken.
 
         Args:
-            start: where the range begins.
-            stop: where it ends; a page that is only partly in it stays as it is.
-            most: after how many bytes to stop; None to take all.
+            start: the offset of the first byte of the range.
+            stop: one past the offset of its last byte.
+            most: the number of bytes after which no further chunk is taken; None for no limit.
         """
         start, stop = self._up(start), self._down(stop)
         taken, before = [], self.nbytes
@@ -101,7 +103,7 @@ class WarmPages:
         return taken
 
     def chunks(self, first: int, last: int) -> Iterator[int]:
-        """Go through the chunks, from the first to before the last, that have any memory."""
+        """Iterate over the chunks from `first` to before `last` that have any memory."""
         chunk = self._some.find(1, first, last)
         while chunk >= 0:
             yield chunk
@@ -143,13 +145,13 @@ class WarmPages:
 
 
 def gaps(start: int, stop: int, kept: Sequence[tuple[int, int]], page: int) -> list[Range]:
-    """List the pages between two offsets that no kept range touches.
+    """List the pages between two offsets that overlap no kept range.
 
     Args:
-        start: where to begin; the page that it lies in counts.
-        stop: where to end; the page that it lies in counts.
-        kept: ranges as (start, one past the last byte), in any order; they may overlap.
-        page: the size of a page.
+        start: the first offset; rounded down to a page.
+        stop: one past the last offset; rounded up to a page.
+        kept: the kept ranges as (start, one past the last byte), in any order; they may overlap.
+        page: the size of a page in bytes.
     """
     begin, end = start - start % page, -(-stop // page) * page
     found = []

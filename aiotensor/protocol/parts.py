@@ -1,10 +1,11 @@
-"""The parts of a message, as ZeroMQ carries them, and their limits.
+"""The parts of a ZeroMQ message of the channel, and their limits.
 
     header | body, unless the header contains it | a buffer for each large tensor | all small tensors
 
-Both hellos state the largest part, a body or a buffer, that their sender accepts, and the largest body. A
-message that exceeds them is not sent. If a peer sends one nevertheless, ZeroMQ closes the connection in the
-case of a large part, and the reader of a large body closes it without decoding the body.
+The hello of each side states the largest part (a body or a buffer) and the largest body that this side
+accepts. A message that exceeds these limits is not sent. If a peer violates them nevertheless, ZeroMQ closes
+the connection for a part that is too large, and the reader of a body that is too large closes it without
+decoding the body.
 """
 
 from collections.abc import Sequence
@@ -36,17 +37,17 @@ class PartLimits(NamedTuple):
 
 
 def check_parts(parts: Parts, limits: PartLimits, peer: str) -> None:
-    """Refuse to send a message that the peer does not accept.
+    """Check that the peer accepts a message.
 
     Args:
-        parts: the body, and the buffers beside it.
+        parts: the body of the message, and the buffers beside it.
         limits: the limits of the peer.
-        peer: "client" or "server", for the text of the error.
+        peer: "client" or "server", for the error message.
 
     Raises:
-        TooLargeError: the body or another part is too large, or there are too many.
+        TooLargeError: the body or another part is too large, or there are too many parts.
     """
-    # The buffer of packed tensors is `bytes`, and does not count as a tensor.
+    # The last buffer contains all small tensors if it is `bytes`; it does not count as a large tensor.
     tensors = len(parts) - 1 - (len(parts) > 1 and isinstance(parts[-1], bytes))
     if tensors > MAX_TENSORS:
         raise TooLargeError(
@@ -75,20 +76,20 @@ def check_parts(parts: Parts, limits: PartLimits, peer: str) -> None:
 
 
 def split(parts: Parts) -> tuple[memoryview | None, Parts]:
-    """Return the body to put in the header, unless it is large, and the parts after the header."""
+    """Return the body for the header, or None if it is a separate part, and the parts after the header."""
     return (None, parts) if len(parts[0]) >= BODY_BYTES else (memoryview(parts[0]), parts[1:])
 
 
 def parts_of(body: memoryview | None, following: list[memoryview], limits: PartLimits) -> list[memoryview]:
-    """Return the body and the buffers of a message that arrived.
+    """Return the body and the buffers of a received message.
 
     Args:
         body: the body in the header; None if it is the first part after the header.
         following: the parts after the header.
-        limits: the limits announced to the peer. ZeroMQ enforces the limit on parts.
+        limits: the limits that were announced to the peer; ZeroMQ enforces the limit on parts.
 
     Raises:
-        ProtocolError: there is no body, or it is too large.
+        ProtocolError: there is no body, or the body is too large.
     """
     parts = following if body is None else [body, *following]
     if not parts:

@@ -53,9 +53,9 @@ class _Message(msgspec.Struct, eq=False):
 
     number: int
     frame: Put | PutNone | None = None  # set once its tensor is placed
-    data: memoryview | None = None  # that travels with the frame
+    data: memoryview | None = None  # the bytes of the tensor, if they are sent with the frame
     ticket: Ticket[None] | None = None
-    is_awaited: bool = True  # by its call, which rolls it back after an error
+    is_awaited: bool = True  # whether its call still runs, and rolls it back after an error
 
 
 class Outgoing:
@@ -63,9 +63,14 @@ class Outgoing:
 
     Args:
         writer: writes the frames.
-        settings: the limits.
+        settings: the limits of the pipe.
         counts: the counters of the pipe.
-        label: the pipe, for the log.
+        label: the name of the pipe in the log.
+
+    Attributes:
+        gate: the waits for `max_bytes`.
+        memory: the shared memory of this end.
+        mover: moves bytes to the peer; None if memory is shared with it.
     """
 
     def __init__(self, writer: Writer, settings: PipeSettings, counts: dict[str, int], label: str) -> None:
@@ -75,7 +80,7 @@ class Outgoing:
         self._label = label
         self._next = 0
         self._begun: dict[int, _Message] = {}
-        self._announced: dict[int, Ticket[None] | None] = {}  # not taken yet, with the bytes to release then
+        self._announced: dict[int, Ticket[None] | None] = {}  # with the bytes to release when they are taken
         self._in_blocks: dict[int, Ticket[None]] = {}  # the bytes to release with each block
         self._changes = Waiters()
         self._failure: Callable[[], AioTensorError] | None = None
@@ -88,7 +93,7 @@ class Outgoing:
             max_wait_s=settings.max_wait_s,
             overdue=lambda nbytes: self._would_block("not enough bytes were free", nbytes),
         )
-        # `self.gate` has granted the bytes before, so only a place in the arena can be missing.
+        # `self.gate` grants the bytes before, so a call waits here only if no place is long enough.
         self.memory = Memory(
             settings.max_bytes,
             lambda arena: Gate(settings.max_bytes, space=arena, stuck_elsewhere=None),
@@ -155,7 +160,7 @@ class Outgoing:
     # Steps
 
     def _prepare(self, value: torch.Tensor | None) -> tuple[Source | None, int]:
-        """Validate the value of a message, and return it with the number of bytes that it counts for."""
+        """Validate a value, and return its source with the bytes that the message counts towards `max_bytes`."""
         if self._failure is not None:
             raise self._failure()
         if value is None:
@@ -176,7 +181,7 @@ class Outgoing:
         return message
 
     def _place_inline(self, message: _Message, source: Source) -> bool:
-        """Place the bytes of a tensor in or with the frame, and return whether that is possible."""
+        """Place the bytes of a tensor in its frame or beside it, and return whether that is possible."""
         number, nbytes = message.number, source.nbytes
         if nbytes <= MAX_INLINE_BYTES:
             message.frame = put_of(number, 0, source, Placed(INLINE, bytes_of(source)), None, last=True)
@@ -186,7 +191,7 @@ class Outgoing:
         message.frame = put_of(number, 0, source, _OUT_OF_BAND, None, last=True)
         data = flat_bytes(source).data
         is_next = next(iter(self._begun)) == number
-        message.data = data if is_next else memoryview(bytes(data))  # the source may change
+        message.data = data if is_next else memoryview(bytes(data))  # copied, since the source may change
         return True
 
     async def _place_copy(self, message: _Message, source: Source) -> None:
@@ -253,7 +258,7 @@ class Outgoing:
             raise self._failure()
 
     def _sent(self, message: _Message, source: Source | None) -> None:
-        """Announce a message as soon as the earlier ones are announced, and count it."""
+        """Announce a message once all earlier ones are announced, and count it."""
         self._announce()
         if self._failure is not None:  # writing has failed
             raise self._failure()
@@ -262,7 +267,7 @@ class Outgoing:
             self._counts["bytes_sent"] += source.nbytes
 
     def _announce(self) -> None:
-        """Announce messages in order, up to the first message without a placement."""
+        """Announce messages in order, up to the first message that is not placed yet."""
         while self._begun:
             message = next(iter(self._begun.values()))
             frame = message.frame
@@ -282,7 +287,7 @@ class Outgoing:
     def _roll_back(self, message: _Message) -> None:
         """Release the bytes of a message that failed, and skip it."""
         if self._begun.pop(message.number, None) is None:
-            return  # the pipe has ended, and has released them
+            return  # the pipe has ended, and `lost` has released the bytes
         if message.ticket is not None:
             self.gate.release(message.ticket)
         self._announce()
@@ -291,7 +296,7 @@ class Outgoing:
     # Events
 
     def taken(self, taken: Taken) -> None:
-        """End messages that the peer has taken, and release their bytes unless these are in blocks."""
+        """End the messages that the peer has taken, and release those bytes that are not in blocks."""
         for number in taken.messages:
             ticket = self._announced.pop(number)
             if ticket is not None:
@@ -302,7 +307,7 @@ class Outgoing:
         """Release blocks that the peer no longer uses, and their bytes.
 
         Raises:
-            ProtocolError: the peer did not use them.
+            ProtocolError: the peer did not use such a block.
         """
         for number in release.blocks:
             ticket = self._in_blocks.pop(number, None)
@@ -312,17 +317,17 @@ class Outgoing:
         self.memory.unpin(release.blocks)
 
     def fail(self, make_error: Callable[[], AioTensorError]) -> None:
-        """End all calls, and refuse further ones."""
+        """End all waiting calls with a new error from a function, and let further calls raise it."""
         self._failure = make_error
         self.gate.fail(make_error)
         self.memory.gate.fail(make_error)
         self._changes.wake()
 
     def lost(self, make_error: Callable[[], AioTensorError], watch: WatchProcess) -> int:
-        """End all messages, because the peer is gone; return how many messages it did not take.
+        """End all messages, because the peer is gone, and return the number of messages that it did not take.
 
         Args:
-            make_error: makes the error of the calls.
+            make_error: called for each waiting or later call; returns the error to raise.
             watch: watches the process of the peer, which may read the shared memory until it ends.
         """
         lost = self.in_flight
@@ -342,7 +347,7 @@ class Outgoing:
         return lost
 
     async def finish(self, make_error: Callable[[], AioTensorError]) -> None:
-        """End all calls. Messages whose calls have returned are still announced."""
+        """End all waiting calls, and wait until the messages of earlier calls are announced."""
         self.fail(make_error)
         for message in [one for one in self._begun.values() if one.is_awaited and one.frame is None]:
             self.memory.abandon(message)

@@ -1,1 +1,1 @@
-"""The implementation behind `TensorReceiver`."""
+"""The implementation of `TensorReceiver`."""

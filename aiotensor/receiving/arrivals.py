@@ -1,4 +1,4 @@
-"""The tasks that wait for tensors of one receiver, woken when one may have arrived."""
+"""The futures of the calls and iterations that wait for tensors of one receiver."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -15,20 +15,26 @@ logger = logger_of("receiver")
 
 
 class Limit(NamedTuple):
-    """The end of a wait: a time by the loop's clock, and the error to raise then."""
+    """The time limit of a wait.
+
+    Attributes:
+        ends_at: the time at which the wait ends, in seconds by the clock of the event loop.
+        make_error: called at that time; returns the error that the waiting call raises.
+    """
 
     ends_at: float
     make_error: Callable[[], AioTensorError]
 
 
 class Arrivals:
-    """Wake tasks that wait for tensors; belongs to the event loop's thread.
+    """Wake the calls and iterations that wait for tensors; belongs to the running loop.
 
-    The connections refer to this object and not to the receiver. So an unused receiver is garbage-collected,
-    and a receiver with a waiting task is not.
+    The connections, to which the event loop refers, refer to this object and not to the receiver, so an
+    unused receiver is garbage-collected. A future of this object refers to the task that awaits it, so a
+    receiver with a waiting task is kept alive.
 
     Attributes:
-        waiters: the calls that wait for the tensor of a key.
+        waiters: the futures of the calls that wait for a tensor, by the key of the tensor.
     """
 
     def __init__(self) -> None:
@@ -39,28 +45,28 @@ class Arrivals:
 
     @property
     def waiting(self) -> int:
-        """The number of waiting calls."""
+        """The number of waiting calls and iterations."""
         return sum(map(len, self.waiters.values())) + len(self._iterators)
 
     def change(self) -> "asyncio.Future[None]":
-        """Return a future to await, which completes when an iteration may continue, or at the end.
+        """Return a future to await, which completes when an iteration must check the mailbox again.
 
         Raises:
-            PeerLostError: no more tensors will arrive.
+            PeerLostError: reading from the senders has failed, so no more tensors will arrive.
         """
         if self._failure is not None:
             self.raise_if_failed()
         return self._iterators.wait()
 
     def arrival(self, key: Key, limit: Limit | None) -> "asyncio.Future[None]":
-        """Return a future to await, which completes when a tensor may be here, or at the end.
+        """Return a future to await, which completes when a call must check the mailbox for its tensor again.
 
         Args:
-            key: the name of the tensor.
-            limit: when to end the wait with an error; None for never.
+            key: the key of the tensor.
+            limit: the time limit, at which the future raises an error; None for no limit.
 
         Raises:
-            PeerLostError: no more tensors will arrive.
+            PeerLostError: reading from the senders has failed, so no more tensors will arrive.
         """
         if self._failure is not None:
             self.raise_if_failed()
@@ -74,7 +80,7 @@ class Arrivals:
         return arrival
 
     def wake(self, keys: Sequence[Key]) -> None:
-        """Wake the calls that wait for these tensors, and the iterations if no call waits for one of them."""
+        """Wake the calls that wait for these tensors, and the iterations if any has no waiting call."""
         is_unclaimed = False
         for key in keys:
             waiters = self.waiters.pop(key, None)
@@ -86,20 +92,20 @@ class Arrivals:
             self._iterators.wake()
 
     def give_up(self, key: Key) -> None:
-        """Handle that a call ends its wait: an iteration may return the tensor instead."""
+        """Wake the iterations after a call has ended its wait, since they may return the tensor instead."""
         if not self.waiters.get(key, True):
             del self.waiters[key]
         self._iterators.wake()
 
     def wake_all(self) -> None:
-        """Wake every task that waits."""
+        """Wake all waiting calls and iterations."""
         for waiters in self.waiters.values():
             waiters.wake()
         self.waiters.clear()
         self._iterators.wake()
 
     def fail(self, error: OSError) -> None:
-        """End all waits because of a system error: no more tensors will arrive."""
+        """End all waits, because reading from the senders has failed and no more tensors will arrive."""
         logger.critical(
             "reading from the senders failed, nothing more will arrive",
             exc_info=error,
@@ -109,7 +115,7 @@ class Arrivals:
         self.wake_all()
 
     def raise_if_failed(self) -> None:
-        """Raise `PeerLostError` if no more tensors will arrive."""
+        """Raise `PeerLostError` if `fail` was called, so that no more tensors will arrive."""
         if self._failure is not None:
             raise PeerLostError(f"nothing more will arrive: {self._failure}") from self._failure
 

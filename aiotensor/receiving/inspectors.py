@@ -1,9 +1,8 @@
-"""An inspector of a receiver.
+"""The connection of an inspector to a receiver or a publisher.
 
-An inspector has its own connection, and receives the knowledge of the receiver at once. Each sender is asked
-for its statistics. It is not asked again before it has replied, and further inspectors wait for the same
-reply: so the frames that a stopped sender has to read do not accumulate. Nothing here waits: inspectors have
-their own limits on waiting times.
+A receiver sends its own statistics at once, and requests those of each sender. While a sender has not
+replied, it gets no second request, and its reply is sent to all inspectors that wait for it. The requests to
+a stopped sender therefore do not accumulate. No method waits: an inspector limits its own waiting time.
 """
 
 from collections.abc import Callable
@@ -20,9 +19,10 @@ class InspectorPeer:
     """One inspector of a receiver or a publisher.
 
     Args:
-        transport: the connection.
-        connection: its rules.
-        ended: called at the end of the connection, with the violation that ends it, if any.
+        transport: the transport of the connection.
+        connection: the connection object.
+        ended: called when the connection must be closed, with this object, and with the error of the
+            inspector if it violated the protocol, otherwise None.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class InspectorPeer:
         self._ended = ended
 
     def flush(self) -> None:
-        """Write the pending frames now."""
+        """Write the pending frames now; the connection ends if that fails."""
         try:
             for record in self.connection.data_to_send():
                 self.transport.write(record)
@@ -44,7 +44,7 @@ class InspectorPeer:
             self._ended(self, None)
 
     def record_received(self, data: memoryview, descriptors: list[int]) -> None:
-        """Reject every further frame."""
+        """End the connection: an inspector must not send a second record."""
         close_all(descriptors)
         try:
             self.connection.receive(data)
@@ -52,7 +52,7 @@ class InspectorPeer:
             self._ended(self, error)
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
-        """Handle an inspector that is gone."""
+        """Handle the end of the connection."""
         self._ended(self, reason if isinstance(reason, ProtocolError) else None)
 
     def resume_writing(self) -> None:

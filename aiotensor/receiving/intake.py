@@ -1,4 +1,4 @@
-"""The connections of a receiver or a publisher before their roles are known, and its inspectors.
+"""The connections of a receiver or a publisher before their roles are known, and those of inspectors.
 
 accepted --first frame--> sender or subscriber, or inspector
    |
@@ -32,37 +32,37 @@ __all__ = ["MAX_UNIDENTIFIED", "Intake"]
 
 Opened = TypeVar("Opened", bound=Hello | Subscribe)  # the first frame of a peer
 
-# Connections that are not admitted: unidentified ones, and inspectors. A peer of this library sends its first
-# frame right after it has connected, so the oldest unidentified connection is the least likely to be one.
-# Inspectors are closed first: they can ask again.
+# The maximum number of connections that are not admitted: unidentified ones and those of inspectors. A peer
+# of this library sends its first frame right after connecting, so the oldest unidentified connection is the
+# least likely to belong to one. Inspectors are disconnected first, because they can connect again.
 MAX_UNIDENTIFIED = 64
 
 
 class Host(Protocol[Opened]):
-    """The object that an intake is for: the senders of a receiver, or the subscribers of a publisher.
+    """The owner of an intake: the senders of a receiver, or the subscribers of a publisher.
 
     Attributes:
-        opening: the type of the first frame of a sender or subscriber.
-        wrong_role: the reason to refuse the other of the two.
+        opening: the type of the first frame of a peer that the host may admit.
+        wrong_role: the reason to refuse a subscriber at a receiver, or a sender at a publisher.
     """
 
     opening: type[Opened]
     wrong_role: str
 
     def connect(self, transport: Transport, opening: Opened, welcome: Welcome) -> None:
-        """Admit a sender or subscriber, or refuse it, and send it the result."""
+        """Admit or refuse a sender or subscriber, and send it the result."""
 
     def report(self, inspector: InspectorPeer) -> None:
         """Send the statistics to an inspector."""
 
     def inspector_ended(self, inspector: InspectorPeer) -> None:
-        """Forget an inspector."""
+        """Send no more frames to an inspector, whose connection has ended."""
 
     def broken(self, pid: int | None, reason: str) -> None:
         """Log that a connection without a role, or an inspector, broke the protocol."""
 
     def replaced(self, pid: int | None, connections: int) -> None:
-        """Log that an unidentified connection is closed because of so many newer ones."""
+        """Log that an unidentified connection is closed, because the number of newer ones is at the limit."""
 
     def refused(self, opening: Hello | Subscribe, reason: str) -> None:
         """Log that a peer is refused."""
@@ -71,7 +71,7 @@ class Host(Protocol[Opened]):
         """Return the connections of the senders or subscribers."""
 
     def listening_failed(self, error: OSError) -> None:
-        """Handle that no more records arrive."""
+        """Handle a listener that can no longer read, so that no more records arrive."""
 
     async def close(self) -> None:
         """Close the connections of the senders or subscribers."""
@@ -101,9 +101,9 @@ class Intake(Generic[Opened]):
     """The connections of one receiver or publisher; belongs to the running loop.
 
     Args:
-        host_id: its id.
-        max_frame_bytes: the longest record that it accepts.
-        host: its senders or subscribers.
+        host_id: the id of the receiver or publisher.
+        max_frame_bytes: the maximum size of a record that the receiver or publisher accepts, in bytes.
+        host: the senders of the receiver, or the subscribers of the publisher.
     """
 
     def __init__(self, host_id: str, max_frame_bytes: int, host: Host[Opened]) -> None:
@@ -114,13 +114,13 @@ class Intake(Generic[Opened]):
         self._unidentified: dict[Unidentified, None] = {}  # the oldest first
 
     def read_now(self) -> None:
-        """Read a record of each connection immediately, if there is one."""
+        """Read a record of each connection immediately, if one has arrived; inspectors are left out."""
         for transport in [*(one.transport for one in self._unidentified), *self._host.transports()]:
             transport.read_now()
 
     async def close(self) -> None:
-        """Close all connections, as `Host.close` does."""
-        # These see only the end of their connections: they might not read, and would delay the others.
+        """Close all connections; waits as `Host.close` does."""
+        # These peers get no last frame: they might not read it, and would delay the other connections.
         for inspector in list(self._inspectors):
             self._inspector_ended(inspector)
         for connection in list(self._unidentified):
@@ -130,7 +130,7 @@ class Intake(Generic[Opened]):
     # Unidentified connections
 
     def connection_accepted(self, transport: Transport) -> None:
-        """Add a connection, and close another one if too many are not admitted."""
+        """Add a connection, and close the oldest inspector or unidentified one if there are too many."""
         connection = Unidentified(transport, self)
         self._unidentified[connection] = None
         transport.start(connection)
@@ -138,11 +138,11 @@ class Intake(Generic[Opened]):
             self._replace_oldest()
 
     def listening_failed(self, error: OSError) -> None:
-        """Fail all waits, since no more records arrive."""
+        """Pass the error to the host, since no more records arrive."""
         self._host.listening_failed(error)
 
     def first_record_received(self, connection: Unidentified, data: memoryview) -> None:
-        """Identify a connection."""
+        """Identify a connection by its first frame; drop it if the frame is invalid or of the wrong role."""
         try:
             if len(data) > MAX_HELLO_BYTES:
                 raise ProtocolError(f"it sent a record of more than {MAX_HELLO_BYTES} bytes")
@@ -166,7 +166,7 @@ class Intake(Generic[Opened]):
             self.drop(connection)
 
     def drop(self, connection: Unidentified, error: ProtocolError | None = None) -> None:
-        """Close a connection whose role is unknown, perhaps because it broke the protocol."""
+        """Close a connection that was not admitted; log the error if it broke the protocol."""
         if error is not None:
             self._host.broken(None, str(error))
         self._unidentified.pop(connection, None)
@@ -189,7 +189,7 @@ class Intake(Generic[Opened]):
     # Inspectors
 
     def _connect_inspector(self, transport: Transport, inspect: Inspect, welcome: Welcome) -> None:
-        """Send the statistics to an inspector."""
+        """Accept an inspector, and send it the statistics; refuse it if its version differs."""
         connection = InspectedConnection(inspect, welcome)
         inspector = InspectorPeer(transport, connection, self._inspector_ended)
         self._inspectors[inspector] = None

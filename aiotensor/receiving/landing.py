@@ -1,8 +1,9 @@
 """Landing segments: memory of this process, in which the bytes of a peer on another machine arrive.
 
-The peer places its blocks in the segment, as it does in its own on one machine. Here, a block gets memory
-when its first bytes arrive, a piece at a time, in the worker. Its memory stays warm for the next block after
-the peer has freed it, and is returned to the system when it was idle for long.
+The peer chooses the place of each block, as a sender on the same machine does in its own segment. When the
+first bytes of a block arrive, or the peer's engine reserves the block, the worker allocates its memory, one
+piece at a time. After the peer has freed the block, the memory stays warm for the next block. Memory that
+was idle for `_KEEP_WARM_S` is returned to the system.
 """
 
 import asyncio
@@ -22,18 +23,18 @@ from aiotensor.tensors.segments import Segment, whole_pages
 
 __all__ = ["LandingSegment"]
 
-_PIECE_BYTES = 2 * WINDOW_BYTES  # of a block that gets memory at once, before its bytes arrive
-_QUICK_BYTES = 64 << 10  # are stored without the calls of numpy
-_KEEP_WARM_S = 30.0  # the same as a sender keeps its memory by default
+_PIECE_BYTES = 2 * WINDOW_BYTES  # a block gets so much memory at a time, before its bytes arrive
+_QUICK_BYTES = 64 << 10  # so few bytes are stored without the overhead of numpy
+_KEEP_WARM_S = 30.0  # the default of `keep_warm_s` of a sender
 
 
 class _Block(msgspec.Struct, eq=False):
     """A block of the peer.
 
     Attributes:
-        nbytes: its size in bytes.
-        requested: the position up to which it has memory, or has requested it.
-        failure: the reason why it gets no memory.
+        nbytes: the size of the block in bytes.
+        requested: the position in the segment up to which the block has memory, or has requested it.
+        failure: the reason why the block gets no memory; "" if there is none.
     """
 
     nbytes: int
@@ -42,7 +43,7 @@ class _Block(msgspec.Struct, eq=False):
 
 
 class _Reserving(msgspec.Struct, eq=False):
-    """A block whose memory the peer waits for."""
+    """A block for whose memory the engine of the peer waits; see `Landing.reserve`."""
 
     start: int
     block: _Block
@@ -50,13 +51,13 @@ class _Reserving(msgspec.Struct, eq=False):
 
 
 class LandingSegment:
-    """Store the bytes that a peer moves to one segment, as `Landing` does; belongs to the running loop.
+    """Store the bytes that a peer moves to one segment (a `Landing`); belongs to the running loop.
 
     Args:
-        number: of the segment.
-        nbytes: the addresses of the segment.
-        limit: the most bytes of blocks at once.
-        worker: provides the memory.
+        number: the number of the segment.
+        nbytes: the size of the address range of the segment in bytes.
+        limit: the maximum number of bytes of all blocks together.
+        worker: allocates the memory and returns it to the system.
 
     Raises:
         OSError: this process has no descriptors or no addresses left.
@@ -70,8 +71,8 @@ class LandingSegment:
         self._worker = worker
         self._loop = asyncio.get_running_loop()
         self._blocks: dict[int, _Block] = {}
-        self._nbytes = 0  # of the blocks
-        # Bytes without memory, and their block.
+        self._nbytes = 0  # of all blocks together
+        # The range of bytes that wait for memory, their block, and the callback that resumes the transport.
         self._waiting: tuple[Range, _Block, Callable[[str], None]] | None = None
         self._reserving: list[_Reserving] = []
         self._returned: Callable[[Sequence[Range]], None] = lambda ranges: None
@@ -79,7 +80,7 @@ class LandingSegment:
         self._is_closed = False
 
     def mapped(self) -> MappedSegment:
-        """Return the segment for the tensors over it."""
+        """Return the mapped segment, over which tensors can be opened."""
         return self._segment.mapped()
 
     def store(
@@ -119,7 +120,7 @@ class LandingSegment:
     def free(self, block: int) -> None:
         """Free a block, as `Landing.free` does."""
         if self._is_closed:
-            return  # perhaps its bytes were not stored
+            return  # the block may be unknown, since its bytes were not stored
         known = self._blocks.pop(block, None)
         if known is None:
             raise ProtocolError(f"it freed a block at {block}, where it has none")
@@ -129,7 +130,7 @@ class LandingSegment:
             self._trimming = self._loop.call_later(_KEEP_WARM_S, self._trim)
 
     def close(self) -> None:
-        """Store no more bytes; the tensors over the segment keep it mapped."""
+        """Store no more bytes; the segment stays mapped while tensors over it exist."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -137,15 +138,15 @@ class LandingSegment:
         self._returned = lambda ranges: None
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
-            # The bytes need no memory any more, and the messages behind them are still to be read: the end of
-            # the connection waits for the last one.
+            # The bytes need no memory any more. The transport must continue, because it reports the end of
+            # the connection only after it has read the messages behind these bytes.
             self._loop.call_soon(waiting[2], "")
         if self._trimming is not None:
             self._trimming.cancel()
         self._segment.close()
 
     def _known(self, block: int, nbytes: int) -> _Block:
-        """Return a block, which is added if it is new."""
+        """Return a block; add it first if it is new."""
         known = self._blocks.get(block)
         if known is None:
             return self._add(block, nbytes)
@@ -165,7 +166,7 @@ class LandingSegment:
         return known
 
     def _request(self, block: int, known: _Block, stop: int) -> None:
-        """Provide the memory of the next piece of a block, and of all its bytes up to a position."""
+        """Request memory for the next piece of a block, which extends at least a window beyond `stop`."""
         start = known.requested
         known.requested = min(max(start + _PIECE_BYTES, stop + WINDOW_BYTES), block + known.nbytes)
         length = known.requested - start
@@ -198,7 +199,8 @@ class LandingSegment:
     def _filled(self, cold: list[Range], filled: list[Range], error: BaseException | None) -> None:
         self._segment.filled(cold, filled)
         if error is not None:
-            # Other blocks may need the same pages. A later block requests them again.
+            # Other blocks may wait for the same pages, so all of them fail. A later block requests the pages
+            # again.
             for known in self._blocks.values():
                 known.failure = f"no memory is left here for its tensors: {error}"
         if self._waiting is not None:
@@ -209,7 +211,7 @@ class LandingSegment:
         self._check_reserving()
 
     def _check_reserving(self) -> None:
-        """Report the blocks that have memory now, or will have none."""
+        """Call the callbacks of the reserved blocks that have their memory now, or will get none."""
         for one in list(self._reserving):
             if self._is_closed:
                 return  # a failure has ended the connection
@@ -226,13 +228,13 @@ class LandingSegment:
             one.reserved(*outcome)
 
     def _is_ready(self, block: int, known: _Block) -> bool:
-        """Return whether a block has memory; otherwise request its next piece, after the one before."""
+        """Return whether a block has all its memory; if not, request the next piece if none is pending."""
         warm, stop = self._segment.warm, block + known.nbytes
         if warm.has(block, known.nbytes):
             known.requested = stop
         while known.requested < stop:
             if known.requested > block and not warm.has(block, known.requested - block):
-                return False  # the piece before is being filled
+                return False  # the previous piece is being filled
             self._request(block, known, known.requested)
         return warm.has(block, known.nbytes)
 

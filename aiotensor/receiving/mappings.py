@@ -1,8 +1,8 @@
-"""The memory of peers that is mapped here, and the living tensors that lease blocks of it.
+"""The segments of peers that are mapped here, and the leases of living tensors in them.
 
-A segment stays mapped while its owner is connected, or a tensor over it lives. A block is released to the
-owner when the tensor over it is freed. When the process of the owner has ended, all memory of the segment
-that no tensor uses is returned to the system.
+A segment stays mapped while its peer is connected, or a tensor over it lives. A block is released to the peer
+when the tensor over it is freed. Once the process of the peer no longer uses the segment, all its memory that
+no tensor uses is returned to the system.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from aiotensor.tensors.segments import whole_pages
 from aiotensor.tensors.views import Watch, as_leaf
 from aiotensor.transports.base import Mover
 
-_QUICK_DROP_BYTES = 256 << 10  # in some microseconds
+_QUICK_DROP_BYTES = 256 << 10  # copies in a block of this size are dropped in a few microseconds
 
 __all__ = ["Mappings", "PeerMemory"]
 
@@ -39,11 +39,11 @@ class PeerMemory(msgspec.Struct, eq=False):
     """The segments of one sender or publisher.
 
     Attributes:
-        arena_bytes: the size of its arena in bytes, as it stated it.
-        release: called with the number of each block that it may use again; None when it is gone.
-        landings: the segments of this process, to which a peer on another machine moves its blocks.
-        mapped: the segments in which it may place tensors.
-        segments: the segments of a connected peer, or the segments that living tensors use.
+        arena_bytes: the maximum number of bytes in its arena; 0 for a publisher.
+        release: called with the number of each block that the peer may use again; None once it is gone.
+        landings: the landing segments to which a peer on another machine moves its blocks, by number.
+        mapped: the segments in which the peer may place tensors, by number.
+        segments: the mapped segments, including segments that only living tensors still use, by number.
     """
 
     arena_bytes: int
@@ -59,7 +59,7 @@ class PeerMemory(msgspec.Struct, eq=False):
 
     @property
     def leased_bytes(self) -> int:
-        """The bytes of the tensors that lease them."""
+        """The number of bytes of the tensors that lease blocks."""
         return sum(stop - start for one in self.segments.values() for start, stop in one.leases.values())
 
 
@@ -69,14 +69,21 @@ class _LeasedSegment(msgspec.Struct, eq=False):
     number: int
     mapped: MappedSegment
     memory: PeerMemory
-    leases: dict[int, tuple[int, int]] = {}  # the first byte of each tensor, and the one after it
-    returns_memory: bool = False  # if no tensor here uses it
+    leases: dict[int, tuple[int, int]] = {}  # the range of each tensor, by lease
+    returns_memory: bool = False  # whether memory that no tensor here uses is returned to the system
     lingering_bytes: int = 0
     uses: "dict[int, _BlockUse]" = {}  # of a private segment, by block
 
 
 class _BlockUse(msgspec.Struct, eq=False):
-    """A block of a private segment: its living tensors, all of them, and the range from first to last."""
+    """A block of a private segment, and its tensors.
+
+    Attributes:
+        start: the position of the first byte of its tensors in the segment.
+        stop: the position after the last byte of its tensors.
+        leases: the number of its living tensors.
+        pins: the number of all its tensors, for each of which the block is released once.
+    """
 
     start: int
     stop: int
@@ -85,7 +92,7 @@ class _BlockUse(msgspec.Struct, eq=False):
 
 
 class _Lease(msgspec.Struct, frozen=True):
-    """A block that a living tensor leases."""
+    """The lease of a block by a living tensor."""
 
     segment: _LeasedSegment
     block: int
@@ -96,12 +103,14 @@ class Mappings:
     """The memory of all peers of one receiver or subscriber; belongs to the running loop.
 
     Args:
-        are_private: whether writing to a tensor is visible to this process only. Then the copied pages are
-            dropped before a block is released.
+        are_private: whether segments are mapped privately, so that other processes do not see writes to a
+            tensor. If so, the copied pages of a block are dropped before the block is released.
 
     Attributes:
-        freed: the leases whose tensors were freed, and whose blocks are still to be released.
-        lingering_bytes: the bytes of segments whose owner is gone, and that living tensors use.
+        freed: the freed tensors whose blocks have not been released yet.
+        leased_bytes: the number of bytes of the tensors that lease blocks.
+        peak_leased_bytes: the maximum of `leased_bytes` so far.
+        lingering_bytes: the number of bytes of segments that living tensors use after their peer is gone.
     """
 
     def __init__(self, *, are_private: bool = False) -> None:
@@ -125,7 +134,7 @@ class Mappings:
         await self._worker.settle()
 
     def close(self) -> None:
-        """End the worker; segments that living tensors use are unmapped with the last of these."""
+        """Stop the worker; a segment that living tensors use is unmapped when the last of them is freed."""
         self._is_closed = True
         for end in self._process_ends.values():
             end.cancel()
@@ -135,13 +144,14 @@ class Mappings:
         self._worker.close()
 
     def attach(self, memory: PeerMemory, attach: Attach, mover: Mover | None, descriptors: list[int]) -> None:
-        """Map a segment of a peer, or make the segment of this process to which it moves its blocks.
+        """Map a segment of a peer, or create the landing segment for a peer on another machine.
 
         Args:
-            memory: of the peer.
-            attach: describes the segment.
-            mover: of the connection to the peer; None on one machine.
-            descriptors: the descriptors that came with the frame; the first is removed and closed.
+            memory: the memory of the peer.
+            attach: the frame that describes the segment.
+            mover: the mover of the connection to the peer; None on one machine.
+            descriptors: the descriptors that arrived with the frame; the first one is removed from the list
+                and closed, even if an error is raised.
 
         Raises:
             ProtocolError: the segment differs from its description, or is not sealed.
@@ -167,7 +177,7 @@ class Mappings:
         memory.segments[number] = _LeasedSegment(number, mapped, memory)
 
     def open(self, memory: PeerMemory, put: Put) -> torch.Tensor:
-        """Return a tensor that has arrived; its block is released when its storage is freed.
+        """Return a tensor that has arrived; its block is released when the storage of the tensor is freed.
 
         Raises:
             ProtocolError: the frame describes an impossible tensor, or an unknown dtype, placement or
@@ -183,7 +193,7 @@ class Mappings:
         return arrived.tensor
 
     def lease(self, memory: PeerMemory, arrived: ArrivedTensor, block: int) -> None:
-        """Keep a block from its sender for as long as a tensor over it lives."""
+        """Lease a block from its peer until the storage of a tensor over it is freed."""
         owner = arrived.owner
         if owner is None or arrived.segment is None:
             raise AssertionError("a tensor without a segment leases nothing")
@@ -203,7 +213,7 @@ class Mappings:
         self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
 
     def detach(self, memory: PeerMemory, number: int) -> None:
-        """Unmap a segment in which its owner places no more tensors, once no tensor uses it."""
+        """Unmap a segment in which the peer places no more tensors, as soon as no tensor uses it."""
         memory.mapped.pop(number, None)
         if (landing := memory.landings.pop(number, None)) is not None:
             landing.close()
@@ -212,7 +222,7 @@ class Mappings:
             self._unmap(segment)
 
     def peer_gone(self, memory: PeerMemory) -> None:
-        """Unmap the segments of a peer that no tensor uses."""
+        """Handle a peer that is gone: unmap each of its segments that no living tensor uses."""
         memory.release = None
         memory.mapped.clear()
         for landing in memory.landings.values():
@@ -220,24 +230,24 @@ class Mappings:
         memory.landings.clear()
         for segment in list(memory.segments.values()):
             if segment.leases:
-                # It has more addresses than memory.
+                # The address range of a segment is larger than the memory that it may have.
                 self._set_lingering(segment, min(segment.mapped.nbytes, whole_pages(memory.arena_bytes)))
-                if segment.mapped.is_private:  # its locks keep the memory that other processes use
+                if segment.mapped.is_private:  # its page locks keep the memory that other processes use
                     segment.returns_memory = True
                     self._trim(segment)
             else:
                 self._unmap(segment)
 
     def take_over(self, memory: PeerMemory) -> None:
-        """Return unused memory of a peer to the system: its process does not use the memory any more."""
+        """Return the unused memory of a peer to the system, because the process of the peer does not use it."""
         self._process_ends.pop(memory, None)
         for segment in memory.segments.values():
-            if segment.number not in memory.mapped:  # otherwise it has tensors that are still to be opened
+            if segment.number not in memory.mapped:  # otherwise, tensors in it are still to be opened
                 segment.returns_memory = True
                 self._trim(segment)
 
     def take_over_after(self, memory: PeerMemory, watch: WatchProcess) -> None:
-        """Do the same once the process of the peer has ended: until then it may use the memory."""
+        """Call `take_over` once the process of the peer has ended; until then it may use the memory."""
         if memory.segments:
             self._process_ends[memory] = watch(partial(self.take_over, memory))
 
@@ -262,9 +272,9 @@ class Mappings:
                 self._trim(segment)
 
     def _lease_of_private_ended(self, segment: _LeasedSegment, block: int) -> None:
-        """Drop the copied pages of a block after its last lease, and then return it to its owner.
+        """Drop the copied pages of a block after its last lease, and then release the block.
 
-        Not earlier: another tensor of the block may use one of these pages.
+        They cannot be dropped earlier, because another tensor of the block may use one of these pages.
         """
         use = segment.uses[block]
         use.leases -= 1
@@ -281,11 +291,11 @@ class Mappings:
     def _dropped(self, segment: _LeasedSegment, block: int, use: "_BlockUse") -> None:
         release = segment.memory.release
         if release is None:
-            return  # its owner is gone since
+            return  # the peer has gone in the meantime
         for _ in range(use.pins):
             release(block)
         if segment.number not in segment.memory.mapped and not segment.leases:
-            self._unmap(segment)  # it was detached
+            self._unmap(segment)  # `detach` has left it to the last tensor
 
     def _set_lingering(self, segment: _LeasedSegment, nbytes: int) -> None:
         self.lingering_bytes += nbytes - segment.lingering_bytes
@@ -297,28 +307,29 @@ class Mappings:
             return
         unused = gaps(0, segment.mapped.nbytes, list(segment.leases.values()), mmap.PAGESIZE)
         self._set_lingering(segment, segment.mapped.nbytes - sum(length for _, length in unused))
-        # Much memory takes milliseconds.
+        # In the worker, because returning much memory takes milliseconds.
         self._worker.begin("returning memory", partial(segment.mapped.remove, unused))
 
     def _unmap(self, segment: _LeasedSegment) -> None:
         memory = segment.memory
         if memory.segments.pop(segment.number, None) is None:
-            return  # after another block of it
+            return  # it was unmapped for another of its blocks
         self._set_lingering(segment, 0)
         if not memory.segments and (end := self._process_ends.pop(memory, None)) is not None:
             end.cancel()
         if self._is_closed:
             segment.mapped.close()
             return
-        # When a publisher is gone, other subscribers may keep the memory that only this one has used.
+        # Other subscribers of a publisher that is gone may keep the segment mapped, and with it memory that only
+        # this subscriber has used.
         removes = segment.mapped.is_private and memory.release is None
-        # Unmapping much memory takes milliseconds.
+        # In the worker, because unmapping much memory takes milliseconds.
         self._worker.begin("unmapping", segment.mapped.remove_and_close if removes else segment.mapped.close)
 
 
 @contextlib.contextmanager
 def _too_few_addresses(nbytes: int) -> Iterator[None]:
-    """Explain the error of a mapping that exceeds the limit on the addresses of this process."""
+    """Raise a `RefusedError` with a remedy if a mapping exceeds the address limit of this process."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Log lines about connections that a receiver closes: at most one per second and event.
+"""The log of connections that a receiver closes: at most one line per second for each event.
 
-Refused, broken and unidentified peers can connect again at any rate. A line has the details of the latest
-connection, and the number of connections since the line before.
+Refused, broken and unidentified peers can connect again at any rate. A line contains the details of the
+latest connection, and the number of connections since the previous line.
 """
 
 from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
@@ -15,14 +15,15 @@ class SenderRefusalLog:
     """Log the refusals of one receiver; belongs to the running loop.
 
     Attributes:
-        refused: a sender was refused, because of a limit or of its version; with its id, pid, and the reason.
-        broken: a peer broke the protocol; with its id, pid, and the reason.
-        replaced: an unidentified connection was closed in favor of new ones; with its pid, and their number.
-        unwritable: writing to a sender failed; with its id, and the reason.
+        refused: a sender was refused; the details are its id, its process id and the reason.
+        broken: a peer broke the protocol; the details are its id, its process id and the reason.
+        replaced: an unidentified connection was closed, because there were too many newer ones; the details
+            are the process id of the peer, and the number of the newer connections.
+        unwritable: writing to a sender failed; the details are its id and the reason.
     """
 
     def __init__(self) -> None:
-        # Functions of the module: a timer that is under way keeps no receiver alive.
+        # Functions of the module write the lines, so that a pending timer does not keep the receiver alive.
         self.refused = RepeatedEvent(_log_refused)
         self.broken = RepeatedEvent(_log_broken)
         self.replaced = RepeatedEvent(_log_replaced)

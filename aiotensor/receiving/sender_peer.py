@@ -1,4 +1,4 @@
-"""One connected sender, as its receiver sees it: the transport, and the rules of the protocol on it."""
+"""One sender of a receiver: passes frames between its connection object, the mailbox and the mappings."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -32,7 +32,7 @@ __all__ = ["SenderPeer"]
 
 
 class PeerHost(Protocol):
-    """The receiver's part of a connection; for the attributes, see `Senders`."""
+    """The owner of the peers, which `Senders` implements; see there for the attributes."""
 
     mailbox: Mailbox[Delivery]
     arrivals: Arrivals
@@ -44,24 +44,35 @@ class PeerHost(Protocol):
         """Write the answers to a sender at the end of this iteration of the event loop."""
 
     def refuse(self, peer: "SenderPeer", reason: str, *, is_refusal: bool) -> None:
-        """Close a connection with a reason; after a refusal, a retry would fail too."""
+        """Close a connection with a reason; `is_refusal` states that a retry would fail, too."""
 
     def lose(self, peer: "SenderPeer", error: AioTensorError) -> None:
-        """Drop a sender that is gone, and all its messages."""
+        """Remove a sender that is gone, and drop all its messages."""
 
     def leave(self, peer: "SenderPeer", close: Close) -> None:
-        """Drop a sender that closed, and keep its whole messages."""
+        """Remove a sender that has closed, and keep its whole messages."""
 
 
 class SenderPeer:
-    """Handle the frames of one sender, and answer them."""
+    """Handle the frames of one sender, and answer them.
+
+    Args:
+        transport: the transport of the connection.
+        connection: the connection object.
+        host: the owner of this object.
+
+    Attributes:
+        sender: the id of the sender.
+        memory: the segments of the sender.
+        inspectors: the inspectors that wait for the statistics reply of the sender.
+    """
 
     def __init__(self, transport: Transport, connection: ReceiverConnection, host: PeerHost) -> None:
         self.transport = transport
         self.connection = connection
         self.sender = connection.hello.sender
         self.memory = PeerMemory(connection.hello.arena_bytes, self._release)
-        self.inspectors: set[InspectorPeer] = set()  # that wait for the statistics of the sender
+        self.inspectors: set[InspectorPeer] = set()
         self._host = host
         self._mailbox = host.mailbox
 
@@ -70,7 +81,7 @@ class SenderPeer:
         return self.transport.watch_peer(self.connection.hello.pid, ended)
 
     def summary(self) -> SenderSummary:
-        """Return what this receiver knows of the sender."""
+        """Return the summary of the sender that a receiver sends to inspectors."""
         hello = self.connection.hello
         return SenderSummary(
             self.sender,
@@ -85,18 +96,18 @@ class SenderPeer:
     # Answers
 
     def discard(self, message: int) -> None:
-        """Return the permit of a message that no task will take, if it has begun and not ended."""
+        """Return the permit of a message that no call will take, if the message has begun and not ended."""
         self.connection.discard(message)
         self._host.schedule_flush(self)
 
     def request_statistics(self, inspector: InspectorPeer) -> None:
-        """Request the statistics of the sender for an inspector, unless a request is pending."""
+        """Request the statistics of the sender for an inspector; a pending request serves it as well."""
         self.inspectors.add(inspector)
         if self.connection.request_statistics():
             self.flush()
 
     def flush(self) -> None:
-        """Write the pending frames now."""
+        """Write the pending frames now; the sender is lost if that fails."""
         try:
             for record in self.connection.data_to_send():
                 self.transport.write(record)
@@ -142,25 +153,25 @@ class SenderPeer:
                 close_all(descriptors)
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
-        """Handle a sender that is gone."""
+        """Handle the end of the connection: the sender is lost."""
         if isinstance(reason, ProtocolError):
             self._violated(reason)
         else:
             self._host.lose(self, PeerLostError(reason))
 
     def resume_writing(self) -> None:
-        """Handle that the transport accepts records again."""
+        """Wake the tasks that wait until the transport accepts records again."""
         self._host.writing_resumed.wake()
 
     def _violated(self, error: ProtocolError) -> None:
         """End the connection because the sender broke the protocol."""
         self._host.refusals.broken.add(self.sender, self.connection.hello.pid, str(error))
-        # A new error: the traceback of the raised one would keep the record, and mapped memory, while the
-        # loss is remembered.
+        # A new error, because the mailbox keeps the error of a lost sender: the traceback of the raised one
+        # would keep the record and mapped memory alive.
         self._host.lose(self, ProtocolError(*error.args))
 
     def _store(self, put: Put) -> Sequence[Key]:
-        """Open a tensor that arrived, and store it; return the keys whose waiters are to be woken."""
+        """Open and store a tensor; return the keys of the tensors whose waiting calls must be woken."""
         mailbox, sender = self._mailbox, self.sender
         if not mailbox.wants(sender, put.message):
             self.discard(put.message)

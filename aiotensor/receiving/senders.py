@@ -1,4 +1,4 @@
-"""The senders of a receiver: their admission, their frames and the answers to them, and their ends.
+"""The senders of a receiver: their admission, the answers to them, and the ends of their connections.
 
     Hello --admitted--> connected --Close--> closed      its whole messages can still be taken
       |                     |
@@ -43,15 +43,15 @@ class Senders:
     Args:
         limits: the limits for all senders together.
         counts: the counters of the receiver.
-        errors: the errors of its calls.
+        errors: counts the errors of the receiver's calls.
 
     Attributes:
         connected: the connected senders, by their ids.
         mailbox: the tensors that have arrived.
-        arrivals: the calls that wait for tensors.
+        arrivals: the calls and iterations that wait for tensors.
         mappings: the memory of the senders.
         refusals: the log of closed connections.
-        writing_resumed: woken when a transport accepts records again.
+        writing_resumed: the tasks that wait until a transport accepts records again, or is closed.
     """
 
     def __init__(self, limits: AdmissionLimits, counts: dict[str, int], errors: ErrorCounter) -> None:
@@ -65,17 +65,17 @@ class Senders:
         self._limits = limits
         self._errors = errors
         self._loop = asyncio.get_running_loop()
-        self._answered: dict[SenderPeer, None] = {}  # whose answers are written at the end of this iteration
+        self._answered: dict[SenderPeer, None] = {}  # answers are written at the end of this iteration
 
     @property
     def mapped_bytes(self) -> int:
-        """The bytes of arenas that are mapped here, or may be."""
+        """The bytes of the arenas of connected senders, and of segments that lingering tensors use."""
         arenas = sum(peer.memory.arena_bytes for peer in self.connected.values())
         return self.mappings.lingering_bytes + arenas
 
     @property
     def promised_messages(self) -> int:
-        """The messages that connected senders may have unclaimed, and those left by closed senders."""
+        """The messages that connected senders may have in flight, plus those that closed senders have left."""
         promised = sum(peer.connection.hello.max_concurrent_videos for peer in self.connected.values())
         return self.mailbox.messages_left + promised
 
@@ -130,7 +130,7 @@ class Senders:
                 sender.request_statistics(inspector)
 
     def inspector_ended(self, inspector: InspectorPeer) -> None:
-        """Forward no more statistics to an inspector."""
+        """Forward no more statistics to an inspector, whose connection has ended."""
         for sender in self.connected.values():
             sender.inspectors.discard(inspector)
 
@@ -139,7 +139,7 @@ class Senders:
         self.refusals.broken.add(None, pid, reason)
 
     def replaced(self, pid: int | None, connections: int) -> None:
-        """Log that an unidentified connection is closed because of so many newer ones."""
+        """Log that an unidentified connection is closed, because the number of newer ones is at the limit."""
         self.counts["senders_refused"] += 1
         self.refusals.replaced.add(pid, connections)
 
@@ -154,7 +154,7 @@ class Senders:
         self.arrivals.fail(error)
 
     def connect(self, transport: Transport, hello: Hello, welcome: Welcome) -> None:
-        """Admit a sender or refuse it, and send it the result."""
+        """Admit or refuse a sender, and send it the result."""
         sender = hello.sender
         connection = ReceiverConnection(hello, welcome, segment_bytes(hello.arena_bytes))
         peer = SenderPeer(transport, connection, self)
@@ -185,7 +185,7 @@ class Senders:
         self.arrivals.wake(keys)
 
     def refuse(self, peer: "SenderPeer", reason: str, *, is_refusal: bool) -> None:
-        """Close a connection with a reason; after a refusal, a retry would fail too."""
+        """Close a connection with a reason; `is_refusal` states that a retry would fail, too."""
         self.refused(peer.connection.hello, reason)
         peer.connection.refuse(reason, is_refusal=is_refusal)
         peer.flush()
@@ -193,7 +193,7 @@ class Senders:
         self.lose(peer, error, was_refused=True)
 
     def lose(self, peer: "SenderPeer", error: AioTensorError, *, was_refused: bool = False) -> None:
-        """Drop a sender that is gone, and all its messages."""
+        """Remove a sender that is gone, and drop all its messages."""
         if self.connected.get(peer.sender) is not peer:
             peer.transport.close()
             self.writing_resumed.wake()
@@ -201,12 +201,12 @@ class Senders:
         self._forget(peer)
         self.counts["senders_lost"] += not was_refused
         self.arrivals.wake(self.mailbox.lose(peer.sender, error))
-        self.mappings.freed.collect_all()  # losing the sender has freed its tensors that no task has taken
+        self.mappings.freed.collect_all()  # the mailbox has just freed the tensors of the sender
         self.mappings.take_over_after(peer.memory, peer.watch)
         peer.transport.close()
 
     def leave(self, peer: "SenderPeer", close: Close) -> None:
-        """Drop a sender that closed, and keep its whole messages."""
+        """Remove a sender that has closed, and keep its whole messages."""
         keys = self.mailbox.leave(peer.sender)
         self._forget(peer)
         if close.uses_memory:
@@ -220,16 +220,17 @@ class Senders:
         """Write the answers to a sender at the end of this iteration of the event loop."""
         if not self._answered:
             self._loop.call_soon(self._flush_answers)
-            self.mappings.freed.is_scheduled = True  # there
+            self.mappings.freed.is_scheduled = True  # `_flush_answers` collects the freed items
         self._answered[peer] = None
 
     async def close(self) -> None:
-        """Notify every sender, and release their memory; it stays mapped while tensors over it live.
+        """Notify every sender, and release their memory, which stays mapped while tensors over it live.
 
-        Waits until the last frames to the senders are sent, and the memory is unmapped.
+        Waits until the last frames to the senders are sent, and the memory is unmapped. Cancellation closes
+        the connections immediately.
         """
         peers = list(self.connected.values())
-        # Before the last frames, which tell the senders which blocks are free.
+        # Before the last frames, which contain the blocks that this releases.
         self.mailbox.clear()
         self.mappings.freed.collect_all()
         for peer in peers:
@@ -250,7 +251,7 @@ class Senders:
             self.refusals.close()
 
     def _flush_answers(self) -> None:
-        # The release of a tensor that was freed right after it was taken is sent together with that answer.
+        # If a tensor was freed right after it was taken, its `Release` is sent together with the `Taken`.
         freed = self.mappings.freed
         freed.is_scheduled = False
         if freed.items:

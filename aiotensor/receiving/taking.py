@@ -19,14 +19,14 @@ __all__ = ["Taking", "key_of"]
 
 
 class Taking:
-    """Take tensors by their handles or in the order of arrival; belongs to the event loop's thread.
+    """Take tensors by their handles or in the order of arrival; belongs to the running loop.
 
     Args:
         intake: the connections of the receiver.
-        senders: its senders.
-        listener: accepts the connections.
-        affinity: states whether the receiver is closed.
-        max_wait_s: the limit on waiting for a tensor in seconds; None for no limit.
+        senders: the senders of the receiver.
+        listener: the listener, which accepts the connections.
+        affinity: the `LoopAffinity` of the receiver, which states whether it is closed.
+        max_wait_s: the time in seconds after which a wait for a tensor fails; None for no limit.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Taking:
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
-        """End all waits, notify the senders, and release everything."""
+        """End all waits, notify the senders, and release their memory; waits as `Senders.close` does."""
         self.arrivals.wake_all()
         # Senders that receive a `Close` connect to the next receiver, and must not find this one again.
         self._listener.close()
         await self.intake.close()
 
     async def hold(self, key: Key) -> Delivery:
-        """Wait for a tensor, and reserve it; errors are those of `TensorReceiver.receive`."""
+        """Wait for a tensor, reserve it, and return it; errors are those of `TensorReceiver.receive`."""
         item = self.find(key)
         if item is not None:
             return item
@@ -80,11 +80,11 @@ class Taking:
         return item
 
     def find(self, key: Key) -> Delivery | None:
-        """Reserve a tensor if it has arrived."""
+        """Reserve a tensor and return it; return None if it has not arrived."""
         try:
             return self.mailbox.hold(key)
         except (PeerLostError, RefusedError):
-            # Its sender may have connected again, and its handle may be here before its hello was read.
+            # The sender may have connected again, and a handle may be used here before the new hello is read.
             self._listener.accept_now()
             self.intake.read_now()
         return self.mailbox.hold(key)
@@ -109,14 +109,14 @@ class Taking:
         keys = self.mailbox.discard(key.sender, key.message)
         peer = self.senders.connected.get(key.sender)
         if peer is not None:
-            peer.discard(key.message)  # if it has begun
+            peer.discard(key.message)  # has no effect before the message has begun
         self.arrivals.wake(keys)
 
     def not_here(self, key: Key) -> WouldBlockError:
         """Return the error for a tensor that has not arrived.
 
         Raises:
-            PeerLostError: no more tensors will arrive.
+            PeerLostError: reading from the senders has failed, so no more tensors will arrive.
         """
         self.arrivals.raise_if_failed()
         return WouldBlockError(f"{_name(key)} has not arrived", messages=Usage(requested=1))
@@ -136,8 +136,8 @@ def key_of(handle: TensorHandle) -> Key:
     """Return the key of a handle.
 
     Raises:
-        TypeError: it is not a handle.
-        ValueError: its numbers are negative.
+        TypeError: the argument is not a handle.
+        ValueError: a number in the handle is negative.
     """
     if not isinstance(handle, TensorHandle):
         raise TypeError(

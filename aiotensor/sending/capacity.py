@@ -11,16 +11,16 @@ __all__ = ["SenderCapacity"]
 
 
 class SenderCapacity:
-    """Report the capacity of one sender, and its changes.
+    """Report the capacity of one sender, and notify listeners of its changes.
 
     Args:
         settings: the limits of the sender.
-        affinity: states whether the sender is open.
+        affinity: the state of the sender: new, open or closed.
 
     Attributes:
         max_wait_s: the limit on waiting times in seconds; None for no limit.
         pipeline: the pipeline of the sender; None before the sender is opened.
-        listeners: the objects to notify when a new message may have become possible.
+        listeners: the objects to notify when a new message may have become possible, held weakly.
     """
 
     def __init__(self, settings: Settings, affinity: LoopAffinity) -> None:
@@ -31,7 +31,7 @@ class SenderCapacity:
 
     @property
     def free_permits(self) -> int:
-        """The number of messages that can begin immediately; 0 while calls wait for a permit or memory."""
+        """The number of messages that can begin now; 0 without a receiver, or while calls are waiting."""
         pipeline = self.pipeline
         if pipeline is None or pipeline.sessions.current is None or pipeline.sessions.needs_admission:
             return 0
@@ -40,19 +40,19 @@ class SenderCapacity:
 
     @property
     def has_failed(self) -> bool:
-        """Whether calls raise an error until `connect_now` finds a receiver, or permanently."""
+        """Whether calls raise an error, permanently or until `connect_now` finds a receiver."""
         pipeline = self.pipeline
         if pipeline is None or not self._affinity.is_open:
             return True
         return (pipeline.grants.failure or pipeline.sessions.failure) is not None
 
     def connect_now(self) -> None:
-        """Connect again if the last receiver refused the sender; otherwise only a send does so."""
+        """Connect now if the sender has stopped trying after a refusal, as a send would."""
         if self.pipeline is not None and self._affinity.is_open:
             self.pipeline.sessions.connect_now()
 
     def listen(self, listener: CapacityListener) -> None:
-        """Notify a listener, held by a weak reference, whenever a new message may have become possible."""
+        """Notify a listener whenever a new message may have become possible; the reference to it is weak."""
         self.listeners.add(listener)
         if self.pipeline is not None:
             self.pipeline.grants.notify_listeners()

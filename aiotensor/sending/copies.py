@@ -1,4 +1,4 @@
-"""Copies into blocks of the arena that a worker performs, each with the state until it has stopped."""
+"""The copies into blocks of the arena, which a worker performs, and their states until they have stopped."""
 
 import asyncio
 from collections.abc import Callable, Hashable
@@ -16,35 +16,37 @@ from aiotensor.tensors.source import Source
 
 __all__ = ["Copies"]
 
-# Longer copies take tens of milliseconds, so the worker performs them in a thread of their own.
+# Longer copies take tens of milliseconds. The worker performs them in a separate thread, so that they do not
+# delay short copies.
 _SHORT_COPY_BYTES = 16 << 20
 
 
 class _Copy(msgspec.Struct, eq=False):
-    """A copy in the worker, or only the preparation of its memory."""
+    """A copy in the worker, or only the preparation of the memory of a block."""
 
     block: Block
     holder: Hashable
-    idle: list[Range]  # returned to the system first
-    cold: list[Range]  # has to be filled
+    idle: list[Range]  # idle memory, which is returned to the system first
+    cold: list[Range]  # the part of the block that has no memory yet
     since: float
     has_begun: bool = False
     is_running: bool = True
     filled: list[Range] = []
     is_abandoned: bool = False
-    unpins: bool = False  # its caller was cancelled: its end removes the pin
-    running: "asyncio.Future[None] | None" = None  # while its caller waits
+    unpins: bool = False  # its call has failed or was cancelled: the end of the copy removes the pin
+    running: "asyncio.Future[None] | None" = None  # set while the call waits
 
 
 class Copies:
-    """Fill blocks in a worker; belongs to the running loop.
+    """Copy tensors into blocks in a worker; belongs to the running loop.
 
     Args:
         worker: runs the copies.
-        prepare: returns the ranges to return and to fill for a block, as `Arena.prepare` does.
-        unpin_owner: removes the pin of the owner of a block after a copy that failed.
-        max_wait_s: the seconds that a copy waits for the worker; None for no limit.
-        overdue: returns the error of a longer wait, given the bytes of the copy.
+        prepare: called with the place of a block; returns the ranges of memory to return to the system, and
+            those to fill, as `Arena.prepare` does.
+        unpin_owner: called with the number of a block after a failed copy; removes the pin of its owner.
+        max_wait_s: the time in seconds after which a copy that waits for the worker fails; None for never.
+        overdue: called with the size of such a copy in bytes; returns the error to raise.
     """
 
     def __init__(
@@ -65,22 +67,22 @@ class Copies:
 
     @property
     def waiting_since(self) -> list[float]:
-        """The times since when copies wait for the worker to begin them, by the loop's clock."""
+        """The times at which the copies were submitted that the worker has not begun, by the loop's clock."""
         return [copy.since for copy in self._copies if not copy.has_begun]
 
     async def run(self, block: Block, holder: Hashable, source: Source | None) -> None:
-        """Fill a block with memory, and copy a tensor into it; an error removes the pin of its owner.
+        """Provide the memory of a block, and copy a tensor into it; an error removes the pin of its owner.
 
         Cancellation stops the copy; the pin is removed when the worker has stopped.
 
         Args:
             block: the block.
-            holder: for `abandon`.
-            source: the tensor; None to prepare the memory only.
+            holder: the argument of `abandon` that stops this copy.
+            source: the tensor; None to provide only the memory.
 
         Raises:
             CopyAbandonedError: `abandon` or `abandon_all` was called.
-            AioTensorError: it has waited for the worker for too long.
+            AioTensorError: the copy waited for the worker for longer than `max_wait_s`.
             OSError: the machine has no memory left.
         """
         idle, cold = self._prepare(block.place)
@@ -112,12 +114,13 @@ class Copies:
         finally:
             if alarm is not None:
                 alarm.cancel()
-            # The error in the future refers to this frame and to those of the callers, with the source.
+            # The future refers to the error, whose traceback would keep this frame and the frames of the
+            # callers alive, with the source.
             copy.running = None
             del running, alarm
 
     def abandon(self, holder: Hashable) -> None:
-        """Stop the copies of a holder; copies that the worker has not begun end at once."""
+        """Stop the copies of a holder; calls whose copies the worker has not begun raise at once."""
         for copy in self._copies:
             if copy.holder is holder:
                 copy.is_abandoned = True
@@ -129,12 +132,12 @@ class Copies:
             copy.is_abandoned = True
 
     def _end_wait(self, copy: _Copy, make_error: Callable[[], Exception]) -> None:
-        """End the wait of a copy that the worker has not begun."""
+        """Raise an error in the call of a copy, unless the worker has begun the copy."""
         if not copy.has_begun and copy.running is not None and not copy.running.done():
             copy.running.set_exception(make_error())
 
     def _work(self, copy: _Copy, source: Source | None) -> None:
-        """Fill a block with memory, and copy a tensor into it; runs in the worker."""
+        """Provide the memory of a block, and copy a tensor into it; runs in the worker."""
         copy.has_begun = True
         place = copy.block.place
         place.segment.return_memory(copy.idle)

@@ -1,4 +1,4 @@
-"""Waiting for a budget: the asyncio futures around the I/O-free `Budget`."""
+"""Waits for a budget: `Gate` adds asyncio futures to the I/O-free `Budget`."""
 
 import asyncio
 import math
@@ -15,28 +15,34 @@ P = TypeVar("P")
 
 
 class StuckError(AioTensorError):
-    """The wait would never end; the sender converts this error into a public one."""
+    """The wait would never end; the owner of the gate converts this error into a public one."""
 
 
 class CapacityListener(Protocol):
-    """An object that waits for any of several senders."""
+    """An object to notify of changes of the capacity of a sender."""
 
     def capacity_changed(self) -> None:
-        """Handle a permit or memory that was released, or a receiver that was found."""
+        """Called when a permit or memory was released, or the receiver has changed."""
 
 
 class Gate(Generic[P]):
-    """Let callers wait for a budget in order; belongs to the running loop.
+    """Let calls wait for amounts of a budget, in order; belongs to the running loop.
 
     Args:
         limit: the maximum amount in use at once.
-        space: the place of the amounts, if they have one.
-        stuck_elsewhere: returns the amount in use outside the queue that cannot be released until a queued
-            wait is granted or ends; None if deadlock is impossible.
+        space: the space in which each amount gets a place; None if amounts have no places.
+        stuck_elsewhere: called to detect a deadlock; returns the part of the amount in use that belongs to no
+            queued call, and yet cannot be released until a queued call is granted or ends. None if a deadlock
+            is impossible.
         long_wait_s: the time in seconds after which a wait is reported; None for never.
         on_long_wait: called with the amount, once for each wait that reaches this time.
         max_wait_s: the time in seconds after which a wait ends with an error; None for never.
-        overdue: returns that error for an amount.
+        overdue: called with the amount of such a wait; returns the error to raise.
+
+    Attributes:
+        budget: the amounts in use and the queued requests.
+        waited: counts the ended waits and their durations.
+        on_release: called after each `release`; None for no call.
     """
 
     def __init__(
@@ -58,8 +64,8 @@ class Gate(Generic[P]):
         self._on_long_wait = on_long_wait
         self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
         self._overdue = overdue
-        self._waits: dict[Ticket[P], asyncio.Future[None]] = {}  # longest wait first
-        self._timer: asyncio.TimerHandle | None = None  # one for all waits, since most of them are short
+        self._waits: dict[Ticket[P], asyncio.Future[None]] = {}  # the longest wait first
+        self._timer: asyncio.TimerHandle | None = None  # one for all waits, because most of them are short
         self._timer_at = math.inf
         self._checked_at = -math.inf  # when the timer last expired
         self._failure: Callable[[], AioTensorError] | None = None
@@ -72,10 +78,10 @@ class Gate(Generic[P]):
     async def acquire(self, amount: int, holder: Hashable = None) -> Ticket[P]:
         """Wait until the amount is granted, and return the ticket to release later.
 
-        Cancellation removes the call from the queue, or releases an amount granted at the same moment.
+        Cancellation removes the call from the queue, or releases an amount that was granted in the meantime.
 
         Raises:
-            StuckError: all amounts in use belong to waiting holders, including this one.
+            StuckError: everything in use belongs to holders that wait for more, so no wait would ever end.
             AioTensorError: the error from the callback of `fail` or `fail_waiting`, or from `overdue`.
         """
         if self._failure is not None:
@@ -91,7 +97,7 @@ class Gate(Generic[P]):
         self.refuse_if_stuck()
         try:
             await future
-            if self._failure is not None:  # since the grant, in the same iteration of the loop
+            if self._failure is not None:  # set after the grant, in the same iteration of the loop
                 raise self._failure()
         except BaseException:
             # Cancelled, refused or failed, possibly in the same iteration as the grant.
@@ -100,7 +106,8 @@ class Gate(Generic[P]):
         finally:
             self.waited.add(loop.time() - since)
             del self._waits[ticket]
-            # It refers to the error, whose traceback keeps this frame and the callers' frames with tensors.
+            # The future refers to the error, whose traceback would keep this frame and the frames of the
+            # callers alive, with their tensors.
             del future
         return ticket
 
@@ -113,20 +120,20 @@ class Gate(Generic[P]):
             self.on_release()
 
     def fail(self, make_error: Callable[[], AioTensorError]) -> None:
-        """End every current and future wait, each with a new error."""
+        """End every current and future wait, each with a new error from a function."""
         self._failure = make_error
         if self._timer is not None:
             self._timer.cancel()
         self.fail_waiting(make_error)
 
     def fail_waiting(self, make_error: Callable[[], AioTensorError]) -> None:
-        """End every current wait, each with a new error."""
+        """End every current wait, each with a new error from a function."""
         for future in self._waits.values():
             if not future.done():
                 future.set_exception(make_error())
 
     def refuse_if_stuck(self) -> None:
-        """End the latest wait if otherwise no wait could ever end."""
+        """End one wait with `StuckError` if otherwise no wait could ever end."""
         if self._stuck_elsewhere is None or not self._waits:
             return
         ticket = self.budget.stuck(self._stuck_elsewhere())
@@ -142,13 +149,13 @@ class Gate(Generic[P]):
         self.refuse_if_stuck()
 
     def _next_limit(self, ticket: Ticket[P]) -> float:
-        """Return the next time at which a wait reaches a limit."""
+        """Return the next time at which a wait is to be reported or ended, by the loop's clock."""
         reported_at = ticket.since + self._long_wait_s
         ended_at = ticket.since + self._max_wait_s
         return reported_at if self._checked_at < reported_at < ended_at else ended_at
 
     def _set_timer(self) -> None:
-        """Set the timer for the next time at which any wait reaches a limit."""
+        """Set the timer for the next time at which any wait is to be reported or ended."""
         if self._timer is not None:
             self._timer.cancel()
         times = (self._next_limit(ticket) for ticket, future in self._waits.items() if not future.done())
@@ -166,7 +173,7 @@ class Gate(Generic[P]):
                     self._on_long_wait(ticket.amount)
                 if ticket.since + self._max_wait_s <= now:
                     self._end_wait(ticket, future)
-        finally:  # even if a handler of the log raises an error, the other waits keep their limits
+        finally:  # the limits of the other waits must hold even if a log handler has raised an error
             self._set_timer()
 
     def _end_wait(self, ticket: Ticket[P], future: "asyncio.Future[None]") -> None:

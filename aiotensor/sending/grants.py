@@ -48,16 +48,19 @@ class Grants:
     Args:
         settings: the limits of the sender.
         counts: the counters of the sender.
-        errors: the errors of its calls.
+        errors: counts the errors of the calls of the sender.
         listeners: the objects to notify when a new message may have become possible.
-        receiver_pid: returns the process id of the receiver, if it is known.
+        receiver_pid: called for the log; returns the process id of the receiver, or None if it is unknown.
 
     Attributes:
-        failure: the reason why no message can be sent any more.
+        failure: the reason why no message can be sent any more; None while messages can be sent.
         is_closed: whether the sender was closed.
         messages: the messages in flight, the oldest first.
         drainers: the calls that wait for the ends of messages.
         changes: the calls that wait for a receiver.
+        permits: the waits for permits.
+        memory: the shared memory.
+        holders: reports the holders of permits and memory.
     """
 
     def __init__(
@@ -78,7 +81,8 @@ class Grants:
         self._errors = errors
         self._listeners = listeners
         self._is_wake_scheduled = False
-        # Allocated blocks whose tensors are being sent, and are not freed before that continues or ends.
+        # The numbers of the allocated blocks whose sends wait, for a permit or for bytes. Such a block is not
+        # freed during the wait, because the send refers to its tensor.
         self._await_permits: Counter[int] = Counter()
         self._await_bytes: Counter[int] = Counter()
         self.permits: Gate[None] = Gate(
@@ -175,10 +179,10 @@ class Grants:
         """Record that all tensors of a message were announced."""
         message.state = WHOLE
         self.counts["messages_sent"] += 1
-        self.memory.gate.budget.held.pop(message, None)  # its bytes are released regardless of other waits
+        self.memory.gate.budget.held.pop(message, None)  # no wait delays the release of its bytes
 
     def end(self, message: Message, state: MessageState) -> None:
-        """Release the permit, and stop sending any remaining part of the message."""
+        """End a message with a final state: stop its copies and moves, and release its permit."""
         was_open = message.state is OPEN
         message.state = state
         del self.messages[message]
@@ -194,7 +198,7 @@ class Grants:
             self.drainers.wake()
 
     def _wake(self) -> None:
-        """Wake the calls that wait for the receiver, once per iteration: their messages may have ended."""
+        """Wake the calls that wait for a receiver, once per iteration: their messages may have ended."""
         self._is_wake_scheduled = False
         self.changes.wake()
 
@@ -203,7 +207,7 @@ class Grants:
 
         Args:
             error: the reason.
-            watch: watches the process of the receiver; None if there was none.
+            watch: watches the process of the receiver; None if there was no receiver.
             is_final: whether no other receiver can be reached.
         """
         if is_final:
@@ -225,7 +229,10 @@ class Grants:
     # Capacity for new messages
 
     def notify_listeners(self) -> None:
-        """Begin to notify the listeners. Without any, the callbacks would cost two calls per message."""
+        """Notify the listeners from now on.
+
+        Without listeners, the callbacks would cost two calls per message.
+        """
         self.permits.on_release = self.memory.gate.on_release = self.capacity_changed
 
     def capacity_changed(self) -> None:
@@ -236,13 +243,13 @@ class Grants:
     # Permits
 
     async def permit_with(self, allocation: Allocation) -> Ticket[None]:
-        """Wait for a permit to send allocated memory, which is not released during this wait."""
+        """Wait for a permit to send allocated memory, which cannot be freed during the wait."""
         with _counted(self._await_permits, allocation):
             self.memory.gate.refuse_if_stuck()
             return await self.permits.acquire(1)
 
     def _stuck_in_sends(self) -> int:
-        """Count the bytes of allocated blocks whose sends wait, directly or indirectly, for bytes."""
+        """Return the bytes of allocated blocks whose sends wait, directly or indirectly, for other bytes."""
         blocks = set(self._await_bytes)
         waiting = sum(message.awaits_bytes > 0 for message in self.messages)
         if waiting == self.permits.budget.in_use:
@@ -282,9 +289,9 @@ class Grants:
 
         Args:
             nbytes: the size of the block.
-            message: the open message that will own the memory. If there is none, the wait is accounted to the
-                message in whose `async with` block this task runs, because that block cannot end before; the
-                memory is not, because another task may free it.
+            message: the open message to which the memory is accounted. If it is None, the wait is accounted
+                to the message in whose `async with` block this task runs, because the block cannot end during
+                the wait. The memory is then accounted to no message, because another task may free it.
         """
         waiting = message or innermost_block(self.messages)
         block = await (self.memory.acquire(nbytes) if waiting is None else self.block(nbytes, waiting))
@@ -294,7 +301,7 @@ class Grants:
 
 @contextmanager
 def _counted(blocks: Counter[int], allocation: Allocation) -> Iterator[None]:
-    """Count a waiting send of an allocated block."""
+    """Count a send of an allocated block as waiting during the `with` block."""
     number = allocation.block.number
     blocks[number] += 1
     try:

@@ -24,10 +24,10 @@ class Holders:
 
     Args:
         messages: the messages in flight.
-        permits: their permits.
-        memory: the shared memory.
+        permits: the waits for permits.
+        memory: the shared memory of the sender.
         settings: the limits of the sender.
-        receiver_pid: returns the process id of the receiver, if it is known.
+        receiver_pid: called for the log; returns the process id of the receiver, or None if it is unknown.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Holders:
         self._loop = asyncio.get_running_loop()
 
     def longest_wait_s(self) -> float:
-        """Return the seconds that the longest current wait has lasted."""
+        """Return the duration of the longest current wait in seconds."""
         now = self._loop.time()
         return max(
             self._permits.longest_wait_s(now),
@@ -55,7 +55,7 @@ class Holders:
         )
 
     def list(self) -> list[Holder]:
-        """Return the holders of permits and memory, longest first."""
+        """Return the holders of permits and memory, with the longest time first."""
         now = self._loop.time()
         held: dict[Message | None, int] = dict.fromkeys(self._messages, 0)
         allocated_since = now
@@ -101,16 +101,16 @@ class Holders:
         )
 
     def overdue(self, reason: str, messages: int, nbytes: int) -> WouldBlockError:
-        """Return the error of a wait that exceeded `max_wait_s`; arguments are those of `would_block`."""
+        """Return the error of a wait that exceeded `max_wait_s`; the arguments are those of `would_block`."""
         return self.would_block(f"{reason} for {self._settings.max_wait_s:g} s", messages, nbytes)
 
     def would_block(self, reason: str, messages: int, nbytes: int) -> WouldBlockError:
         """Return the error of a call that would have to wait.
 
         Args:
-            reason: the reason.
-            messages: the number of permits that it requested.
-            nbytes: the bytes of shared memory that it requested.
+            reason: the reason, with which the text of the error begins.
+            messages: the number of permits that the call requested.
+            nbytes: the bytes of shared memory that the call requested.
         """
         permits, memory = self._permits.budget, self._memory.gate.budget
         return WouldBlockError(

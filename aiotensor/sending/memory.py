@@ -1,4 +1,4 @@
-"""The shared memory of a sender: granted in order, filled in a worker, released with its last pin."""
+"""Shared memory for tensors to send: granted in order, filled by a worker, released with the last pin."""
 
 import asyncio
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -34,19 +34,21 @@ class Memory:
 
     Args:
         limit: the maximum number of bytes in use.
-        gate: makes the gate over the arena.
-        keep_warm_s: the seconds until idle memory is returned to the system; None for never.
-        counts: counts the tensors that are copied.
-        max_wait_s: the seconds that a copy waits for the worker; None for no limit.
-        overdue: returns the error of a longer wait, given the bytes of the copy.
-        alignment: of the blocks, in bytes.
-        segment_closed: called with each segment that is closed here, in which no block is used.
+        gate: called once with the arena; returns the gate that grants its blocks.
+        keep_warm_s: the idle time in seconds after which memory is returned to the system; None for never.
+        counts: the counters `tensors_copied` and `bytes_copied`, among others.
+        max_wait_s: the time in seconds after which a copy that waits for the worker fails; None for never.
+        overdue: called with the size of such a copy in bytes; returns the error to raise.
+        alignment: the alignment of the blocks in bytes.
+        segment_closed: called with each segment before it is unmapped in this process.
 
     Attributes:
-        leases: the pins of the blocks.
-        movers: move bytes to the peers on other machines.
-        moves: the moves of blocks to them.
+        gate: the waits for bytes.
         freed: the blocks of freed tensors from `allocate`, which are still to be released.
+        allocations: the blocks that callers own.
+        leases: the pins of the blocks.
+        movers: the objects that move bytes to peers on other machines.
+        moves: the moves of blocks to these peers.
     """
 
     def __init__(
@@ -75,11 +77,11 @@ class Memory:
         self._keep_warm_s = keep_warm_s
         self._trimming: asyncio.TimerHandle | None = None
         self._trims_soon = False
-        self._readers: dict[Segment, list[ProcessEnd]] = {}  # of retired segments
+        self._readers: dict[Segment, list[ProcessEnd]] = {}  # lost readers of retired segments
         self._is_closed = False
 
     async def acquire(self, nbytes: int, holder: Hashable = None) -> Block:
-        """Wait for a block, and pin it; errors are those of `Gate.acquire`.
+        """Wait for a block, and pin it for its owner; errors are those of `Gate.acquire`.
 
         Raises:
             OSError: the machine has no descriptors or no addresses left.
@@ -87,12 +89,16 @@ class Memory:
         return self._own(await self.gate.acquire(nbytes, holder))
 
     def try_acquire(self, nbytes: int, holder: Hashable = None) -> Block | None:
-        """Pin a block if one is free and no call waits."""
+        """Return a block that is pinned for its owner; None if none is free or calls are waiting."""
         ticket = self.gate.budget.try_request(nbytes, holder)
         return None if ticket is None else self._own(ticket)
 
     def copy_now(self, source: Source, block: Block) -> None:
-        """Copy a tensor on this thread."""
+        """Copy a tensor to a block on this thread; an error leaves the pin of the owner.
+
+        Raises:
+            OSError: the machine has no memory left.
+        """
         place, segment = block.place, block.place.segment
         if not segment.warm.has(place.offset, place.nbytes):
             idle, cold = self._arena.prepare(place)
@@ -108,7 +114,7 @@ class Memory:
         self._count(source)
 
     async def copy(self, source: Source, block: Block, holder: Hashable) -> None:
-        """Copy a tensor, in the worker if that takes long; an error removes the pin of the owner.
+        """Copy a tensor to a block, in a worker unless this is quick; an error removes the pin of the owner.
 
         Cancellation stops the copy; the pin is removed when the worker has stopped.
 
@@ -131,10 +137,10 @@ class Memory:
     async def tensor_over(
         self, block: Block, dtype: torch.dtype, shape: tuple[int, ...], holder: Hashable
     ) -> torch.Tensor:
-        """Fill a block with memory, and return a tensor over it as its owner; an error removes the pin.
+        """Return a tensor over a block, which becomes its owner; an error removes the pin of the owner.
 
         Raises:
-            CopyAbandonedError: `abandon` was called for the holder, or this was closed.
+            CopyAbandonedError: `abandon` was called for the holder, or this object was closed.
             OSError: the machine has no memory left.
         """
         place = block.place
@@ -149,7 +155,7 @@ class Memory:
             raise
 
     async def move(self, mover: Mover, source: Source, block: Block, holder: Hashable) -> None:
-        """Move a tensor to the receiver; if it is not flat, copy it here first.
+        """Move a tensor to the receiver; if it is not flat, copy it to its block first.
 
         An error removes the pin of the owner. Cancellation stops the copy and the move.
 
@@ -175,7 +181,7 @@ class Memory:
         self.moves.abandon(holder)
 
     def unaccounted_bytes(self, numbers: Iterable[int]) -> int:
-        """Count the bytes of those blocks that no open message holds."""
+        """Return the bytes of those of the given blocks that are accounted to no open message."""
         tickets = map(self.leases.grant_of, numbers)
         return sum(ticket.amount for ticket in tickets if ticket.holder not in self.gate.budget.held)
 
@@ -185,7 +191,7 @@ class Memory:
         Args:
             number: the number of the block.
             holder: the message.
-            is_whole: whether the message needs no more memory, so that the release depends on no wait.
+            is_whole: whether the message needs no more memory, so that no wait delays the release.
         """
         ticket, budget = self.leases.pin(number), self.gate.budget
         if ticket.holder not in budget.held:
@@ -196,11 +202,11 @@ class Memory:
                 self.gate.refuse_if_stuck()
 
     def account(self, number: int, holder: Hashable) -> None:
-        """Account a block to a holder; None for no holder."""
+        """Account a block to a holder, or to none if it is None."""
         self.gate.budget.reassign(self.leases.grant_of(number), holder)
 
     def unpin(self, numbers: Iterable[int]) -> None:
-        """Remove the pins of announcements.
+        """Remove the pin of one announcement from each block.
 
         Raises:
             ProtocolError: no announcement pins such a block.
@@ -208,12 +214,12 @@ class Memory:
         for number in numbers:
             ticket = self.leases.unpin(number)
             if ticket is None:
-                self.gate.refuse_if_stuck()  # perhaps only its owner has the block now
+                self.gate.refuse_if_stuck()  # now only the owner may hold the block
             else:
                 self._release(ticket)
 
     def unpin_owner(self, number: int) -> None:
-        """Remove the pin of the owner, since this side does not write to the block any more."""
+        """Remove the pin of the owner, because this side no longer writes to the block."""
         ticket = self.leases.disown(number)
         if ticket is not None:
             self._release(ticket)
@@ -234,12 +240,13 @@ class Memory:
         """Remove all pins of announcements, and write no more to memory that the receiver may still read.
 
         Args:
-            watch: watches its process, which may read the memory until it ends; None if there was none.
+            watch: watches the process of the receiver, which may read the memory until it ends; None if there
+                was no receiver.
         """
-        # The tensors that it received may live on, and no frame will report their ends.
+        # Tensors at the receiver may still exist, and no frame will report their ends.
         sent = [ticket.place for ticket in self.leases.sent() if ticket.place is not None]
         if self.movers:
-            sent = []  # the receiver has its own memory
+            sent = []  # the receiver has copies of the blocks in its own memory
             self.movers.clear()
         self._arena.detach()
         self._arena.retire(sent)
@@ -248,11 +255,11 @@ class Memory:
         self._await_end(sent, watch)
 
     def reader_lost(self, numbers: Sequence[int], watch: WatchProcess) -> None:
-        """Do the same for one of several readers.
+        """Remove the pins of one of several readers, and write no more to blocks that it may still read.
 
         Args:
-            numbers: the block of each announcement to this reader whose pin is to be removed.
-            watch: as for `receiver_lost`.
+            numbers: the number of the block for each announcement to this reader whose pin is removed.
+            watch: watches the process of the reader.
         """
         places = [ticket.place for ticket in map(self.leases.grant_of, numbers) if ticket.place is not None]
         self._arena.retire(places, keeps_descriptor=True)
@@ -260,7 +267,7 @@ class Memory:
         self._await_end(places, watch)
 
     def _await_end(self, places: Sequence[Extent], watch: WatchProcess | None) -> None:
-        """Free the blocks that a lost reader may read once its process has ended."""
+        """Free the blocks of a lost reader as soon as its process has ended."""
         if self._is_closed or not places:
             return
         self._trim_retired()
@@ -273,7 +280,7 @@ class Memory:
                 self._readers.setdefault(segment, []).append(end)
 
     def holdings(self) -> list[tuple[Ticket[Extent], bool]]:
-        """List the grants in use, and for each whether it was allocated and no announcement pins it."""
+        """Return each grant in use, and whether its block belongs to a caller and no announcement pins it."""
         return [
             (ticket, number in self.allocations.by_number and not self.leases.is_sent(number))
             for number, ticket in self.leases.grants().items()
@@ -281,27 +288,27 @@ class Memory:
 
     @property
     def retired(self) -> int:
-        """The number of retired segments, in which blocks are in use."""
+        """The number of retired segments, each of which has blocks in use."""
         return sum(segment.is_retired for segment in self._arena.segments())
 
     def segments(self) -> Iterator[Segment]:
-        """Iterate over the present segment and the retired ones."""
+        """Iterate over the current segment and the retired ones."""
         return self._arena.segments()
 
     @property
     def largest_free(self) -> int:
-        """The bytes of the largest block that could be granted now if no call waited."""
+        """The size in bytes of the largest block that could be granted now if no call waited."""
         budget = self.gate.budget
         return min(budget.limit - budget.in_use, self._arena.largest_free)
 
     @property
     def warm_bytes(self) -> int:
-        """The bytes that have memory of the system, in use or kept warm."""
+        """The number of bytes that are backed by memory of the system, in use or kept warm."""
         return self._arena.warm_bytes
 
     @property
     def waiting_since(self) -> list[float]:
-        """The times since when copies wait for the worker to begin them, by the loop's clock."""
+        """The times at which the copies were submitted that the worker has not begun, by the loop's clock."""
         return self._copies.waiting_since
 
     async def settle(self) -> None:
@@ -309,13 +316,13 @@ class Memory:
         await self._worker.settle()
 
     async def aclose(self) -> None:
-        """Stop all copies and wait for their ends, then release all memory and end the worker."""
+        """Stop all copies, release all memory, wait for the worker and end it."""
         self._stop()
         await self._worker.settle()
         self._worker.close()
 
     def close(self) -> None:
-        """Do the same without waiting: the copies end by themselves."""
+        """Stop all copies, release all memory and end the worker, without waiting for running copies."""
         self._stop()
         self._worker.close()
 
@@ -348,12 +355,13 @@ class Memory:
         return Block(self.leases.own(ticket), place)
 
     def _release_segment(self, segment: Segment) -> None:
-        """Unmap a segment in the worker, after the copies into it, since much memory takes milliseconds."""
+        """Unmap a segment in the worker, after the copies into it, because that may take milliseconds."""
         for reader in self._readers.pop(segment, ()):
             reader.cancel()
         self._segment_closed(segment)
         if segment.is_open:
-            # The receiver may keep it mapped for long because of a small tensor.
+            # Another process may keep the segment mapped for long because of a small tensor, so the unused
+            # pages are returned now.
             free = segment.take_free() if segment.is_attached or segment.is_retired else []
             self._worker.begin("unmapping", partial(_close, segment, free))
 
@@ -377,7 +385,7 @@ class Memory:
         self._trim_retired()
 
     def _trim_retired(self) -> None:
-        """Return the unused memory of retired segments to the system: they get no new blocks."""
+        """Return the unused memory of retired segments to the system, because they get no new blocks."""
         self._trims_soon = False
         if self._is_closed:
             return

@@ -6,7 +6,7 @@
       |                     |
       '---------------------'--the receiver is gone--> LOST
 
-It holds a permit while it is OPEN or WHOLE.
+A message holds a permit while it is OPEN or WHOLE.
 """
 
 import asyncio
@@ -50,7 +50,8 @@ class MessageState(enum.Enum):
     LOST = "lost"
 
 
-# Each step of a message checks its state, and looking up a member of an enum is slow.
+# Names of the module, because each step of a message checks its state, and looking up a member of an enum is
+# slow.
 OPEN, WHOLE, TAKEN, DISCARDED, LOST = MessageState
 
 
@@ -59,13 +60,14 @@ class Message(msgspec.Struct, eq=False):
 
     Attributes:
         permit: its permit, which is released when the message ends.
-        loss: the reason why it is LOST.
-        number: known from its first announcement on.
-        count: the number of announced tensors.
-        awaits_bytes: the number of sends that wait for bytes.
-        awaits_receiver: the number of sends that wait until the receiver reads.
+        state: its state.
+        loss: the reason why it is LOST; None in other states.
+        number: its number; None before it is announced.
+        count: the number of its announced tensors.
+        awaits_bytes: the number of its sends that wait for shared memory.
+        awaits_receiver: the number of its sends that wait until the receiver reads.
         has_bytes: whether it ever held shared memory.
-        is_finished: whether it was posted completely, and becomes whole once its tensors are copied.
+        is_finished: whether all its tensors were posted, so that it becomes whole once they are announced.
     """
 
     permit: Ticket[None]
@@ -87,14 +89,14 @@ class Message(msgspec.Struct, eq=False):
 def put_of(
     message: int, tensor: int, source: Source, placed: Placed, block: int | None, *, last: bool
 ) -> Put:
-    """Return the frame of a tensor.
+    """Return the `Put` frame of a tensor.
 
     Args:
         message: the number of its message.
         tensor: its number in the message.
         source: the tensor.
-        placed: where its bytes are.
-        block: the number of their block; None for a tensor in the frame.
+        placed: the position of its bytes.
+        block: the number of its block; None for a tensor without one.
         last: whether it is the last tensor of the message.
     """
     return Put(
@@ -113,7 +115,8 @@ def put_of(
 
 
 # The `async with` blocks of messages that surround the running code, the innermost one last. Each has a weak
-# reference to its task, because tasks started in the block inherit the context; None for a thread.
+# reference to its task, or None for a thread. A task that was started in the block inherits this context, but
+# is not in the block.
 _CodeBlock: TypeAlias = "tuple[weakref.ref[asyncio.Task[object]] | None, Message]"
 _code_blocks: ContextVar[tuple[_CodeBlock, ...]] = ContextVar("aiotensor_blocks", default=())
 
@@ -123,7 +126,7 @@ def enter_block(message: Message, task: "asyncio.Task[object] | None") -> None:
 
     Args:
         message: the message.
-        task: the running task; None for a thread, whose calls run in the context of this call.
+        task: the running task; None for a thread, whose calls in the loop run in copies of its context.
     """
     outer = [block for block in _code_blocks.get() if block[1].state is OPEN]
     _code_blocks.set((*outer, (None if task is None else weakref.ref(task), message)))

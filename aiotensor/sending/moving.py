@@ -1,4 +1,4 @@
-"""The moves of blocks to a receiver on another machine, each with its pin until the bytes have left."""
+"""The moves of blocks to a receiver on another machine; each pins its block until the bytes have left."""
 
 from collections.abc import Callable, Hashable
 
@@ -43,12 +43,12 @@ class PendingMove(msgspec.Struct, eq=False):
 class Moves:
     """Move bytes of blocks; belongs to the running loop.
 
-    A block is pinned until no byte of it is under way, even if its message ends before: the next bytes at its
-    place cannot mix with these.
+    A block is pinned until no byte of it is under way, even if its message ends before. Otherwise these bytes
+    could mix with those of the next block at the same place.
 
     Args:
-        pin: pins a block by its number.
-        unpin: removes such a pin.
+        pin: called with the number of a block; pins it.
+        unpin: called with the number of a block; removes such a pin.
     """
 
     def __init__(self, pin: Callable[[int], object], unpin: Callable[[int], object]) -> None:
@@ -66,23 +66,23 @@ class Moves:
         holder: Hashable,
         ended: Callable[[bool], object],
     ) -> PendingMove:
-        """Begin to move bytes of a block.
+        """Begin to move bytes of a block, and return the move.
 
         Args:
-            mover: of the connection to the receiver.
+            mover: the mover of the connection to the receiver.
             block: the block.
             offset: the position of the first byte in the block.
             data: the bytes.
-            holder: for `abandon`.
-            ended: called once, perhaps during this call: with whether the receiver will have the bytes before
-                the next record, and the source may change.
+            holder: the argument of `abandon` that stops this move.
+            ended: called once, possibly during this call. The argument is True if the receiver will have the
+                bytes before the next record, and the source may change; False if the move was stopped.
         """
         place = block.place
         pending = PendingMove(mover, holder, ended)
 
         def move_ended(is_complete: bool) -> None:
             del self._pending[pending]
-            pending.move = None  # which refers to this function, and keeps the bytes
+            pending.move = None  # it refers to this function and to the bytes
             pending.report(is_complete=is_complete)  # which may announce the block
             self._unpin(block.number)
             if self._ends:
@@ -96,12 +96,12 @@ class Moves:
         return pending
 
     async def run(self, mover: Mover, block: Block, offset: int, data: memoryview, holder: Hashable) -> None:
-        """Move bytes of a block, and wait until the source may change; does not wait for few bytes.
+        """Move bytes of a block, and wait until the source may change; few bytes need no wait.
 
         Cancellation stops the move between two steps. Arguments are those of `begin`.
 
         Raises:
-            CopyAbandonedError: `abandon` was called, or the connection has ended.
+            CopyAbandonedError: `abandon` was called for the holder, or the connection has ended.
         """
         outcomes: list[bool] = []
         waiters = Waiters()
@@ -126,6 +126,6 @@ class Moves:
             pending.stop()
 
     async def settle(self) -> None:
-        """Wait until the ends of all moves are reported."""
+        """Wait until the end of every move was reported."""
         while any(not pending.has_ended for pending in self._pending):
             await self._ends.wait()

@@ -27,9 +27,9 @@ class OpenMessage:
     """A message that is being sent, made by `TensorSender.message`.
 
     Args:
-        owner: the sender, which lives at least as long as the message.
+        owner: the sender, which is not garbage-collected before the message.
         pipeline: the pipeline of the sender.
-        affinity: the loop of the sender.
+        affinity: the process, thread and loop of the sender.
         errors: counts the errors of calls.
     """
 
@@ -42,7 +42,7 @@ class OpenMessage:
         self.affinity = affinity
         self._errors = errors
         self._is_beginning = False
-        self._sending = 0  # sends that have not returned
+        self._sending = 0  # the calls of `send` that have not returned
         self._is_finished = False
 
     def __repr__(self) -> str:
@@ -71,27 +71,27 @@ class OpenMessage:
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in shared memory for this message; sending it copies nothing.
 
-        As `TensorSender.allocate`, but the memory is accounted to this message: if all of `arena_bytes` is
-        held by messages that wait for more of it, one of them is refused instead of all waiting forever.
+        Like `TensorSender.allocate`, but the memory is accounted to this message: if all of `arena_bytes` is
+        held by messages that wait for more of it, one of the waiting calls raises `WouldBlockError`.
 
         Args:
-            shape: the sizes of its dimensions, in elements.
-            dtype: the type of its elements.
+            shape: the sizes of the tensor's dimensions, in elements.
+            dtype: the type of the tensor's elements.
 
-        Waits for bytes of shared memory, in the order of the calls. Cancelling returns them.
+        Waits for bytes of shared memory, in the order of the calls; cancellation releases them.
 
         Raises:
-            TypeError: the dtype is no torch dtype.
+            TypeError: the dtype is not a torch dtype.
             UnsupportedTensorError: a tensor of this dtype cannot be sent.
             ValueError: a size is negative.
-            TooLargeError: it would be larger than `arena_bytes`; or it is empty, and its other sizes are more
-                than can be addressed.
+            TooLargeError: the tensor would be larger than `arena_bytes`; or it is empty, and its other sizes
+                are too large to address.
             WouldBlockError: all of `arena_bytes` is held by messages that wait for more of it, so that
-                waiting would never end; or it waited for longer than `max_wait_s`.
+                waiting would never end; or the call waited for longer than `max_wait_s`.
             PeerLostError: the receiver died or closed.
             DiscardedError: the message was discarded, by either side, or its block has ended.
             UsageError: the message was not begun yet.
-            ClosedError: the sender was closed, perhaps while waiting.
+            ClosedError: the sender was closed, possibly during the wait.
             OSError: the machine has no shared memory or no descriptors left.
         """
         with self._errors:
@@ -101,15 +101,15 @@ class OpenMessage:
     async def send(self, tensor: Sendable) -> TensorHandle:
         """Send one tensor of the message, and return its handle.
 
-        The receiver can take it when the message is whole, after the block. An error in `send` releases the
-        resources of this tensor and does not affect the message: the block may catch it and continue.
-        Cancellation does the same, unless the tensor was announced already: then the message is discarded,
-        and its block ends with `DiscardedError`.
+        The receiver can take the tensor when the message is whole, after the block. An error in `send`
+        releases the resources of this tensor and does not affect the message: the block may catch the error
+        and continue. Cancellation does the same, unless the tensor was announced already: then the message
+        is discarded, and its block ends with `DiscardedError`.
         Arguments, waiting, cancellation and errors are otherwise those of `TensorSender.send`.
 
         Raises:
             WouldBlockError: all of `arena_bytes` is held by messages that wait for more of it, so that
-                waiting would never end; or it waited for longer than `max_wait_s`.
+                waiting would never end; or the call waited for longer than `max_wait_s`.
             TooLargeError: the message has as many tensors as a message may have.
             DiscardedError: the message was discarded, by either side, or its block has ended.
         """
@@ -135,7 +135,7 @@ class OpenMessage:
             raise
 
     def _open_message(self) -> Message:
-        """Return the message, to which something can be added."""
+        """Return the message if tensors can be added to it; otherwise, raise an error."""
         message = self._message
         if message is None:
             raise UsageError(_NOT_BEGUN)
@@ -155,8 +155,8 @@ class OpenMessage:
             DiscardedError: the message was discarded, by either side.
             PeerLostError: the receiver died or closed.
             ClosedError: the sender was closed.
-            UsageError: a send of this message was not awaited; the message is discarded. Or it is not
-                begun yet.
+            UsageError: a `send` of this message was not awaited, and the message is discarded; or the message
+                was not begun yet.
         """
         message, pipeline = self._message, self._pipeline
         with self._errors:
@@ -165,7 +165,7 @@ class OpenMessage:
             if self._is_finished:
                 return
             if message.has_ended:
-                raise pipeline.grants.error(message)  # it was not whole, so no task can have taken it
+                raise pipeline.grants.error(message)  # not taken, because it was not whole
             if self._sending:
                 pipeline.abandon(message)
                 raise UsageError(
@@ -198,6 +198,6 @@ def owner_of(message: OpenMessage) -> object:
 
 
 def enter_in_thread(message: OpenMessage) -> None:
-    """Record that this thread is in the block of a message, and not the task that entered it."""
+    """Record that this thread, rather than the task that entered it, is in the block of a message."""
     if message._message is not None:
         enter_block(message._message, None)

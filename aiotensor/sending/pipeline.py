@@ -35,8 +35,8 @@ from aiotensor.types import TensorHandle
 
 __all__ = ["FEW_MESSAGES", "Pipeline"]
 
-# With so few messages in flight, the receiver probably waits for the next one, so it is sent immediately;
-# with more, all messages announced in one iteration of the event loop share a record.
+# With at most this many messages in flight, the receiver probably waits for the next one, so it is sent
+# immediately. With more, the messages announced in one iteration of the event loop share a record.
 FEW_MESSAGES = 2
 
 
@@ -45,8 +45,11 @@ class Pipeline:
 
     Args:
         sender: the id of the sender.
-        route: the way to the receiver.
-        settings: as for `Grants`, like the other arguments.
+        route: makes the connector to the receiver.
+        settings: the limits of the sender.
+        counts: the counters of the sender.
+        errors: counts the errors of the calls of the sender.
+        listeners: the objects to notify when a new message may have become possible.
 
     Attributes:
         sender: the id of the sender.
@@ -84,7 +87,8 @@ class Pipeline:
         """End all waiting calls, and close the session; cancellation skips all waits.
 
         Args:
-            copied: waits until the tensors of finished messages are copied.
+            copied: called after the unfinished messages were discarded; waits until the tensors of posted
+                messages are copied.
         """
         memory = self._memory
         memory.freed.collect_all()
@@ -95,8 +99,8 @@ class Pipeline:
                 if not message.is_finished:
                     self.abandon(message)
             await copied()
-            # Before any other wait: without the last frame the receiver treats this sender as lost, together
-            # with all messages that it sent.
+            # The session is closed before any other wait: without its last frame, the receiver treats this
+            # sender, and all messages that it sent, as lost.
             await self.sessions.close(uses_memory=bool(memory.allocations.by_number))
             self.sessions.abort()
             await memory.aclose()
@@ -116,7 +120,8 @@ class Pipeline:
         """Wait for a permit, and assign it to a new message.
 
         Args:
-            allocation: the memory that the message will send, whose bytes cannot be freed during this wait.
+            allocation: the block that the message will send, which cannot be freed during this wait; None for
+                other tensors.
         """
         grants = self.grants
         permit = self._permits.budget.try_request(1)
@@ -128,7 +133,15 @@ class Pipeline:
         return message
 
     def begin_nowait(self, nbytes: int) -> Message:
-        """Assign a permit to a new message, or raise `WouldBlockError`."""
+        """Assign a permit to a new message without waiting, or raise an error.
+
+        Args:
+            nbytes: the bytes of shared memory that the call needs, for the text of the error.
+
+        Raises:
+            WouldBlockError: no permit is free, or no receiver is connected and reads.
+            RefusedError: the last receiver refused this sender, and may still be running.
+        """
         sessions = self.sessions
         if not sessions.is_ready:
             raise self.readiness.refusal(nbytes)
@@ -178,7 +191,7 @@ class Pipeline:
     # Tensors
 
     def prepare(self, value: Sendable) -> tuple[Source, Plan]:
-        """Reject a value that can never be sent, before any resources are taken for it."""
+        """Validate a value, and plan how to send it; an error has no effect on any resource."""
         source = as_source(value)
         plan = plan_placement(source, self._memory.allocations)
         if plan.new_bytes > self._max_bytes:
@@ -186,7 +199,7 @@ class Pipeline:
         return source, plan
 
     async def put(self, message: Message, source: Source, plan: Plan, *, last: bool) -> TensorHandle:
-        """Acquire bytes for a tensor, place the tensor, and announce it."""
+        """Wait for a receiver that reads and for memory, place a tensor, and announce it."""
         # Only this check bounds the transport's queue: no call adds to the queue while it is not empty.
         session = self.sessions.current
         if session is None or not session.transport.is_writable or self.sessions.needs_admission:
@@ -216,7 +229,7 @@ class Pipeline:
         return is_in_place and sessions.is_ready
 
     def announce_now(self, message: Message, source: Source, plan: Plan, *, last: bool) -> TensorHandle:
-        """Announce a tensor without a copy, where `can_announce_now` allows it."""
+        """Announce a tensor without a copy; only after `can_announce_now` has returned True."""
         if plan.allocation is None:
             return self._announce(message, source, Placed(INLINE, bytes_of(source)), None, last=last)
         offset = source.data_ptr() - plan.allocation.start
@@ -232,7 +245,7 @@ class Pipeline:
         return block
 
     def begin_announced(self, message: Message) -> int:
-        """Return the number of a message, which is announced now if it has none."""
+        """Return the number of a message; announce it with a `Begin` frame if it has none."""
         if message.number is None:
             message.number = self._session().begin(message)
         return message.number
@@ -261,12 +274,12 @@ class Pipeline:
     async def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, message: Message | None = None
     ) -> torch.Tensor:
-        """Wait for a block that the caller owns, and return a tensor over it.
+        """Wait for a block, and return a tensor over it, which owns the block.
 
         Args:
             shape: the sizes of the tensor's dimensions, in elements.
-            dtype: the type of its elements.
-            message: the open message that the memory is for; None if it is for no particular message.
+            dtype: the type of the tensor's elements.
+            message: the open message to which the memory is accounted; None for no message.
         """
         sizes, nbytes = sizes_of(shape, dtype, self._max_bytes)
         if nbytes == 0:
@@ -293,7 +306,7 @@ class Pipeline:
     # Steps
 
     async def put_into(self, block: Block, message: Message, source: Source, *, last: bool) -> TensorHandle:
-        """Copy a tensor into a block, announce it, and remove the pin of the block's owner in any case."""
+        """Copy or move a tensor, announce it, and remove the pin of its block's owner in any case."""
         try:
             if message.state is not OPEN:  # it may have ended while waiting
                 raise self.grants.error(message)
@@ -336,7 +349,7 @@ class Pipeline:
     def _send_later(
         self, mover: Mover, message: Message, source: Source, placed: Placed, block: Block, offset: int
     ) -> TensorHandle:
-        """Send the only tensor of a message from its block once its bytes were moved, which may be now."""
+        """Announce the only tensor of a message once its bytes were moved, possibly during this call."""
         self._attach(message, block)
         session = self._session()
         put: Put | None = None
@@ -369,7 +382,7 @@ class Pipeline:
     def _announce(
         self, message: Message, source: Source, placed: Placed, block: Block | None, *, last: bool
     ) -> TensorHandle:
-        """Send the frame of a tensor. From this point the receiver owns it, and the message its memory."""
+        """Announce a tensor with a `Put` frame, after which the receiver decides when its memory is free."""
         session, number = self.sessions.current, None
         if session is None:
             raise AssertionError("an open message is announced without a receiver")
@@ -388,7 +401,7 @@ class Pipeline:
         return self._announced(message, source, put)
 
     def _announced(self, message: Message, source: Source, put: Put) -> TensorHandle:
-        """Count a tensor whose frame is sent, or will be; return its handle."""
+        """Count a tensor whose `Put` was sent or will be sent, and return its handle."""
         grants = self.grants
         message.count += 1
         grants.counts["tensors_sent"] += 1

@@ -1,4 +1,4 @@
-"""Posted messages: they are sent without waiting, and a task of each copies the tensors that need a copy.
+"""Posted messages: the calls do not wait, and a task for each message copies the tensors afterwards.
 
     permit and memory, at once -> `Begin`, which fixes the number -> copies, in order -> announcement
 
@@ -49,9 +49,9 @@ class Posts:
     def __init__(self, pipeline: Pipeline, errors: ErrorCounter) -> None:
         self._pipeline = pipeline
         self._errors = errors
-        self._copying: dict[int, PostedMessage] = {}  # by the numbers of the messages
+        self._copying: dict[int, PostedMessage] = {}  # by the number of the message
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failures: OrderedDict[int, Exception] = OrderedDict()  # why messages ended before their copies
+        self._failures: OrderedDict[int, Exception] = OrderedDict()  # of messages that were not copied
         self._changes = Waiters()
 
     def post(self, value: Sendable) -> TensorHandle:
@@ -68,17 +68,19 @@ class Posts:
         """Begin a message of several tensors, or raise `WouldBlockError`.
 
         Args:
-            nbytes: the bytes of shared memory for its first tensor, for the error.
+            nbytes: the bytes of shared memory that its first tensor needs, for the text of the error.
         """
         return PostedMessage(self, self._pipeline, nbytes)
 
     def post_in(
         self, message: "PostedMessage | None", value: Sendable
     ) -> "tuple[PostedMessage, TensorHandle]":
-        """Send a tensor in a message that is not finished; errors are those of `TensorSender.post`.
+        """Post a tensor in a message, and return both the message and the handle.
+
+        Errors are those of `TensorSender.post`.
 
         Args:
-            message: the message; None to begin one, which ends with an error of this call.
+            message: the message; None to begin a new one, which is discarded if this call fails.
             value: the tensor.
         """
         try:
@@ -112,7 +114,8 @@ class Posts:
             raise
 
     def _cancel(self) -> None:
-        # Not in `settle`: its frame, with a task and so with a tensor, would live as long as the error.
+        # A separate method: the error keeps the frame of `settle` alive, where a variable would keep a task
+        # and its tensor alive.
         for task in self._tasks:
             task.cancel()
 
@@ -140,7 +143,7 @@ class Posts:
         self._changes.wake()
 
     def _failed(self, message: Message, number: int, error: BaseException) -> None:
-        """Handle a copy that failed: no call waits for it that could raise the error."""
+        """Discard the message of a failed copy; log and count the error, because possibly no call raises it."""
         self._errors.add(error)
         reason = str(error)  # the log must not keep the error: its traceback refers to the tensor
         logger.error(
@@ -170,10 +173,10 @@ class PostedMessage:
     Args:
         posts: the posted messages of the sender.
         pipeline: sends the tensors.
-        nbytes: the bytes of shared memory for the first tensor, for the error.
+        nbytes: the bytes of shared memory that the first tensor needs, for the text of the error.
 
     Attributes:
-        message: its state and its permit.
+        message: the message, with its state and permit.
         is_copying: whether a task copies its tensors.
 
     Raises:
@@ -198,8 +201,8 @@ class PostedMessage:
         Raises:
             WouldBlockError: not enough shared memory is free.
             TooLargeError: the message has as many tensors as a message may have.
-            DiscardedError: the message was discarded, or finished.
-            PeerLostError: the receiver is gone.
+            DiscardedError: the message was discarded or finished.
+            PeerLostError: the receiver was lost.
         """
         pipeline, message = self._pipeline, self.message
         if message.is_finished:
@@ -259,7 +262,7 @@ class PostedMessage:
             pipeline.complete(message)
 
     def copies_failed(self) -> None:
-        """Release the blocks of the tensors that are not copied after a failure or a cancellation."""
+        """Release the blocks of the pending tensors after a failure or a cancellation."""
         self.is_copying = False
         for pending in self._pending:
             if pending.block is not None:

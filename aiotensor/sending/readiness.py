@@ -1,4 +1,4 @@
-"""The waits of a sender for a receiver: until one has admitted it, and until one is connected and reads."""
+"""The waits of a sender for a receiver: until a receiver has admitted it, or is connected and reads."""
 
 from aiotensor.errors import AioTensorError, WouldBlockError
 from aiotensor.runtime.waiting import at_most
@@ -31,11 +31,11 @@ class Readiness:
             async with at_most(self._max_wait_s, self._not_admitted):
                 await self._sessions.admission()
         except WouldBlockError:
-            if not self._sessions.is_admitted:  # it may have been admitted just as the time ran out
+            if not self._sessions.is_admitted:  # the sender may have been admitted when the time expired
                 raise
 
     async def receiver_reads(self, message: Message) -> None:
-        """Wait until a receiver is connected and reads; raises if the message ends before."""
+        """Wait until a receiver is connected and reads; raise an error if the message ends before that."""
         self._grants.check_open(message)  # a message lost during its copy must not wait for the next receiver
         message.awaits_receiver += 1
         try:
@@ -44,17 +44,17 @@ class Readiness:
                     await self._sessions.change()
                     self._grants.check_open(message)
         except WouldBlockError:
-            if not self._sessions.is_ready:  # it may have changed in this same iteration
+            if not self._sessions.is_ready:  # a receiver may have become ready when the time expired
                 raise
             self._grants.check_open(message)
         finally:
             message.awaits_receiver -= 1
 
     def refusal(self, nbytes: int) -> AioTensorError:
-        """Return the error of a call that does not wait for the receiver.
+        """Return the error of a call that would have to wait for the receiver.
 
         Args:
-            nbytes: the bytes of shared memory that the call needs.
+            nbytes: the bytes of shared memory that the call needs, for the text of the error.
         """
         sessions = self._sessions
         if sessions.current is None:

@@ -1,7 +1,7 @@
 """One connection of a sender to a receiver: the transport, and the rules of the protocol on it.
 
-A session begins when the transport connects, and ends with its first loss. All frames of one iteration of the
-event loop share a record, unless `flush` writes them earlier.
+A session begins when the transport connects, and ends when the connection is lost. The frames of one
+iteration of the event loop share a record, unless `flush` writes them earlier.
 """
 
 import asyncio
@@ -36,11 +36,16 @@ class Session:
     """Send the messages of one connection, and handle the frames of the receiver.
 
     Args:
-        hello: the first frame.
-        transport: the connection.
-        grants: the messages to end, and the memory to release.
+        hello: the first frame to send.
+        transport: the connection, which was not started yet.
+        grants: the messages and memory that the answers of the receiver release.
         admitted: called when the receiver has admitted this sender.
-        lost: called at the end of the session.
+        lost: called with the session and the reason when the connection is lost.
+
+    Attributes:
+        transport: the connection.
+        connection: the rules of the protocol.
+        announced: the messages in flight, by their numbers.
 
     Raises:
         OSError: the first record could not be written.
@@ -56,7 +61,7 @@ class Session:
     ) -> None:
         self.transport = transport
         self.connection = SenderConnection(hello)
-        self.announced: dict[int, Message] = {}  # the messages in flight, by their numbers
+        self.announced: dict[int, Message] = {}
         self._grants = grants
         self._admitted = admitted
         self._lost = lost
@@ -78,8 +83,8 @@ class Session:
         """
         self.flush()
         if self.transport.is_closed:
-            return  # the flush failed; the caller finds its message lost
-        # Written immediately and in a separate record, so that the caller receives any error.
+            return  # the flush has failed, and the message of the caller is lost
+        # Written immediately and in a separate record, so that this call raises any error.
         self.transport.write(
             self.connection.attach(segment.number, ARENA, segment.nbytes), [segment.descriptor]
         )
@@ -158,14 +163,14 @@ class Session:
             self._violated(error)
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
-        """Handle a receiver that is gone."""
+        """End the session, because the connection has ended."""
         if isinstance(reason, ProtocolError):
             self._violated(reason)
         else:
             self._end(self.connection.lost(reason, is_retried=True))
 
     def resume_writing(self) -> None:
-        """Handle that the transport accepts records again."""
+        """Send a pending statistics reply, and wake the calls that wait until the receiver reads."""
         if self._is_reply_due:
             self._schedule_flush()
         self._grants.changes.wake()
@@ -202,6 +207,6 @@ class Session:
 
     def _end(self, loss: Loss) -> None:
         try:
-            self._lost(self, loss)  # which watches the process of the receiver, by the open connection
+            self._lost(self, loss)  # before `close`: it watches the process of the receiver
         finally:
             self.transport.close()

@@ -25,18 +25,19 @@ logger = logger_of("sender")
 
 
 class Sessions:
-    """Keep at most one session; belongs to the event loop's thread.
+    """Keep at most one session with a receiver; belongs to the running loop.
 
     Args:
         sender: the id of the sender.
-        connector: makes the connecting side, given the id of the sender and the object that is notified.
+        connector: called once with the id of the sender and the object to notify; returns the connector.
         grants: the messages and their resources.
 
     Attributes:
         current: the session; None while there is none.
-        mover: moves bytes to the receiver; None without a receiver, or if it shares the memory.
-        failure: the reason why no receiver is searched for until a call asks again; None while one is.
-        needs_admission: whether a receiver has refused this sender, and none has admitted it since.
+        mover: moves bytes to the receiver; None without a receiver, or if memory is shared with it.
+        failure: the reason why this object does not connect until a call needs a receiver; None otherwise.
+        needs_admission: whether messages wait until a receiver admits this sender: after a refusal, and on a
+            new connection between machines.
     """
 
     def __init__(
@@ -77,8 +78,9 @@ class Sessions:
     def is_ready(self) -> bool:
         """Whether a message can be announced.
 
-        After a refusal, and between machines, no message can be announced until a receiver has admitted this
-        sender: a refusal would lose the message silently, because its call would already have returned.
+        After a refusal, no message is announced until a receiver has admitted this sender: another refusal
+        would lose the message silently, because its call would already have returned. Between machines, the
+        same holds for each new connection.
         """
         session = self.current
         return session is not None and session.transport.is_writable and not self.needs_admission
@@ -88,15 +90,15 @@ class Sessions:
         self._connector.connect()
 
     async def admission(self) -> None:
-        """Wait until a receiver has admitted this sender, even if others connect and disconnect first.
+        """Wait until a receiver has admitted this sender, even if others connect and disconnect before.
 
         Raises:
             RefusedError: a receiver refused this sender during this call.
-            AioTensorError: no other receiver will be searched for; the error states the reason.
+            AioTensorError: this sender does not connect to another receiver; the error states the reason.
             ClosedError: the sender was closed.
         """
         if self._connector.reconnects and self.current is None:
-            self.failure = None  # from an earlier attempt
+            self.failure = None  # of an earlier attempt
             self.connect_now()
         while not self.is_admitted:
             if self._grants.is_closed:
@@ -106,7 +108,7 @@ class Sessions:
             await self._changes.wait()
 
     async def change(self) -> None:
-        """Wait until `is_ready`, or a message that waits for it, may have changed; connect if necessary."""
+        """Wait until `is_ready` or the state of a waiting message may have changed; connect if necessary."""
         if self.current is None:
             self.connect_now()
         if not self.is_ready:
@@ -116,7 +118,7 @@ class Sessions:
         """Connect now, if there is no session and no attempt is scheduled."""
         self._connector.connect_now()
         if not self.is_receiver_there:
-            self._refusal = None  # that receiver is gone
+            self._refusal = None  # the receiver that refused this sender has ended
 
     def refusal(self) -> AioTensorError | None:
         """Connect now, and return the last refusal as a new error if its receiver may still be running."""
@@ -163,8 +165,8 @@ class Sessions:
         self.mover = transport.mover
         if transport.mover is not None:
             self._grants.memory.movers.add(transport.mover)
-            # A handle may reach the receiver by another way before the first record of this session. It would
-            # still be one of a lost sender then.
+            # A handle may reach the receiver over another channel before the first record of this session.
+            # The receiver would then still consider this sender lost, and raise an error for the handle.
             self.needs_admission = True
         self.failure = None
         self._changes.wake()
@@ -176,15 +178,15 @@ class Sessions:
         self._grants.receiver_lost(error, None, is_final=not self._connector.reconnects)
 
     def _admitted(self) -> None:
-        """Handle that the receiver has admitted this sender."""
+        """Let messages be announced, because the receiver has admitted this sender."""
         self._refusal, self.needs_admission = None, False
         self._changes.wake()
         self._grants.capacity_changed()
 
     def _session_lost(self, session: Session, loss: Loss) -> None:
-        """Handle the end of the session."""
+        """End all messages in flight, and connect again if the loss permits it."""
         if self.current is not session:
-            return  # it was closed by this side
+            return  # this side has closed it
         self.current = self.mover = None
         error, pid = loss.error, session.connection.peer_pid
         reconnects = self._connector.reconnects

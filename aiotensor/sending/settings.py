@@ -14,7 +14,7 @@ class Settings(NamedTuple):
 
     Attributes:
         max_messages: the number of permits.
-        max_bytes: the limit of shared memory in bytes.
+        max_bytes: the maximum number of bytes of shared memory in use.
         keep_warm_s: the idle time in seconds after which memory is returned to the system; None for never.
         long_wait_s: the time in seconds after which a wait is logged; None for never.
         max_wait_s: the time in seconds after which a wait ends with an error; None for never.
@@ -35,7 +35,7 @@ class Settings(NamedTuple):
         long_wait_s: float | None,
         max_wait_s: float | None,
     ) -> Self:
-        """Return the limits that `TensorSender` received.
+        """Validate the limits that `TensorSender` received, and return them.
 
         Raises:
             TypeError: a limit has the wrong type.

@@ -15,18 +15,18 @@ __all__ = ["new_empty", "sizes_of", "too_large"]
 
 
 def sizes_of(shape: Sequence[int], dtype: torch.dtype, limit: int) -> tuple[tuple[int, ...], int]:
-    """Return the sizes of a tensor to allocate, and its bytes.
+    """Return the sizes of a tensor to allocate in elements, and its size in bytes.
 
     Args:
-        shape: the sizes of its dimensions, in elements.
-        dtype: the type of its elements.
-        limit: the most bytes that it may have.
+        shape: the sizes of the tensor's dimensions, in elements.
+        dtype: the type of the tensor's elements.
+        limit: the maximum size of the tensor in bytes.
 
     Raises:
         TypeError: the dtype is not a torch dtype.
         UnsupportedTensorError: a tensor of this dtype cannot be sent.
         ValueError: a size is negative.
-        TooLargeError: it has more bytes.
+        TooLargeError: the tensor would have more bytes than `limit`.
     """
     sizes = tuple(map(operator.index, shape))
     if min(sizes, default=0) < 0:
@@ -45,7 +45,7 @@ def new_empty(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor without elements.
 
     Raises:
-        TooLargeError: its strides cannot be computed.
+        TooLargeError: the strides of the tensor cannot be computed.
     """
     if not is_addressable(sizes, dtype.itemsize):
         raise TooLargeError(
