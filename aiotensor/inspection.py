@@ -111,7 +111,7 @@ async def inspect(
     """
     if isinstance(address, TensorQueue | Queue):
         raise TypeError(
-            "a queue has no address where its receiver could be found: call `statistics()` in the "
+            "a queue has no address at which its receiver can be inspected: call `statistics()` in the "
             "processes that use it"
         )
     if not patience_s > 0:

@@ -374,7 +374,7 @@ class TensorSender(LoopObject):
 
     def _check_own(self, handle: TensorHandle) -> None:
         if handle.sender != self._id:
-            raise ValueError(f"this handle is of sender {handle.sender}, not of this one ({self._id})")
+            raise ValueError(f"this handle belongs to sender {handle.sender}, not to this one ({self._id})")
 
     def _opened_posts(self) -> Posts:
         if self._posts is None:

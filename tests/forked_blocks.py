@@ -23,4 +23,4 @@ def in_each_block_of(*makes: Callable[..., object]) -> pytest.MarkDecorator:
 def check_told_of_fork(report: str) -> None:
     """Check that an error names the fork as its cause."""
     assert report.startswith("UsageError: this ")
-    assert "came here by a fork" in report
+    assert "was inherited by a forked process" in report

@@ -241,7 +241,9 @@ async def test_an_invalid_reply_of_a_receiver_raises_protocol_error(name: str, a
 async def test_inspecting_a_receiver_of_another_version_raises_protocol_error(address: str) -> None:
     async with inspecting_bare_receiver(address) as (looking, rogue):
         await rogue.say(Welcome(VERSION + 1, 7))
-        with pytest.raises(ProtocolError, match=rf"pid 7.* speaks version {VERSION + 1}.*install the same"):
+        with pytest.raises(
+            ProtocolError, match=rf"pid 7.* uses protocol version {VERSION + 1}.*install the same"
+        ):
             await looking
 
 
@@ -340,7 +342,7 @@ async def test_a_queue_cannot_be_inspected(make: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("wrong", ["engine.sock", "udp://host:1", "unix://relative"])
 async def test_an_invalid_address_is_rejected(wrong: str) -> None:
-    with pytest.raises(ValueError, match="is not unix:// and an absolute path"):
+    with pytest.raises(ValueError, match="must be unix:// followed by an absolute path"):
         await inspect(wrong, patience_s=1.0)
 
 
@@ -355,7 +357,7 @@ async def test_inspecting_a_socket_of_another_type_raises_usage_error(address: s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
         other.bind(path)
         other.listen()
-        with pytest.raises(UsageError, match="nothing can be sent to"):
+        with pytest.raises(UsageError, match=r"connecting to .* failed: "):
             await inspect_patiently(address)
     os.unlink(path)
 
@@ -376,5 +378,5 @@ async def test_another_user_cannot_inspect_a_receiver(address: str) -> None:
     async with TensorReceiver(address) as receiver:
         assert "may not connect" in await in_child(_look_as_nobody, address)
         path.chmod(0o666)
-        assert "runs as user 0, this process as user" in await in_child(_look_as_nobody, address)
+        assert "runs as user 0, but this process runs as user" in await in_child(_look_as_nobody, address)
         assert unidentified_at(receiver) == 0

@@ -432,7 +432,7 @@ async def test_a_lost_server_is_logged_with_the_number_of_lost_messages() -> Non
     assert lost.fields == {
         "address": address,
         "peer_pid": os.getpid(),
-        "reason": "it closed",
+        "reason": "it closed the connection",
         "messages_lost": 1,
     }
 

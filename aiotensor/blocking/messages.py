@@ -136,7 +136,7 @@ class Request(Generic[M]):
 
     def __enter__(self) -> Self:
         if self._is_entered:
-            raise UsageError("the block of a request is entered once")
+            raise UsageError("this request was already entered")
         self._is_entered = True
         return self
 

@@ -83,7 +83,7 @@ class BlockingObject(Generic[A, S]):
         with self._lock:
             if self.is_closed or self._was_opened:
                 error = ClosedError if self.is_closed else UsageError
-                raise error(f"this {self._name} was opened before: make a new one")
+                raise error(f"this {self._name} was already opened: create a new one")
             self._was_opened = True
         try:
             loop = borrow(self._user)
@@ -96,7 +96,7 @@ class BlockingObject(Generic[A, S]):
             if not self._is_ending:  # otherwise the thread that closes it releases the loop
                 self._release_loop()
             if isinstance(error, asyncio.CancelledError):
-                raise ClosedError(f"this {self._name} was closed while it was opened") from None
+                raise ClosedError(f"this {self._name} was closed while it was being opened") from None
             raise
         return self
 
@@ -229,28 +229,28 @@ class BlockingObject(Generic[A, S]):
             with suppress(RuntimeError):  # a signal handler has closed it just now
                 self._loop.begin(call)
                 return
-        raise ClosedError(f"this {self._name} was closed: make a new one")
+        raise ClosedError(f"this {self._name} was closed: create a new one")
 
     async def _next(self, items: AsyncIterator[R]) -> R:
         """Return the next item, in the loop, or raise `ClosedError` at the end."""
         try:
             return await anext(items)
         except StopAsyncIteration:
-            raise ClosedError(f"this {self._name} was closed: make a new one") from None
+            raise ClosedError(f"this {self._name} was closed: create a new one") from None
 
     def _check_place(self) -> None:
         self._check_process()
         if asyncio._get_running_loop() is not None:
             raise UsageError(
-                f"this {self._name} would block the event loop of this thread: use the one of aiotensor "
-                "itself here, with await"
+                f"this {self._name} would block the event loop of this thread: use the asynchronous class "
+                "here instead, with await"
             )
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise UsageError(
-                f"this {self._name} came here by a fork, where its thread is not: start processes with "
-                "multiprocessing.get_context('spawn') and open one in each"
+                f"this {self._name} was inherited by a forked process, in which its thread does not run: "
+                "start processes with multiprocessing.get_context('spawn') and open one in each"
             )
 
 

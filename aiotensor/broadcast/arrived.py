@@ -114,7 +114,7 @@ class Arrived:
     def _open_next(self, content: Content) -> None:
         placed = content.tensors[len(self.tensors)]
         if placed.placement != ARENA:
-            raise ProtocolError(f"it placed a tensor by {placed.placement!r}, which is unknown here")
+            raise ProtocolError(f"it used the unknown placement {placed.placement!r} for a tensor")
         tensor = self._open_tensor(placed)
         if placed.requires_grad or placed.is_parameter:
             tensor = as_leaf(tensor, requires_grad=placed.requires_grad, is_parameter=placed.is_parameter)

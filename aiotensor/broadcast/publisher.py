@@ -301,8 +301,8 @@ def _check(settings: PublisherSettings) -> None:
         raise ValueError(f'slow must be "wait", "drop" or "disconnect", got {settings.slow!r}')
     if settings.history >= settings.max_behind:
         raise ValueError(
-            f"history must be less than max_behind={settings.max_behind}, got {settings.history}: a "
-            "subscriber begins as many publications behind; raise max_behind"
+            f"history must be less than max_behind={settings.max_behind}, got {settings.history}: a new "
+            "subscriber starts that many publications behind; raise max_behind"
         )
     held = settings.max_held_bytes
     if held is not None and held > settings.max_bytes:

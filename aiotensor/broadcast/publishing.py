@@ -51,9 +51,10 @@ _MAX_RECORD_CONTENT_BYTES = 2 * MAX_INLINE_BYTES
 _QUICK_TENSORS = 64
 
 _STUCK = (
-    "all shared memory is held by this message and by tensors from allocate() that no subscriber uses, whose "
-    "publication would wait for this one: publish them first, free them, or raise arena_bytes; such a tensor "
-    "is copied if it is not contiguous or not aligned, or if an earlier publication of it is in use"
+    "all shared memory is used by this message and by tensors from allocate() that no subscriber uses and "
+    "that can only be published after this message: publish them first, free them, or raise arena_bytes; an "
+    "allocated tensor is copied if it is not contiguous or not aligned, or if an earlier publication of it "
+    "is in use"
 )
 
 
@@ -129,7 +130,7 @@ class Publishing:
             settings.keep_warm_s,
             counts,
             settings.max_wait_s,
-            lambda nbytes: self._reports.overdue("other copies were under way", nbytes),
+            lambda nbytes: self._reports.overdue("other copies were in progress", nbytes),
             alignment=mmap.PAGESIZE,  # subscribers drop the pages of one block without changing others
             segment_closed=self._segment_closed,
         )
@@ -272,8 +273,8 @@ class Publishing:
         nbytes, limit = new_bytes + allocated_bytes, self._settings.max_held_bytes
         if limit is not None and nbytes > limit:
             raise TooLargeError(
-                f"this message has {nbytes} bytes, and max_held_bytes={limit} allows no subscriber to use so "
-                "many: publish smaller parts, or raise max_held_bytes",
+                f"this message has {nbytes} bytes, more than max_held_bytes={limit} allows each subscriber "
+                "to use: publish smaller parts, or raise max_held_bytes",
                 limit=limit,
                 requested=nbytes,
             )

@@ -39,7 +39,7 @@ class SubscriberRefusalLog:
 
 def _log_refused(count: int, subscriber: str, pid: int, reason: str) -> None:
     logger.warning(
-        "subscriber %s (pid %s) is refused: %s%s",
+        "subscriber %s (pid %s) was refused: %s%s",
         subscriber,
         pid,
         reason,
@@ -56,7 +56,7 @@ def _log_refused(count: int, subscriber: str, pid: int, reason: str) -> None:
 
 def _log_broken(count: int, subscriber: str | None, pid: int | None, reason: str) -> None:
     logger.error(
-        "subscriber %s broke the protocol, its connection is closed: %s%s",
+        "subscriber %s broke the protocol and was disconnected: %s%s",
         subscriber,
         reason,
         others(count),
@@ -72,7 +72,7 @@ def _log_broken(count: int, subscriber: str | None, pid: int | None, reason: str
 
 def _log_replaced(count: int, pid: int | None, connections: int) -> None:
     logger.warning(
-        "an unidentified connection (pid %s) is closed, since %s newer ones were opened%s",
+        "an unidentified connection (pid %s) was closed because %s newer ones were opened%s",
         pid,
         connections,
         others(count),
@@ -87,7 +87,7 @@ def _log_replaced(count: int, pid: int | None, connections: int) -> None:
 
 def _log_disconnected(count: int, subscriber: str, pid: int, reason: str) -> None:
     logger.warning(
-        "subscriber %s (pid %s) is disconnected: %s%s",
+        "subscriber %s (pid %s) was disconnected: %s%s",
         subscriber,
         pid,
         reason,

@@ -244,7 +244,7 @@ class Session:
         except RefusedError as error:
             self._refuse(str(error), is_refusal=True)
         except OSError as error:
-            self._refuse(f"its memory cannot be mapped here: {error}")
+            self._refuse(f"its memory cannot be mapped into this process: {error}")
 
     def _detach(self, segment: int) -> None:
         if self.transport.mover is not None:

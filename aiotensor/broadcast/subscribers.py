@@ -60,8 +60,8 @@ class Subscribers:
     # See `Host`.
     opening = Subscribe
     wrong_role = (
-        "a Publisher listens at this address, and no TensorReceiver: open the TensorReceiver at another "
-        "address, and pass that one to the TensorSender"
+        "a Publisher listens at this address, not a TensorReceiver: open the TensorReceiver at another "
+        "address, and pass that address to the TensorSender"
     )
 
     def __init__(
@@ -107,8 +107,8 @@ class Subscribers:
         for peer in self.audience.to_disconnect():
             self.disconnect(
                 peer,
-                f"it was {peer.backlog.behind} publications behind, and max_behind of the publisher allows "
-                "no more: receive faster, or raise max_behind",
+                f"it was {peer.backlog.behind} publications behind, the limit max_behind of the publisher: "
+                "receive faster, or raise max_behind",
             )
         self.next_number = item.number + 1
         uses = len(self.connected) + (self._settings.history > 0)
@@ -158,7 +158,7 @@ class Subscribers:
             limit = self._settings.max_subscribers
             if limit is not None and len(self.connected) >= limit:
                 refusal = (
-                    f"max_subscribers={limit} subscribers are connected already: raise max_subscribers of "
+                    f"max_subscribers={limit} subscribers are already connected: raise max_subscribers of "
                     "the publisher, or close another subscriber"
                 )
         if refusal is not None:
@@ -223,7 +223,7 @@ class Subscribers:
     def listening_failed(self, error: OSError) -> None:
         """Disconnect all subscribers, because the queue cannot be read and no answer can arrive."""
         logger.critical(
-            "reading from the subscribers failed, they are disconnected",
+            "reading from the subscribers failed; all of them were disconnected",
             exc_info=error,
             extra={"event": "reading_failed", "error": type(error).__name__, "reason": str(error)},
         )

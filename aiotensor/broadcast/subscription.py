@@ -284,9 +284,10 @@ class Subscription(Generic[T]):
     def _state(self) -> str:
         session = self._session
         if session is None or session.is_over:
-            return "no publisher is connected: it is not open, or at another endpoint"
+            return "no publisher is connected: it is not open, or uses another endpoint"
         return (
-            f"a publisher (pid {session.connection.peer_pid}) is connected, and has published nothing since"
+            f"a publisher (pid {session.connection.peer_pid}) is connected, but has published nothing since "
+            "then"
         )
 
     # Events of the connector

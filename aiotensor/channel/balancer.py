@@ -215,7 +215,7 @@ class Balancer:
 
     def _timed_out(self, limit_s: float | None) -> WouldBlockError:
         is_connected = any(server.session is not None for server in self._servers)
-        why = "has had capacity for this message" if is_connected else "was reached"
+        why = "has had capacity for this message" if is_connected else "could be reached"
         return WouldBlockError(
             f"none of the {len(self._servers)} servers {why} for {limit_s} s", messages=Usage(requested=1)
         )

@@ -38,7 +38,7 @@ class CancelOnce:
     def __enter__(self) -> Self:
         self._task = asyncio.current_task()
         if self._task is None:
-            raise RuntimeError("this block can be entered in a task only")
+            raise RuntimeError("this block can only be entered in a task")
         self._cancelling = self._task.cancelling()
         return self
 

@@ -106,8 +106,8 @@ class MessageClient(LoopObject, Generic[R]):
             self._senders *= len(texts)
         if not texts or len(self._senders) != len(texts):
             raise ValueError(
-                f"got {len(self._senders)} senders and {len(texts)} addresses: there is one sender for each "
-                "server, or none; with several addresses, give a list of senders in their order"
+                f"got {len(self._senders)} senders and {len(texts)} addresses: pass one sender for each "
+                "server, or none; with several addresses, pass a list of senders in the same order"
             )
         self._limits = options.part_limits(max_part_bytes, max_body_bytes)
         largest = self._limits.part_bytes

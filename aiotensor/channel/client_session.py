@@ -187,7 +187,8 @@ class ClientSession:
         if self.connection.receiver and not self._has_logged_no_sender:
             self._has_logged_no_sender = True
             logger.warning(
-                "tensors for process %s are sent inside the answers: no sender is connected to its receiver",
+                "tensors for process %s are sent inside the replies because no sender is connected to its "
+                "receiver",
                 self.pid,
                 extra={"event": "detour_taken", "peer_pid": self.pid},
             )

@@ -23,7 +23,7 @@ __all__ = ["Clients"]
 
 logger = logger_of("channel")
 
-_UNREAD = "it reads no answers"
+_UNREAD = "it does not read its replies"
 
 
 class Clients(Connections):
@@ -141,9 +141,13 @@ class Clients(Connections):
                 del self._leftovers[client]
         if len(self._clients) + len(self._leftovers) < most:
             return None
-        left = f", with {len(self._leftovers)} that left messages to be taken" if self._leftovers else ""
+        left = (
+            f", including {len(self._leftovers)} disconnected clients with waiting messages"
+            if self._leftovers
+            else ""
+        )
         return (
-            f"the server has max_clients={most} clients already{left}: raise max_clients of the server, or "
+            f"the server already has max_clients={most} clients{left}: raise max_clients of the server, or "
             "close another client"
         )
 
@@ -171,7 +175,7 @@ class Clients(Connections):
     def _disconnect_slow(self, client: ClientSession) -> None:
         """Disconnect a client that leaves too many messages unread."""
         logger.error(
-            "a client (pid %s) is disconnected: %s",
+            "a client (pid %s) was disconnected: %s",
             client.pid,
             _UNREAD,
             extra={"event": "client_cut_off", "peer_pid": client.pid, "reason": _UNREAD},
@@ -195,7 +199,7 @@ class Clients(Connections):
         wanted = sum(incoming.wants_answer for incoming in client.requests.values())
         logger.log(
             logging.WARNING if wanted else logging.INFO,
-            "a client (pid %s) is gone; %s messages need no answer any more",
+            "the connection to a client (pid %s) was lost; %s messages no longer need a reply",
             client.pid,
             wanted,
             extra={"event": "client_lost", "peer_pid": client.pid, "messages_lost": wanted},

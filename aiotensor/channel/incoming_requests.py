@@ -145,9 +145,7 @@ class IncomingRequests(Generic[M]):
         if not incoming.handles:
             self._make_ready(incoming)
         elif self._receiver is None:
-            self._refuse(
-                incoming, ProtocolError("this server has no receiver for tensors that a sender sends")
-            )
+            self._refuse(incoming, ProtocolError("this server has no receiver for tensors sent by a sender"))
         else:
             waiting = self._await_tensors(incoming, self._receiver)
             task = asyncio.get_running_loop().create_task(waiting)
@@ -247,7 +245,7 @@ class IncomingRequests(Generic[M]):
             is_fault = isinstance(error, ProtocolError) or not is_foreseen
             logger.log(
                 logging.ERROR if is_fault else logging.INFO,
-                "a message of process %s is refused: %s",
+                "a message from process %s was refused: %s",
                 incoming.client.pid,
                 cause.text,
                 exc_info=None if is_foreseen else error,
@@ -329,13 +327,14 @@ class IncomingRequests(Generic[M]):
             if incoming in self.unfinished and not self.affinity.is_closed:
                 if incoming.is_wanted:
                     logger.warning(
-                        "a request of process %s was dropped without an answer: answer each one in its block",
+                        "a request from process %s was dropped without a reply: answer each request in its "
+                        "block",
                         incoming.client.pid,
                         extra={"event": "request_dropped", "peer_pid": incoming.client.pid},
                     )
                 # A signal or a cancellation may come between taking a request and entering its block.
                 self.fail(
-                    incoming, Cause(UsageError.__name__, "it was dropped without an answer", is_loss=True)
+                    incoming, Cause(UsageError.__name__, "it was dropped without a reply", is_loss=True)
                 )
 
 

@@ -79,12 +79,12 @@ def positive(name: str, value: int) -> int:
 def seconds(name: str, value: float) -> float:
     """Check a span of time."""
     if not 0 <= value < 2**31 / 1000:
-        raise ValueError(f"{name} is seconds, at least 0, got {value}")
+        raise ValueError(f"{name} must be at least 0 seconds, got {value}")
     return value
 
 
 def _milliseconds(name: str, value: float | None, default: float) -> int:
     span = default if value is None else value
     if not 0.001 <= span <= 6553:  # ZeroMQ sends it to the other side in 16 bits, as tenths of a second
-        raise ValueError(f"{name} is seconds, from 0.001 to 6553, got {span}")
+        raise ValueError(f"{name} must be between 0.001 and 6553 seconds, got {span}")
     return round(span * 1000)

@@ -125,11 +125,13 @@ class OutgoingRequests(Generic[R]):
                 if owner_of(inside) is self._senders[server]
             ]
             if not owners or target not in (None, *owners):
-                raise ValueError("`inside` is a message of this client's sender, for the same target")
+                raise ValueError("`inside` must be a message of this client's sender, for the same target")
             target = owners[0] if target is None else target
         number = 0 if target is None else target
         if not 0 <= number < len(self.servers):
-            raise ValueError(f"target {target} is none of the {len(self.servers)} servers, from 0")
+            raise ValueError(
+                f"target must be the index of one of the {len(self.servers)} servers, got {target}"
+            )
         return self.servers[number]
 
     async def _ask(
@@ -171,8 +173,8 @@ class OutgoingRequests(Generic[R]):
                 if balancer is None and (payload.tensors or inside is not None):
                     # Its tensors belong to a lost server, so the message does not wait for the next one.
                     raise server.failure or PeerLostError(
-                        f"the server at {server.address.text} was lost while the tensors of a message were "
-                        "being sent to it"
+                        f"the connection to the server at {server.address.text} was lost while the tensors "
+                        "of a message were being sent"
                     )
         finally:
             payload.tensors.clear()
@@ -197,9 +199,9 @@ class OutgoingRequests(Generic[R]):
                 if handles and receiver and sender.receiver_id not in (None, receiver):
                     # The server would wait for them.
                     raise PeerLostError(
-                        "the tensors of this message went to another receiver than the server's: the server "
-                        "was replaced in the meantime, or the sender's endpoint is not that of the server's "
-                        "receiver"
+                        "the tensors of this message were sent to a receiver other than the server's: the "
+                        "server was replaced in the meantime, or the sender's endpoint is not that of the "
+                        "server's receiver"
                     )
             released = None if wants_answer else self._memory.watch(payload.parts)
             request = await session.ask(handles, payload.parts, wants_answer=wants_answer)
@@ -221,11 +223,11 @@ class OutgoingRequests(Generic[R]):
         if answer.handles:
             receiver = self._receiver
             if receiver is None:
-                raise ProtocolError("the server sent tensors to a receiver, and this client has none")
+                raise ProtocolError("the server sent tensors to a receiver, but this client has no receiver")
             # The server uses connected senders only, so a sender that is unknown here will never connect.
             if not all(has_seen(receiver, handle.sender) for handle in answer.handles):
                 raise ProtocolError(
-                    "the server named tensors of a sender that is not connected to this client"
+                    "the server referred to tensors of a sender that is not connected to this client"
                 )
             try:
                 for count, handle in enumerate(answer.handles):
@@ -233,7 +235,9 @@ class OutgoingRequests(Generic[R]):
                         await asyncio.sleep(0)
                     found.append(await receiver.receive(handle))
             except (AlreadyTakenError, DiscardedError, ValueError) as error:
-                raise ProtocolError(f"the server named tensors that cannot be taken: {error}") from error
+                raise ProtocolError(
+                    f"the server referred to tensors that cannot be taken: {error}"
+                ) from error
         try:
             message: R = await unpack(self._decoder, answer.parts, found)
         finally:

@@ -135,7 +135,7 @@ class RemoteServer:
             self._attempt = ServerSession(sock, connection, self._wait_limit, self._drop)
             sock.connect(target.address)
         except zmq.ZMQError as error:
-            text = f"this client cannot connect to {self.address.text}: {error.strerror}"
+            text = f"connecting to {self.address.text} failed: {error.strerror}"
             if error.errno in _EXHAUSTED:
                 self._dialer.report(text, error.strerror)
                 self._dial_again()
@@ -180,7 +180,7 @@ class RemoteServer:
 
     def _timed_out(self) -> WouldBlockError:
         is_ready = self.session is not None
-        why = "has had no capacity for this message" if is_ready else "was not reached"
+        why = "has had no capacity for this message" if is_ready else "could not be reached"
         more = f"; {self._dialer.reason}" if self._dialer.reason and not is_ready else ""
         return WouldBlockError(
             f"the server at {self.address.text} {why} for {self._max_wait_s:g} s{more}",
@@ -241,8 +241,9 @@ class RemoteServer:
         if is_final or (self._dialer.refused(error) and zmq.CURVE_SECRETKEY in self._options):
             self._refuse(
                 AccessDeniedError(
-                    f"the server at {self.address.text} and this client do not agree on their keys: give "
-                    "secret_key and server_key, and have the server list this client's public key"
+                    f"the keys of this client and of the server at {self.address.text} do not match: pass "
+                    "secret_key and server_key, and add this client's public key to the client_keys of the "
+                    "server"
                 )
             )
 
@@ -309,7 +310,7 @@ class RemoteServer:
         self._end(loss.error, linger_s)
         logger.log(
             logging.WARNING if lost or isinstance(loss.error, RefusedError) else logging.INFO,
-            "%s; %s messages get no answer",
+            "%s; %s messages will get no reply",
             loss.error,
             lost,
             extra={

@@ -60,7 +60,9 @@ class Request(Generic[M]):
     def message(self) -> M:
         """The message of the client, with its tensors in place."""
         if self._message is None:
-            raise UsageError("this request was answered, or its block has ended: its message is gone")
+            raise UsageError(
+                "this request was answered, or its block has ended: its message is no longer available"
+            )
         return self._message
 
     @property
@@ -129,7 +131,7 @@ class Request(Generic[M]):
 
     async def __aenter__(self) -> Self:
         if self._incoming.block is not None:
-            raise UsageError("the block of a request is entered once")
+            raise UsageError("this request was already entered")
         block = self._incoming.block = CancelOnce()
         block.__enter__()
         if not self._incoming.is_wanted and self._incoming.wants_answer:
@@ -141,7 +143,7 @@ class Request(Generic[M]):
     ) -> bool:
         block = self._incoming.block
         if block is None:
-            raise AssertionError("a block that is left was entered")
+            raise AssertionError("the block was entered before it ended")
         if self._requests.affinity.is_left_in_child(error):
             return False
         was_cancelled = block.__exit__(kind, error, trace)
@@ -155,13 +157,13 @@ class Request(Generic[M]):
         self._release()
         if not self._is_answered and self._incoming.is_wanted:
             self._is_answered = True
-            self._fail(UsageError("the server's handler gave no answer") if error is None else error)
+            self._fail(UsageError("the server's handler ended without a reply") if error is None else error)
         if isinstance(error, Exception) and not isinstance(error, ClosedError):
             self._log_failure(error)
 
     def _log_failure(self, error: BaseException) -> None:
         logger.error(
-            "answering a request of process %s failed",
+            "answering a request from process %s failed",
             self.client_pid,
             exc_info=error,
             extra={
@@ -181,7 +183,7 @@ class Request(Generic[M]):
 
     def _answer_once(self) -> None:
         if self._is_answered:
-            raise UsageError("this request was answered before")
+            raise UsageError("this request was already answered")
         self._is_answered = True
 
     def _fail(self, error: BaseException | str) -> bool:

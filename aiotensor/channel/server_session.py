@@ -158,7 +158,7 @@ class ServerSession:
         if not failure.is_loss:
             return RemoteError(what, type_name=failure.type_name)
         pid = self.connection.peer_pid
-        return PeerLostError(f"the server (pid {pid}) stopped its work on this request: {what}", pid=pid)
+        return PeerLostError(f"the server (pid {pid}) stopped processing this request: {what}", pid=pid)
 
     def end(self, error: AioTensorError) -> None:
         """Fail the requests that were sent; the others go to another server, or wait for the next one."""

@@ -14,10 +14,10 @@ KEY_VARIABLE = "AIOTENSOR_SECRET_KEY"
 
 _KEY_BYTES = 32
 _LONGEST_FILE = 4096
-_NO_KEY = "a key has 40 characters, as zmq.curve_keypair() makes it; this is none"
+_NO_KEY = "expected a key of 40 characters, as returned by zmq.curve_keypair()"
 _FILE_OR_VARIABLE = f"with --secret-key-file or in the environment variable {KEY_VARIABLE}"
 HOW_TO_GIVE = (
-    f"Give --server-key, and the secret key of this side {_FILE_OR_VARIABLE}; zmq.curve_keypair() makes a "
+    f"Pass --server-key, and the secret key of this side {_FILE_OR_VARIABLE}; zmq.curve_keypair() creates a "
     "pair of keys"
 )
 
@@ -75,13 +75,13 @@ def keys_for(address: str | None, secret_key: str | None, server_key: str | None
     if secret_key is None and server_key is None:
         return Keys()
     if address is None or not address.lower().startswith("tcp:"):
-        raise click.UsageError("--server-key and --secret-key-file are for tcp:// addresses")
+        raise click.UsageError("--server-key and --secret-key-file can only be used with tcp:// addresses")
     if server_key is None:
-        raise click.UsageError("--secret-key-file needs --server-key, the public key of the other side")
+        raise click.UsageError("--secret-key-file requires --server-key, the public key of the other side")
     if secret_key is None:
         secret_key = os.environ.get(KEY_VARIABLE)
         if not secret_key:
-            raise click.UsageError(f"--server-key needs the secret key of this side, {_FILE_OR_VARIABLE}")
+            raise click.UsageError(f"--server-key requires the secret key of this side, {_FILE_OR_VARIABLE}")
         secret_key = secret_key.strip()
         if not _is_key(secret_key):
             raise click.UsageError(f"{KEY_VARIABLE}: {_NO_KEY}")

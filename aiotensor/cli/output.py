@@ -24,7 +24,7 @@ class _OutputError(Exception):
     """
 
     def __init__(self, reason: OSError) -> None:
-        super().__init__(f"standard output cannot be written: {reason.strerror}")
+        super().__init__(f"writing to standard output failed: {reason.strerror}")
         self.is_broken_pipe = isinstance(reason, BrokenPipeError)
 
 

@@ -26,7 +26,7 @@ Find: TypeAlias = Callable[[Any], torch.Tensor]
 
 def _nowhere(handle: object) -> torch.Tensor:
     raise ProtocolError(
-        f"the peer sent the handle of a tensor, and this decoder has no `find`: {handle!r:.64}"
+        f"the peer sent the handle of a tensor, but this decoder has no `find`: {handle!r:.64}"
     )
 
 
@@ -47,15 +47,15 @@ class _Decoding(msgspec.Struct, eq=False):
         start = self.packed_read + wire.LENGTH_BYTES
         self.packed_read = start + int.from_bytes(self.pack[start - wire.LENGTH_BYTES : start], "big")
         if start > len(self.pack) or self.packed_read > len(self.pack):
-            raise ProtocolError("the peer sent fewer packed tensors than its message has")
+            raise ProtocolError("the peer sent fewer packed tensors than its message contains")
         return wire.read_packed(self.pack[start : self.packed_read])
 
     def take(self, number: int) -> memoryview:
         """Return a buffer, but only once, since two tensors must not share memory."""
         if number >= len(self.buffers):
-            raise ProtocolError(f"the peer named buffer {number}, and sent {len(self.buffers)}")
+            raise ProtocolError(f"the peer referred to buffer {number}, but sent {len(self.buffers)} buffers")
         if number in self.used:
-            raise ProtocolError(f"the peer named buffer {number} twice")
+            raise ProtocolError(f"the peer referred to buffer {number} twice")
         self.used.add(number)
         return self.buffers[number]
 
@@ -64,7 +64,7 @@ class _Decoding(msgspec.Struct, eq=False):
         try:
             tensor: object = self.call_find(handle)
             if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"`find` returns tensors, got {type(tensor).__name__!r}")
+                raise TypeError(f"`find` must return a tensor, got {type(tensor).__name__!r}")
         except BaseException as error:
             self.error = error
             raise
@@ -73,13 +73,13 @@ class _Decoding(msgspec.Struct, eq=False):
     def check_all_used(self) -> None:
         if len(self.used) != len(self.buffers):
             raise ProtocolError(
-                f"the peer sent {len(self.buffers)} buffers, and the message uses {len(self.used)} of "
-                "them: there is one too many, or a tensor is in a field that the type here does not have"
+                f"the peer sent {len(self.buffers)} buffers, but the message uses {len(self.used)} of them: "
+                "there is one too many, or a tensor is in a field that the type of this decoder does not have"
             )
         if self.pack is not None and self.packed_read != len(self.pack):
             raise ProtocolError(
-                "the peer sent more packed tensors than the message has: perhaps one is in a field that the "
-                "type here does not have"
+                "the peer sent more packed tensors than the message contains: one may be in a field that the "
+                "type of this decoder does not have"
             )
 
 
@@ -135,7 +135,7 @@ class TensorDecoder(Generic[T]):
             OSError: no memory is left for a copy.
         """
         if not parts:
-            raise ProtocolError("the peer sent a message of no parts")
+            raise ProtocolError("the peer sent a message without parts")
         body, *buffers = parts
         views = [memoryview(part) for part in buffers] if buffers else []
         now = _Decoding(views, self._find if find is None else find)
@@ -145,12 +145,12 @@ class TensorDecoder(Generic[T]):
             if self._expectations is not None:
                 self._expectations(message)
         except MismatchError as error:
-            raise ProtocolError(f"`${error.path}` is not as its annotation says: {error}") from None
+            raise ProtocolError(f"`${error.path}` does not match its annotation: {error}") from None
         # msgspec raises a TypeError for a set of values that are not hashable.
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
             if error is now.error:
                 raise
-            raise ProtocolError(f"the peer sent a message that cannot be read: {error}") from error
+            raise ProtocolError(f"the peer sent a message that cannot be decoded: {error}") from error
         finally:
             self._current.parts = outer
             now.error = None  # its traceback refers to this object, and thus to tensors
@@ -183,10 +183,12 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     try:
         return tensor.detach().resolve_conj().resolve_neg().numpy()
     except (TypeError, RuntimeError) as error:
-        raise ProtocolError(f"the peer sent an array of {tensor.dtype}, which numpy does not know") from error
+        raise ProtocolError(
+            f"the peer sent an array of {tensor.dtype}, which numpy does not support"
+        ) from error
     except ValueError as error:  # before numpy 2
         raise ProtocolError(
-            f"the peer sent an array of {tensor.dim()} dimensions, which are too many for the numpy here"
+            f"the peer sent an array of {tensor.dim()} dimensions, more than this version of numpy supports"
         ) from error
 
 

@@ -71,7 +71,7 @@ class Encoding(msgspec.Struct, eq=False):
     def _encode_tensor(self, value: object) -> msgspec.msgpack.Ext:
         if not isinstance(value, _TENSORS):
             raise TypeError(
-                f"a message cannot hold a {type(value).__name__!r}: use a msgspec Struct, a dataclass, a "
+                f"a message cannot contain a {type(value).__name__!r}: use a msgspec Struct, a dataclass, a "
                 "list, a dict, a plain value, a tensor or an array"
             )
         source = self.open(value)

@@ -131,7 +131,7 @@ class _Walk:
             inner = self.check_of(args[0])
             return None if inner is None else _parts(_SEQUENCES, enumerate, repeat(inner))
         if self.check_of(args[0]) is not None:
-            raise TypeError(f"a TensorMeta says what a tensor is like, and no key of {type_!r} is one")
+            raise TypeError(f"a TensorMeta describes a tensor, but the keys of {type_!r} are not tensors")
         inner = self.check_of(args[1])
         return None if inner is None else _parts(dict, dict.items, repeat(inner))
 
@@ -139,10 +139,10 @@ class _Walk:
         checks = [self.check_of(inner)]
         for meta in metas:
             if meta is TensorMeta:
-                raise TypeError("write TensorMeta(...) in an annotation, with what the tensor must be like")
+                raise TypeError("use TensorMeta(...) in an annotation, with the expected dtype and shape")
             if isinstance(meta, TensorMeta):
                 if not any(_is_tensor(arm) for arm in arms(inner)):
-                    raise TypeError(f"a TensorMeta says what a tensor is like, and {inner!r} is none")
+                    raise TypeError(f"a TensorMeta describes a tensor, but {inner!r} is not a tensor")
                 self.has_meta = True
                 checks.append(meta.check)
         return _all_of(checks)

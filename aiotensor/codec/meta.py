@@ -41,14 +41,14 @@ class TensorMeta(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"dtype is a torch dtype, for example torch.uint8, got {self.dtype!r}")
+            raise TypeError(f"dtype must be a torch.dtype such as torch.uint8, got {self.dtype!r}")
         shape: Any = self.shape
         if shape is None:
             return
         if not isinstance(shape, tuple | list) or not all(isinstance(size, int | None) for size in shape):
-            raise TypeError(f"shape is a tuple of sizes, None for any size, got {shape!r}")
+            raise TypeError(f"shape must be a tuple of sizes, with None for any size, got {shape!r}")
         if any(size is not None and size < 0 for size in shape):
-            raise ValueError(f"the sizes of a shape are not negative, got {shape}")
+            raise ValueError(f"the sizes of a shape must not be negative, got {shape}")
         msgspec.structs.force_setattr(self, "shape", tuple(shape))
 
     def check(self, value: object) -> None:

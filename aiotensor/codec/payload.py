@@ -134,14 +134,17 @@ def unpack_now(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found: 
 
     def find(handle: object) -> torch.Tensor:
         if not isinstance(handle, int) or not 0 <= handle < len(found) or handle in used:
-            raise ProtocolError(f"the peer named tensor {handle!r:.64} of {len(found)}, or named it twice")
+            raise ProtocolError(
+                f"the peer referred to tensor {handle!r:.64} of {len(found)}, which does not exist or was "
+                "used before"
+            )
         used.add(handle)
         return found[handle]
 
     message = decoder.decode(parts, find)
     if len(used) != len(found):
         raise ProtocolError(
-            f"the peer sent {len(found)} tensors, and the message uses {len(used)} of them: one is too many, "
-            "or is in a field that the type here does not have"
+            f"the peer sent {len(found)} tensors, but the message uses {len(used)} of them: one is too many, "
+            "or is in a field that the type of this decoder does not have"
         )
     return message

@@ -98,4 +98,4 @@ def read_packed(data: memoryview) -> Inline:
 
 
 def _unreadable(error: Exception) -> ProtocolError:
-    return ProtocolError(f"the peer described a tensor that cannot be: {error}")
+    return ProtocolError(f"the peer described an invalid tensor: {error}")

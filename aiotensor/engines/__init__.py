@@ -27,4 +27,4 @@ def engine_maker(name: str) -> Callable[[], Engine]:
 
         load()
         return NixlEngine
-    raise EngineError(f"there is no engine {name!r}")
+    raise EngineError(f"unknown engine {name!r}")

@@ -80,7 +80,7 @@ class NixlEngine:
         config.useProgThread = False  # it would poll all the time
         config.useListenThread = False
         config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
-        with _translated("it cannot be used here"), _making:
+        with _translated("NIXL cannot be used in this process"), _making:
             _check_descriptors()
             self._agent = nixl.nixlAgent(secrets.token_hex(16), config)
             self._backends = [self._agent.createBackend("UCX", {"engine_config": _UCX})]
@@ -124,12 +124,12 @@ class NixlEngine:
             raise EngineError("the key of the peer is too short")
         address, nbytes, number = _KEY.unpack_from(key)
         if start + len(source) > nbytes:
-            raise EngineError(f"{len(source)} bytes at {start} exceed memory of {nbytes}")
+            raise EngineError(f"{len(source)} bytes at {start} exceed the memory of {nbytes} bytes")
         nixl = self._nixl
-        with _translated("a write did not begin"):
+        with _translated("starting a write failed"):
             self._learn(key)
         registration, own_number = self._register(source)
-        with _translated("a write did not begin"):
+        with _translated("starting a write failed"):
             there = nixl.nixlXferDList(nixl.DRAM_SEG, 0)
             there.addDesc((address + start, len(source), number))
             here = nixl.nixlXferDList(nixl.DRAM_SEG, 0)
@@ -161,7 +161,7 @@ class NixlEngine:
             except _errors as error:
                 reason = str(error) or type(error).__name__
             registration, _ = self._writes.pop(request)
-            with _translated("a write did not end"):
+            with _translated("finishing a write failed"):
                 self._agent.releaseXferReq(request)
                 self._agent.deregisterMem(registration, self._backends)
             ended.append((request, reason))
@@ -200,7 +200,7 @@ def _check_descriptors() -> None:
     left = limit - len(os.listdir("/proc/self/fd"))
     if left < _LEAST_DESCRIPTORS:
         raise EngineError(
-            f"NIXL needs {_LEAST_DESCRIPTORS} file descriptors, and {left} are left (ulimit -n)"
+            f"NIXL needs {_LEAST_DESCRIPTORS} file descriptors, but {left} are left (ulimit -n)"
         )
 
 

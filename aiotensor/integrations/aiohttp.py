@@ -147,8 +147,8 @@ def problem_middleware(
         if request.transport is None and not is_socket and not has_warned:
             has_warned = True
             logger.warning(
-                "a client disconnected, and its handler went on and kept what it held: run the application "
-                "with handler_cancellation=True",
+                "a client disconnected, but its handler continued and kept its resources: run the "
+                "application with handler_cancellation=True",
                 extra={"event": "handler_not_cancelled"},
             )
         return response

@@ -113,7 +113,7 @@ class TensorLifespan:
             UsageError: another application is using this object: create one for each application.
         """
         if self._sender is not None:
-            raise UsageError("this lifespan has begun already: make one for each application")
+            raise UsageError("this lifespan has already begun: create one for each application")
         async with serving(self._make_sender, self._drain_s) as self._sender:
             try:
                 yield
@@ -243,6 +243,6 @@ class MessageLifespan(TensorLifespan, Generic[R]):
 def _opened(one: T | None) -> T:
     if one is None:
         raise UsageError(
-            "the application does not run: give it the lifespan, as FastAPI(lifespan=engine.lifespan)"
+            "the application is not running: pass it the lifespan, as in FastAPI(lifespan=engine.lifespan)"
         )
     return one

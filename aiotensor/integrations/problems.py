@@ -87,7 +87,7 @@ def problem_of(error: AioTensorError | OSError, retry_after_s: float) -> Problem
     needs_operator = reason in ("engine_failed", "refused", "exhausted")
     logger.log(
         logging.ERROR if needs_operator else logging.INFO,
-        "a request is answered with %s, because of %s: %s",
+        "a request was answered with %s because of %s: %s",
         problem.status,
         type(error).__name__,
         error,
@@ -105,7 +105,7 @@ def log_cut_off(error: AioTensorError | OSError) -> None:
     """Log an error that was raised after the response had begun, if it would otherwise be answered."""
     if _answer_to(error) is not None:
         logger.warning(
-            "a response was cut off after it had begun, because of %s: %s",
+            "a response was cut off after it had begun because of %s: %s",
             type(error).__name__,
             error,
             extra={"event": "response_cut_off", "error": type(error).__name__, "reason": str(error)},
@@ -133,13 +133,13 @@ def _answer_to(error: AioTensorError | OSError) -> tuple[HTTPStatus, str, str] |
             detail = "the server could not answer in time: try again later"
             return HTTPStatus.SERVICE_UNAVAILABLE, detail, "deadline"
         case WouldBlockError() | RemoteError(type_name=WouldBlockError.__name__):
-            detail = "the server has as much to do as it can take: try again later"
+            detail = "the server is overloaded: try again later"
             return HTTPStatus.SERVICE_UNAVAILABLE, detail, "busy"
         case OSError() if error.errno in _EXHAUSTED and _is_of_library(error):
             detail = "the server has no descriptors, memory or threads left: try again later"
             return HTTPStatus.SERVICE_UNAVAILABLE, detail, "exhausted"
         case RefusedError() | RemoteError(type_name=RefusedError.__name__):
-            detail = "the engine does not admit this server: see the server's log"
+            detail = "the engine refused this server: see the server's log"
             return HTTPStatus.INTERNAL_SERVER_ERROR, detail, "refused"
         case (
             PeerLostError()
@@ -147,12 +147,12 @@ def _answer_to(error: AioTensorError | OSError) -> tuple[HTTPStatus, str, str] |
             | ClosedError()
             | RemoteError(type_name=PeerLostError.__name__ | DiscardedError.__name__ | ClosedError.__name__)
         ):
-            detail = "the engine went away before it answered: try again later"
+            detail = "the connection to the engine was lost before it answered: try again later"
             return HTTPStatus.SERVICE_UNAVAILABLE, detail, "engine_lost"
         case RemoteError() | ProtocolError():
             return HTTPStatus.BAD_GATEWAY, "the engine could not answer this request", "engine_failed"
         case TooLargeError():
-            detail = f"this needs {error.requested} and can have {error.limit} at most"
+            detail = f"this request needs {error.requested}, but the limit is {error.limit}"
             return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, detail, "too_large"
         case _:
             return None

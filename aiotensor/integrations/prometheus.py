@@ -85,7 +85,7 @@ class AioTensorCollector(Collector):
 
 def _timeout(seconds: float) -> float:
     if not 0 <= seconds <= threading.TIMEOUT_MAX:
-        raise ValueError(f"timeout_s is seconds, at least 0, got {seconds}")
+        raise ValueError(f"timeout_s must be at least 0 seconds, got {seconds}")
     return seconds
 
 
@@ -224,7 +224,7 @@ class MultiprocessPublisher:
         self._max_endpoints = checked_max_endpoints(max_endpoints)
         if not getattr(values.ValueClass, "_multiprocess", False):
             raise UsageError(
-                "prometheus_client keeps its numbers in this process alone: set PROMETHEUS_MULTIPROC_DIR to "
+                "prometheus_client stores its metrics only in this process: set PROMETHEUS_MULTIPROC_DIR to "
                 "a folder before anything imports it, or register an AioTensorCollector instead"
             )
         self._timeout_s = _timeout(timeout_s)
@@ -244,7 +244,7 @@ class MultiprocessPublisher:
             OSError: the folder cannot be written to, or the machine has no threads left.
         """
         if self._task is not None:
-            raise UsageError("this MultiprocessPublisher was opened before: make a new one")
+            raise UsageError("this MultiprocessPublisher was already opened: create a new one")
         await self._publish()
         self._task = asyncio.get_running_loop().create_task(self._run())
         return self
@@ -266,7 +266,7 @@ class MultiprocessPublisher:
                 await self._publish()
             except OSError as error:
                 logger.error(
-                    "publishing for prometheus_client failed, and is tried again: %s",
+                    "publishing metrics for prometheus_client failed and will be retried: %s",
                     error,
                     extra={"event": "publishing_failed", "reason": str(error)},
                 )

@@ -36,7 +36,7 @@ async def serving(make: Callable[[], TensorSender], drain_s: float) -> AsyncIter
             except TimeoutError:
                 discarded = sender.discard_all()
                 logger.warning(
-                    "%s messages were not taken within %g s of the end, and are discarded",
+                    "%s messages were not taken within %g s of shutdown and were discarded",
                     discarded,
                     drain_s,
                     extra={"event": "messages_discarded", "messages_lost": discarded, "waited_s": drain_s},

@@ -51,7 +51,7 @@ def watch(scope: Scope, limits: RequestLimits) -> None:
         return  # the handler of a web socket is notified of a disconnect when it receives
     request = scope.get(_KEY)
     if not isinstance(request, _WatchedRequest):
-        raise UsageError("the application does not watch its clients: call install(app) when it is made")
+        raise UsageError("the application does not watch its clients: call install(app) when it is created")
     request.watch(limits)
 
 

@@ -188,7 +188,7 @@ class Backlog:
         """
         count = self._in_use.get(block, 0)
         if not count:
-            raise ProtocolError(f"it released block {block} once too often")
+            raise ProtocolError(f"it released block {block} more often than it was announced")
         if count == 1:
             del self._in_use[block]
         else:

@@ -117,7 +117,7 @@ class ClientConnection(Connection):
             RefusedError: the server has another version; the connection is closed.
         """
         if not 0 < len(message) <= MAX_PARTS:
-            raise ProtocolError(f"it sent a message of {len(message)} parts: there are 1 to {MAX_PARTS}")
+            raise ProtocolError(f"it sent a message of {len(message)} parts, expected 1 to {MAX_PARTS}")
         frame = read_from_server(message[0])
         parts: list[memoryview] = []
         match frame:
@@ -146,4 +146,4 @@ class ClientConnection(Connection):
     def disconnected(self) -> Loss:
         """End the connection because the socket has ended."""
         self.state = CLOSED
-        return self.lost("it ended, or the connection broke", is_retried=True)
+        return self.lost("it ended, or the network failed", is_retried=True)

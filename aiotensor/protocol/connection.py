@@ -72,8 +72,8 @@ def mismatch(theirs: int, ours: int) -> str | None:
     if theirs == ours:
         return None
     return (
-        f"it speaks version {theirs} of the protocol, this side speaks {ours}: install the same aiotensor on "
-        "both sides"
+        f"it uses protocol version {theirs}, but this side uses version {ours}: install the same version of "
+        "aiotensor on both sides"
     )
 
 
@@ -136,7 +136,7 @@ class Connection:
     def closed(self, close: Close) -> Loss:
         """End the connection because of a `Close` of the peer."""
         if not close.reason:
-            return self.lost("it closed", is_retried=True)
+            return self.lost("it closed the connection", is_retried=True)
         if close.is_refusal:
             return self.refused(close.reason)
         return self.lost(f"it closed the connection: {close.reason}", is_retried=close.retry)
@@ -152,11 +152,11 @@ class Connection:
         """End the connection because the peer is gone.
 
         Args:
-            reason: the end of the error message, which begins with, for example, "the receiver is gone: ".
+            reason: the end of the error message, which begins with "the connection to … was lost: ".
             is_retried: whether to connect again automatically.
         """
         self.state = CLOSED
-        error = PeerLostError(f"{self._name} is gone: {reason}", pid=self.peer_pid)
+        error = PeerLostError(f"the connection to {self._name} was lost: {reason}", pid=self.peer_pid)
         return Loss(error, is_retried, reason)
 
     def refused(self, reason: str) -> Loss:

@@ -125,4 +125,4 @@ def read_direct(data: memoryview) -> DirectMessage:
     try:
         return _decoder.decode(data[1:])
     except DECODE_ERRORS as error:
-        raise ProtocolError(f"it sent a message between engines that cannot be read: {error}") from error
+        raise ProtocolError(f"it sent a message between engines that cannot be decoded: {error}") from error

@@ -192,12 +192,12 @@ def _read(decoder: "msgspec.msgpack.Decoder[T]", peer: str, header: bytes | memo
     """
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(
-            f"{peer} sent a header of {len(header)} bytes: at most {MAX_HEADER_BYTES} are read"
+            f"{peer} sent a header of {len(header)} bytes, more than the limit of {MAX_HEADER_BYTES}"
         )
     try:
         return decoder.decode(header)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"{peer} sent a header that cannot be read: {error}") from error
+        raise ProtocolError(f"{peer} sent a header that cannot be decoded: {error}") from error
 
 
 _from_client: "msgspec.msgpack.Decoder[FromClient]" = msgspec.msgpack.Decoder(FromClient)

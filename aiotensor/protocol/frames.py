@@ -351,7 +351,7 @@ def decode(decoder: "msgspec.msgpack.Decoder[Frames]", data: bytes | memoryview)
 
 def unreadable(error: Exception) -> ProtocolError:
     """Return the error for a record that cannot be decoded."""
-    return ProtocolError(f"it sent a frame that cannot be read: {error}")
+    return ProtocolError(f"it sent a frame that cannot be decoded: {error}")
 
 
 def bounded(statistics: Statistics) -> Statistics:

@@ -71,7 +71,7 @@ class Leases(Generic[G]):
         """
         block = self._blocks.get(number)
         if block is None or not block.sent:
-            raise ProtocolError(f"block {number} was given back once too often")
+            raise ProtocolError(f"block {number} was released more often than it was announced")
         block.sent -= 1
         return self._freed(number, block)
 

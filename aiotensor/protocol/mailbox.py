@@ -95,7 +95,7 @@ class Mailbox(Generic[T]):
         """
         record = self._record(sender)
         if (record.joined and record.loss is None) or first < record.next:
-            raise ProtocolError(f"sender {sender} has connected before, or repeats numbers of messages")
+            raise ProtocolError(f"sender {sender} has already connected, or reuses numbers of messages")
         self._never_connected.pop(sender, None)
         self._departed.pop(sender, None)
         record.joined = True
@@ -241,7 +241,7 @@ class Mailbox(Generic[T]):
             return None
         elif not 0 <= key.tensor < message.count:
             return DiscardedError(f"{name} was never sent: the message ended after {message.count} tensors")
-        return AlreadyTakenError(f"{name} was received before; keep the tensor, or send it again")
+        return AlreadyTakenError(f"{name} was already received: keep the tensor, or send it again")
 
     def finish(self, key: Key) -> bool:
         """Take a held tensor, and return whether it was the last one of its message."""
@@ -334,7 +334,7 @@ def _lost(key: Key, record: SenderRecord[T]) -> AioTensorError:
         )
     error = PeerLostError(
         f"the connection to sender {key.sender} (pid {record.pid}) was lost before its tensors were taken: "
-        f"{record.last_loss or 'it was to another receiver'}",
+        f"{record.last_loss or 'it had connected to another receiver'}",
         pid=record.pid,
     )
     error.__cause__ = record.last_loss

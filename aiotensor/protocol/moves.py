@@ -158,7 +158,7 @@ class OutgoingMoves(Generic[Source]):
             ProtocolError: the total is less than before, or more than was sent.
         """
         if not self._acknowledged <= total <= self._sent:
-            raise ProtocolError(f"it acknowledged {total} bytes, of {self._sent} that were sent")
+            raise ProtocolError(f"it acknowledged {total} bytes, but {self._sent} were sent")
         self._acknowledged = total
         count = bisect_right(self._under_way, total, key=_last)
         ended = self._under_way[:count]
@@ -198,7 +198,7 @@ class RecordWindow:
             ProtocolError: the total is less than before, or more than was sent.
         """
         if not self._acknowledged <= total <= self._sent:
-            raise ProtocolError(f"it acknowledged {total} bytes of records, of {self._sent} that were sent")
+            raise ProtocolError(f"it acknowledged {total} bytes of records, but {self._sent} were sent")
         self._acknowledged = total
 
 

@@ -126,7 +126,7 @@ def read_step(data: bytes | memoryview) -> tuple[Step, memoryview]:
     """
     rest = memoryview(data)[_STEP.size :]
     if len(data) < _STEP.size:
-        raise ProtocolError(f"it sent a step of {len(data)} bytes")
+        raise ProtocolError(f"it sent a step with an incomplete header of {len(data)} bytes")
     _, wants_ack, segment, block, nbytes, start, length = _STEP.unpack_from(data)
     step = Step(Area(segment, block), nbytes, start, length, bool(wants_ack))
     if not 0 < length <= STEP_BYTES or not block <= start <= start + length <= block + nbytes:
@@ -148,7 +148,7 @@ def read_area(data: bytes | memoryview) -> Area:
         ProtocolError: the message has a wrong size.
     """
     if len(data) != _AREA.size:
-        raise ProtocolError(f"it freed a block in {len(data)} bytes")
+        raise ProtocolError(f"it freed a block in a message of {len(data)} bytes")
     _, segment, block = _AREA.unpack(data)
     return Area(segment, block)
 
@@ -165,7 +165,7 @@ def read_ack(data: bytes | memoryview) -> Ack:
         ProtocolError: the message has a wrong size.
     """
     if len(data) != _ACK.size:
-        raise ProtocolError(f"it acknowledged in {len(data)} bytes")
+        raise ProtocolError(f"it sent an acknowledgement of {len(data)} bytes")
     _, steps, records = _ACK.unpack(data)
     return Ack(steps, records)
 
@@ -189,7 +189,7 @@ def read_batch(data: memoryview) -> list[memoryview]:
     while position < len(data):
         start = position + _PART.size
         if start > len(data):
-            raise ProtocolError("it sent a batch that ends in a length")
+            raise ProtocolError("it sent a batch that ends within a length")
         (length,) = _PART.unpack_from(data, position)
         position = start + length
         message = data[start:position]
@@ -217,9 +217,9 @@ def read_data(data: memoryview) -> tuple[memoryview, memoryview]:
         ProtocolError: the message is shorter than it states.
     """
     if len(data) < _DATA.size:
-        raise ProtocolError(f"it sent data in {len(data)} bytes")
+        raise ProtocolError(f"it sent data with an incomplete header of {len(data)} bytes")
     _, length = _DATA.unpack_from(data)
     stop = _DATA.size + length
     if len(data) < stop + -length % _DATA.size:
-        raise ProtocolError(f"it sent a record of {len(data)} bytes that has {stop}")
+        raise ProtocolError(f"it sent {len(data)} bytes of a record that ends at byte {stop}")
     return data[_DATA.size : stop], data[stop + -length % _DATA.size :]

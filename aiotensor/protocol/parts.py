@@ -51,15 +51,15 @@ def check_parts(parts: Parts, limits: PartLimits, peer: str) -> None:
     tensors = len(parts) - 1 - (len(parts) > 1 and isinstance(parts[-1], bytes))
     if tensors > MAX_TENSORS:
         raise TooLargeError(
-            f"a message without a sender has at most {MAX_TENSORS} large tensors, this one has {tensors}: "
-            "send several messages",
+            f"a message without a sender can have at most {MAX_TENSORS} large tensors, but this one has "
+            f"{tensors}: send several messages",
             limit=MAX_TENSORS,
             requested=tensors,
         )
     size, limit = len(parts[0]), limits.body_bytes
     if limit is not None and size > limit:
         raise TooLargeError(
-            f"the body of this message has {size} bytes, and the {peer} accepts max_body_bytes={limit}: "
+            f"the body of this message has {size} bytes, but the {peer} accepts only max_body_bytes={limit}: "
             "put large data into tensors or arrays, which are sent beside it, or raise this limit",
             limit=limit,
             requested=size,
@@ -68,8 +68,9 @@ def check_parts(parts: Parts, limits: PartLimits, peer: str) -> None:
     if limit is not None and (largest := max(map(len, parts))) > limit:
         what = "the body" if size == largest else "a tensor, or the small ones together,"
         raise TooLargeError(
-            f"{what} of this message has {largest} bytes, and the {peer} accepts max_part_bytes={limit}: "
-            f"send several messages, or tensors by a sender, or raise that limit of the {peer}",
+            f"{what} of this message has {largest} bytes, but the {peer} accepts only "
+            f"max_part_bytes={limit}: send several messages, or tensors by a sender, or raise that limit of "
+            f"the {peer}",
             limit=limit,
             requested=largest,
         )

@@ -171,8 +171,8 @@ class RankConnection(AnsweringConnection[FromRank, FromRank]):
         if join.max_bytes != self._max_bytes:
             self.state = CLOSED
             raise RefusedError(
-                f"{self._name} opened the pipe with max_bytes={join.max_bytes}, and this rank with "
-                f"{self._max_bytes}: give both the same",
+                f"{self._name} opened the pipe with max_bytes={join.max_bytes}, but this rank with "
+                f"{self._max_bytes}: pass the same value at both ranks",
                 pid=join.pid,
             )
         self.state = OPEN

@@ -74,20 +74,20 @@ class AdmissionLimits(NamedTuple):
         """
         if self.senders is not None and senders >= self.senders:
             return (
-                f"max_senders={self.senders} senders are connected already: raise max_senders of the "
+                f"max_senders={self.senders} senders are already connected: raise max_senders of the "
                 "receiver, or close another sender"
             )
         if self.mapped_bytes is not None and mapped + hello.arena_bytes > self.mapped_bytes:
             return (
-                f"{mapped} bytes of shared memory are reserved for others and this sender wants "
+                f"{mapped} bytes of shared memory are reserved for other senders and this sender requests "
                 f"{hello.arena_bytes}, more than max_mapped_bytes={self.mapped_bytes} allows: raise "
                 "max_mapped_bytes of the receiver, or lower arena_bytes of the senders"
             )
         wanted = hello.max_concurrent_videos
         if self.unclaimed_messages is not None and promised + wanted > self.unclaimed_messages:
             return (
-                f"{promised} messages in flight are reserved for others and this sender wants {wanted}, "
-                f"more than max_unclaimed_messages={self.unclaimed_messages} allows: raise "
+                f"{promised} messages in flight are reserved for other senders and this sender requests "
+                f"{wanted}, more than max_unclaimed_messages={self.unclaimed_messages} allows: raise "
                 "max_unclaimed_messages of the receiver, or lower max_concurrent_videos of the senders"
             )
         return None

@@ -25,7 +25,7 @@ def add_segment(segments: dict[int, int], attach: Attach, max_bytes: int, arena_
         ProtocolError: the peer may not attach the segment.
     """
     if attach.placement != ARENA:
-        raise ProtocolError(f"it attached memory for {attach.placement!r}, which is unknown here")
+        raise ProtocolError(f"it attached memory for the unknown placement {attach.placement!r}")
     if attach.segment in segments:
         raise ProtocolError(f"it attached segment {attach.segment} twice")
     if len(segments) >= MAX_SEGMENTS:

@@ -160,7 +160,7 @@ class ServerConnection(Connection):
             ProtocolError: the client violated the protocol.
         """
         if not 0 < len(message) <= MAX_PARTS:
-            raise ProtocolError(f"it sent a message of {len(message)} parts: there are 1 to {MAX_PARTS}")
+            raise ProtocolError(f"it sent a message of {len(message)} parts, expected 1 to {MAX_PARTS}")
         frame = read_from_client(message[0])
         parts: list[memoryview] = []
         match frame:

@@ -98,7 +98,9 @@ class SubscriberConnection(AnsweringConnection[ToSubscriber, Subscribe]):
                         f"it sent more publications than max_behind={limits.max_behind} allows"
                     )
                 if frame.placement != (INLINE if frame.block is None else ARENA):
-                    raise ProtocolError(f"it placed a publication by {frame.placement!r}, unknown here")
+                    raise ProtocolError(
+                        f"it used the unknown placement {frame.placement!r} for a publication"
+                    )
                 self._next = frame.number + 1
                 self._unanswered.add(frame.number)
             case Discard():
@@ -116,7 +118,7 @@ class SubscriberConnection(AnsweringConnection[ToSubscriber, Subscribe]):
                     raise ProtocolError(f"it detached segment {frame.segment}, which it never attached")
             case Admit():
                 if not self._is_welcome or self.limits is not None:
-                    raise ProtocolError("it admitted this subscriber twice, or not at all before")
+                    raise ProtocolError("it admitted this subscriber twice, or without a welcome")
                 self.limits, self._next = frame, frame.next
                 self.state = OPEN
             case Welcome():

@@ -45,7 +45,7 @@ class SendWindow:
             ProtocolError: a total is less than before, or more than was sent.
         """
         if not (self._taken <= messages <= self._sent and self._taken_bytes <= nbytes <= self._sent_bytes):
-            raise ProtocolError(f"it took {messages} messages, of {self._sent} that were sent")
+            raise ProtocolError(f"it took {messages} messages, but {self._sent} were sent")
         self._taken, self._taken_bytes = messages, nbytes
 
 
@@ -76,7 +76,8 @@ class ReceiveWindow:
         """
         if self.waiting >= self._limit or self._waiting_bytes >= self._limit_bytes:
             raise ProtocolError(
-                f"it sent another message while {self.waiting}, of {self._waiting_bytes} bytes, wait already"
+                f"it sent another message while {self.waiting} messages of {self._waiting_bytes} bytes were "
+                "already waiting"
             )
         self.waiting += 1
         self._waiting_bytes += nbytes

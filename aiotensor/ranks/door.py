@@ -144,7 +144,7 @@ class _Candidate:
             if isinstance(frame, Join):
                 self._door.joined(self)
             else:
-                self._ended(self.connection.lost("it closed", is_retried=False))
+                self._ended(self.connection.lost("it closed the connection", is_retried=False))
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
         """Report the end of the connection."""

@@ -137,7 +137,7 @@ class Entries:
         try:
             return msgspec.json.decode(data, type=Entry)
         except msgspec.MsgspecError as error:
-            raise ProtocolError(f"rank {name.rank} wrote an entry that cannot be read: {error}") from error
+            raise ProtocolError(f"rank {name.rank} wrote an entry that cannot be decoded: {error}") from error
 
     async def write(self, name: Name, entry: Entry) -> None:
         """Replace an entry of this end; errors are those of `read`."""

@@ -43,29 +43,30 @@ def membership_of(group: Group, rank: int | None, world_size: int | None) -> Mem
         ValueError: the mesh has several dimensions, or the rank is not in the group.
     """
     if not torch.distributed.is_available():
-        raise TypeError("this build of torch has no torch.distributed, whose groups a RankPipe needs")
+        raise TypeError("this build of torch has no torch.distributed, which RankPipe requires")
     from torch.distributed.device_mesh import DeviceMesh
 
     if isinstance(group, torch.distributed.Store):  # type: ignore[attr-defined]
         if rank is None or world_size is None:
-            raise TypeError("a store does not know the ranks: give rank and world_size, too")
+            raise TypeError("a store does not define the ranks: pass rank and world_size as well")
         return _checked(Membership(group, operator.index(rank), operator.index(world_size)))
     if rank is not None or world_size is not None:
-        raise TypeError("rank and world_size are for a store; a group knows its own")
+        raise TypeError("rank and world_size can only be passed with a store: a group defines its own")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"a mesh of {group.ndim} dimensions is no group: take one of them, as mesh['tp']"
+                f"a mesh of {group.ndim} dimensions is not a group: select one of them, for example "
+                "mesh['tp']"
             )
         group = group.get_group()
     if not isinstance(group, torch.distributed.ProcessGroup):
         raise TypeError(
-            "a group is a torch.distributed.ProcessGroup, a DeviceMesh of one dimension, or a store, got "
+            "group must be a torch.distributed.ProcessGroup, a DeviceMesh of one dimension, or a store, got "
             f"{type(group).__name__!r}: torch.distributed.group.WORLD is the default group, and new_group "
             "returns no group to processes that are not in it"
         )
     if not hasattr(group, "get_group_store"):
-        raise TypeError("this version of torch does not tell the store of a group: give the store itself")
+        raise TypeError("this version of torch does not provide the store of a group: pass the store itself")
     return _checked(Membership(group.get_group_store(), group.rank(), group.size()))
 
 

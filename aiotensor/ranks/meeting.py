@@ -163,12 +163,12 @@ class Meeting:
         await wait(self._delay)
         self._delay = min(2 * self._delay, _LAST_POLL_S)
         if self._is_closed():
-            raise ClosedError("this RankPipe was closed while it was opened")
+            raise ClosedError("this RankPipe was closed while it was being opened")
 
     def _check(self, entry: Entry) -> None:
         """Check that both ranks have the same version, and agree on encryption."""
         reason = mismatch(entry.version, VERSION)
         if reason is None and bool(entry.public_key) != bool(self._network.public_key):
-            reason = "only one of the two ranks has encrypt=True: give both the same"
+            reason = "only one of the two ranks has encrypt=True: pass the same value at both ranks"
         if reason is not None:
-            raise RefusedError(f"rank {self._peer} cannot be connected to: {reason}")
+            raise RefusedError(f"connecting to rank {self._peer} failed: {reason}")

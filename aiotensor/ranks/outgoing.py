@@ -169,7 +169,8 @@ class Outgoing:
         nbytes, limit = counted(source.nbytes), self._settings.max_bytes
         if nbytes > limit:
             raise TooLargeError(
-                f"{nbytes} bytes never fit into max_bytes={limit}: send smaller parts, or raise max_bytes",
+                f"{nbytes} bytes can never fit into max_bytes={limit}: send smaller parts, or raise "
+                "max_bytes",
                 limit=limit,
                 requested=nbytes,
             )
@@ -312,7 +313,7 @@ class Outgoing:
         for number in release.blocks:
             ticket = self._in_blocks.pop(number, None)
             if ticket is None:
-                raise ProtocolError(f"it returned block {number}, which it did not use")
+                raise ProtocolError(f"it released block {number}, which it did not use")
             self.gate.release(ticket)
         self.memory.unpin(release.blocks)
 
@@ -363,7 +364,7 @@ class Outgoing:
         budget = self.gate.budget
         return WouldBlockError(
             f"{reason}: {budget.in_use} of max_bytes={budget.limit} are in use by {self.in_flight} messages "
-            "that the peer has not taken, and by tensors there",
+            "that the peer has not taken, and by tensors that the peer still uses",
             messages=Usage(in_use=self.in_flight, requested=1),
             bytes=Usage(budget.limit, budget.in_use, nbytes),
         )

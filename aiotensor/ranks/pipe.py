@@ -89,7 +89,7 @@ class RankPipe(LoopObject):
         if not 0 <= self._peer < self._membership.size:
             raise ValueError(f"there is no rank {peer} in a group of {self._membership.size}")
         if self._peer == self._membership.rank:
-            raise ValueError(f"rank {peer} is this rank: a pipe connects two of them")
+            raise ValueError(f"rank {peer} is this rank: a pipe connects two different ranks")
         if not LEAST_MESSAGE_BYTES <= operator.index(max_bytes) <= MAX_NUMBER:
             raise ValueError(f"max_bytes must be at least {LEAST_MESSAGE_BYTES}, got {max_bytes}")
         self._host = None if host is None else str(ipaddress.ip_address(host))
@@ -137,7 +137,7 @@ class RankPipe(LoopObject):
             raise
         if self.affinity.is_closed:
             session.abort()
-            raise ClosedError(f"this {type(self).__name__} was closed while it was opened")
+            raise ClosedError(f"this {type(self).__name__} was closed while it was being opened")
         self._session = session
         self.affinity.settle(self, self._label)
         return self

@@ -150,8 +150,8 @@ def _host_for(own: Entry, other: Entry) -> str:
         host = address_towards(other.host, 1) if other.host else ""
     if not host:
         raise UsageError(
-            "the other rank is on another machine, and the store does not tell by which interface it reaches "
-            "this one: give its address as host="
+            "the other rank runs on another machine, and the store does not determine the network interface "
+            "by which it reaches this one: pass the address of that interface as host="
         )
     return host
 

@@ -158,11 +158,13 @@ class Session:
                 if self._transport.is_closed:
                     return
             if messages != 1:
-                raise ProtocolError(f"it sent the bytes of a tensor with {messages} such messages")
+                raise ProtocolError(
+                    f"it sent the bytes of a tensor with {messages} such messages instead of one"
+                )
         except ProtocolError as error:
             self._violated(error)
         except OSError as error:
-            self._refuse(f"no memory is left here for its tensors: {error}")
+            self._refuse(f"no memory is left in this process for its tensors: {error}")
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
         """End the session, because the connection has ended."""
@@ -195,7 +197,7 @@ class Session:
         except RefusedError as error:
             self._refuse(str(error))
         except OSError as error:
-            self._refuse(f"its memory cannot be mapped here: {error}")
+            self._refuse(f"its memory cannot be mapped into this process: {error}")
 
     def _refuse(self, reason: str) -> None:
         """Close the connection to a peer whose memory cannot be used here."""
@@ -225,7 +227,7 @@ class Session:
             self._writing.wake()
         logger.log(
             logging.WARNING if lost else logging.INFO,
-            "%s: %s; %s messages in flight are lost",
+            "%s: %s; %s messages in flight were lost",
             self._label,
             error,
             lost,

@@ -107,7 +107,7 @@ class Arrivals:
     def fail(self, error: OSError) -> None:
         """End all waits, because reading from the senders has failed and no more tensors will arrive."""
         logger.critical(
-            "reading from the senders failed, nothing more will arrive",
+            "reading from the senders failed; no more tensors will arrive",
             exc_info=error,
             extra={"event": "reading_failed", "error": type(error).__name__, "reason": str(error)},
         )
@@ -117,7 +117,7 @@ class Arrivals:
     def raise_if_failed(self) -> None:
         """Raise `PeerLostError` if `fail` was called, so that no more tensors will arrive."""
         if self._failure is not None:
-            raise PeerLostError(f"nothing more will arrive: {self._failure}") from self._failure
+            raise PeerLostError(f"no more tensors will arrive: {self._failure}") from self._failure
 
 
 def _expire(arrival: "asyncio.Future[None]", limit: Limit) -> None:

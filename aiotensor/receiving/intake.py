@@ -173,7 +173,10 @@ class Intake(Generic[Opened]):
         connection.transport.close()
 
     def _replace_oldest(self) -> None:
-        reason = f"a newer connection replaced it: at most {MAX_UNIDENTIFIED} may be unidentified or inspect"
+        reason = (
+            f"a newer connection replaced it: at most {MAX_UNIDENTIFIED} connections may be unidentified or "
+            "belong to inspectors"
+        )
         inspector = next(iter(self._inspectors), None)
         if inspector is not None:
             inspector.connection.close(Close(reason, retry=True))

@@ -123,7 +123,7 @@ class LandingSegment:
             return  # the block may be unknown, since its bytes were not stored
         known = self._blocks.pop(block, None)
         if known is None:
-            raise ProtocolError(f"it freed a block at {block}, where it has none")
+            raise ProtocolError(f"it freed a block at {block}, where no block is allocated")
         self._nbytes -= known.nbytes
         self._segment.free(block, known.nbytes, self._loop.time())
         if self._trimming is None:
@@ -156,11 +156,13 @@ class LandingSegment:
 
     def _add(self, block: int, nbytes: int) -> _Block:
         if self._nbytes + nbytes > self._limit:
-            raise ProtocolError(f"it uses {self._nbytes + nbytes} bytes, and stated a limit of {self._limit}")
+            raise ProtocolError(
+                f"it uses {self._nbytes + nbytes} bytes, more than its stated limit of {self._limit}"
+            )
         try:
             self._placed.reserve(block, nbytes)
         except ValueError as error:
-            raise ProtocolError(f"it placed a block where none fits: {error}") from None
+            raise ProtocolError(f"it placed a block at an invalid position: {error}") from None
         self._nbytes += nbytes
         known = self._blocks[block] = _Block(nbytes, block)
         return known
@@ -202,7 +204,7 @@ class LandingSegment:
             # Other blocks may wait for the same pages, so all of them fail. A later block requests the pages
             # again.
             for known in self._blocks.values():
-                known.failure = f"no memory is left here for its tensors: {error}"
+                known.failure = f"no memory is left in this process for its tensors: {error}"
         if self._waiting is not None:
             (start, length), known, resume = self._waiting
             if known.failure or self._segment.warm.has(start, length):

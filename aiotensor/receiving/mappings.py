@@ -163,7 +163,11 @@ class Mappings:
             with _too_few_addresses(nbytes):
                 if mover is None:
                     if not descriptors:
-                        raise OSError(errno.EMFILE, "its descriptor did not arrive: none is left (ulimit -n)")
+                        raise OSError(
+                            errno.EMFILE,
+                            "its descriptor did not arrive: no descriptors are left in this process (ulimit "
+                            "-n)",
+                        )
                     mapped = open_segment(descriptors[0], nbytes, is_private=self._are_private)
                 else:
                     landing = LandingSegment(number, nbytes, memory.arena_bytes, self._worker)
@@ -337,7 +341,7 @@ def _too_few_addresses(nbytes: int) -> Iterator[None]:
         if error.errno != errno.ENOMEM or addresses == resource.RLIM_INFINITY:
             raise
         raise RefusedError(
-            f"its segment has {nbytes} bytes of addresses, and too few are left of the {addresses} that "
-            "the receiver may have (RLIMIT_AS): raise `ulimit -v` of the receiver, lower arena_bytes, or "
-            "set `ulimit -v` for the sender too, whose segment is then only as large as its arena"
+            f"its segment needs {nbytes} bytes of addresses, but too few are left of the {addresses} that "
+            "the receiver may use (RLIMIT_AS): raise `ulimit -v` of the receiver, lower arena_bytes, or set "
+            "`ulimit -v` for the sender too, whose segment is then only as large as its arena"
         ) from error

@@ -37,7 +37,7 @@ class SenderRefusalLog:
 
 def _log_refused(count: int, sender: str | None, pid: int | None, reason: str) -> None:
     logger.warning(
-        "sender %s (pid %s) is refused: %s%s",
+        "sender %s (pid %s) was refused: %s%s",
         sender,
         pid,
         reason,
@@ -54,7 +54,7 @@ def _log_refused(count: int, sender: str | None, pid: int | None, reason: str) -
 
 def _log_broken(count: int, sender: str | None, pid: int | None, reason: str) -> None:
     logger.error(
-        "sender %s broke the protocol, its connection is closed: %s%s",
+        "sender %s broke the protocol and was disconnected: %s%s",
         sender,
         reason,
         others(count),
@@ -70,7 +70,7 @@ def _log_broken(count: int, sender: str | None, pid: int | None, reason: str) ->
 
 def _log_replaced(count: int, pid: int | None, connections: int) -> None:
     logger.warning(
-        "an unidentified connection (pid %s) is closed, since %s newer ones were opened%s",
+        "an unidentified connection (pid %s) was closed because %s newer ones were opened%s",
         pid,
         connections,
         others(count),
@@ -85,7 +85,7 @@ def _log_replaced(count: int, pid: int | None, connections: int) -> None:
 
 def _log_unwritable(count: int, sender: str, reason: str) -> None:
     logger.error(
-        "sender %s is disconnected, writing to it failed: %s%s",
+        "sender %s was disconnected because writing to it failed: %s%s",
         sender,
         reason,
         others(count),

@@ -189,7 +189,7 @@ class SenderPeer:
         except RefusedError as error:
             self._host.refuse(self, str(error), is_refusal=True)
         except OSError as error:
-            reason = f"its memory cannot be mapped here: {error}"
+            reason = f"its memory cannot be mapped into this process: {error}"
             self._host.refuse(self, reason, is_refusal=False)
 
     def _forward(self, reply: StatisticsReply) -> None:

@@ -106,8 +106,8 @@ class Senders:
 
     opening = Hello
     wrong_role = (
-        "a TensorReceiver listens at this address, and no Publisher: open the Publisher at another address, "
-        "and pass that one to the Subscriber"
+        "a TensorReceiver listens at this address, not a Publisher: open the Publisher at another address, "
+        "and pass that address to the Subscriber"
     )
 
     def transports(self) -> list[Transport]:

@@ -123,9 +123,12 @@ class Taking:
 
     def _overdue(self, key: Key) -> WouldBlockError:
         if self.mailbox.has_joined(key.sender):
-            reason = "its sender is connected, and has not sent the whole message"
+            reason = "its sender is connected, but has not sent the whole message"
         else:
-            reason = "no sender of this id has connected here: it is not open, or sends to another endpoint"
+            reason = (
+                "no sender with this id has connected to this receiver: it is not open, or sends to another "
+                "endpoint"
+            )
         return WouldBlockError(
             f"{_name(key)} has not arrived within {self._max_wait_s:g} s: {reason}",
             messages=Usage(requested=1),
@@ -141,11 +144,12 @@ def key_of(handle: TensorHandle) -> Key:
     """
     if not isinstance(handle, TensorHandle):
         raise TypeError(
-            f"a handle is what `send` returned, an aiotensor.TensorHandle, got {type(handle).__name__!r}: "
-            "decode it with its type, for example msgspec.msgpack.decode(data, type=aiotensor.TensorHandle)"
+            "handle must be an aiotensor.TensorHandle, as returned by `send`, got "
+            f"{type(handle).__name__!r}: decode it with its type, for example msgspec.msgpack.decode(data, "
+            "type=aiotensor.TensorHandle)"
         )
     if handle.message < 0 or handle.tensor < 0:
-        raise ValueError(f"no sender made this handle, its numbers are negative: {handle}")
+        raise ValueError(f"this handle is invalid because its numbers are negative: {handle}")
     return Key(handle.sender, handle.message, handle.tensor)
 
 

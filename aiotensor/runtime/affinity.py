@@ -76,9 +76,9 @@ class LoopAffinity:
         """
         self._check_process()
         if self.is_closed:
-            raise ClosedError(f"this {self._name} was closed: make a new one")
+            raise ClosedError(f"this {self._name} was closed: create a new one")
         if self._loop is not None:
-            raise UsageError(f"this {self._name} is open already: enter it once and share it between tasks")
+            raise UsageError(f"this {self._name} is already open: enter it once and share it between tasks")
         loop = asyncio._get_running_loop()
         if loop is None:  # a coroutine without one runs under another library, such as trio
             raise UsageError(
@@ -123,7 +123,7 @@ class LoopAffinity:
             return
         self.check_place()
         if self.is_closed:
-            raise ClosedError(f"this {self._name} was closed: make a new one")
+            raise ClosedError(f"this {self._name} was closed: create a new one")
         if self._loop is None:
             raise UsageError(f"this {self._name} is not open yet: enter it with `async with` first")
 
@@ -139,11 +139,11 @@ class LoopAffinity:
             return
         if threading.get_ident() != self._thread:
             raise UsageError(
-                f"this {self._name} lives in another thread: hand the work over with "
+                f"this {self._name} belongs to another thread: schedule the call with "
                 "asyncio.run_coroutine_threadsafe or loop.call_soon_threadsafe"
             )
         if running is not None:
-            raise UsageError(f"this {self._name} lives in another event loop: open one in each loop")
+            raise UsageError(f"this {self._name} belongs to another event loop: open one in each loop")
 
     def is_left_in_child(self, error: BaseException | None) -> bool:
         """Return whether an exception ends a block in a forked child, where nothing must be closed."""
@@ -170,8 +170,8 @@ class LoopAffinity:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise UsageError(
-                f"this {self._name} came here by a fork, where its sockets and threads cannot work: "
-                "start processes with multiprocessing.get_context('spawn') and open one in each"
+                f"this {self._name} was inherited by a forked process, in which its sockets and threads "
+                "cannot work: start processes with multiprocessing.get_context('spawn') and open one in each"
             )
 
 

@@ -239,7 +239,7 @@ class Worker:
             future = self._submit_last(work)
         except OSError as error:
             logger.warning(
-                "%s on the event loop: %s",
+                "%s runs on the event loop: %s",
                 what,
                 error,
                 extra={"event": "work_on_loop", "work": what, "reason": str(error)},

@@ -139,7 +139,7 @@ class Gate(Generic[P]):
         ticket = self.budget.stuck(self._stuck_elsewhere())
         future = self._waits.get(ticket) if ticket is not None else None
         if future is not None and not future.done():
-            future.set_exception(StuckError("everything in use is held by those who wait"))
+            future.set_exception(StuckError("all resources in use are held by waiting calls"))
 
     def _wake(self, granted: list[Ticket[P]]) -> None:
         for ticket in granted:

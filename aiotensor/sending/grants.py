@@ -32,13 +32,13 @@ from aiotensor.types import SenderStatistics
 __all__ = ["Grants", "unopened_statistics"]
 
 _STUCK = (
-    "all shared memory is held by messages that wait for more, this one among them, so that waiting would "
+    "all shared memory is held by messages that wait for more of it, including this one, so the wait would "
     "never end: raise arena_bytes or lower max_concurrent_videos"
 )
 _STUCK_IN_COPY = (
-    "this tensor from allocate() has to be copied, because it is not contiguous or not aligned, or an "
-    "earlier receiver may still read it, and its own memory leaves no room for the copy: send a clone of it, "
-    "and free it"
+    "this tensor from allocate() must be copied because it is not contiguous or not aligned, or an earlier "
+    "receiver may still read it, and its own memory leaves no room for the copy: send a clone of it, and "
+    "free it"
 )
 
 
@@ -99,7 +99,7 @@ class Grants:
             settings.keep_warm_s,
             counts,
             settings.max_wait_s,
-            lambda nbytes: self.holders.overdue("other copies were under way", 0, nbytes),
+            lambda nbytes: self.holders.overdue("other copies were in progress", 0, nbytes),
         )
         self.holders = Holders(self.messages, self.permits, self.memory, settings, receiver_pid)
         if listeners:

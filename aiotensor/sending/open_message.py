@@ -20,7 +20,7 @@ from aiotensor.types import TensorHandle
 
 __all__ = ["OpenMessage", "enter_in_thread", "owner_of"]
 
-_NOT_BEGUN = "this message is not begun yet: use `async with sender.message() as message`"
+_NOT_BEGUN = "this message has not begun yet: use `async with sender.message() as message`"
 
 
 class OpenMessage:
@@ -58,7 +58,7 @@ class OpenMessage:
     async def __aenter__(self) -> Self:
         with self._errors:
             if self._is_beginning or self._message is not None:
-                raise UsageError("this message was begun before: begin another with sender.message()")
+                raise UsageError("this message has already begun: begin another with sender.message()")
             self._check()
             self._is_beginning = True
             try:

@@ -147,7 +147,7 @@ class Posts:
         self._errors.add(error)
         reason = str(error)  # the log must not keep the error: its traceback refers to the tensor
         logger.error(
-            "copying a posted tensor failed, and its message is discarded: %s",
+            "copying a posted tensor failed, and its message was discarded: %s",
             reason,
             exc_info=None if isinstance(error, (AioTensorError, OSError)) else error,
             extra={

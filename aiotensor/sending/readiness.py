@@ -58,7 +58,7 @@ class Readiness:
         """
         sessions = self._sessions
         if sessions.current is None:
-            reason = "no receiver is here"
+            reason = "no receiver is connected"
         elif sessions.current.transport.is_writable:
             reason = "the receiver has not answered"
         else:
@@ -67,11 +67,11 @@ class Readiness:
 
     def _not_admitted(self) -> WouldBlockError:
         is_there = self._sessions.is_receiver_there
-        reason = "the receiver has not answered" if is_there else "no receiver was here"
+        reason = "the receiver has not answered" if is_there else "no receiver was connected"
         return self._grants.holders.overdue(reason, 0, 0)
 
     def _nothing_read(self) -> WouldBlockError:
         is_connected = self._sessions.current is not None
         return self._grants.holders.overdue(
-            "the receiver read nothing" if is_connected else "no receiver was here", 1, 0
+            "the receiver read nothing" if is_connected else "no receiver was connected", 1, 0
         )

@@ -202,7 +202,7 @@ class Sessions:
         self._grants.counts["receivers_lost"] += 1
         logger.log(
             logging.WARNING if lost or self._refusal is not None else logging.INFO,
-            "%s; %s messages in flight are lost",
+            "%s; %s messages in flight were lost",
             error,
             lost,
             extra={

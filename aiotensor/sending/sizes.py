@@ -30,7 +30,7 @@ def sizes_of(shape: Sequence[int], dtype: torch.dtype, limit: int) -> tuple[tupl
     """
     sizes = tuple(map(operator.index, shape))
     if min(sizes, default=0) < 0:
-        raise ValueError(f"the sizes of a shape are not negative, got {sizes}")
+        raise ValueError(f"the sizes of a shape must not be negative, got {sizes}")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype such as torch.uint8, got {dtype!r}")
     if dtype not in DTYPE_NAMES:

@@ -35,4 +35,4 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 def unknown_dtype(name: str) -> ProtocolError:
     """Return the error for a name that a peer sent, and that no dtype that can be sent has."""
-    return ProtocolError(f"the peer sent a tensor of dtype {name[:64]!r}, which is unknown here")
+    return ProtocolError(f"the peer sent a tensor of the unknown dtype {name[:64]!r}")

@@ -184,7 +184,7 @@ def open_segment(descriptor: int, nbytes: int, *, is_private: bool = False) -> M
         raise ProtocolError("the peer shared memory whose pages cannot be returned, because of its seals")
     if os.fstatvfs(descriptor).f_bsize != mmap.PAGESIZE:
         # Reading a hole that the peer has made causes SIGBUS if no huge page is left to fill it.
-        raise ProtocolError("the peer shared memory of huge pages, which are not to be had at any time")
+        raise ProtocolError("the peer shared memory of huge pages, which are not always available")
     size = os.fstat(descriptor).st_size
     if size != nbytes or not nbytes:
         raise ProtocolError(f"the peer shared {size} bytes of memory and announced {nbytes}")

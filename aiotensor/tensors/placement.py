@@ -71,7 +71,7 @@ def open_out_of_band(put: Put, data: memoryview) -> torch.Tensor:
         OSError: no memory is left.
     """
     if put.placement != OUT_OF_BAND:
-        raise ProtocolError(f"the peer sent the bytes of a tensor that it placed by {put.placement[:64]!r}")
+        raise ProtocolError(f"the peer sent the bytes of a tensor with the placement {put.placement[:64]!r}")
     tensor = open_buffer(data, dtype_from_name(put.dtype), put.shape)
     return as_leaf(tensor, requires_grad=put.requires_grad, is_parameter=put.is_parameter)
 
@@ -103,9 +103,9 @@ def open_tensor(
     if placement == INLINE:
         return ArrivedTensor(open_inline(payload, dtype, shape))
     if placement != ARENA:
-        raise ProtocolError(f"the peer placed a tensor by {placement[:64]!r}, which is unknown here")
+        raise ProtocolError(f"the peer used the unknown placement {placement[:64]!r} for a tensor")
     if len(payload) != WHERE.size:
-        raise ProtocolError(f"the peer placed a tensor by {len(payload)} bytes, which name no place")
+        raise ProtocolError(f"the peer sent an invalid position of a tensor, of {len(payload)} bytes")
     number, offset = WHERE.unpack(payload)
     segment = segments.get(number)
     if segment is None:

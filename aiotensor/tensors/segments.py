@@ -63,7 +63,7 @@ class Segment:
         if self._mapping is not None:
             return
         if self.nbytes > sys.maxsize:  # beyond the range of system calls
-            raise OSError(errno.ENOMEM, f"no process has {self.nbytes} bytes of addresses")
+            raise OSError(errno.ENOMEM, f"no process has an address space of {self.nbytes} bytes")
         descriptor = Descriptor(os.memfd_create("aiotensor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         try:
             os.ftruncate(descriptor.number, self.nbytes)

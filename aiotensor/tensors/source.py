@@ -85,16 +85,16 @@ def as_source(value: Sendable) -> Source:
         return tensor
     if type(tensor) is not torch.Tensor and type(tensor) is not Parameter:
         raise UnsupportedTensorError(
-            f"a tensor of the subclass {type(tensor).__name__!r} could not be rebuilt on the other side: "
-            "send tensor.as_subclass(torch.Tensor) and wrap it again there"
+            f"a tensor of the subclass {type(tensor).__name__!r} cannot be rebuilt by the receiver: send "
+            "tensor.as_subclass(torch.Tensor) and wrap it again there"
         )
     if tensor.is_nested:
         raise UnsupportedTensorError(
-            "a nested tensor cannot travel as one block: send its parts as one message, tensor.unbind()"
+            "a nested tensor cannot be sent as one block: send its parts as one message, tensor.unbind()"
         )
     if tensor.layout is not torch.strided:
         raise UnsupportedTensorError(
-            f"a tensor of layout {tensor.layout} cannot travel: send tensor.to_dense(), or its parts"
+            f"a tensor of layout {tensor.layout} cannot be sent: send tensor.to_dense(), or its parts"
         )
     if tensor.is_quantized:
         raise UnsupportedTensorError(
@@ -103,21 +103,19 @@ def as_source(value: Sendable) -> Source:
     if tensor.is_meta:
         raise UnsupportedTensorError("a tensor on the meta device has no values: send one on the cpu")
     if not tensor.is_cpu:
-        raise UnsupportedTensorError(
-            f"a tensor on device {tensor.device} cannot travel on this link: send tensor.cpu()"
-        )
+        raise UnsupportedTensorError(f"a tensor on device {tensor.device} cannot be sent: send tensor.cpu()")
     if tensor.dtype not in DTYPE_NAMES:
         raise UnsupportedTensorError(
-            f"a tensor of {tensor.dtype} cannot travel: send tensor.view(torch.uint8)"
+            f"a tensor of {tensor.dtype} cannot be sent: send tensor.view(torch.uint8)"
         )
     if tensor.dim() > MAX_DIMENSIONS:
         raise UnsupportedTensorError(
-            f"a tensor of {tensor.dim()} dimensions cannot travel: reshape it to at most {MAX_DIMENSIONS}"
+            f"a tensor of {tensor.dim()} dimensions cannot be sent: reshape it to at most {MAX_DIMENSIONS}"
         )
     nbytes = tensor.numel() * tensor.element_size()
     if not 0 < nbytes < 2**63 and not is_addressable(tensor.shape, tensor.element_size()):
         raise UnsupportedTensorError(
-            f"a tensor of shape {tuple(tensor.shape)} cannot travel: send one of smaller sizes"
+            f"a tensor of shape {tuple(tensor.shape)} cannot be sent: send one of smaller sizes"
         )
     try:
         has_memory = tensor.data_ptr() != 0
@@ -125,13 +123,11 @@ def as_source(value: Sendable) -> Source:
         has_memory = False
     if not has_memory and nbytes:
         raise UnsupportedTensorError(
-            "a tensor without memory, as a zero tensor, one whose storage was freed, or one inside a "
-            "transformation of torch.func, has no values to send"
+            "a tensor without memory has no values to send: it is a zero tensor, its storage was freed, or "
+            "it is inside a transformation of torch.func"
         )
     if tensor.requires_grad and not tensor.is_leaf:
-        raise UnsupportedTensorError(
-            "a tensor with a gradient history would lose it on the way: send tensor.detach()"
-        )
+        raise UnsupportedTensorError("a tensor with a gradient history would lose it: send tensor.detach()")
     if hasattr(tensor, "names") and any(tensor.names):  # recent releases of torch do not have it
         raise UnsupportedTensorError(
             "a tensor with named dimensions would lose the names: send tensor.rename(None)"
@@ -187,6 +183,6 @@ def _from_dlpack(value: SupportsDLPack) -> torch.Tensor:
         tensor: torch.Tensor = torch.from_dlpack(value)  # type: ignore[attr-defined]
     except (RuntimeError, BufferError, TypeError, ValueError) as error:
         raise UnsupportedTensorError(
-            f"torch cannot take this {type(value).__name__!r} by DLPack ({error}): send a CPU copy of it"
+            f"torch cannot import this {type(value).__name__!r} by DLPack ({error}): send a CPU copy of it"
         ) from error
     return tensor

@@ -20,19 +20,19 @@ def socket_path(address: str, scheme: str) -> str:
     found, _, rest = address.partition("://")
     if found.lower() != scheme or not rest.startswith("/") or "?" in rest or "#" in rest:
         raise ValueError(
-            f"the address {address!r} is not {scheme}:// and an absolute path, such as "
-            f"{scheme}:///run/user/1000/engine.sock; a question mark is written %3F there, and a # %23"
+            f"the address {address!r} must be {scheme}:// followed by an absolute path, such as "
+            f"{scheme}:///run/user/1000/engine.sock; write a question mark as %3F, and # as %23"
         )
     try:
         path = unquote_to_bytes(os.fsencode(rest))
     except UnicodeEncodeError as error:
-        raise ValueError(f"the address {address!r} names no path: {error.reason}") from None
+        raise ValueError(f"the address {address!r} does not contain a valid path: {error.reason}") from None
     if path.endswith(b"/") or b"\0" in path:
         raise ValueError(f"the address {address!r} does not name a file")
     if len(path) > MAX_PATH_BYTES:
         raise ValueError(
-            f"the path of the address {address!r} is longer than the {MAX_PATH_BYTES} bytes that a socket's "
-            "address has: choose a shorter folder"
+            f"the path of the address {address!r} is longer than the {MAX_PATH_BYTES} bytes allowed for a "
+            "socket: choose a folder with a shorter path"
         )
     return os.fsdecode(path)
 

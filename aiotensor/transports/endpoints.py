@@ -56,8 +56,8 @@ def route_to(endpoint: Endpoint, given: TcpArguments = _CONNECTS) -> Route:
         return _over_tcp(endpoint, given)
     if given.is_given:
         raise ValueError(
-            "keys, peer_timeout_s and engine are for tcp:// addresses: at other endpoints the kernel "
-            "identifies the user of the peer, and reports its end"
+            "keys, peer_timeout_s and engine can only be used with tcp:// addresses: at other endpoints the "
+            "kernel identifies the user of the peer, and reports its end"
         )
     if isinstance(endpoint, TensorQueue):
         return Route("queue", partial(QueueConnector, endpoint), partial(listen_on, endpoint))
@@ -69,8 +69,8 @@ def route_to(endpoint: Endpoint, given: TcpArguments = _CONNECTS) -> Route:
         )
     if not isinstance(endpoint, str):
         raise TypeError(
-            "an endpoint is an address such as 'unix:///run/user/1000/engine.sock', an aiotensor.TensorQueue "
-            f"or a multiprocessing.Queue, got {type(endpoint).__name__!r}"
+            "endpoint must be an address such as 'unix:///run/user/1000/engine.sock', an "
+            f"aiotensor.TensorQueue or a multiprocessing.Queue, got {type(endpoint).__name__!r}"
         )
     path = socket_path(endpoint, "unix")
     return Route(label_of(endpoint), lambda _, events: UnixConnector(path, events), partial(listen_at, path))

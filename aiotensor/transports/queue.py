@@ -59,7 +59,7 @@ class QueueConnector:
         self._tensor_queue = queue
         self._address = sender.encode("ascii")
         if len(self._address) != _SENDER_CHARS:
-            raise ValueError(f"a sender's id has {_SENDER_CHARS} characters, got {sender!r}")
+            raise ValueError(f"a sender's id must have {_SENDER_CHARS} characters, got {sender!r}")
         self._events = events
 
     def connect(self) -> None:
@@ -346,7 +346,9 @@ class QueueListener:
         transport = self._transports[sender] = _ReceiverEnd(sender, pipe, self)
         self._acceptor.connection_accepted(transport)
         if pipe is None:  # the kernel notifies the sender, and this fails the waits for its tensors
-            self.sender_ended(transport, "its pipe did not arrive: no descriptors are left here (ulimit -n)")
+            self.sender_ended(
+                transport, "its pipe did not arrive: no descriptors are left in this process (ulimit -n)"
+            )
 
     def _read_last(self) -> None:
         """Read until the queue is empty, or as many records as it can hold; then report the ended senders."""
@@ -367,7 +369,7 @@ class QueueListener:
 
 def _log_broken(count: int, sender: str, reason: str) -> None:
     logger.error(
-        "sender %s broke the protocol, its records are ignored: %s%s",
+        "sender %s broke the protocol, so its records are ignored: %s%s",
         sender,
         reason,
         others(count),

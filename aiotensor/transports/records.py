@@ -271,7 +271,7 @@ class SocketTransport:
         try:
             record = reader.read()
         except EOFError:
-            self._end("the other side closed the connection")
+            self._end("the peer closed the connection")
         except OSError as error:
             self._end(f"reading failed: {error}")
         else:

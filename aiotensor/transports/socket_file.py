@@ -128,8 +128,8 @@ class SocketFile:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise UsageError(
-                    f"there is a file at {self.path} already that is no socket of this user: "
-                    "choose another path"
+                    f"a file that is not a socket of this user already exists at {self.path}: choose another "
+                    "path"
                 ) from error
             raise self._refused(error) from error
         self._identity = _identity_of(self.path)
@@ -163,7 +163,7 @@ class SocketFile:
             except OSError as error:
                 if error.errno != errno.EPROTOTYPE:
                     raise OSError(error.errno, error.strerror, self.path) from error
-        raise UsageError(f"another object listens at {self.path} already: close it, or choose another path")
+        raise UsageError(f"another object already listens at {self.path}: close it, or choose another path")
 
     def _refused(self, error: OSError) -> OSError:
         """Return an error that names the folder; `OSError` chooses the subclass by the errno."""

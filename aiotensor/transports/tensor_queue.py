@@ -85,18 +85,18 @@ class TensorQueue:
         except BlockingIOError:
             file.close()
             raise UsageError(
-                "this TensorQueue has a receiver already: close that one, or make a queue for each receiver"
+                "this TensorQueue already has a receiver: close that one, or create a queue for each receiver"
             ) from None
         return file
 
     def _duplicate(self, end: _QueueEnd) -> socket.socket:
         if os.getpid() != self._pid:
             raise UsageError(
-                "this TensorQueue came here by a fork: start processes with "
+                "this TensorQueue was inherited by a forked process: start processes with "
                 "multiprocessing.get_context('spawn') and pass the queue as an argument"
             )
         if end.closed:
-            raise UsageError("this TensorQueue was closed: make a new one before starting the processes")
+            raise UsageError("this TensorQueue was closed: create a new one before starting the processes")
         sock = socket.socket(fileno=os.dup(end.fileno()))
         sock.setblocking(False)  # even if the application has set a default timeout
         return sock

@@ -75,7 +75,7 @@ class UnixConnector:
             except OSError as error:
                 if error.errno in (errno.ENOMEM, errno.ENOBUFS):
                     raise  # a later attempt may succeed
-                raise UsageError(f"nothing can be sent to {self._path}: {error.strerror}") from error
+                raise UsageError(f"connecting to {self._path} failed: {error.strerror}") from error
             self._transport = transport = SocketTransport(sock, pid)
             stack.pop_all()
         self._connected_at = self._loop.time()
@@ -125,7 +125,7 @@ class UnixConnector:
             # There may be descriptors or memory again later; calls that wait for the peer keep waiting.
             if not self._is_exhausted:
                 logger.error(
-                    "connecting to %s failed, and is tried again: %s",
+                    "connecting to %s failed and will be retried: %s",
                     self._path,
                     error,
                     extra={"event": "connecting_failed", "address": self._path, "reason": str(error)},
@@ -202,7 +202,7 @@ class UnixListener:
         if self._pause is not None:
             return
         logger.error(
-            "a connection cannot be accepted: %s",
+            "accepting a connection failed: %s",
             error,
             extra={"event": "accepting_failed", "address": self._file.path, "reason": str(error)},
         )

@@ -24,8 +24,8 @@ def check_user(sock: socket.socket) -> int:
     pid, uid, _ = _CREDENTIALS.unpack(credentials)
     if uid != os.geteuid():
         raise AccessDeniedError(
-            f"the other side (pid {pid}) runs as user {uid}, this process as user {os.geteuid()}: "
-            "run both as the same user"
+            f"the peer (pid {pid}) runs as user {uid}, but this process runs as user {os.geteuid()}: run "
+            "both as the same user"
         )
     return int(pid)
 
@@ -71,8 +71,8 @@ def check_owner(path: str) -> None:
         return
     if owner != user:
         raise AccessDeniedError(
-            f"nothing accepts a connection at {path}: the file belongs to user {owner}, this process runs as "
-            f"user {user}; run both as the same user"
+            f"nothing accepts connections at {path}: the file belongs to user {owner}, but this process runs "
+            f"as user {user}; run both as the same user"
         )
 
 

@@ -69,11 +69,11 @@ class Waits(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if len(self.counts) != len(self.bounds_s) + 1:
             raise ValueError(
-                f"waits are counted for each bound and beyond the last: {len(self.bounds_s)} bounds have one "
-                f"count more, got {len(self.counts)}"
+                f"there must be one count for each bound and one beyond the last bound: {len(self.bounds_s)} "
+                f"bounds need one count more, got {len(self.counts)}"
             )
         if any(bound >= following for bound, following in pairwise(self.bounds_s)):
-            raise ValueError(f"the bounds of waits grow, got {self.bounds_s}")
+            raise ValueError(f"the bounds of waits must increase, got {self.bounds_s}")
 
 
 class Export(NamedTuple):

@@ -96,7 +96,7 @@ def test_calls_after_closing_raise_closed_error(thing: Object) -> None:
     with thing:
         pass
     for use in _uses(thing).values():
-        with pytest.raises(ClosedError, match="was closed: make a new one"):
+        with pytest.raises(ClosedError, match="was closed: create a new one"):
             use()
     for use in _iterations(thing).values():
         assert not use()  # they end
@@ -109,16 +109,16 @@ def test_an_unopened_object_can_be_closed_but_not_opened_afterwards(thing: Objec
     for use in _uses(thing).values():
         with pytest.raises(ClosedError, match="was closed"):
             use()
-    with pytest.raises(ClosedError, match="was opened before"), thing:
+    with pytest.raises(ClosedError, match="was already opened"), thing:
         pass
 
 
 def test_an_object_can_be_opened_only_once(thing: Object) -> None:
     with thing:
-        with pytest.raises(UsageError, match="was opened before: make a new one"), thing:
+        with pytest.raises(UsageError, match="was already opened: create a new one"), thing:
             pass
         thing.call(lambda: None)  # it is as open as it was
-    with pytest.raises(ClosedError, match="was opened before"), thing:
+    with pytest.raises(ClosedError, match="was already opened"), thing:
         pass
 
 
@@ -165,7 +165,9 @@ def _report_from_fork(write: int, uses: list[Callable[[], object]]) -> None:
             try:
                 use()
             except UsageError as error:
-                names.append(type(error).__name__ if "came here by a fork" in str(error) else str(error))
+                names.append(
+                    type(error).__name__ if "was inherited by a forked process" in str(error) else str(error)
+                )
         os.write(write, " ".join(names).encode())
         os._exit(0)
     finally:

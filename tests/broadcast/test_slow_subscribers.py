@@ -254,7 +254,7 @@ async def test_closing_waits_as_long_as_subscribers_read(broadcasts: Broadcasts)
 async def test_a_subscriber_beyond_the_limit_is_refused(broadcasts: Broadcasts) -> None:
     async with broadcasts.open(2, max_subscribers=2) as (publisher, subscribers):
         async with Subscriber(broadcasts.endpoint) as third:
-            with pytest.raises(RefusedError, match="max_subscribers=2 subscribers are connected"):
+            with pytest.raises(RefusedError, match="max_subscribers=2 subscribers are already connected"):
                 await third.receive()
         assert publisher.statistics().subscribers_refused == 1
         await publisher.publish(b"all")

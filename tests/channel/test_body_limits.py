@@ -72,8 +72,8 @@ async def test_a_message_with_a_large_body_is_refused_before_it_is_sent(
             call = client.request if how == "request" else client.send
             with pytest.raises(
                 TooLargeError,
-                match=f"the server accepts max_body_bytes={_LIMIT}: put large data into tensors or arrays, "
-                "which are sent beside it, or raise this limit",
+                match=f"the server accepts only max_body_bytes={_LIMIT}: put large data into tensors or "
+                "arrays, which are sent beside it, or raise this limit",
             ) as caught:
                 await call(make())
             assert caught.value.limit == _LIMIT
@@ -103,7 +103,7 @@ async def test_a_reply_with_a_large_body_can_be_replaced_or_fails_only_its_reque
         ):
             asking = asyncio.create_task(client.request(1))
             async with await anext(server) as request:
-                with pytest.raises(TooLargeError, match="the client accepts max_body_bytes=1000"):
+                with pytest.raises(TooLargeError, match="the client accepts only max_body_bytes=1000"):
                     await request.reply("x" * 1000)
                 await request.reply("x" * 997)  # and three bytes for its length
             assert await asking == "x" * 997

@@ -94,8 +94,8 @@ async def test_a_client_of_another_version_is_refused_with_the_reason() -> None:
         close = read_from_server((await rogue.recv_multipart())[0])
         assert isinstance(close, Close)
         assert close.is_refusal
-        assert f"version {VERSION + 1} of the protocol, this side speaks {VERSION}" in close.reason
-        assert "install the same aiotensor" in close.reason
+        assert f"protocol version {VERSION + 1}, but this side uses version {VERSION}:" in close.reason
+        assert "install the same version of aiotensor" in close.reason
         assert ends.server.statistics().clients_refused == 1
         assert (await ends.client.request(Question(2))).seed == 2
 
@@ -115,7 +115,7 @@ async def test_a_client_that_never_reads_its_answers_is_disconnected() -> None:
                 # The client has credit for the next one, since a refused message does not wait.
                 await until(lambda: server.statistics().failures == number)  # noqa: B023
             assert MAX_UNREAD < number < 10 * MAX_UNREAD
-            assert any("is disconnected: it reads no answers" in text for text in texts)
+            assert any("was disconnected: it does not read its replies" in text for text in texts)
             iterating.cancel()
             await asyncio.wait([iterating])
             assert (server.statistics().waiting, server.statistics().clients) == (0, 0)
@@ -219,9 +219,9 @@ def _wait_until(condition: Callable[[], bool]) -> None:
 
 
 REFUSED: dict[str, tuple[Parts, str]] = {
-    "a body that is none": ([ask(body=b"\xc1")], "cannot be read"),
+    "a body that is none": ([ask(body=b"\xc1")], "cannot be decoded"),
     "a body of another type": ([ask(body=msgspec.msgpack.encode(5))], "Expected `object`, got `int`"),
-    "no body": ([ask(body=b"")], "cannot be read"),
+    "no body": ([ask(body=b"")], "cannot be decoded"),
     "a buffer too many": ([ask(), b"x"], "1 buffers"),
     "a handle too many": (
         [ask(handles=(TensorHandle("x" * 32, -1, 0, "int64", (1,), "cpu"),))],
@@ -229,7 +229,7 @@ REFUSED: dict[str, tuple[Parts, str]] = {
     ),
     "a tensor that nobody sent": (
         [ask(body=TensorEncoder(lambda _: 0).encode(Question(1, torch.zeros(3)))[0])],
-        "named tensor 0 of 0",
+        "referred to tensor 0 of 0",
     ),
 }
 
@@ -328,11 +328,11 @@ async def test_requests_to_a_server_that_violates_the_protocol_fail() -> None:
 
 
 UNREADABLE: dict[str, tuple[Parts, str]] = {
-    "a body that is none": ([write(Answer(0, memoryview(b"\xc1")))], "cannot be read"),
+    "a body that is none": ([write(Answer(0, memoryview(b"\xc1")))], "cannot be decoded"),
     "a buffer too many": ([write(Answer(0, BODY)), b"x"], "1 buffers"),
     "tensors for a receiver that there is not": (
         [write(Answer(0, BODY, (TensorHandle("x" * 32, 0, 0, "int64", (1,), "cpu"),)))],
-        "this client has none",
+        "this client has no receiver",
     ),
 }
 
@@ -353,7 +353,7 @@ async def test_a_server_of_another_version_is_refused_and_its_successor_gets_the
                 identity, _ = await hear(rogue)
                 asking = await _waiting(client)
                 await rogue.send_multipart([identity, write(ServerHello(VERSION + 1, 77))])
-                with pytest.raises(RefusedError, match=f"speaks version {VERSION + 1}"):
+                with pytest.raises(RefusedError, match=f"uses protocol version {VERSION + 1}"):
                     await asking
             os.unlink(here.messages.removeprefix("ipc://"))
             asking = asyncio.create_task(client.request(Question(2)))  # a request looks for a server again

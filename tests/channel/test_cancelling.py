@@ -49,7 +49,7 @@ async def test_an_encoding_error_in_a_thread_frees_tensors_without_a_collection(
 
         gc.disable()
         try:
-            with pytest.raises(TypeError, match="a message cannot hold a 'object'") as caught:
+            with pytest.raises(TypeError, match="a message cannot contain a 'object'") as caught:
                 await ask()
             del caught
             await until(lambda: ends.sender.statistics().bytes_in_use == 0)

@@ -95,7 +95,7 @@ async def test_localhost_leads_to_a_server_at_either_loopback_address(host: str,
 async def test_a_server_at_localhost_listens_on_the_loopback_alone() -> None:
     async with serving("tcp://localhost:0") as server:
         assert server.address == f"tcp://127.0.0.1:{port_of(server)}"
-        with pytest.raises(UsageError, match="another server listens"):
+        with pytest.raises(UsageError, match="another server already listens"):
             async with MessageServer(f"tcp://localhost:{port_of(server)}", Question):
                 pass
 
@@ -257,7 +257,7 @@ async def test_a_server_listens_at_the_local_address_of_its_name(
         assert server.address == f"tcp://127.0.0.5:{port_of(server)}"
         async with MessageClient(server.address, reply_type=Answer, max_wait_s=10, **of_client) as client:
             assert (await client.request(Question(1))).seed == 1
-        with pytest.raises(UsageError, match="another server listens"):
+        with pytest.raises(UsageError, match="another server already listens"):
             async with MessageServer(f"tcp://engine.example:{port_of(server)}", Question, **of_server):
                 pass
 
@@ -292,7 +292,7 @@ async def test_a_server_name_of_another_machine_raises_os_error_with_a_hint(
     resolver: Resolver, keys: tuple[Keys, Keys]
 ) -> None:
     resolver.names["engine.example"] = ["192.0.2.1"]
-    with pytest.raises(OSError, match=r"does not have the address tcp://192\.0\.2\.1:5555: write") as caught:
+    with pytest.raises(OSError, match=r"does not have the address tcp://192\.0\.2\.1:5555: use") as caught:
         async with MessageServer("tcp://engine.example:5555", Question, **keys[0]):
             pass
     assert caught.value.errno in (errno.EADDRNOTAVAIL, errno.ENODEV)
@@ -301,7 +301,7 @@ async def test_a_server_name_of_another_machine_raises_os_error_with_a_hint(
 async def test_an_unresolvable_server_name_raises_os_error_with_a_hint(
     resolver: Resolver, keys: tuple[Keys, Keys], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    why = r"the name engine\.example cannot be resolved \({}\); write an address .* tcp://\*:5555"
+    why = r"the name engine\.example cannot be resolved \({}\); use an address .* tcp://\*:5555"
     with pytest.raises(OSError, match=why.format("Name or service not known")) as caught:
         async with MessageServer("tcp://engine.example:5555", Question, **keys[0]):
             pass
@@ -390,7 +390,7 @@ async def test_a_hanging_handshake_is_repeated_within_seconds() -> None:
 async def test_three_closed_handshakes_in_a_row_raise_access_denied_error(keys: tuple[Keys, Keys]) -> None:
     with impostor(close) as (address, accepted):
         async with MessageClient(address, reply_type=Answer, max_wait_s=10, **keys[1]) as client:
-            with pytest.raises(AccessDeniedError, match="do not agree on their keys"):
+            with pytest.raises(AccessDeniedError, match="the keys of this client and of the server"):
                 await client.request(Question(1))
         assert len(accepted) >= 3  # more if the loop is late, and a descriptor is already reused
 

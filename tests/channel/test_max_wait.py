@@ -23,9 +23,9 @@ SHORT_S = 0.02
 async def test_a_request_without_a_server_raises_would_block_error_after_max_wait_s() -> None:
     with place() as here:
         async with MessageClient(here.messages, reply_type=Answer, max_wait_s=SHORT_S) as client:
-            with pytest.raises(WouldBlockError, match=r"was not reached for 0.02 s"):
+            with pytest.raises(WouldBlockError, match=r"could not be reached for 0.02 s"):
                 await client.request(Question(1))
-            with pytest.raises(WouldBlockError, match=r"was not reached for 0.02 s"):
+            with pytest.raises(WouldBlockError, match=r"could not be reached for 0.02 s"):
                 await client.send(Question(1))
             assert client.statistics().in_flight == (0,)
             async with MessageServer(here.messages, Question) as server:
@@ -39,7 +39,7 @@ async def test_a_request_without_any_of_several_servers_raises_would_block_error
     with place() as one, place() as another:
         addresses = [one.messages, another.messages]
         async with MessageClient(addresses, reply_type=Answer, max_wait_s=SHORT_S) as client:
-            with pytest.raises(WouldBlockError, match=r"none of the 2 servers was reached for 0.02 s"):
+            with pytest.raises(WouldBlockError, match=r"none of the 2 servers could be reached for 0.02 s"):
                 await client.request(Question(1))
 
 

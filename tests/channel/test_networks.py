@@ -118,7 +118,7 @@ async def ask_until_a_name_is_said_to_be_unknown(state: State) -> bool:
 async def test_a_request_waits_for_an_unanswered_lookup_until_max_wait_s(hosts: Hosts, keys: Keys) -> None:
     async with processes(hosts.b) as (client,):
         error, texts = await client.call(ask_for_name, f"tcp://engine.example:{PORT}", keys)
-        assert "was not reached for 3.5 s; its name cannot be resolved: no name server answers" in error
+        assert "could not be reached for 3.5 s; its name cannot be resolved: no name server answers" in error
         [text] = texts
         assert text.startswith(f"the name of the server at tcp://engine.example:{PORT} cannot be resolved")
 

@@ -70,7 +70,7 @@ async def test_addresses_of_other_machines_require_keys(host: str) -> None:
     public, secret = key_pair()
     MessageServer(address, Question, secret_key=secret, client_keys=[public])
     if host == "*":
-        with pytest.raises(ValueError, match="names no server to connect to"):
+        with pytest.raises(ValueError, match="does not specify a server to connect to"):
             MessageClient(address, reply_type=Answer)
         return
     with pytest.raises(ValueError, match=r"could connect.*secret_key and server_key"):
@@ -122,9 +122,9 @@ async def test_max_wait_s_of_a_client_is_validated(wrong: Any, error: type[Excep
 
 async def test_keys_must_be_given_in_pairs_and_errors_do_not_reveal_them() -> None:
     public, secret = key_pair()
-    with pytest.raises(ValueError, match="secret_key of this side, and client_keys"):
+    with pytest.raises(ValueError, match="secret_key and client_keys must be passed together"):
         MessageServer("ipc:///tmp/s", Question, client_keys=[public])
-    with pytest.raises(ValueError, match="secret_key of this side, and server_key"):
+    with pytest.raises(ValueError, match="secret_key and server_key must be passed together"):
         MessageClient("ipc:///tmp/s", reply_type=Answer, server_key=public)
     slip = secret.decode()[:-1]
     with pytest.raises(ValueError, match="40 characters") as caught:
@@ -141,7 +141,7 @@ async def test_the_limits_of_a_server_are_checked() -> None:
     for wrong in limits:
         with pytest.raises(ValueError, match="at least 1"):
             MessageServer("ipc:///tmp/s", Question, **wrong)
-    with pytest.raises(TypeError, match="a TensorMeta says what a tensor is like"):
+    with pytest.raises(TypeError, match="a TensorMeta describes a tensor"):
         MessageServer("ipc:///tmp/s", list[Annotated[int, TensorMeta()]])
 
 
@@ -183,7 +183,7 @@ async def test_the_socket_file_of_a_dead_server_is_replaced_but_not_of_a_live_on
 async def test_a_port_in_use_is_a_usage_error() -> None:
     async with MessageServer("tcp://127.0.0.1:0", Question) as server:
         assert not server.address.endswith(":0")
-        with pytest.raises(UsageError, match=r"another server listens at tcp://127\.0\.0\.1"):
+        with pytest.raises(UsageError, match=r"another server already listens at tcp://127\.0\.0\.1"):
             async with MessageServer(server.address, Question):
                 pass
 

@@ -59,11 +59,11 @@ async def test_a_request_dropped_before_its_block_is_lost_and_logged() -> None:
             asking = asyncio.create_task(ends.client.request(Question(1, pattern(1, BIG))))
             request = await anext(ends.server)
             del request
-            with pytest.raises(PeerLostError, match="dropped without an answer"):
+            with pytest.raises(PeerLostError, match="dropped without a reply"):
                 await asking
             await settled(ends)
     [text] = texts
-    assert "answer each one in its block" in text
+    assert "answer each request in its block" in text
 
 
 async def test_a_message_that_needs_no_answer_may_be_dropped() -> None:
@@ -95,7 +95,7 @@ async def test_a_cancelled_future_in_the_handler_is_logged_as_its_failure() -> N
             await asyncio.wait([serving])
     assert len(texts) == 2
     for text in texts:
-        assert text.startswith(f"answering a request of process {os.getpid()} failed")
+        assert text.startswith(f"answering a request from process {os.getpid()} failed")
 
 
 async def test_a_handler_cancelled_with_serve_is_not_logged_as_a_failure() -> None:

@@ -117,7 +117,7 @@ def test_without_a_terminal_doctor_prints_one_line_per_check() -> None:
         assert f"  {finding['check']}: " in line
         assert line.endswith(finding["advice"] or "")
         assert "\x1b" not in line
-    assert last.startswith("everything needed is here")
+    assert last.startswith("all requirements are met")
 
 
 @pytest.mark.parametrize("without_rich", [False, True])
@@ -139,7 +139,7 @@ def test_on_a_terminal_doctor_uses_rich_if_installed(without_rich: bool) -> None
     text = output.decode()
     assert process.returncode == 0
     assert "memfd" in text
-    assert "everything needed is here" in text
+    assert "all requirements are met" in text
     assert ("\x1b[32mok" in text) is not without_rich
     assert any(len(line) > 80 for line in text.splitlines()) is without_rich
 
@@ -176,45 +176,45 @@ def test_doctor_imports_only_few_modules_of_the_library(tmp_path: Path) -> None:
         (
             "import os\ndef no(*_): raise OSError(38, 'Function not implemented')\nos.memfd_create = no",
             "shared memory",
-            "memfd_create fails: Function not implemented",
+            "memfd_create failed: Function not implemented",
             "seccomp",
         ),
         ("import os; del os.memfd_create", "shared memory", "no os.memfd_create", "glibc 2.27"),
         (
             "import os; os.memfd_create = lambda *_: os.open('/tmp', os.O_TMPFILE | os.O_RDWR)",
             "shared memory",
-            "sealing a memfd fails",
+            "sealing a memfd failed",
             "Allow it",
         ),
         (
             "import fcntl; fcntl.fcntl = lambda *_: 0",
             "shared memory",
             "a sealed memfd can still be resized",
-            "does not do as Linux does",
+            "does not behave like Linux",
         ),
         (
             "import socket; socket.recv_fds = lambda *_: (b'x', [], 0, None)",
             "shared memory",
-            "(SCM_RIGHTS) does not arrive",
-            "does not do as Linux does",
+            "(SCM_RIGHTS) did not arrive",
+            "does not behave like Linux",
         ),
         (
             "import socket; socket.SOCK_SEQPACKET = socket.SOCK_STREAM",
             "unix sockets",
-            "does not keep records apart",
-            "does not do as Linux does",
+            "does not preserve the boundaries of records",
+            "does not behave like Linux",
         ),
         (
             "import socket; socket.SOCK_SEQPACKET = 99",
             "unix sockets",
-            "a Unix socket of type SOCK_SEQPACKET fails",
+            "a Unix socket of type SOCK_SEQPACKET failed",
             "seccomp",
         ),
         (
             "import socket; socket.SO_PEERCRED = socket.SO_TYPE",
             "unix sockets",
-            "SO_PEERCRED does not name",
-            "does not do as Linux does",
+            "SO_PEERCRED does not identify",
+            "does not behave like Linux",
         ),
         ("sys.modules['torch'] = None", "torch", "cannot be imported", "pip install 'torch>=2.6'"),
         (
@@ -386,10 +386,10 @@ def test_an_arena_of_no_bytes_is_refused() -> None:
 @pytest.mark.parametrize(
     ("statuses", "sentence"),
     [
-        ([Status.OK], "everything needed is here"),
-        ([Status.OK, Status.NOTE], "everything needed is here, 1 note"),
-        ([Status.NOTE, Status.PROBLEM, Status.NOTE], "something needed is missing, 1 problem, 2 notes"),
-        ([Status.PROBLEM, Status.PROBLEM], "something needed is missing, 2 problems"),
+        ([Status.OK], "all requirements are met"),
+        ([Status.OK, Status.NOTE], "all requirements are met, 1 note"),
+        ([Status.NOTE, Status.PROBLEM, Status.NOTE], "some requirements are not met, 1 problem, 2 notes"),
+        ([Status.PROBLEM, Status.PROBLEM], "some requirements are not met, 2 problems"),
     ],
 )
 def test_the_last_line_sums_up(statuses: list[Status], sentence: str) -> None:

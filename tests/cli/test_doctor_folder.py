@@ -56,10 +56,10 @@ def test_an_unusable_folder_is_a_problem_only_if_it_was_given(tmp_path: Path, as
 
     for finding, found, advice in [
         (socket_folder(tmp_path / "missing", asked_for=asked_for), "does not exist", "mkdir -p -m 700"),
-        (socket_folder(file, asked_for=asked_for), "is no folder", "another path"),
-        (socket_folder(file / "below", asked_for=asked_for), "cannot be looked at", "another path"),
+        (socket_folder(file, asked_for=asked_for), "is not a folder", "another path"),
+        (socket_folder(file / "below", asked_for=asked_for), "cannot be examined", "another path"),
         # No user can make a socket there, not even root.
-        (socket_folder(Path("/sys"), asked_for=asked_for), "no socket can be made", "writable"),
+        (socket_folder(Path("/sys"), asked_for=asked_for), "no socket can be created", "writable"),
     ]:
         assert is_problem(finding, found, advice) is asked_for
 
@@ -136,7 +136,7 @@ def test_live_and_stale_sockets_are_distinguished_without_side_effects(
     assert live.status is Status.OK
     assert "in use" in live.found
     assert stale.status is Status.OK
-    assert "left over" in stale.found
+    assert "was left by a process that has ended" in stale.found
 
 
 def test_a_datagram_socket_is_a_problem(short: Path) -> None:
@@ -154,7 +154,7 @@ def test_the_socket_of_another_user_is_a_problem(short: Path, monkeypatch: pytes
 def test_a_file_that_is_no_socket_is_a_problem(short: Path) -> None:
     (short / "socket").touch()
 
-    assert is_problem(socket_file(short / "socket"), "is no socket", "Move it away")
+    assert is_problem(socket_file(short / "socket"), "is not a socket", "Move it away")
 
 
 def test_a_symlink_loop_is_a_problem(short: Path) -> None:

@@ -153,9 +153,9 @@ def test_unknown_available_memory_is_a_note(tmp_path: Path) -> None:
     [
         (RLIM_INFINITY, RLIM_INFINITY, None),
         (6 * GIB, GIB, None),
-        (6 * GIB - 1, GIB, "room for 4.0 GiB (ulimit -v), where a receiver needs 4.0 GiB for each sender"),
-        (3 * GIB, GIB, "room for 1.0 GiB (ulimit -v), where a receiver needs 4.0 GiB for each sender, and a"),
-        (GIB, RLIM_INFINITY, "room for 0 bytes (ulimit -v), where"),
+        (6 * GIB - 1, GIB, "4.0 GiB left (ulimit -v), but a receiver needs 4.0 GiB for each sender"),
+        (3 * GIB, GIB, "1.0 GiB left (ulimit -v), but a receiver needs 4.0 GiB for each sender, and a"),
+        (GIB, RLIM_INFINITY, "0 bytes left (ulimit -v), but"),
         (RLIM_INFINITY, GIB - 1, "files of at most 1024.0 MiB (ulimit -f): too"),
         (GIB, 0, "for its publisher; files of at most 0 bytes (ulimit -f): too"),
     ],
@@ -204,7 +204,7 @@ def test_each_subscriber_needs_two_descriptors(soft: int, count: int, fitting: i
         ("0", 9, Status.OK, "none for the private mappings"),
         ("1", 9, Status.OK, "none for the private mappings"),
         ("2", 4, Status.OK, "4.0 GiB left of the commit limit (vm.overcommit_memory=2), enough"),
-        ("2", 5, Status.NOTE, "3.0 GiB left of the commit limit (vm.overcommit_memory=2), where each"),
+        ("2", 5, Status.NOTE, "3.0 GiB left of the commit limit (vm.overcommit_memory=2), but each"),
         ("2", 9, Status.NOTE, "0 bytes left"),
     ],
 )
@@ -231,12 +231,12 @@ def test_the_size_of_dev_shm_does_not_matter(tmp_path: Path) -> None:
     there, missing = dev_shm(tmp_path), dev_shm(tmp_path / "missing")
 
     assert there.status is missing.status is Status.OK
-    assert "iB; does not matter" in there.found
-    assert missing.found.startswith("not there; does not matter")
+    assert "iB; irrelevant" in there.found
+    assert missing.found.startswith("missing; irrelevant")
 
 
 def test_the_setting_for_huge_pages_is_shown(tmp_path: Path) -> None:
-    assert "not known" in huge_pages(tmp_path).found
+    assert "not supported" in huge_pages(tmp_path).found
     file = tmp_path / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
     file.parent.mkdir(parents=True)
     file.write_text("always within_size [advise] never deny force\n")

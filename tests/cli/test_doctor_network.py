@@ -77,7 +77,7 @@ async def test_a_loopback_address_is_checked_in_addition_to_the_machine() -> Non
     assert "a process accepts connections at 127.0.0.1" in findings["listener"]["found"]
     assert findings["handshake"]["found"].startswith("a receiver (pid ")
     assert after["listener"]["status"] == "ok"
-    assert "could listen at 127.0.0.1" in after["listener"]["found"]
+    assert "can listen at 127.0.0.1" in after["listener"]["found"]
     assert "handshake" not in after
 
 
@@ -133,7 +133,7 @@ async def test_all_addresses_of_a_name_are_named() -> None:
         found, places = await network._host(parse(f"tcp://localhost:{port}", has_keys=False))
         listener, reached = await network._listener(places)
 
-    assert found == Finding(Status.OK, "localhost is 127.0.0.1, ::1")
+    assert found == Finding(Status.OK, "localhost resolves to 127.0.0.1, ::1")
     assert reached == places[0]
     assert listener.status is Status.OK
     assert listener.found.startswith("a process accepts connections at 127.0.0.1 (::1: ")
@@ -217,7 +217,10 @@ async def test_only_known_keys_are_accepted(is_known: bool, ours: Pair, theirs: 
 
     assert problems(findings) == ([] if is_known else ["handshake"])
     if not is_known:
-        assert "do not agree on their keys" in findings["handshake"].found
+        assert (
+            "the keys of this process and of the one that listens there do not match"
+            in findings["handshake"].found
+        )
         assert "public key of this side" in advice_of(findings["handshake"])
 
 
@@ -227,7 +230,7 @@ async def test_a_receiver_that_requires_keys_is_detected(theirs: Pair) -> None:
         findings = await examine(address, Keys())
 
     assert problems(findings) == ["handshake"]
-    assert "needs keys" in findings["handshake"].found
+    assert "requires keys" in findings["handshake"].found
     assert "--server-key" in advice_of(findings["handshake"])
 
 
@@ -271,7 +274,7 @@ def test_an_interface_that_is_not_known_is_a_note(tmp_path: Path) -> None:
     finding = packets(LOCAL, tmp_path)
 
     assert finding.status is Status.NOTE
-    assert "the interface of 127.0.0.1 is not known" in finding.found
+    assert "the interface of 127.0.0.1 is unknown" in finding.found
 
 
 def test_an_address_without_a_route_is_a_note() -> None:
@@ -299,7 +302,7 @@ def test_smaller_buffers_are_a_note_with_the_setting_to_change(tmp_path: Path) -
     finding = buffers(tmp_path)
 
     assert finding.status is Status.NOTE
-    assert "less than the 4.0 MiB that a sender has under way" in finding.found
+    assert "less than the 4.0 MiB that a sender keeps in transit" in finding.found
     assert advice_of(finding) == 'Raise the third value: sysctl -w net.ipv4.tcp_wmem="4096 16384 4194304"'
 
 

@@ -137,7 +137,7 @@ def test_a_warning_of_torch_about_a_gpu_is_reported_in_one_line(cuda_is: Cuda, t
     finding = cuda(tmp_path)
 
     assert finding.status is Status.NOTE
-    assert finding.found.endswith("it says: The NVIDIA driver is too old.")
+    assert finding.found.endswith("torch reports: The NVIDIA driver is too old.")
 
 
 def test_the_check_for_gpus_does_not_initialize_cuda() -> None:

@@ -10,7 +10,7 @@ from tests.cli.commands import Pair
 
 ELSEWHERE = "tcp://192.0.2.1:5555"  # no machine has it (RFC 5737); it is refused before any connection
 HERE = "tcp://127.0.0.1:1"
-NO_KEY = "a key has 40 characters, as zmq.curve_keypair() makes it; this is none"
+NO_KEY = "expected a key of 40 characters, as returned by zmq.curve_keypair()"
 
 
 def top(*arguments: str, **environment: str) -> Result:
@@ -47,14 +47,14 @@ def test_missing_keys_are_a_usage_error_that_names_the_options(command_line: lis
 def test_a_server_key_alone_is_refused(pair: Pair) -> None:
     message = usage_error(top(ELSEWHERE, "--server-key", pair.public, AIOTENSOR_SECRET_KEY=""))
 
-    assert "--server-key needs the secret key of this side" in message
+    assert "--server-key requires the secret key of this side" in message
     assert "AIOTENSOR_SECRET_KEY" in message
 
 
 def test_a_secret_key_alone_is_refused(file: str) -> None:
     message = usage_error(top(ELSEWHERE, "--secret-key-file", file))
 
-    assert message == "Error: --secret-key-file needs --server-key, the public key of the other side"
+    assert message == "Error: --secret-key-file requires --server-key, the public key of the other side"
 
 
 @pytest.mark.parametrize("command_line", [["top"], ["doctor", "--address"]])
@@ -64,7 +64,7 @@ def test_keys_are_refused_for_a_socket_of_this_machine(
     arguments = [*command_line, "unix:///tmp/s", "--server-key", pair.public, "--secret-key-file", file]
     message = usage_error(CliRunner().invoke(command, arguments))
 
-    assert message == "Error: --server-key and --secret-key-file are for tcp:// addresses"
+    assert message == "Error: --server-key and --secret-key-file can only be used with tcp:// addresses"
 
 
 def test_a_secret_in_the_environment_does_not_matter_for_addresses_without_keys(pair: Pair) -> None:

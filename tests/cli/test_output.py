@@ -13,7 +13,7 @@ import pytest
 from aiotensor.blocking import TensorReceiver
 from tests.cli import commands
 
-NO_SPACE = "Error: standard output cannot be written: No space left on device\n"
+NO_SPACE = "Error: writing to standard output failed: No space left on device\n"
 
 # The real command line with one more subcommand, whose function consists of the given statement.
 WITH_SUBCOMMAND = """
@@ -70,7 +70,7 @@ def test_a_closed_standard_output_is_a_one_line_error(command: list[str]) -> Non
     done = run(closing, subprocess.DEVNULL)
 
     assert done.returncode == 1
-    assert done.stderr == "Error: standard output cannot be written: Bad file descriptor\n"
+    assert done.stderr == "Error: writing to standard output failed: Bad file descriptor\n"
 
 
 @one_command
@@ -115,7 +115,7 @@ def test_a_write_that_would_block_is_a_one_line_error() -> None:
         done = run(with_subcommand("click.echo('a line')"), pipe)
 
     assert done.returncode == 1
-    assert done.stderr == "Error: standard output cannot be written: Resource temporarily unavailable\n"
+    assert done.stderr == "Error: writing to standard output failed: Resource temporarily unavailable\n"
 
 
 def test_an_unrelated_error_with_the_same_errno_keeps_its_traceback(full: IO[bytes]) -> None:
@@ -140,7 +140,7 @@ def test_a_closed_terminal_ends_the_live_view(address: str) -> None:
         os.close(follower)
         with open(leader, "rb", buffering=0) as screen:
             written = b""
-            while b"looking for the next one" not in written:
+            while b"waiting for the next one" not in written:
                 written += screen.read(1 << 16)
         try:
             _, errors = process.communicate(timeout=30)
@@ -148,7 +148,7 @@ def test_a_closed_terminal_ends_the_live_view(address: str) -> None:
             process.kill()
 
     assert process.returncode == 1
-    assert errors == "Error: standard output cannot be written: Input/output error\n"
+    assert errors == "Error: writing to standard output failed: Input/output error\n"
 
 
 def test_a_closed_terminal_is_a_one_line_error() -> None:
@@ -172,4 +172,4 @@ def test_a_closed_terminal_is_a_one_line_error() -> None:
         _, errors = process.communicate()
 
     assert process.returncode == 1
-    assert errors == "Error: standard output cannot be written: Input/output error\n"
+    assert errors == "Error: writing to standard output failed: Input/output error\n"

@@ -160,7 +160,7 @@ def terminal(*command_line: str, **environment: str) -> Iterator[Screen]:
 
 async def test_the_live_view_follows_successive_receivers_and_ends_on_ctrl_c(address: str) -> None:
     with terminal(*commands.aiotensor("top", address, "--interval", "0.05")) as screen:
-        await screen.until(f"no receiver listens at {address}", "looking for the next one")
+        await screen.until(f"no receiver listens at {address}", "waiting for the next one")
         async with TensorSender(address) as sender:
             for number in range(2):
                 async with TensorReceiver(address) as receiver:
@@ -177,7 +177,7 @@ async def test_the_live_view_follows_successive_receivers_and_ends_on_ctrl_c(add
 
 async def test_the_live_view_restores_the_terminal_on_sigterm(address: str) -> None:
     with terminal(*commands.aiotensor("top", address)) as screen:
-        await screen.until("looking for the next one")
+        await screen.until("waiting for the next one")
         screen.process.terminate()
         assert await screen.ended() == 143
         # These sequences restore the cursor and the previous screen.
@@ -229,7 +229,7 @@ async def test_control_characters_in_a_refusal_are_not_printed(address: str) -> 
     assert done.exit_code == 1
     assert done.stdout == ""
     assert done.stderr == (
-        "Error: the receiver (pid 7) is gone: it closed the connection: "
+        "Error: the connection to the receiver (pid 7) was lost: it closed the connection: "
         "?[31mred?]0;title??Error: all is well\n"
     )
 
@@ -254,7 +254,7 @@ main()
 
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr == "Error: this process cannot look: Too many open files\n"
+    assert done.stderr == "Error: the inspection failed: Too many open files\n"
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
@@ -442,7 +442,7 @@ def test_nan_in_statistics_raises_value_error_in_json_output() -> None:
 def test_the_screen_reports_a_missing_receiver_and_the_search_for_it() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(missing("no receiver listens at [red]"))
-    assert console.export_text() == "no receiver listens at [red]\nlooking for the next one ...\n"
+    assert console.export_text() == "no receiver listens at [red]\nwaiting for the next one ...\n"
 
 
 @pytest.mark.parametrize(

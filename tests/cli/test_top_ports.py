@@ -101,7 +101,7 @@ async def test_wrong_keys_are_a_one_line_error_with_status_1(
     assert done.exit_code == 1
     assert done.stdout == ""
     [line] = done.stderr.splitlines()
-    assert line.startswith(f"Error: the process at {address} and this one do not agree on their keys")
+    assert line.startswith(f"Error: the keys of this process and of the one at {address} do not match")
 
 
 async def test_a_port_without_a_listener_is_a_one_line_error_with_status_1(address: str) -> None:

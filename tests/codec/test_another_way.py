@@ -205,7 +205,7 @@ def test_a_decoder_works_after_an_error_and_keeps_no_buffer() -> None:
     gc.collect()
 
     assert gone() is None
-    with pytest.raises(ProtocolError, match="named buffer 0, and sent 0"):
+    with pytest.raises(ProtocolError, match="referred to buffer 0, but sent 0"):
         anything.decode([body_of(beside(0))])
     assert bytes(anything.decode([body_of(beside(0)), b"abc"]).numpy()) == b"abc"
 
@@ -241,7 +241,7 @@ def test_find_can_decode_another_message_with_the_same_decoder() -> None:
 
 def test_find_can_handle_an_error_of_the_same_decoder() -> None:
     def find(handle: object) -> torch.Tensor:
-        with pytest.raises(ProtocolError, match="named buffer 5, and sent 1"):
+        with pytest.raises(ProtocolError, match="referred to buffer 5, but sent 1"):
             decoder.decode([body_of([beside(0), beside(5)]), b"xxx"])
         return torch.tensor([1, 2, 3])
 

@@ -98,5 +98,5 @@ class New(msgspec.Struct):
 
 def test_packed_tensors_in_a_field_that_the_type_lacks_are_refused_with_a_reason() -> None:
     parts = Encoding(lambda _: None, max_inline_bytes=0).encode(New(pattern(1, 3), pattern(2, 3)))
-    with pytest.raises(ProtocolError, match="in a field that the type here does not have"):
+    with pytest.raises(ProtocolError, match="in a field that the type of this decoder does not have"):
         TensorDecoder(Old).decode(parts)

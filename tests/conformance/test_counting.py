@@ -94,7 +94,7 @@ async def test_errors_of_a_sender_are_counted_by_their_type_and_cancelling_is_no
             sender.send_nowait(torch.eye(3).to_sparse())
         with pytest.raises(TooLargeError):
             await sender.allocate((BIG + 1,), torch.int64)
-        with pytest.raises(ValueError, match="not negative"):
+        with pytest.raises(ValueError, match="not be negative"):
             await sender.allocate((-1,), torch.int64)
         async with sender.message() as message:
             with pytest.raises(WouldBlockError):
@@ -107,7 +107,7 @@ async def test_errors_of_a_sender_are_counted_by_their_type_and_cancelling_is_no
             await asyncio.wait([waiting])
             handle = await message.send(pattern(0, 3))
         sender.discard(handle)
-        with pytest.raises(ValueError, match="of sender"):
+        with pytest.raises(ValueError, match="belongs to sender"):
             sender.discard(type(handle)("another", 0, 0, "int64", (3,), "cpu"))
         with pytest.raises(DiscardedError):
             await message.send(pattern(0, 3))

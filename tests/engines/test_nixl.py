@@ -123,7 +123,7 @@ def test_a_write_to_a_closed_engine_is_an_error() -> None:
 
 
 def test_an_unknown_engine_is_an_error() -> None:
-    with pytest.raises(EngineError, match="no engine 'rdma'"):
+    with pytest.raises(EngineError, match="unknown engine 'rdma'"):
         engine_maker("rdma")
 
 

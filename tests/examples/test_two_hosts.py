@@ -90,7 +90,7 @@ async def test_an_api_server_with_other_keys_ends_with_an_error(folder: Path, po
         async with running(at(other, API, "--port", port, "--videos", 1), folder, **ENVIRONMENT) as api:
             status, output, errors = await result(api)
     assert (status, output) == (1, "")
-    assert "do not agree on their keys" in errors
+    assert "do not match: pass secret_key and server_key" in errors
 
 
 async def test_key_files_are_private_and_never_replaced(folder: Path) -> None:

@@ -178,7 +178,7 @@ async def test_an_error_during_a_response_is_logged_as_a_cut_off_response(
             await client.get("/")
     [record] = [record for record in caplog.records if record.name == "aiotensor.integrations"]
     assert record.getMessage() == (
-        "a response was cut off after it had begun, because of TooLargeError: too late"
+        "a response was cut off after it had begun because of TooLargeError: too late"
     )
     assert record.levelname == "WARNING"
 

@@ -53,7 +53,7 @@ async def test_a_starlette_handler_can_use_the_sender_of_its_application() -> No
             assert asked.text == engine.opened_sender.id
             delivery = await anext(receiver)
             assert delivery.handle.sender == asked.text
-        with pytest.raises(UsageError, match="the application does not run"):
+        with pytest.raises(UsageError, match="the application is not running"):
             _ = engine.opened_sender
 
 
@@ -96,7 +96,7 @@ async def test_a_message_lifespan_can_be_nested_in_another_lifespan() -> None:
             async with engine.lifespan(app):
                 seen.append(engine.opened_client)
                 yield {"own": 7}
-            with pytest.raises(UsageError, match="the application does not run"):
+            with pytest.raises(UsageError, match="the application is not running"):
                 seen.append(engine.opened_client)
 
         app = Starlette(lifespan=lifespan)
@@ -112,7 +112,7 @@ async def test_a_lifespan_can_be_entered_again_only_after_its_end() -> None:
         engine = TensorLifespan(lambda: TensorSender(place))
         for _ in range(2):
             async with engine.lifespan(None):
-                with pytest.raises(UsageError, match="has begun already"):
+                with pytest.raises(UsageError, match="has already begun"):
                     async with engine.lifespan(None):
                         raise AssertionError("it has begun")
 
@@ -127,7 +127,7 @@ async def test_a_request_without_the_lifespan_raises_usage_error() -> None:
         raise AssertionError("there is no sender")
 
     async with http(app) as client:
-        with pytest.raises(UsageError, match="give it the lifespan"):
+        with pytest.raises(UsageError, match="pass it the lifespan"):
             await client.get("/")
 
 

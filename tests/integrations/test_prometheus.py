@@ -336,5 +336,5 @@ def test_registering_two_collectors_is_refused() -> None:
 
 @pytest.mark.parametrize("timeout_s", [-1, inf, float("nan")])
 def test_an_invalid_timeout_is_refused(timeout_s: float) -> None:
-    with pytest.raises(ValueError, match=f"timeout_s is seconds, at least 0, got {timeout_s}"):
+    with pytest.raises(ValueError, match=f"timeout_s must be at least 0 seconds, got {timeout_s}"):
         new_registry(timeout_s=timeout_s)

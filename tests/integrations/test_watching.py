@@ -727,7 +727,7 @@ async def test_a_response_whose_upload_stalls_is_cut_off_and_logged(
     assert visitor.status == 200
     assert [message for message in visitor.heard[1:] if not message["more_body"]] == []
     [record] = caplog.records
-    assert "a response was cut off after it had begun, because of SlowUploadError" in record.getMessage()
+    assert "a response was cut off after it had begun because of SlowUploadError" in record.getMessage()
 
 
 async def test_a_response_of_a_cancelled_handler_is_sent() -> None:

@@ -77,11 +77,11 @@ def test_a_connection_opens_with_the_hello_of_the_server_and_its_limits() -> Non
 
 def test_a_server_of_another_version_raises_refused_error_with_both_versions() -> None:
     connection = opening()
-    text = rf"the server \(pid 77\) at ipc:///m refused this client: it speaks version {VERSION + 1}"
+    text = rf"the server \(pid 77\) at ipc:///m refused this client: it uses protocol version {VERSION + 1}"
     with pytest.raises(RefusedError, match=text) as caught:
         receive(connection, ServerHello(VERSION + 1, 77))
     assert caught.value.pid == 77
-    assert f"this side speaks {VERSION}: install the same aiotensor" in str(caught.value)
+    assert f"this side uses version {VERSION}: install the same version of aiotensor" in str(caught.value)
     assert connection.is_closed
 
 
@@ -162,12 +162,12 @@ def test_a_message_that_was_never_sent_leaves_a_gap_in_the_numbers() -> None:
 
 VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     "nothing": ([], "a message of 0 parts"),
-    "an empty header": ([b""], "cannot be read"),
-    "noise": ([b"\xc1"], "cannot be read"),
-    "deep nesting": ([b"\x91" * 100_000], "cannot be read"),
+    "an empty header": ([b""], "cannot be decoded"),
+    "noise": ([b"\xc1"], "cannot be decoded"),
+    "deep nesting": ([b"\x91" * 100_000], "cannot be decoded"),
     "too many parts": ([write(HELLO), *[b""] * MAX_PARTS], f"{MAX_PARTS + 1} parts"),
     "a second hello": ([write(HELLO)], "a second hello"),
-    "a frame of a client": ([write(Cancel(0))], "cannot be read"),
+    "a frame of a client": ([write(Cancel(0))], "cannot be decoded"),
     "an answer to a message that was never sent": ([write(Answer(1, memoryview(BODY)))], "message 1, which"),
     "a failure of a message that was never sent": (
         [write(Failure(1, "ValueError", "x"))],
@@ -179,12 +179,12 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
         "a body of 101 bytes, more than the announced max_body_bytes=100",
     ),
     "a body beyond the limit": ([write(Answer(0, None)), bytes(101)], "a body of 101 bytes"),
-    "more credit than was used": ([write(Credit(2, 0))], "it took 2 messages, of 1 that were sent"),
+    "more credit than was used": ([write(Credit(2, 0))], "it took 2 messages, but 1 were sent"),
     "an answer with more credit": (
         [write(Answer(0, memoryview(BODY), taken=2))],
-        "it took 2 messages, of 1 that were sent",
+        "it took 2 messages, but 1 were sent",
     ),
-    "more bytes than were sent": ([write(Credit(1, 2))], "it took 1 messages, of 1 that were sent"),
+    "more bytes than were sent": ([write(Credit(1, 2))], "it took 1 messages, but 1 were sent"),
 }
 
 
@@ -201,7 +201,9 @@ def test_a_violation_of_the_server_ends_the_connection_without_another_attempt(
     assert connection.is_closed
     assert not loss.is_retried
     assert isinstance(loss.error, PeerLostError)
-    assert str(loss.error).startswith("the server (pid 77) at ipc:///m is gone: it broke the protocol: ")
+    assert str(loss.error).startswith(
+        "the connection to the server (pid 77) at ipc:///m was lost: it broke the protocol: "
+    )
     assert loss.error.pid == 77
     assert isinstance(loss.error.__cause__, ProtocolError)
     assert loss.error.__cause__.__traceback__ is None
@@ -222,8 +224,8 @@ def test_a_hello_before_that_of_the_client_is_a_violation() -> None:
 @pytest.mark.parametrize(
     ("close", "kind", "text", "is_retried"),
     [
-        (Close(), PeerLostError, "is gone: it closed", True),
-        (Close("reads no answers"), PeerLostError, "is gone: it closed the connection: reads no ans", False),
+        (Close(), PeerLostError, "was lost: it closed the connection", True),
+        (Close("reads nothing"), PeerLostError, "was lost: it closed the connection: reads nothing", False),
         (Close("full", is_refusal=True), RefusedError, "refused this client: full", False),
     ],
     ids=["closed", "rejected", "refused"],
@@ -247,5 +249,5 @@ def test_a_connection_that_ends_without_a_close_is_retried(is_open: bool) -> Non
     loss = connection.disconnected()
     assert connection.is_closed
     assert loss.is_retried
-    assert loss.reason == "it ended, or the connection broke"
+    assert loss.reason == "it ended, or the network failed"
     assert isinstance(loss.error, PeerLostError)

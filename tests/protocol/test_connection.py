@@ -42,7 +42,7 @@ def test_a_second_hello_is_a_violation() -> None:
 def test_a_peer_of_another_version_is_refused_with_both_versions_and_a_remedy(version: int) -> None:
     connection = new()
 
-    text = f"speaks version {version} of the protocol, this side speaks 1: install the same aiotensor"
+    text = f"uses protocol version {version}, but this side uses version 1: install the same version"
     with pytest.raises(
         RefusedError, match=rf"the receiver \(pid 42\) refused this sender: it {text}"
     ) as caught:
@@ -74,7 +74,7 @@ def test_the_last_frame_of_the_peer_decides_between_loss_refusal_and_retry(
 
     loss = connection.closed(close)
     assert type(loss.error) is error
-    assert (close.reason or "it closed") in str(loss.error)
+    assert (close.reason or "it closed the connection") in str(loss.error)
     assert loss.is_retried == is_retried
     assert connection.is_closed
 
@@ -127,7 +127,7 @@ def test_errors_name_the_process_of_the_peer_once_it_is_known(
     state: ConnectionState, name: str, pid: int | None
 ) -> None:
     losses: list[tuple[Loss, str]] = [
-        (new(state).lost("it closed", is_retried=True), f"{name} is gone: it closed"),
+        (new(state).lost("it closed", is_retried=True), f"the connection to {name} was lost: it closed"),
         (new(state).refused("a limit"), f"{name} refused this sender: a limit"),
     ]
 

@@ -335,7 +335,7 @@ def test_each_frame_is_decoded_in_its_directions_only(direction: str, kind: type
     if kind in DIRECTIONS[direction]:
         assert DECODERS[direction](record) == [SAMPLES[kind]]
         return
-    with pytest.raises(ProtocolError, match="it sent a frame that cannot be read"):
+    with pytest.raises(ProtocolError, match="it sent a frame that cannot be decoded"):
         DECODERS[direction](record)
 
 

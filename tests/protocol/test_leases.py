@@ -138,8 +138,8 @@ def test_an_excess_unpin_raises_protocol_error() -> None:
     leases: Leases[str] = Leases()
     number = leases.own("a hundred bytes")
 
-    with pytest.raises(ProtocolError, match="once too often"):
+    with pytest.raises(ProtocolError, match="more often than it was announced"):
         leases.unpin(number)
-    with pytest.raises(ProtocolError, match="once too often"):
+    with pytest.raises(ProtocolError, match="more often than it was announced"):
         leases.unpin(number + 1)
     assert leases.disown(number) == "a hundred bytes"

@@ -64,10 +64,10 @@ def test_the_tensors_of_a_message_can_be_taken_once_it_is_whole() -> None:
 def test_a_tensor_cannot_be_taken_again_while_others_of_its_message_are_left() -> None:
     mailbox = with_message(count=2)
     mailbox.hold(Key("s", 0, 0))
-    with pytest.raises(AlreadyTakenError, match="received before"):
+    with pytest.raises(AlreadyTakenError, match="already received"):
         mailbox.hold(Key("s", 0, 0))
     mailbox.finish(Key("s", 0, 0))
-    with pytest.raises(AlreadyTakenError, match="received before"):
+    with pytest.raises(AlreadyTakenError, match="already received"):
         mailbox.hold(Key("s", 0, 0))
 
     assert mailbox.hold(Key("s", 0, 1)) == "tensor 1"
@@ -352,7 +352,7 @@ def test_the_first_connection_of_a_sender_wakes_no_call() -> None:
 def test_a_sender_that_repeats_numbers_after_a_loss_is_refused(first: int) -> None:
     mailbox = lost(2)
 
-    with pytest.raises(ProtocolError, match="has connected before, or repeats numbers"):
+    with pytest.raises(ProtocolError, match="has already connected, or reuses numbers"):
         mailbox.join("s", 43, 8, first)
     with pytest.raises(PeerLostError):
         mailbox.hold(Key("s", 0, 0))
@@ -366,7 +366,7 @@ def test_a_connected_or_closed_sender_cannot_connect_again(has_left: bool, first
     if has_left:
         mailbox.leave("s")
 
-    with pytest.raises(ProtocolError, match="has connected before, or repeats numbers"):
+    with pytest.raises(ProtocolError, match="has already connected, or reuses numbers"):
         mailbox.join("s", 43, 8, first)
     assert mailbox.hold(Key("s", 0, 0)) == "tensor 0"
 

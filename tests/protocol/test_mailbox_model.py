@@ -121,7 +121,7 @@ class MailboxMachine(RuleBasedStateMachine):
             self.first[sender] = self.next[sender] = first
             self.same_keys(woken, self.claimed(sender) if first else ())
             return
-        with pytest.raises(ProtocolError, match="has connected before, or repeats numbers"):
+        with pytest.raises(ProtocolError, match="has already connected, or reuses numbers"):
             self.mailbox.join(sender, 7, 3, first)
 
     def put(self, key: Key) -> None:

@@ -67,7 +67,7 @@ def test_the_connection_is_open_once_the_peer_has_joined_with_the_same_limit() -
 def test_a_peer_with_another_limit_is_refused(max_bytes: int) -> None:
     connection = new()
     text = (
-        rf"rank 1 \(pid 43\) opened the pipe with max_bytes={max_bytes}, and this rank with {MAX_BYTES}: give"
+        rf"rank 1 \(pid 43\) opened the pipe with max_bytes={max_bytes}, but this rank with {MAX_BYTES}: pass"
     )
     with pytest.raises(RefusedError, match=text) as caught:
         receive(connection, join(max_bytes))
@@ -81,7 +81,7 @@ def test_a_peer_with_another_limit_is_refused(max_bytes: int) -> None:
 def test_a_peer_of_another_version_is_refused_whatever_its_limit(max_bytes: int) -> None:
     connection = new()
     with pytest.raises(
-        RefusedError, match=r"rank 1 \(pid 43\) refused this rank: it speaks version"
+        RefusedError, match=r"rank 1 \(pid 43\) refused this rank: it uses protocol version"
     ) as caught:
         receive(connection, join(max_bytes, VERSION + 1))
 
@@ -109,14 +109,14 @@ def test_a_frame_before_the_join_is_a_violation(frame: FromRank) -> None:
 
 @pytest.mark.parametrize("frame", [hello(), ["welcome", VERSION, 1], ["discard", 0], ["end", 0, 1]], ids=repr)
 def test_a_frame_of_another_role_is_a_violation(frame: object) -> None:
-    assert "cannot be read" in violation(new(), frame)
-    assert "cannot be read" in violation(joined(), frame)
+    assert "cannot be decoded" in violation(new(), frame)
+    assert "cannot be decoded" in violation(joined(), frame)
 
 
 @pytest.mark.parametrize("field", [{"pid": -1}, {"pid": 2**31}, {"max_bytes": -1}, {"max_bytes": 2**63}])
 def test_a_join_with_impossible_numbers_is_a_violation(field: dict[str, int]) -> None:
     fields = {"version": VERSION, "pid": 1, "max_bytes": MAX_BYTES, **field}
-    assert "cannot be read" in violation(new(), ["join", *fields.values()])
+    assert "cannot be decoded" in violation(new(), ["join", *fields.values()])
 
 
 # The order of messages
@@ -251,7 +251,7 @@ def test_a_record_with_too_many_frames_or_bytes_is_a_violation() -> None:
 @pytest.mark.parametrize("record", [b"", b"\xff\x00nonsense", encode_record([join()])[:-1], b"\xc0"])
 def test_a_record_that_cannot_be_read_is_a_violation(record: bytes) -> None:
     for connection in (new(), joined()):
-        with pytest.raises(ProtocolError, match="a frame that cannot be read"):
+        with pytest.raises(ProtocolError, match="a frame that cannot be decoded"):
             connection.receive(record)
         assert connection.is_closed
 
@@ -316,4 +316,4 @@ def test_commands_have_no_effect_on_a_closed_connection(ended_by: str) -> None:
 
 def test_a_violation_after_valid_frames_of_a_record_ends_the_connection() -> None:
     assert "message 0 after 1" in violation(joined(), PutNone(0), inline(1, 3), PutNone(0))
-    assert "cannot be read" in violation(joined(), PutNone(0), ["nonsense"])
+    assert "cannot be decoded" in violation(joined(), PutNone(0), ["nonsense"])

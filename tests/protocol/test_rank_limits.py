@@ -172,11 +172,11 @@ def test_segments_are_attached_within_every_limit() -> None:
 @pytest.mark.parametrize(
     ("frames", "reason"),
     [
-        ([Attach(0, INLINE, 1)], "memory for 'inline', which is unknown here"),
-        ([Attach(0, OUT_OF_BAND, 1)], "memory for 'out of band', which is unknown here"),
+        ([Attach(0, INLINE, 1)], "memory for the unknown placement 'inline'"),
+        ([Attach(0, OUT_OF_BAND, 1)], "memory for the unknown placement 'out of band'"),
         ([Attach(3, ARENA, 1), Attach(3, ARENA, 1)], "attached segment 3 twice"),
         ([Attach(0, ARENA, LARGEST_SEGMENT + 1)], f"attached {LARGEST_SEGMENT + 1} bytes, more than"),
-        ([["attach", 0, ARENA, 0]], "cannot be read"),
+        ([["attach", 0, ARENA, 0]], "cannot be decoded"),
     ],
 )
 def test_a_segment_beyond_a_limit_is_a_violation(frames: list[object], reason: str) -> None:

@@ -108,7 +108,7 @@ def test_refusing_an_admitted_sender_sends_pending_answers_and_no_welcome() -> N
 
 def test_the_version_of_the_sender_is_compared() -> None:
     assert new().mismatch is None
-    assert f"speaks version {VERSION + 1}" in str(new(version=VERSION + 1).mismatch)
+    assert f"uses protocol version {VERSION + 1}" in str(new(version=VERSION + 1).mismatch)
 
 
 def test_either_side_may_close() -> None:
@@ -354,8 +354,8 @@ def test_segments_are_recorded_by_their_numbers() -> None:
 @pytest.mark.parametrize(
     ("frames", "reason"),
     [
-        ([Attach(0, "inline", 1)], "memory for 'inline', which is unknown here"),
-        ([Attach(0, "device", 1)], "memory for 'device', which is unknown here"),
+        ([Attach(0, "inline", 1)], "memory for the unknown placement 'inline'"),
+        ([Attach(0, "device", 1)], "memory for the unknown placement 'device'"),
         ([Attach(0, "arena", 1), Attach(0, "arena", 1)], "attached segment 0 twice"),
         ([Attach(0, "arena", SEGMENT_BYTES + 1)], f"attached {SEGMENT_BYTES + 1} bytes"),
         ([Attach(0, "arena", SEGMENT_BYTES), Attach(1, "arena", 1)], "attached 1 bytes, more than the 0 of"),

@@ -227,7 +227,7 @@ def test_a_sender_accepts_records_of_the_longest_size_only() -> None:
 def test_a_record_that_cannot_be_read_is_a_violation(record: bytes) -> None:
     receiver = new_receiver()
 
-    with pytest.raises(ProtocolError, match="a frame that cannot be read"):
+    with pytest.raises(ProtocolError, match="a frame that cannot be decoded"):
         receiver.receive(record)
     assert receiver.is_closed
 
@@ -235,7 +235,7 @@ def test_a_record_that_cannot_be_read_is_a_violation(record: bytes) -> None:
 def test_a_second_hello_is_a_violation() -> None:
     receiver = new_receiver()
 
-    with pytest.raises(ProtocolError, match="a frame that cannot be read"):
+    with pytest.raises(ProtocolError, match="a frame that cannot be decoded"):
         receiver.receive(encode(hello()))
 
 

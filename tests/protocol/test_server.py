@@ -69,8 +69,8 @@ def test_the_refusal_of_a_client_of_another_version_names_both_versions() -> Non
     connection = ServerConnection(LIMITS)
     receive(connection, ClientHello(VERSION + 1, 7))
     assert connection.refusal is not None
-    assert f"version {VERSION + 1} of the protocol, this side speaks {VERSION}" in connection.refusal
-    assert "install the same aiotensor" in connection.refusal
+    assert f"protocol version {VERSION + 1}, but this side uses version {VERSION}" in connection.refusal
+    assert "install the same version of aiotensor" in connection.refusal
     message = connection.close(connection.refusal, is_refusal=True)
     assert frames(message) == (Close(connection.refusal, is_refusal=True), [])
     assert connection.is_closed
@@ -111,18 +111,18 @@ def test_any_earlier_message_number_can_be_cancelled() -> None:
 
 VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     "nothing": ([], "a message of 0 parts"),
-    "an empty header": ([b""], "cannot be read"),
-    "noise": ([b"\xc1noise"], "cannot be read"),
-    "deep nesting": ([b"\x91" * 100_000], "cannot be read"),
-    "a text that is none": ([b"\x94\xa3\xff\xff\xff"], "cannot be read"),
+    "an empty header": ([b""], "cannot be decoded"),
+    "noise": ([b"\xc1noise"], "cannot be decoded"),
+    "deep nesting": ([b"\x91" * 100_000], "cannot be decoded"),
+    "a text that is none": ([b"\x94\xa3\xff\xff\xff"], "cannot be decoded"),
     "too many parts": ([write(ask(6)), *[b""] * MAX_PARTS], f"{MAX_PARTS + 1} parts"),
     "a second hello": ([write(HELLO)], "a second hello"),
-    "a hello of a server": ([write(ServerHello(VERSION, 1))], "cannot be read"),
-    "an answer": ([write(Answer(0, memoryview(BODY)))], "cannot be read"),
-    "a close": ([write(Close())], "cannot be read"),
+    "a hello of a server": ([write(ServerHello(VERSION, 1))], "cannot be decoded"),
+    "an answer": ([write(Answer(0, memoryview(BODY)))], "cannot be decoded"),
+    "a close": ([write(Close())], "cannot be decoded"),
     "the same number again": ([write(ask(5))], "message 5 after message 5"),
     "a lower number": ([write(ask(4))], "message 4 after message 5"),
-    "a negative number": ([msgspec.msgpack.encode(["ask", -1, b"", []])], "cannot be read"),
+    "a negative number": ([msgspec.msgpack.encode(["ask", -1, b"", []])], "cannot be decoded"),
     "a message without a body": ([write(ask(6, None))], "without a body"),
     "a body in the header beyond the limit": (
         [write(ask(6, bytes(40_001)))],
@@ -130,8 +130,8 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     ),
     "a body beyond the limit": ([write(ask(6, None)), bytes(40_001)], "a body of 40001 bytes"),
     "cancelling a message that was never sent": ([write(Cancel(6))], "message 6, which it never sent"),
-    "too many handles": ([msgspec.msgpack.encode(["ask", 6, b"", [{}] * 1025])], "cannot be read"),
-    "a handle that is none": ([msgspec.msgpack.encode(["ask", 6, b"", [5]])], "cannot be read"),
+    "too many handles": ([msgspec.msgpack.encode(["ask", 6, b"", [{}] * 1025])], "cannot be decoded"),
+    "a handle that is none": ([msgspec.msgpack.encode(["ask", 6, b"", [5]])], "cannot be decoded"),
 }
 
 
@@ -151,7 +151,7 @@ def test_a_frame_before_the_hello_of_the_client_is_a_violation(frame: FromClient
 
 def test_a_hello_with_a_limit_of_zero_is_a_violation() -> None:
     message = msgspec.msgpack.encode(["client", VERSION, 1, "", 0])
-    with pytest.raises(ProtocolError, match="cannot be read"):
+    with pytest.raises(ProtocolError, match="cannot be decoded"):
         ServerConnection(LIMITS).receive([memoryview(message)])
 
 
@@ -159,7 +159,9 @@ def test_a_message_beyond_the_message_credit_is_a_violation() -> None:
     connection = opened()
     for number in range(4):
         receive(connection, ask(number))
-    with pytest.raises(ProtocolError, match="another message while 4, of 4 bytes, wait already"):
+    with pytest.raises(
+        ProtocolError, match="another message while 4 messages of 4 bytes were already waiting"
+    ):
         receive(connection, ask(4))
     connection.take(1)
     receive(connection, ask(4))
@@ -168,7 +170,9 @@ def test_a_message_beyond_the_message_credit_is_a_violation() -> None:
 def test_a_message_beyond_the_byte_credit_is_a_violation() -> None:
     connection = opened()
     receive(connection, ask(0), bytes(999))
-    with pytest.raises(ProtocolError, match="another message while 1, of 1000 bytes, wait already"):
+    with pytest.raises(
+        ProtocolError, match="another message while 1 messages of 1000 bytes were already waiting"
+    ):
         receive(connection, ask(1))
 
 
@@ -217,7 +221,7 @@ def test_no_credit_is_due_on_a_closed_connection(end: str) -> None:
     for number in range(4):
         receive(connection, ask(number))
     if end == "rejected":
-        connection.close("it reads no answers")
+        connection.close("it does not read its replies")
     elif end == "closed":
         connection.close()
     else:

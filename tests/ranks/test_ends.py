@@ -32,7 +32,7 @@ async def test_messages_sent_before_a_clean_close_can_be_received() -> None:
                 assert torch.equal(received, pattern(seed, count))
         await high.drain()
         for call in (high.receive(), high.send(None)):
-            with pytest.raises(PeerLostError, match=r"rank 0 \(pid \d+\) is gone: it closed"):
+            with pytest.raises(PeerLostError, match=r"rank 0 \(pid \d+\) was lost: it closed"):
                 await call
 
 
@@ -68,9 +68,9 @@ async def test_waiting_calls_end_when_their_pipe_is_closed() -> None:
             with pytest.raises(ClosedError, match="RankPipe was closed"):
                 await call
         await low.aclose()  # has no effect
-        with pytest.raises(ClosedError, match="make a new one"):
+        with pytest.raises(ClosedError, match="create a new one"):
             await low.send(None)
-        with pytest.raises(ClosedError, match="make a new one"):
+        with pytest.raises(ClosedError, match="create a new one"):
             await low.__aenter__()
 
 
@@ -110,7 +110,7 @@ async def test_a_pipe_can_be_used_only_where_it_was_opened() -> None:
     with pytest.raises(UsageError, match="is not open yet"):
         await pipe.send(None)
     async with ends() as (low, _):
-        with pytest.raises(UsageError, match="is open already"):
+        with pytest.raises(UsageError, match="is already open"):
             await low.__aenter__()
         errors: list[BaseException] = []
 
@@ -123,7 +123,7 @@ async def test_a_pipe_can_be_used_only_where_it_was_opened() -> None:
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-        assert "lives in another thread" in str(errors[0])
+        assert "belongs to another thread" in str(errors[0])
         child = os.fork()
         if child == 0:
             try:

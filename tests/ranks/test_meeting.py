@@ -155,7 +155,7 @@ async def test_closing_a_pipe_ends_its_opening() -> None:
     with pytest.raises(ClosedError, match="still being opened"):
         await pipe.send(None)
     await pipe.aclose()
-    with pytest.raises(ClosedError, match="closed while it was opened"):
+    with pytest.raises(ClosedError, match="closed while it was being opened"):
         await opening
 
 
@@ -164,7 +164,9 @@ async def test_ranks_with_different_limits_refuse_each_other() -> None:
     low, high = _end(store, 0, max_bytes=1 << 20), _end(store, 1, max_bytes=1 << 21)
     results = await asyncio.gather(low.__aenter__(), high.__aenter__(), return_exceptions=True)
     assert [type(error) for error in results] == [RefusedError] * 2
-    assert "max_bytes=2097152, and this rank with 1048576: give both the same" in str(results[0])
+    assert "max_bytes=2097152, but this rank with 1048576: pass the same value at both ranks" in str(
+        results[0]
+    )
 
 
 async def test_ranks_that_disagree_on_encryption_refuse_each_other() -> None:
@@ -172,7 +174,7 @@ async def test_ranks_that_disagree_on_encryption_refuse_each_other() -> None:
     low, high = _end(store, 0, encrypt=True), _end(store, 1, encrypt=False)
     results = await asyncio.gather(low.__aenter__(), high.__aenter__(), return_exceptions=True)
     assert [type(error) for error in results] == [RefusedError] * 2
-    assert "give both the same" in str(results[0])
+    assert "pass the same value at both ranks" in str(results[0])
 
 
 async def test_another_version_of_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +192,7 @@ async def test_another_version_of_the_library_is_refused(monkeypatch: pytest.Mon
 async def test_an_entry_of_another_form_is_an_error() -> None:
     store = HashStore()
     store.set("aiotensor/ranks/0-1/1/1", "nonsense")
-    with pytest.raises(ProtocolError, match="rank 1 wrote an entry that cannot be read"):
+    with pytest.raises(ProtocolError, match="rank 1 wrote an entry that cannot be decoded"):
         await _end(store, 0).__aenter__()
 
 
@@ -236,7 +238,7 @@ async def test_a_store_without_a_server_needs_host_between_machines() -> None:
         return_exceptions=True,
     )
     assert isinstance(results[0], UsageError)
-    assert "give its address as host=" in str(results[0])
+    assert "pass the address of that interface as host=" in str(results[0])
     assert isinstance(results[1], WouldBlockError)
 
 
@@ -321,14 +323,14 @@ def _write_entry_of_rank_1(store: HashStore) -> None:
         ({"peer": 2}, ValueError, "there is no rank 2 in a group of 2"),
         ({"peer": -1}, ValueError, "there is no rank -1"),
         ({"rank": 2}, ValueError, "there is no rank 2"),
-        ({"rank": None}, TypeError, "give rank and world_size, too"),
+        ({"rank": None}, TypeError, "pass rank and world_size as well"),
         ({"max_bytes": 4095}, ValueError, "max_bytes must be at least 4096"),
         ({"max_bytes": 1.5}, TypeError, "float"),
         ({"max_wait_s": 0}, ValueError, "max_wait_s must be positive"),
         ({"peer_timeout_s": -1}, ValueError, "peer_timeout_s must be positive"),
         ({"host": "localhost"}, ValueError, "does not appear to be an IPv4 or IPv6 address"),
-        ({"group": "nccl"}, TypeError, "a group is a torch.distributed.ProcessGroup"),
-        ({"group": None}, TypeError, "a group is a torch.distributed.ProcessGroup"),
+        ({"group": "nccl"}, TypeError, "group must be a torch.distributed.ProcessGroup"),
+        ({"group": None}, TypeError, "group must be a torch.distributed.ProcessGroup"),
     ],
 )
 async def test_wrong_arguments_are_refused(
@@ -349,10 +351,10 @@ async def test_a_group_of_one_process_has_no_other_rank() -> None:
         assert group is not None
         with pytest.raises(ValueError, match="there is no rank 1 in a group of 1"):
             RankPipe(group, 1)
-        with pytest.raises(TypeError, match="a group knows its own"):
+        with pytest.raises(TypeError, match="a group defines its own"):
             RankPipe(group, 1, rank=0)
         mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("dp", "tp"))
-        with pytest.raises(ValueError, match="a mesh of 2 dimensions is no group"):
+        with pytest.raises(ValueError, match="a mesh of 2 dimensions is not a group"):
             RankPipe(mesh, 1)
         with pytest.raises(ValueError, match="there is no rank 1 in a group of 1"):
             RankPipe(mesh["tp"], 1)

@@ -21,7 +21,7 @@ async def test_a_rank_without_memory_for_a_tensor_closes_with_the_reason(
     async with ends() as (low, high):
         monkeypatch.setattr(incoming, "open_out_of_band", refuse)
         low.send_nowait(torch.ones(5_000))
-        reason = "no memory is left here for its tensors: .*Cannot allocate memory"
+        reason = "no memory is left in this process for its tensors: .*Cannot allocate memory"
         with pytest.raises(PeerLostError, match=f"this rank cannot use the peer .*{reason}"):
             await high.receive()
         with pytest.raises(PeerLostError, match=reason):

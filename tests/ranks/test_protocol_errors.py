@@ -57,20 +57,20 @@ async def pipe_to_rogue(route: Route, rank: int, *steps: Step) -> AsyncIterator[
 
 
 VIOLATIONS: dict[str, tuple[list[list[object]], str]] = {
-    "a frame of a sender": ([["discard", 0]], "a frame that cannot be read"),
+    "a frame of a sender": ([["discard", 0]], "a frame that cannot be decoded"),
     "a second join": ([JOIN], "a second hello"),
     "a repeated number": ([NONE, NONE], "message 0 after 0"),
     "a tensor of another size": ([put("inline", b"ab")], "sent 2 bytes for a tensor of torch.uint8"),
     "a tensor in no segment": ([put("arena", bytes(16))], "segment 0, which it never attached"),
-    "a tensor elsewhere": ([put("disk", b"")], "placed a tensor by 'disk', which is unknown here"),
-    "bytes that never came": ([put("out of band", b"")], "placed a tensor by 'out of band'"),
+    "a tensor elsewhere": ([put("disk", b"")], "unknown placement 'disk' for a tensor"),
+    "bytes that never came": ([put("out of band", b"")], "unknown placement 'out of band' for a tensor"),
     "a message that it did not have": ([["taken", [0]]], "took message 0, which it did not have"),
-    "a block that it did not use": ([["release", [0]]], "returned block 0, which it did not use"),
+    "a block that it did not use": ([["release", [0]]], "released block 0, which it did not use"),
     "too many bytes": (
         [["put none", number] for number in range(MAX_BYTES // LEAST_MESSAGE_BYTES + 1)],
         f"more than its limit of {MAX_BYTES} bytes",
     ),
-    "too many frames": ([["taken", []]] * (MAX_FRAMES + 1), "a frame that cannot be read"),
+    "too many frames": ([["taken", []]] * (MAX_FRAMES + 1), "a frame that cannot be decoded"),
     "a segment that is too large": ([["attach", 0, "arena", 1 << 40]], "more than the "),
 }
 
@@ -158,8 +158,8 @@ async def test_a_segment_without_its_descriptor_ends_the_pipe(route: Route, rank
 @ranks_of_rogues
 async def test_a_rank_with_another_limit_or_version_is_refused(route: Route, rank: int) -> None:
     for join, reason in (
-        (["join", VERSION, 1, MAX_BYTES + 1], "give both the same"),
-        (["join", VERSION + 1, 1, MAX_BYTES], "install the same aiotensor"),
+        (["join", VERSION, 1, MAX_BYTES + 1], "pass the same value at both ranks"),
+        (["join", VERSION + 1, 1, MAX_BYTES], "install the same version of aiotensor"),
     ):
         with pytest.raises(RefusedError, match=reason):
             async with pipe_to_rogue(route, rank, record(join)):

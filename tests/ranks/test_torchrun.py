@@ -129,7 +129,7 @@ def test_pipes_work_after_the_group_was_destroyed_while_messages_travelled(two_r
     assert [one.messages for one in found] == [1 + 2 * _MESSAGES] * 2, two_ranks.output
     for one in found:
         [note] = one.notes
-        assert note.startswith("a group is a torch.distributed.ProcessGroup"), note
+        assert note.startswith("group must be a torch.distributed.ProcessGroup"), note
 
 
 def _run_on_two_hosts(scenario: str, size: int, hosts: Hosts, folder: Path) -> _Group:

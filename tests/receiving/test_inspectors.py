@@ -37,7 +37,9 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
 _REPLACED = Close(
-    f"a newer connection replaced it: at most {MAX_UNIDENTIFIED} may be unidentified or inspect", retry=True
+    f"a newer connection replaced it: at most {MAX_UNIDENTIFIED} connections may be unidentified or belong "
+    "to inspectors",
+    retry=True,
 )
 
 
@@ -316,7 +318,7 @@ async def test_inspecting_a_receiver_that_closes_raises_peer_lost_error(address:
             await child.stop()
             looking = asyncio.create_task(inspect_patiently(address))
             await until(lambda: inspector_count(receiver) == 1)
-        with pytest.raises(PeerLostError, match="is gone") as caught:
+        with pytest.raises(PeerLostError, match="was lost") as caught:
             await looking
         assert caught.value.pid == os.getpid()
         child.go_on()
@@ -386,5 +388,5 @@ async def test_an_inspector_of_another_version_is_refused_and_logged(
         assert isinstance(close, Close)
         assert close.is_refusal
         assert welcome == Welcome(VERSION, os.getpid(), MAX_RECORD_BYTES, receiver.id)
-        assert f"speaks version {VERSION + 1} of the protocol, this side speaks {VERSION}" in caplog.text
+        assert f"uses protocol version {VERSION + 1}, but this side uses version {VERSION}" in caplog.text
         await until(lambda: inspector_count(receiver) == 0)

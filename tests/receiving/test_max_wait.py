@@ -47,7 +47,7 @@ async def test_a_wait_for_a_handle_of_an_unknown_sender_times_out() -> None:
             assert receiver.statistics().errors == {"WouldBlockError": 3}
             async with TensorSender(here) as sender:
                 first = await sender.send(pattern(0, BIG))
-                with pytest.raises(WouldBlockError, match="its sender is connected, and has not sent"):
+                with pytest.raises(WouldBlockError, match="its sender is connected, but has not sent"):
                     await receiver.receive(beyond(first))
                 # The ended wait left no claim: an iteration receives all tensors.
                 assert torch.equal((await anext(receiver)).tensor, pattern(0, BIG))
@@ -110,7 +110,7 @@ async def test_a_request_whose_tensors_do_not_arrive_fails_after_max_wait_s() ->
             request = await session.ask((handle,), [b"\x80"], wants_answer=True)
             assert request is not None
             assert request.answer is not None
-            with pytest.raises(RemoteError, match="no sender of this id has connected here") as no:
+            with pytest.raises(RemoteError, match="no sender with this id has connected") as no:
                 await request.answer
             assert no.value.type_name == "WouldBlockError"
             assert (server.statistics().waiting, server.statistics().failures) == (0, 1)
@@ -123,9 +123,9 @@ async def test_a_request_whose_tensors_do_not_arrive_fails_after_max_wait_s() ->
 
 def test_a_blocking_receive_times_out_after_max_wait_s() -> None:
     with endpoint("unix") as here, blocking.TensorReceiver(here, max_wait_s=SHORT_S) as receiver:
-        with pytest.raises(WouldBlockError, match="no sender of this id"):
+        with pytest.raises(WouldBlockError, match="no sender with this id"):
             receiver.receive(UNKNOWN)
-        with pytest.raises(WouldBlockError, match="no sender of this id"):
+        with pytest.raises(WouldBlockError, match="no sender with this id"):
             receiver.arrived(UNKNOWN)
 
 

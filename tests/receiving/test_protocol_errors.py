@@ -237,7 +237,7 @@ async def test_a_sender_that_repeats_numbers_of_messages_is_disconnected(
             await after.is_lost.wait()
             assert after.received == []
         await before.is_lost.wait()
-        assert "repeats numbers of messages" in caplog.text
+        assert "reuses numbers of messages" in caplog.text
 
 
 # Receivers that violate the protocol

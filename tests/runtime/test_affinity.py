@@ -104,7 +104,7 @@ def test_using_an_unopened_object_raises_usage_error() -> None:
 async def test_an_object_cannot_be_opened_twice() -> None:
     home = await opened()
 
-    with pytest.raises(UsageError, match="is open already: enter it once and share it between tasks"):
+    with pytest.raises(UsageError, match="is already open: enter it once and share it between tasks"):
         home.enter()
     assert home.is_open
 
@@ -115,7 +115,7 @@ async def test_a_closed_object_can_be_neither_used_nor_reopened() -> None:
 
     assert not home.is_open
     for use in (home.check, home.enter):
-        with pytest.raises(ClosedError, match="this TensorSender was closed: make a new one"):
+        with pytest.raises(ClosedError, match="this TensorSender was closed: create a new one"):
             use()
     home.check_place()
 
@@ -154,7 +154,7 @@ async def test_use_in_another_thread_raises_usage_error() -> None:
     for use in (home.check, home.check_place):
         error = in_a_thread(use)
         assert isinstance(error, UsageError)
-        assert "lives in another thread" in str(error)
+        assert "belongs to another thread" in str(error)
         assert "run_coroutine_threadsafe" in str(error)
 
 
@@ -176,7 +176,7 @@ def test_use_in_another_loop_of_the_same_thread_raises_usage_error() -> None:
         what()
 
     for what in (home.check, home.check_place):
-        with pytest.raises(UsageError, match="lives in another event loop: open one in each loop"):
+        with pytest.raises(UsageError, match="belongs to another event loop: open one in each loop"):
             asyncio.run(use(what))
 
 
@@ -192,7 +192,7 @@ def test_an_object_that_was_not_opened_cannot_be_used_after_a_fork() -> None:
 
     for use in (home.check, home.check_place, home.enter):
         report = in_a_fork(use)
-        assert report.startswith("UsageError: this TensorSender came here by a fork")
+        assert report.startswith("UsageError: this TensorSender was inherited by a forked process")
         assert "get_context('spawn')" in report
 
 
@@ -200,7 +200,7 @@ def test_an_object_that_was_not_opened_cannot_be_used_after_a_fork() -> None:
 def test_an_open_object_cannot_be_used_after_a_fork() -> None:
     home = asyncio.run(opened())
 
-    assert in_a_fork(home.check).startswith("UsageError: this TensorSender came here by a fork")
+    assert in_a_fork(home.check).startswith("UsageError: this TensorSender was inherited by a forked process")
 
 
 @forks
@@ -208,7 +208,7 @@ def test_a_closed_object_cannot_be_used_after_a_fork() -> None:
     home = LoopAffinity("TensorSender")
     home.close()
 
-    assert in_a_fork(home.check).startswith("UsageError: this TensorSender came here by a fork")
+    assert in_a_fork(home.check).startswith("UsageError: this TensorSender was inherited by a forked process")
 
 
 # Freed items

@@ -192,7 +192,7 @@ async def test_the_latest_waiter_of_a_deadlock_is_refused() -> None:
     of_b = await gate.acquire(5, "b")
     first = await begin(gate, 5, "a")
 
-    with pytest.raises(StuckError, match="held by those who wait"):
+    with pytest.raises(StuckError, match="held by waiting calls"):
         await gate.acquire(5, "b")
     assert not first.done()
     gate.release(of_b)

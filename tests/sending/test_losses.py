@@ -68,7 +68,7 @@ async def test_send_waits_until_a_receiver_connects() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = f"unix://{folder}/socket"
         async with TensorSender(place) as sender:
-            with pytest.raises(WouldBlockError, match="no receiver is here"):
+            with pytest.raises(WouldBlockError, match="no receiver is connected"):
                 sender.send_nowait(pattern(0, 3))
             waiting = [asyncio.create_task(sender.send(pattern(0, count))) for count in (3, BIG)]
             with pytest.raises(TimeoutError):

@@ -136,7 +136,9 @@ def test_an_invalid_max_wait_s_raises_value_error() -> None:
 async def test_send_without_a_receiver_times_out_after_max_wait_s(send: str) -> None:
     with endpoint() as place:
         async with TensorSender(place, 2, max_wait_s=SHORT_S) as sender:
-            with pytest.raises(WouldBlockError, match=r"no receiver was here for 0.02 s \(1 of 2 messages"):
+            with pytest.raises(
+                WouldBlockError, match=r"no receiver was connected for 0.02 s \(1 of 2 messages"
+            ):
                 match send:
                     case "several":
                         async with sender.message() as message:

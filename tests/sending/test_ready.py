@@ -83,7 +83,7 @@ async def test_ready_keeps_waiting_when_a_receiver_is_lost_before_it_answers(add
 
 async def test_ready_times_out_after_max_wait_s_and_states_the_cause(address: str) -> None:
     async with TensorSender(address, max_wait_s=SHORT_S) as sender:
-        with pytest.raises(WouldBlockError, match=r"no receiver was here for 0\.02 s"):
+        with pytest.raises(WouldBlockError, match=r"no receiver was connected for 0\.02 s"):
             await sender.ready()
         with waiting_at(address) as listener:
             sock, _ = await asyncio.get_running_loop().sock_accept(listener)

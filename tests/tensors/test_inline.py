@@ -120,16 +120,16 @@ def test_an_inline_tensor_belongs_to_no_segment() -> None:
 @pytest.mark.parametrize(
     ("placement", "payload", "dtype", "shape", "reason"),
     [
-        ("telepathy", b"", "uint8", (0,), "'telepathy', which is unknown here"),
-        ("__class__", b"", "uint8", (0,), "unknown here"),
-        ("inline", b"", "Tensor", (0,), "dtype 'Tensor', which is unknown here"),
+        ("telepathy", b"", "uint8", (0,), "the unknown placement 'telepathy'"),
+        ("__class__", b"", "uint8", (0,), "the unknown placement"),
+        ("inline", b"", "Tensor", (0,), "the unknown dtype 'Tensor'"),
         ("inline", b"x", "uint8", (2,), "sent 1 bytes"),
         ("inline", b"", "uint8", (2**63 - 1, 2), "sent 0 bytes"),
         ("inline", b"", "float64", (2**60,), "sent 0 bytes"),
         ("inline", b"", "uint8", (0, 2**62, 2), "more than can be addressed"),
         ("arena", bytes(16), "uint8", (1,), "in segment 0, which it never attached"),
         ("arena", b"\xff" * 16, "uint8", (1,), "in segment 18446744073709551615, which it never attached"),
-        ("arena", b"", "uint8", (1,), "by 0 bytes, which name no place"),
+        ("arena", b"", "uint8", (1,), "invalid position of a tensor, of 0 bytes"),
     ],
 )
 def test_invalid_placements_payloads_dtypes_and_shapes_are_refused(

@@ -45,7 +45,7 @@ def test_a_described_place_is_decoded_unchanged(segment: int, offset: int, inner
 
 @pytest.mark.parametrize("payload", [b"", b"\0", bytes(15), bytes(17), bytes(1000)], ids=len)
 def test_a_payload_that_names_no_place_is_refused(payload: bytes) -> None:
-    with pytest.raises(ProtocolError, match=f"by {len(payload)} bytes, which name no place"):
+    with pytest.raises(ProtocolError, match=f"invalid position of a tensor, of {len(payload)} bytes"):
         open_tensor("arena", payload, "uint8", (1,), {})
 
 

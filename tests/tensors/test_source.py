@@ -248,7 +248,7 @@ def test_a_tensor_of_a_dtype_that_a_later_torch_has_is_refused(monkeypatch: pyte
     monkeypatch.delitem(dtypes.DTYPE_NAMES, torch.float16)
 
     assert refusal_of(torch.zeros(3, dtype=torch.float16)) == (
-        "a tensor of torch.float16 cannot travel: send tensor.view(torch.uint8)"
+        "a tensor of torch.float16 cannot be sent: send tensor.view(torch.uint8)"
     )
 
 

@@ -155,7 +155,7 @@ async def test_the_last_records_of_a_receiver_arrive_although_writing_to_the_que
     await near.was_lost.wait()
 
     assert [await near.read() for _ in range(near.arrived.qsize())] == [bytes([n]) for n in range(20)]
-    assert near.lost == ["the other side closed the connection"]
+    assert near.lost == ["the peer closed the connection"]
 
 
 # The listener
@@ -172,7 +172,7 @@ async def test_the_end_of_a_sender_is_reported_after_its_records_on_the_queue(
         await end.was_lost.wait()
 
     assert [await end.read() for _ in range(end.arrived.qsize())] == [bytes([n]) for n in range(20)]
-    assert end.lost == ["the other side closed the connection"]
+    assert end.lost == ["the peer closed the connection"]
 
 
 async def test_the_end_of_a_sender_is_reported_although_all_writers_of_the_queue_were_closed_before(
@@ -185,7 +185,7 @@ async def test_the_end_of_a_sender_is_reported_although_all_writers_of_the_queue
     assert end.lost == []
     near.close()
     await end.was_lost.wait()
-    assert end.lost == ["the other side closed the connection"]
+    assert end.lost == ["the peer closed the connection"]
 
 
 async def test_the_end_of_a_sender_is_reported_although_the_listener_was_closed(

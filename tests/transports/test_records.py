@@ -234,7 +234,7 @@ async def test_read_now_reports_the_end_of_the_connection(pair: tuple[End, socke
     end, far = pair
     far.close()
     end.transport.read_now()
-    assert end.lost == ["the other side closed the connection"]
+    assert end.lost == ["the peer closed the connection"]
     end.transport.read_now()
     assert len(end.lost) == 1
 

@@ -33,7 +33,7 @@ async def test_the_end_is_reported_once_after_the_last_record(pair: tuple[End, s
     await turns()
 
     assert await end.read() == b"last"
-    assert end.lost == ["the other side closed the connection"]
+    assert end.lost == ["the peer closed the connection"]
 
 
 async def test_the_last_record_arrives_from_a_peer_that_had_not_read_everything(
@@ -74,7 +74,7 @@ async def test_the_last_records_arrive_although_writing_failed_before_they_were_
 
     words = [await end.read() for _ in range(end.arrived.qsize())]
     assert words == [bytes([number]) for number in range(20)]
-    assert end.lost == ["the other side closed the connection"]
+    assert end.lost == ["the peer closed the connection"]
 
 
 async def test_the_last_records_arrive_although_queued_ones_could_not_be_sent(
@@ -90,7 +90,7 @@ async def test_the_last_records_arrive_although_queued_ones_could_not_be_sent(
     await end.was_lost.wait()
 
     assert end.arrived.qsize() == 20
-    assert end.lost == ["the other side closed the connection"]
+    assert end.lost == ["the peer closed the connection"]
     pipe.check_closed()
 
 
@@ -137,7 +137,7 @@ async def test_writing_and_starting_after_the_end_have_no_effect(pair: tuple[End
     end.transport.read_now()
     await turns()
 
-    assert end.lost == ["the other side closed the connection"]
+    assert end.lost == ["the peer closed the connection"]
     pipe.check_closed()
 
 

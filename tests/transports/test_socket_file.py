@@ -92,7 +92,7 @@ def _usage_error_as_nobody(scheme: str, path: Path) -> bool:
     os.setuid(_NOBODY)
 
     async def is_refused() -> bool:
-        with pytest.raises(UsageError, match="no socket of this user"):
+        with pytest.raises(UsageError, match="not a socket of this user"):
             await LISTENERS[scheme](path).__aenter__()
         return True
 

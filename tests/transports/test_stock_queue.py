@@ -286,7 +286,7 @@ async def test_a_queue_that_no_process_can_read_is_a_permanent_failure(
 async def test_a_queue_has_one_receiver(
     queue: StockQueue, listener: StockListener, accepting: _Failing
 ) -> None:
-    with pytest.raises(UsageError, match="has a receiver already"):
+    with pytest.raises(UsageError, match="already has a receiver"):
         await listen_on(queue, accepting, _MAX_RECORD_BYTES)
     listener.close()
     (await listen_on(queue, accepting, _MAX_RECORD_BYTES)).close()
@@ -413,7 +413,7 @@ async def test_descriptors_wait_for_their_record_and_are_closed_with_the_connect
 @pytest.mark.parametrize(
     ("say", "reason"),
     [
-        (lambda sender: sender.say(1, b"second"), "another process reads the queue"),
+        (lambda sender: sender.say(1, b"second"), "another process also reads the queue"),
         (lambda sender: sender.say(0, b"first", b"X"), "unknown kind b'X'"),
         (lambda sender: sender.say(0, b"with", Kind.CARRIER), "descriptors of a record are missing"),
         (lambda sender: _send_pipes(sender.sock, 17), "17 times without a record"),
@@ -456,7 +456,7 @@ async def test_the_end_of_a_sender_is_reported_while_other_senders_keep_writing(
             written += 1
             await asyncio.sleep(0)
         assert [await sender.end.read() for _ in range(20)] == [bytes([n]) for n in range(20)]
-        assert sender.end.lost == ["the other side closed the connection"]
+        assert sender.end.lost == ["the peer closed the connection"]
         assert other.end.arrived.qsize() < written
 
 

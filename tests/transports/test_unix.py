@@ -33,7 +33,7 @@ async def test_records_are_exchanged_in_both_directions_after_the_hello(path: Pa
             far.transport.write(b"back")
             assert await near.read() == b"back"
         await far.was_lost.wait()
-        assert far.lost == ["the other side closed the connection"]
+        assert far.lost == ["the peer closed the connection"]
         assert near.lost == []
 
 
@@ -84,7 +84,7 @@ async def test_a_failed_hello_is_retried_and_logged_once(
         async with listening(path) as receiver:
             for _ in range(3):
                 await (await receiver.accepted.get()).was_lost.wait()
-            assert caplog.text.count("is tried again") == 1
+            assert caplog.text.count("will be retried") == 1
             sender.error = None
             await sender.next_connection.get()
             while not receiver.ends[-1].arrived.qsize():
@@ -255,7 +255,7 @@ async def test_a_socket_of_another_kind_is_refused_by_a_sender(path: Path) -> No
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
         stream.bind(str(path))
         stream.listen()
-        with pytest.raises(UsageError, match="nothing can be sent to"), connecting(path):
+        with pytest.raises(UsageError, match=r"connecting to .* failed: "), connecting(path):
             pass
 
 
@@ -292,7 +292,7 @@ async def test_the_socket_of_a_dead_receiver_is_taken_over(path: Path) -> None:
 async def test_listening_at_the_address_of_a_running_receiver_raises_usage_error(path: Path) -> None:
     async with listening(path) as receiver:
         with connecting(path) as sender:
-            with pytest.raises(UsageError, match="another object listens at"):
+            with pytest.raises(UsageError, match="another object already listens at"):
                 await Receiver(path).listen()
             assert await (await receiver.accepted.get()).read() == b"introduction 1"
             assert receiver.accepted.empty()
@@ -308,7 +308,7 @@ async def test_a_receiver_too_busy_to_accept_is_not_mistaken_for_a_dead_one(
         busy.listen(0)
         with connecting(path), connecting(path) as second:
             assert not second.is_connected()  # the backlog is full
-            with pytest.raises(UsageError, match="another object listens at"):
+            with pytest.raises(UsageError, match="another object already listens at"):
                 await Receiver(path).listen()
     assert path.exists()
 

@@ -76,7 +76,7 @@ async def test_a_sender_refuses_a_receiver_that_is_another_user(path: Path) -> N
     async with listening(path) as receiver:
         path.chmod(0o666)
         answer = await in_child(_connect_as_nobody, path)
-        assert f"runs as user 0, this process as user {NOBODY}" in answer
+        assert f"runs as user 0, but this process runs as user {NOBODY}" in answer
         assert not receiver.ends
 
 
@@ -90,7 +90,7 @@ async def test_a_receiver_refuses_a_sender_that_is_another_user(
             await receiver.accepted.get()
             path.chmod(0o666)
             assert await in_child(_connect_raw_as_nobody, path) == b""
-            assert f"runs as user {NOBODY}, this process as user 0" in caplog.text
+            assert f"runs as user {NOBODY}, but this process runs as user 0" in caplog.text
             assert len(receiver.ends) == 1
 
 

@@ -137,7 +137,7 @@ def test_a_loss_that_no_silence_explains_is_found(fault: Fault, family: str) -> 
 
 
 ASKED: list[Event] = [Began(8, 1), Ended(8, "whole")]
-DROPPED = Ended(8, "PeerLostError", "... UsageError: it was dropped without an answer")
+DROPPED = Ended(8, "PeerLostError", "... UsageError: it was dropped without a reply")
 
 
 def _problems_of_question(

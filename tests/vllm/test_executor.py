@@ -146,7 +146,7 @@ def test_an_unknown_version_uses_the_queue_of_vllm(
     with executing(config_of(tmp_path, BroadcastExecutor)) as executor:
         assert type(executor.rpc_broadcast_mq) is STOCK
         assert executor.collective_rpc("echo", args=("x",)) == ["x"] * WORKERS
-    assert "version 0.99.1 is unknown" in caplog.text
+    assert "version 0.99.1 is not supported" in caplog.text
 
 
 def test_other_executors_are_not_replaced(tmp_path: Path) -> None:

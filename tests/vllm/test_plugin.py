@@ -69,7 +69,7 @@ def test_nothing_changes_with_an_unknown_version(
         plugin.register()
     assert objects() == before
     assert [record.event for record in caplog.records] == ["vllm_unchanged"]  # type: ignore[attr-defined]
-    assert "version 0.99.1 is unknown" in caplog.text
+    assert "version 0.99.1 is not supported" in caplog.text
 
 
 def test_nothing_changes_with_another_signature(

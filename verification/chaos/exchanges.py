@@ -50,7 +50,7 @@ class ExchangePlay(Play):
 
     def may_log(self, line: str, slot: int | None) -> bool:
         # A handler's error is logged with its traceback; the client also gets it, and the audit checks that.
-        is_of_handler = "answering a request of process" in line or "Traceback" in line
+        is_of_handler = "answering a request from process" in line or "Traceback" in line
         return is_of_handler or self.plan.has(None, RESOURCES) or super().may_log(line, slot)
 
     def segments(self, slot: int | None) -> Segments:

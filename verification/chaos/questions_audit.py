@@ -117,7 +117,7 @@ class Questions:
 
 
 def _was_dropped(order: Order, how: str, text: str) -> bool:
-    is_report = how == "PeerLostError" and "dropped without an answer" in text
+    is_report = how == "PeerLostError" and "dropped without a reply" in text
     return is_report and order.wish == "drop" and order.how != "one-way"
 
 

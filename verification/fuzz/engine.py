@@ -107,7 +107,7 @@ class Troubles(logging.Handler):
         text = record.getMessage()
         self.latest.append(text)
         self.cut_off += "broke the protocol" in text
-        self.refused += "is refused" in text
+        self.refused += "was refused" in text
         if record.exc_info is not None and record.exc_info[0] is not None:
             self.found.append(logging.Formatter().format(record))
 

@@ -69,7 +69,7 @@ def verdict(findings: Iterable[Finding]) -> str:
     statuses = [finding.status for finding in findings]
     numbers = [(statuses.count(status), status) for status in (Status.PROBLEM, Status.NOTE)]
     words = [counted(number, status) for number, status in numbers if number]
-    opening = "something needed is missing" if Status.PROBLEM in statuses else "everything needed is here"
+    opening = "some requirements are not met" if Status.PROBLEM in statuses else "all requirements are met"
     return ", ".join([opening, *words])
 
 

@@ -43,42 +43,42 @@ def socket_folder(folder: Path, *, asked_for: bool) -> Finding:
     try:
         facts = folder.stat()
     except FileNotFoundError:
-        return Finding(bad, f"{folder} does not exist", f"Make it: mkdir -p -m 700 {place}, or {_ANOTHER}")
+        return Finding(bad, f"{folder} does not exist", f"Create it: mkdir -p -m 700 {place}, or {_ANOTHER}")
     except OSError as error:
-        return Finding(bad, f"{folder} cannot be looked at: {error.strerror or error}", _OTHERWISE)
+        return Finding(bad, f"{folder} cannot be examined: {error.strerror or error}", _OTHERWISE)
     if not stat.S_ISDIR(facts.st_mode):
-        return Finding(bad, f"{folder} is no folder", _OTHERWISE)
+        return Finding(bad, f"{folder} is not a folder", _OTHERWISE)
     try:
         _make_a_socket(folder)
     except OSError as error:
-        found = f"no socket can be made in {folder}: {error.strerror or error}"
+        found = f"no socket can be created in {folder}: {error.strerror or error}"
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             return Finding(bad, found, f"Make it writable for this user, or {_ANOTHER}")
         # Folders that a virtual machine shares with its host often do not support sockets.
-        return Finding(bad, found, f"Not every file system has sockets: {_ANOTHER}")
+        return Finding(bad, found, f"Not every file system supports sockets: {_ANOTHER}")
     if facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX:
-        found = f"{folder} is writable by everybody, who may replace a socket there"
-        return Finding(Status.NOTE, found, f"Close it: chmod o-w {place}, or {_ANOTHER}")
+        found = f"{folder} is writable by all users, who could replace a socket there"
+        return Finding(Status.NOTE, found, f"Restrict it: chmod o-w {place}, or {_ANOTHER}")
     if facts.st_uid not in (os.geteuid(), 0):
-        found = f"{folder} belongs to user {facts.st_uid}, who may replace a socket there"
-        return Finding(Status.NOTE, found, f"Use one of your own: {_ANOTHER}")
-    return Finding(Status.OK, f"{folder} takes sockets of this user")
+        found = f"{folder} belongs to user {facts.st_uid}, who could replace a socket there"
+        return Finding(Status.NOTE, found, f"Use a folder of your own: {_ANOTHER}")
+    return Finding(Status.OK, f"this user can create sockets in {folder}")
 
 
 def socket_file(path: Path) -> Finding:
     """Check that a socket can have a path; report the user and the state of an existing socket."""
     length = len(os.fsencode(path))
     if length > _LONGEST_PATH:
-        found = f"a path of {length} bytes, where the kernel takes {_LONGEST_PATH}"
+        found = f"a path of {length} bytes, more than the {_LONGEST_PATH} that the kernel allows"
         return Finding(Status.PROBLEM, found, "Choose a shorter path")
     try:
         facts = path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        return Finding(Status.OK, f"{length} of {_LONGEST_PATH} bytes, nothing is there yet")
+        return Finding(Status.OK, f"{length} of {_LONGEST_PATH} bytes, nothing exists there yet")
     except OSError as error:
-        return Finding(Status.PROBLEM, f"{path} cannot be looked at: {error.strerror or error}", _OTHERWISE)
+        return Finding(Status.PROBLEM, f"{path} cannot be examined: {error.strerror or error}", _OTHERWISE)
     if not stat.S_ISSOCK(facts.st_mode):
-        return Finding(Status.PROBLEM, f"{path} is there and is no socket", f"Move it away, or {_ANOTHER}")
+        return Finding(Status.PROBLEM, f"{path} exists and is not a socket", f"Move it away, or {_ANOTHER}")
     if facts.st_uid != os.geteuid():
         found = f"{path} is a socket of user {facts.st_uid}, and only the same user may connect"
         return Finding(Status.PROBLEM, found, f"Run as that user, or {_ANOTHER}")
@@ -107,12 +107,12 @@ def _alive(path: Path) -> Finding:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
             probe.connect(str(path))
     except ConnectionRefusedError:
-        found = f"{path} is left over from a process that is dead; the next receiver takes it over"
+        found = f"{path} was left by a process that has ended; the next receiver takes it over"
         return Finding(Status.OK, found)
     except OSError as error:
         if error.errno == errno.EPROTOTYPE:
-            found = f"{path} is in use: a receiver of this user lives there, or another program"
+            found = f"{path} is in use by a receiver of this user, or by another program"
             return Finding(Status.OK, found)
-        found = f"{path} cannot be connected to: {error.strerror or error}"
+        found = f"connecting to {path} failed: {error.strerror or error}"
         return Finding(Status.PROBLEM, found, _OTHERWISE)
     return Finding(Status.PROBLEM, f"{path} is a datagram socket of another program", _OTHERWISE)

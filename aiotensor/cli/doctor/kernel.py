@@ -28,10 +28,10 @@ _SHORT = {
     errno.EMFILE: "Raise the limit on open files: ulimit -n 1024",
     errno.ENFILE: "Raise the limit on open files of the whole machine: sysctl fs.file-max",
     errno.EFBIG: "Raise the limit on the size of files: ulimit -f unlimited",
-    errno.ENOENT: "Mount /proc: shared memory is opened by its names there",
+    errno.ENOENT: "Mount /proc: shared memory is opened by its path there",
     errno.ENOMEM: "Free some memory, or raise the limit: ulimit -v unlimited",
 }
-_NOT_LINUX = "Use the kernel itself: something between, such as a sandbox, does not do as Linux does"
+_NOT_LINUX = "Use the kernel directly: a layer above it, such as a sandbox, does not behave like Linux"
 
 
 class _TrialError(Exception):
@@ -51,9 +51,9 @@ def kernel(system: str, release: str) -> Finding:
     """Check the results of `platform.system()` and `platform.release()`."""
     found = f"{system} {release}".strip()
     if system != "Linux":
-        return Finding(Status.PROBLEM, found, "Use Linux: aiotensor runs nowhere else")
+        return Finding(Status.PROBLEM, found, "Use Linux: aiotensor supports no other system")
     if release_of(release) < _FIRST_WITH_MEMFD:
-        return Finding(Status.PROBLEM, found, "Update it: memfd_create came with Linux 3.17")
+        return Finding(Status.PROBLEM, found, "Update it: memfd_create requires Linux 3.17")
     return Finding(Status.OK, found)
 
 
@@ -64,7 +64,7 @@ def shared_memory() -> Finding:
 
 def unix_sockets() -> Finding:
     """Check that a pair of sockets preserves records, and reports the credentials of the peer."""
-    return _tried(_send_records, "SOCK_SEQPACKET keeps records, SO_PEERCRED names the peer")
+    return _tried(_send_records, "SOCK_SEQPACKET preserves records, SO_PEERCRED identifies the peer")
 
 
 def process_ends() -> Finding:
@@ -76,7 +76,7 @@ def process_ends() -> Finding:
         reason = error.strerror if isinstance(error, OSError) else "missing in this build of Python"
         return Finding(
             Status.NOTE,
-            f"the end of another process cannot be awaited (pidfd_open: {reason}): {unnoticed}",
+            f"the end of another process cannot be detected (pidfd_open: {reason}): {unnoticed}",
             "Use Linux 5.3 or later, and allow pidfd_open in the seccomp profile of a container",
         )
     try:
@@ -143,14 +143,14 @@ def _step(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         advice = _SHORT.get(error.errno or 0, _FORBIDDEN)
-        raise _TrialError(f"{what} fails: {error.strerror or error}", advice) from error
+        raise _TrialError(f"{what} failed: {error.strerror or error}", advice) from error
 
 
 def _share_a_memfd() -> None:
     if not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
         raise _TrialError(
             "this build of Python has no os.memfd_create or no fcntl.F_ADD_SEALS",
-            "Use one that was built on glibc 2.27 or later, as Linux distributions have it",
+            "Use a build for glibc 2.27 or later, such as that of a Linux distribution",
         )
     with _step("memfd_create"):
         descriptor = os.memfd_create("aiotensor-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -169,11 +169,13 @@ def _share_a_memfd() -> None:
             received = _passed_over_a_socket(descriptor)
             with (
                 open(received, "r+b", buffering=0),
-                _step("mapping a memfd that was passed on"),
+                _step("mapping a memfd that was passed over a socket"),
                 mmap.mmap(received, _SIZE) as theirs,
             ):
                 if theirs[: len(_DATA)] != _DATA:
-                    raise _TrialError("a memfd that was passed on does not hold what was written")
+                    raise _TrialError(
+                        "a memfd that was passed over a socket does not contain the written data"
+                    )
         with _step("opening a memfd under /proc/self/fd"):
             os.close(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
 
@@ -187,7 +189,7 @@ def _passed_over_a_socket(descriptor: int) -> int:
             socket.send_fds(ours, [b"x"], [descriptor])
             _, received, _, _ = socket.recv_fds(theirs, 1, 1)
     if not received:
-        raise _TrialError("a descriptor that was passed over a socket (SCM_RIGHTS) does not arrive")
+        raise _TrialError("a descriptor that was passed over a socket (SCM_RIGHTS) did not arrive")
     return received[0]
 
 
@@ -201,8 +203,8 @@ def _send_records() -> None:
             ours.send(b"second")
             records_are_kept = theirs.recv(64) == b"first" and theirs.recv(64) == b"second"
         if not records_are_kept:
-            raise _TrialError("SOCK_SEQPACKET does not keep records apart")
+            raise _TrialError("SOCK_SEQPACKET does not preserve the boundaries of records")
         with _step("SO_PEERCRED"):
             answer = ours.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     if len(answer) != _PEER.size or _PEER.unpack(answer)[:2] != (os.getpid(), os.geteuid()):
-        raise _TrialError("SO_PEERCRED does not name the process at the other end")
+        raise _TrialError("SO_PEERCRED does not identify the process at the other end")

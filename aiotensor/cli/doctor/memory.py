@@ -27,7 +27,7 @@ __all__ = [
 
 _BESIDE_ARENA = 512 << 20  # the memory of two processes that have imported torch
 _FEW_DESCRIPTORS = 64
-_EACH_HAS_ITS_OWN = "each sender and each publisher has an arena of its own"
+_EACH_HAS_ITS_OWN = "each sender and each publisher has its own arena"
 _NEVER_OVERCOMMIT = "2"  # in vm.overcommit_memory
 
 
@@ -45,8 +45,8 @@ def cgroup_limit(arena_bytes: int, root: Path = Path("/")) -> Finding:
     return Finding(
         Status.NOTE,
         f"{found}, too little for an arena of {in_words(arena_bytes)} and the processes",
-        "Raise it (docker run --memory, MemoryMax= of systemd), or use a smaller arena_bytes: "
-        f"beyond it the kernel kills a process, and no call raises an OSError; {_EACH_HAS_ITS_OWN}",
+        "Raise it (docker run --memory, MemoryMax= of systemd), or use a smaller arena_bytes: at the limit, "
+        f"the kernel kills a process, and no call raises an OSError; {_EACH_HAS_ITS_OWN}",
     )
 
 
@@ -55,7 +55,7 @@ def available_memory(arena_bytes: int, root: Path = Path("/")) -> Finding:
     text = read(root / "proc/meminfo")
     line = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
     if line is None:
-        return Finding(Status.NOTE, "/proc/meminfo does not say what is available", "Mount /proc")
+        return Finding(Status.NOTE, "/proc/meminfo does not report the available memory", "Mount /proc")
     available = int(line[1]) * 1024
     found = f"{in_words(available)} available"
     if available >= arena_bytes:
@@ -63,7 +63,7 @@ def available_memory(arena_bytes: int, root: Path = Path("/")) -> Finding:
     return Finding(
         Status.NOTE,
         f"{found}, too little for an arena of {in_words(arena_bytes)}",
-        f"End what else uses memory, or use a smaller arena_bytes; {_EACH_HAS_ITS_OWN}",
+        f"Stop other processes that use memory, or use a smaller arena_bytes; {_EACH_HAS_ITS_OWN}",
     )
 
 
@@ -81,13 +81,13 @@ def process_limits(arena_bytes: int, address_space: int, mapped: int, file_size:
     if address_space != RLIM_INFINITY and address_space - mapped < addresses:
         room = in_words(max(address_space - mapped, 0))
         short.append(
-            f"an address space of {in_words(address_space)} with room for {room} (ulimit -v), where a "
-            f"receiver needs {in_words(addresses)} for each sender, and a subscriber for its publisher"
+            f"an address space of {in_words(address_space)} with {room} left (ulimit -v), but a receiver "
+            f"needs {in_words(addresses)} for each sender, and a subscriber for its publisher"
         )
     if file_size != RLIM_INFINITY and file_size < arena_bytes:
         short.append(f"files of at most {in_words(file_size)} (ulimit -f)")
     if not short:
-        return Finding(Status.OK, "none that an arena would meet")
+        return Finding(Status.OK, "none that affects an arena")
     return Finding(
         Status.NOTE,
         f"{'; '.join(short)}: too little for an arena of {in_words(arena_bytes)}",
@@ -112,7 +112,7 @@ def commit_limit(arena_bytes: int, root: Path = Path("/")) -> Finding:
         return Finding(Status.OK, f"{found}, enough for a subscriber, which maps {in_words(needed)}")
     return Finding(
         Status.NOTE,
-        f"{found}, where each subscriber maps {in_words(needed)} privately",
+        f"{found}, but each subscriber maps {in_words(needed)} privately",
         "Allow overcommitting (sysctl vm.overcommit_memory=0), raise vm.overcommit_ratio, or give "
         "publishers a smaller arena_bytes",
     )
@@ -129,7 +129,7 @@ def subscribers(soft: int, count: int) -> Finding:
     fitting = max(soft - _FEW_DESCRIPTORS, 0) // 2
     return Finding(
         Status.NOTE,
-        f"descriptors for about {fitting} of one publisher at once, where {count} need {needed}",
+        f"descriptors for about {fitting} of one publisher at once, but {count} need {needed}",
         f"Raise the limit where the publisher is started: ulimit -n {max(needed, 1024)}, or lower "
         "max_subscribers",
     )
@@ -145,8 +145,8 @@ def open_files(soft: int, hard: int) -> Finding:
         enough = 1024 if hard == RLIM_INFINITY else min(hard, 1024)
         advice = f"Raise it where the process is started: ulimit -n {enough} ({where})"
     else:
-        advice = f"Have the hard limit raised ({where}, or /etc/security/limits.conf)"
-    return Finding(Status.NOTE, f"{found}: few, each connection needs a handful", advice)
+        advice = f"Ask an administrator to raise the hard limit ({where}, or /etc/security/limits.conf)"
+    return Finding(Status.NOTE, f"{found}: too low, since each connection needs a few", advice)
 
 
 def dev_shm(folder: Path = Path("/dev/shm")) -> Finding:  # noqa: S108 - nothing is written there
@@ -154,17 +154,17 @@ def dev_shm(folder: Path = Path("/dev/shm")) -> Finding:  # noqa: S108 - nothing
     try:
         figures = os.statvfs(folder)
     except OSError:
-        size = "not there"
+        size = "missing"
     else:
         size = in_words(figures.f_blocks * figures.f_frsize)
-    return Finding(Status.OK, f"{size}; does not matter, aiotensor keeps nothing there")
+    return Finding(Status.OK, f"{size}; irrelevant, since aiotensor does not use it")
 
 
 def huge_pages(root: Path = Path("/")) -> Finding:
     """Report whether the kernel may use huge pages for shared memory."""
     text = read(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled")
     chosen = re.search(r"\[(\w+)\]", text)
-    setting = f'"{chosen[1]}"' if chosen else "not known to this kernel"
+    setting = f'"{chosen[1]}"' if chosen else "not supported by this kernel"
     return Finding(Status.OK, f"for shared memory: {setting}; for your information only")
 
 

@@ -35,8 +35,8 @@ _SIOCGIFADDR = 0x8915
 _INTERFACE = struct.Struct("16s24x")  # struct ifreq
 _UNREACHED = "Check the address, and the routes and firewalls between this machine and that one"
 _BINDING = {
-    errno.EACCES: "Choose a port from 1024, or lower net.ipv4.ip_unprivileged_port_start",
-    errno.EADDRINUSE: "Choose another port: a process has taken this one, and does not listen",
+    errno.EACCES: "Choose a port of at least 1024, or lower net.ipv4.ip_unprivileged_port_start",
+    errno.EADDRINUSE: "Choose another port: a process is bound to this one, but does not listen",
 }
 
 
@@ -112,7 +112,7 @@ async def _host(address: Address) -> tuple[Finding, Sequence[Place]]:
     else:
         numbers = ", ".join(map(str, places))
         return Finding(
-            Status.OK, numbers if numbers == address.host else f"{address.host} is {numbers}"
+            Status.OK, numbers if numbers == address.host else f"{address.host} resolves to {numbers}"
         ), places
     advice = "Check the name, /etc/hosts and /etc/resolv.conf, or write the numeric address"
     return Finding(Status.PROBLEM, f"{address.host} cannot be resolved: {reason}", advice), ()
@@ -187,8 +187,8 @@ def _free(places: Sequence[Place]) -> Finding:
             reasons.append(f"{place}: {error.strerror}")
             advice = _BINDING.get(error.errno or 0, advice)
         else:
-            return Finding(Status.OK, f"nothing listens there yet, and a process could listen at {place}")
-    return Finding(Status.PROBLEM, f"no process of this user could listen: {'; '.join(reasons)}", advice)
+            return Finding(Status.OK, f"nothing listens there yet, and a process can listen at {place}")
+    return Finding(Status.PROBLEM, f"no process of this user can listen there: {'; '.join(reasons)}", advice)
 
 
 async def _handshake(address: str, keys: Keys) -> Finding:
@@ -197,10 +197,10 @@ async def _handshake(address: str, keys: Keys) -> Finding:
         seen = await inspect(address, patience_s=_ANSWER_S, **keys._asdict())
     except AccessDeniedError:
         if keys.secret_key is None:
-            return Finding(Status.PROBLEM, "the process that listens there needs keys", HOW_TO_GIVE)
+            return Finding(Status.PROBLEM, "the process that listens there requires keys", HOW_TO_GIVE)
         return Finding(
             Status.PROBLEM,
-            "the process that listens there and this one do not agree on their keys",
+            "the keys of this process and of the one that listens there do not match",
             "Compare --server-key with the public key of the receiver or publisher, and add the public key "
             "of this side to its client_keys",
         )
@@ -215,7 +215,7 @@ async def _handshake(address: str, keys: Keys) -> Finding:
         advice = "Check the port, and use the same version of aiotensor on both sides"
         return Finding(Status.PROBLEM, printable(str(error)), advice)
     except OSError as error:
-        return Finding(Status.NOTE, f"this process cannot look: {error.strerror}", "Try again")
+        return Finding(Status.NOTE, f"the inspection failed: {error.strerror}", "Try again")
     kind = "receiver" if isinstance(seen, Inspection) else "publisher"
     accepted = "" if keys.secret_key is None else ", and accepts the keys"
     return Finding(Status.OK, f"a {kind} (pid {seen.pid}) answers{accepted}")
@@ -234,14 +234,14 @@ def packets(place: Place, root: Path = Path("/")) -> Finding:
     mtu = read(root / "sys/class/net" / name / "mtu").strip() if name else ""
     if not mtu.isdecimal():
         return Finding(
-            Status.NOTE, f"the interface of {local} is not known", f"Look it up: ip route get {place}"
+            Status.NOTE, f"the interface of {local} is unknown", f"Look it up: ip route get {place}"
         )
     found = f"at most {mtu} bytes (MTU) through {name}"
     if int(mtu) >= _LEAST_MTU:
         return Finding(Status.OK, found)
     return Finding(
         Status.NOTE,
-        f"{found}, fewer than the {_LEAST_MTU} of Ethernet: tensors take more packets and processor time",
+        f"{found}, fewer than the {_LEAST_MTU} of Ethernet: tensors need more packets and processor time",
         f"Raise it (ip link set {name} mtu {_LEAST_MTU}) if each network on the way carries such packets; "
         "a tunnel or an overlay network of containers may not",
     )
@@ -285,8 +285,8 @@ def buffers(root: Path = Path("/")) -> Finding:
     )
     return Finding(
         Status.NOTE,
-        f"{found}: less than the {in_words(WINDOW_BYTES)} that a sender has under way, so a fast or distant "
-        "network is not used fully",
+        f"{found}: less than the {in_words(WINDOW_BYTES)} that a sender keeps in transit, so a fast or "
+        "distant network is not used fully",
         f"Raise the third value: {settings}",
     )
 

@@ -34,7 +34,8 @@ def start_method(methods: Sequence[str]) -> Finding:
         return Finding(Status.OK, f"multiprocessing uses {default} by default")
     return Finding(
         Status.NOTE,
-        f"multiprocessing uses {default} by default; what a forked process inherits of aiotensor is useless",
+        f"multiprocessing uses {default} by default; a forked process cannot use the aiotensor objects that "
+        "it inherits",
         'If you use multiprocessing: multiprocessing.get_context("spawn").Process(...)',
     )
 
@@ -68,7 +69,7 @@ def event_loop() -> Finding:
         return Finding(Status.NOTE, found, "For speed: pip install 'aiotensor[uvloop]'")
     if release_of(installed) < _OLDEST_UVLOOP:
         return Finding(Status.NOTE, f"{installed}: too old", "Update it: pip install 'aiotensor[uvloop]'")
-    return Finding(Status.OK, f"{installed}; the application chooses it, aiotensor never does")
+    return Finding(Status.OK, f"{installed}; used only if the application selects it")
 
 
 def cuda(root: Path = Path("/")) -> Finding:
@@ -76,7 +77,7 @@ def cuda(root: Path = Path("/")) -> Finding:
     try:
         import torch
     except (ImportError, OSError):
-        return Finding(Status.OK, "not known without torch; not needed")
+        return Finding(Status.OK, "unknown without torch; not needed")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")  # torch reports in a warning why it cannot use a GPU
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -87,9 +88,9 @@ def cuda(root: Path = Path("/")) -> Finding:
     found = f"torch can use no GPU, none is needed{here}"
     if caught:
         reason = " ".join(str(caught[0].message).partition("(Triggered")[0].split())
-        return Finding(Status.NOTE, f"{found}; it says: {reason}", "If you want it, see to the driver")
+        return Finding(Status.NOTE, f"{found}; torch reports: {reason}", "To use a GPU, check its driver")
     if names:
-        advice = "If you want it, install a torch that is built with CUDA, and look at CUDA_VISIBLE_DEVICES"
+        advice = "To use a GPU, install a build of torch with CUDA, and check CUDA_VISIBLE_DEVICES"
         return Finding(Status.NOTE, found, advice)
     return Finding(Status.OK, found)
 
@@ -132,7 +133,7 @@ def _try_nixl(trial_s: float) -> None:
         while not (ended := writer.poll()):
             reader.poll()
             if time.monotonic() > end:
-                raise EngineError("a write did not end")
+                raise EngineError("a write did not finish")
         if ended[0][1] or not all(memory[:: _TRIAL_BYTES - 1]):
             raise EngineError(f"a write failed: {ended[0][1]}")
 

@@ -27,7 +27,7 @@ _TERMINATED = 143  # and for SIGTERM
 def _finite(_: click.Context, option: click.Parameter, seconds: float) -> float:
     # FloatRange accepts nan, because nan is not less than the minimum.
     if not math.isfinite(seconds):
-        raise click.BadParameter(f"{seconds} is no number of seconds.", param=option)
+        raise click.BadParameter(f"{seconds} is not a number of seconds.", param=option)
     return seconds
 
 
@@ -115,7 +115,7 @@ def _run(address: str, look: Look, as_json: bool, is_live: bool, interval_s: flo
     except AioTensorError as error:
         raise click.ClickException(printable(str(error))) from error
     except OSError as error:
-        raise click.ClickException(f"this process cannot look: {error.strerror}") from error
+        raise click.ClickException(f"the inspection failed: {error.strerror}") from error
 
 
 async def _as_json(address: str, look: Look, interval_s: float) -> str:

@@ -101,7 +101,7 @@ def _more(count: int) -> list[Text]:
 
 def missing(reason: str) -> RenderableType:
     """Draw the reason why there is nothing to inspect."""
-    return Group(Text(printable(reason), style="yellow"), Text("looking for the next one ...", style="dim"))
+    return Group(Text(printable(reason), style="yellow"), Text("waiting for the next one ...", style="dim"))
 
 
 def _header(address: str, now: Inspection) -> RenderableType:

@@ -102,9 +102,12 @@ class MessageQueue:
             OSError: the machine has no threads or no descriptors left.
         """
         if not handle.address.startswith("unix:///"):
-            raise UsageError(f"a queue of Python objects is at the path of a socket, got {handle.address!r}")
+            raise UsageError(
+                "the address of a queue of Python objects must be the path of a socket, got "
+                f"{handle.address!r}"
+            )
         if rank not in handle.local_reader_ranks:
-            raise UsageError(f"the queue has the readers {handle.local_reader_ranks}, got the rank {rank}")
+            raise UsageError(f"rank must be one of the readers {handle.local_reader_ranks}, got {rank}")
         self = cls.__new__(cls)
         self._handle = handle
         reader = blocking.Subscriber(handle.address, list[Any], max_mapped_bytes=None)
@@ -155,7 +158,7 @@ class MessageQueue:
             _, handles = _gather(pg, handle)  # also after an error, because the readers wait for it
         handle = handles[writer_rank]
         if handle is None:
-            raise PeerLostError("the writer of the group has no queue, because of an error there")
+            raise PeerLostError("the writer of the group has no queue because of an error in its process")
         queue = queue or cls.create_from_handle(handle, rank)
         if blocking:
             queue.wait_until_ready()
@@ -167,7 +170,7 @@ class MessageQueue:
         self._writer, self._reader = writer, reader
         end = writer or reader
         if end is None:
-            raise AssertionError("a queue has one end here")
+            raise AssertionError("a queue has one end in this process")
         self._end = end
         end.__enter__()
         # vLLM does not shut down every queue. At exit, the threads have stopped before finalizers run.

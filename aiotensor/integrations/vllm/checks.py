@@ -97,7 +97,7 @@ def check(signatures: Signatures) -> None:
         raise UnsupportedError(f"its version is unknown ({error})") from error
     if not any(version == known or version.startswith(f"{known}.") for known in KNOWN_VERSIONS):
         raise UnsupportedError(
-            f"its version {version} is unknown, known are {', '.join(KNOWN_VERSIONS)}: update aiotensor"
+            f"its version {version} is not supported, only {', '.join(KNOWN_VERSIONS)}: update aiotensor"
         )
     for (module, name), expected in signatures.items():
         try:
@@ -129,7 +129,7 @@ def original(present: Any) -> Any:
 def log_unchanged(reason: object) -> None:
     """Log that the integration leaves vLLM unchanged."""
     logger.warning(
-        "aiotensor changes nothing in vLLM: %s",
+        "aiotensor leaves vLLM unchanged: %s",
         reason,
         extra={"event": "vllm_unchanged", "reason": str(reason)},
     )

@@ -69,7 +69,9 @@ class TensorConsumer:
             IndexError: there is no sender for this engine.
         """
         if not 0 <= target_engine < len(self.senders):
-            raise IndexError(f"there are senders for {len(self.senders)} engines, got {target_engine}")
+            raise IndexError(
+                f"target_engine must be the index of one of {len(self.senders)} engines, got {target_engine}"
+            )
         self.end_message()
         self._target = target_engine
 
@@ -149,7 +151,7 @@ class TensorConsumer:
         self.declined[name] += 1
         if self.declined[name] == 1:
             logger.warning(
-                "a tensor is serialized by vLLM: %s (logged once for each kind of error)",
+                "vLLM serializes a tensor: %s (logged once for each kind of error)",
                 error,
                 extra={"event": "tensor_declined", "error": name, "reason": str(error)},
             )

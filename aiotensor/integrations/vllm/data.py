@@ -31,6 +31,7 @@ def handle_of(dtype: str, shape: tuple[int, ...], data: dict[str, Any]) -> Tenso
         names = msgspec.convert(data, _Data)
     except msgspec.ValidationError as error:
         raise ProtocolError(
-            f"this placeholder of a tensor was not made by a TensorConsumer ({error}): use it at the encoder"
+            f"this placeholder of a tensor was not created by a TensorConsumer ({error}): use a "
+            "TensorConsumer at the encoder"
         ) from error
     return TensorHandle(names.sender, names.message, names.tensor, dtype, tuple(shape), "cpu")

@@ -39,7 +39,9 @@ class BroadcastExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[m
                     f"the workers of an engine are on {machines} machines, which broadcast does not support"
                 )
             if asyncio._get_running_loop() is not None:
-                raise UnsupportedError("the engine runs in the thread of an event loop, which cannot wait")
+                raise UnsupportedError(
+                    "the engine runs in the thread of an event loop, which must not be blocked"
+                )
         except UnsupportedError as error:
             log_unchanged(error)
         else:
@@ -131,7 +133,7 @@ class ExecutorQueue:
         The workers keep the tensors of a request until a later message ends it. A wait for their memory would
         delay that message, too, and would never end.
         """
-        reason: object = "AIOTENSOR_VLLM_ARENA_BYTES has no space beside the tensors that the workers use"
+        reason: object = "AIOTENSOR_VLLM_ARENA_BYTES leaves no space beside the tensors that the workers use"
         if self.large.has_space(parts):
             try:
                 return self.large.write(parts, timeout)

@@ -154,7 +154,7 @@ class EngineProvider(TensorProvider):
             return super().__call__(dtype, shape, data)
         except AioTensorError as error:
             logger.error(
-                "a tensor of a request is lost: %s",
+                "a tensor of a request was lost: %s",
                 error,
                 extra={"event": "tensor_lost", "error": type(error).__name__, "reason": str(error)},
             )
@@ -171,7 +171,8 @@ def check_request(request: Any) -> None:
     for tensor in _tensors_of(request):
         if tensor.is_meta:
             raise DiscardedError(
-                f"a tensor of request {request.request_id} was lost on its way to the engine: send it again"
+                f"a tensor of request {request.request_id} was lost before it reached the engine: send the "
+                "request again"
             )
 
 

@@ -66,4 +66,4 @@ def _number(name: str, kind: Callable[[str], T], default: T) -> T:
             return value
     except ValueError:
         pass
-    raise ValueError(f"{name}={text!r} is no positive number: correct it, or unset it to use {default}")
+    raise ValueError(f"{name}={text!r} is not a positive number: correct it, or unset it to use {default}")

@@ -144,12 +144,12 @@ class StockConnector:
     def _asking_failed(self, error: OSError) -> None:
         self.close()
         reason = "no process can read it" if isinstance(error, BrokenPipeError) else str(error)
-        self._events.connecting_failed(PeerLostError(f"the queue has no receiver any more: {reason}"))
+        self._events.connecting_failed(PeerLostError(f"the queue no longer has a receiver: {reason}"))
 
     def _log_failed(self, error: OSError) -> None:
         if not self._is_exhausted:
             logger.error(
-                "connecting over the queue failed, and is tried again: %s",
+                "connecting over the queue failed and will be retried: %s",
                 error,
                 extra={"event": "connecting_failed", "address": "queue", "reason": str(error)},
             )

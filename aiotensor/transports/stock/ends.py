@@ -234,7 +234,7 @@ class ReceiverEnd:
     def chunk_received(self, chunk: Chunk) -> None:
         """Add a chunk of the sender, and pass on the record that it completes, if any."""
         if chunk.number != self._next_number:
-            self.lose(ProtocolError("a part of a record is missing: another process reads the queue, too"))
+            self.lose(ProtocolError("a part of a record is missing: another process also reads the queue"))
             return
         if chunk.kind not in _KINDS:
             self.lose(ProtocolError(f"a part of a record has the unknown kind {chunk.kind!r}"))

@@ -131,7 +131,7 @@ class StockListener:
             self._refused.add(str(error))
         except ConnectionRefusedError:
             logger.info(
-                "a sender that asked for a connection is gone, or runs in another network namespace",
+                "a sender that requested a connection has ended, or runs in another network namespace",
                 extra={"event": "sender_unreachable", "address": "queue"},
             )
         except OSError as error:
@@ -168,7 +168,7 @@ def _log_refused(count: int, reason: str) -> None:
 
 def _log_failed(count: int, reason: str) -> None:
     logger.error(
-        "a sender cannot be connected to, and asks again: %s%s",
+        "connecting to a sender failed and will be retried by it: %s%s",
         reason,
         others(count),
         extra={"event": "answering_failed", "address": "queue", "reason": reason, "count": count},

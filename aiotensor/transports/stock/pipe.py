@@ -107,7 +107,7 @@ def _opened_again(connection: "Connection[Any, Any]", flags: int) -> Descriptor:
 def _parts_of(queue: StockQueue) -> _Parts:
     parts = cast(_Parts, queue)
     if parts._closed or parts._reader.closed or parts._writer.closed:
-        raise UsageError("this queue was closed: make a new one before starting the processes")
+        raise UsageError("this queue was closed: create a new one before starting the processes")
     return parts
 
 
@@ -136,12 +136,12 @@ def open_reader(queue: StockQueue) -> Descriptor:
     except BlockingIOError:
         reader.close()
         raise UsageError(
-            "this queue has a receiver already: close that one, or make a queue for each receiver"
+            "this queue already has a receiver: close that one, or create a queue for each receiver"
         ) from None
     if parts._rlock._semlock._is_zero():
         reader.close()
         raise UsageError(
-            "a process waits in the method `get` of this queue, or was killed there: let a TensorReceiver be "
+            "a process waits in the method `get` of this queue, or was killed in it: let a TensorReceiver be "
             "the only reader of a queue"
         )
     return reader
@@ -327,8 +327,8 @@ class ChunkReader:
         end = _LENGTH.size + _LENGTH.unpack_from(rest)[0] if len(rest) >= _LENGTH.size else 0
         if not _LENGTH.size <= end <= min(len(rest), select.PIPE_BUF):
             raise ProtocolError(
-                "the queue contains something that was not written in one piece: an object of more than "
-                f"{select.PIPE_BUF} bytes, or the rest of something that another process has begun to read"
+                "the queue contains data that was not written in one piece: an object of more than "
+                f"{select.PIPE_BUF} bytes, or the rest of an object that another process has begun to read"
             )
         self._rest = rest[end:]
         self.has_more = end < len(rest)

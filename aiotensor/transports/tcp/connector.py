@@ -104,7 +104,7 @@ class TcpConnector:
         except zmq.ZMQError as error:
             text = f"connecting to {self._address.text} failed: {error.strerror}"
             if error.errno in _EXHAUSTED:
-                self._dialer.report(f"{text}; it is tried again", error.strerror)
+                self._dialer.report(f"{text}; it will be retried", error.strerror)
                 self._dialer.again()
             else:
                 self._dialer.end()
@@ -129,7 +129,7 @@ class TcpConnector:
             attempt.close()
             self._events.connecting_failed(
                 UsageError(
-                    f"the process at {self._address.text} is no receiver and no publisher, or has another "
+                    f"the process at {self._address.text} is not a receiver or publisher, or uses another "
                     "version of aiotensor"
                 )
             )
@@ -141,7 +141,7 @@ class TcpConnector:
         except OSError as error:
             transport.close()
             self._dialer.report(
-                f"connecting to {self._address.text} failed, and is tried again: {error}", str(error)
+                f"connecting to {self._address.text} failed and will be retried: {error}", str(error)
             )
             self._dialer.again()
 
@@ -157,8 +157,8 @@ class TcpConnector:
         self._dialer.end()
         self._events.connecting_failed(
             AccessDeniedError(
-                f"the process at {self._address.text} and this one do not agree on their keys: give "
-                "secret_key and server_key here, and list this side's public key in its client_keys"
+                f"the keys of this process and of the one at {self._address.text} do not match: pass "
+                "secret_key and server_key here, and add this side's public key to its client_keys"
             )
         )
         return True

@@ -52,7 +52,7 @@ _TEST_S = 5.0
 STALLED_S = 5.0
 _LEAST_BYTES_PER_S = 10e6
 
-_NOT_CHOSEN = "no engine was chosen at the other side"
+_NOT_CHOSEN = "the peer did not choose an engine"
 
 
 class DirectMoves:
@@ -225,7 +225,7 @@ class DirectMoves:
     def _has_key(self, message: Reserved) -> None:
         number, key = message.write, message.key
         if number >= self._next_write or number in self._begun:
-            raise ProtocolError("it reserved memory that nobody requested")
+            raise ProtocolError("it reserved memory that was not requested")
         move = self._writes.get(number)
         if move is None:
             return  # it was cancelled in the meantime
@@ -335,7 +335,7 @@ class DirectMoves:
         if self._choice is None:
             self._refuse(_NOT_CHOSEN)
         elif engine != self._choice.name:
-            self._refuse(f"one side chose {engine}, and the other one {self._choice.name}")
+            self._refuse(f"one side chose {engine}, but the other side chose {self._choice.name}")
         else:
             self._start(self._choice)
 
@@ -366,7 +366,7 @@ class DirectMoves:
                 await self._prove(running, offer.key, test)
             running.end_polling()
         except TimeoutError:
-            self._refuse("its test took too long: does a firewall let it through?")
+            self._refuse("its test timed out: check whether a firewall blocks it")
         except (EngineError, OSError) as error:
             self._refuse(str(error))
         else:
@@ -387,7 +387,7 @@ class DirectMoves:
             raise error
         self._send(Proved(seed))
         if await self._proved * (_TEST_BYTES // _SEED_BYTES) != test:
-            raise EngineError("the test of the other side did not arrive")
+            raise EngineError("the test data of the peer did not arrive")
 
     def _refuse(self, reason: str) -> None:
         """Stop using the engine, and notify the peer once it is closed."""

@@ -40,7 +40,7 @@ def choose_engine(name: EngineName | None, endpoint: str) -> "EngineChoice | Non
     if name is None:
         return None
     if name not in get_args(EngineName):
-        raise ValueError(f"engine is None or one of {get_args(EngineName)}, got {name!r}")
+        raise ValueError(f"engine must be None or one of {get_args(EngineName)}, got {name!r}")
     return EngineChoice(name, endpoint)
 
 
@@ -77,7 +77,7 @@ class EngineChoice:
         if reason not in self._reported and len(self._reported) < _MOST_REASONS:
             self._reported.add(reason)
             logger.warning(
-                "ZeroMQ carries %s at %s, and not %s: %s",
+                "ZeroMQ carries %s at %s instead of %s: %s",
                 what,
                 self._endpoint,
                 self.name,

@@ -159,7 +159,7 @@ class IncomingMessages:
         elif kind == BYE:
             events.bye_received(message[1:])
         else:
-            raise ProtocolError(f"it sent a message of kind {kind}, which is unknown here")
+            raise ProtocolError(f"it sent a message of the unknown kind {kind}")
 
     def _count(self, nbytes: int) -> None:
         """Count the bytes of a record, and acknowledge them if that is due."""

@@ -100,7 +100,7 @@ class TcpListener(Connections):
         elif not compare_digest(parts[-1].bytes, self._opening):
             self._closed.add(identity)
             self.connection_refused(
-                "it speaks another protocol, or another version of this one, or has no access"
+                "it uses another protocol, or another version of this one, or has no access"
             )
         else:
             self.send(identity, [self._opening])

@@ -59,7 +59,7 @@ def options_of(endpoint: str, given: TcpArguments) -> TcpOptions:
         keys, allowed = listening_keys(given.secret_key, given.client_keys)
     address = parse(endpoint, has_keys=bool(keys or given.token), is_client=given.connects)
     if not (address.port or given.token):
-        raise ValueError(f"the address {endpoint!r} names no port that others could connect to")
+        raise ValueError(f"the address {endpoint!r} does not contain a port that others could connect to")
     options: dict[int, int | bytes] = {
         **keys,
         # Credit limits both queues. A limit of ZeroMQ would make it stop reading, and then not notice the
@@ -71,11 +71,12 @@ def options_of(endpoint: str, given: TcpArguments) -> TcpOptions:
     timeout_s = given.peer_timeout_s
     if timeout_s is None and not address.is_local:
         timeout_s = _PEER_TIMEOUT_S
-    loss_reason = "the other side closed the connection"
+    loss_reason = "the peer closed the connection"
     if timeout_s is not None:
         if not _LEAST_TIMEOUT_S <= timeout_s <= _MOST_TIMEOUT_S:
             raise ValueError(
-                f"peer_timeout_s is seconds, from {_LEAST_TIMEOUT_S} to {_MOST_TIMEOUT_S:g}, got {timeout_s}"
+                f"peer_timeout_s must be between {_LEAST_TIMEOUT_S} and {_MOST_TIMEOUT_S:g} seconds, got "
+                f"{timeout_s}"
             )
         options |= {
             zmq.HEARTBEAT_IVL: int(_HEARTBEAT_INTERVAL_S * 1000),

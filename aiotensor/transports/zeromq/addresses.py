@@ -68,32 +68,39 @@ def parse(address: str, *, has_keys: bool, is_client: bool = False) -> Address:
         ValueError: the address is invalid, or it is not local and there are no keys.
     """
     if not isinstance(address, str):
-        raise TypeError(f"an address is a text such as 'ipc:///run/user/1000/m.sock', got {address!r}")
+        raise TypeError(f"address must be a string such as 'ipc:///run/user/1000/m.sock', got {address!r}")
     if address.lower().startswith("ipc:///"):
         path = socket_path(address, "ipc")
         return Address(address, (Target(b"ipc://" + os.fsencode(path)),), "", 0, path, True)
     host, port = _host_and_port(address)
     if host is None:
         raise ValueError(
-            f"no channel serves the address {address!r}: write ipc:// and an absolute path, for example "
+            f"the address {address!r} is not supported: use ipc:// and an absolute path, for example "
             "ipc:///run/user/1000/messages.sock, or tcp:// with a host and a port"
         )
     if port is None:
-        raise ValueError(f"the address {address!r} names no port: write, for example, tcp://127.0.0.1:5555")
+        raise ValueError(
+            f"the address {address!r} does not contain a port: use, for example, tcp://127.0.0.1:5555"
+        )
     numbers = _numeric(host)
     targets = tuple(target_of(str(number), port) for number in numbers)
     if host == "*":
         targets = (Target(f"tcp://*:{port}", is_ipv6=True),)
     if not (targets or _is_name(host)):
-        raise ValueError(f"the address {address!r} names no host: {host!r} is no name and no numeric address")
+        raise ValueError(
+            f"the address {address!r} does not contain a valid host: {host!r} is neither a name nor a "
+            "numeric address"
+        )
     if is_client and (host == "*" or port == 0):
-        raise ValueError(f"the address {address!r} names no server to connect to: write its host and port")
+        raise ValueError(
+            f"the address {address!r} does not specify a server to connect to: use its host and port"
+        )
     is_local = bool(numbers) and all(number.is_loopback for number in numbers)
     if not is_local and not has_keys:
         keys = "secret_key and server_key" if is_client else "secret_key and client_keys"
         raise ValueError(
-            f"any machine that reaches {address} could connect: give {keys}, made by zmq.curve_keypair(), or "
-            "use ipc:// or the address 127.0.0.1"
+            f"any machine that reaches {address} could connect: pass {keys}, created by zmq.curve_keypair(), "
+            "or use ipc:// or the address 127.0.0.1"
         )
     return Address(address, targets, host, port, None, is_local)
 

@@ -23,7 +23,10 @@ def connecting_keys(secret_key: CurveKey | None, server_key: CurveKey | None) ->
     if secret_key is None and server_key is None:
         return {}
     if secret_key is None or server_key is None:
-        raise ValueError("with keys, give both: secret_key of this side, and server_key of the other")
+        raise ValueError(
+            "secret_key and server_key must be passed together: the secret key of this side, and the public "
+            "key of the other"
+        )
     secret = _key("secret_key", secret_key)
     return {
         zmq.CURVE_SECRETKEY: secret,
@@ -44,7 +47,10 @@ def listening_keys(
     if secret_key is None and not clients:
         return {}, frozenset()
     if secret_key is None or not clients:
-        raise ValueError("with keys, give both: secret_key of this side, and client_keys of the others")
+        raise ValueError(
+            "secret_key and client_keys must be passed together: the secret key of this side, and the public "
+            "keys of the clients"
+        )
     public = frozenset(_key("client_keys", client) for client in clients)
     return {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: _key("secret_key", secret_key)}, public
 
@@ -52,12 +58,14 @@ def listening_keys(
 def _key(name: str, value: CurveKey) -> bytes:
     """Check a CURVE key."""
     if not isinstance(value, str | bytes):
-        raise TypeError(f"{name} has keys as zmq.curve_keypair() makes them, of 40 characters, got {value!r}")
+        raise TypeError(
+            f"{name} must contain keys of 40 characters, as returned by zmq.curve_keypair(), got {value!r}"
+        )
     text = value.encode() if isinstance(value, str) else value
     try:
         is_key = len(z85.decode(text)) == _KEY_BYTES
     except (KeyError, ValueError, struct.error):  # the last for digits that exceed 32 bits
         is_key = False
     if not is_key:  # the error does not show it: it may be a secret with a typo
-        raise ValueError(f"{name} has keys as zmq.curve_keypair() makes them, of 40 characters; this is none")
+        raise ValueError(f"{name} must contain keys of 40 characters, as returned by zmq.curve_keypair()")
     return text

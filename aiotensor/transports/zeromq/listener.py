@@ -131,7 +131,7 @@ class MessageListener:
             reason = error.strerror or str(error)
         raise OSError(
             errno.EADDRNOTAVAIL,
-            f"cannot listen at {self.address}: the name {where.host} cannot be resolved ({reason}); write an "
+            f"cannot listen at {self.address}: the name {where.host} cannot be resolved ({reason}); use an "
             f"address of this machine, or tcp://*:{where.port} for all of them",
         )
 
@@ -149,7 +149,7 @@ class MessageListener:
             except zmq.ZMQError as error:
                 sock.close()
                 if error.errno == errno.EADDRINUSE:
-                    raise UsageError(f"another server listens at {self.address} already") from error
+                    raise UsageError(f"another server already listens at {self.address}") from error
                 last = error
                 if error.errno not in _NOT_HERE:
                     break
@@ -164,7 +164,7 @@ class MessageListener:
         if self._where.path is None and last.errno in _NOT_HERE:
             found = ", ".join(str(target.address) for target in self._targets)
             text += (
-                f"; this machine does not have the address {found}: write one of its own, or "
+                f"; this machine does not have the address {found}: use one of its own, or "
                 f"tcp://*:{self._where.port} for all of them"
             )
         raise OSError(last.errno, text) from last

@@ -117,7 +117,7 @@ async def test_failed_and_cancelled_requests_do_not_affect_others(
     assert str(too_short).startswith("ValueError: expected one time for each of 8 frames")
     assert isinstance(no_frames, RemoteError)
     assert no_frames.type_name == "ProtocolError"
-    assert "`$.frames` is not as its annotation says" in str(no_frames)
+    assert "`$.frames` does not match its annotation" in str(no_frames)
     assert isinstance(good, VideoAnalysis)
     assert good.cuts == []
     assert good.times == fingerprint(TIMES.numpy())

@@ -210,7 +210,7 @@ async def test_an_answer_that_is_not_an_analysis_raises_protocol_error(
         (
             lambda here: here.server.aclose(),
             PeerLostError,
-            r"the server \(pid \d+\) at .* is gone: it closed",
+            r"the server \(pid \d+\) at .* was lost: it closed",
         ),
         (
             lambda here: cancel(here.serving),

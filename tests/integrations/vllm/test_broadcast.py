@@ -279,7 +279,7 @@ def test_readers_on_other_machines_raise_usage_error() -> None:
 
 
 def test_a_reader_needs_a_rank_of_the_queue(queue: MessageQueue) -> None:
-    with pytest.raises(UsageError, match=r"readers \[0, 1, 2\], got the rank 3"):
+    with pytest.raises(UsageError, match=r"readers \[0, 1, 2\], got 3"):
         MessageQueue.create_from_handle(queue.export_handle(), READERS)
     with pytest.raises(ValueError, match="at least one reader"):
         MessageQueue(0, 0)

@@ -267,9 +267,9 @@ async def test_data_behind_a_step_that_waits_for_memory_arrives_after_it() -> No
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (bytes([DATA]), "sent data in 1 bytes"),
-        (encode_data(b"record")[:7], "sent data in 7 bytes"),
-        (encode_data(b"record")[:-1], "a record of 15 bytes that has 14"),
+        (bytes([DATA]), "incomplete header of 1 bytes"),
+        (encode_data(b"record")[:7], "incomplete header of 7 bytes"),
+        (encode_data(b"record")[:-1], "15 bytes of a record that ends at byte 14"),
         (
             with_data(bytes(_MAX_RECORD_BYTES + 1), b"data"),
             f"a record of more than {_MAX_RECORD_BYTES} bytes",

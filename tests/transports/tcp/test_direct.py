@@ -123,20 +123,20 @@ async def parties(**options: Any) -> AsyncIterator[tuple[RawPeer, TensorSender, 
 
 
 VIOLATIONS: dict[str, tuple[list[DirectMessage | bytes], str]] = {
-    "a message that cannot be read": ([bytes([DIRECT]) + b"\xc1"], "cannot be read"),
+    "a message between engines that cannot be decoded": ([bytes([DIRECT]) + b"\xc1"], "cannot be decoded"),
     "a second offer": ([Offer(b"", b"")], "offered an engine twice"),
     "a second choice": ([Chosen("nixl")], "chose an engine twice"),
     "a second proof": ([Proved(bytes(16))], "proved its engine twice"),
-    "memory that nobody requested": ([Reserved(0, b"key")], "that nobody requested"),
+    "memory that was not requested": ([Reserved(0, b"key")], "that was not requested"),
     "a block without a segment": ([Reserve(0, 0, 0, 100)], "segment 0, which it never attached"),
-    "a block outside of its segment": ([ATTACH, Reserve(0, 0, SEGMENT, 100)], "where none fits"),
+    "a block outside of its segment": ([ATTACH, Reserve(0, 0, SEGMENT, 100)], "at an invalid position"),
     "a block that overlaps another": (
         [ATTACH, Reserve(0, 0, 0, 128), Reserve(1, 0, 64, 128)],
-        "where none fits",
+        "at an invalid position",
     ),
     "a block of another size": ([ATTACH, Reserve(0, 0, 0, 128), Reserve(1, 0, 0, 64)], "not 128"),
-    "a block of no bytes": ([ATTACH, Reserve(0, 0, 0, 0)], "where none fits"),
-    "more than its arena": ([ATTACH, Reserve(0, 0, 0, ARENA + 4096)], "stated a limit of"),
+    "a block of no bytes": ([ATTACH, Reserve(0, 0, 0, 0)], "at an invalid position"),
+    "more than its arena": ([ATTACH, Reserve(0, 0, 0, ARENA + 4096)], "more than its stated limit of"),
     "the same write again": ([ATTACH, Reserve(0, 0, 0, 100), Reserve(0, 0, 0, 100)], "twice, or too often"),
     "too many writes": (
         [ATTACH, *(Reserve(number, 0, 0, 100) for number in range(MAX_WRITES + 1))],
@@ -187,7 +187,7 @@ async def test_a_wrong_proof_is_refused() -> None:
         raw.engine.connect(offer.address)
         await raw.send(Proved(b"it was not sent."))
         assert isinstance(await raw.receive(), Proved)
-        assert await raw.receive() == Refused("the test of the other side did not arrive")
+        assert await raw.receive() == Refused("the test data of the peer did not arrive")
         assert receiver.statistics().engine_connections == 0
 
 
@@ -205,13 +205,13 @@ async def test_an_unusable_offer_is_refused() -> None:
 async def test_another_engine_is_refused() -> None:
     async with parties(engine="nixl") as (raw, _, _):
         await raw.send(Chosen("other"))
-        assert await raw.receive() == Refused("one side chose other, and the other one nixl")
+        assert await raw.receive() == Refused("one side chose other, but the other side chose nixl")
 
 
 async def test_without_an_engine_offers_are_refused_and_memory_has_no_key() -> None:
     async with parties() as (raw, _, _):
         await raw.send(Chosen("nixl"))
-        assert await raw.receive() == Refused("no engine was chosen at the other side")
+        assert await raw.receive() == Refused("the peer did not choose an engine")
         for ignored in (Offer(b"", b""), Proved(bytes(16)), Refused("no device"), Written(5)):
             await raw.send(ignored)
         await raw.send(ATTACH)
@@ -263,5 +263,5 @@ def test_arbitrary_bytes_are_a_message_or_an_error(data: bytes) -> None:
     ],
 )
 def test_a_part_that_is_out_of_bounds_is_an_error(message: DirectMessage) -> None:
-    with pytest.raises(ProtocolError, match="cannot be read"):
+    with pytest.raises(ProtocolError, match="cannot be decoded"):
         read_direct(memoryview(encode_direct(message)))

@@ -107,9 +107,9 @@ async def test_zeromq_carries_all_tensors_if_only_one_side_has_chosen_an_engine(
         if chooser == "receiver":
             break
     await sender.aclose()
-    reason = "no engine was chosen at the other side"
+    reason = "the peer did not choose an engine"
     assert lines(caplog) == [
-        f"ZeroMQ carries all tensors of a connection at {address}, and not nixl: {reason}"
+        f"ZeroMQ carries all tensors of a connection at {address} instead of nixl: {reason}"
     ]
 
 
@@ -140,7 +140,7 @@ async def test_zeromq_carries_all_tensors_if_nixl_is_not_installed_at_one_side(
             assert await engine.call(peers.receive_pattern, handle, 0)
             assert sender.statistics().engine_connections == 0
         reason = "NIXL is not installed: pip install 'aiotensor[nixl]'"
-        text = f"ZeroMQ carries all tensors of a connection at {address}, and not nixl: {reason}"
+        text = f"ZeroMQ carries all tensors of a connection at {address} instead of nixl: {reason}"
         assert await engine.call(lines_of) == [text] == lines(caplog)
 
 
@@ -155,7 +155,7 @@ async def test_zeromq_carries_all_tensors_if_the_engine_fails_its_test(
         await until(lambda: bool(lines(caplog)))
         handle = await sender.send(pattern(0, LARGE))
         assert torch.equal(await receiver.receive(handle), pattern(0, LARGE))
-    assert "not nixl: no device" in lines(caplog)[0]
+    assert "instead of nixl: no device" in lines(caplog)[0]
 
 
 @pytest.mark.parametrize("method", ["write", "register"])
@@ -175,7 +175,7 @@ async def test_a_tensor_whose_memory_cannot_be_registered_moves_in_steps(
         assert sender.statistics().engine_connections == 1
         await settled(sender)
     [line] = lines(caplog)
-    assert line.startswith(f"ZeroMQ carries some large tensors at {address}, and not nixl: this memory")
+    assert line.startswith(f"ZeroMQ carries some large tensors at {address} instead of nixl: this memory")
 
 
 def failing_writes(engine: NixlEngine) -> list[tuple[Hashable, str]]:
@@ -218,7 +218,7 @@ async def test_zeromq_carries_all_tensors_once_the_engine_fails(
         monkeypatch.undo()
         async with TensorSender(address, **NIXL) as next_sender:  # each connection tests its engine again
             await until(lambda: next_sender.statistics().engine_connections == 1)
-    text = f"ZeroMQ carries all tensors of a connection at {address}, and not nixl: the device is gone"
+    text = f"ZeroMQ carries all tensors of a connection at {address} instead of nixl: the device is gone"
     assert lines(caplog) == [text, text]
 
 
@@ -233,7 +233,7 @@ async def test_an_engine_has_failed_if_no_write_ends(
         handle = await sender.send(pattern(0, LARGE))
         assert torch.equal(await receiver.receive(handle), pattern(0, LARGE))
         assert sender.statistics().engine_connections == receiver.statistics().engine_connections == 0
-    assert "not nixl: no write has ended for " in lines(caplog)[0]
+    assert "instead of nixl: no write has ended for " in lines(caplog)[0]
 
 
 async def test_the_rest_of_a_failed_write_waits_until_both_engines_are_closed(
@@ -388,7 +388,7 @@ async def test_an_inspector_needs_no_engine(address: str, caplog: pytest.LogCapt
 
 
 def test_an_unknown_engine_is_rejected() -> None:
-    with pytest.raises(ValueError, match=r"engine is None or one of \('nixl',\), got 'rdma'"):
+    with pytest.raises(ValueError, match=r"engine must be None or one of \('nixl',\), got 'rdma'"):
         TensorSender("tcp://127.0.0.1:5555", engine="rdma")  # type: ignore[arg-type]
 
 

@@ -225,6 +225,6 @@ async def test_a_firewall_leaves_all_tensors_to_zeromq(hosts: Hosts) -> None:
     hosts.block_other_ports(PORT)
     async with two_processes(hosts) as (engine, api):
         for end in (engine, api):
-            assert "does a firewall let it through?" in await end.call(first_line)
+            assert "check whether a firewall blocks it" in await end.call(first_line)
         handle = await api.call(send, 1)
         assert await engine.call(receive_twice, handle, 1)

@@ -78,7 +78,7 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     "a second opening": ([OPENING], "kind 5"),
     "a record that is too long": ([bytes([RECORD]) + bytes(1 << 17)], "a record of more than"),
     "a step without a segment": ([step(0, 3, 3) + b"abc"], "segment 0, which it never attached"),
-    "a step that is too short": ([ATTACH, step(0, 3, 3)[:7]], "a step of 7 bytes"),
+    "a step that is too short": ([ATTACH, step(0, 3, 3)[:7]], "an incomplete header of 7 bytes"),
     "a step with other bytes": ([ATTACH, step(0, 3, 3) + b"ab"], "2 bytes in a step of 3"),
     "a step followed by other bytes": ([ATTACH, step(0, 3, 3), b"ab"], "2 bytes after a step of 3"),
     "a step outside of its block": ([ATTACH, step(2, 3, 3) + b"abc"], "bytes 2 to 5 of a block"),
@@ -86,21 +86,21 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     "a step that is too long": ([ATTACH, step(0, STEP_BYTES + 1, 2 * STEP_BYTES)], "it moved bytes 0 to"),
     "a block outside of its segment": (
         [ATTACH, step(SEGMENT, 3, 3, block=SEGMENT) + b"abc"],
-        "placed a block where none fits",
+        "placed a block at an invalid position",
     ),
     "a block that overlaps another": (
         [ATTACH, step(0, 3, 128) + b"abc", step(64, 3, 128, block=64) + b"abc"],
-        "placed a block where none fits",
+        "placed a block at an invalid position",
     ),
     "a block of another size": ([ATTACH, step(0, 3, 128) + b"abc", step(0, 3, 64) + b"abc"], "not 128"),
-    "more than its arena": ([ATTACH, step(0, 3, ARENA + 4096) + b"abc"], "stated a limit of"),
+    "more than its arena": ([ATTACH, step(0, 3, ARENA + 4096) + b"abc"], "more than its stated limit of"),
     "more than its credit": (
         [ATTACH] + [step(0, STEP_BYTES, STEP_BYTES), bytes(STEP_BYTES)] * (WINDOW_BYTES // STEP_BYTES + 1),
         "without credit",
     ),
-    "a free block": ([ATTACH, encode_area(Area(0, 0))], "freed a block at 0, where it has none"),
-    "a short free": ([ATTACH, encode_area(Area(0, 0))[:5]], "freed a block in 5 bytes"),
-    "an acknowledgement of nothing": ([encode_ack(Ack(1, 0))], "acknowledged 1 bytes, of 0"),
+    "a free block": ([ATTACH, encode_area(Area(0, 0))], "freed a block at 0, where no block is allocated"),
+    "a short free": ([ATTACH, encode_area(Area(0, 0))[:5]], "freed a block in a message of 5 bytes"),
+    "an acknowledgement of nothing": ([encode_ack(Ack(1, 0))], "acknowledged 1 bytes, but 0"),
     "an acknowledgement of no record": ([encode_ack(Ack(0, 1 << 30))], "acknowledged 1073741824 bytes of"),
     "a batch of too many messages": (
         [encode_batch([encode_ack(Ack(0, 0))] * (MAX_BATCH + 1))],
@@ -108,9 +108,9 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     ),
     "a batch in a batch": ([encode_batch([encode_batch([])])], "an invalid message of 1 bytes"),
     "a batch with a message cut off": ([encode_batch([bytes(5)])[:-1]], "an invalid message of 5 bytes"),
-    "a batch with a length cut off": ([encode_batch([b""])[:-1]], "ends in a length"),
+    "a batch with a length cut off": ([encode_batch([b""])[:-1]], "ends within a length"),
     "a batch with a violation": ([encode_batch([ATTACH, step(0, 0, 3)])], "bytes 0 to 0"),
-    "a short acknowledgement": ([bytes([ACK])], "acknowledged in 1 bytes"),
+    "a short acknowledgement": ([bytes([ACK])], "an acknowledgement of 1 bytes"),
 }
 
 
@@ -159,7 +159,7 @@ async def test_another_protocol_at_the_port_of_a_receiver_gets_no_answer(
             raw.linger = 0
             raw.connect(place)
             await raw.send(b"GET / HTTP/1.1")
-            await until(lambda: "speaks another protocol" in caplog.text)
+            await until(lambda: "uses another protocol" in caplog.text)
             assert not await raw.poll(0)
         assert caplog.records[-1].levelno == logging.WARNING
         assert torch.equal(await receiver.receive(await sender.send(pattern(1, BIG))), pattern(1, BIG))
@@ -168,7 +168,7 @@ async def test_another_protocol_at_the_port_of_a_receiver_gets_no_answer(
 async def test_a_sender_connected_to_a_message_server_raises_usage_error() -> None:
     place = f"tcp://127.0.0.1:{free_port()}"
     async with MessageServer(place, int), TensorSender(place) as sender:
-        with pytest.raises(UsageError, match="is no receiver and no publisher"):
+        with pytest.raises(UsageError, match="is not a receiver or publisher"):
             await sender.ready()
 
 
@@ -267,7 +267,9 @@ async def test_a_receiver_without_memory_closes_the_connection_with_a_reason(
     async with parties() as (_, sender, receiver):
         await receiver.receive(await sender.send(pattern(0, 3)))
         monkeypatch.setattr(os, "posix_fallocate", refuse)
-        with pytest.raises(PeerLostError, match=r"no memory is left here for its tensors: .*No space left"):
+        with pytest.raises(
+            PeerLostError, match=r"no memory is left in this process for its tensors: .*No space left"
+        ):
             await sender.send(torch.zeros(2 * STEP_BYTES, dtype=torch.uint8))
         monkeypatch.undo()
         await settled(sender)
@@ -299,13 +301,13 @@ async def test_a_receiver_that_closes_while_bytes_wait_for_memory_reads_on(
 @pytest.mark.parametrize("make", [TensorSender, TensorReceiver, Publisher, Subscriber])
 def test_invalid_arguments_raise_errors_that_suggest_a_remedy(make: Callable[..., object]) -> None:
     public, secret = zmq.curve_keypair()
-    with pytest.raises(ValueError, match=r"are for tcp:// addresses"):
+    with pytest.raises(ValueError, match=r"can only be used with tcp:// addresses"):
         make("unix:///tmp/s", peer_timeout_s=1.0)
-    with pytest.raises(ValueError, match=r"peer_timeout_s is seconds, from 0\.1 to 3600"):
+    with pytest.raises(ValueError, match=r"peer_timeout_s must be between 0\.1 and 3600"):
         make("tcp://127.0.0.1:5000", peer_timeout_s=0.0)
-    with pytest.raises(ValueError, match=r"names no port|names no server"):
+    with pytest.raises(ValueError, match=r"does not contain a port|does not specify a server"):
         make("tcp://127.0.0.1:0")
-    with pytest.raises(ValueError, match="with keys, give both"):
+    with pytest.raises(ValueError, match="must be passed together"):
         make("tcp://127.0.0.1:5000", secret_key=secret)
     listens = make in (TensorReceiver, Publisher)
     keys: dict[str, object] = {"client_keys": [public]} if listens else {"server_key": public}
