@@ -151,7 +151,8 @@ class TensorReceiver(LoopObject):
 
         Raises:
             AlreadyTakenError: the tensor was received before, or another call is receiving it.
-            DiscardedError: the message was discarded, or the message or its sender ended without the tensor.
+            DiscardedError: the message was discarded or ended without the tensor, or the sender closed
+                without sending it.
             PeerLostError: the sender died or broke the protocol; `pid` is the id of its process.
             RefusedError: the sender was refused, because of a limit or its version.
             WouldBlockError: the tensor has not arrived within `max_wait_s`; the text states whether its

@@ -146,8 +146,8 @@ class TensorSender(LoopObject):
     async def send(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor, and return the handle that names it for the receiver.
 
-        When the call returns, the tensor was copied and may be changed or freed, except for a tensor from
-        `allocate`, whose memory the receiver reads. The tensor itself is never changed.
+        When the call returns, the tensor has been copied and may be changed or freed, except for a tensor
+        from `allocate`, whose memory the receiver reads. Sending never changes the tensor itself.
 
         Args:
             tensor: a dense tensor on the CPU of any shape and dtype, a numpy array, or an object with
@@ -259,9 +259,9 @@ class TensorSender(LoopObject):
     def message(self) -> OpenMessage:
         """Begin a message of several tensors, which share one permit and arrive together or not at all.
 
-        Use it as ``async with sender.message() as message:``, and send each tensor in the block with ``await
-        message.send(tensor)``. Entering the block waits for a permit, at most `max_wait_s`; the end of the
-        block completes the message. An exception or a cancellation that leaves the block discards the
+        Use it as ``async with sender.message() as message:``, and send each tensor in the block with
+        ``await message.send(tensor)``. Entering the block waits for a permit, at most `max_wait_s`; the end
+        of the block completes the message. An exception or a cancellation that leaves the block discards the
         message.
         """
         with self._errors:

@@ -5,13 +5,13 @@
             with request:
                 request.reply(Embedding(model(request.message.frames)))
 
-Names, arguments and errors are those of `aiotensor` and its `channel`, `broadcast` and `ranks`, with
-``with`` and ``for`` in place of ``async with`` and ``async for``. A method that may wait has a `timeout` in
-seconds, None for no limit, in place of ``asyncio.timeout``: after this time it raises `TimeoutError`, and
-releases its resources as a cancelled call does. An exception that a signal handler raises ends a call in the
-same way.
+Names, arguments and errors are those of `aiotensor`, `aiotensor.channel`, `aiotensor.broadcast` and
+`aiotensor.ranks`. Use ``with`` and ``for`` in place of ``async with`` and ``async for``. In place of
+``asyncio.timeout``, methods that may wait have an argument `timeout` in seconds, None for no limit. After
+this time, they raise `TimeoutError` and release their resources, as a cancelled call does. An exception that
+a signal handler raises ends a call in the same way.
 
-The objects of a process share one event loop in a separate thread. The thread runs while one of them is open,
+All objects of a process share one event loop in a separate thread. The thread runs while any of them is open,
 and does not keep the interpreter from exiting.
 """
 

@@ -39,9 +39,9 @@ class Publisher(BlockingObject[broadcast.Publisher, PublisherStatistics]):
         return self.inner.id
 
     def publish(self, message: object, *, timeout: float | None = None) -> Published:
-        """Publish a message to all connected subscribers, and return its number.
+        """Publish a message to all connected subscribers, and return its number and delivery counts.
 
-        After a timeout, nothing was published.
+        Waits as `aiotensor.broadcast.Publisher.publish` does. After a timeout, nothing was published.
         """
         return self.wait_for(self.inner.publish, message, timeout=timeout)
 
@@ -52,15 +52,18 @@ class Publisher(BlockingObject[broadcast.Publisher, PublisherStatistics]):
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, *, timeout: float | None = None
     ) -> torch.Tensor:
-        """Return an uninitialized tensor in shared memory, which is published without a copy."""
+        """Return an uninitialized tensor in shared memory, which is published without a copy.
+
+        Waits for shared memory.
+        """
         return self.wait_for(self.inner.allocate, shape, dtype, timeout=timeout)
 
     def wait_for_subscribers(self, count: int, *, timeout: float | None = None) -> None:
-        """Wait until at least so many subscribers are connected at once."""
+        """Wait until at least `count` subscribers are connected at the same time."""
         self.wait_for(self.inner.wait_for_subscribers, count, timeout=timeout)
 
     def drain(self, *, timeout: float | None = None) -> None:
-        """Wait until every subscriber has taken or lost all messages published before, or is gone."""
+        """Wait until every subscriber has taken or lost all earlier messages, or is gone."""
         self.wait_for(self.inner.drain, timeout=timeout)
 
 
@@ -129,18 +132,18 @@ class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], 
 
     @property
     def number(self) -> int | None:
-        """The number of the publication that was received last; None before the first."""
+        """The number of the last publication that was received; None before the first."""
         return self.inner.number
 
     @property
     def missed(self) -> int:
-        """The number of publications that were missed since opening, up to the one received last."""
+        """The number of publications missed since opening, before the last received publication."""
         return self.inner.missed
 
     def receive(self, *, timeout: float | None = None) -> Publication[T]:
         """Return the next publication, once it has arrived.
 
-        After a timeout nothing is lost. With a timeout of 0, this does not wait.
+        After a timeout, no publication is lost. With a timeout of 0, the call does not wait.
         """
         return self.wait_for(self.inner.receive, timeout=timeout)
 
@@ -151,8 +154,8 @@ class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], 
     def __iter__(self) -> Iterator[Publication[T]]:
         """Iterate over the publications.
 
-        Ends when the publisher has closed and all of its publications were received, or when this subscriber
-        is closed. Iterate again to wait for the next publisher.
+        The iteration ends when the publisher has closed and all its publications were received, or when this
+        subscriber is closed. Iterate again to wait for the next publisher.
         """
         while True:
             try:

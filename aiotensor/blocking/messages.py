@@ -21,10 +21,10 @@ R = TypeVar("R")
 
 
 class MessageClient(BlockingObject[channel.MessageClient[R], ClientStatistics], Generic[R]):
-    """Send messages with tensors inside from threads; open it with ``with``, and share it between them.
+    """Send messages that contain tensors from threads; open it with ``with``, and share it between them.
 
-    Arguments and errors are those of `aiotensor.channel.MessageClient`; `sender` and `receiver` are those of
-    this module.
+    Arguments and errors are those of `aiotensor.channel.MessageClient`, but `sender` and `receiver` are
+    objects of `aiotensor.blocking`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class MessageClient(BlockingObject[channel.MessageClient[R], ClientStatistics], 
                 linger_s=linger_s,
             )
         )
-        self._kept = sender, receiver  # or they would be closed by the garbage collector
+        self._kept = sender, receiver  # otherwise, the garbage collector could close them
 
     def request(
         self,
@@ -71,7 +71,11 @@ class MessageClient(BlockingObject[channel.MessageClient[R], ClientStatistics], 
         inside: OpenMessage | None = None,
         timeout: float | None = None,
     ) -> R:
-        """Send a message, and return the answer; `inside` is an open message of a blocking sender."""
+        """Send a message, and return the answer to it.
+
+        Arguments, waiting and errors are those of `aiotensor.channel.MessageClient.request`, but `inside` is
+        a message of a blocking sender. A timeout cancels the request.
+        """
         block = None if inside is None else inside.inner
         return self.wait_for(self.inner.request, message, target=target, inside=block, timeout=timeout)
 
@@ -83,7 +87,11 @@ class MessageClient(BlockingObject[channel.MessageClient[R], ClientStatistics], 
         inside: OpenMessage | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Send a message that has no answer; `inside` is an open message of a blocking sender."""
+        """Send a message without requesting an answer.
+
+        Arguments, waiting and errors are those of `request`, except for the answer. After a timeout, the
+        message is discarded unless it was sent.
+        """
         block = None if inside is None else inside.inner
         self.wait_for(self.inner.send, message, target=target, inside=block, timeout=timeout)
 
@@ -91,10 +99,10 @@ class MessageClient(BlockingObject[channel.MessageClient[R], ClientStatistics], 
 class Request(Generic[M]):
     """A message of a client, to be answered once.
 
-    Like `aiotensor.channel.Request`, but a thread cannot be cancelled: long work should check `is_wanted` in
-    intervals. Use as ``with request: request.reply(work(request.message))``. An `Exception` in the block is
-    sent to the client and logged; for `SystemExit` and `KeyboardInterrupt`, which propagate, the client gets
-    `PeerLostError`. After the block, the message and its tensors are released.
+    It is used like an `aiotensor.channel.Request`, but its thread cannot be cancelled: long work should check
+    `is_wanted` repeatedly. Use it as ``with request: request.reply(work(request.message))``. An `Exception`
+    in the block is sent to the client and logged; `SystemExit` and `KeyboardInterrupt` propagate, and the
+    client gets `PeerLostError`. After the block, the message and its tensors are released.
     """
 
     def __init__(self, server: "MessageServer[M]", inner: channel.Request[M]) -> None:
@@ -121,7 +129,11 @@ class Request(Generic[M]):
         return self.inner.is_wanted
 
     def reply(self, answer: object, *, timeout: float | None = None) -> bool:
-        """Answer, and return whether the client still waited for the answer."""
+        """Answer the message, and return whether the client still waited for the answer.
+
+        Waits as `aiotensor.channel.Request.reply` does, but returns False when the client disconnects. After
+        a timeout, the message can be answered again, unless the answer was sent.
+        """
         return self._server.wait_for(self._reply, answer, timeout=timeout)
 
     async def _reply(self, answer: object) -> bool:
@@ -131,7 +143,7 @@ class Request(Generic[M]):
         return was_wanted
 
     def fail(self, error: BaseException | str) -> bool:
-        """Answer with an error, and return whether the client still waited for an answer."""
+        """Answer the message with an error, and return whether the client still waited for an answer."""
         return self._server.wait_for(self.inner.fail, error)
 
     def __enter__(self) -> Self:
@@ -153,10 +165,10 @@ class Request(Generic[M]):
 
 
 class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], Generic[M]):
-    """Receive messages with tensors inside in threads, and answer them in any order.
+    """Receive messages that contain tensors in threads, and answer them in any order.
 
-    Open it with ``with``, and iterate, in as many threads as you like. Arguments and errors are those of
-    `aiotensor.channel.MessageServer`; `sender` and `receiver` are those of this module.
+    Open it with ``with``, and iterate over it in any number of threads. Arguments and errors are those of
+    `aiotensor.channel.MessageServer`, but `sender` and `receiver` are objects of `aiotensor.blocking`.
     """
 
     def __init__(
@@ -197,21 +209,21 @@ class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], 
                 linger_s=linger_s,
             )
         )
-        self._kept = sender, receiver  # or they would be closed by the garbage collector
+        self._kept = sender, receiver  # otherwise, the garbage collector could close them
 
     @property
     def address(self) -> str:
-        """Where clients connect; says which port was free."""
+        """The address to which clients connect, with the actual port if 0 was given."""
         return self.inner.address
 
     def __iter__(self) -> Iterator[Request[M]]:
-        """Iterate over the requests whose tensors have arrived; ends when this server is closed."""
+        """Iterate over the requests whose tensors have arrived, until this server is closed."""
         return until_closed(self.next)
 
     def next(self, *, timeout: float | None = None) -> Request[M]:
         """Return the next request whose tensors have arrived.
 
-        After a timeout nothing is lost. With a timeout of 0, this does not wait.
+        After a timeout, no request is lost. With a timeout of 0, the call does not wait for a request.
 
         Raises:
             TimeoutError: no request arrived within `timeout` seconds.
@@ -220,7 +232,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], 
         return Request(self, self.wait_for(self._take, timeout))
 
     async def _take(self, timeout: float | None) -> channel.Request[M]:
-        """Wait for a request until the timeout; a request that has arrived may take longer to decode."""
+        """Wait for a request until the timeout; decoding a request that has arrived may take longer."""
         try:
             async with asyncio.timeout(timeout):
                 return await self._next(self.inner)
@@ -231,10 +243,11 @@ class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], 
             return request
 
     def serve(self, handler: Callable[[M], object]) -> None:
-        """Answer every message with the result of a function, in this thread, until this is closed.
+        """Answer every message with the result of a function, called in this thread.
 
-        An `Exception` in the function reaches the client as `RemoteError`, and is logged. Other exceptions,
-        such as `SystemExit`, propagate, and the client gets `PeerLostError`.
+        Returns when this server is closed. An `Exception` in the function reaches the client as
+        `RemoteError`, and is logged. Other exceptions, such as `SystemExit`, propagate, and the client gets
+        `PeerLostError`.
 
         Args:
             handler: called with each message; returns the answer.

@@ -1,4 +1,4 @@
-"""The base of blocking objects, which runs calls of threads in the event loop of this process."""
+"""The base of blocking objects, which runs the calls of threads in the shared event loop of the process."""
 
 import asyncio
 import inspect
@@ -26,9 +26,12 @@ S = TypeVar("S")
 def parameters_of(
     other: Callable[P, object],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Give an `__init__` that passes its arguments on the parameters of another class.
+    """Return a decorator for an `__init__` that forwards all its arguments to another class.
 
-    Type checkers and `inspect.signature` see these parameters.
+    Type checkers and `inspect.signature` then see the parameters of that class.
+
+    Args:
+        other: the other class.
     """
 
     def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
@@ -45,10 +48,10 @@ class BlockingObject(Generic[A, S]):
     """Use an asynchronous object from threads without an event loop; several threads may share it.
 
     Args:
-        inner: the object, not yet opened, with statistics of type `S`.
+        inner: the asynchronous object, not yet opened, with statistics of type `S`.
 
     Attributes:
-        inner: the object, to be used only in the thread of the event loop.
+        inner: the asynchronous object, to be used only in the thread of the event loop.
         is_closed: whether `close` was called.
     """
 
@@ -57,12 +60,12 @@ class BlockingObject(Generic[A, S]):
         self.inner = inner
         inner.affinity.has_guardian = True  # `__del__` of this class closes it
         self._pid = os.getpid()
-        self._user = object()  # of the shared loop; not this object, which the loop would keep alive
+        self._user = object()  # represents this object, which the shared loop must not keep alive
         self._loop: Loop | None = None
         self._opening: Call[A] = Call(inner.__aenter__)
         self._lock = (
             threading.RLock()
-        )  # a signal handler may close the object that its thread is about to use
+        )  # reentrant: a signal handler may close the object while its thread holds the lock
         self._was_opened = False
         self.is_closed = False
         self._is_ending = self._has_released_loop = False
@@ -76,7 +79,7 @@ class BlockingObject(Generic[A, S]):
         if is_finalizing() or self.__dict__.get("_loop") is None or os.getpid() != self._pid:
             return
         self.abandon()
-        warn_unclosed(self)  # last, since it raises where warnings are errors
+        warn_unclosed(self)  # last, because it raises if warnings are errors
 
     def __enter__(self) -> Self:
         self._check_place()
@@ -92,8 +95,8 @@ class BlockingObject(Generic[A, S]):
                     self._loop = loop
             self._run(self._opening)
         except BaseException as error:
-            self.close()  # a signal may interrupt this thread when the object is already open
-            if not self._is_ending:  # otherwise the thread that closes it releases the loop
+            self.close()  # the object may be open already if a signal has interrupted this thread
+            if not self._is_ending:  # otherwise, the thread that closes the object releases the loop
                 self._release_loop()
             if isinstance(error, asyncio.CancelledError):
                 raise ClosedError(f"this {self._name} was closed while it was being opened") from None
@@ -103,27 +106,29 @@ class BlockingObject(Generic[A, S]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self.inner.affinity.is_left_in_child(error):  # else closing would replace the exception
+        if not self.inner.affinity.is_left_in_child(error):  # otherwise, closing would replace it
             self.close()
 
     def close(self, *, timeout: float | None = None) -> None:
-        """Close, as `aclose` does.
+        """Close the object, and wait as its `aclose` does.
 
         Args:
-            timeout: seconds after which it closes without waiting further; None for no limit.
+            timeout: the time in seconds after which the object is closed without further waiting; None for no
+                limit.
 
         Raises:
-            TimeoutError: the time was over; the object is closed nevertheless.
+            TimeoutError: the timeout has expired; the object is closed nevertheless.
         """
         self._check_place()
         with self._lock:
             self.is_closed = True
-        # A signal may have interrupted an earlier call here, so `is_closed` does not mean that it has ended.
+        # `is_closed` does not mean that an earlier call has ended: a signal may have interrupted it here.
         if self._is_ending or self._has_released_loop or not self._was_opened:
             return
         try:
             if self._loop is None or not self._loop.is_out_of_reach:
-                self._opening.give_up()  # another thread may be opening it, or this one, below a handler
+                # Another thread, or code that a signal handler has interrupted, may be opening the object.
+                self._opening.give_up()
                 self._end(timeout)
         finally:
             self._release_loop()
@@ -131,7 +136,7 @@ class BlockingObject(Generic[A, S]):
     def _end(self, timeout: float | None) -> None:
         """Close the object in the loop, even if this thread is interrupted."""
         if self._loop is None:
-            return  # there was no loop
+            return  # the object was never opened in a loop
 
         async def end() -> None:
             try:
@@ -143,21 +148,21 @@ class BlockingObject(Generic[A, S]):
             self._is_ending = True
             self.wait_for(end, timeout=timeout)
         except ClosedError:
-            return  # another thread closed it in the meantime
+            return  # another thread has closed the object in the meantime
         except BaseException:
             with suppress(TimeoutError):
-                self.wait_for(end, timeout=0)  # a signal may have interrupted the call before it began
+                self.wait_for(end, timeout=0)  # a signal may have interrupted the first call before it began
             raise
 
     def _release_loop(self) -> None:
-        """Stop using the loop."""
+        """Release the shared loop, which ends after its last user."""
         with self._lock:
             self._loop = None
         release(self._user)
         self._has_released_loop = True
 
     def abandon(self) -> None:
-        """Close without waiting; for finalizers, in any thread."""
+        """Close the object without waiting; for finalizers, which may run in any thread."""
         loop, self._loop = self._loop, None
         self.is_closed = True
         if loop is not None:
@@ -180,12 +185,12 @@ class BlockingObject(Generic[A, S]):
     # Calls
 
     def call(self, function: Callable[..., R], *args: Any) -> R:
-        """Call a function in the thread of the loop."""
+        """Call a function in the thread of the loop, and return its result."""
         self._check_place()
         return self._call(function, *args)
 
     def call_briefly(self, function: Callable[..., R], *args: Any) -> R:
-        """Call a function that never waits in the thread of the loop; this thread may run another loop."""
+        """Call a function that never waits in the thread of the loop; the caller may run another loop."""
         self._check_process()
         if self._loop is not None and self._loop.is_here:
             raise UsageError(f"this {self._name} cannot be used in the thread of its own event loop")
@@ -200,10 +205,16 @@ class BlockingObject(Generic[A, S]):
     def wait_for(
         self, function: Callable[..., Awaitable[R]], *args: Any, timeout: float | None = None, **options: Any
     ) -> R:
-        """Run a coroutine function in the loop, and wait for it in this thread.
+        """Run a coroutine function in the loop, and wait in this thread for its result.
+
+        Args:
+            function: the coroutine function.
+            args: its positional arguments.
+            timeout: the time in seconds after which the coroutine is cancelled; None for no limit.
+            options: its keyword arguments.
 
         Raises:
-            TimeoutError: it was cancelled after `timeout` seconds.
+            TimeoutError: the coroutine was cancelled after `timeout` seconds.
         """
         self._check_place()
 
@@ -215,24 +226,24 @@ class BlockingObject(Generic[A, S]):
 
     def _run(self, call: Call[R]) -> R:
         try:
-            with self._lock:  # otherwise another thread could stop the loop before the call begins
+            with self._lock:  # otherwise, another thread could stop the loop before the call begins
                 self._begin(call)
             return call.result()
         except BaseException:
-            call.give_up()  # a signal may have interrupted this thread, and not the call
+            call.give_up()  # a signal may have interrupted this thread, but not the call
             raise
 
     def _begin(self, call: Call[Any]) -> None:
         if self._loop is None and not self.is_closed:
             raise UsageError(f"this {self._name} is not open yet: enter it with `with` first")
         if self._loop is not None and not self._loop.is_out_of_reach:
-            with suppress(RuntimeError):  # a signal handler has closed it just now
+            with suppress(RuntimeError):  # a signal handler has just closed the object
                 self._loop.begin(call)
                 return
         raise ClosedError(f"this {self._name} was closed: create a new one")
 
     async def _next(self, items: AsyncIterator[R]) -> R:
-        """Return the next item, in the loop, or raise `ClosedError` at the end."""
+        """Return the next item of an iterator in the loop, or raise `ClosedError` at its end."""
         try:
             return await anext(items)
         except StopAsyncIteration:
@@ -255,7 +266,7 @@ class BlockingObject(Generic[A, S]):
 
 
 def until_closed(next_item: Callable[[], R]) -> Iterator[R]:
-    """Iterate, also in several threads, over the results of a function until it raises `ClosedError`."""
+    """Iterate over the results of a function until it raises `ClosedError`; several threads may iterate."""
 
     def next_or_none() -> R | None:
         try:

@@ -32,7 +32,7 @@ class RankPipe(BlockingObject[ranks.RankPipe, PipeStatistics]):
         return self.inner.peer
 
     def send(self, tensor: torch.Tensor | None, *, timeout: float | None = None) -> None:
-        """Send a tensor or None; returns when the source may be changed.
+        """Send a tensor or None, and wait until the tensor may be changed.
 
         After a timeout, the message is not sent.
         """
@@ -45,7 +45,7 @@ class RankPipe(BlockingObject[ranks.RankPipe, PipeStatistics]):
     def receive(self, *, copy: bool = False, timeout: float | None = None) -> torch.Tensor | None:
         """Return the next message of the other rank, once it has arrived.
 
-        After a timeout nothing is lost.
+        After a timeout, no message is lost.
         """
         return self.wait_for(self.inner.receive, copy=copy, timeout=timeout)
 
@@ -55,24 +55,24 @@ class RankPipe(BlockingObject[ranks.RankPipe, PipeStatistics]):
 
 
 class KVPipe:
-    """The methods of the pipes of vLLM that transfer caches of keys and values, over a `RankPipe`.
+    """A `RankPipe` with the interface of the pipes of vLLM that transfer caches of keys and values.
 
-    Sending raises its errors, and a message that could not be sent does not count towards `max_bytes`. Errors
-    are those of `RankPipe`.
+    `send_tensor` raises the errors of sending, and a message that could not be sent does not count towards
+    `max_bytes`. Errors are those of `RankPipe`.
 
     Args:
-        pipe: an opened pipe, which `close` closes.
+        pipe: an open pipe, which `close` closes.
     """
 
     def __init__(self, pipe: RankPipe) -> None:
         self._pipe = pipe
 
     def send_tensor(self, tensor: torch.Tensor | None) -> None:
-        """Send a tensor or None, which may be changed afterwards; waits while `max_bytes` is exceeded."""
+        """Send a tensor or None, as `RankPipe.send` does; the tensor may be changed afterwards."""
         self._pipe.send(tensor)
 
     def recv_tensor(self) -> torch.Tensor | None:
-        """Return the next tensor, or None, of the other rank; the tensor has its own memory."""
+        """Return the next message of the other rank once it has arrived; a tensor has its own memory."""
         return self._pipe.receive(copy=True)
 
     def close(self) -> None:

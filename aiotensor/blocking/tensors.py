@@ -28,12 +28,12 @@ class TensorSender(BlockingObject[aiotensor.TensorSender, SenderStatistics]):
 
     @property
     def id(self) -> str:
-        """The id that the handles of this sender carry."""
+        """The id of this sender, which its handles contain."""
         return self.inner.id
 
     @property
     def receiver_id(self) -> str | None:
-        """The id of the receiver at the other end; None while there is none."""
+        """The id of the connected receiver; None while no receiver is connected and known."""
         return self.inner.receiver_id
 
     def ready(self, *, timeout: float | None = None) -> None:
@@ -51,27 +51,31 @@ class TensorSender(BlockingObject[aiotensor.TensorSender, SenderStatistics]):
     def post(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor without waiting, and copy the tensor in the worker thread afterwards.
 
-        Unlike all other calls it can also be made in the thread of another event loop, since it does not
-        wait for permits, memory or copies.
+        Unlike all other methods, it may also be called in a thread with another event loop, because it does
+        not wait for permits, memory or copies.
         """
         return self.call_briefly(self.inner.post, tensor)
 
     def copied(self, handle: TensorHandle, *, timeout: float | None = None) -> None:
-        """Wait until the tensor of a handle from `post` is copied: then it may change or be freed."""
+        """Wait until a tensor that was sent with `post` is copied, and may be changed or freed."""
         self.wait_for(self.inner.copied, handle, timeout=timeout)
 
     def message(self, *, timeout: float | None = None) -> "OpenMessage":
         """Begin a message of several tensors, which share one permit and arrive together or not at all.
 
-        Use as ``with sender.message() as message:`` and send with ``message.send(tensor)``. Entering waits
-        for a permit, at most `timeout` seconds; leaving makes the message whole.
+        Use it as ``with sender.message() as message:``, and send each tensor in the block with
+        ``message.send(tensor)``. Entering the block waits for a permit, at most `timeout` seconds; the end of
+        the block completes the message. An exception that leaves the block discards it.
         """
         return OpenMessage(self, self.call(self.inner.message), timeout)
 
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, *, timeout: float | None = None
     ) -> torch.Tensor:
-        """Return an uninitialized tensor in shared memory, which is sent without a copy."""
+        """Return an uninitialized tensor in shared memory, which is sent without a copy.
+
+        Waits for shared memory.
+        """
         return self.wait_for(self.inner.allocate, shape, dtype, timeout=timeout)
 
     def discard(self, handle: TensorHandle) -> None:
@@ -106,7 +110,7 @@ class OpenMessage:
         try:
             self._sender.wait_for(self.inner.__aenter__, timeout=self._timeout)
         except BaseException as error:
-            if not self._is_begun:  # a signal may interrupt this thread when the permit is already granted
+            if not self._is_begun:  # a signal may have interrupted this thread after the permit was granted
                 self.__exit__(type(error), error, error.__traceback__)
             raise
         self._is_begun = True
@@ -116,7 +120,7 @@ class OpenMessage:
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, *, timeout: float | None = None
     ) -> torch.Tensor:
-        """Return an uninitialized tensor in shared memory for this message; sending it copies nothing."""
+        """Return an uninitialized tensor in shared memory for this message, which is sent without a copy."""
         return self._sender.wait_for(self.inner.allocate, shape, dtype, timeout=timeout)
 
     def send(self, tensor: Sendable, *, timeout: float | None = None) -> TensorHandle:
@@ -124,7 +128,7 @@ class OpenMessage:
         return self._sender.wait_for(self.inner.send, tensor, timeout=timeout)
 
     def finish(self) -> None:
-        """Complete the message now, before the end of the block."""
+        """Complete the message now rather than at the end of the block."""
         self._sender.call(self.inner.finish)
 
     def __exit__(
@@ -159,7 +163,7 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver, ReceiverStatistics
     ) -> torch.Tensor:
         """Return the tensor that a handle names, once it has arrived.
 
-        After a timeout, the tensor can still be received.
+        With `copy`, return a copy with its own memory. After a timeout, the tensor can still be received.
         """
         return self.wait_for(self.inner.receive, handle, copy=copy, timeout=timeout)
 
@@ -172,13 +176,13 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver, ReceiverStatistics
         self.wait_for(self.inner.arrived, handle, timeout=timeout)
 
     def __iter__(self) -> Iterator[Delivery]:
-        """Iterate over the tensors in the order of arrival; ends when this receiver is closed."""
+        """Iterate over the tensors in the order of arrival, until this receiver is closed."""
         return until_closed(self.next)
 
     def next(self, *, timeout: float | None = None) -> Delivery:
-        """Return the next tensor in the order of arrival, without tensors that a call awaits by handle.
+        """Return the next tensor in the order of arrival, except tensors that calls await by handle.
 
-        After a timeout nothing is lost. With a timeout of 0, this does not wait.
+        After a timeout, no tensor is lost. With a timeout of 0, the call does not wait.
 
         Raises:
             TimeoutError: no tensor arrived within `timeout` seconds.

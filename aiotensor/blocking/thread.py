@@ -1,7 +1,7 @@
-"""The thread with the event loop: one for all objects of a process, while any of them is open.
+"""The thread with the event loop, which all blocking objects of a process share while any of them is open.
 
-The portal of anyio cannot be used here. Its caller waits before there is a task that could be cancelled, and
-waits forever if a signal arrives while the thread starts, or if the loop ends at that moment.
+The blocking portal of anyio is unsuitable: its caller waits before there is a task that could be cancelled,
+and waits forever if a signal arrives while the thread starts, or if the loop ends at that moment.
 
 A signal may interrupt a wait at any point, and its handler may call the same functions in the same thread. So
 a resource is recorded before it is acquired, and locks are reentrant and never held during a wait.
@@ -30,10 +30,10 @@ _PATIENCE_S = 1.0  # the longest wait for the loop when the interpreter exits
 
 
 class Call(Generic[R]):
-    """A call that a thread makes in the loop, and whose end it waits for.
+    """A call that runs in the loop, while a thread waits for its result.
 
     Args:
-        work: the coroutine function to call.
+        work: the coroutine function, called once in the loop.
     """
 
     def __init__(self, work: Callable[[], Awaitable[R]]) -> None:
@@ -45,17 +45,17 @@ class Call(Generic[R]):
         self._results: list[R] = []
         self._error: BaseException | None = None
         self._has_ended = False
-        # One for each waiting thread, held until the end. An event would not do: it contains a lock, which
-        # the code that a signal handler interrupts may hold.
+        # One lock for each waiting thread, held until the end of the call. An event is unsuitable: the code
+        # that a signal handler interrupts may hold the lock in it.
         self._ends: list[threading.Lock] = []
 
     def begin(self, loop: asyncio.AbstractEventLoop, tasks: "set[asyncio.Task[None]]") -> None:
-        """Start the call in a loop, which keeps its task in a set until it ends."""
+        """Start the call in a loop, and keep its task in a set until the task ends."""
         self._loop = loop
         loop.call_soon_threadsafe(self._begin, tasks)
 
     def result(self) -> R:
-        """Wait for the end, and return the result or raise the error."""
+        """Wait for the end of the call, and return its result or raise its error."""
         self._wait()
         error, self._error = self._error, None
         if error is None:
@@ -63,10 +63,10 @@ class Call(Generic[R]):
         try:
             raise error
         finally:
-            del error  # its traceback refers to this frame: only the garbage collector would free the two
+            del error  # its traceback refers to this frame, so only the garbage collector would free both
 
     def give_up(self) -> None:
-        """Cancel the call, or prevent its beginning, and wait until it has released its resources."""
+        """Cancel the call, or prevent its start, and wait until it has released its resources."""
         self._is_wanted = False
         if self._loop is None or self._has_ended:
             return
@@ -89,7 +89,7 @@ class Call(Generic[R]):
 
     def _begin(self, tasks: "set[asyncio.Task[None]]") -> None:
         if self._has_ended:
-            return  # it was given up
+            return  # `give_up` has prevented the start
         self._task = asyncio.get_running_loop().create_task(self._run())
         tasks.add(self._task)
         self._task.add_done_callback(tasks.discard)
@@ -105,21 +105,21 @@ class Call(Generic[R]):
         self._ended()
 
     def _cancel(self) -> None:
-        if self._task is None:  # a signal arrived before the call was started
+        if self._task is None:  # a signal has interrupted the thread before the call was started
             self._error = asyncio.CancelledError()
             self._ended()
-        elif self._is_running:  # otherwise it would be cancelled before it could report its end
+        elif self._is_running:  # otherwise, the task would be cancelled before it could report its end
             self._task.cancel()
 
     def _ended(self) -> None:
         if not self._has_ended:
             self._has_ended = True
-            for end in tuple(self._ends):  # later threads do not wait
+            for end in tuple(self._ends):  # threads that are added later do not wait
                 end.release()
 
 
 class Loop:
-    """An event loop in a thread, from `start` to `stop`."""
+    """An event loop in a thread, which runs from `start` to `stop`."""
 
     def __init__(self) -> None:
         self._is_halted = False
@@ -135,7 +135,7 @@ class Loop:
         self._starting.acquire()
 
     def start(self) -> None:
-        """Start the thread, once."""
+        """Start the thread, if it was not started yet."""
         if not self._is_starting and self._failure is None:  # a signal may have interrupted an earlier call
             try:
                 self._is_starting = True
@@ -143,12 +143,12 @@ class Loop:
             except RuntimeError as error:
                 self._failure = no_thread(error)
                 self._starting.release()
-            except BaseException:  # raised by a signal handler
+            except BaseException:  # of a signal handler
                 self._is_starting = self._thread.ident is not None
                 raise
 
     def wait(self) -> None:
-        """Wait until the loop runs, or raise the `OSError` of a thread or loop that could not be made."""
+        """Wait until the loop runs, or raise the `OSError` of a thread or loop that could not be created."""
         with self._starting:
             if self._failure is not None:
                 raise self._failure
@@ -161,39 +161,39 @@ class Loop:
 
     @property
     def is_out_of_reach(self) -> bool:
-        """Whether the loop was halted and this is the main thread, which still runs and must not wait."""
+        """Whether the loop was halted, and the caller is the main thread, which must not wait for it."""
         return self._is_halted and threading.current_thread() is threading.main_thread()
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the thread of the loop."""
+        """Whether the calling thread is that of the loop."""
         return threading.current_thread() is self._thread
 
     def stop(self) -> None:
-        """End the thread after all calls have ended, and wait for that, unless it was halted."""
+        """End the thread after all calls have ended, and wait for its end unless the loop was halted."""
         self._is_wanted = False
         if self.is_out_of_reach:
             return
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._is_over.set)
-        with suppress(RuntimeError):  # a signal interrupted its start, and it ends without a join
+        with suppress(RuntimeError):  # a signal has interrupted the start: the thread ends without a join
             self._thread.join()
 
     def abandon(self, close: Callable[[], object], user: object) -> None:
         """Close an object that was garbage-collected, and release the loop; for finalizers.
 
         Args:
-            close: closes the object; called in the loop.
-            user: the user of the loop, which is released afterwards.
+            close: called in the loop; closes the object.
+            user: the user that releases the loop afterwards.
         """
         if self._loop is not None:
-            with suppress(RuntimeError):  # it is closed
+            with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._abandon, close, user)
 
     def _abandon(self, close: Callable[[], object], user: object) -> None:
         try:
             close()
-        finally:  # as `release`, but this thread cannot wait for its own end
+        finally:  # like `release`, but this thread cannot wait for its own end
             with _shared.lock:
                 _shared.users.discard(user)
                 if not _shared.users and _shared.loop is self:
@@ -203,13 +203,13 @@ class Loop:
     def halt(self) -> None:
         """Stop the thread and its worker threads forever, within about a second.
 
-        While the interpreter is finalized, other threads continue until they need the GIL, and are ended
-        then. If such a thread runs C++ code, for example that of torch, this aborts the process.
+        While the interpreter is finalized, other threads continue until they need the GIL, and are then
+        terminated. If such a thread runs C++ code, for example of torch, this aborts the process.
         """
         self._is_halted = True
         if self._loop is None:
             return
-        # The frame of the thread keeps these objects: otherwise they would be freed during finalization, with
+        # The frame of the thread keeps these objects alive. Otherwise, finalization would free them, with
         # warnings that they were not closed.
         self._left_open = list(registry.owners())
         stands, never = threading.Event(), threading.Lock()
@@ -259,7 +259,7 @@ _shared = _Shared()
 
 
 def borrow(user: object) -> Loop:
-    """Return the loop of this process, which runs until its last user releases it.
+    """Return the loop of this process, and wait until it runs; it ends after its last user has released it.
 
     Raises:
         OSError: the machine has no threads or no descriptors left.
@@ -275,7 +275,7 @@ def borrow(user: object) -> Loop:
 
 
 def release(user: object) -> None:
-    """Release the loop, and wait for its end after the last user. Repeated calls have no effect."""
+    """Release the loop, and wait for its end if this was its last user; releasing again has no effect."""
     with _shared.lock:
         _shared.users.discard(user)
         if _shared.users:
@@ -286,7 +286,7 @@ def release(user: object) -> None:
 
 
 def _renew() -> None:
-    """Forget the loop in a forked child, which does not have the thread."""
+    """Forget the loop in a forked child, in which its thread does not exist."""
     global _shared
     _shared = _Shared()
 

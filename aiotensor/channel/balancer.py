@@ -1,8 +1,8 @@
 """Choose among the servers of a client.
 
-A message is sent to the server with the least load, which counts the client's own messages there and those
-of other clients as the server last reported them. Only a server that can take the message at once is chosen;
-otherwise the message waits for the first server that can. So no message waits for a busy server while
+A message is sent to the server with the least load: the number of the client's own messages there, and of
+messages of other clients as the server last reported it. Only a server that can take the message at once is
+chosen; otherwise the message waits for the first server that can. So no message waits for a busy server while
 another one is free, and no message is sent to two servers.
 """
 
@@ -20,12 +20,12 @@ from aiotensor.types import Usage
 
 __all__ = ["Balancer"]
 
-# The least time between two attempts to connect to a server or a receiver that has refused this client.
+# The minimum time between two attempts to connect to a server or a receiver that has refused this client.
 _AT_MOST_EVERY_S = 1.0
 
-# Each report of another server reduces the weight of a report by this factor. A report that counts less than
-# a tenth of a message is ignored: otherwise a server that was busy once might never be chosen again. In a
-# simulation, the shares of three servers differed by at most 12 % with 1, 4 and 8 clients.
+# Each later report of another server multiplies the weight of a report by `_AGES_BY`. A report that counts as
+# less than a tenth of a message is ignored: otherwise a server that was busy once might never be chosen
+# again. In a simulation, the shares of three servers differed by at most 12 % with 1, 4 and 8 clients.
 _AGES_BY, _COUNTS_FROM = 0.7, 0.1
 
 
@@ -34,7 +34,7 @@ class Balancer:
 
     Args:
         senders: the servers, each with the capacity of the sender for its tensors, if there is one.
-        max_wait_s: seconds after which a wait for a server fails; None for no limit.
+        max_wait_s: the time in seconds after which a wait for a server fails; None for no limit.
     """
 
     def __init__(
@@ -48,12 +48,14 @@ class Balancer:
         self._retry_senders_at = 0.0
         # Waiting calls, by whether their tensors need a permit of the server's sender.
         self._waiting: dict[bool, deque[asyncio.Future[RemoteServer]]] = {True: deque(), False: deque()}
-        self._granted = Counter[RemoteServer]()  # to calls that have not continued yet
+        self._granted = Counter[RemoteServer]()  # the number of calls that have not continued yet
         self._reports = 0
-        self._others: dict[RemoteServer, tuple[int, int]] = {}  # messages of others, and the report's number
-        # Among servers with the same load, the least recently used is chosen. The order differs by client.
+        # The number of messages of other clients at each server, and the number of the report that stated it.
+        self._others: dict[RemoteServer, tuple[int, int]] = {}
+        # Among servers with the same load, the least recently used one is chosen. The initial order is random,
+        # so that it differs between clients.
         self._rotation = random.sample(self._servers, len(self._servers))
-        # The server that is tried again, since all servers have refused this client.
+        # The server that is tried again, because no server has accepted this client.
         self._retried: RemoteServer | None = None
         self._soon: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
@@ -64,45 +66,48 @@ class Balancer:
 
     @property
     def waiting(self) -> int:
-        """Count the calls that wait for a server."""
+        """The number of calls that wait for a server."""
         return sum(map(len, self._waiting.values()))
 
     async def choose(self, *, needs_sender: bool) -> RemoteServer:
         """Wait until a server can take a message, and return the one with the least load.
 
-        The message has to be sent, or begin to be sent, before the next await.
+        The caller must begin to send the message, and count it, before its next await. Cancellation grants
+        the chosen server to the next call.
 
         Args:
             needs_sender: whether the message needs a permit of the server's sender.
 
         Raises:
-            RefusedError: no server is connected, and each attempt has failed; raised for the latest failure.
-            PeerLostError: the same.
-            AccessDeniedError: the same.
+            RefusedError: no server can be reached, and the server that was tried last has refused this client
+                because of a limit or its version.
+            PeerLostError: no server can be reached, and the connection that was tried last has failed.
+            AccessDeniedError: no server can be reached, and the server that was tried last belongs to another
+                user, or does not accept the key.
             WouldBlockError: no server could take the message within `max_wait_s`.
             ClosedError: this client was closed.
         """
         self._try_again()
         chosen = None if self._waiting[needs_sender] else self._pick(needs_sender=needs_sender)
-        while chosen is None or chosen.session is None:  # it may be lost after it was granted
+        while chosen is None or chosen.session is None:  # it may have been lost after it was granted
             chosen = await self._wait(needs_sender=needs_sender)
         return chosen
 
     def changed(self) -> None:
-        """Handle a server that was connected or lost, or that can take a message again."""
+        """Choose again soon, because a server was connected or lost, or can take a message again."""
         if self._soon is None and self.waiting:
             self._soon = asyncio.get_running_loop().call_soon(self._serve)
 
-    capacity_changed = changed  # of a sender
+    capacity_changed = changed  # the capacity of a sender
 
     def reported(self, server: RemoteServer, others: int) -> None:
-        """Record the load of a server: the messages of other clients there."""
+        """Record the load of a server: the number of messages of other clients there."""
         self._reports += 1
         self._others[server] = others, self._reports
         self.changed()
 
     def close(self) -> None:
-        """Fail the waiting calls; the servers are closed."""
+        """Fail the waiting calls; called after all servers were closed."""
         self._is_closed = True
         self._serve()
 
@@ -117,12 +122,12 @@ class Balancer:
             async with at_most(limit_s, lambda: self._timed_out(limit_s)):
                 chosen: RemoteServer = await future
         except BaseException as error:
-            with suppress(ValueError):  # granted in this iteration
+            with suppress(ValueError):  # a server was granted in this iteration
                 queue.remove(future)
             has_timed_out = isinstance(error, WouldBlockError)
             if not future.done() or future.cancelled() or future.exception() is not None:
                 found = self._pick(needs_sender=needs_sender) if has_timed_out else None
-                if found is None:  # none that came in this iteration
+                if found is None:  # no server became available in this iteration either
                     raise
                 return found
             chosen = future.result()
@@ -155,7 +160,7 @@ class Balancer:
             self._find_servers()
 
     def _find_servers(self) -> None:
-        """Connect to servers again that have refused this client; if all have, fail the waiting calls."""
+        """Retry servers that have refused this client; if all have, retry one before failing the calls."""
         if any(server.session is not None for server in self._servers):
             self._retried = None
         if all(server.is_hopeless for server in self._servers):
@@ -192,7 +197,7 @@ class Balancer:
         if needs_sender:
             working = [one for one in ready if (sender := self._senders[one]) and not sender.has_failed]
             if ready and not working:
-                return ready[0]  # its sender raises the reason
+                return ready[0]  # its sender raises the error that explains why
             ready = working
         able = [server for server in ready if self._can_take(server, needs_sender=needs_sender)]
         chosen = min(able, key=self._load_of, default=None)

@@ -1,4 +1,4 @@
-"""Cancel the task in a block once."""
+"""Cancel the task in a ``with`` block once."""
 
 import asyncio
 from types import TracebackType
@@ -8,11 +8,11 @@ __all__ = ["CancelOnce"]
 
 
 class CancelOnce:
-    """Cancel the task inside a ``with`` block on request, and end that cancellation with the block.
+    """Cancel the task in a ``with`` block on request, and absorb that cancellation at the end of the block.
 
-    This is `asyncio.timeout` with a call of `cancel` in place of the timer. A cancel scope of anyio is no
-    replacement: it cancels the task again in each iteration of the loop until the block ends, so a task that
-    shields its work would keep the processor busy.
+    This works like `asyncio.timeout`, with a call of `cancel` in place of the timer. A cancel scope of anyio
+    is no replacement: it cancels the task again in each iteration of the loop until the block ends, so a task
+    that shields its work would keep the processor busy.
     """
 
     def __init__(self) -> None:

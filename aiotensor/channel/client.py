@@ -35,46 +35,49 @@ class MessageClient(LoopObject, Generic[R]):
     the next one at that address; requests to the lost server fail with `PeerLostError`.
 
     With a `sender`, the tensors of a message go through shared memory, as one message of the sender with one
-    permit; tensors of a few KiB are part of the encoded message. Without a sender all tensors are, and ZeroMQ
-    sends large ones without copying them.
+    permit; tensors of a few KiB are part of the encoded message. Without a sender, all tensors are part of
+    the message, and ZeroMQ sends large ones without copying them.
 
     Threads encode and decode large messages. But msgspec holds the GIL, so the event loop waits: decoding
     takes 1 to 16 ms for each MiB of numbers, texts and structs, and up to a second for each MiB of tiny
-    lists; encoding takes less than half as long. Put large data into tensors or arrays, which need neither.
+    lists; encoding takes less than half as long. Put large data into tensors or arrays, which avoids both.
 
     Args:
-        address: of the server: ``ipc://`` and an absolute path, or ``tcp://`` with a host and a port. A
-            sequence of them for several servers. Threads resolve the name of a host, again each second while
-            no server is found; a name that cannot be resolved counts as a server that has not started.
-        sender: an open sender to that server's receiver; close it after this client. For several servers, a
-            sequence of one sender for each, in the same order.
+        address: the address of the server: ``ipc://`` and an absolute path, or ``tcp://`` with a host and a
+            port; for several servers, a sequence of addresses. Threads resolve host names, again each second
+            while no server is found; a name that cannot be resolved counts as a server that has not started.
+        sender: an open sender to the receiver of the server; close it after this client. For several servers,
+            a sequence with one sender for each server, in the same order. None to send tensors as part of the
+            messages.
         receiver: an open receiver for the tensors of answers, if the server has a sender to it. Do not
             iterate over it.
         reply_type: the type of the answers, as msgspec accepts it; answers are validated against it.
-        high_water_mark: the most messages that ZeroMQ queues for each server, and without heartbeats also
-            from it. While the queue to a server is full, `request` and `send` wait.
-        max_part_bytes: the largest part of an answer in bytes: its body, one tensor beside the body, or all
-            small ones there; None for no limit. The client announces it, and a request whose answer exceeds
-            it raises `RemoteError`.
-        max_body_bytes: the largest body of an answer in bytes, which holds everything but tensors and arrays;
-            None for no limit but `max_part_bytes`. The server enforces it in the same way.
-        heartbeat_interval_s: seconds between heartbeats to a server.
-        heartbeat_timeout_s: seconds without a reply to a heartbeat after which a server is lost. On this
-            machine the kernel reports at once when a process ends, so heartbeats are sent only if one of
-            these two is given. For other machines the defaults are 0.25 and 0.65: a loss is noticed within
-            1 s, or 1.5 s if packets are lost in one direction only. The largest part of a message must be
-            transferred within the timeout: raise it for large tensors on a slow network.
-        secret_key: this client's CURVE key, for servers on other machines; from `zmq.curve_keypair`.
-        server_key: the servers' public key.
-        max_wait_s: seconds after which a wait for a connection, or for a server to accept the message, raises
-            `WouldBlockError`; each wait counts separately. None for no limit. Waiting for an answer is not
-            limited.
-        linger_s: the most seconds that `aclose` waits for messages to be sent.
+        high_water_mark: the maximum number of messages that ZeroMQ queues to each server and, without
+            heartbeats, from each server. While the queue to a server is full, `request` and `send` wait.
+        max_part_bytes: the maximum size of a part of an answer in bytes; None for no limit. A part is the
+            body, one tensor beside the body, or all small tensors beside the body. The client announces the
+            limit, and a request whose answer exceeds it raises `RemoteError`.
+        max_body_bytes: the maximum size of the body of an answer in bytes; None for no limit but
+            `max_part_bytes`. The body contains everything but tensors and arrays. The server enforces the
+            limit in the same way.
+        heartbeat_interval_s: the time between heartbeats to a server, in seconds.
+        heartbeat_timeout_s: the time in seconds without a reply to a heartbeat after which a server is lost.
+            On this machine the kernel reports at once when a process ends, so heartbeats are sent only if one
+            of these two arguments is given. For other machines the defaults are 0.25 and 0.65: a loss is
+            noticed within 1 s, or 1.5 s if packets are lost in one direction only. The largest part of a
+            message must be transferred within the timeout: raise it for large tensors on a slow network.
+        secret_key: the CURVE secret key of this client, for servers on other machines; from
+            `zmq.curve_keypair`.
+        server_key: the CURVE public key of the servers.
+        max_wait_s: the time in seconds after which a wait for a connection, or for a server to accept the
+            message, ends with `WouldBlockError`; it applies to each wait separately. None for no limit. It
+            does not limit the wait for an answer.
+        linger_s: the maximum time in seconds for which `aclose` waits until messages are sent.
 
     Raises:
-        TypeError: an argument is of a wrong type.
+        TypeError: an argument has the wrong type.
         ValueError: an address is invalid, or is not local and there are no keys, a limit is not positive, or
-            there are not as many senders as addresses.
+            the number of senders differs from the number of addresses.
     """
 
     def __init__(
@@ -121,7 +124,7 @@ class MessageClient(LoopObject, Generic[R]):
         self._linger_s = options.seconds("linger_s", linger_s)
         self._receiver = receiver
         self._decoder: TensorDecoder[R] = TensorDecoder(reply_type)
-        self._requests: OutgoingRequests[R] | None = None  # before it is opened
+        self._requests: OutgoingRequests[R] | None = None  # None before opening
         self._counts = new_counts(ClientStatistics)
 
     async def __aenter__(self) -> Self:
@@ -171,27 +174,27 @@ class MessageClient(LoopObject, Generic[R]):
 
         Args:
             message: a msgspec Struct, a dataclass, a list or a dict, with tensors and arrays anywhere in it.
-                Do not change any of it before this returns. A large message is encoded in a thread, which
-                continues for a moment if this is cancelled.
+                Do not change any part of it before the call returns. A large message is encoded in a thread,
+                which continues for a moment if the call is cancelled.
             target: the number of one of several servers, from 0; by default the least loaded connected
                 server that can take the message immediately. While there is none, the message waits
                 for the first one, and if that is lost before the message is sent, for the next.
-            inside: an open message of the sender, for callers that acquire the permit before they make the
+            inside: an open message of the sender, for callers that acquire the permit before they create the
                 tensors, so that it limits video decoding, for example: ``async with sender.message() as
-                permit: ... await client.request(message, inside=permit)``. It is complete when all tensors
-                are sent, and discarded if the request fails after sending one.
+                permit: ... await client.request(message, inside=permit)``. The request completes the open
+                message when all tensors are sent, and discards it if it fails after sending a tensor.
 
-        Waits for the server, for a permit and memory if it has tensors, for credit and queue space, and for
-        the answer. Cancelling notifies the server, which cancels its task, and discards the tensors, so their
-        permit and memory are released. The server may have finished its work by then.
+        Waits for the server, for a permit and memory if the message has tensors, for credit and queue space,
+        and for the answer. Cancellation notifies the server, which cancels its task, and discards the
+        tensors, so their permit and memory are released. The server may have finished its work by then.
 
         Raises:
             RemoteError: the server's handler raised an exception, or the server could not decode this
                 message or receive its tensors; `type_name` is the type of the error.
             PeerLostError: the server died or closed before it answered, or its handler was cancelled or ended
-                by an exception such as `SystemExit`; it may have done the work.
+                by an exception such as `SystemExit`; the server may have done the work.
             RefusedError: the server, or the receiver of the sender, refused this client because of a limit or
-                of its version. The next call tries again.
+                its version. The next call tries again.
             AccessDeniedError: the server belongs to another user, or does not accept this client's key.
             ProtocolError: the answer is not of `reply_type`, or its tensors cannot be received.
             WouldBlockError: all of the sender's memory is held by messages that wait for more of it, or a
@@ -199,15 +202,15 @@ class MessageClient(LoopObject, Generic[R]):
             OSError: the machine has no shared memory, no descriptors or no threads left.
             TypeError: part of the message cannot be encoded; `TensorEncoder.encode` lists further errors.
             UnsupportedTensorError: a tensor would arrive changed; no permit or memory was used for it.
-            TooLargeError: a tensor exceeds the sender's `arena_bytes`, the body the server's
-                `max_body_bytes`, a tensor in the message its `max_part_bytes`, or there are too many tensors;
-                nothing was sent.
+            TooLargeError: a tensor exceeds the sender's `arena_bytes`, the body exceeds the server's
+                `max_body_bytes`, another part exceeds the server's `max_part_bytes`, or there are too many
+                tensors; nothing was sent.
             ClosedError: this client was closed, perhaps during the call.
             ValueError: there is no such target, or `inside` is a message of another sender.
         """
         try:
             box = [message]
-            del message  # only the caller holds its tensors during the wait
+            del message  # so that only the caller keeps its tensors alive during the wait
             answer = await self._opened().request(box, target, inside)
         except BaseException as error:
             self._errors.add(error)
@@ -222,8 +225,8 @@ class MessageClient(LoopObject, Generic[R]):
     ) -> None:
         """Send a message without requesting an answer.
 
-        After it returns, the caller may change the tensors, and the message may still be lost with the
-        server. Arguments, waiting and errors are those of `request`, except for the answer. Cancelling
+        After the call returns, the caller may change the tensors, and the message may still be lost with the
+        server. Arguments, waiting and errors are those of `request`, except for the answer. Cancellation
         discards the message unless it was sent.
         """
         with self._errors:
@@ -232,7 +235,7 @@ class MessageClient(LoopObject, Generic[R]):
             await self._opened().send(box, target, inside)
 
     def statistics(self) -> ClientStatistics:
-        """Return the messages in flight and the counters; works after closing too."""
+        """Return the current usage and the totals since opening; also available after closing."""
         self.affinity.check_place()
         requests = self._requests
         servers = [] if requests is None else requests.servers
@@ -247,10 +250,10 @@ class MessageClient(LoopObject, Generic[R]):
         )
 
     async def aclose(self) -> None:
-        """Close: pending calls raise `ClosedError`.
+        """Close the client: pending calls raise `ClosedError`.
 
-        Waits until sent messages have left, at most `linger_s` seconds. Cancelling ends the wait. Closing
-        again does nothing.
+        Waits until sent messages have left, at most `linger_s` seconds. Cancellation ends the wait. Closing
+        again has no effect.
         """
         self.affinity.check_place()
         was_open = self.affinity.close()

@@ -27,11 +27,11 @@ __all__ = ["MAX_UNREAD", "ClientSession", "IncomingRequest", "RequestState"]
 
 logger = logger_of("channel")
 
-# The most messages that may queue for a client that does not read them: answers, each with a task that waits
-# until it is sent, and failures, for which no task waits.
+# The maximum number of messages that are queued for a client that does not read them: answers, each with a
+# task that waits until it is sent, and failures, for which no task waits.
 MAX_UNREAD = 4096
 
-# The least time between attempts of a sender to connect to a client's receiver that refused it; until it
+# The minimum time between attempts of a sender to connect to a client's receiver that refused it; until it
 # succeeds, answers contain their tensors.
 _AT_MOST_EVERY_S = 1.0
 
@@ -48,10 +48,12 @@ class IncomingRequest:
     """A message of a client, with its body and the buffers beside it.
 
     Attributes:
+        nbytes: the size of the body and the buffers in bytes.
         is_large: whether freeing the decoded message may take long.
         is_answered: whether an answer was sent.
-        request: refers to the object for the user, once it is taken; notices that it is garbage-collected.
-        block: cancels the task that answers it, once the task has entered its block.
+        request: a weak reference to the `Request` of the application, once the message is taken; its callback
+            detects that the `Request` was garbage-collected.
+        block: cancels the task that answers the message; None until the task enters the `Request`.
     """
 
     def __init__(self, client: "ClientSession", ask: Ask, parts: list[memoryview]) -> None:
@@ -69,7 +71,7 @@ class IncomingRequest:
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether the client waits for an answer."""
+        """Whether the client waits for an answer."""
         return self.wants_answer and self.state is not RequestState.ENDED
 
 
@@ -77,16 +79,16 @@ class ClientSession:
     """A connected client.
 
     Args:
-        identity: the identity that ZeroMQ assigned to its connection.
+        identity: the identity that ZeroMQ assigned to the connection of the client.
         connection: the state of the connection.
         send: passes a message to ZeroMQ, and returns whether ZeroMQ accepted it; the second argument is
             whether this is a retry.
         unfinished: the requests of all clients that have not ended.
-        disconnect: called with this client if it leaves too many messages unread.
+        disconnect: called with this object when the client leaves too many messages unread.
 
     Attributes:
-        queue: the messages that wait to be sent to it.
-        requests: its unfinished requests, by their numbers.
+        queue: the messages that wait to be sent to the client.
+        requests: the unfinished requests of the client, by their numbers.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class ClientSession:
         return incoming
 
     def take(self, incoming: IncomingRequest) -> None:
-        """Return the credit for a request that no longer waits: it was taken, or never will be."""
+        """Return the credit for a request that no longer waits, because it was taken or never will be."""
         incoming.parts = []
         if self.connection.take(incoming.nbytes):
             self.post(self.connection.credit(self._others))
@@ -141,7 +143,13 @@ class ClientSession:
         Args:
             incoming: the request to answer; sending the answer ends it.
             parts: the body of the answer, and the buffers beside it.
-            handles: the handles of its tensors that a sender has sent.
+            handles: the handles of the tensors of the answer that a sender has sent.
+
+        Cancellation removes the answer unless it was sent.
+
+        Raises:
+            TooLargeError: the client does not accept a body or a part of this size.
+            OSError: this process lacks the descriptors or threads to send the answer.
         """
         if not incoming.is_wanted:
             return False
@@ -169,7 +177,7 @@ class ClientSession:
             self._disconnect(self)
 
     def sender_among(self, senders: Sequence[TensorSender]) -> TensorSender | None:
-        """Return the sender that is connected to its receiver; if there is none, others try to connect."""
+        """Return the sender that is connected to the client's receiver; if none is, all try to connect."""
         if not (self.connection.receiver and senders):
             return None
         for sender in senders:
@@ -183,7 +191,7 @@ class ClientSession:
         return None
 
     def log_no_sender(self) -> None:
-        """Log, once, that answers contain their tensors for lack of a connected sender."""
+        """Log, once, that answers contain their tensors, because no sender is connected to the client."""
         if self.connection.receiver and not self._has_logged_no_sender:
             self._has_logged_no_sender = True
             logger.warning(

@@ -32,10 +32,10 @@ class Clients(Connections):
     Args:
         limits: the limits of the server on its clients.
         receiver: the id of the server's receiver; "" for none.
-        requests: handles the requests. A task that waits there keeps the server from being
-            garbage-collected, since the event loop refers to this.
-        counts: the counts of the server, where lost and refused clients are counted.
-        listen: opens the socket, which calls back the given object.
+        requests: the requests of the clients. The event loop refers to this object, so a task that waits for
+            a request keeps the server alive.
+        counts: the counters of the server, in which lost and refused clients are counted.
+        listen: called with this object; opens and returns the socket, which calls the callbacks of this object.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Clients(Connections):
         self.requests = requests
         self._counts = counts
         self._clients: dict[bytes, ClientSession] = {}
-        self._leftovers: dict[ClientSession, None] = {}  # disconnected clients with requests that may wait
-        # Functions of the module write the lines: a pending timer keeps no server alive.
+        self._leftovers: dict[ClientSession, None] = {}  # disconnected clients whose requests may still wait
+        # Functions of the module write the lines, so that a pending timer does not keep the server alive.
         self._connections_refused = RepeatedEvent(_log_connection_refused)
         self._clients_refused = RepeatedEvent(_log_client_refused)
         self._protocol_broken = RepeatedEvent(_log_protocol_broken)
@@ -83,7 +83,7 @@ class Clients(Connections):
             super().message_arrived(parts)
 
     def is_ignored(self, identity: bytes) -> bool:
-        """Return whether a connection was rejected."""
+        """Return whether a connection was rejected, so that its messages are ignored."""
         return identity in self._rejected
 
     def received(self, identity: bytes, parts: "list[zmq.Frame]") -> None:
@@ -168,7 +168,7 @@ class Clients(Connections):
     # Ends
 
     def _reject(self, client: ClientSession, reason: str, *, is_refusal: bool = False) -> None:
-        """Send a final message, and ignore the peer; after a refusal, a new attempt would fail too."""
+        """Send the reason, and ignore further messages; `is_refusal` states that a retry would fail, too."""
         self._rejected[client.identity] = client.queue
         client.queue.post(client.connection.close(reason, is_refusal=is_refusal))
 
@@ -194,7 +194,7 @@ class Clients(Connections):
     def _lose(self, client: ClientSession) -> None:
         """Remove a client, and cancel its requests that want an answer."""
         if self._clients.pop(client.identity, None) is None:
-            return  # removed already, when a send found that it is gone
+            return  # a send has found that the client is gone, and it was removed already
         self._counts["clients_lost"] += 1
         wanted = sum(incoming.wants_answer for incoming in client.requests.values())
         logger.log(

@@ -36,11 +36,10 @@ class FairQueue:
     A client with many waiting requests gets no more turns than a client with one.
 
     Attributes:
-        by_client: the waiting requests; only of clients that have any.
+        by_client: the waiting requests of each client that has any, in the order of the turns.
     """
 
     def __init__(self) -> None:
-        # The client whose turn it is first.
         self.by_client: OrderedDict[ClientSession, deque[IncomingRequest]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -60,7 +59,7 @@ class FairQueue:
         self.by_client.move_to_end(incoming.client, last=False)
 
     def take(self) -> IncomingRequest:
-        """Take a request of the client whose turn it is, which is the last one then.
+        """Take a request of the client whose turn it is; the client then has the last turn.
 
         Raises:
             KeyError: no request waits.
@@ -85,19 +84,19 @@ class IncomingRequests(Generic[M]):
 
     Args:
         decoder: the decoder for the messages.
-        receiver: receives the tensors that clients send by a sender; None for none.
-        senders: send the tensors of answers, each to the receiver of one client.
+        receiver: the receiver for the tensors that clients send with a sender; None if there is none.
+        senders: the senders for the tensors of answers, each to the receiver of one client.
         affinity: the `LoopAffinity` of the server.
-        counts: the counts of the server.
+        counts: the counters of the server.
 
     Attributes:
         waiters: the tasks that wait for a request.
         unfinished: the requests of all clients that have not ended.
         ready: the requests whose tensors have arrived.
-        waiting: the number of requests that were not taken.
-        waiting_bytes: their bytes, except for tensors.
-        memory: frees large messages.
-        dropped: called with a request that was garbage-collected without an answer.
+        waiting: the number of requests that have not been taken.
+        waiting_bytes: the bytes of the bodies and buffers of these requests.
+        memory: the memory of large messages.
+        dropped: called with a request when its `Request` was garbage-collected.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class IncomingRequests(Generic[M]):
         self._receiver = receiver
         self._senders = senders
         self._counts = counts
-        self._arriving: dict[IncomingRequest, asyncio.Task[None]] = {}  # waiting for tensors
+        self._arriving: dict[IncomingRequest, asyncio.Task[None]] = {}  # tasks that wait for tensors
         self._found: dict[IncomingRequest, list[torch.Tensor]] = {}  # taken before decoding was cancelled
         self.dropped: FreedItems[IncomingRequest] = FreedItems(
             asyncio.get_running_loop(), self._requests_dropped
@@ -138,7 +137,7 @@ class IncomingRequests(Generic[M]):
     # From clients
 
     def add(self, incoming: IncomingRequest) -> None:
-        """Queue a new request, after its tensors have arrived."""
+        """Queue a new request once its tensors have arrived."""
         self._counts["messages_received"] += 1
         self.waiting += 1
         self.waiting_bytes += incoming.nbytes
@@ -149,11 +148,11 @@ class IncomingRequests(Generic[M]):
         else:
             waiting = self._await_tensors(incoming, self._receiver)
             task = asyncio.get_running_loop().create_task(waiting)
-            if not task.done():  # an eager task may be
+            if not task.done():  # an eager task may have ended already
                 self._arriving[incoming] = task
 
     def cancel(self, incoming: IncomingRequest) -> None:
-        """Release a request that its client cancelled or left, and cancel the block that answers it."""
+        """Release a request whose client has cancelled it or is gone, and cancel the task that answers it."""
         self._counts["cancelled"] += 1
         was_waiting = incoming.state is RequestState.WAITING
         incoming.client.end(incoming)
@@ -163,7 +162,7 @@ class IncomingRequests(Generic[M]):
             incoming.block.cancel()
 
     def cancel_arriving(self, client: ClientSession) -> bool:
-        """Cancel the requests of a disconnected client, if all of them still wait for tensors.
+        """Cancel the requests of a disconnected client if all wait for tensors; return whether they do.
 
         Tensors are sent before their message, so tensors that are still missing may never arrive.
         """
@@ -188,7 +187,7 @@ class IncomingRequests(Generic[M]):
                 await receiver.arrived(handle)
         except Exception as caught:  # noqa: BLE001 - any error is sent to the client and logged
             error = caught
-            if isinstance(error, WouldBlockError):  # tensors that arrive later would never be taken
+            if isinstance(error, WouldBlockError):  # no call would take tensors that arrive later
                 for handle in incoming.handles:
                     receiver.discard(handle)
         self._arriving.pop(incoming, None)
@@ -205,9 +204,9 @@ class IncomingRequests(Generic[M]):
     # Taking
 
     async def take(self) -> tuple[IncomingRequest, M] | None:
-        """Take the next request and its message, or return None if it has ended.
+        """Take the next request, and return it with its message; return None if it was refused or has ended.
 
-        Cancelling puts it back in front.
+        Waits while a thread decodes a large message. Cancellation returns the request to the front.
         """
         incoming = self.ready.take()
         try:
@@ -281,7 +280,7 @@ class IncomingRequests(Generic[M]):
     # Answering
 
     async def answer(self, incoming: IncomingRequest, box: list[object]) -> bool:
-        """Send the answer in a box, and return whether a client waited for it."""
+        """Send the answer in the list `box`, and return whether the client still waited for it."""
         self.affinity.check()
         sender = incoming.client.sender_among(self._senders)
         was_wanted = incoming.is_wanted and await self._send_answer(incoming, box, sender)
@@ -332,7 +331,8 @@ class IncomingRequests(Generic[M]):
                         incoming.client.pid,
                         extra={"event": "request_dropped", "peer_pid": incoming.client.pid},
                     )
-                # A signal or a cancellation may come between taking a request and entering its block.
+                # A loss, and no error of the handler: a signal or a cancellation may arrive after the request
+                # was taken, and before its block is entered.
                 self.fail(
                     incoming, Cause(UsageError.__name__, "it was dropped without a reply", is_loss=True)
                 )

@@ -1,4 +1,4 @@
-"""The memory of large messages: whether ZeroMQ still reads it, and freeing it in a thread."""
+"""The memory of large messages: detects when ZeroMQ has released it, and frees it in a thread."""
 
 import asyncio
 import weakref
@@ -16,7 +16,7 @@ _QUICK_FREED_BYTES = 8 << 20
 
 
 class _Use:
-    """The buffers of one message that ZeroMQ still reads, and a future that completes afterwards."""
+    """The number of buffers of one message that ZeroMQ still reads, and the future of their release."""
 
     def __init__(self, released: "asyncio.Future[None]", count: int) -> None:
         self.released = released
@@ -27,21 +27,23 @@ class _Use:
 class MessageMemory:
     """Track the memory that ZeroMQ reads without copying, and free large messages in a thread.
 
-    The kernel needs a millisecond to reclaim 20 MB, and Python as long for the objects of a large decoded
-    message. The thread starts with the first large message. Belongs to the running loop.
+    A thread is used because the kernel needs a millisecond to reclaim 20 MB, and Python needs as long to free
+    the objects of a large decoded message. The thread is started for the first large message. This object
+    belongs to the running loop.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._freed: FreedItems[_Use] = FreedItems(self._loop, self._release)
-        self._used: set[_Use] = set()  # keeps the weak references: their callbacks need them alive
+        self._used: set[_Use] = set()  # keeps the weak references alive, so that they call their callbacks
         self._worker = Worker("aiotensor-channel")
         self._is_closed = False
 
     def watch(self, parts: Parts) -> "asyncio.Future[None] | None":
-        """Watch the large buffers of a message, before it is sent; return None if it has none.
+        """Return a future that completes when the large buffers of a message are released; None if it has none.
 
-        The future completes when nothing refers to their memory. The caller must drop its references too.
+        Call this before the message is sent. The caller must drop its references, too, because the future
+        completes when nothing refers to the memory of the buffers.
         """
         if len(parts) == 1:
             return None
@@ -65,7 +67,7 @@ class MessageMemory:
                     use.released.set_result(None)
 
     def free_parts(self, parts: "list[memoryview] | list[bytes | memoryview]") -> None:
-        """Release the parts of a message, by emptying the list now or in the thread."""
+        """Release the parts of a message by emptying the list: now, or in the thread if they are large."""
         if sum(map(len, parts)) > _QUICK_FREED_BYTES:
             self.free(parts)
         else:

@@ -27,11 +27,12 @@ def limits(
     """Return the socket options that limit queues and message sizes, and set the heartbeats.
 
     Args:
-        addresses: where the socket listens or connects.
-        high_water_mark: the most queued messages in each direction.
-        largest: the most bytes in a part of a message, as `part_limits` returns them; None for no limit.
-        heartbeat_interval_s: the argument of the user, in seconds; None for the default.
-        heartbeat_timeout_s: the argument of the user, in seconds; None for the default.
+        addresses: the addresses at which the socket listens, or to which it connects.
+        high_water_mark: the maximum number of queued messages in each direction.
+        largest: the maximum size of a part of a message in bytes, from `part_limits`; None for no limit.
+        heartbeat_interval_s: the time between heartbeats in seconds; None for the default.
+        heartbeat_timeout_s: the time in seconds without a reply to a heartbeat after which the peer is lost;
+            None for the default.
 
     Raises:
         ValueError: a limit is not positive.
@@ -39,7 +40,7 @@ def limits(
     options: dict[int, int | bytes] = {
         zmq.SNDHWM: positive("high_water_mark", high_water_mark),
         zmq.RCVHWM: high_water_mark,
-        # The limit that peers know is for parts; a header may be longer than that.
+        # Peers only know the limit on parts, and a header may be longer than that.
         zmq.MAXMSGSIZE: -1 if largest is None else min(largest + MAX_HEADER_BYTES, MAX_NUMBER),
     }
     is_local = all(address.is_local for address in addresses)
@@ -70,14 +71,14 @@ def part_limits(max_part_bytes: int | None, max_body_bytes: int | None) -> PartL
 
 
 def positive(name: str, value: int) -> int:
-    """Check a limit."""
+    """Return a limit after checking that it is at least 1."""
     if operator.index(value) < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
     return value
 
 
 def seconds(name: str, value: float) -> float:
-    """Check a span of time."""
+    """Return a number of seconds after checking that it is valid, and at least 0."""
     if not 0 <= value < 2**31 / 1000:
         raise ValueError(f"{name} must be at least 0 seconds, got {value}")
     return value

@@ -36,12 +36,13 @@ class OutgoingRequests(Generic[R]):
 
     Args:
         context: the context of the sockets.
-        senders: the servers, each with the sender for its tensors, if there is one.
-        receiver: receives the tensors that servers send by a sender; None for none.
+        senders: the servers, each with the sender for its tensors, or with None.
+        receiver: the receiver for the tensors that servers send with a sender; None if there is none.
         decoder: the decoder for the answers.
-        memory: frees large messages.
-        max_wait_s: seconds after which a wait for a server fails; None for no limit.
-        counts: the counts of the client, where sent messages are counted.
+        memory: the memory of large messages.
+        max_wait_s: the time in seconds after which a wait for one of several servers fails; None for no
+            limit.
+        counts: the counters of the client, in which sent messages are counted.
 
     Attributes:
         servers: the servers, in the order of their numbers.
@@ -81,7 +82,10 @@ class OutgoingRequests(Generic[R]):
         return 0 if self._balancer is None else self._balancer.waiting
 
     async def close(self, linger_s: float) -> None:
-        """Fail pending calls. Sent messages get `linger_s` seconds to leave; cancelling ends this wait."""
+        """Fail pending calls, and wait at most `linger_s` seconds until sent messages have left.
+
+        Cancellation ends the wait.
+        """
         for server in self.servers:
             server.close(ClosedError("this MessageClient was closed"), linger_s)
         if self._balancer is not None:
@@ -92,7 +96,7 @@ class OutgoingRequests(Generic[R]):
             self._memory.close()
 
     async def request(self, box: list[object], target: int | None, inside: OpenMessage | None) -> R:
-        """Send the message in a box, and return the answer; see `MessageClient.request`."""
+        """Send the message in the list `box`, and return the answer; see `MessageClient.request`."""
         server, request = await self._ask(box, target, inside, wants_answer=True)
         try:
             if request.answer is None:
@@ -106,18 +110,18 @@ class OutgoingRequests(Generic[R]):
             server.in_flight -= 1
             if self._balancer is not None:
                 self._balancer.changed()
-            # The traceback of its error refers to this frame, and to the frames of callers with tensors.
+            # The request holds an error whose traceback refers to this frame, and to frames with tensors.
             del request
 
     async def send(self, box: list[object], target: int | None, inside: OpenMessage | None) -> None:
-        """Send the message in a box without requesting an answer; see `MessageClient.send`."""
+        """Send the message in the list `box` without requesting an answer; see `MessageClient.send`."""
         server, _ = await self._ask(box, target, inside, wants_answer=False)
         server.in_flight -= 1
         if self._balancer is not None:
             self._balancer.changed()
 
     def _server(self, target: int | None, inside: OpenMessage | None) -> RemoteServer:
-        """Return the server of a certain number, or that of a sender."""
+        """Return the server with the number `target`, or the server whose sender owns `inside`."""
         if inside is not None:
             owners = [
                 number
@@ -137,7 +141,7 @@ class OutgoingRequests(Generic[R]):
     async def _ask(
         self, box: list[object], target: int | None, inside: OpenMessage | None, *, wants_answer: bool
     ) -> tuple[RemoteServer, SentRequest]:
-        """Send a message, and return the server that it was sent to, which counts it as in flight."""
+        """Send a message, count it as in flight at its server, and return the server and the sent message."""
         balancer = self._balancer if target is None and inside is None else None
         payload = await pack(box, has_sender=self._has_senders)
         lost: set[RemoteServer] = set()
@@ -156,8 +160,8 @@ class OutgoingRequests(Generic[R]):
                 try:
                     request = await self._send(server, payload, inside, wants_answer)
                 except PeerLostError:
-                    # The sender may detect the loss before the connection does. If its receiver stays gone,
-                    # the second loss is raised.
+                    # The sender may detect the loss before the connection does, so another server is chosen.
+                    # If the same one is chosen again, and its receiver is still gone, the error is raised.
                     if balancer is None or server in lost:
                         raise
                     lost.add(server)
@@ -197,7 +201,7 @@ class OutgoingRequests(Generic[R]):
                     return None
                 receiver = session.connection.receiver
                 if handles and receiver and sender.receiver_id not in (None, receiver):
-                    # The server would wait for them.
+                    # The tensors would never arrive at the server.
                     raise PeerLostError(
                         "the tensors of this message were sent to a receiver other than the server's: the "
                         "server was replaced in the meantime, or the sender's endpoint is not that of the "

@@ -16,7 +16,8 @@ from aiotensor.types import TensorHandle
 
 __all__ = ["QUICK_TENSORS", "Handles", "ReceivedAnswer", "discard", "drop_answer", "send_tensors"]
 
-# The most tensors that are sent or taken in one iteration of the event loop, each in 3 to 30 microseconds.
+# The maximum number of tensors that are sent or taken in one iteration of the event loop, each in 3 to 30
+# microseconds.
 QUICK_TENSORS = 64
 
 Handles = tuple[TensorHandle, ...]
@@ -35,9 +36,9 @@ async def send_tensors(payload: Payload, sender: TensorSender, inside: OpenMessa
     Args:
         payload: the encoded message.
         sender: the sender of the tensors.
-        inside: an open message of the sender, which this completes; None to begin a new one.
+        inside: an open message of the sender, which this call completes; None to begin a new one.
 
-    Yields to the loop between many tensors, even if no send has to wait. Cancelling discards the tensors
+    Yields to the loop between many tensors, even if no send has to wait. Cancellation discards the tensors
     that were sent.
     """
     handles: list[TensorHandle] = []
@@ -58,7 +59,7 @@ async def send_tensors(payload: Payload, sender: TensorSender, inside: OpenMessa
 
 
 async def _send_all(payload: Payload, message: OpenMessage, handles: list[TensorHandle]) -> None:
-    """Send every tensor, and append its handle."""
+    """Send every tensor of a payload in a message, and append its handle to `handles`."""
     tensors = nbytes = 0  # in this iteration of the loop, if no send has to wait
     for tensor in payload.tensors:
         if tensors == QUICK_TENSORS or nbytes > QUICK_BYTES:
@@ -78,8 +79,8 @@ def discard(sender: TensorSender | None, handles: Sequence[TensorHandle]) -> Non
 
 def drop_answer(memory: MessageMemory, receiver: TensorReceiver | None, answer: ReceivedAnswer) -> None:
     """Drop an answer that no request waits for, and its tensors; the client may be closed."""
-    # Not now: the caller may be reading the message, and would free it here after all.
+    # Not now: while the caller refers to the message, emptying the list in the thread does not free it.
     asyncio.get_running_loop().call_soon(memory.free_parts, answer.parts)
     if receiver is not None and answer.handles:
-        with suppress(ClosedError, ValueError):  # it may be the handle of no sender
+        with suppress(ClosedError, ValueError):  # the peer may have sent an invalid handle
             receiver.discard(answer.handles[0])

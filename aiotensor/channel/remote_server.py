@@ -5,9 +5,9 @@
 While there is no connection, new requests wait for the next server. When a server is lost, its open requests
 fail with `PeerLostError`.
 
-`dialing.py` decides where to connect and when. Each attempt has a new socket, and no socket is connected
-twice, so no cancelled message reaches the next server. Each attempt is a new `ServerSession`, which is used
-once the server has accepted this client.
+`transports/zeromq/dialing.py` decides where to connect and when. Each attempt has a new socket, and no socket
+is connected twice, so no cancelled message reaches the next server. Each attempt is a new `ServerSession`,
+which is used once the server has accepted this client.
 """
 
 import asyncio
@@ -61,12 +61,13 @@ class RemoteServer:
     """Send messages to the server at one address; belongs to the running loop.
 
     Args:
-        context: the context of its sockets.
-        address: where to connect.
-        options: the options of its sockets.
-        receiver: the id of the receiver that takes the tensors of answers; "" for none.
-        limits: the largest part, and the largest body, of an answer.
-        max_wait_s: seconds after which a wait for the server, or for credit, fails; None for no limit.
+        context: the context of the sockets.
+        address: the address to connect to.
+        options: the options of the sockets.
+        receiver: the id of the receiver for the tensors of answers; "" for none.
+        limits: the limits on the parts and the body of an answer.
+        max_wait_s: the time in seconds after which a wait for the server, or for credit, fails; None for no
+            limit.
         drop: called with an answer whose request was cancelled.
 
     Attributes:
@@ -75,7 +76,8 @@ class RemoteServer:
         in_flight: the number of messages that are being sent, or wait for an answer; counted by the client.
         being_sent: the number of messages that are being sent; counted by the client.
         lost: the number of servers that were lost.
-        refused_at: the time at which the last attempt to connect failed.
+        refused_at: the time at which the last connection ended, or could not be made for a permanent reason,
+            in seconds by the clock of the event loop.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class RemoteServer:
         self._reported: Callable[[RemoteServer, int], object] | None = None
         self._waiters = Waiters()
         self._dialer = Dialer(address, self._dial)
-        self._failure: AioTensorError | None = None  # why there is no attempt
+        self._failure: AioTensorError | None = None  # the reason why there is no attempt
         self._attempt: ServerSession | None = None
 
     def connect(
@@ -110,7 +112,7 @@ class RemoteServer:
         changed: Callable[[], object] | None = None,
         reported: Callable[["RemoteServer", int], object] | None = None,
     ) -> None:
-        """Begin to connect, and keep trying until a server is reached or `ready` raises.
+        """Begin to connect, and keep trying until a server is reached or an attempt fails permanently.
 
         Args:
             changed: called when a server was connected or lost, or may take a message again.
@@ -144,21 +146,22 @@ class RemoteServer:
                 self._notify()
 
     def _dial_again(self) -> None:
-        """End an attempt, and have the dialer make the next one."""
+        """End an attempt; the dialer makes the next one."""
         self._close_socket()
         self._dialer.again()
 
     def close(self, error: AioTensorError, linger_s: float = 0.0) -> None:
-        """Close, and fail waiting requests. Sent messages get `linger_s` seconds to leave."""
+        """Close, and fail waiting requests; ZeroMQ has `linger_s` seconds to send accepted messages."""
         self._dialer.close()
         self._end(error, linger_s)
 
     async def ready(self) -> ServerSession:
-        """Wait until a server is connected; tries to connect again after an error of an earlier call.
+        """Wait until a server is connected, and return its session; retries after a permanent failure.
 
         Raises:
-            RefusedError: the server refused this client, because of a limit or of its version.
-            PeerLostError: ZeroMQ cannot connect there, or one side closed the connection because of an error.
+            RefusedError: the server refused this client, because of a limit or its version.
+            PeerLostError: ZeroMQ cannot connect to the address, or one side closed the connection because of
+                an error.
             AccessDeniedError: the server belongs to another user, or does not accept the key.
             WouldBlockError: no server was connected within `max_wait_s`.
             ClosedError: this client was closed.
@@ -189,11 +192,11 @@ class RemoteServer:
 
     @property
     def is_hopeless(self) -> bool:
-        """Return whether no attempt to connect is pending, until `try_again`."""
+        """Whether there is neither a connection nor a pending attempt, until `try_again`."""
         return self._attempt is None and not self._dialer.is_active
 
     def try_again(self, at_most_every_s: float = 0.0) -> None:
-        """Connect again after a permanent failure, at most once per interval."""
+        """Connect again after a permanent failure, but not within `at_most_every_s` seconds of it."""
         may_have_changed = isinstance(self._failure, PeerLostError | RefusedError | AccessDeniedError)
         can_try = self._attempt is None and may_have_changed
         if can_try and asyncio.get_running_loop().time() >= self.refused_at + at_most_every_s:
@@ -355,7 +358,7 @@ class RemoteServer:
 
     @property
     def failure(self) -> AioTensorError | None:
-        """Return a new error if the connection stays without a server until `try_again`."""
+        """A new error if no server can be connected until `try_again`; None otherwise."""
         return None if self._failure is None else again(self._failure)
 
     def _current(self) -> ServerSession:

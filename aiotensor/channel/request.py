@@ -22,7 +22,7 @@ M = TypeVar("M")
 class Request(Generic[M]):
     """A message of a client, to be answered once.
 
-    To answer several at a time, use a task for each, with the request as its context manager::
+    To answer several requests at a time, use a task for each, and enter the request with ``async with``::
 
         async def answer(request):
             async with request:
@@ -85,22 +85,22 @@ class Request(Generic[M]):
 
         Args:
             answer: an object of the client's `reply_type`, with tensors and arrays anywhere in it. Do not
-                change any of it before this returns. A large answer is encoded in a thread, which continues
-                for a moment if this is cancelled.
+                change any part of it before the call returns. A large answer is encoded in a thread, which
+                continues for a moment if the call is cancelled.
 
-        Waits for a permit and memory, if a sender sends its tensors; for space in ZeroMQ's queue, while the
-        client does not read; and until ZeroMQ releases the large tensors in the answer. If it is cancelled
-        before ZeroMQ has the answer, nothing is sent, and the request can be answered again; if later, the
-        tensors must not change until the answer has left.
+        Waits for a permit and memory, if a sender sends the tensors of the answer; for space in ZeroMQ's
+        queue, while the client does not read; and until ZeroMQ releases the large tensors in the answer. If
+        the call is cancelled before ZeroMQ has accepted the answer, nothing is sent, and the request can be
+        answered again. After a later cancellation, the tensors must not change until the answer has left.
 
         Raises:
-            UsageError: it was answered before.
+            UsageError: the request was answered before.
             TypeError: part of the answer cannot be encoded, as in `MessageClient.request`; answer again, or
                 call `fail`.
             UnsupportedTensorError: a tensor would arrive changed.
-            TooLargeError: a tensor is larger than the sender's `arena_bytes`, the body exceeds the client's
-                `max_body_bytes`, a tensor in the answer its `max_part_bytes`, or there are too many tensors;
-                nothing was sent, so answer again, or call `fail`.
+            TooLargeError: a tensor exceeds the sender's `arena_bytes`, the body exceeds the client's
+                `max_body_bytes`, another part exceeds the client's `max_part_bytes`, or there are too many
+                tensors; nothing was sent, so answer again, or call `fail`.
             PeerLostError: the client's receiver is gone, but the client is still connected.
             ClosedError: the server was closed.
         """
@@ -119,11 +119,11 @@ class Request(Generic[M]):
         """Answer with an error, and return whether the client still waited for an answer.
 
         Args:
-            error: raised in the client as `RemoteError`, with the name of its type and its text; as
-                `PeerLostError` if it is an exception such as `SystemExit`, which is no `Exception`.
+            error: the error or its text. The client raises a `RemoteError` with the name of the error's type
+                and its text, or a `PeerLostError` for an error such as `SystemExit`, which is no `Exception`.
 
         Raises:
-            UsageError: it was answered before.
+            UsageError: the request was answered before.
             ClosedError: the server was closed.
         """
         self._answer_once()
@@ -192,9 +192,10 @@ class Request(Generic[M]):
 
 
 async def reply_while_wanted(request: Request[Any], answer: object) -> bool:
-    """Answer as `Request.reply` does, but end the wait if the client disconnects.
+    """Answer as `Request.reply` does, but return False if the client disconnects during the wait.
 
-    A thread has no task to cancel, and a reply that no client waits for might wait for a permit forever.
+    A thread, which uses `blocking`, has no task to cancel. Without this function, a reply that no client
+    waits for might wait for a permit forever.
     """
     with CancelOnce() as request._incoming.block:
         return await request.reply(answer)

@@ -1,4 +1,4 @@
-"""The messages to one peer that wait, in order, until they can be sent."""
+"""A queue of messages to one peer, which wait in order until they can be sent."""
 
 import asyncio
 from collections import deque
@@ -18,7 +18,14 @@ def _nothing() -> None:
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A message that waits to be sent; the future of whether it was sent, unless no task waits for it."""
+    """A message that waits to be sent.
+
+    Attributes:
+        parts: the parts of the message.
+        on_sent: called when the message is sent.
+        outcome: completes with True when the message is sent, and with False if it is discarded; None if no
+            task waits for it.
+    """
 
     parts: Parts
     on_sent: Callable[[], object] = _nothing
@@ -59,17 +66,17 @@ class SendQueue:
             self._pending.append(_Pending(parts))
 
     async def put(self, parts: Parts, on_sent: Callable[[], object] = _nothing) -> bool:
-        """Wait until a message can be sent; return False if the peer disconnected first.
+        """Send a message, and wait until it is sent; return False if the peer disconnects first.
 
-        Cancelling removes the message if it has not been sent.
+        Cancellation removes the message if it has not been sent.
 
         Args:
             parts: the parts of the message.
-            on_sent: called when it is sent.
+            on_sent: called when the message is sent.
 
         Raises:
-            OSError: this process lacks the descriptors or threads to send it.
-            AioTensorError: the wait took too long.
+            OSError: this process lacks the descriptors or threads to send the message.
+            AioTensorError: the wait exceeded the limit of `wait_limit`.
         """
         if not self._pending and self._send(parts, False):
             on_sent()
@@ -122,7 +129,7 @@ class SendQueue:
             pending.settle(was_sent=False)
 
     def close(self) -> None:
-        """End the waits of `put`; messages of `post` are still sent, also later ones."""
+        """End the waits of `put`; messages of `post` are still sent, even if they are posted later."""
         self._is_closed = True
         for pending in self._pending:
             if pending.outcome is not None:
@@ -133,8 +140,8 @@ class SendQueue:
 def flush_all(queues: Callable[[], list[SendQueue]]) -> None:
     """Send the waiting messages of all queues, as far as ZeroMQ accepts them.
 
-    An attempt may consume ZeroMQ's signal that another peer is writable, which is not repeated. Two rounds
-    without a sent message in a row rule that out.
+    An attempt to send may consume ZeroMQ's signal that another peer is writable, which is not repeated. So
+    the queues are flushed until no message was sent in two rounds in a row.
     """
     idle = 0
     while idle < 2 and (waiting := queues()):

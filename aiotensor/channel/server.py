@@ -40,42 +40,46 @@ class MessageServer(LoopObject, Generic[M]):
     others. The messages of one client are returned in the order in which they are complete: a message does
     not wait for the tensors of another.
 
-    Opening raises `UsageError` if another server listens at the address, and `OSError` if it cannot listen
-    there; at ``ipc://`` it waits as a `TensorReceiver` does.
+    Opening raises `UsageError` if another server listens at the address, and `OSError` if this server cannot
+    listen there; at ``ipc://`` it waits as a `TensorReceiver` does.
 
     Args:
-        address: where clients connect: ``ipc://`` and an absolute path, for processes of this user only, or
-            ``tcp://`` with a host and a port, 0 for any free one. Opening resolves the name of a host.
+        address: the address to which clients connect: ``ipc://`` and an absolute path, for processes of this
+            user only, or ``tcp://`` with a host and a port, 0 for any free one. Opening resolves host names.
         message_type: the type of the messages, as msgspec accepts it; messages are validated against it.
         receiver: an open receiver for the senders of the clients. Do not iterate over it. If the tensors of a
             message do not arrive within its `max_wait_s`, the answer is a `WouldBlockError`.
         sender: an open sender to the receiver of a client, which sends the tensors of answers to that client;
             a sequence for several clients. Without one, an answer contains its tensors.
-        max_clients: the most clients at once, including disconnected ones with messages that wait to be
-            taken; None for no limit.
-        max_waiting: the most messages of each client that wait here to be taken; it then stops sending.
-        max_waiting_bytes: the bytes of waiting messages at which a client stops sending, not counting
+        max_clients: the maximum number of clients at once, including disconnected ones with messages that
+            wait to be taken; None for no limit.
+        max_waiting: the maximum number of messages of each client that wait to be taken; the client then
+            stops sending.
+        max_waiting_bytes: the number of bytes of waiting messages at which a client stops sending, without
             tensors that senders have sent.
-        high_water_mark: the most messages that ZeroMQ queues, in each direction, for each client. With
-            heartbeats it bounds only those to a client; `max_waiting` bounds those from a client.
-        max_part_bytes: the largest part of a message in bytes: its body, one tensor beside the body, or all
-            small ones there; None for no limit. The server announces it, and clients raise `TooLargeError`
-            for a message that exceeds it. A client that sends such a message anyway is disconnected.
-        max_body_bytes: the largest body of a message in bytes, which holds everything but tensors and arrays;
-            None for no limit but `max_part_bytes`. Clients enforce it in the same way, and a larger body is
-            never decoded here. A thread decodes large bodies, but blocks the event loop: for 1 to 16 ms
-            for each MiB of numbers, texts and structs, and for up to a second for each MiB of tiny lists.
-        heartbeat_interval_s: seconds between heartbeats to a client.
-        heartbeat_timeout_s: seconds without a reply to a heartbeat after which a client is lost. On this
-            machine the kernel reports at once when a process ends, so heartbeats are sent only if one of
-            these two is given. For other machines the defaults are 0.25 and 0.65: a loss is noticed as by a
-            `MessageClient`. The largest part must arrive within the timeout: raise it for slow networks.
-        secret_key: this server's CURVE key; without one it can listen on this machine only.
-        client_keys: the public keys of the clients that may connect; required with `secret_key`.
-        linger_s: the most seconds that `aclose` waits for answers to be sent.
+        high_water_mark: the maximum number of messages that ZeroMQ queues for each client in each direction.
+            With heartbeats, it limits only messages to a client; `max_waiting` limits messages from a client.
+        max_part_bytes: the maximum size of a part of a message in bytes; None for no limit. A part is the
+            body, one tensor beside the body, or all small tensors beside the body. The server announces the
+            limit, and clients raise `TooLargeError` for a message that exceeds it. A client that sends such a
+            message anyway is disconnected.
+        max_body_bytes: the maximum size of the body of a message in bytes; None for no limit but
+            `max_part_bytes`. The body contains everything but tensors and arrays. Clients enforce the limit
+            in the same way, and a larger body is never decoded here. A thread decodes large bodies, but
+            blocks the event loop: for 1 to 16 ms for each MiB of numbers, texts and structs, and for up to a
+            second for each MiB of tiny lists.
+        heartbeat_interval_s: the time between heartbeats to a client, in seconds.
+        heartbeat_timeout_s: the time in seconds without a reply to a heartbeat after which a client is lost.
+            On this machine the kernel reports at once when a process ends, so heartbeats are sent only if one
+            of these two arguments is given. For other machines the defaults are 0.25 and 0.65: a loss is
+            noticed as fast as by a `MessageClient`. The largest part must arrive within the timeout: raise it
+            for slow networks.
+        secret_key: the CURVE secret key of this server; without one, it can listen on this machine only.
+        client_keys: the CURVE public keys of the clients that may connect; required with `secret_key`.
+        linger_s: the maximum time in seconds for which `aclose` waits until answers are sent.
 
     Raises:
-        TypeError: an argument is of a wrong type.
+        TypeError: an argument has the wrong type.
         ValueError: the address is invalid, or is reachable from other machines and there are no keys, or a
             limit is not positive.
     """
@@ -118,11 +122,11 @@ class MessageServer(LoopObject, Generic[M]):
             parts,
         )
         self._counts = new_counts(ServerStatistics)
-        self._clients: Clients | None = None  # before it is opened
+        self._clients: Clients | None = None  # None before opening
 
     @property
     def address(self) -> str:
-        """Where clients connect, with the actual port if 0 was given."""
+        """The address to which clients connect, with the actual port if 0 was given."""
         return self._listener.address
 
     async def __aenter__(self) -> Self:
@@ -149,8 +153,8 @@ class MessageServer(LoopObject, Generic[M]):
         """Return the next request whose tensors have arrived.
 
         A message that cannot be decoded or is of another type is answered with the error, and skipped.
-        Cancelling loses nothing. Ends when this server is closed. Does not suspend if a small request is
-        ready.
+        Cancellation loses no request. The iteration ends when this server is closed. The call does not
+        suspend if a small request is ready.
         """
         if self.affinity.is_closed:
             raise StopAsyncIteration
@@ -160,7 +164,7 @@ class MessageServer(LoopObject, Generic[M]):
         return taken
 
     async def _take(self, requests: IncomingRequests[Any], *, waits: bool = True) -> Request[M] | None:
-        """Take a request, and wait for it if `waits`; return None once this server is closed."""
+        """Take a request, and wait for it if `waits`; return None if none waits or the server is closed."""
         while True:
             while requests.ready.by_client:
                 taken = await requests.take()
@@ -182,20 +186,20 @@ class MessageServer(LoopObject, Generic[M]):
     ) -> None:
         """Answer every message with the result of a function, called in a separate task.
 
-        The task is cancelled, once, when the client disconnects or cancels its request. A thread that the
-        function waits for is not notified: pass it a `threading.Event` that the function sets in the end. An
-        exception in the function reaches the client as `RemoteError`, and is logged.
+        The task is cancelled, once, when the client disconnects or cancels its request. A thread for which
+        the function waits is not notified: pass it a `threading.Event` that the function sets in the end. An
+        exception in the function is raised in the client as `RemoteError`, and logged.
 
         Args:
             handler: called with each message; returns the answer.
-            max_concurrent: the most messages that are handled at once; None for no limit.
+            max_concurrent: the maximum number of messages that are handled at once; None for no limit.
 
-        Returns when this server is closed and the tasks have ended. Cancelling cancels the tasks, once, and
+        Returns when this server is closed and the tasks have ended. Cancellation cancels the tasks, once, and
         waits until they have ended.
 
         Raises:
             UsageError: this server is not open, or belongs to another thread or event loop.
-            ClosedError: it was closed before.
+            ClosedError: this server was closed before the call.
             ValueError: `max_concurrent` is not positive.
         """
         if max_concurrent is not None:
@@ -226,7 +230,7 @@ class MessageServer(LoopObject, Generic[M]):
                     task = group.create_task(answer(request))
                     answering.add(task)
                     task.add_done_callback(partial(ended, request))
-                    del request, task  # or its tensors would live until the next one arrives
+                    del request, task  # otherwise, the tensors would live until the next request arrives
                 while answering:
                     await asyncio.wait(answering)
             except asyncio.CancelledError:
@@ -240,7 +244,7 @@ class MessageServer(LoopObject, Generic[M]):
                 raise
 
     def statistics(self) -> ServerStatistics:
-        """Return the current state and the counters; works after closing too."""
+        """Return the current usage and the totals since opening; also available after closing."""
         self.affinity.check_place()
         clients = self._clients
         requests = None if clients is None else clients.requests
@@ -257,10 +261,10 @@ class MessageServer(LoopObject, Generic[M]):
         )
 
     async def aclose(self) -> None:
-        """Close: clients get `PeerLostError`, blocks of requests are cancelled, iterations end.
+        """Close the server: clients raise `PeerLostError`, tasks in blocks are cancelled, and iterations end.
 
-        Waits until answers are sent, at most `linger_s` seconds. Cancelling ends the wait. Closing again
-        does nothing.
+        Waits until answers are sent, at most `linger_s` seconds. Cancellation ends the wait. Closing again
+        has no effect.
         """
         self.affinity.check_place()
         was_open = self.affinity.close()
@@ -284,5 +288,5 @@ class MessageServer(LoopObject, Generic[M]):
 
 
 async def take_ready(server: MessageServer[M]) -> Request[M] | None:
-    """Take a request that is ready without waiting for one; None if there is none; for `blocking`."""
+    """Take a request that is ready, without waiting; return None if there is none; for `blocking`."""
     return await server._take(server._opened(), waits=False)

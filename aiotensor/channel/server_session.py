@@ -1,4 +1,4 @@
-"""One connection of a client to a server, and the messages that it carries, from the call until the answer.
+"""One connection of a client to a server, and its messages, from the call until the answer.
 
 Messages are sent in the order of the calls, within the server's credit. Cancellations need no credit, and
 overtake messages that wait for it.
@@ -30,10 +30,10 @@ class SentRequest(msgspec.Struct, frozen=True, eq=False):
     """A message that was sent.
 
     Attributes:
-        session: the connection that carries it.
-        number: its number.
-        handles: the handles of its tensors.
-        answer: the future of its answer; None if it expects none.
+        session: the connection that carries the message.
+        number: the number of the message.
+        handles: the handles of the tensors that a sender has sent.
+        answer: the future of the answer; None if no answer is expected.
     """
 
     session: "ServerSession"
@@ -82,7 +82,7 @@ class ServerSession:
         return len(self._answers)
 
     async def sending(self, tensors: Awaitable[R]) -> R | None:
-        """Wait until the tensors of a message are sent; return None if the server is lost before."""
+        """Wait until the tensors of a message are sent; return None if the server is lost first."""
         with CancelOnce() as wait:
             self._sending.add(wait)
             try:
@@ -92,16 +92,14 @@ class ServerSession:
         return None
 
     async def ask(self, handles: Handles, parts: Parts, *, wants_answer: bool) -> SentRequest | None:
-        """Wait for credit and queue space, and send a message.
+        """Send a message once there is credit and queue space; return None if the server is lost first.
 
-        Cancelling removes an unsent message, and notifies the server of a sent one.
+        Cancellation removes an unsent message, and notifies the server of a sent one.
 
         Args:
-            handles: the handles of its tensors.
-            parts: its body, and the buffers beside it.
-            wants_answer: whether it expects an answer.
-
-        Returns None if the server was lost before.
+            handles: the handles of the tensors that a sender has sent.
+            parts: the body of the message, and the buffers beside it.
+            wants_answer: whether an answer is expected.
 
         Raises:
             WouldBlockError: the message could not be sent within `max_wait_s`.
@@ -113,7 +111,7 @@ class ServerSession:
         try:
             was_sent = await self._queue.put(message, partial(self._sent, request, sum(map(len, parts))))
         except BaseException:
-            self.cancel(request)  # it may have been sent in this iteration
+            self.cancel(request)  # the message may have been sent in this iteration
             parts = message = ()  # the error's traceback refers to this frame
             raise
         return request if was_sent else None
@@ -161,7 +159,7 @@ class ServerSession:
         return PeerLostError(f"the server (pid {pid}) stopped processing this request: {what}", pid=pid)
 
     def end(self, error: AioTensorError) -> None:
-        """Fail the requests that were sent; the others go to another server, or wait for the next one."""
+        """Fail the requests that were sent; others are sent to another server, or wait for the next one."""
         lost, self._answers = self._answers, {}
         for answer in lost.values():
             if not answer.done():

@@ -20,12 +20,12 @@ from aiotensor.tensors.source import SupportsDLPack, is_flat
 
 __all__ = ["QUICK_CODED_TENSORS", "takes_long"]
 
-# The cost of encoding is estimated as a number of bytes. This many are copied in a tenth of a millisecond,
-# and an item of a container counts as a few.
+# The cost of encoding is estimated as a number of bytes, of which `_QUICK_BYTES` take a tenth of a
+# millisecond. An item of a container counts as `_ITEM_BYTES`.
 _QUICK_BYTES = 64 * 1024
 _ITEM_BYTES = 32
 
-# Encoding or decoding a tensor takes a few microseconds.
+# The maximum number of tensors to encode or decode on the event loop; each takes a few microseconds.
 QUICK_CODED_TENSORS = 128
 _TENSOR_BYTES = _QUICK_BYTES // QUICK_CODED_TENSORS
 
@@ -70,12 +70,12 @@ def takes_long(message: object, *, has_sender: bool) -> bool:
             left -= _TENSOR_BYTES
             if not has_sender:
                 nbytes = value.numel() * value.element_size()
-                # As many smaller tensors as `left` allows have less than `QUICK_BYTES` together.
+                # Smaller ones need no count: as many as `left` allows have less than `QUICK_BYTES` together.
                 if nbytes > MAX_INLINE_BYTES and not _is_flat(value):
                     to_gather -= nbytes
         elif kind == _ARRAY:
             left -= _TENSOR_BYTES
-            # torch cannot view some of the other arrays, so assume that all of them must be gathered.
+            # torch cannot view some of the other arrays, so all of them are assumed to need gathering.
             if not (has_sender or (value.flags.c_contiguous and value.flags.aligned)):
                 to_gather -= value.nbytes
         elif kind == _ITEMS:

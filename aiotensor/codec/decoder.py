@@ -35,10 +35,10 @@ class _Decoding(msgspec.Struct, eq=False):
 
     buffers: list[memoryview]
     call_find: Find
-    error: BaseException | None = None  # raised by it
-    used: set[int] = set()  # numbers of buffers
-    pack: memoryview | None = None
-    packed_read: int = 0  # bytes of the pack that were read
+    error: BaseException | None = None  # raised by `call_find`
+    used: set[int] = set()  # the numbers of the buffers that were returned
+    pack: memoryview | None = None  # the buffer of packed records, once one of them was read
+    packed_read: int = 0  # the number of bytes of the pack that were read
 
     def next_packed(self) -> wire.Inline:
         """Return the next record of the pack, which is the last buffer."""
@@ -103,7 +103,8 @@ class TensorDecoder(Generic[T]):
     Args:
         type: the type of the messages, as for msgspec.
         find: called with each handle that the encoder's `place` returned, in the order of the message;
-            returns the tensor. `decode` raises its errors. By default, a handle raises `ProtocolError`.
+            returns the tensor. `decode` raises its errors. By default, `decode` raises `ProtocolError` for a
+            handle.
 
     Raises:
         TypeError: msgspec cannot decode this type, or a `TensorMeta` annotates a type other than a tensor.

@@ -41,16 +41,17 @@ def _not_mine(source: Source) -> None:
 
 
 class Encoding(msgspec.Struct, eq=False):
-    """The encoding of one message, which contains tensors, arrays and sources that torch cannot view.
+    """The encoding of one message, whose tensors and arrays become sources.
 
     Attributes:
         place: called with each source in the order of the message; returns a handle that msgpack can encode,
             or None to encode the source in the message. `encode` raises its errors.
         inline_bytes: the size in bytes up to which sources are part of the body; larger ones become buffers.
-        max_inline_bytes: the maximum number of bytes of further sources in the body, including their dtypes
-            and shapes. Others are packed into one additional buffer, the last one, which is `bytes`.
-        open: returns the source of a value.
-        buffers: the buffers beside the body.
+        max_inline_bytes: the maximum number of bytes that further sources add to the body, including their
+            dtypes and shapes. The records of other sources of at most `inline_bytes` are packed into one
+            additional buffer, the last one, of type `bytes`, unless they exceed `MAX_PACKED_BYTES`.
+        open: called with each tensor or array; returns its source.
+        buffers: the buffers that follow the body.
         pack: the contents of the additional buffer.
     """
 
@@ -62,7 +63,7 @@ class Encoding(msgspec.Struct, eq=False):
     pack: bytearray = msgspec.field(default_factory=bytearray)
 
     def encode(self, message: object) -> Buffers:
-        """Encode the message, once; as `TensorEncoder.encode`."""
+        """Encode the message, as `TensorEncoder.encode` does; may be called only once."""
         body = msgspec.msgpack.encode(message, enc_hook=self._encode_tensor)
         if self.pack:
             self.buffers.append(bytes(self.pack))

@@ -24,7 +24,7 @@ Check: TypeAlias = Callable[[Any], None]
 
 _SAME = (typing.Required, typing.NotRequired, Final)  # equivalent to the type in their brackets
 _SEQUENCES = (list, tuple, set, frozenset)
-_MAX_KEY = 64  # characters of a key in a path
+_MAX_KEY = 64  # the maximum number of characters of a key in a path
 
 
 def expectations(type_: Any) -> Check | None:
@@ -37,7 +37,7 @@ def expectations(type_: Any) -> Check | None:
     """
     walk = _Walk()
     check = walk.check_of(type_)
-    return check if walk.has_meta else None  # a class that contains itself always has a check
+    return check if walk.has_meta else None  # a class that contains itself has a check in any case
 
 
 def check_decodable(type_: Any) -> None:

@@ -20,29 +20,29 @@ from aiotensor.tensors.source import ArraySource, Source
 
 __all__ = ["MAX_BODY_TENSOR_BYTES", "QUICK_BODY_BYTES", "Payload", "pack", "unpack", "unpack_now"]
 
-# The maximum number of bytes of tensors in the body of a request. A sender carries the other tensors. Without
+# The maximum number of bytes of tensors in the body of a message. A sender carries the other tensors. Without
 # a sender, further small tensors are packed into one separate buffer, so that tensors alone cannot make the
 # body too large.
 MAX_BODY_TENSOR_BYTES = 8 * MAX_INLINE_BYTES
 
-# A larger body is decoded in a thread, since that may take a millisecond. In addition to one tensor of the
-# maximum size, a body of this size can contain two thousand values or many tiny tensors, so tensors are
+# A larger body is decoded in a thread, since that may take a millisecond. In addition to one tensor of
+# `MAX_INLINE_BYTES`, a body of this size can contain two thousand values or many tiny tensors, so tensors are
 # counted, too.
 QUICK_BODY_BYTES = MAX_INLINE_BYTES + 2 * 1024
-_MANY_TENSORS_BYTES = 2 * 1024
+_MANY_TENSORS_BYTES = 2 * 1024  # a body of this size contains at most `QUICK_CODED_TENSORS` inline tensors
 _INLINE_TAG = msgspec.msgpack.encode("in")  # the tag of a tensor in a body
-_TAG_START = PACKED[:1]  # the first byte of both tags
+_TAG_START = PACKED[:1]  # the first byte of `_INLINE_TAG` and `PACKED`
 
 
 class Payload(msgspec.Struct, eq=False, kw_only=True):
     """An encoded message.
 
     Attributes:
-        has_sender: whether large tensors are sent separately.
+        has_sender: whether a sender carries large tensors separately.
         max_inline_bytes: the maximum number of bytes of tensors in the body.
         parts: the body, followed by its buffers.
         tensors: the tensors that are sent separately, in the order of their numbers in the body.
-        inline_bytes: the number of bytes of tensors in the body.
+        inline_bytes: the number of bytes of tensors in the body, counted only if `has_sender`.
     """
 
     has_sender: bool
@@ -52,7 +52,7 @@ class Payload(msgspec.Struct, eq=False, kw_only=True):
     inline_bytes: int = 0
 
     def encode(self, box: list[object]) -> None:
-        """Encode the message in a box, and empty the box, which frees the message if nothing else uses it."""
+        """Encode the message in a list, and empty the list, so that the message can be freed."""
         try:
             encoding = Encoding(self._place, max_inline_bytes=self.max_inline_bytes)
             self.parts = encoding.encode(box.pop())
@@ -81,13 +81,13 @@ async def pack(
     two tensors. If the call is cancelled, the thread continues.
 
     Args:
-        box: contains the message, and is empty afterwards, so that a large message can be freed in the
-            thread.
+        box: a list that contains the message, and is empty afterwards, so that a large message can be freed
+            in the thread.
         has_sender: as for `Payload`.
         max_inline_bytes: as for `Payload`.
 
     Raises:
-        TypeError: part of the message cannot be encoded.
+        TypeError: part of the message cannot be encoded; `TensorEncoder.encode` lists further errors.
         UnsupportedTensorError: a tensor in the message cannot be sent unchanged.
         OSError: no thread can be started.
     """
@@ -102,10 +102,12 @@ async def pack(
 async def unpack(decoder: TensorDecoder[Any], parts: Sequence[memoryview], found: list[torch.Tensor]) -> Any:
     """Decode a message, in a thread if that may take long.
 
+    If the call is cancelled, the thread continues.
+
     Args:
         decoder: the decoder for the type of the message.
         parts: the body, followed by its buffers.
-        found: the tensors that were sent separately, in the order of their numbers.
+        found: the tensors that were sent separately, in the order of their numbers in the body.
 
     Raises:
         ProtocolError: the message cannot be decoded, has the wrong type, or does not use each tensor once.
@@ -121,7 +123,7 @@ def _decodes_quickly(parts: Sequence[memoryview], tensors: int) -> bool:
     if len(body) > QUICK_BODY_BYTES or sum(map(len, parts)) > QUICK_BYTES:
         return False
     tensors += len(parts)
-    if len(body) > _MANY_TENSORS_BYTES or len(parts) > 1:  # placeholders of packed tensors are short
+    if len(body) > _MANY_TENSORS_BYTES or len(parts) > 1:  # references to packed tensors are short
         data = bytes(body)
         if tensors + data.count(_TAG_START) > QUICK_CODED_TENSORS:  # rare: counting a single byte is faster
             tensors += data.count(_INLINE_TAG) + data.count(PACKED)

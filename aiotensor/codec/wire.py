@@ -1,7 +1,8 @@
 """The records that replace tensors in a message, each in a msgpack extension.
 
 Records of small tensors may be packed: the last buffer then contains these records, each preceded by its
-length, and each extension in the body refers to the next one. This keeps a body with many tensors small.
+length, and each of their extensions in the body contains `PACKED`, which refers to the next record. This
+keeps a body with many tensors small.
 """
 
 from collections.abc import Callable
@@ -71,9 +72,9 @@ write: Callable[[Record], bytes] = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 _inline_decoder: msgspec.msgpack.Decoder[Inline] = msgspec.msgpack.Decoder(Inline)
 
-PACKED = msgspec.msgpack.encode("pk")  # refers to the next packed record
+PACKED = msgspec.msgpack.encode("pk")  # in an extension, refers to the next packed record
 
-LENGTH_BYTES = 2  # the length before each packed record is big-endian
+LENGTH_BYTES = 2  # of the length before each packed record, which is big-endian
 MAX_PACKED_BYTES = (1 << 8 * LENGTH_BYTES) - 1
 
 

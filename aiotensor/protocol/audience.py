@@ -105,7 +105,7 @@ class Backlog:
 
     @property
     def dropped(self) -> int:
-        """The number of dropped publications, including withdrawn ones that it may have taken before."""
+        """The number of dropped publications; it includes withdrawn ones until the subscriber answers."""
         return self._dropped + len(self._withdrawn)
 
     @property

@@ -19,7 +19,7 @@
       | ---------------------------------------> |
 
 They are sent as DIRECT messages of `aiotensor.protocol.network`. The record that announces the tensor is sent
-after the end of the write. `aiotensor.engines` describes engines.
+after the end of the write. `aiotensor.engines` defines the interface of engines.
 """
 
 from typing import Annotated, TypeAlias

@@ -13,7 +13,7 @@
       | StatisticsReply(statistics)             |   one for each StatisticsRequest
       | --------------------------------------> |
       |                         Taken(messages) |   returns permits
-      |                     Discarded(messages) |   returns permits of messages that no task will take
+      |                     Discarded(messages) |   returns permits of messages that no call will take
       |                         Release(blocks) |   returns memory
       |                     StatisticsRequest() |
       | <-------------------------------------- |
@@ -23,7 +23,7 @@
     inspector                      receiver                          sender
       | Inspect(version, pid)        |                                 |   alone in the first record
       | ---------------------------> |                                 |
-      |  Welcome, ReceiverReport ... | StatisticsRequest()             |   to senders that owe no reply
+      |  Welcome, ReceiverReport ... | StatisticsRequest()             |   to senders without a pending one
       | <--------------------------- | ------------------------------> |
       |         StatisticsReply(...) |            StatisticsReply(...) |   forwarded as each sender replies
       | <--------------------------- | <------------------------------ |
@@ -137,7 +137,7 @@ MAX_ROWS = 128
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 OptionalName = Annotated[str, msgspec.Meta(max_length=64)]
 Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_NUMBERS)]
-Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # system calls that get it accept no other range
+Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # the range of `pid_t`: it is passed to system calls
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):

@@ -136,7 +136,7 @@ class Mailbox(Generic[T]):
         return self.end(key.sender, key.message) if last else []
 
     def end(self, sender: str, number: int) -> Sequence[Key]:
-        """Make a message whole; this has no effect on a message that has ended."""
+        """Complete a message, which becomes whole; this has no effect on a message that has ended."""
         message = self._senders[sender].messages.get(number)
         if message is None:
             return []

@@ -21,8 +21,8 @@ the bytes of each block to the same offset in it, before it sends the record tha
 
 Both ends of a connection may write. The steps of several blocks take turns, and records are sent between
 steps, so no record waits for longer than one step takes. Credit limits the bytes of steps and of records that
-may be under way. Long bytes of a STEP or DATA are sent as a separate message, so that they are not copied
-behind their header; short ones follow the header in its message. Small messages may share a BATCH.
+may be under way. The bytes of a large STEP or DATA are a separate message, so that they need not be copied to
+their header; the bytes of a small one follow its header. Small messages may share a BATCH.
 
 Each message is a ZeroMQ message with one part: if a connection ends between two parts, libzmq may abort the
 process (https://github.com/zeromq/libzmq/issues/3442).
@@ -211,7 +211,7 @@ def encode_data(record: bytes) -> bytes:
 
 
 def read_data(data: memoryview) -> tuple[memoryview, memoryview]:
-    """Decode a DATA message, and return its record and its bytes, which are empty if they are the next message.
+    """Decode a DATA message, and return its record and its bytes, empty if these are the next message.
 
     Raises:
         ProtocolError: the message is shorter than it states.

@@ -37,7 +37,7 @@ class WarmPages:
         self._page = page
         self._full = bytearray(chunks)  # a 1 for each chunk of which all pages have memory
         self._some = bytearray(chunks)  # a 1 for each chunk of which any page has memory
-        self._pages: dict[int, bytearray] = {}  # of the other chunks in `_some`: a 1 for each page with memory
+        self._pages: dict[int, bytearray] = {}  # of partly full chunks: a 1 for each page with memory
 
     def has(self, offset: int, nbytes: int) -> bool:
         """Return whether every page of a range has memory."""

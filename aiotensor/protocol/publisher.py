@@ -4,7 +4,7 @@
        |                                                        ^
        '--refuse; violation-------------------------------------'
 
-The `Subscribe` has arrived when the object is made. `Backlog` has the states of its publications.
+The `Subscribe` has arrived when the object is created. `Backlog` implements the states of publications.
 """
 
 from msgspec.structs import replace
@@ -45,9 +45,10 @@ class PublisherConnection(RecordConnection[FromSubscriber, ToSubscriber]):
 
     Attributes:
         subscribe: the first frame of the subscriber.
-        mismatch: the reason to refuse the subscriber because of its version, if any.
-        backlog: its publications; empty until it is admitted.
-        freed: the blocks whose pins the subscriber has released; the owner of this object removes them.
+        mismatch: the reason to refuse the subscriber because of its version; None if there is none.
+        backlog: the publications of the subscriber; empty until it is admitted.
+        freed: the blocks that the subscriber has released, once for each pin; the owner of this object
+            removes these pins.
     """
 
     def __init__(self, subscribe: Subscribe, welcome: Welcome) -> None:
@@ -64,28 +65,28 @@ class PublisherConnection(RecordConnection[FromSubscriber, ToSubscriber]):
     # Commands
 
     def admit(self, backlog: Backlog, admit: Admit) -> None:
-        """Admit the subscriber."""
+        """Admit the subscriber, with its backlog and the frame that states the limits."""
         self.backlog = backlog
         self._send(self._welcome)
         self._send(admit)
         self.state = OPEN
 
     def refuse(self, reason: str) -> None:
-        """Close the connection because of a limit or of the version of the subscriber."""
+        """Close the connection because of a limit, or because of the version of the subscriber."""
         if self.state is OPENING:  # the subscriber reads the version in the `Welcome`
             self._send(replace(self._welcome, is_admitted=False))
         self.close(Close(reason, is_refusal=True))
 
     def attach(self, segment: int, placement: str, nbytes: int) -> bytes:
-        """Return the record that shares a segment; write it after all earlier ones, with the descriptor."""
+        """Return the record that shares a segment; write it after earlier records, with the descriptor."""
         return encode_record([Attach(segment, placement, nbytes)])
 
     def detach(self, segment: int) -> None:
-        """Withdraw a segment, in which the subscriber uses no block."""
+        """Withdraw a segment of which the subscriber uses no block."""
         self._send(Detach(segment))
 
     def announce(self, item: Item) -> None:
-        """Announce a publication, by a record that is the same for all subscribers."""
+        """Announce a publication with its record, which is the same for all subscribers."""
         if self.state is CLOSED:
             return
         if self._frames:
@@ -93,7 +94,7 @@ class PublisherConnection(RecordConnection[FromSubscriber, ToSubscriber]):
         self._records.append(item.record)
 
     def withdraw(self, number: int) -> None:
-        """Withdraw a publication, which the subscriber confirms unless it has taken it."""
+        """Withdraw a publication; the subscriber confirms this unless it has taken the publication."""
         self._send(Discard(number))
 
     # Frames of the subscriber
@@ -108,7 +109,7 @@ class PublisherConnection(RecordConnection[FromSubscriber, ToSubscriber]):
             case Release():
                 for block in frame.blocks:
                     self.backlog.released(block)
-                    self.freed.append(block)  # each one before the next, which may be wrong
+                    self.freed.append(block)  # before the next block, which may be a violation
             case Discarded():
                 for number in frame.messages:
                     self.freed += [block for block, _ in self.backlog.discarded(number).blocks]

@@ -1,4 +1,4 @@
-"""The frames between two ranks, and one end of their connection. Both ends have the same rules.
+"""The frames between two ranks, and one end of their connection; both ends follow the same rules.
 
     rank                                     rank
       | Join(version, pid, limit)   both ways   |   alone in the first record
@@ -8,7 +8,7 @@
       | --------------------------------------> |
       |                          Taken(numbers) |   the messages were received
       |                         Release(blocks) |   returns memory
-      | <-------------------------------------- |   the other way, too: both ends send messages
+      | <-------------------------------------- |   all of these in both directions
       | Close(reason)               either way  |   the last frame
       | <-------------------------------------> |
 
@@ -16,8 +16,8 @@
        |                                                                           ^
        '--Join of another version or limit; Close; violation-----------------------'
 
-A message counts for its bytes, and for at least `LEAST_MESSAGE_BYTES`, so that its frame and the entries for
-it at both ends are covered, too.
+`max_bytes` limits the messages that were sent in one direction and not received. Each message counts as at
+least `LEAST_MESSAGE_BYTES`, so that the limit also covers its frame and the entries for it at both ends.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ FROM_RANK: msgspec.msgpack.Decoder[list[FromRank]] = msgspec.msgpack.Decoder(
 
 
 def counted(nbytes: int) -> int:
-    """Return the bytes that a message with a tensor of `nbytes` counts for."""
+    """Return the bytes that a message with a tensor of `nbytes` bytes counts as."""
     return max(nbytes, LEAST_MESSAGE_BYTES)
 
 
@@ -79,44 +79,44 @@ class RankConnection(AnsweringConnection[FromRank, FromRank]):
     """One end of a connection between two ranks.
 
     Args:
-        join: the first frame; `data_to_send` returns it first.
-        peer: the other end, for the texts of errors, such as ``"rank 1"``.
+        join: the first frame of this end; `data_to_send` returns it first.
+        peer: the name of the other end, for error messages, such as ``"rank 1"``.
     """
 
     def __init__(self, join: Join, peer: str) -> None:
         super().__init__("rank", peer, FROM_RANK, MAX_RECORD_BYTES, MAX_RECORD_BYTES)
         self._max_bytes = join.max_bytes
-        self._untaken: dict[int, int] = {}  # messages of the peer: the bytes that they count for at least
+        self._untaken: dict[int, int] = {}  # the bytes counted so far for messages of the peer
         self._untaken_bytes = 0
-        self._next = 0  # the least number of the next message of the peer
+        self._next = 0  # the lowest valid number of the next message of the peer
         self._sent: dict[int, None] = {}  # messages of this end that the peer has not taken
-        self._segments: dict[int, int] = {}  # of the peer: the sizes in bytes
+        self._segments: dict[int, int] = {}  # the sizes of segments of the peer in bytes
         self._records.append(encode_record([join]))
 
     # Commands
 
     def attach(self, segment: int, placement: str, nbytes: int) -> bytes:
-        """Return the record that shares a segment; write it after all earlier ones, with the descriptor."""
+        """Return the record that shares a segment; write it after earlier records, with the descriptor."""
         return encode_record([Attach(segment, placement, nbytes)])
 
     def put(self, message: Put | PutNone) -> None:
-        """Send a message; their numbers increase."""
+        """Send a message, whose number is larger than those of earlier messages."""
         self._sent[message.message] = None
         self._send(message, len(message.payload) if isinstance(message, Put) else 0)
 
     def put_with_data(self, message: Put) -> Sequence[bytes]:
         """Send a message whose bytes the transport carries, and return the records to write now.
 
-        The bytes belong to the last record. There is none on a closed connection.
+        The transport sends the bytes with the last record. There is no record if the connection is closed.
         """
         if self.state is CLOSED:
             return []
-        self._send_answers()  # behind the message, they might begin another record
+        self._send_answers()  # before the message: after it, they might begin another record
         self.put(message)
         return self.data_to_send()
 
     def taken(self, message: int) -> None:
-        """Answer a message that was received."""
+        """Answer a message that the application has received."""
         if self.state is not CLOSED:
             self._untaken_bytes -= self._untaken.pop(message)
             self._taken.append(message)
@@ -125,7 +125,7 @@ class RankConnection(AnsweringConnection[FromRank, FromRank]):
         """Count the bytes that the transport has carried with a message of the peer.
 
         Raises:
-            ProtocolError: they exceed the limit.
+            ProtocolError: the bytes exceed the limit.
         """
         self._count(message, counted(nbytes) - self._untaken[message])
 

@@ -4,14 +4,14 @@
        |                                                        ^
        '--refuse; violation-------------------------------------'
 
-The `Hello` has arrived when the object is made. A message, as the sender announces it:
+The `Hello` has arrived when the object is created. A message, as the sender announces it:
 
     --Begin or Put--> begun --End, or the last Put--> whole --taken--> (ended)
                         |                               |
                         '-------------------------------'--discard, or Discard by the sender--> (ended)
 
-Numbers of messages and of their tensors increase without gaps. A sender may continue a message that this
-side has discarded, because it does not know that yet; its owner drops such tensors.
+The numbers of messages and of their tensors increase without gaps. A sender may continue a message that this
+side has discarded, because it does not know that yet; the owner of the connection drops such tensors.
 """
 
 from typing import NamedTuple
@@ -47,15 +47,15 @@ _WHOLE = -1
 
 
 class AdmissionLimits(NamedTuple):
-    """The limits for all senders together; None for no limit.
+    """The limits of a receiver for all its senders together; None for no limit.
 
     The admission of a sender covers its maximum use, so that no later frame can exceed a limit.
 
     Attributes:
-        senders: connected senders.
-        mapped_bytes: bytes of shared memory that are mapped, or reserved for connected senders.
-        unclaimed_messages: messages that may wait to be taken.
-        frame_bytes: the longest record in bytes.
+        senders: the most connected senders.
+        mapped_bytes: the most bytes of shared memory that are mapped, or reserved for connected senders.
+        unclaimed_messages: the most messages that may wait to be taken.
+        frame_bytes: the size in bytes of the longest valid record.
     """
 
     senders: int | None
@@ -64,13 +64,14 @@ class AdmissionLimits(NamedTuple):
     frame_bytes: int
 
     def exceeded_by(self, hello: Hello, senders: int, mapped: int, promised: int) -> str | None:
-        """Return the limit that another sender would exceed, with a remedy; None if it can be admitted.
+        """Return a reason to refuse another sender, with a remedy; None if it can be admitted.
 
         Args:
             hello: the hello of the sender.
             senders: the number of connected senders.
-            mapped: bytes of shared memory that are mapped, or reserved for these.
-            promised: messages that these may have in flight, and remaining messages of closed senders.
+            mapped: bytes of shared memory that are mapped, or reserved for connected senders.
+            promised: the number of messages that connected senders may have in flight, plus the untaken
+                messages of closed senders.
         """
         if self.senders is not None and senders >= self.senders:
             return (
@@ -99,11 +100,11 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
     Args:
         hello: the first frame of the sender.
         welcome: the answer to it, if the sender is admitted.
-        max_segment_bytes: the most bytes of address space that the segments of the sender may have.
+        max_segment_bytes: the most bytes of address space that all segments of the sender may use.
 
     Attributes:
         hello: the first frame of the sender.
-        mismatch: the reason to refuse the sender because of its version, if any.
+        mismatch: the reason to refuse the sender because of its version; None if there is none.
         segments: the sizes of attached segments in bytes, by their numbers.
     """
 
@@ -116,7 +117,7 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
         self._welcome = welcome
         self._max_segment_bytes = max_segment_bytes
         self._next_message = hello.first_message
-        self._messages: dict[int, int] = {}  # the count of tensors that arrived, or _WHOLE
+        self._messages: dict[int, int] = {}  # the number of tensors that have arrived, or _WHOLE
         self._awaits_statistics = False
 
     @property
@@ -143,12 +144,12 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
             self._taken.append(message)
 
     def discard(self, message: int) -> None:
-        """Return the permit of a message that no task will take, if it has begun and not ended."""
+        """Return the permit of a message that no call will take, if it has begun and not ended."""
         if self._messages.pop(message, None) is not None:
             self._discarded.append(message)
 
     def request_statistics(self) -> bool:
-        """Request the statistics of the sender; return False if it has not replied to the last request."""
+        """Request the statistics of the sender; return False if the reply to the last request is pending."""
         if self._awaits_statistics:
             return False
         self._awaits_statistics = True
@@ -172,14 +173,14 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
                         raise self._too_many()
                     self._next_message += 1
                     count = 0
-                if frame.tensor != count or count >= MAX_TENSORS:  # _WHOLE is no number of a tensor
+                if frame.tensor != count or count >= MAX_TENSORS:  # _WHOLE equals no number of a tensor
                     raise ProtocolError(f"it sent tensor {frame.tensor} of message {number} out of order")
                 self._messages[number] = _WHOLE if frame.last else count + 1
             case End():
                 count = self._messages.get(frame.message)
                 if count is None:
                     self._check_begun(frame.message)
-                elif count != frame.count:  # _WHOLE is no count
+                elif count != frame.count:  # _WHOLE equals no valid count
                     raise ProtocolError(f"it ended message {frame.message} with a wrong count of tensors")
                 else:
                     self._messages[frame.message] = _WHOLE

@@ -1,4 +1,4 @@
-"""Connections whose records contain several frames: limits on records, and the order of frames in them."""
+"""The base class of connections whose records contain several frames, with the limits on records."""
 
 import abc
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ __all__ = ["RecordConnection"]
 Received = TypeVar("Received")
 Sent = TypeVar("Sent")
 
-# Counted for each frame in addition to its payload. It exceeds the actual size of nearly all frames, so that
-# no record has more than `MAX_FRAMES`.
+# The bytes that are counted for each frame in addition to its payload, so that no record has more than
+# `MAX_FRAMES`. This is more than the actual size of nearly all frames.
 _FRAME_BYTES = MAX_RECORD_BYTES // MAX_FRAMES
 
 
@@ -24,14 +24,14 @@ class RecordConnection(Connection, abc.ABC, Generic[Received, Sent]):
     """One end of a connection whose records contain several frames.
 
     Args:
-        role: as for `Connection`.
-        peer: as for `Connection`.
+        role: the role of this end, for error messages, such as ``"sender"``.
+        peer: the name of the other end, for error messages, such as ``"the receiver"``.
         decoder: decodes the records of the peer.
-        max_received_bytes: the longest valid record of the peer.
-        max_sent_bytes: the longest record that the peer accepts.
+        max_received_bytes: the size in bytes of the longest valid record of the peer.
+        max_sent_bytes: the size in bytes of the longest record that the peer accepts.
 
     Attributes:
-        has_full_record: whether `full_records` would return any record.
+        has_full_record: whether a record is complete because the next frame did not fit into it.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class RecordConnection(Connection, abc.ABC, Generic[Received, Sent]):
         self._max_received_bytes = max_received_bytes
         self._records: list[bytes] = []
         self._frames: list[Sent | Close] = []  # of the next record
-        self._nbytes = 0
+        self._nbytes = 0  # counted for these frames
 
     def receive(self, data: bytes | memoryview) -> list[Received]:
         """Validate a record, and return its frames in order, up to a `Close`.
 
-        An error ends the connection, and no frame of its record is returned.
+        An error closes the connection, and no frame of the record is returned.
 
         Raises:
-            ProtocolError: a frame violates the protocol.
+            ProtocolError: the record is invalid, or a frame in it violates the protocol.
             RefusedError: the peer has another version.
         """
         if self.state is CLOSED:
@@ -68,7 +68,7 @@ class RecordConnection(Connection, abc.ABC, Generic[Received, Sent]):
             frames = self._decode(data)
             for count, frame in enumerate(frames, 1):
                 self._validate(frame)
-                if self.state is CLOSED:  # by a `Close`; comparing the types of all frames is slower
+                if self.state is CLOSED:  # by a `Close`; checking the type of each frame would be slower
                     return frames[:count]
         except ProtocolError:
             self.state = CLOSED
@@ -80,25 +80,25 @@ class RecordConnection(Connection, abc.ABC, Generic[Received, Sent]):
 
     @abc.abstractmethod
     def _validate(self, frame: Received) -> None:
-        """Apply the rules of the role to a frame of the peer.
+        """Validate a frame of the peer by the rules of the role, and update the state.
 
         Raises:
-            ProtocolError: the frame violates them.
+            ProtocolError: the frame violates the rules.
             RefusedError: the peer has another version.
         """
 
     def close(self, close: Close) -> None:
-        """Send the last frame, after all others."""
+        """Close the connection, with a last frame after all others."""
         self._send(close)
         self.state = CLOSED
 
     def full_records(self) -> list[bytes]:
-        """Return the records to write now if further frames may still share a record with the last ones."""
+        """Return the complete records; the last frames stay, and may share a record with later frames."""
         records, self._records, self.has_full_record = self._records, [], False
         return records
 
     def data_to_send(self) -> Sequence[bytes]:
-        """Return the records to write now."""
+        """Return all records to write, including one with the last frames."""
         records, self._records, self.has_full_record = self._records, [], False
         if self._frames:
             records.append(encode_record(self._frames))
@@ -106,7 +106,7 @@ class RecordConnection(Connection, abc.ABC, Generic[Received, Sent]):
         return records
 
     def _send(self, frame: Sent | Close, payload_bytes: int = 0) -> None:
-        """Add a frame to the next record; has no effect on a closed connection."""
+        """Add a frame to the next record; this has no effect on a closed connection."""
         if self.state is CLOSED:
             return
         nbytes = payload_bytes + _FRAME_BYTES

@@ -1,25 +1,26 @@
-"""The rules for the segments that a peer attaches, the same for all roles."""
+"""The rules for segments that a peer attaches, which are the same for all roles."""
 
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.frames import ARENA, Attach
 
 __all__ = ["LARGEST_PAGE_BYTES", "MAX_SEGMENTS", "add_segment"]
 
-# The most segments of one peer. A peer of this library attaches one at a time. Without a limit, it could
-# attach a page at a time until this process has no mappings left (65530 by default on Linux).
+# The most segments of one connection. A peer with this library attaches one at a time. Without a limit, a
+# peer could attach single pages until this process has no mappings left (65530 by default on Linux).
 MAX_SEGMENTS = 8
 
-LARGEST_PAGE_BYTES = 64 * 1024  # the size of an arena is rounded up to whole pages
+# The largest size of a page; a peer rounds the size of its arena up to whole pages.
+LARGEST_PAGE_BYTES = 64 * 1024
 
 
 def add_segment(segments: dict[int, int], attach: Attach, max_bytes: int, arena_bytes: int) -> None:
-    """Validate a frame, and add its segment.
+    """Validate an `Attach`, and add its segment.
 
     Args:
-        segments: the sizes of the attached segments in bytes, by their numbers.
-        attach: the frame.
-        max_bytes: the most bytes of address space that the segment may have.
-        arena_bytes: the size of the arena, as the peer stated it.
+        segments: the sizes of the attached segments in bytes, by their numbers; the segment is added to it.
+        attach: the frame of the peer.
+        max_bytes: the most bytes of address space that the segment may use.
+        arena_bytes: the size of the arena in bytes as stated by the peer, for the error message.
 
     Raises:
         ProtocolError: the peer may not attach the segment.

@@ -5,14 +5,14 @@
        '--Welcome of another version; Close, either way; violation----------'
 
 A sender that is not admitted receives the reason in a `Close` after the `Welcome`. A message of the sender,
-whose number is assigned by its first frame:
+which is numbered by its first frame:
 
     --Begin or Put--> begun --End, or the last Put--> whole --Taken--> (ended)
                         |                               |
                         '-------------------------------'--Discard, or Discarded by the receiver--> (ended)
 
-Messages may be announced before the `Welcome`. A receiver may answer a message that this side has discarded
-in the meantime; its owner ignores such an answer.
+Messages may be announced before the `Welcome`. The receiver may answer a message that this side has discarded
+in the meantime; the owner of the connection ignores such an answer.
 """
 
 from msgspec.structs import replace
@@ -46,17 +46,17 @@ from aiotensor.types import SenderStatistics
 __all__ = ["SenderConnection"]
 
 _WHOLE = -1
-_REPLY_BYTES = 4096  # more than a `StatisticsReply` of this library has
+_REPLY_BYTES = 4096  # longer than any `StatisticsReply` of this library
 
 
 class SenderConnection(RecordConnection[ToSender, FromSender]):
     """A sender's end of one connection.
 
     Args:
-        hello: the first frame; `data_to_send` returns it first.
+        hello: the first frame of this end; `data_to_send` returns it first.
 
     Attributes:
-        next_message: the number of the next message; also of the first message of the next connection.
+        next_message: the number of the next message, on this connection or on the next one.
         receiver_id: the id of the receiver; None until the `Welcome`.
     """
 
@@ -65,13 +65,13 @@ class SenderConnection(RecordConnection[ToSender, FromSender]):
         self.next_message = hello.first_message
         self.receiver_id: str | None = None
         self._first_message = hello.first_message
-        self._messages: dict[int, int] = {}  # the count of tensors announced, or _WHOLE
+        self._messages: dict[int, int] = {}  # the number of announced tensors, or _WHOLE
         self._records.append(encode(hello))
 
     # Commands
 
     def attach(self, segment: int, placement: str, nbytes: int) -> bytes:
-        """Return the record that shares a segment; write it after all earlier ones, with the descriptor."""
+        """Return the record that shares a segment; write it after earlier records, with the descriptor."""
         return encode(Attach(segment, placement, nbytes))
 
     def begin(self) -> int:
@@ -83,7 +83,7 @@ class SenderConnection(RecordConnection[ToSender, FromSender]):
         return number
 
     def put(self, put: Put) -> None:
-        """Announce a tensor of a message that has not ended. A new message has the number `next_message`."""
+        """Announce a tensor of a message that has not ended; a new message has the number `next_message`."""
         number = put.message
         if number == self.next_message:
             self.next_message += 1
@@ -91,7 +91,7 @@ class SenderConnection(RecordConnection[ToSender, FromSender]):
         self._send(put, len(put.payload))
 
     def end(self, message: int) -> None:
-        """Complete a message to which at least one tensor belongs."""
+        """Complete a message that has at least one tensor."""
         self._send(End(message, self._messages[message]))
         self._messages[message] = _WHOLE
 
@@ -101,7 +101,7 @@ class SenderConnection(RecordConnection[ToSender, FromSender]):
         self._send(Discard(message))
 
     def reply(self, statistics: SenderStatistics) -> None:
-        """Reply to a `StatisticsRequest`, with the longest holders only."""
+        """Reply to a `StatisticsRequest`, with the first `MAX_HOLDERS` holders, the longest ones."""
         holders = statistics.holders[:MAX_HOLDERS]
         self._send(StatisticsReply(bounded(replace(statistics, holders=holders))), _REPLY_BYTES)
 
@@ -124,7 +124,7 @@ class SenderConnection(RecordConnection[ToSender, FromSender]):
             case Welcome():
                 self.receiver_id = frame.receiver
                 self.accept_hello(frame.version, frame.pid, VERSION)
-                # Never above the limit of this side's sockets, even if the receiver accepts longer records.
+                # At most the limit of the sockets of this side, even if the receiver accepts longer records.
                 self._max_sent_bytes = min(frame.max_frame_bytes, MAX_RECORD_BYTES)
                 if frame.is_admitted:
                     self.state = OPEN

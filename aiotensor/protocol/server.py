@@ -1,4 +1,4 @@
-"""The server's end of the connection to one client of messages.
+"""A server's end of one connection of the channel.
 
     OPENING --ClientHello, then accept--> OPEN --close; disconnected--> CLOSED
        |                                                                  ^
@@ -10,8 +10,9 @@ A message of the client:
                 |                  |
                 '------------------'--fail; Cancel; disconnected--> (ended)
 
-A rejected client gets a `Close` in place of the hello of the server, which would make it send messages. Its
-owner ignores all messages that arrive on a closed connection, until the client has read the `Close`.
+A rejected client receives a `Close` instead of the hello of the server, since the hello would let it send
+messages. The owner of the connection ignores messages that arrive on a closed connection, because the client
+may not have read the `Close` yet.
 """
 
 from typing import NamedTuple
@@ -45,10 +46,10 @@ class ClientLimits(NamedTuple):
     """The limits of a server on its clients; None for no limit.
 
     Attributes:
-        clients: the most clients at once.
+        clients: the most connected clients.
         waiting: the most messages of each client that may wait to be taken.
-        waiting_bytes: the bytes of these messages at which the client stops sending.
-        parts: the largest part, and the largest body, of a message.
+        waiting_bytes: the bytes of waiting messages at which a client stops sending.
+        parts: the limits of the server on the parts and the body of a message.
     """
 
     clients: int | None
@@ -58,18 +59,18 @@ class ClientLimits(NamedTuple):
 
 
 class ServerConnection(Connection):
-    """The server's end of the connection to one client.
+    """A server's end of one connection to a client.
 
     Its commands return messages to send, of which the first part is the header.
 
     Args:
-        limits: the limits of the server.
+        limits: the limits of the server on its clients.
 
     Attributes:
-        limits: the largest part, and the largest body, that the client accepts.
+        limits: the limits of the client on the parts and the body of an answer; no limits before its hello.
         receiver: the id of the client's receiver; "" for none.
         refusal: the reason to reject the client because of its version; None if there is none.
-        window: the messages of the client that wait.
+        window: counts the messages of the client that wait to be taken, and the credit to return.
     """
 
     def __init__(self, limits: ClientLimits) -> None:
@@ -84,7 +85,7 @@ class ServerConnection(Connection):
     # Commands
 
     def accept(self, pid: int, receiver: str) -> Parts:
-        """Accept the client after its hello.
+        """Accept the client after its hello, with the hello of the server.
 
         Args:
             pid: the process id of this server.
@@ -97,11 +98,11 @@ class ServerConnection(Connection):
         ]
 
     def close(self, reason: str = "", *, is_refusal: bool = False) -> Parts:
-        """Close the connection because of an error of the client, or of a limit.
+        """Close the connection.
 
         Args:
-            reason: the reason, for the client; "" if the server closes.
-            is_refusal: whether a new attempt fails too, because of a limit or of the version of the client.
+            reason: the reason to reject the client, which the client receives; "" if the server closes.
+            is_refusal: whether further attempts fail, too, because of a limit or the version of the client.
         """
         self.state = CLOSED
         return [write(Close(reason[:_MAX_REASON], is_refusal))]
@@ -111,11 +112,11 @@ class ServerConnection(Connection):
         self.state = CLOSED
 
     def take(self, nbytes: int) -> bool:
-        """Count a message that no longer waits, with its bytes; return whether to send `credit`."""
+        """Count a message of `nbytes` bytes that no longer waits, and return whether to send a `credit`."""
         return self.window.take(nbytes) and self.state is OPEN
 
     def credit(self, others: int) -> Parts:
-        """Return the credit for the messages that no longer wait."""
+        """Return the credit for the messages that no longer wait; `others` is as in `answer`."""
         window = self.window
         window.reported(window.taken, window.taken_bytes)
         return [write(Credit(window.taken, window.taken_bytes, others))]
@@ -123,16 +124,18 @@ class ServerConnection(Connection):
     def answer(
         self, number: int, parts: Parts, handles: tuple[TensorHandle, ...], others: int
     ) -> tuple[Answer, Parts]:
-        """Answer a message. Call `answered` with the returned frame once the returned message was sent.
+        """Answer a message, and return the frame of the answer and the message to send.
+
+        The caller passes the frame to `answered` once the message was sent.
 
         Args:
-            number: the number of the message.
+            number: the number of the message to answer.
             parts: the body of the answer, and the buffers beside it.
-            handles: the handles of its tensors that a sender has sent.
+            handles: the handles of those tensors of the answer that a sender has sent.
             others: the number of unfinished messages of other clients.
 
         Raises:
-            TooLargeError: the client does not accept it.
+            TooLargeError: the answer exceeds a limit of the client.
         """
         check_parts(parts, self.limits, "client")
         body, following = split(parts)
@@ -144,7 +147,7 @@ class ServerConnection(Connection):
         self.window.reported(answer.taken, answer.taken_bytes)
 
     def fail(self, number: int, cause: Cause, others: int) -> Parts:
-        """Answer a message with an error; the arguments are those of `answer`."""
+        """Answer a message with an error; `number` and `others` are as in `answer`."""
         window = self.window
         window.reported(window.taken, window.taken_bytes)
         return [write(failure(number, cause, window.taken, window.taken_bytes, others))]
@@ -152,9 +155,9 @@ class ServerConnection(Connection):
     # Messages of the client
 
     def receive(self, message: list[memoryview]) -> tuple[FromClient, list[memoryview]]:
-        """Validate a message, and return its frame, and the body and buffers of an `Ask`.
+        """Validate a message, and return its frame, with the body and the buffers if it is an `Ask`.
 
-        After a `ClientHello` the owner calls `accept` or `close`; after an error it calls `close`.
+        The owner calls `accept` or `close` after a `ClientHello`, and `close` after an error.
 
         Raises:
             ProtocolError: the client violated the protocol.

@@ -10,7 +10,8 @@ A subscriber that is not admitted receives the reason in a `Close` after the `We
                      |
                      '--dropped, usually because of a Discard--> (ended)
 
-The publisher may withdraw a publication that this side has taken in the meantime; its owner ignores that.
+The publisher may withdraw a publication that this side has taken in the meantime; the owner of the connection
+ignores that `Discard`.
 """
 
 import msgspec
@@ -52,11 +53,11 @@ class SubscriberConnection(AnsweringConnection[ToSubscriber, Subscribe]):
     """A subscriber's end of one connection.
 
     Args:
-        subscribe: the first frame; `data_to_send` returns it first.
+        subscribe: the first frame of this end; `data_to_send` returns it first.
 
     Attributes:
         publisher_id: the id of the publisher; None until the `Welcome`.
-        limits: the limits of the publisher; None until it has admitted this subscriber.
+        limits: the frame with the limits of the publisher; None until it has admitted this subscriber.
     """
 
     def __init__(self, subscribe: Subscribe) -> None:
@@ -72,13 +73,13 @@ class SubscriberConnection(AnsweringConnection[ToSubscriber, Subscribe]):
     # Commands
 
     def taken(self, number: int) -> None:
-        """Take a publication that was not answered."""
+        """Answer a publication that the application has taken."""
         if self.state is not CLOSED:
             self._unanswered.remove(number)
             self._taken.append(number)
 
     def dropped(self, number: int) -> None:
-        """Drop a publication that was not answered; the publisher may reuse all of its memory."""
+        """Answer a publication that was dropped; the publisher may reuse all of its memory."""
         if self.state is not CLOSED:
             self._unanswered.remove(number)
             self._discarded.append(number)
@@ -133,7 +134,7 @@ def read_content(data: bytes | memoryview) -> Content:
     """Decode the content of a publication; its body refers to the memory of `data`.
 
     Raises:
-        ProtocolError: it is invalid, or a number in it is out of bounds.
+        ProtocolError: the content is invalid, or a number in it is out of bounds.
     """
     try:
         return _content.decode(data)

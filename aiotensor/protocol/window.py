@@ -1,11 +1,12 @@
-"""Credit for the messages that may wait at a server, counted at both ends of a connection.
+"""The credit for messages that may wait at a server, which both ends of a connection count.
 
     client: SendWindow                           server: ReceiveWindow
       sent, in messages and bytes --- messages --->   arrived
       taken  <--- in answers, or alone once half of the window was taken ---  taken
 
-Both count from the beginning of the connection, so a late count does no harm. The messages that the client
-has sent and the server has not taken never exceed the window; their bytes exceed it by at most one message.
+Both ends count from the beginning of the connection, so a late total does no harm. The messages that the
+client has sent and the server has not taken never exceed the window; their bytes exceed it by at most one
+message.
 """
 
 from aiotensor.errors import ProtocolError
@@ -14,10 +15,10 @@ __all__ = ["ReceiveWindow", "SendWindow"]
 
 
 class SendWindow:
-    """The client's end: the credit that is left.
+    """The client's end, which computes the remaining credit.
 
     Args:
-        messages: the most messages that may wait.
+        messages: the most messages that may wait at the server.
         nbytes: the bytes of waiting messages at which the client stops sending.
     """
 
@@ -29,17 +30,17 @@ class SendWindow:
 
     @property
     def credit(self) -> int:
-        """The number of messages that may be sent, if their bytes do not end it before."""
+        """The number of messages that may be sent now; their bytes may use up the credit earlier."""
         has_bytes = self._sent_bytes - self._taken_bytes < self._limit_bytes
         return self._limit - (self._sent - self._taken) if has_bytes else 0
 
     def sent(self, nbytes: int) -> None:
-        """Count a sent message."""
+        """Count a sent message of `nbytes` bytes."""
         self._sent += 1
         self._sent_bytes += nbytes
 
     def taken(self, messages: int, nbytes: int) -> None:
-        """Update the totals that the server has taken.
+        """Record the total messages and bytes that the server has taken.
 
         Raises:
             ProtocolError: a total is less than before, or more than was sent.
@@ -50,14 +51,14 @@ class SendWindow:
 
 
 class ReceiveWindow:
-    """The server's end: the messages that wait, and those taken.
+    """The server's end, which counts the messages that wait, and the messages that were taken.
 
     The arguments are those of `SendWindow`.
 
     Attributes:
         waiting: the number of messages that wait.
         taken: the number of messages that no longer wait.
-        taken_bytes: their bytes.
+        taken_bytes: the bytes of the messages that no longer wait.
     """
 
     def __init__(self, messages: int, nbytes: int) -> None:
@@ -69,10 +70,10 @@ class ReceiveWindow:
         self._reported = self._reported_bytes = 0
 
     def arrived(self, nbytes: int) -> None:
-        """Count a message that begins to wait.
+        """Count a message of `nbytes` bytes that begins to wait.
 
         Raises:
-            ProtocolError: the client had no credit for it.
+            ProtocolError: the client had no credit for the message.
         """
         if self.waiting >= self._limit or self._waiting_bytes >= self._limit_bytes:
             raise ProtocolError(
@@ -83,9 +84,10 @@ class ReceiveWindow:
         self._waiting_bytes += nbytes
 
     def take(self, nbytes: int) -> bool:
-        """Count a message that no longer waits.
+        """Count a message of `nbytes` bytes that no longer waits, and return whether to report the totals.
 
-        Returns whether to report the totals without an answer, since the client may be waiting for credit.
+        The totals are reported even without an answer once half of the window was taken since the last
+        report, because the client may be waiting for credit.
         """
         self.waiting -= 1
         self._waiting_bytes -= nbytes

@@ -80,7 +80,7 @@ class Outgoing:
         self._label = label
         self._next = 0
         self._begun: dict[int, _Message] = {}
-        self._announced: dict[int, Ticket[None] | None] = {}  # with the bytes to release when they are taken
+        self._announced: dict[int, Ticket[None] | None] = {}  # not taken yet, with the bytes to release then
         self._in_blocks: dict[int, Ticket[None]] = {}  # the bytes to release with each block
         self._changes = Waiters()
         self._failure: Callable[[], AioTensorError] | None = None
@@ -160,7 +160,7 @@ class Outgoing:
     # Steps
 
     def _prepare(self, value: torch.Tensor | None) -> tuple[Source | None, int]:
-        """Validate a value, and return its source with the bytes that the message counts towards `max_bytes`."""
+        """Validate a value, and return its source and the bytes that count towards `max_bytes`."""
         if self._failure is not None:
             raise self._failure()
         if value is None:
@@ -182,7 +182,7 @@ class Outgoing:
         return message
 
     def _place_inline(self, message: _Message, source: Source) -> bool:
-        """Place the bytes of a tensor in its frame or beside it, and return whether that is possible."""
+        """Place the bytes of a tensor in or with its frame, and return whether that is possible."""
         number, nbytes = message.number, source.nbytes
         if nbytes <= MAX_INLINE_BYTES:
             message.frame = put_of(number, 0, source, Placed(INLINE, bytes_of(source)), None, last=True)
@@ -288,7 +288,7 @@ class Outgoing:
     def _roll_back(self, message: _Message) -> None:
         """Release the bytes of a message that failed, and skip it."""
         if self._begun.pop(message.number, None) is None:
-            return  # the pipe has ended, and `lost` has released the bytes
+            return  # the end of the pipe has released the bytes
         if message.ticket is not None:
             self.gate.release(message.ticket)
         self._announce()

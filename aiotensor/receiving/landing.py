@@ -23,8 +23,8 @@ from aiotensor.tensors.segments import Segment, whole_pages
 
 __all__ = ["LandingSegment"]
 
-_PIECE_BYTES = 2 * WINDOW_BYTES  # a block gets so much memory at a time, before its bytes arrive
-_QUICK_BYTES = 64 << 10  # so few bytes are stored without the overhead of numpy
+_PIECE_BYTES = 2 * WINDOW_BYTES  # the memory that a block gets at a time, before its bytes arrive
+_QUICK_BYTES = 64 << 10  # up to this size, bytes are stored without the overhead of numpy
 _KEEP_WARM_S = 30.0  # the default of `keep_warm_s` of a sender
 
 

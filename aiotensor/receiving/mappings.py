@@ -243,7 +243,7 @@ class Mappings:
                 self._unmap(segment)
 
     def take_over(self, memory: PeerMemory) -> None:
-        """Return the unused memory of a peer to the system, because the process of the peer does not use it."""
+        """Return the unused memory of a peer to the system, because the peer does not use it any more."""
         self._process_ends.pop(memory, None)
         for segment in memory.segments.values():
             if segment.number not in memory.mapped:  # otherwise, tensors in it are still to be opened
@@ -299,7 +299,7 @@ class Mappings:
         for _ in range(use.pins):
             release(block)
         if segment.number not in segment.memory.mapped and not segment.leases:
-            self._unmap(segment)  # `detach` has left it to the last tensor
+            self._unmap(segment)  # it was detached while the tensors still lived
 
     def _set_lingering(self, segment: _LeasedSegment, nbytes: int) -> None:
         self.lingering_bytes += nbytes - segment.lingering_bytes
@@ -324,8 +324,8 @@ class Mappings:
         if self._is_closed:
             segment.mapped.close()
             return
-        # Other subscribers of a publisher that is gone may keep the segment mapped, and with it memory that only
-        # this subscriber has used.
+        # Other subscribers of a publisher that is gone may keep the segment mapped, and with it the memory
+        # that only this subscriber has used.
         removes = segment.mapped.is_private and memory.release is None
         # In the worker, because unmapping much memory takes milliseconds.
         self._worker.begin("unmapping", segment.mapped.remove_and_close if removes else segment.mapped.close)

@@ -65,17 +65,23 @@ class Senders:
         self._limits = limits
         self._errors = errors
         self._loop = asyncio.get_running_loop()
-        self._answered: dict[SenderPeer, None] = {}  # answers are written at the end of this iteration
+        self._answered: dict[SenderPeer, None] = {}  # with answers to write at the end of this iteration
 
     @property
     def mapped_bytes(self) -> int:
-        """The bytes of the arenas of connected senders, and of segments that lingering tensors use."""
+        """The bytes of shared memory that count against `max_mapped_bytes`.
+
+        These are the arenas of connected senders, and the memory of other senders that tensors still use.
+        """
         arenas = sum(peer.memory.arena_bytes for peer in self.connected.values())
         return self.mappings.lingering_bytes + arenas
 
     @property
     def promised_messages(self) -> int:
-        """The messages that connected senders may have in flight, plus those that closed senders have left."""
+        """The number of messages that count against `max_unclaimed_messages`.
+
+        Connected senders may have these messages in flight, or closed senders have left them.
+        """
         promised = sum(peer.connection.hello.max_concurrent_videos for peer in self.connected.values())
         return self.mailbox.messages_left + promised
 

@@ -67,7 +67,7 @@ class Copies:
 
     @property
     def waiting_since(self) -> list[float]:
-        """The times at which the copies were submitted that the worker has not begun, by the loop's clock."""
+        """The submission times of the copies that the worker has not begun, by the loop's clock."""
         return [copy.since for copy in self._copies if not copy.has_begun]
 
     async def run(self, block: Block, holder: Hashable, source: Source | None) -> None:

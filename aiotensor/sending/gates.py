@@ -31,9 +31,9 @@ class Gate(Generic[P]):
     Args:
         limit: the maximum amount in use at once.
         space: the space in which each amount gets a place; None if amounts have no places.
-        stuck_elsewhere: called to detect a deadlock; returns the part of the amount in use that belongs to no
-            queued call, and yet cannot be released until a queued call is granted or ends. None if a deadlock
-            is impossible.
+        stuck_elsewhere: called to detect a deadlock; returns the part of the amount in use that is not
+            accounted to queued calls, but cannot be released until one of them is granted or ends. None if a
+            deadlock is impossible.
         long_wait_s: the time in seconds after which a wait is reported; None for never.
         on_long_wait: called with the amount, once for each wait that reaches this time.
         max_wait_s: the time in seconds after which a wait ends with an error; None for never.

@@ -181,7 +181,7 @@ class Memory:
         self.moves.abandon(holder)
 
     def unaccounted_bytes(self, numbers: Iterable[int]) -> int:
-        """Return the bytes of those of the given blocks that are accounted to no open message."""
+        """Return how many bytes of the given blocks are accounted to no open message."""
         tickets = map(self.leases.grant_of, numbers)
         return sum(ticket.amount for ticket in tickets if ticket.holder not in self.gate.budget.held)
 
@@ -214,7 +214,7 @@ class Memory:
         for number in numbers:
             ticket = self.leases.unpin(number)
             if ticket is None:
-                self.gate.refuse_if_stuck()  # now only the owner may hold the block
+                self.gate.refuse_if_stuck()  # perhaps only the owner holds the block now
             else:
                 self._release(ticket)
 
@@ -308,7 +308,7 @@ class Memory:
 
     @property
     def waiting_since(self) -> list[float]:
-        """The times at which the copies were submitted that the worker has not begun, by the loop's clock."""
+        """The submission times of the copies that the worker has not begun, by the loop's clock."""
         return self._copies.waiting_since
 
     async def settle(self) -> None:

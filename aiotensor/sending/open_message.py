@@ -69,7 +69,7 @@ class OpenMessage:
         return self
 
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized tensor in shared memory for this message; sending it copies nothing.
+        """Return an uninitialized tensor in shared memory for this message, which is sent without a copy.
 
         Like `TensorSender.allocate`, but the memory is accounted to this message: if all of `arena_bytes` is
         held by messages that wait for more of it, one of the waiting calls raises `WouldBlockError`.

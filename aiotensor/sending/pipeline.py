@@ -139,7 +139,7 @@ class Pipeline:
             nbytes: the bytes of shared memory that the call needs, for the text of the error.
 
         Raises:
-            WouldBlockError: no permit is free, or no receiver is connected and reads.
+            WouldBlockError: no permit is free, or no receiver is connected and reading.
             RefusedError: the last receiver refused this sender, and may still be running.
         """
         sessions = self.sessions

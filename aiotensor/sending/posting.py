@@ -143,7 +143,7 @@ class Posts:
         self._changes.wake()
 
     def _failed(self, message: Message, number: int, error: BaseException) -> None:
-        """Discard the message of a failed copy; log and count the error, because possibly no call raises it."""
+        """Discard the message of a failed copy, and log the error, because possibly no call raises it."""
         self._errors.add(error)
         reason = str(error)  # the log must not keep the error: its traceback refers to the tensor
         logger.error(
