@@ -50,10 +50,10 @@ class Balancer:
         self._waiting: dict[bool, deque[asyncio.Future[RemoteServer]]] = {True: deque(), False: deque()}
         self._granted = Counter[RemoteServer]()  # the number of calls that have not continued yet
         self._reports = 0
-        # The number of messages of other clients at each server, and the number of the report that stated it.
+        # The number of messages of other clients at each server, and the number of the last report.
         self._others: dict[RemoteServer, tuple[int, int]] = {}
-        # Among servers with the same load, the least recently used one is chosen. The initial order is random,
-        # so that it differs between clients.
+        # Among servers with the same load, the least recently used one is chosen. The initial order is
+        # random, so that it differs between clients.
         self._rotation = random.sample(self._servers, len(self._servers))
         # The server that is tried again, because no server has accepted this client.
         self._retried: RemoteServer | None = None

@@ -58,8 +58,8 @@ class MessageClient(LoopObject, Generic[R]):
             body, one tensor beside the body, or all small tensors beside the body. The client announces the
             limit, and a request whose answer exceeds it raises `RemoteError`.
         max_body_bytes: the maximum size of the body of an answer in bytes; None for no limit but
-            `max_part_bytes`. The body contains everything but tensors and arrays. The server enforces the
-            limit in the same way.
+            `max_part_bytes`. The body contains everything but tensors and arrays, of which it contains at
+            most 64 KiB in total. The server enforces the limit in the same way.
         heartbeat_interval_s: the time between heartbeats to a server, in seconds.
         heartbeat_timeout_s: the time in seconds without a reply to a heartbeat after which a server is lost.
             On this machine the kernel reports at once when a process ends, so heartbeats are sent only if one

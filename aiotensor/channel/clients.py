@@ -35,7 +35,7 @@ class Clients(Connections):
         requests: the requests of the clients. The event loop refers to this object, so a task that waits for
             a request keeps the server alive.
         counts: the counters of the server, in which lost and refused clients are counted.
-        listen: called with this object; opens and returns the socket, which calls the callbacks of this object.
+        listen: called with this object; opens and returns the socket, which calls its callbacks.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class MessageMemory:
         self._is_closed = False
 
     def watch(self, parts: Parts) -> "asyncio.Future[None] | None":
-        """Return a future that completes when the large buffers of a message are released; None if it has none.
+        """Return a future of the release of the large buffers of a message; None if the message has none.
 
         Call this before the message is sent. The caller must drop its references, too, because the future
         completes when nothing refers to the memory of the buffers.

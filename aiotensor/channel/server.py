@@ -64,10 +64,10 @@ class MessageServer(LoopObject, Generic[M]):
             limit, and clients raise `TooLargeError` for a message that exceeds it. A client that sends such a
             message anyway is disconnected.
         max_body_bytes: the maximum size of the body of a message in bytes; None for no limit but
-            `max_part_bytes`. The body contains everything but tensors and arrays. Clients enforce the limit
-            in the same way, and a larger body is never decoded here. A thread decodes large bodies, but
-            blocks the event loop: for 1 to 16 ms for each MiB of numbers, texts and structs, and for up to a
-            second for each MiB of tiny lists.
+            `max_part_bytes`. The body contains everything but tensors and arrays, of which it contains at
+            most 64 KiB in total. Clients enforce the limit in the same way, and a larger body is never
+            decoded here. A thread decodes large bodies, but blocks the event loop: for 1 to 16 ms for each
+            MiB of numbers, texts and structs, and for up to a second for each MiB of tiny lists.
         heartbeat_interval_s: the time between heartbeats to a client, in seconds.
         heartbeat_timeout_s: the time in seconds without a reply to a heartbeat after which a client is lost.
             On this machine the kernel reports at once when a process ends, so heartbeats are sent only if one
