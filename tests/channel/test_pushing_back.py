@@ -326,8 +326,9 @@ async def test_messages_that_wait_for_missing_tensors_are_evicted() -> None:
         ):
             await receiver.receive(await sender.send(torch.zeros(1)))
             body = memoryview(msgspec.msgpack.encode(Question(1)))
-            never = TensorHandle(sender.id, 1 << 40, 0, "int64", (1,), "cpu")
-            for _ in range(5):
+            for attempt in range(5):
+                # Another message each time: those of evicted requests are discarded.
+                never = TensorHandle(sender.id, (1 << 40) + attempt, 0, "int64", (1,), "cpu")
                 async with raw(zmq.DEALER, here.messages) as rogue:
                     await rogue.send_multipart([write(ClientHello(VERSION, 1))])
                     for number in range(10):
