@@ -70,8 +70,8 @@ def takes_long(message: object, *, has_sender: bool) -> bool:
             left -= _TENSOR_BYTES
             if not has_sender:
                 nbytes = value.numel() * value.element_size()
-                # Smaller ones need no count: as many as `left` allows have less than `QUICK_BYTES` together.
-                if nbytes > MAX_INLINE_BYTES and not _is_flat(value):
+                # For a small tensor, finding out whether it is flat takes as long as gathering it.
+                if nbytes <= MAX_INLINE_BYTES or not _is_flat(value):
                     to_gather -= nbytes
         elif kind == _ARRAY:
             left -= _TENSOR_BYTES

@@ -260,11 +260,13 @@ class Senders:
         # If a tensor was freed right after it was taken, its `Release` is sent together with the `Taken`.
         freed = self.mappings.freed
         freed.is_scheduled = False
-        if freed.items:
-            freed.collect()
-        answered, self._answered = self._answered, {}
-        for peer in answered:
-            peer.flush()
+        try:
+            if freed.items:
+                freed.collect()
+        finally:  # otherwise an error would end all answers: they are scheduled only while there are none
+            answered, self._answered = self._answered, {}
+            for peer in answered:
+                peer.flush()
 
     def _forget(self, peer: "SenderPeer") -> None:
         del self.connected[peer.sender]

@@ -19,7 +19,7 @@ class Waiters(list["asyncio.Future[None]"]):
     """
 
     def wait(self) -> "asyncio.Future[None]":
-        """Return a future to await, which the next `wake` completes."""
+        """Return a future, which the next `wake` completes; await it at once, in a task."""
         future = asyncio.get_running_loop().create_future()
         self.append(future)
         future.add_done_callback(self.remove)

@@ -73,7 +73,7 @@ class Gate(Generic[P]):
 
     def longest_wait_s(self, now: float) -> float:
         """Return the duration of the longest current wait in seconds, by the loop's clock."""
-        return now - next((ticket.since for ticket in self._waits), now)
+        return now - next((ticket.since for ticket in self._waits if not ticket.granted), now)
 
     async def acquire(self, amount: int, holder: Hashable = None) -> Ticket[P]:
         """Wait until the amount is granted, and return the ticket to release later.

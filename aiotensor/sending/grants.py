@@ -271,7 +271,6 @@ class Grants:
             OSError: the machine has no descriptors or no addresses left.
         """
         message.awaits_bytes += 1
-        message.has_bytes = True
         try:
             if allocation is None:
                 return await self.memory.acquire(nbytes, message)

@@ -201,6 +201,12 @@ class Memory:
                 budget.reassign(ticket, holder)
                 self.gate.refuse_if_stuck()
 
+    def charge(self, number: int, holder: Hashable) -> None:
+        """Account an allocated block to the whole message that will announce it."""
+        ticket = self.leases.grant_of(number)
+        if ticket.holder not in self.gate.budget.held:
+            ticket.holder = holder
+
     def account(self, number: int, holder: Hashable) -> None:
         """Account a block to a holder, or to none if it is None."""
         self.gate.budget.reassign(self.leases.grant_of(number), holder)

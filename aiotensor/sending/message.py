@@ -66,7 +66,6 @@ class Message(msgspec.Struct, eq=False):
         count: the number of its announced tensors.
         awaits_bytes: the number of its sends that wait for shared memory.
         awaits_receiver: the number of its sends that wait until the receiver reads.
-        has_bytes: whether it ever held shared memory.
         is_finished: whether all its tensors were posted, so that it becomes whole once they are announced.
     """
 
@@ -77,7 +76,6 @@ class Message(msgspec.Struct, eq=False):
     count: int = 0
     awaits_bytes: int = 0
     awaits_receiver: int = 0
-    has_bytes: bool = False
     is_finished: bool = False
 
     @property

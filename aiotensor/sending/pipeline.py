@@ -216,7 +216,6 @@ class Pipeline:
                 await self._move_allocated(mover, message, source, allocation)
             placed = Placed(ARENA, allocation.block.place.describe(source.data_ptr() - allocation.start))
             return self._announce(message, source, placed, allocation.block, last=last)
-        message.has_bytes = True
         block = self._memory.try_acquire(source.nbytes, message)
         if block is None:
             block = await self.grants.block(source.nbytes, message, allocation)
@@ -238,7 +237,6 @@ class Pipeline:
 
     def block_nowait(self, message: Message, nbytes: int) -> Block:
         """Pin a block for a tensor of a message, or raise `WouldBlockError`."""
-        message.has_bytes = True
         block = self._memory.try_acquire(nbytes, message)
         if block is None:
             raise self.grants.holders.would_block("not enough shared memory is free", 1, nbytes)
@@ -259,7 +257,7 @@ class Pipeline:
         if allocation is not None and mover is not None and not plan.new_bytes:
             offset = source.data_ptr() - allocation.start
             placed = Placed(ARENA, allocation.block.place.describe(offset))
-            message.has_bytes = True
+            self._memory.charge(allocation.block.number, message)
             return self._send_later(mover, message, source, placed, allocation.block, offset)
         block = self.block_nowait(message, plan.new_bytes)
         try:
@@ -284,8 +282,6 @@ class Pipeline:
         sizes, nbytes = sizes_of(shape, dtype, self._max_bytes)
         if nbytes == 0:
             return new_empty(sizes, dtype)
-        if message is not None:
-            message.has_bytes = True
         block = self._memory.try_acquire(nbytes, message)
         if block is None:
             block = await self.grants.block_to_allocate(nbytes, message)
@@ -390,7 +386,6 @@ class Pipeline:
             number = block.number
             if not block.place.segment.is_attached:
                 self._attach(message, block)
-            message.has_bytes = True
             self._memory.announced(number, message, is_whole=last)
         if message.number is None:
             message.number = session.connection.next_message

@@ -35,7 +35,14 @@ class CopyAbandonedError(Exception):
 
 
 def copy_now(source: Source, place: Extent) -> None:
-    """Copy a small source into warm memory, on this thread."""
+    """Copy a small source into warm memory, on this thread.
+
+    Raises:
+        CopyAbandonedError: the segment was closed.
+    """
+    memory = place.segment.memory  # keeps it mapped during the copy
+    if not memory:
+        raise CopyAbandonedError
     if is_flat(source):
         ctypes.memmove(place.segment.address + place.offset, source.data_ptr(), source.nbytes)
     else:
@@ -54,8 +61,12 @@ def copy_in_threads(
         helper: runs a part of the steps.
 
     Raises:
-        CopyAbandonedError: `is_abandoned` has returned True before the copy was complete.
+        CopyAbandonedError: the segment was closed, or `is_abandoned` has returned True before the copy was
+            complete.
     """
+    memory = place.segment.memory  # keeps it mapped during the copy
+    if not memory:
+        raise CopyAbandonedError
     steps = iter(_copy_steps(source, place))
 
     def share() -> None:

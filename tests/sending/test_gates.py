@@ -7,6 +7,7 @@ from aiotensor.errors import AioTensorError, ClosedError, PeerLostError
 from aiotensor.protocol.blocks import ALIGNMENT, Blocks
 from aiotensor.protocol.credits import Ticket
 from aiotensor.sending.gates import Gate, StuckError
+from verification.waiting import until
 
 Waiting = asyncio.Task[Ticket[None]]
 
@@ -489,3 +490,16 @@ async def test_a_ticket_records_when_it_was_granted(waits: bool) -> None:
         ticket = await waiting
 
     assert before <= ticket.since <= now()
+
+
+async def test_a_wait_that_was_granted_does_not_hide_the_longest_one() -> None:
+    gate, now = gate_of(1), asyncio.get_running_loop().time
+    held = await gate.acquire(1)
+    first, second = await begin(gate, 1), await begin(gate, 1)
+    began = now()
+    await until(lambda: now() > began + 0.01)
+
+    gate.release(held)  # grants the first, whose task has not resumed yet
+    assert gate.longest_wait_s(now()) > 0.01
+    gate.release(await first)
+    gate.release(await second)

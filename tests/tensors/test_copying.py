@@ -306,3 +306,15 @@ def test_an_abandoned_copy_can_be_repeated(helper: Executor) -> None:
 
     assert bytes(place.view()) == bytes_of(source)
     arena.close()
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_a_copy_into_a_closed_segment_is_abandoned(is_flat: bool, helper: Executor) -> None:
+    source = random_tensor((64, 2))[:, 0] if not is_flat else random_tensor((64,))
+    with arena_of(MIB) as arena:
+        place = warm(place_in(arena, 64))
+        place.segment.close()
+        with pytest.raises(CopyAbandonedError):
+            copy_now(source, place)
+        with pytest.raises(CopyAbandonedError):
+            copy_in_threads(source, place, wanted, helper)
