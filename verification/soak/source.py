@@ -10,7 +10,7 @@ from random import Random
 import msgspec
 import torch
 
-from aiotensor import TensorHandle, TensorSender, WouldBlockError
+from aiotensor import DiscardedError, TensorHandle, TensorSender, WouldBlockError
 from verification.processes.peers import State
 from verification.soak.numbers import of_arena, of_python, of_waits
 from verification.soak.pieces import KIB, LARGEST, MIB, Note, Piece, Road, Store, prepare
@@ -132,7 +132,8 @@ class Source:
         except WouldBlockError:
             handle = await self._timed(self.sender.send(tensor))
         await self._note([handle], [piece])
-        await self.sender.copied(handle)
+        with contextlib.suppress(DiscardedError):  # by the engine, before the tensor was copied
+            await self.sender.copied(handle)
 
     async def _send_allocated(self) -> None:
         piece, _ = self._store.draw(self._random, self._largest)
