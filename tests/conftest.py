@@ -92,7 +92,7 @@ def _left_since(before: dict[int, str]) -> dict[int, str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects_to_collect() -> None:
-    """Let the garbage collections of a module skip the objects of the modules before it."""
+    """Exclude the objects of earlier modules from the garbage collections of a module."""
     gc.collect()
     gc.freeze()
 

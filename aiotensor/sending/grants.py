@@ -179,7 +179,8 @@ class Grants:
         """Record that all tensors of a message were announced."""
         message.state = WHOLE
         self.counts["messages_sent"] += 1
-        self.memory.gate.budget.held.pop(message, None)  # no wait delays the release of its bytes
+        if message in self.memory.gate.budget.held:
+            self.memory.gate.budget.settle(message)  # no wait delays the release of its bytes
 
     def end(self, message: Message, state: MessageState) -> None:
         """End a message with a final state: stop its copies and moves, and release its permit."""

@@ -26,7 +26,7 @@ class Told:
 
     def __init__(self) -> None:
         self.connections: list[int] = []
-        self.reported = 0  # the connections up to now, with those that have ended
+        self.reported = 0  # the number of connections, including ended ones
 
     def connected(self, descriptor: int) -> None:
         self.connections.append(descriptor)

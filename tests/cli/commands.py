@@ -79,5 +79,5 @@ def _run(code: str, arguments: tuple[str, ...], writer: Connection) -> None:
             exec(code, {"__name__": "__main__"})  # noqa: S102 - a program of the tests
         except SystemExit as end:
             status = int(end.code or 0)
-    # The exit of a process with narrow limits may fail where a program of its own would have ended before.
+    # Sent before the exit, which can fail in a process with narrow limits.
     writer.send(Ended(status, output.getvalue(), errors.getvalue()))

@@ -1,4 +1,4 @@
-"""The loop of the tests of the command, which runs in processes of its own or in other threads."""
+"""The event loop of the tests of the command, which runs in other processes and threads."""
 
 import asyncio
 from collections.abc import Callable

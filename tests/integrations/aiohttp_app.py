@@ -76,5 +76,5 @@ if __name__ == "__main__":
         sock=listener,
         print=lambda *_: None,
         handler_cancellation=True,
-        lingering_time=totals.UPLOAD_GRACE_S,  # a client that stalls keeps its connection open for so long
+        lingering_time=totals.UPLOAD_GRACE_S,  # how long a stalled client may keep its connection
     )

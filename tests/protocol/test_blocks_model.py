@@ -21,7 +21,7 @@ class BlocksMachine(RuleBasedStateMachine):
         self.size = size // 64 * 64
         self.taken: dict[int, int] = {}  # rounded lengths by offset
 
-    # What the model says
+    # The model
 
     def gaps(self) -> list[tuple[int, int]]:
         edges = [
@@ -96,7 +96,7 @@ class BlocksMachine(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="no block is allocated"):
             self.blocks.free(units * 64)
 
-    # What must always be so
+    # Invariants
 
     @invariant()
     def runs_and_blocks_tile_the_room(self) -> None:

@@ -37,7 +37,7 @@ class Cells:
 
 
 class BudgetMachine(RuleBasedStateMachine):
-    """Keep a list of grants, a line of tickets and cells of its own, beside `Budget`."""
+    """Compare `Budget` with a list of grants, a queue of tickets and an array of cells."""
 
     @initialize(has_space=st.booleans())
     def begin(self, has_space: bool) -> None:
@@ -74,7 +74,7 @@ class BudgetMachine(RuleBasedStateMachine):
             self.held[ticket.holder] += ticket.amount
 
     def stuck(self, elsewhere: int) -> Ticket[int] | None:
-        """Find the request that is to give way: every one that waits depends on some other that waits."""
+        """Return the request to refuse if all waiting requests depend on each other."""
         waiting = [ticket for ticket in self.line if ticket.holder is not None]
         kept = sum(self.held[holder] for holder in {ticket.holder for ticket in waiting}) + elsewhere
         if not self.line or kept < self.in_use:
@@ -112,7 +112,7 @@ class BudgetMachine(RuleBasedStateMachine):
     def release_what_was_granted(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from(self.grants))
         self.grants.remove(ticket)
-        # What a holder got before it was settled, and what it got since, are not told apart.
+        # The amounts of a holder before and after it was settled are counted together.
         self.held[ticket.holder] = max(0, self.held[ticket.holder] - ticket.amount)
         if self.cells is not None and ticket.place is not None:
             self.cells.free(ticket.place)

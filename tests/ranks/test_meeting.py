@@ -116,7 +116,7 @@ async def test_a_waiting_end_connects_to_the_successor_of_a_cancelled_one(rank: 
             opening = asyncio.ensure_future(waiting.__aenter__())
     other = _end(store, rank)
     joining = asyncio.ensure_future(other.__aenter__())
-    # The first end may have met one that was cancelled at that moment.
+    # The first end may have met an end that was cancelled at that moment.
     await until(lambda: joining.done() or (opening.done() and not waiting.statistics().connected))
     if not joining.done():
         await (await opening).aclose()
