@@ -239,12 +239,8 @@ class _Attempt:
             self._socket.close(linger_s)
             self._owner.closed(self, lingers=linger_s > 0)
 
-    def _shut(self) -> None:
-        """Close the socket after the end of the transport, whose last messages may not have been sent."""
-        if self.transport is None:
-            raise AssertionError("a transport that ends has begun")
-        # A transport that was finishing has waited until the peer had all messages.
-        self.close(0.0 if self.transport.is_finishing else _LINGER_S)
+    def _shut(self, lingers: bool) -> None:
+        self.close(_LINGER_S if lingers else 0.0)
 
     # Events of the socket
 

@@ -45,7 +45,8 @@ class TcpTransport:
     Args:
         send: passes a message to ZeroMQ, together with whether ZeroMQ copies it; raises `OSError` if this
             process has no descriptors or threads left.
-        shut: called once, at the end: closes the connection, if possible after sending all messages.
+        shut: called once, at the end, to close the connection, with whether to send all messages before if
+            possible: the peer has not ended the connection, and may not have them yet.
         read: reads a message that has arrived, and returns whether there was one.
         max_record_bytes: the longest valid record that is read.
         max_queued_bytes: the most bytes of queued records, for a writer that never waits; None for no limit.
@@ -58,7 +59,7 @@ class TcpTransport:
     def __init__(
         self,
         send: Callable[[bytes | memoryview, bool], object],
-        shut: Callable[[], object],
+        shut: Callable[[bool], object],
         read: Callable[[], bool],
         max_record_bytes: int,
         max_queued_bytes: int | None = None,
@@ -157,7 +158,7 @@ class TcpTransport:
         if not self.is_closed:
             self._say_bye()
             self._stop()
-            self._shut()
+            self._shut(not self.is_finishing)  # a side that finishes waits for its peer before
 
     def _say_bye(self, reason: str = "") -> None:
         if not self._has_said_bye:
@@ -317,7 +318,7 @@ class TcpTransport:
                 handler.connection_lost(reason)
         finally:
             self._handler = None
-            self._shut()
+            self._shut(bool(farewell))
 
     def _stop(self) -> None:
         self.is_closed = True
