@@ -27,6 +27,7 @@ __all__ = ["Play", "Segments", "Times", "all_of", "timed"]
 T = TypeVar("T")
 
 _TOLD_WITHIN_S = 1.0
+_REAPED_S = 0.02  # within which a thread of ZeroMQ closes the descriptors of a closed socket
 _OF_ENGINES = (
     "socket",
     "pipe",
@@ -389,18 +390,20 @@ def _wrong_with_receiver(now: ReceiverStatistics, senders: int) -> list[str]:
 async def _wrong_with_process(member: Member, segments: Segments) -> list[str]:
     """Compare the descriptors and mappings of a process with the expected ones."""
     ends = time.monotonic() + WATCHDOG_S
+    last: list[str] | None = None
     while True:  # unmapping runs in a thread, and the end of a connection may be noticed late
         mapped, descriptors = watch.memfds(member.pid), watch.targets(member.pid)
         if member.has_engine:
             descriptors = [name for name in descriptors if not name.startswith(_OF_ENGINES)]
         own = [name for name in descriptors if "memfd:aiotensor " not in name]
-        if member.own_descriptors is None:
+        if member.own_descriptors is None and own == last:
             member.own_descriptors = own
         if own == member.own_descriptors and segments.allows(mapped, len(descriptors) - len(own)):
             return []
         if time.monotonic() > ends:
-            before, now = Counter(member.own_descriptors), Counter(descriptors)
+            before, now = Counter(member.own_descriptors or ()), Counter(descriptors)
             gone = "".join(f"\n  - {name}" for name in (before - now).elements())
             new = "".join(f"\n  + {name}" for name in (now - before).elements())
             return [f"{member.name} has {mapped} segments, and other descriptors than before:{gone}{new}"]
-        await asyncio.sleep(0.001)
+        last = own
+        await asyncio.sleep(_REAPED_S if member.own_descriptors is None else 0.001)
