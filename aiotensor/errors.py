@@ -150,7 +150,7 @@ class RemoteError(AioTensorError):
 
 
 class UsageError(AioTensorError, RuntimeError):
-    """This object cannot be used from here: after a fork, from another thread or event loop, or unopened."""
+    """This object cannot be used in this way: unopened, after a fork, or in another thread or event loop."""
 
 
 def again(error: E) -> E:

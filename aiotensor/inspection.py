@@ -34,7 +34,7 @@ class SenderInspection(SenderSummary, frozen=True, array_like=False):
         arena_bytes: the limit on its bytes of shared memory.
         unclaimed_tensors: the number of its tensors that have arrived and were not taken.
         unclaimed_bytes: the bytes of the unclaimed tensors.
-        leases: the number of blocks of its memory that are pinned by living tensors at the receiver.
+        leases: the number of living tensors at the receiver that pin blocks of its memory.
         leased_bytes: the bytes of these tensors.
         statistics: the result of its `statistics()`, with at most 8 holders; None if it did not reply.
         answered_at: the time of its reply, by `time.monotonic`; None if it did not reply.
@@ -192,7 +192,7 @@ class _Inspector:
     # Events of the connector and the transport
 
     def connected(self, transport: Transport) -> None:
-        """Start the transport, and send the only frame of an inspector."""
+        """Start the transport, and send the only frame that an inspector sends."""
         self._transport = transport
         transport.start(self)
         for record in self.connection.data_to_send():

@@ -40,13 +40,13 @@ class TensorReceiver(LoopObject):
     the sender when the last view is freed.
 
     A sender that would exceed a limit is refused when it connects: its calls raise `RefusedError`, which
-    names the limit, and so does `receive` for its handles. The maximum use of an admitted sender counts from
-    its admission on, so that no later message exceeds a limit.
+    names the limit, and so does `receive` for its handles. The maximum that a sender may ever use is counted
+    when it is admitted, so that no later message exceeds a limit.
 
     Args:
         endpoint: the location of the receiver: an address such as ``unix:///run/user/1000/engine.sock``, to
-            which only processes of this user may connect, a `TensorQueue`, or a `multiprocessing.Queue` that
-            the application cannot replace by one. Only this receiver may read from the queue.
+            which only processes of this user may connect, a `TensorQueue`, or a `multiprocessing.Queue` if
+            the application cannot use a `TensorQueue`. Only this receiver may read from the queue.
         max_senders: the maximum number of connected senders; None for no limit.
         max_mapped_bytes: the maximum number of bytes of mapped shared memory, over all senders: the sum of
             their `arena_bytes`, and the memory of disconnected senders that tensors still use; None for no
@@ -62,10 +62,10 @@ class TensorReceiver(LoopObject):
             reach.
         client_keys: the CURVE public keys of the senders and inspectors that may connect there.
         peer_timeout_s: the time in seconds without an answer after which a sender at ``tcp://`` is lost; None
-            for 2 s, and for no limit at a loopback address.
-        engine: "nixl" to receive tensors of more than a MiB at ``tcp://`` with NIXL, if their sender has
-            chosen it, too, and it works; otherwise, ZeroMQ carries all tensors. NIXL writes to the memory of
-            this process: see "RDMA" in the documentation.
+            means 2 s, or no limit at a loopback address.
+        engine: "nixl" to receive tensors of more than 1 MiB at ``tcp://`` with NIXL, provided that their
+            sender has chosen NIXL as well and that it works; otherwise, and with None, ZeroMQ carries all
+            tensors. NIXL writes to the memory of this process: see "RDMA" in the documentation.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type.
@@ -198,9 +198,9 @@ class TensorReceiver(LoopObject):
             taking.put_back(key)
 
     def receive_nowait(self, handle: TensorHandle) -> torch.Tensor:
-        """Return the tensor that a handle names if it has arrived.
+        """Return the tensor that a handle names, without waiting for its arrival.
 
-        Errors are those of `receive`.
+        Other errors are those of `receive`.
 
         Raises:
             WouldBlockError: the tensor has not arrived.
@@ -294,7 +294,7 @@ class TensorReceiver(LoopObject):
         return details
 
     def _opened(self) -> Taking:
-        """Return the implementation, if this receiver is open here."""
+        """Return the implementation, after checking that this receiver is open here."""
         if asyncio._get_running_loop() is not self.affinity.open_in:
             self.affinity.check()
         if self._taking is None:

@@ -35,28 +35,28 @@ class TensorSender(LoopObject):
 
     Args:
         endpoint: the location of the receiver: an address such as ``unix:///run/user/1000/engine.sock``, a
-            `TensorQueue`, or a `multiprocessing.Queue` that the application cannot replace by one. Such a
+            `TensorQueue`, or a `multiprocessing.Queue` if the application cannot use a `TensorQueue`. Such a
             queue must carry nothing else, and the sender is connected once the receiver has read from it.
-        max_concurrent_videos: the maximum number of messages in flight: begun by this sender, and neither
-            fully taken by the receiver nor discarded. Further sends wait in the order of the calls.
-        arena_bytes: the maximum number of bytes of shared memory that this sender uses at once. A block
-            is in use as long as a tensor over it exists, here or at the receiver, taken or not. In a
-            container, `arena_bytes` must fit into the memory limit, beyond which the kernel kills a process
-            and no call raises an error: opening logs a warning if it does not fit.
-        keep_warm_s: the time in seconds after which unused shared memory is returned to the system; None to
-            keep it. A copy into new memory takes several times as long as a copy into warm memory, so the
+        max_concurrent_videos: the maximum number of messages in flight, that is, begun by this sender, and
+            neither fully taken by the receiver nor discarded. Further sends wait in the order of the calls.
+        arena_bytes: the maximum number of bytes of shared memory that this sender uses at once. Memory is
+            in use as long as a tensor in it exists, here or at the receiver, taken or not. In a container,
+            `arena_bytes` must fit into the memory limit: beyond the limit, the kernel kills a process, and
+            no call raises an error. Opening logs a warning if `arena_bytes` does not fit.
+        keep_warm_s: the time in seconds after which unused shared memory is returned to the system; None
+            keeps it. A copy into new memory takes several times as long as a copy into warm memory, so the
             memory is kept for the next tensor, but not forever, because other programs may need it.
         long_wait_s: the time in seconds after which a wait for a permit or for memory is logged, once, with
-            the holders, their resources, and the time that they have held them; None for never.
+            the holders, their resources, and how long they have held them; None for never.
         max_wait_s: the time in seconds after which a wait for a permit, for memory, for other copies, or for
             a receiver that is not connected or does not read, ends with `WouldBlockError`; None for never.
             It applies to each wait separately. An overloaded server can use it to reject work in time.
         secret_key: the CURVE secret key of this sender, for a receiver at ``tcp://`` on another machine.
         server_key: the CURVE public key of that receiver.
         peer_timeout_s: the time in seconds without an answer after which the receiver at ``tcp://`` is lost;
-            None for 2 s, and for no limit at a loopback address.
-        engine: "nixl" to move tensors of more than 1 MiB at ``tcp://`` with NIXL, if the receiver has chosen
-            it, too, and it works; otherwise, and with None, ZeroMQ carries all tensors.
+            None means 2 s, or no limit at a loopback address.
+        engine: "nixl" to move tensors of more than 1 MiB at ``tcp://`` with NIXL, provided that the receiver
+            has chosen NIXL as well and that it works; otherwise, and with None, ZeroMQ carries all tensors.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type.
@@ -99,7 +99,7 @@ class TensorSender(LoopObject):
 
     @property
     def receiver_id(self) -> str | None:
-        """The id of the connected receiver; None while no receiver is connected and known."""
+        """The id of the connected receiver; None while none is connected, or before it has answered."""
         return None if self._pipeline is None else self._pipeline.sessions.receiver_id
 
     async def __aenter__(self) -> Self:

@@ -107,15 +107,15 @@ def main(
     written = write(report, folder)
     if target is not None:
         _write_json(report, target)
-    # JSON on standard output stays alone there.
+    # JSON on standard output must not be mixed with other output.
     _show(report, to_stderr if target == "-" else Console(soft_wrap=True, highlight=False))
     to_stderr.print(f"Written: {', '.join(str(path) for path in written)}", markup=False)
     sys.exit(1 if report.failures else 0)
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """Write the JSON, the tables and the plots, and give their paths."""
-    # It takes half a second to import, which --help and a wrong option should not.
+    """Write the JSON, the tables and the plots, and return their paths."""
+    # Importing it takes half a second, which --help and a wrong option should not.
     from bench.plots import draw
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,7 @@ async def _requests(folder: str, nbytes: int) -> AsyncIterator[_Step]:
 
 
 class Kind(NamedTuple):
-    """One kind of step: its name, the most calls, and how to open both sides in a folder."""
+    """One kind of step: its name, the maximum number of calls, and how to open both sides in a folder."""
 
     name: str
     most: int

@@ -16,11 +16,11 @@ _LENGTHS = 3
 
 
 class Clip(NamedTuple):
-    """A file as a client uploads it, and the frames that are decoded of it.
+    """A file as a client uploads it, and the frames that are decoded from it.
 
     Attributes:
         file: the bytes of the file.
-        shape: of the decoded frames: (frames, height, width, 3), uint8.
+        shape: the shape of the decoded frames: (frames, height, width, 3), uint8.
     """
 
     file: bytes

@@ -85,7 +85,7 @@ async def _answer(keys: Keys, parent: Connection) -> None:
 
 
 def _ask(address: str, keys: Keys) -> None:
-    """Ask without end, as an honest client."""
+    """Ask endlessly, as an honest client."""
 
     async def ask() -> None:
         async with _client(address, keys) as client:

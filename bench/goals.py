@@ -1,4 +1,4 @@
-"""The numbers to reach, and whether a run has reached them. Pure.
+"""The goals of the design, and whether a run has reached them. Without I/O.
 
 Both sides of a comparison come from the same round of the same run, on uvloop if they use an event loop. The
 median of the rounds decides.
@@ -17,7 +17,7 @@ _LOOP = "uvloop"
 
 
 class Reading(NamedTuple):
-    """One number that a run has taken."""
+    """One number that a run has measured."""
 
     workload: str
     contender: str
@@ -35,9 +35,9 @@ class Goal(NamedTuple):
         ours: the measured number.
         theirs: its divisor; None if there is none.
         at: whether the bound is a minimum or a maximum.
-        bound: in the unit; None for a number that is only shown beside a goal.
+        bound: the bound in the unit; None for a number that is only shown beside a goal.
         unit: ``"x"`` for a quotient; ``"s"`` or ``"%"`` for a number that stands alone.
-        words: the goal, in words; empty without one.
+        words: the goal in words; empty if there is none.
         inverted: whether the quotient is theirs by ours, as "times faster" is for durations.
     """
 
@@ -237,7 +237,7 @@ GOALS: tuple[Goal, ...] = (
         Reading("idle", "aiotensor-unix", 4 * _KIB, "cpu_percent"),
         None,
         "most",
-        0.05,  # which is written as 0.0 % from here down
+        0.05,  # this number and lower ones are shown as 0.0 %
         "%",
         "0.0 % CPU",
     ),
@@ -317,7 +317,7 @@ GOALS: tuple[Goal, ...] = (
         Reading("broadcast-idle", "aiotensor-publisher", 4 * _KIB, "cpu_percent", 8),
         None,
         "most",
-        0.05,  # which is written as 0.0 % from here down
+        0.05,  # this number and lower ones are shown as 0.0 %
         "%",
         "0.0 % CPU",
     ),
@@ -343,7 +343,7 @@ GOALS: tuple[Goal, ...] = (
 
 
 def judge(results: Sequence[Result], goals: Sequence[Goal] = GOALS) -> list[Verdict]:
-    """Hold the results against the goals; a goal that this run did not measure has no number."""
+    """Compare the results with the goals; a goal that this run did not measure has no number."""
     found = {
         Reading(result.workload, result.contender, result.size_bytes, name, result.peers): [
             each[name] for each in result.rounds

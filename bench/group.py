@@ -30,7 +30,7 @@ _OUTPUT_TAIL = 3000
 
 
 class FailedError(Exception):
-    """A contender did not finish; carries the reason, the size it was at, and the end of its output."""
+    """A contender did not finish; contains the reason, the current size, and the end of its output."""
 
     def __init__(self, reason: str, size: int, output: str) -> None:
         super().__init__(reason)
@@ -66,10 +66,10 @@ class Groups:
             contender: the contender.
             spec: the task.
             deadline_s: seconds for each batch; for the first, starting included.
-            on_batch: is given each batch.
+            on_batch: called with each batch.
 
         Raises:
-            FailedError: The contender crashed, or did not finish a batch in time and was killed.
+            FailedError: the contender crashed, or did not finish a batch in time and was killed.
         """
         with (
             tempfile.TemporaryFile() as output,

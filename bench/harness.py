@@ -30,7 +30,7 @@ class Step(NamedTuple):
     contender: str
     loop: Loop | None
     batch: Batch | None
-    lost: int = 0  # batches that will never come, since the contender has failed
+    lost: int = 0  # batches that will never arrive, since the contender has failed
 
 
 def measure(
@@ -53,7 +53,7 @@ def measure(
         on_step: called before each group of processes and after each batch.
     """
     began, load_before = time.monotonic(), os.getloadavg()[0]
-    # Left in this order: the groups are ended first, and with them the threads that wait for them.
+    # The groups are ended first, and with them the threads that wait for them.
     with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool, Groups() as groups:
         run = _Run(groups, pool, on_step)
         for chapter in plan.chapters:

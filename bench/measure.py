@@ -1,4 +1,4 @@
-"""Units and the few statistics of a run. Pure: no clocks, no processes."""
+"""Units and the few statistics of a run. Without I/O, clocks or processes."""
 
 import math
 import re
@@ -21,7 +21,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Give the bytes that a text such as ``4KiB``, ``1.5 MiB`` or ``4096`` names."""
+    """Return the number of bytes that a text such as ``4KiB``, ``1.5 MiB`` or ``4096`` states."""
     units = {name.lower(): scale for name, scale in _UNITS.items()}
     match = _SIZE.fullmatch(text.strip())
     scale = units.get((match[2] or "B").lower()) if match else None
@@ -34,7 +34,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: int) -> str:
-    """Write bytes in the largest unit that keeps the number at one or more."""
+    """Format a number of bytes in the largest unit of which it contains at least one."""
     name, scale = next(
         (name, scale) for name, scale in reversed(_UNITS.items()) if size >= scale or scale == 1
     )
@@ -42,7 +42,7 @@ def format_size(size: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration with three digits, in us, ms or s."""
+    """Format a duration with three digits, in us, ms or s."""
     for scale, unit in ((1e-6, "us"), (1e-3, "ms")):
         # 999.5 would be written as 1e+03; it belongs to the next unit.
         if seconds < 999.5 * scale:
@@ -51,7 +51,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(per_second: float) -> str:
-    """Write how many a second, with three digits and thousands apart."""
+    """Format a rate per second with three significant digits and a thousands separator."""
     if per_second < 999.5:
         return _three_digits(per_second)
     scale: float = 10 ** (len(str(round(per_second))) - 3)
@@ -59,7 +59,7 @@ def format_rate(per_second: float) -> str:
 
 
 def format_count(value: float) -> str:
-    """Write a number without a unit, with three digits."""
+    """Format a number without a unit, with three digits."""
     return _three_digits(value)
 
 
@@ -68,9 +68,9 @@ def _three_digits(value: float) -> str:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Give the smallest value that at least `percent` of the values do not exceed.
+    """Return the smallest value that at least `percent` of the values do not exceed.
 
-    This is the nearest rank: always a value that was measured. Of fewer than 100 values p99 is the largest.
+    This is the nearest rank: always a value that was measured. Of fewer than 100 values, p99 is the largest.
     """
     if not values:
         raise ValueError("there is no percentile of no values")
@@ -81,7 +81,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def share(total: int, parts: int, number: int) -> int:
-    """Give one part of a total that is divided as evenly as whole numbers can be."""
+    """Return one part of a total that is divided into whole numbers as evenly as possible."""
     return total // parts + (number < total % parts)
 
 

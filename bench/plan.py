@@ -1,4 +1,4 @@
-"""The plan of a run: contenders, workloads and event loops, and the reasons for omissions. Pure."""
+"""The plan of a run: contenders, workloads and event loops, and the reasons for omissions. Without I/O."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -15,12 +15,12 @@ class Options(NamedTuple):
     """The options of the command line.
 
     Attributes:
-        quick: whether to take the efforts of a quick run, and its contenders.
-        sizes: of the tensors, for the workloads that have none of their own.
+        quick: whether to use the efforts and the contenders of a quick run.
+        sizes: the sizes of the tensors, for workloads that have none of their own.
         loops: the event loops to measure.
         answer: what the far side of a round trip answers with.
-        rounds: of every workload; None for each workload's own.
-        deadline_s: for one batch; None for each workload's own.
+        rounds: the rounds of every workload; None for each workload's own number.
+        deadline_s: the time limit for one batch; None for each workload's own limit.
         contenders: only these; empty for all.
         workloads: only these; empty for all.
     """

@@ -257,7 +257,7 @@ def _figure(title: str) -> tuple[Figure, Axes]:
 
 
 def _lines(report: Report, workload: str) -> _Lines:
-    # One line for each contender: of two loops uvloop, else the plot is too full to read.
+    # One line for each contender, on uvloop if there are two loops: more lines would be illegible.
     wanted: dict[str, Loop | None] = {}
     mine = [result for result in report.results if result.workload == workload]
     for result in mine:

@@ -14,7 +14,7 @@ __all__ = ["Reporter"]
 
 
 class Reporter:
-    """Shows the steps of a run on a console."""
+    """Show the steps of a run on a console."""
 
     def __init__(self, console: Console, plan: Plan) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

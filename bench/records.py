@@ -38,7 +38,7 @@ class Effort(msgspec.Struct, frozen=True):
         most: the maximum number of trips of one batch.
         fewest: the minimum number of trips of one batch.
         seconds: the intended duration of a batch, for workloads that are limited by time.
-        sizes: of the tensors, if a quick run has fewer than a full one; None for those of the workload.
+        sizes: the sizes of tensors, if a quick run has fewer than a full one; None for those of the workload.
     """
 
     rounds: int = 1
@@ -89,9 +89,9 @@ class Batch(msgspec.Struct, frozen=True):
     """The measurements of a group of processes at one size and number of peers: trips, or named numbers.
 
     Attributes:
-        size_bytes: bytes of the tensors.
-        peers: processes of the side that has several.
-        latencies_ns: of each trip.
+        size_bytes: the size of the tensors.
+        peers: the processes of the side that has several.
+        latencies_ns: the latency of each trip.
         numbers: the measured numbers by their names.
         bytes_per_trip: there and back together, or to all readers; None for the size twice.
     """
@@ -107,17 +107,17 @@ class Result(msgspec.Struct, frozen=True):
     """The result of one contender at one size, over all rounds.
 
     Attributes:
-        workload: its name.
-        contender: its name.
+        workload: the name of the workload.
+        contender: the name of the contender.
         loop: the event loop; None for a contender that uses none.
-        size_bytes: bytes of the tensor.
-        peers: processes of the side that has several.
-        trips: timed trips of all rounds together; 0 where the workload times no trips.
-        numbers: for trips, of all rounds together; else the median of the rounds.
+        size_bytes: the size of the tensor.
+        peers: the processes of the side that has several.
+        trips: the timed trips of all rounds together; 0 if the workload times no trips.
+        numbers: the numbers of all rounds together for trips, and otherwise the median of the rounds.
         rounds: the numbers of each round.
         ratio: how many times better than the baseline, by the number that the workload is judged by: the
             median of `round_ratios`; None without a baseline.
-        round_ratios: each round against the same round of the baseline; how far they lie apart shows the
+        round_ratios: each round compared with the same round of the baseline; their spread shows the
             noise.
     """
 
@@ -137,11 +137,11 @@ class Failure(msgspec.Struct, frozen=True):
     """A contender that did not finish a workload, and takes part in no later round of it.
 
     Attributes:
-        workload: its name.
-        contender: its name.
+        workload: the name of the workload.
+        contender: the name of the contender.
         loop: the event loop; None for a contender that uses none.
-        round: the round it failed in, from 0.
-        size_bytes: the size it was at.
+        round: the round in which it failed, from 0.
+        size_bytes: the size at which it failed.
         reason: the failure, as a predicate of the subject "it".
         output: the last output of its processes on standard error.
     """
@@ -171,9 +171,9 @@ class Verdict(msgspec.Struct, frozen=True):
         against: the reference of the comparison; empty if there is none.
         goal: the goal, in words; empty for a number that is only shown beside one.
         measured: the median of the rounds.
-        lowest: of the rounds.
-        highest: of the rounds.
-        unit: of the three numbers: ``"x"``, ``"s"``, ``"%"`` or ``"calls"``.
+        lowest: the lowest number of the rounds.
+        highest: the highest number of the rounds.
+        unit: the unit of the three numbers: ``"x"``, ``"s"``, ``"%"`` or ``"calls"``.
         met: whether the goal was reached; None if there is no number, or no goal for it.
     """
 
@@ -207,7 +207,7 @@ class Participant(msgspec.Struct, frozen=True):
         name: its name.
         what: a short description.
         is_limit: whether it is a limit.
-        carries: its cargo; it takes part only in workloads with this cargo.
+        carries: the kind of data that it carries; it takes part only in workloads of this kind.
         spans_hosts: whether it takes part in workloads between two hosts.
     """
 

@@ -1,4 +1,4 @@
-"""From the batches of all rounds to one result for each contender, size and number of peers. Pure."""
+"""Combine the batches of all rounds into a result for each contender, size and number of peers."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Write a report as Markdown: the goals, one or two tables for each workload, and the failures. Pure."""
+"""Write a report as Markdown: the goals, one or two tables for each workload, and the failures."""
 
 from collections.abc import Iterator, Sequence
 

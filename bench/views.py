@@ -1,4 +1,4 @@
-"""The layout of the results of each workload: the cells and their meaning. Pure."""
+"""The layout of the results of each workload: the cells and their meaning. Without I/O."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -27,9 +27,9 @@ class Result(NamedTuple):
 
     Attributes:
         way: the name of the contender.
-        nbytes: of the tensor.
-        trips: until the tensor was received.
-        calls: of the call that sends it.
+        nbytes: the size of the tensor.
+        trips: the times until the tensor was received.
+        calls: the times of the call that sends it.
     """
 
     way: str
@@ -60,7 +60,7 @@ Measure: TypeAlias = Callable[[str, Sequence[int], Connection], None]
 
 
 def prepare(parts: str) -> None:
-    """Set what vLLM reads when it is imported, in each process.
+    """Set the variables that vLLM reads when it is imported; to be called in each process.
 
     Args:
         parts: the parts of aiotensor's integration to enable.
@@ -78,8 +78,8 @@ def comparison(
     """Return the command of a comparison. It measures all ways in each round, in an alternating order.
 
     Args:
-        name: of the file of the table.
-        introduction: of the file, with a title.
+        name: the name of the file of the table.
+        introduction: the introduction of the file, with a title.
         ways: the contenders; the last one is aiotensor.
         measure: measures one of them.
         trip: the heading of the trips.

@@ -98,7 +98,7 @@ async def bare_inspector(address: str, *, inspects: bool = True) -> AsyncIterato
     """Connect an inspector to a receiver, and disconnect it at the end.
 
     Args:
-        address: of the receiver.
+        address: the address of the receiver.
         inspects: whether the inspector sends its first frame.
     """
     observer = BareInspector(address)

@@ -25,7 +25,7 @@ _TRIES = 10
 
 
 class Way(enum.Enum):
-    """When a run is cancelled, relative to its suspension and to the result that it awaits."""
+    """The moment of a cancellation, relative to the suspension and to the awaited result."""
 
     AT_ONCE = "when it suspends"
     LATER = "some iterations after it suspended"
@@ -113,7 +113,7 @@ class Running(Generic[T]):
         await until(lambda: self._task.done() or bool(condition()))
 
     async def bring(self, give: Callable[[], object]) -> None:
-        """Provide the awaited result by calling `give`, and cancel the operation before it if planned."""
+        """Provide the awaited result by calling `give`; cancel the operation before that if planned."""
         self._facts.was_brought = True
         await self.until(lambda: self._is_suspended)
         if not self.cancels and self._is_at(self._plan.at):
@@ -230,7 +230,7 @@ async def cancel_everywhere(attempt: Callable[[Attempt], Awaitable[None]], *part
 
         ways = _ALONE + _BROUGHT if (await run(Plan())).was_brought else _ALONE
         for way in ways:
-            # The number of suspensions can differ between runs, so that none is where the plan wants it.
+            # The number of suspensions can differ between runs, so the planned one may not occur.
             for _ in range(_TRIES):
                 at, last = 1, 1
                 while at <= last:

@@ -22,13 +22,13 @@ from verification.processes import watch
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let tests send signals to the processes that they start, and see to workers that die."""
+    """Let tests send signals to the processes that they start, and handle workers that die."""
     workers.configure(config)
 
 
 def pytest_collection_finish() -> None:
-    """Keep the tests' own work out of the way: of the garbage collector, and of torch's threads."""
-    # These spin while they wait for each other: on a busy machine a comparison takes a hundred times as long.
+    """Reduce the overhead of torch's threads and of the garbage collector in tests."""
+    # torch's threads spin while they wait: on a busy machine, a comparison takes a hundred times as long.
     torch.set_num_threads(1)
     # Later garbage collections skip the imported modules.
     gc.collect()
@@ -36,7 +36,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run async tests on asyncio's own loop and on uvloop, unless a folder runs them on one of these."""
+    """Run async tests on asyncio's own loop and on uvloop, unless a folder chooses one of them."""
     return loops.FACTORIES
 
 
@@ -50,7 +50,7 @@ def link(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """Name a place for a receiver, where nothing is left in the end."""
+    """Return an address for a receiver, and check at the end that no file is left there."""
     with LINKS["unix"].place() as place:
         yield str(place.endpoint)
         assert not place.names()
@@ -58,7 +58,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder whose path is short enough for sockets, unlike those of pytest."""
+    """Return a folder whose path is short enough for sockets, unlike the folders of pytest."""
     with tempfile.TemporaryDirectory(prefix="aiotensor-") as path:
         yield Path(path)
 
@@ -83,7 +83,7 @@ def no_collections() -> Iterator[None]:
     gc.enable()
 
 
-_ENDING_S = 10.0  # more than a thread needs that ends
+_ENDING_S = 10.0  # more than any thread needs to end
 
 
 def _left_since(before: dict[int, str]) -> dict[int, str]:
@@ -99,7 +99,7 @@ def few_objects_to_collect() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_memory_left_behind() -> Iterator[None]:
-    """Fail a module whose tests keep shared memory, which later ones would take for their own."""
+    """Fail a module whose tests keep shared memory, which later modules would count as their own."""
     yield
     if watch.memfds(os.getpid()):
         gc.collect()
@@ -123,7 +123,7 @@ async def nothing_left_behind() -> AsyncIterator[None]:
     _join_threads()
     left = _left_since(before)
     for _ in range(3 if left else 0):
-        gc.collect()  # frees tensors, whose finalizers ask the loop for a turn
+        gc.collect()  # frees tensors, whose finalizers schedule a callback on the loop
         await asyncio.sleep(0)
         left = _left_since(before)
     assert not left, f"descriptors left behind: {left}"

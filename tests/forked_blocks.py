@@ -15,7 +15,7 @@ def in_each_block_of(*makes: Callable[..., object]) -> pytest.MarkDecorator:
     """Run a test in a block of each kind.
 
     Args:
-        makes: open a block, and are named after its kind; the parameter `make` of the test.
+        makes: functions that open a block, each named after its kind; the parameter `make` of the test.
     """
     return pytest.mark.parametrize("make", makes, ids=[make.__name__.strip("_") for make in makes])
 

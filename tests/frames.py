@@ -74,7 +74,7 @@ def put(**changes: object) -> Put:
 
 
 def record_of(*frames: object) -> bytes:
-    """Encode a record of values that may be no frames."""
+    """Encode a record of any values, which need not be frames."""
     return msgspec.msgpack.encode(frames)
 
 

@@ -33,9 +33,9 @@ def leave_out(
     """Deselect tests of a folder in all modes but the plain one.
 
     Args:
-        config: of the test run.
-        items: the collected tests, which are changed.
-        folder: of the tests.
+        config: the configuration of the test run.
+        items: the collected tests; deselected ones are removed from this list.
+        folder: the folder of the tests.
         is_left_out: returns whether to deselect a test, given its file and its parameters.
     """
     _deselect(
@@ -55,9 +55,9 @@ def leave_out_loops(
     """Deselect async tests of a folder on one of the loops.
 
     Args:
-        config: of the test run.
-        items: the collected tests, which are changed.
-        folder: of the tests.
+        config: the configuration of the test run.
+        items: the collected tests; deselected ones are removed from this list.
+        folder: the folder of the tests.
         is_left_out: returns whether to deselect a test, given its file, its parameters and its loop's name.
     """
     names: dict[object, str] = {factory: name for name, factory in loops.FACTORIES.items()}

@@ -10,10 +10,10 @@ from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from aiotensor.transports.endpoints import Endpoint
 from verification import places
 
-# For tests of shared memory, and of peers that the kernel knows: over each link of one machine.
+# The links within one machine, for tests of shared memory, and of peers that the kernel identifies.
 on_one_machine = pytest.mark.parametrize("link", places.LOCAL, indirect=True)
 
-# For tests whose senders need no receiver that runs.
+# The links for tests whose senders need no running receiver.
 at_once = pytest.mark.parametrize("link", places.AT_ONCE, indirect=True)
 
 
@@ -38,7 +38,7 @@ def endpoint(link: str | None = None) -> AbstractContextManager[Endpoint]:
 
 
 def comes_back() -> bool:
-    """Return whether a sender of the running test that lost its receiver connects to the next one."""
+    """Return whether a sender that lost its receiver connects to the next one, on this test's link."""
     return places.LINKS[Links.current].comes_back
 
 

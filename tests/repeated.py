@@ -1,4 +1,4 @@
-"""The lines of events that a peer can repeat at any rate."""
+"""Checks of the log lines of events that a peer can repeat at any rate."""
 
 import itertools
 import logging
@@ -9,17 +9,17 @@ __all__ = ["check_rate", "repeated_lines"]
 
 
 def check_rate(times: Sequence[float]) -> None:
-    """Check that no two lines are closer than a second, apart from the accuracy of clocks.
+    """Check that lines are at least a second apart, within the accuracy of clocks.
 
     Args:
-        times: of the lines, all written before any close, since a close writes the counted events.
+        times: the times of the lines, all written before any close, since closing logs the pending events.
     """
     assert all(later - earlier > 0.9 for earlier, later in itertools.pairwise(times)), times
 
 
 @contextmanager
 def repeated_lines(event: str) -> Iterator[list[tuple[float, int]]]:
-    """Collect when servers log an event, and how many times it had happened."""
+    """Collect the time of each line about an event of servers, and the number of events that it reports."""
     lines: list[tuple[float, int]] = []
 
     class Listener(logging.Handler):

@@ -30,7 +30,7 @@ from tests.frames import hello
 __all__ = ["ARENA_BYTES", "SEALS", "RogueReceiver", "RogueSender", "rogue_receiver", "rogue_sender"]
 
 ARENA_BYTES = 1 << 20
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL  # the least that a receiver accepts
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL  # the seals that a receiver requires
 
 
 class RogueSender:

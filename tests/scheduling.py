@@ -43,7 +43,7 @@ class FileScheduling(LoadFileScheduling):  # type: ignore[misc]
     def _reschedule(self, node: WorkerController) -> None:
         if node not in self.registered_collections:
             return  # it is new, and gets work when it has collected the tests
-        # A worker runs its last test only when it knows the next one, or that there is none.
+        # A worker runs its last test only when it knows the next one, or knows that none follows.
         while not node.shutting_down and (
             not self.workqueue or self._pending_of(self.assigned_work[node]) <= 2
         ):

@@ -25,7 +25,7 @@ WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a tensor's values in row-major order, by whole numbers alone."""
+    """Return the bytes of a tensor's values in row-major order, using integers only."""
     plain = tensor.detach()
     plain = plain.conj() if plain.is_conj() else plain
     if plain.dtype is torch.complex128:
@@ -87,7 +87,7 @@ async def test_a_misaligned_array_that_is_broadcast_does_not_end_the_process() -
 
 
 def random_view(allocated: torch.Tensor, draw: random.Random) -> torch.Tensor | np.ndarray:
-    """Return a view of a part of memory that torch or numpy allow."""
+    """Return a view of a part of the memory, of a kind that torch or numpy allows."""
     memory = allocated.numpy()
     if draw.random() < 0.5:
         kind = np.dtype(draw.choice(NUMPY_DTYPES))

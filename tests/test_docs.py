@@ -32,7 +32,7 @@ PAGES = [
 ]
 BROADCAST = "docs/broadcast.md"
 GUIDE = "docs/guide.md"
-FOLDERS = [ROOT, ROOT / "aiotensor"]  # that paths on a page may be relative to
+FOLDERS = [ROOT, ROOT / "aiotensor"]  # to which paths on a page may be relative
 
 
 def _blocks(kind: str, page: str = "README.md") -> list[str]:

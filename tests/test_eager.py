@@ -1,4 +1,4 @@
-"""The eager tasks of the tests are eager, and tasks for the rest."""
+"""The eager tasks of the tests start eagerly, and otherwise behave like tasks of asyncio."""
 
 import asyncio
 

@@ -93,7 +93,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
 
 @asynccontextmanager
 async def other_task_in(mode: str) -> AsyncIterator[None]:
-    """Have another task of this thread wait inside a mode of torch, which then is that of all tasks."""
+    """Let another task wait inside a mode of torch, which then applies to all tasks of this thread."""
     inside, leave = asyncio.Event(), asyncio.Event()
 
     async def infer() -> None:

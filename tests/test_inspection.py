@@ -303,7 +303,7 @@ async def test_a_receiver_with_a_full_backlog_is_not_reported_as_absent(address:
 async def test_a_receiver_that_accepts_late_is_still_inspected(address: str) -> None:
     with waiting_at(address) as listener, _crowd(listener) as count:
         looking = asyncio.create_task(inspect_patiently(address))
-        await asyncio.sleep(0)  # the look has tried
+        await asyncio.sleep(0)  # the inspection has tried to connect
         loop = asyncio.get_running_loop()
         for _ in range(count):
             (await loop.sock_accept(listener))[0].close()

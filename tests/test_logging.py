@@ -47,7 +47,7 @@ PAGE = ROOT / "docs" / "logging.md"
 LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
 OF_EVERY_RECORD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
-# A text by which a peer could forge a log line or control a terminal.
+# A text with which a peer could forge a log line or control a terminal.
 FORGED = "so it is\n2026-01-01 CRITICAL aiotensor: forged\r\x1b[2J\x85\u2028\u202e"
 
 

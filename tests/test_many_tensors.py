@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
 MESSAGES, TENSORS = 3, 1000
 ALL = MESSAGES * TENSORS
-NBYTES = 16 << 10  # too large to ride in a frame, so each has a block
+NBYTES = 16 << 10  # too large for a frame, so each has a block
 
 
 async def _send_all(sender: TensorSender, receiver: TensorReceiver) -> list[TensorHandle]:

@@ -1,4 +1,4 @@
-"""The receiving side: any order, any number of waiters, and nothing lost when one gives up."""
+"""Receiving in any order, with any number of waiters; nothing is lost when one is cancelled."""
 
 import asyncio
 import gc
@@ -152,7 +152,7 @@ async def test_the_error_of_a_cancelled_copy_keeps_no_block(monkeypatch: pytest.
             del tensor
             async with asyncio.timeout(10):
                 await settled(sender)
-            assert receiving.cancelled()  # it is still here, and with it the error
+            assert receiving.cancelled()  # keeps the task alive, and with it the error
     finally:
         gc.enable()
 
@@ -424,7 +424,7 @@ async def test_a_handle_can_be_awaited_before_its_sender_has_reconnected() -> No
                 await until(lambda: late.statistics().receivers_lost == 1)  # it does not fit
                 await first.aclose()
                 await until(lambda: receiver.statistics().senders == 0)
-                handle = await late.send(pattern(0, 3))  # the receiver has not looked at its socket since
+                handle = await late.send(pattern(0, 3))  # the receiver has not read its socket since
                 assert torch.equal(await receiver.receive(handle), pattern(0, 3))
 
 

@@ -1,4 +1,4 @@
-"""The sending side: backpressure, cancelling, and giving everything back."""
+"""Sending: backpressure, cancellation, and the release of all resources."""
 
 import asyncio
 import errno
@@ -39,7 +39,7 @@ async def test_send_waits_for_a_permit_until_a_message_is_taken() -> None:
         await sender.send(pattern(2, 5))
         third = asyncio.create_task(sender.send(pattern(3, 5)))
         await until(lambda: sender.statistics().waiting == 1)
-        # The receiver has both by now: that they arrived returns no permit.
+        # The receiver has both by now: arrival alone returns no permit.
         await until(lambda: receiver.statistics().unclaimed_tensors == 2)
         assert not third.done()
         await receiver.receive(first)
@@ -86,7 +86,7 @@ async def test_send_waits_for_shared_memory_until_the_last_view_is_freed() -> No
         view = tensor[10:20]
         waiting = asyncio.create_task(sender.send(pattern(2, BIG)))
         await until(lambda: sender.statistics().waiting == 1)
-        await sender.send(pattern(0, 3))  # what rides in the frame needs none
+        await sender.send(pattern(0, 3))  # an inline tensor needs none
         del tensor
         gc.collect()
         assert sender.statistics().waiting == 1  # the view pins it

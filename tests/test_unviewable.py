@@ -35,7 +35,7 @@ def packed(count: int) -> npt.NDArray[np.void]:
     return array
 
 
-# Each of so many elements: some ride in a frame, others lie in shared memory.
+# The number of elements of each array: some are sent inline, others in shared memory.
 ARRAYS: dict[str, Callable[[int], Array]] = {
     "reversed colours": lambda n: random_bytes(3 * n).reshape(-1, 3)[..., ::-1],
     "upside down": lambda n: np.arange(2 * n, dtype=np.float64).reshape(-1, 2)[::-1],

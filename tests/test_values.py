@@ -1,4 +1,4 @@
-"""Values arrive bit for bit, or are refused before anything is taken for them."""
+"""Values arrive bit for bit, or are refused before they use any resource."""
 
 import array
 from collections.abc import Callable
@@ -160,7 +160,7 @@ async def test_unsupported_values_are_refused_before_a_permit_is_acquired(name: 
             await sender.send(make())  # type: ignore[arg-type]
         await receiver.receive(held)
         await settled(sender)
-        handle = await sender.send(torch.ones(2))  # the link is as good as before
+        handle = await sender.send(torch.ones(2))  # the connection still works
         assert torch.equal(await receiver.receive(handle), torch.ones(2))
 
 

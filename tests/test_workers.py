@@ -21,7 +21,7 @@ class Run(NamedTuple):
     output: str
 
     def count(self, what: str) -> int:
-        """Return how many tests passed, failed and so on."""
+        """Return the number of tests with an outcome, such as "passed" or "failed"."""
         found = re.search(rf"(\d+) {what}", self.output.splitlines()[-1])
         return 0 if found is None else int(found.group(1))
 
@@ -35,13 +35,13 @@ def _of(*tests: str) -> str:
 
 
 def run(folder: Path, *options: str, ignored: str = "", **modules: str) -> Run:
-    """Run a suite of the modules given, set up as this one is.
+    """Run a test suite of the given modules, with the same setup as this suite.
 
-    It loads no other plugins than xdist: in each worker they take longer than the tests.
+    It loads no plugins but xdist: in each worker, loading others would take longer than the tests.
 
     Args:
-        folder: for the modules.
-        options: of pytest.
+        folder: the folder for the modules.
+        options: the options of pytest.
         ignored: a signal that is ignored when the run begins.
         modules: the text of each.
     """

@@ -1,4 +1,4 @@
-"""Processes that flood a server with connections, and have no key that it accepts."""
+"""Processes that flood a server with connections, without a key that it accepts."""
 
 import multiprocessing
 import selectors
@@ -31,9 +31,9 @@ def attacked(address: str, attack: str, attackers: int = 2) -> Iterator[None]:
     """Attack a server from several processes while the block runs.
 
     Args:
-        address: of the server, ``tcp://`` or ``ipc://``.
+        address: the address of the server, ``tcp://`` or ``ipc://``.
         attack: one of `ATTACKS`.
-        attackers: how many processes there are.
+        attackers: the number of processes.
     """
     spawn = multiprocessing.get_context("spawn")
     begun = [spawn.Event() for _ in range(attackers)]

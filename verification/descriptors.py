@@ -29,7 +29,7 @@ def accepted_at(address: str) -> list[int]:
     """Return the descriptors of all connections that this process has accepted at an address.
 
     Args:
-        address: of a server or of a receiver, with a path: ``ipc://`` or ``unix://``.
+        address: the address of a server or receiver, with a path: ``ipc://`` or ``unix://``.
     """
     path = address.partition("://")[2]
     return [int(name) for name in os.listdir("/proc/self/fd") if _is_accepted(int(name), path)]

@@ -26,7 +26,7 @@ if sys.version_info >= (3, 12):
 else:
 
     class _FirstStep:
-        """Stand for the loop while a task is made, and keep its first step instead of scheduling it."""
+        """Replace the loop while a task is made, and keep its first step instead of scheduling it."""
 
         def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
             self.get_debug = loop.get_debug

@@ -242,7 +242,7 @@ def arrived_at(subscriber: Subscriber[Any]) -> list[Arrived]:
 
 
 def has_ended(subscriber: Subscriber[Any]) -> bool:
-    """Return whether a call will learn of the end of a session, or no publisher is searched for."""
+    """Return whether the end of a session is still to be reported, or no publisher is searched for."""
     subscription = subscriber._subscription
     assert subscription is not None
     is_queued = any(not isinstance(item, Arrived) for item in subscription._inbox)
@@ -313,7 +313,7 @@ def cut(transport: Transport) -> None:
     """Shut a connection down, as the kernel does when the peer ends.
 
     Args:
-        transport: of either end; between machines, of the connecting end.
+        transport: the transport of either end; between machines, that of the connecting end.
     """
     if isinstance(transport, TcpTransport):
         attempt = getattr(transport._shut, "__self__", None)

@@ -5,7 +5,7 @@
         ...
         hosts.cut()  # packets are lost silently, in both directions
         hosts.heal()
-        hosts.slow_down(1000)  # to so many Mbit/s
+        hosts.slow_down(1000)  # to this many Mbit/s
         hosts.lose_some(2)  # percent of the packets, at random
 
 Both hosts have the same users, files and processes; they differ in their network and in some files of `/etc`.
@@ -50,7 +50,7 @@ class Host:
 
     Attributes:
         namespace: its name for ``ip netns``.
-        addresses: of its end of the cable.
+        addresses: the addresses of its end of the cable.
         etc: a folder with its own versions of files of ``/etc``.
     """
 
@@ -170,7 +170,7 @@ class Hosts:
 
 @contextmanager
 def two_hosts() -> Iterator[Hosts]:
-    """Make two hosts, and remove them in the end.
+    """Make two hosts, and remove them at the end.
 
     Their kernels repeat a connection attempt after 1, 3, 7 and 15 s, as Linux did before 6.5.
 
@@ -194,7 +194,7 @@ def two_hosts() -> Iterator[Hosts]:
             host.know({})
             hosts.append(host)
         a, b = hosts
-        # Made where it belongs: in no namespace can it be taken for a device of another run.
+        # Created in its namespace, where it cannot be mistaken for a device of another run.
         ends = [_DEVICE, "netns", a.namespace, "type", "veth", "peer", "name", _DEVICE, "netns", b.namespace]
         _ip("link", "add", *ends)
         for host in hosts:

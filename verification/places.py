@@ -36,7 +36,7 @@ _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) %
 _next_port = itertools.count(secrets.randbelow(_PORTS))
 
 WITH_ENGINE = {"engine": "nixl"}  # arguments
-_ENGINE_HOST = "127.0.0.2"  # tells these endpoints from others
+_ENGINE_HOST = "127.0.0.2"  # distinguishes these endpoints from others
 
 
 class Place(NamedTuple):

@@ -12,7 +12,7 @@ _USUAL_S = 0.05  # for these calls, on the machine of the promises
 
 @contextmanager
 def promptly(seconds: float = 1.0) -> Iterator[None]:
-    """Fail if a block takes longer than it may.
+    """Fail if a block takes longer than promised.
 
     Args:
         seconds: the promised duration. On a machine where a fixed workload takes longer than usual, the block

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Publisher(BlockingObject[broadcast.Publisher, PublisherStatistics]):
-    """Publish messages from threads; open it with ``with``, and share it between them.
+    """Publish messages from threads; open it with ``with``, and share it between the threads.
 
     Arguments and errors are those of `aiotensor.broadcast.Publisher`.
     """
@@ -41,7 +41,7 @@ class Publisher(BlockingObject[broadcast.Publisher, PublisherStatistics]):
     def publish(self, message: object, *, timeout: float | None = None) -> Published:
         """Publish a message to all connected subscribers, and return its number and delivery counts.
 
-        Waits as `aiotensor.broadcast.Publisher.publish` does. After a timeout, nothing was published.
+        Waits as `aiotensor.broadcast.Publisher.publish` does. After a timeout, nothing has been published.
         """
         return self.wait_for(self.inner.publish, message, timeout=timeout)
 
@@ -68,7 +68,7 @@ class Publisher(BlockingObject[broadcast.Publisher, PublisherStatistics]):
 
 
 class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], Generic[T]):
-    """Receive publications in threads; open it with ``with``, and share it between them.
+    """Receive publications in threads; open it with ``with``, and share it between the threads.
 
     Arguments and errors are those of `aiotensor.broadcast.Subscriber`.
     """

@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class MessageClient(BlockingObject[channel.MessageClient[R], ClientStatistics], Generic[R]):
-    """Send messages that contain tensors from threads; open it with ``with``, and share it between them.
+    """Send messages with tensors to a server; open it with ``with``, and share it between threads.
 
     Arguments and errors are those of `aiotensor.channel.MessageClient`, but `sender` and `receiver` are
     objects of `aiotensor.blocking`.
@@ -160,12 +160,12 @@ class Request(Generic[M]):
         try:
             self._server.call(leave, self.inner, error)
         except ClosedError:
-            leave(self.inner, error)  # no client waits for an answer, and no other thread uses it
+            leave(self.inner, error)  # no client waits for an answer, and no other thread uses the request
         return isinstance(error, Exception)
 
 
 class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], Generic[M]):
-    """Receive messages that contain tensors in threads, and answer them in any order.
+    """Receive messages with tensors, and answer them in any order.
 
     Open it with ``with``, and iterate over it in any number of threads. Arguments and errors are those of
     `aiotensor.channel.MessageServer`, but `sender` and `receiver` are objects of `aiotensor.blocking`.

@@ -106,7 +106,7 @@ class BlockingObject(Generic[A, S]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self.inner.affinity.is_left_in_child(error):  # otherwise, closing would replace it
+        if not self.inner.affinity.is_left_in_child(error):  # otherwise, closing would replace the error
             self.close()
 
     def close(self, *, timeout: float | None = None) -> None:

@@ -12,7 +12,7 @@ __all__ = ["KVPipe", "RankPipe"]
 
 
 class RankPipe(BlockingObject[ranks.RankPipe, PipeStatistics]):
-    """Exchange tensors with another rank from threads; open it with ``with``, and share it between them.
+    """Exchange tensors with another rank; open it with ``with``, and share it between threads.
 
     Arguments and errors are those of `aiotensor.ranks.RankPipe`.
     """
@@ -55,7 +55,7 @@ class RankPipe(BlockingObject[ranks.RankPipe, PipeStatistics]):
 
 
 class KVPipe:
-    """A `RankPipe` with the interface of the pipes of vLLM that transfer caches of keys and values.
+    """A `RankPipe` with the interface of the pipes with which vLLM transfers key-value caches.
 
     `send_tensor` raises the errors of sending, and a message that could not be sent does not count towards
     `max_bytes`. Errors are those of `RankPipe`.

@@ -17,7 +17,7 @@ __all__ = ["OpenMessage", "TensorReceiver", "TensorSender"]
 
 
 class TensorSender(BlockingObject[aiotensor.TensorSender, SenderStatistics]):
-    """Send tensors from threads; open it with ``with``, and share it between them.
+    """Send tensors from threads; open it with ``with``, and share it between the threads.
 
     Arguments and errors are those of `aiotensor.TensorSender`.
     """
@@ -33,7 +33,7 @@ class TensorSender(BlockingObject[aiotensor.TensorSender, SenderStatistics]):
 
     @property
     def receiver_id(self) -> str | None:
-        """The id of the connected receiver; None while no receiver is connected and known."""
+        """The id of the connected receiver; None while none is connected, or before it has answered."""
         return self.inner.receiver_id
 
     def ready(self, *, timeout: float | None = None) -> None:
@@ -65,7 +65,7 @@ class TensorSender(BlockingObject[aiotensor.TensorSender, SenderStatistics]):
 
         Use it as ``with sender.message() as message:``, and send each tensor in the block with
         ``message.send(tensor)``. Entering the block waits for a permit, at most `timeout` seconds; the end of
-        the block completes the message. An exception that leaves the block discards it.
+        the block completes the message. An exception that leaves the block discards the message.
         """
         return OpenMessage(self, self.call(self.inner.message), timeout)
 
@@ -144,7 +144,7 @@ class OpenMessage:
 
 
 class TensorReceiver(BlockingObject[aiotensor.TensorReceiver, ReceiverStatistics]):
-    """Receive tensors in threads; open it with ``with``, and share it between them.
+    """Receive tensors in threads; open it with ``with``, and share it between the threads.
 
     Arguments and errors are those of `aiotensor.TensorReceiver`.
     """

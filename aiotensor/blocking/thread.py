@@ -45,8 +45,8 @@ class Call(Generic[R]):
         self._results: list[R] = []
         self._error: BaseException | None = None
         self._has_ended = False
-        # One lock for each waiting thread, held until the end of the call. An event is unsuitable: the code
-        # that a signal handler interrupts may hold the lock in it.
+        # One lock for each waiting thread, held until the end of the call. A `threading.Event` is unsuitable:
+        # code that a signal handler has interrupted may hold its internal lock.
         self._ends: list[threading.Lock] = []
 
     def begin(self, loop: asyncio.AbstractEventLoop, tasks: "set[asyncio.Task[None]]") -> None:
@@ -77,7 +77,8 @@ class Call(Generic[R]):
         self._wait()
 
     def _wait(self) -> None:
-        # A signal that arrives just before the wait, or at another thread, does not interrupt the wait.
+        # A signal that arrives just before the wait, or at another thread, does not interrupt the wait, so
+        # the main thread wakes regularly to run signal handlers.
         is_main = threading.current_thread() is threading.main_thread()
         end = threading.Lock()
         end.acquire()
@@ -143,7 +144,7 @@ class Loop:
             except RuntimeError as error:
                 self._failure = no_thread(error)
                 self._starting.release()
-            except BaseException:  # of a signal handler
+            except BaseException:  # raised by a signal handler
                 self._is_starting = self._thread.ident is not None
                 raise
 
@@ -259,7 +260,7 @@ _shared = _Shared()
 
 
 def borrow(user: object) -> Loop:
-    """Return the loop of this process, and wait until it runs; it ends after its last user has released it.
+    """Wait until the loop of this process runs, and return it; the loop ends after its last user's release.
 
     Raises:
         OSError: the machine has no threads or no descriptors left.

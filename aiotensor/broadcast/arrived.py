@@ -32,11 +32,11 @@ class Arrived:
         session: the session in which the publication arrived.
         publish: its announcement.
         mappings: leases its memory.
-        order: its position among all arrivals, larger than that of earlier ones.
+        order: its position in the order of arrival.
 
     Attributes:
         number: the number of the publication.
-        missed: the number of publications missed before; None until the application begins to take it.
+        missed: the number of publications missed before it; None until the application begins to take it.
         is_taken: whether the publication was answered as taken.
         tensors: the tensors that were opened so far.
     """

@@ -60,7 +60,7 @@ class Departures:
         departure.end = watch(partial(self._ended, departure))
 
     def make_way(self) -> None:
-        """Retire the segments with blocks of readers that live on, if a call waits for memory."""
+        """Retire the segments with blocks of subscribers that live on, if a call waits for memory."""
         overdue = [departure for departure in self._departures if departure.is_overdue]
         if not overdue or not self._memory.gate.budget.waiting or self._memory.retired >= _MAX_RETIRED:
             return

@@ -39,16 +39,16 @@ class Publisher(LoopObject):
     - ``"drop"``: the subscriber loses its oldest publication in favor of the new one.
     - ``"disconnect"``: the subscriber is disconnected, and receives the reason. It may connect again.
 
-    Opening at an address waits while another process holds the lock of the folder of the socket; cancellation
-    has no side effects. Opening raises `UsageError` if another object listens there, and otherwise an
-    `OSError` that names the folder, as `TensorReceiver` does.
+    Opening at an address waits while another process holds the lock of the socket's folder; cancellation has
+    no side effects. Opening raises `UsageError` if another object listens there, and an `OSError` that names
+    the folder if the folder cannot be used, as `TensorReceiver` does.
 
     Args:
         endpoint: the location of the publisher: an address such as ``unix:///run/user/1000/frames.sock``, to
             which only processes of this user may connect, or a `TensorQueue` or `multiprocessing.Queue`.
-        arena_bytes: the maximum number of bytes of shared memory in use at once. A block is in use as long as
-            a tensor over it exists in any process, or the history or a publication that was not taken
-            contains it.
+        arena_bytes: the maximum number of bytes of shared memory in use at once. Memory is in use as long as
+            a tensor in it exists in any process, and as long as it belongs to the history or to a publication
+            that was not taken.
         max_behind: the maximum number of publications that a subscriber may be behind.
         slow: the policy for slow subscribers.
         max_held_bytes: the maximum number of bytes of shared memory that one subscriber may use. A subscriber
@@ -56,8 +56,8 @@ class Publisher(LoopObject):
         history: the number of recent publications to keep for subscribers that connect later, less than
             `max_behind`. Fewer are kept if new publications need their memory.
         max_subscribers: the maximum number of connected subscribers; None for no limit.
-        keep_warm_s: the time in seconds after which unused shared memory is returned to the system; None to
-            keep it.
+        keep_warm_s: the time in seconds after which unused shared memory is returned to the system; None
+            keeps it.
         long_wait_s: the time in seconds after which a wait for slow subscribers or for memory is logged,
             once, with the slowest subscribers; None for never.
         max_wait_s: the time in seconds after which a wait for slow subscribers and earlier calls, for memory,
@@ -68,9 +68,9 @@ class Publisher(LoopObject):
         client_keys: the CURVE public keys of the subscribers and inspectors that may connect to a ``tcp://``
             endpoint.
         peer_timeout_s: the time in seconds without an answer after which a subscriber at a ``tcp://``
-            endpoint is lost; None for 2 s, or for no limit at a loopback address.
-        engine: "nixl" to move tensors of more than 1 MiB with NIXL over ``tcp://``, if it works and the
-            subscriber has chosen it, too; otherwise, ZeroMQ carries all tensors.
+            endpoint is lost; None means 2 s, or no limit at a loopback address.
+        engine: "nixl" to move tensors of more than 1 MiB with NIXL over ``tcp://``, provided that NIXL works
+            and the subscriber has chosen it as well; otherwise, and with None, ZeroMQ carries all tensors.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type.
@@ -176,7 +176,7 @@ class Publisher(LoopObject):
     def publish_nowait(self, message: object) -> Published:
         """Publish a message without waiting; it is encoded and copied on this thread.
 
-        Arguments and errors are those of `publish`.
+        Arguments and other errors are those of `publish`.
 
         Raises:
             WouldBlockError: a subscriber is slow, another call is publishing or waiting, or too little memory

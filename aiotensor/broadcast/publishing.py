@@ -217,7 +217,7 @@ class Publishing:
             self._end(turn, placement)
 
     async def wait_for_subscribers(self, count: int) -> None:
-        """Wait until so many subscribers are connected, as `Publisher.wait_for_subscribers` does."""
+        """Wait until `count` subscribers are connected, as `Publisher.wait_for_subscribers` does."""
         try:
             async with at_most(self._settings.max_wait_s, lambda: self._reports.too_few(count)):
                 while len(self.subscribers.connected) < count:
@@ -280,7 +280,7 @@ class Publishing:
             )
 
     async def _place(self, payload: Payload, placement: _Placement) -> None:
-        tensors = nbytes = 0  # in this iteration of the loop, if nothing has to wait
+        tensors = nbytes = 0  # placed in this iteration of the event loop, unless a copy has waited
         for source, allocation in self._plan(payload):
             if tensors == _QUICK_TENSORS or nbytes > QUICK_BYTES:
                 tensors = nbytes = 0

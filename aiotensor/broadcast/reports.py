@@ -129,7 +129,7 @@ class Reports:
         )
 
     def too_few(self, count: int) -> WouldBlockError:
-        """Return the error for a wait for more subscribers than have connected."""
+        """Return the error for a wait in which fewer than `count` subscribers have connected."""
         connected = len(self._subscribers.connected)
         return WouldBlockError(
             f"{connected} of {count} subscribers have connected within {self._settings.max_wait_s:g} s",

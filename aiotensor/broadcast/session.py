@@ -97,7 +97,7 @@ class Session:
     # Answers
 
     def taken(self, number: int) -> None:
-        """Answer that the application takes a publication; its blocks are released as tensors are freed."""
+        """Answer that the application takes a publication; freeing its tensors releases its blocks."""
         self.connection.taken(number)
         self._schedule_flush()
 
@@ -116,8 +116,8 @@ class Session:
     def read_withdrawals(self) -> None:
         """Read the pending records of a publisher that drops publications.
 
-        If the application has blocked its event loop, it then takes the newest publications: those before
-        them, which the publisher has dropped, are withdrawn first.
+        If the application has blocked its event loop, it then takes the newest publications, because
+        publications that the publisher has dropped in the meantime are withdrawn first.
         """
         for _ in range(_MAX_PENDING_RECORDS):
             before = self._records
@@ -127,7 +127,7 @@ class Session:
                 return
 
     def violated(self, error: ProtocolError) -> None:
-        """End the session because a publication breaks the protocol."""
+        """End the session, because the publisher broke the protocol."""
         if self.is_over:
             return
         pid = self.connection.peer_pid
@@ -177,7 +177,7 @@ class Session:
     def _iteration_ended(self) -> None:
         self._is_flush_scheduled = False
         if not self.is_over:
-            # Tensors that were freed right after they were taken are released together with that answer.
+            # If a tensor was freed right after it was taken, its `Release` is sent together with the `Taken`.
             self._mappings.freed.collect()
             self.flush()
 

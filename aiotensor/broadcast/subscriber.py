@@ -26,8 +26,8 @@ class Subscriber(LoopObject, Generic[T]):
     it.
 
     A received tensor is a view of shared memory; a small tensor has its own memory. A received tensor stays
-    valid as long as it or a view of it exists, even after the publisher or this subscriber has ended. Writing
-    to it is visible in this process only. The publisher can reuse the memory when all subscribers have freed
+    valid as long as it or a view of it exists, even after the publisher or this subscriber has ended. Writes
+    to it are visible only in this process. The publisher can reuse the memory when all subscribers have freed
     their views.
 
     Args:
@@ -42,10 +42,10 @@ class Subscriber(LoopObject, Generic[T]):
         secret_key: the CURVE secret key of this subscriber, for a ``tcp://`` endpoint on another machine.
         server_key: the CURVE public key of the publisher at a ``tcp://`` endpoint.
         peer_timeout_s: the time in seconds without an answer after which the publisher at a ``tcp://``
-            endpoint is lost; None for 2 s, or for no limit at a loopback address.
-        engine: "nixl" to let the publisher move tensors of more than 1 MiB with NIXL over ``tcp://``, if it
-            works and the publisher has chosen it, too. NIXL writes to the memory of this process: see "RDMA"
-            in the documentation.
+            endpoint is lost; None means 2 s, or no limit at a loopback address.
+        engine: "nixl" to let the publisher move tensors of more than 1 MiB with NIXL over ``tcp://``,
+            provided that NIXL works and the publisher has chosen it as well. NIXL writes to the memory of
+            this process: see "RDMA" in the documentation.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type, or msgspec cannot decode the type.
@@ -155,7 +155,8 @@ class Subscriber(LoopObject, Generic[T]):
             AccessDeniedError: the publisher runs as another user.
             UsageError: the process at the address is not a publisher.
             ClosedError: this subscriber was closed, perhaps while waiting.
-            OSError: the machine has no memory or no thread left to decode the message; call again.
+            OSError: the machine has no memory or no thread left to decode the message. The next call tries
+                again.
         """
         try:
             found = await self._opened().receive()
@@ -169,7 +170,7 @@ class Subscriber(LoopObject, Generic[T]):
     def receive_nowait(self) -> Publication[T]:
         """Return the next publication without waiting; it is decoded on this thread.
 
-        Errors are those of `receive`.
+        Other errors are those of `receive`.
 
         Raises:
             WouldBlockError: nothing has arrived.

@@ -65,7 +65,8 @@ class SubscriberPeer:
         backlog: the publications of the subscriber; empty until it is admitted.
         name: the id of the subscriber.
         pid: the process id that the subscriber stated.
-        accepted_at: the time at which the transport last accepted records again, by the clock of the loop.
+        accepted_at: the time at which the transport last accepted records again or completed a move, by the
+            clock of the loop.
     """
 
     def __init__(self, transport: Transport, connection: PublisherConnection, host: PeerHost) -> None:
@@ -125,7 +126,7 @@ class SubscriberPeer:
         return transport.is_closed or (connection.is_closed and transport.is_writable)
 
     def withdraw(self, item: Item) -> None:
-        """Withdraw a publication, unless the subscriber has taken it."""
+        """Withdraw a publication that was announced, or whose blocks are still being moved."""
         transfer = self._transfers.pop(item.number, None)
         if transfer is None:
             self.connection.withdraw(item.number)
@@ -138,7 +139,7 @@ class SubscriberPeer:
         self._announce_moved()
 
     def _send(self, item: Item) -> None:
-        """Announce a publication, after its segments and, on another machine, the bytes of its blocks."""
+        """Announce a publication after attaching its segments and, between machines, moving its blocks."""
         if not self._attached.issuperset(item.segments):
             self.attach(item.segments)
         mover = self.transport.mover
@@ -200,7 +201,7 @@ class SubscriberPeer:
             self._attached.add(number)
 
     def detach(self, segment: int) -> None:
-        """Withdraw a segment, if the subscriber has it."""
+        """Detach a segment, if the subscriber has it."""
         if segment in self._attached:
             self._attached.remove(segment)
             self.connection.detach(segment)

@@ -34,7 +34,7 @@ __all__ = ["Subscribers"]
 
 logger = logger_of("publisher")
 
-# The seconds that closing waits until a connection accepts another one of the last records.
+# The time in seconds for which closing waits until a connection accepts each further record.
 _LAST_RECORDS_S = 1.0
 
 
@@ -136,7 +136,7 @@ class Subscribers:
         return True
 
     def detach(self, segment: Segment) -> None:
-        """Withdraw a segment without used blocks from all subscribers."""
+        """Detach a segment without used blocks from all subscribers."""
         for peer in self.connected.values():
             peer.detach(segment.number)
 
@@ -210,7 +210,7 @@ class Subscribers:
         self.refusals.broken.add(None, pid, reason)
 
     def replaced(self, pid: int | None, connections: int) -> None:
-        """Log that an unidentified connection is closed in favor of a number of newer ones."""
+        """Log that an unidentified connection is closed, because the number of newer ones is at the limit."""
         self._counts["subscribers_refused"] += 1
         self.refusals.replaced.add(pid, connections)
 

@@ -5,7 +5,7 @@
     '--------- loss, close --------+------------------------------'
     '--------- refusal, violation, disconnected for being slow: `failure` is set, until a call connects again
 
-The end of a session is queued behind its publications, so a call is notified of it after these were received.
+The end of a session is queued behind its publications, so calls learn of it only after receiving all of them.
 """
 
 import logging
@@ -263,7 +263,7 @@ class Subscription(Generic[T]):
         return self._last_end if self._ends != ends and not self._inbox else None
 
     def _search(self) -> None:
-        """Connect again, unless a publisher is being searched for already.
+        """Connect again, unless this object is already searching for a publisher.
 
         Raises:
             AioTensorError: no other publisher can be reached.

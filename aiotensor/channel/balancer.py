@@ -1,9 +1,9 @@
 """Choose among the servers of a client.
 
-A message is sent to the server with the least load: the number of the client's own messages there, and of
-messages of other clients as the server last reported it. Only a server that can take the message at once is
-chosen; otherwise the message waits for the first server that can. So no message waits for a busy server while
-another one is free, and no message is sent to two servers.
+A message is sent to the server with the least load: the number of this client's messages there, plus the
+number of other clients' messages in the latest report of the server. Only a server that can take the message
+immediately is chosen; otherwise the message waits for the first server that can. So no message waits for a
+busy server while another one is free, and no message is sent to two servers.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class Balancer:
         self._senders = senders
         waits = (sender.max_wait_s for sender in senders.values() if sender is not None)
         limits = [limit for limit in (max_wait_s, *waits) if limit is not None]
-        self._max_wait_s = {True: min(limits, default=None), False: max_wait_s}  # with a permit, without
+        self._max_wait_s = {True: min(limits, default=None), False: max_wait_s}  # by `needs_sender`
         self._retry_senders_at = 0.0
         # Waiting calls, by whether their tensors need a permit of the server's sender.
         self._waiting: dict[bool, deque[asyncio.Future[RemoteServer]]] = {True: deque(), False: deque()}
@@ -192,7 +192,7 @@ class Balancer:
         return [sender for sender in self._senders.values() if sender is not None and sender.has_failed]
 
     def _pick(self, *, needs_sender: bool) -> RemoteServer | None:
-        """Return the least loaded server among the servers that can take a message at once."""
+        """Return the least loaded server that can take a message immediately; None if there is none."""
         ready = [server for server in self._rotation if server.session is not None]
         if needs_sender:
             working = [one for one in ready if (sender := self._senders[one]) and not sender.has_failed]

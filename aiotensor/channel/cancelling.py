@@ -10,9 +10,9 @@ __all__ = ["CancelOnce"]
 class CancelOnce:
     """Cancel the task in a ``with`` block on request, and absorb that cancellation at the end of the block.
 
-    This works like `asyncio.timeout`, with a call of `cancel` in place of the timer. A cancel scope of anyio
-    is no replacement: it cancels the task again in each iteration of the loop until the block ends, so a task
-    that shields its work would keep the processor busy.
+    This works like `asyncio.timeout`, with a call of `cancel` in place of the timer. An anyio cancel scope is
+    not suitable: it cancels the task again in each iteration of the loop until the block ends, so a task that
+    shields its work would keep the processor busy.
     """
 
     def __init__(self) -> None:

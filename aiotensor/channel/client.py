@@ -44,8 +44,8 @@ class MessageClient(LoopObject, Generic[R]):
 
     Args:
         address: the address of the server: ``ipc://`` and an absolute path, or ``tcp://`` with a host and a
-            port; for several servers, a sequence of addresses. Threads resolve host names, again each second
-            while no server is found; a name that cannot be resolved counts as a server that has not started.
+            port; for several servers, a sequence of addresses. Host names are resolved in threads, and again
+            every second until a server is found; an unresolved name counts as a server that has not started.
         sender: an open sender to the receiver of the server; close it after this client. For several servers,
             a sequence with one sender for each server, in the same order. None to send tensors as part of the
             messages.
@@ -58,7 +58,7 @@ class MessageClient(LoopObject, Generic[R]):
             body, one tensor beside the body, or all small tensors beside the body. The client announces the
             limit, and a request whose answer exceeds it raises `RemoteError`.
         max_body_bytes: the maximum size of the body of an answer in bytes; None for no limit but
-            `max_part_bytes`. The body contains everything but tensors and arrays, of which it contains at
+            `max_part_bytes`. The body contains everything but tensors and arrays; of these, it contains at
             most 64 KiB in total. The server enforces the limit in the same way.
         heartbeat_interval_s: the time between heartbeats to a server, in seconds.
         heartbeat_timeout_s: the time in seconds without a reply to a heartbeat after which a server is lost.
@@ -176,17 +176,18 @@ class MessageClient(LoopObject, Generic[R]):
             message: a msgspec Struct, a dataclass, a list or a dict, with tensors and arrays anywhere in it.
                 Do not change any part of it before the call returns. A large message is encoded in a thread,
                 which continues for a moment if the call is cancelled.
-            target: the number of one of several servers, from 0; by default the least loaded connected
-                server that can take the message immediately. While there is none, the message waits
-                for the first one, and if that is lost before the message is sent, for the next.
+            target: the index of the server among several, from 0; by default, the least loaded connected
+                server that can take the message immediately. While there is none, the message waits for the
+                first one; if that server is lost before the message is sent, it waits for the next.
             inside: an open message of the sender, for callers that acquire the permit before they create the
-                tensors, so that it limits video decoding, for example: ``async with sender.message() as
-                permit: ... await client.request(message, inside=permit)``. The request completes the open
-                message when all tensors are sent, and discards it if it fails after sending a tensor.
+                tensors, so that the permit also limits video decoding, for example: ``async with
+                sender.message() as permit: ... await client.request(message, inside=permit)``. The request
+                completes the open message when all tensors are sent, and discards it if the request fails
+                after sending a tensor.
 
         Waits for the server, for a permit and memory if the message has tensors, for credit and queue space,
-        and for the answer. Cancellation notifies the server, which cancels its task, and discards the
-        tensors, so their permit and memory are released. The server may have finished its work by then.
+        and for the answer. Cancellation notifies the server, which cancels the task that answers, and
+        discards the tensors, which releases their permit and memory. The server may be done by then.
 
         Raises:
             RemoteError: the server's handler raised an exception, or the server could not decode this
@@ -225,8 +226,8 @@ class MessageClient(LoopObject, Generic[R]):
     ) -> None:
         """Send a message without requesting an answer.
 
-        After the call returns, the caller may change the tensors, and the message may still be lost with the
-        server. Arguments, waiting and errors are those of `request`, except for the answer. Cancellation
+        When the call has returned, the caller may change the tensors, but the message may still be lost with
+        the server. Arguments, waiting and errors are those of `request`, except for the answer. Cancellation
         discards the message unless it was sent.
         """
         with self._errors:
@@ -252,8 +253,8 @@ class MessageClient(LoopObject, Generic[R]):
     async def aclose(self) -> None:
         """Close the client: pending calls raise `ClosedError`.
 
-        Waits until sent messages have left, at most `linger_s` seconds. Cancellation ends the wait. Closing
-        again has no effect.
+        Waits at most `linger_s` seconds until ZeroMQ has transmitted the sent messages. Cancellation ends the
+        wait. Closing again has no effect.
         """
         self.affinity.check_place()
         was_open = self.affinity.close()

@@ -49,7 +49,7 @@ class IncomingRequest:
 
     Attributes:
         nbytes: the size of the body and the buffers in bytes.
-        is_large: whether freeing the decoded message may take long.
+        is_large: whether freeing the decoded message may take a long time.
         is_answered: whether an answer was sent.
         request: a weak reference to the `Request` of the application, once the message is taken; its callback
             detects that the `Request` was garbage-collected.
@@ -83,7 +83,7 @@ class ClientSession:
         connection: the state of the connection.
         send: passes a message to ZeroMQ, and returns whether ZeroMQ accepted it; the second argument is
             whether this is a retry.
-        unfinished: the requests of all clients that have not ended.
+        unfinished: the requests that have not ended, of all clients of the server.
         disconnect: called with this object when the client leaves too many messages unread.
 
     Attributes:

@@ -32,8 +32,8 @@ class Clients(Connections):
     Args:
         limits: the limits of the server on its clients.
         receiver: the id of the server's receiver; "" for none.
-        requests: the requests of the clients. The event loop refers to this object, so a task that waits for
-            a request keeps the server alive.
+        requests: the requests of the clients. The event loop refers to them through this object, so a task
+            that waits for a request keeps the server alive.
         counts: the counters of the server, in which lost and refused clients are counted.
         listen: called with this object; opens and returns the socket, which calls its callbacks.
     """
@@ -52,7 +52,7 @@ class Clients(Connections):
         self._counts = counts
         self._clients: dict[bytes, ClientSession] = {}
         self._leftovers: dict[ClientSession, None] = {}  # disconnected clients whose requests may still wait
-        # Functions of the module write the lines, so that a pending timer does not keep the server alive.
+        # The lines are written by functions, not by methods: a pending timer would keep the server alive.
         self._connections_refused = RepeatedEvent(_log_connection_refused)
         self._clients_refused = RepeatedEvent(_log_client_refused)
         self._protocol_broken = RepeatedEvent(_log_protocol_broken)
@@ -194,7 +194,7 @@ class Clients(Connections):
     def _lose(self, client: ClientSession) -> None:
         """Remove a client, and cancel its requests that want an answer."""
         if self._clients.pop(client.identity, None) is None:
-            return  # a send has found that the client is gone, and it was removed already
+            return  # it was removed before, when a send found that it is gone
         self._counts["clients_lost"] += 1
         wanted = sum(incoming.wants_answer for incoming in client.requests.values())
         logger.log(

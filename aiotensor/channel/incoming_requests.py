@@ -31,7 +31,7 @@ M = TypeVar("M")
 
 
 class FairQueue:
-    """Order requests so that clients take turns; the requests of one client stay in their order.
+    """Order requests so that clients take turns; the requests of each client stay in order.
 
     A client with many waiting requests gets no more turns than a client with one.
 
@@ -91,7 +91,7 @@ class IncomingRequests(Generic[M]):
 
     Attributes:
         waiters: the tasks that wait for a request.
-        unfinished: the requests of all clients that have not ended.
+        unfinished: the requests that have not ended, of all clients.
         ready: the requests whose tensors have arrived.
         waiting: the number of requests that have not been taken.
         waiting_bytes: the bytes of the bodies and buffers of these requests.
@@ -152,7 +152,7 @@ class IncomingRequests(Generic[M]):
                 self._arriving[incoming] = task
 
     def cancel(self, incoming: IncomingRequest) -> None:
-        """Release a request whose client has cancelled it or is gone, and cancel the task that answers it."""
+        """Release a request whose client cancelled it or is gone, and cancel the task that answers it."""
         self._counts["cancelled"] += 1
         was_waiting = incoming.state is RequestState.WAITING
         incoming.client.end(incoming)
@@ -331,15 +331,15 @@ class IncomingRequests(Generic[M]):
                         incoming.client.pid,
                         extra={"event": "request_dropped", "peer_pid": incoming.client.pid},
                     )
-                # A loss, and no error of the handler: a signal or a cancellation may arrive after the request
-                # was taken, and before its block is entered.
+                # Reported as a loss, not as an error of the handler: a signal or a cancellation may arrive
+                # after the request was taken, but before its block is entered.
                 self.fail(
                     incoming, Cause(UsageError.__name__, "it was dropped without a reply", is_loss=True)
                 )
 
 
 async def _take_tensors(receiver: TensorReceiver, handles: Handles, found: list[torch.Tensor]) -> None:
-    """Append the missing tensors of a message to `found`; yields to the loop between many."""
+    """Append the missing tensors of a message to `found`; yields to the loop at intervals."""
     for count in range(len(found), len(handles)):
         if count and not count % QUICK_TENSORS:
             await asyncio.sleep(0)

@@ -16,7 +16,7 @@ _QUICK_FREED_BYTES = 8 << 20
 
 
 class _Use:
-    """The number of buffers of one message that ZeroMQ still reads, and the future of their release."""
+    """The number of buffers of one message that ZeroMQ still reads; `released` completes when it is 0."""
 
     def __init__(self, released: "asyncio.Future[None]", count: int) -> None:
         self.released = released
@@ -27,9 +27,9 @@ class _Use:
 class MessageMemory:
     """Track the memory that ZeroMQ reads without copying, and free large messages in a thread.
 
-    A thread is used because the kernel needs a millisecond to reclaim 20 MB, and Python needs as long to free
-    the objects of a large decoded message. The thread is started for the first large message. This object
-    belongs to the running loop.
+    A thread is used because the kernel needs a millisecond to reclaim 20 MB, and Python needs about as long
+    to free the objects of a large decoded message. The thread is started for the first large message. This
+    object belongs to the running loop.
     """
 
     def __init__(self) -> None:
@@ -40,10 +40,10 @@ class MessageMemory:
         self._is_closed = False
 
     def watch(self, parts: Parts) -> "asyncio.Future[None] | None":
-        """Return a future of the release of the large buffers of a message; None if the message has none.
+        """Return a future that completes when a message's large buffers are released; None if it has none.
 
-        Call this before the message is sent. The caller must drop its references, too, because the future
-        completes when nothing refers to the memory of the buffers.
+        Call this before the message is sent. The future completes when nothing refers to the memory of the
+        buffers, so the caller must drop its references, too.
         """
         if len(parts) == 1:
             return None

@@ -121,7 +121,7 @@ class OutgoingRequests(Generic[R]):
             self._balancer.changed()
 
     def _server(self, target: int | None, inside: OpenMessage | None) -> RemoteServer:
-        """Return the server with the number `target`, or the server whose sender owns `inside`."""
+        """Return the server with the index `target`, or the server whose sender owns `inside`."""
         if inside is not None:
             owners = [
                 number
@@ -228,7 +228,7 @@ class OutgoingRequests(Generic[R]):
             receiver = self._receiver
             if receiver is None:
                 raise ProtocolError("the server sent tensors to a receiver, but this client has no receiver")
-            # The server uses connected senders only, so a sender that is unknown here will never connect.
+            # A server only uses connected senders, so a sender that is unknown here will never connect.
             if not all(has_seen(receiver, handle.sender) for handle in answer.handles):
                 raise ProtocolError(
                     "the server referred to tensors of a sender that is not connected to this client"

@@ -38,8 +38,8 @@ async def send_tensors(payload: Payload, sender: TensorSender, inside: OpenMessa
         sender: the sender of the tensors.
         inside: an open message of the sender, which this call completes; None to begin a new one.
 
-    Yields to the loop between many tensors, even if no send has to wait. Cancellation discards the tensors
-    that were sent.
+    Yields to the loop at intervals, even if no send has to wait. Cancellation discards the tensors that were
+    sent.
     """
     handles: list[TensorHandle] = []
     if inside is not None:
@@ -79,7 +79,7 @@ def discard(sender: TensorSender | None, handles: Sequence[TensorHandle]) -> Non
 
 def drop_answer(memory: MessageMemory, receiver: TensorReceiver | None, answer: ReceivedAnswer) -> None:
     """Drop an answer that no request waits for, and its tensors; the client may be closed."""
-    # Not now: while the caller refers to the message, emptying the list in the thread does not free it.
+    # Deferred: while the caller still refers to the message, emptying the list in the thread frees nothing.
     asyncio.get_running_loop().call_soon(memory.free_parts, answer.parts)
     if receiver is not None and answer.handles:
         with suppress(ClosedError, ValueError):  # the peer may have sent an invalid handle

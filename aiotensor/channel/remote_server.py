@@ -2,8 +2,8 @@
 
     DIALING --handshake, hello, hello--> READY --lost--> DIALING
 
-While there is no connection, new requests wait for the next server. When a server is lost, its open requests
-fail with `PeerLostError`.
+While there is no connection, new requests wait for the next server. When a server is lost, its unanswered
+requests fail with `PeerLostError`.
 
 `transports/zeromq/dialing.py` decides where to connect and when. Each attempt has a new socket, and no socket
 is connected twice, so no cancelled message reaches the next server. Each attempt is a new `ServerSession`,
@@ -75,9 +75,9 @@ class RemoteServer:
         session: the connection to a server that has accepted this client; None while there is none.
         in_flight: the number of messages that are being sent, or wait for an answer; counted by the client.
         being_sent: the number of messages that are being sent; counted by the client.
-        lost: the number of servers that were lost.
-        refused_at: the time at which the last connection ended, or could not be made for a permanent reason,
-            in seconds by the clock of the event loop.
+        lost: the number of servers that were lost at this address.
+        refused_at: the time at which the last connection ended or failed permanently, in seconds by the clock
+            of the event loop.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class RemoteServer:
         self._reported: Callable[[RemoteServer, int], object] | None = None
         self._waiters = Waiters()
         self._dialer = Dialer(address, self._dial)
-        self._failure: AioTensorError | None = None  # the reason why there is no attempt
+        self._failure: AioTensorError | None = None  # why no attempt is made
         self._attempt: ServerSession | None = None
 
     def connect(
@@ -251,7 +251,7 @@ class RemoteServer:
             )
 
     def disconnected(self, descriptor: int) -> None:
-        """Handle the end of the connection, after the messages that arrived before."""
+        """Handle the end of the connection, after the messages that arrived before it."""
         attempt = self._current()
         attempt.socket.read_last()
         if self._attempt is not attempt:

@@ -34,11 +34,11 @@ class Request(Generic[M]):
     `asyncio.timeout` around the block, propagates.
 
     An `Exception` in the block is sent to the client as `RemoteError` and logged; leaving the block without
-    an answer sends an error too. Other exceptions propagate: `SystemExit`, `KeyboardInterrupt` and
-    `asyncio.CancelledError` mean that this process stops its work, so the client gets `PeerLostError`. An
-    `asyncio.CancelledError` of a future that the block awaited, and not of its task, is logged too.
-    Afterwards the message, with its tensors, is released. The client of a request that is garbage-collected
-    without an answer gets `PeerLostError` too.
+    an answer sends an error, too. Other exceptions propagate: `SystemExit`, `KeyboardInterrupt` and
+    `asyncio.CancelledError` mean that this process stops its work, so the client gets `PeerLostError`. If a
+    future that the block awaits is cancelled, and not the task itself, the `CancelledError` is logged, too.
+    At the end of the block, the message is released with its tensors. If a request is garbage-collected
+    without an answer, its client gets `PeerLostError`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Request(Generic[M]):
         self._message: M | None = message
         self._incoming = incoming
         self._requests = requests
-        self._owner = owner  # the server, which is not garbage-collected before its requests
+        self._owner = owner  # keeps the server alive as long as its requests
         self._is_answered = False
         dropped = requests.dropped
         incoming.request = weakref.ref(self, lambda _: dropped(incoming))  # does not keep the server open
@@ -76,12 +76,12 @@ class Request(Generic[M]):
         return self._incoming.is_wanted
 
     async def reply(self, answer: object) -> bool:
-        """Answer, and return whether the client still waited for it.
+        """Send the answer, and return whether the client still waited for it.
 
         Sends nothing if the client sent the message with `send`, cancelled the request, or disconnected.
 
-        Afterwards the request releases its message, so that the shared memory of the tensors is free before
-        the next message; keep your own references to the parts that you still need.
+        Afterwards the request releases its message, so that the shared memory of its tensors is free before
+        the next message arrives; keep your own references to the parts that you still need.
 
         Args:
             answer: an object of the client's `reply_type`, with tensors and arrays anywhere in it. Do not
@@ -91,7 +91,7 @@ class Request(Generic[M]):
         Waits for a permit and memory, if a sender sends the tensors of the answer; for space in ZeroMQ's
         queue, while the client does not read; and until ZeroMQ releases the large tensors in the answer. If
         the call is cancelled before ZeroMQ has accepted the answer, nothing is sent, and the request can be
-        answered again. After a later cancellation, the tensors must not change until the answer has left.
+        answered again. After a later cancellation, do not change the tensors until the answer is transmitted.
 
         Raises:
             UsageError: the request was answered before.
@@ -120,7 +120,7 @@ class Request(Generic[M]):
 
         Args:
             error: the error or its text. The client raises a `RemoteError` with the name of the error's type
-                and its text, or a `PeerLostError` for an error such as `SystemExit`, which is no `Exception`.
+                and its text, or a `PeerLostError` if the error is not an `Exception`, such as `SystemExit`.
 
         Raises:
             UsageError: the request was answered before.
@@ -194,8 +194,8 @@ class Request(Generic[M]):
 async def reply_while_wanted(request: Request[Any], answer: object) -> bool:
     """Answer as `Request.reply` does, but return False if the client disconnects during the wait.
 
-    A thread, which uses `blocking`, has no task to cancel. Without this function, a reply that no client
-    waits for might wait for a permit forever.
+    A thread that uses `blocking` has no task that could be cancelled. Without this function, a reply that no
+    client waits for might wait for a permit forever.
     """
     with CancelOnce() as request._incoming.block:
         return await request.reply(answer)

@@ -37,11 +37,11 @@ class MessageServer(LoopObject, Generic[M]):
     Or call `serve` to run a function for each message. The iteration takes a message, and the tensors that a
     sender has sent for it, when the next one is requested. Until then the senders keep their permits, so a
     slow server applies backpressure. Clients take turns, so a client with many messages does not delay the
-    others. The messages of one client are returned in the order in which they are complete: a message does
+    others. The messages of one client are returned in the order in which they become complete: a message does
     not wait for the tensors of another.
 
     Opening raises `UsageError` if another server listens at the address, and `OSError` if this server cannot
-    listen there; at ``ipc://`` it waits as a `TensorReceiver` does.
+    listen there; at ``ipc://``, it first waits while another process holds the lock of the folder.
 
     Args:
         address: the address to which clients connect: ``ipc://`` and an absolute path, for processes of this
@@ -55,8 +55,8 @@ class MessageServer(LoopObject, Generic[M]):
             wait to be taken; None for no limit.
         max_waiting: the maximum number of messages of each client that wait to be taken; the client then
             stops sending.
-        max_waiting_bytes: the number of bytes of waiting messages at which a client stops sending, without
-            tensors that senders have sent.
+        max_waiting_bytes: the number of bytes of waiting messages at which a client stops sending; tensors
+            that senders have sent do not count.
         high_water_mark: the maximum number of messages that ZeroMQ queues for each client in each direction.
             With heartbeats, it limits only messages to a client; `max_waiting` limits messages from a client.
         max_part_bytes: the maximum size of a part of a message in bytes; None for no limit. A part is the
@@ -64,7 +64,7 @@ class MessageServer(LoopObject, Generic[M]):
             limit, and clients raise `TooLargeError` for a message that exceeds it. A client that sends such a
             message anyway is disconnected.
         max_body_bytes: the maximum size of the body of a message in bytes; None for no limit but
-            `max_part_bytes`. The body contains everything but tensors and arrays, of which it contains at
+            `max_part_bytes`. The body contains everything but tensors and arrays; of these, it contains at
             most 64 KiB in total. Clients enforce the limit in the same way, and a larger body is never
             decoded here. A thread decodes large bodies, but blocks the event loop: for 1 to 16 ms for each
             MiB of numbers, texts and structs, and for up to a second for each MiB of tiny lists.
@@ -187,8 +187,8 @@ class MessageServer(LoopObject, Generic[M]):
         """Answer every message with the result of a function, called in a separate task.
 
         The task is cancelled, once, when the client disconnects or cancels its request. A thread for which
-        the function waits is not notified: pass it a `threading.Event` that the function sets in the end. An
-        exception in the function is raised in the client as `RemoteError`, and logged.
+        the function waits is not notified: pass it a `threading.Event` that the function sets when it ends.
+        An exception in the function is logged, and raised in the client as `RemoteError`.
 
         Args:
             handler: called with each message; returns the answer.
@@ -217,7 +217,7 @@ class MessageServer(LoopObject, Generic[M]):
             if limiter is not None:
                 limiter.release()
             if task.cancelled():
-                fail_unstarted(request)  # kept until now, or it would count as dropped
+                fail_unstarted(request)  # `ended` kept it alive: otherwise it would count as dropped
 
         async with asyncio.TaskGroup() as group:
             try:

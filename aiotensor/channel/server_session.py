@@ -73,7 +73,7 @@ class ServerSession:
 
     @property
     def credit(self) -> int:
-        """The number of messages that can be sent at once."""
+        """The number of messages that can be sent immediately."""
         return 0 if self._queue else self.connection.window.credit
 
     @property
@@ -82,7 +82,7 @@ class ServerSession:
         return len(self._answers)
 
     async def sending(self, tensors: Awaitable[R]) -> R | None:
-        """Wait until the tensors of a message are sent; return None if the server is lost first."""
+        """Wait until tensors are sent, and return the result; return None if the server is lost first."""
         with CancelOnce() as wait:
             self._sending.add(wait)
             try:

@@ -108,7 +108,7 @@ def _secret_key(_: click.Context, option: click.Parameter, path: str | None) -> 
 def _server_key(_: click.Context, option: click.Parameter, value: str | None) -> str | None:
     if value is None:
         return None
-    # A path may look like a key, so files come first. No file has the name of a key by chance.
+    # A path may look like a key, so files are tried first; no file has the name of a key by chance.
     return _checked(_content(value, option) if os.path.lexists(value) else value, option)
 
 

@@ -29,7 +29,7 @@ class _OutputError(Exception):
 
 
 class _StandardOutput(io.FileIO):
-    """The file below the buffers of `sys.stdout`, through which everything is written."""
+    """The unbuffered file below `sys.stdout`, through which everything is written."""
 
     def write(self, data: "ReadableBuffer", /) -> int:
         try:

@@ -20,7 +20,7 @@ from aiotensor.tensors.source import SupportsDLPack, is_flat
 
 __all__ = ["QUICK_CODED_TENSORS", "takes_long"]
 
-# The cost of encoding is estimated as a number of bytes, of which `_QUICK_BYTES` take a tenth of a
+# The cost of encoding is estimated as a number of bytes; encoding `_QUICK_BYTES` takes a tenth of a
 # millisecond. An item of a container counts as `_ITEM_BYTES`.
 _QUICK_BYTES = 64 * 1024
 _ITEM_BYTES = 32
@@ -75,7 +75,7 @@ def takes_long(message: object, *, has_sender: bool) -> bool:
                     to_gather -= nbytes
         elif kind == _ARRAY:
             left -= _TENSOR_BYTES
-            # torch cannot view some of the other arrays, so all of them are assumed to need gathering.
+            # torch cannot view some arrays that are not contiguous or aligned, so all are to be gathered.
             if not (has_sender or (value.flags.c_contiguous and value.flags.aligned)):
                 to_gather -= value.nbytes
         elif kind == _ITEMS:

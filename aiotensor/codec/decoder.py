@@ -101,10 +101,10 @@ class TensorDecoder(Generic[T]):
     any depth.
 
     Args:
-        type: the type of the messages, as for msgspec.
+        type: the type of the messages, as for a decoder of msgspec.
         find: called with each handle that the encoder's `place` returned, in the order of the message;
-            returns the tensor. `decode` raises its errors. By default, `decode` raises `ProtocolError` for a
-            handle.
+            returns the tensor. Its errors propagate from `decode`. By default, `decode` raises
+            `ProtocolError` for a handle.
 
     Raises:
         TypeError: msgspec cannot decode this type, or a `TensorMeta` annotates a type other than a tensor.
@@ -147,7 +147,7 @@ class TensorDecoder(Generic[T]):
                 self._expectations(message)
         except MismatchError as error:
             raise ProtocolError(f"`${error.path}` does not match its annotation: {error}") from None
-        # msgspec raises a TypeError for a set of values that are not hashable.
+        # msgspec raises a TypeError for a set whose items are not hashable.
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
             if error is now.error:
                 raise

@@ -45,11 +45,11 @@ class Encoding(msgspec.Struct, eq=False):
 
     Attributes:
         place: called with each source in the order of the message; returns a handle that msgpack can encode,
-            or None to encode the source in the message. `encode` raises its errors.
+            or None to encode the source in the message. Its errors propagate from `encode`.
         inline_bytes: the size in bytes up to which sources are part of the body; larger ones become buffers.
         max_inline_bytes: the maximum number of bytes that further sources add to the body, including their
-            dtypes and shapes. The records of other sources of at most `inline_bytes` are packed into one
-            additional buffer, the last one, of type `bytes`, unless they exceed `MAX_PACKED_BYTES`.
+            dtypes and shapes. Further records are packed into one additional buffer of type `bytes`, which
+            is the last one; only a record of more than `MAX_PACKED_BYTES` stays in the body.
         open: called with each tensor or array; returns its source.
         buffers: the buffers that follow the body.
         pack: the contents of the additional buffer.
@@ -107,7 +107,7 @@ class TensorEncoder:
     Args:
         place: called with each tensor in the order of the message. A numpy array is passed as a tensor over
             its memory, or as a copy if torch cannot view that memory (negative strides). Returns a handle
-            that msgpack can encode, or None to encode the tensor in the message. `encode` raises its errors.
+            that msgpack can encode, or None to encode it in the message. Its errors propagate from `encode`.
         inline_bytes: the size in bytes up to which tensors are part of the body; larger ones become buffers.
     """
 

@@ -228,7 +228,7 @@ def _default(variable: Any) -> Any:
 
 
 def _plain(type_: Any) -> Any:
-    """Resolve aliases, `NewType` and qualifiers of a type."""
+    """Resolve type variables, aliases, `NewType` and qualifiers of a type."""
     while True:
         if isinstance(type_, TypeVar):
             type_ = _default(type_)
@@ -243,7 +243,7 @@ def _plain(type_: Any) -> Any:
 
 
 def arms(type_: Any) -> Iterator[Any]:
-    """Yield the arms of a union, even inside aliases and annotations; any other type is its own only arm."""
+    """Yield the arms of a union, even inside aliases and annotations; any other type yields only itself."""
     type_ = _plain(type_)
     origin, args = get_origin(type_), get_args(type_)
     if origin is Annotated:

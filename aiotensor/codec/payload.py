@@ -52,7 +52,7 @@ class Payload(msgspec.Struct, eq=False, kw_only=True):
     inline_bytes: int = 0
 
     def encode(self, box: list[object]) -> None:
-        """Encode the message in a list, and empty the list, so that the message can be freed."""
+        """Encode the message that a list contains, and empty the list, so that the message can be freed."""
         try:
             encoding = Encoding(self._place, max_inline_bytes=self.max_inline_bytes)
             self.parts = encoding.encode(box.pop())

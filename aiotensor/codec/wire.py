@@ -74,7 +74,7 @@ _inline_decoder: msgspec.msgpack.Decoder[Inline] = msgspec.msgpack.Decoder(Inlin
 
 PACKED = msgspec.msgpack.encode("pk")  # in an extension, refers to the next packed record
 
-LENGTH_BYTES = 2  # of the length before each packed record, which is big-endian
+LENGTH_BYTES = 2  # the size of the big-endian length before each packed record
 MAX_PACKED_BYTES = (1 << 8 * LENGTH_BYTES) - 1
 
 

@@ -22,7 +22,7 @@ class Engine(Protocol):
     """One end of a connection between two engines.
 
     Attributes:
-        address: the address by which the engine of the peer reaches this one.
+        address: the address at which the engine of the peer reaches this one.
     """
 
     address: bytes

@@ -35,7 +35,7 @@ from aiotensor.engines.base import EngineError, RegistrationError
 
 __all__ = ["NixlEngine", "load"]
 
-_PACKAGES = "nixl_cu12", "nixl_cu13"  # with the same content for hosts
+_PACKAGES = "nixl_cu12", "nixl_cu13"  # equivalent for memory of the host
 
 # UCX reads these when it is loaded. By default it writes to standard output, handles fatal signals, replaces
 # functions of the C library such as `mmap`, and warns about variables that other programs use.
@@ -54,11 +54,11 @@ _WHILE_LOADING = {
 # take two hours.
 _UCX = "TLS=^sm,TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k,TCP_KEEPIDLE=5s,TCP_KEEPINTVL=2s,TCP_KEEPCNT=3"
 
-# An agent and its connection need 17 to 25 descriptors. UCX aborts the process if there are none left.
+# An agent and its connection need 17 to 25 descriptors. UCX aborts the process if none are left.
 _LEAST_DESCRIPTORS = 64
 
 _KEY = struct.Struct("<QQQ")  # address, bytes and number of a registration; its metadata follow
-_MOST_KEYS = 4096  # of the peer, whose metadata are kept
+_MOST_KEYS = 4096  # the maximum number of keys of the peer whose metadata are kept
 
 _loading = threading.Lock()
 _making = threading.Lock()  # another agent must not take the descriptors that were counted
@@ -90,7 +90,7 @@ class NixlEngine:
         _agents.add(self._agent)
         self._peer = b""
         self._peer_address = b""
-        self._registrations = 0  # so far
+        self._registrations = 0  # the number of registrations so far
         self._registered: dict[bytes, tuple[Any, memoryview]] = {}
         self._known: set[bytes] = set()  # keys of the peer
         self._writes: dict[int, tuple[Any, memoryview]] = {}  # the source of each, with its registration
@@ -250,7 +250,7 @@ def _loaded() -> ModuleType:
 
 @contextmanager
 def _environment(defaults: dict[str, str]) -> Iterator[None]:
-    """Set environment variables that are not set, during a block only: children do not inherit them."""
+    """Set missing environment variables for the duration of a block, so that children do not inherit them."""
     added = [name for name in defaults if name not in os.environ]
     os.environ.update({name: defaults[name] for name in added})
     try:

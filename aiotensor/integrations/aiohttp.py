@@ -51,7 +51,7 @@ logger = logger_of("integrations")
 
 R = TypeVar("R")
 
-# Short compared to the stalls that are allowed, and long compared to the duration of one check.
+# The time between checks: short compared to the allowed stalls, and long compared to the duration of a check.
 _LOOKS_EVERY_S = 1.0
 
 Context: TypeAlias = Callable[[web.Application], AsyncIterator[None]]
@@ -99,7 +99,7 @@ def problem_middleware(
     upload_grace_s: float = UPLOAD_GRACE_S,
     deadline_s: float | None = None,
 ) -> Middleware:
-    """Return a middleware that answers errors of this library as problem JSON, and limits requests.
+    """Return a middleware that turns errors of this library into problem JSON, and limits requests.
 
     The status is 503 with ``Retry-After`` after a wait longer than the sender's `max_wait_s`, if the receiver
     was lost, or if a call of this library found no descriptors, memory or threads left. It is 500 if the

@@ -53,7 +53,7 @@ class TensorLifespan:
     A request whose handler uses the sender is cancelled when its client disconnects, so that its permit and
     memory are released at once.
 
-    Errors of this library are answered as problem JSON. The status is 503 with ``Retry-After`` after a wait
+    Errors of this library become problem JSON responses. The status is 503 with ``Retry-After`` after a wait
     longer than the sender's `max_wait_s`, if the receiver was lost, or if no descriptors, memory or threads
     are left. It is 500 if the receiver refuses the sender, 502 if the engine could not answer the request,
     and 413 if a message is too large.
@@ -157,7 +157,7 @@ class TensorLifespan:
             yield message
 
     async def answer_error(self, connection: HTTPConnection, error: Exception) -> Response:
-        """Answer an error of this library as problem JSON; `install` registers this function.
+        """Return the problem JSON response for an error of this library; `install` registers this method.
 
         Raises:
             WebSocketException: the error belongs to an accepted web socket, which is closed with the reason.

@@ -94,7 +94,7 @@ class UploadBudget:
 
     def wait(self, seconds: float) -> None:
         """Count time in which the server waited for the client."""
-        # The server did not really wait for longer: its loop was blocked, or its process was stopped.
+        # A longer time means that the loop was blocked or the process stopped, not that the server waited.
         self.left_s = max(self.left_s - seconds, -LAST_CHANCE_S)
 
     def error(self) -> SlowUploadError:

@@ -1,8 +1,8 @@
-"""HTTP responses to errors of this library, as problem details (RFC 9457).
+"""HTTP responses for errors of this library, as problem details (RFC 9457).
 
-An overloaded server or a lost engine is answered with 503, and with the time after which a client may try
-again. The texts of errors are logged and not sent to clients, because they contain process ids, paths and
-messages from the engine.
+If the server is overloaded or the engine is lost, the response has the status 503, and the time after which a
+client may try again. The texts of errors are logged and not sent to clients, because they contain process
+ids, paths and messages from the engine.
 """
 
 import errno
@@ -43,7 +43,7 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         status: the HTTP status.
-        title: the phrase of the status.
+        title: the standard phrase for the status.
         detail: the reason in words, for people.
         reason: the reason as an identifier, for programs: ``busy``, ``deadline``, ``exhausted``,
             ``engine_lost``, ``engine_failed``, ``refused``, ``slow_upload`` or ``too_large``.

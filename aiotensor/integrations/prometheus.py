@@ -173,7 +173,7 @@ def _waits(family: Family, counted: dict[str, Counts]) -> Metric:
 
 
 class _Published(NamedTuple):
-    """A number in a file, and the amount that this process published last."""
+    """A number in a file, and the amount of it that this process published last."""
 
     value: Any  # an instance of `ValueClass`, which has no type annotations
     amount: float

@@ -1,4 +1,4 @@
-"""An ASGI middleware that cancels requests, and answers requests that found no descriptors or memory left.
+"""An ASGI middleware that cancels requests, and answers those that fail because resources are exhausted.
 
 A request is cancelled when its client disconnects or uploads too slowly, or when it exceeds its deadline. An
 ASGI server does not cancel the handler of a client that disconnects. It only reports the disconnect to the
@@ -132,9 +132,8 @@ def _cancelled_once(
     """Run a coroutine in two nested scopes, and shield the inner one once the outer one has cancelled it.
 
     A cancelled scope of anyio cancels its task again in each iteration of the loop: a handler that shields
-    its work would keep the processor busy, and no cleanup could wait. `asyncio.Task.cancel` is no
-    replacement, since threads that the task waits for, such as those of ``def`` endpoints, are notified only
-    by scopes.
+    its work would keep the processor busy, and no cleanup could wait. `asyncio.Task.cancel` does not suffice,
+    since threads that the task waits for, such as those of ``def`` endpoints, are notified only by scopes.
 
     Other cancellations, such as those of timeouts in the coroutine, are passed on without an effect on the
     scopes. They can be distinguished, because anyio names the scope in the message of a cancellation. (If it
@@ -163,7 +162,7 @@ def _cancelled_once(
 
 
 class _WatchedRequest:
-    """One request. All of its messages pass through this object, since a server supports one receiving call.
+    """One request. All its messages pass through this object: a server allows one receiving call at a time.
 
     A watched request receives ahead of the application: one piece of the body, which is kept until the
     application receives it, and after the last piece the message that reports the disconnect.

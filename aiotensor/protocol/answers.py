@@ -39,12 +39,12 @@ class AnsweringConnection(RecordConnection[Received, Sent | Taken | Discarded | 
         self._released.append(block)
 
     def close(self, close: Close) -> None:
-        """Close the connection, with a last frame after all others."""
+        """Close the connection: `close` is the last frame, after all pending answers."""
         self._send_answers()
         super().close(close)
 
     def data_to_send(self) -> Sequence[bytes]:
-        """Return all records to write, including one with the last frames."""
+        """Return all records to write, including one with the remaining frames and answers."""
         if self._taken or self._discarded or self._released:
             self._send_answers()
         return super().data_to_send()

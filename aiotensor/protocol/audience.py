@@ -1,6 +1,6 @@
-"""How far the subscribers of a publisher are behind, and which publications each of them gets and when.
+"""Track how far the subscribers of a publisher are behind, and decide which publications each gets, and when.
 
-The objects of this module decide, and never wait. The states of one publication for one subscriber:
+The objects of this module never wait. The states of one publication for one subscriber:
 
     add --> pending --announced--> announced --taken--> in use --last block released--> (ended)
                |                       |
@@ -37,7 +37,7 @@ class Item(NamedTuple):
         number: the number of the publication, larger than those of earlier publications.
         record: the record that announces the publication.
         at: the time of the publication, by the clock of the publisher.
-        blocks: the number and the size in bytes of each block, once for each tensor or content in it.
+        blocks: for each tensor or content in shared memory, the number and the size in bytes of its block.
         segments: the numbers of the segments of these blocks.
     """
 
@@ -65,11 +65,12 @@ class Backlog:
     """The publications of one subscriber, and the memory that it may use.
 
     Args:
-        max_behind: the number of publications at which the subscriber is full, and the most unanswered ones.
-        max_held_bytes: the most bytes of shared memory that the subscriber may use; None for no limit.
+        max_behind: the number of publications at which the subscriber is full; also the maximum number of
+            unanswered ones.
+        max_held_bytes: the maximum shared memory that the subscriber may use, in bytes; None for no limit.
 
     Attributes:
-        held_bytes: bytes of the blocks that the subscriber may use: those of announced and withdrawn
+        held_bytes: the bytes of the blocks that the subscriber may use: those of announced and withdrawn
             publications, and those of taken publications until they are released.
         delivered: the number of publications that the subscriber has taken.
         pending: the publications that were not announced, by their numbers, the oldest first.
@@ -184,7 +185,7 @@ class Backlog:
         """Record that the subscriber has released a block once.
 
         Raises:
-            ProtocolError: the subscriber has released the block more often than it has taken it.
+            ProtocolError: the subscriber has released the block more often than its contents were taken.
         """
         count = self._in_use.get(block, 0)
         if not count:

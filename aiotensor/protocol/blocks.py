@@ -132,7 +132,7 @@ class Blocks:
 
 
 class PlacedBlocks(Blocks):
-    """Allocate ranges at offsets that a peer chooses; further details as in `Blocks`."""
+    """Allocate ranges at offsets that a peer chooses; otherwise like `Blocks`."""
 
     __slots__ = ("_starts",)
 

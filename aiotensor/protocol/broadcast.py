@@ -79,7 +79,7 @@ class Publish(msgspec.Struct, frozen=True, array_like=True, tag="publish"):
 
 
 class Detach(msgspec.Struct, frozen=True, array_like=True, tag="detach"):
-    """Withdraw a segment without used blocks, which the subscriber then unmaps."""
+    """Withdraw a segment in which no block is in use; the subscriber then unmaps it."""
 
     segment: Number
 
@@ -108,7 +108,7 @@ ToSubscriber = Welcome | Admit | Attach | Detach | Publish | Discard | Close
 
 _record = msgspec.Meta(max_length=MAX_FRAMES)
 
-# The valid records of each direction, after the first.
+# Decoders for the valid records of each direction, after the first one.
 FROM_SUBSCRIBER: msgspec.msgpack.Decoder[list[FromSubscriber]] = msgspec.msgpack.Decoder(
     Annotated[list[FromSubscriber], _record]
 )

@@ -39,7 +39,7 @@ __all__ = ["ClientConnection"]
 class ClientConnection(Connection):
     """A client's end of one connection.
 
-    Its commands return messages to send, of which the first part is the header.
+    Its commands return the messages to send; the first part of each is the header.
 
     Args:
         limits: the limits of this client on the parts and the body of an answer.

@@ -68,7 +68,7 @@ class Loss(NamedTuple):
 
 
 def mismatch(theirs: int, ours: int) -> str | None:
-    """Return the reason to refuse a peer of another version; None for the same version."""
+    """Return the reason to refuse a peer because of its version; None if both sides have the same one."""
     if theirs == ours:
         return None
     return (

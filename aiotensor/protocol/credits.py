@@ -40,7 +40,7 @@ class Ticket(msgspec.Struct, Generic[P], eq=False):
 
     amount: int
     holder: Hashable
-    since: float  # the time of the request, and after the grant that of the grant
+    since: float  # the time of the request, or of the grant once it is granted
     granted: bool = False
     place: P | None = None
 
@@ -140,8 +140,8 @@ class Budget(Generic[P]):
         in the queue whose holder holds an amount, or else the last one with a holder.
 
         Args:
-            elsewhere: the part of the amount in use that belongs to no holder of a queued request, but is
-                not released either before a queued request is granted or ends.
+            elsewhere: the part of the amount in use that belongs to no holder of a queued request, but will
+                also not be released before a queued request is granted or ends.
         """
         if not self._queue or not (self.held or elsewhere):
             return None

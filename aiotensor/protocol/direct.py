@@ -46,7 +46,7 @@ __all__ = [
     "read_direct",
 ]
 
-MAX_WRITES = 64  # the most reserved writes of one side at once
+MAX_WRITES = 64  # the maximum number of reserved writes of one side at once
 MAX_REASON = 1024  # characters
 
 _TEST_BYTES = 16
@@ -77,13 +77,13 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Proved(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """State the bytes that the test write of this side has written repeatedly."""
+    """State the bytes that the test write of this side repeats."""
 
     test: _Test
 
 
 class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Request memory for a block, which is `nbytes` bytes long."""
+    """Request memory for a block of `nbytes` bytes."""
 
     write: Number
     segment: Number
@@ -120,7 +120,7 @@ def read_direct(data: memoryview) -> DirectMessage:
     """Decode a message between engines, which begins with its kind.
 
     Raises:
-        ProtocolError: it is no such message, or one of its fields is too long.
+        ProtocolError: the message is invalid, or one of its fields is too long.
     """
     try:
         return _decoder.decode(data[1:])

@@ -174,7 +174,7 @@ write: Callable[[FromClient | FromServer], bytes] = msgspec.msgpack.Encoder().en
 
 
 def failure(number: int, cause: Cause, taken: int = 0, taken_bytes: int = 0, others: int = 0) -> Failure:
-    """Return a `Failure` for any name and text of an error, which are shortened and escaped as needed."""
+    """Return a `Failure` with the name and the text of an error, shortened and escaped as needed."""
     type_name, text = _plain(cause.type_name, _MAX_NAME), _plain(cause.text, _MAX_TEXT)
     return Failure(number, type_name, text, taken, taken_bytes, others, cause.is_loss)
 
@@ -188,7 +188,7 @@ def _read(decoder: "msgspec.msgpack.Decoder[T]", peer: str, header: bytes | memo
     """Decode a header.
 
     Raises:
-        ProtocolError: the header is too long or no frame of this direction, or a number is out of bounds.
+        ProtocolError: the header is too long or not a frame of this direction, or a number is out of bounds.
     """
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(

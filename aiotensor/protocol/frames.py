@@ -103,7 +103,7 @@ INLINE = "inline"  # its bytes
 ARENA = "arena"  # the position of its bytes in an attached segment
 OUT_OF_BAND = "out of band"  # empty: between machines, the transport carries the bytes with the record
 
-# The most dimensions of a tensor; practical tensors have fewer. The limit keeps frames small.
+# The maximum number of dimensions of a tensor, more than tensors have in practice. It keeps frames small.
 MAX_DIMENSIONS = 64
 
 # The longest record. It must fit into the send buffer of a local socket, by default 208 KiB on Linux.
@@ -113,25 +113,26 @@ MAX_RECORD_BYTES = 64 * 1024
 # allows them. A tensor that is placed inline fits into such a record.
 LEAST_FRAME_BYTES = 16 * 1024
 
-# The most frames in a record. Handling a record blocks the event loop: 64 KiB of the shortest frames took
-# 40 ms, and this number of frames takes 0.3 ms.
+# The maximum number of frames in a record. Handling a record blocks the event loop: 64 KiB of the shortest
+# frames took 40 ms, and this number of frames takes 0.3 ms.
 MAX_FRAMES = 32
 
-# The most numbers in a frame, for the same reason: each one identifies a message or a block to look up.
+# The maximum count of numbers in a frame, for the same reason: each identifies a message or block to look up.
 MAX_NUMBERS = 128
 
 # The longest record from an unidentified connection. A `Hello` has fewer than 400 bytes.
 MAX_HELLO_BYTES = 4 * 1024
 
-# The most tensors of a message. Tensors placed inline use no shared memory, so this limit bounds their bytes.
+# The maximum number of tensors in a message. Tensors placed inline use no shared memory, so only this limit
+# bounds their bytes.
 MAX_TENSORS = 1024
 
-# The most holders in a `StatisticsReply`, the longest first. The limit ensures that the longest reply fits
-# into a record of any receiver, and can be forwarded.
+# The maximum number of holders in a `StatisticsReply`: those that have held the longest. With it, every reply
+# fits into a record of any receiver, and can be forwarded.
 MAX_HOLDERS = 8
 
-# The most senders in a `ReceiverReport`, and subscribers in a `PublisherReport`: this many fit into a record,
-# even with the longest names. Further senders follow in further reports.
+# The maximum number of senders in a `ReceiverReport`, and of subscribers in a `PublisherReport`: so many fit
+# into a record, even with the longest names. The remaining senders follow in further reports.
 MAX_ROWS = 128
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -252,7 +253,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
-    """Return the permits of messages of which all tensors were taken."""
+    """Return the permits of messages whose tensors were all taken."""
 
     messages: Numbers
 
@@ -283,7 +284,7 @@ class SenderSummary(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReceiverReport(msgspec.Struct, frozen=True, array_like=True, tag="receiver report"):
-    """Answer an `Inspect`; if one report cannot contain all senders, several follow, up to the `last`."""
+    """Answer an `Inspect`; if the senders do not fit into one report, several are sent, up to the `last`."""
 
     statistics: ReceiverStatistics
     senders: Annotated[tuple[SenderSummary, ...], msgspec.Meta(max_length=MAX_ROWS)]
@@ -355,7 +356,7 @@ def unreadable(error: Exception) -> ProtocolError:
 
 
 def bounded(statistics: Statistics) -> Statistics:
-    """Replace numbers that exceed the range of frames by `MAX_NUMBER`: limits have no upper bound."""
+    """Clamp numbers to `MAX_NUMBER`, the largest that a frame can contain; users may set higher limits."""
     large = {
         name: MAX_NUMBER
         for name, number in asdict(statistics).items()

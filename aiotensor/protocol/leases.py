@@ -21,7 +21,7 @@ class _PinnedBlock(msgspec.Struct, Generic[G], eq=False):
 class Leases(Generic[G]):
     """Count the pins of numbered blocks, and return the grant of a block when it is free.
 
-    A block is pinned by its owner (the copy that fills it, or the tensor of the caller that allocated it),
+    A block is pinned by its owner (the copy that fills it, or the tensor that the caller allocated in it),
     once for each tensor that was announced in it, and once for each move of its bytes to another machine. So
     it can be sent several times and to several receivers, and no peer can free memory that this side still
     writes or reads.

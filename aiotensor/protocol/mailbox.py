@@ -40,9 +40,9 @@ __all__ = ["REMEMBERED_RANGES", "REMEMBERED_SENDERS", "Key", "Mailbox"]
 
 T = TypeVar("T")
 
-# The most ranges of ended messages that are remembered for each sender over all its connections, and the most
-# departed senders that are remembered. Errors for older messages are less exact (taken, discarded or lost),
-# and a call with a handle of an older sender waits as if the sender had not connected yet.
+# The maximum number of ranges of ended messages that are remembered for each sender over all its connections,
+# and of departed senders that are remembered. Errors for older messages are less exact (taken, discarded or
+# lost), and a call with a handle of an older sender waits as if the sender had not connected yet.
 REMEMBERED_RANGES = 1024
 REMEMBERED_SENDERS = 4096
 
@@ -56,7 +56,7 @@ class Mailbox(Generic[T]):
     Attributes:
         claims: the calls that wait for tensors by their handles; `hold_next` skips these tensors.
         messages_discarded: the number of discarded messages.
-        messages_left: the number of messages that can still be taken, and whose senders have closed.
+        messages_left: the number of untaken messages of senders that have closed.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Mailbox(Generic[T]):
         Args:
             sender: the id of the sender.
             pid: the process id of the sender.
-            limit: the most messages that the sender may have in flight.
+            limit: the maximum number of messages that the sender may have in flight.
             first: the number of the first message of this connection; earlier ones are lost.
 
         Raises:
@@ -179,7 +179,7 @@ class Mailbox(Generic[T]):
     def discard(self, sender: str, number: int) -> Sequence[Key]:
         """Discard a message, even before it arrives; this has no effect on a message that has ended.
 
-        The sender may be unknown. It may also be lost: it may have connected again, and its hello is unread.
+        The sender may be unknown. It may also be lost: its hello of a new connection may be unread.
         """
         record = self._record(sender)
         if not record.joined:

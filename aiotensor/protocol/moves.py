@@ -17,12 +17,12 @@ __all__ = [
     "RecordWindow",
 ]
 
-# The most bytes of steps that may be under way. Two steps do not suffice for the full speed, since one is
+# The maximum bytes of steps that may be under way. Two steps are not enough for full speed, since one is
 # acknowledged while the other is sent.
 WINDOW_BYTES = 4 * STEP_BYTES
 
-# The most bytes of records that may be under way, and the overhead that is counted for each record: both are
-# about those of the buffer of a local socket.
+# The maximum bytes of records that may be under way, and the overhead that is counted for each record. Both
+# roughly match the send buffer of a local socket.
 _RECORD_WINDOW_BYTES = 256 << 10
 _RECORD_OVERHEAD_BYTES = 512
 
@@ -62,7 +62,7 @@ class Move(Generic[Source]):
         self.length = length
         self.ended = ended
         self.sent = 0  # bytes of this move
-        self.last = 0  # bytes of all moves up to the last step of this one
+        self.last = 0  # the bytes sent by all moves, up to the last step of this one
         self.is_cancelled = False
 
     @property

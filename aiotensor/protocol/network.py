@@ -68,9 +68,9 @@ RECORD, STEP, FREE, ACK, BYE, OPEN, BATCH, DATA, DIRECT = range(9)
 _VERSION = 3
 OPENING = bytes([OPEN, _VERSION]) + b"aiotensor"
 
-STEP_BYTES = 1 << 20  # the most bytes in one step of a move
+STEP_BYTES = 1 << 20  # the maximum size of one step of a move
 
-MAX_BATCH = 64  # the most messages in a batch, which is handled in one iteration of the event loop
+MAX_BATCH = 64  # messages in a batch, which is handled in one iteration of the event loop
 
 _STEP = struct.Struct("<BBQQQQI")  # kind, whether to acknowledge, segment, block, its size, start, length
 _AREA = struct.Struct("<BQQ")  # kind, segment, block

@@ -35,8 +35,8 @@ class WarmPages:
         self.nbytes = 0
         self._size = size
         self._page = page
-        self._full = bytearray(chunks)  # a 1 for each chunk of which all pages have memory
-        self._some = bytearray(chunks)  # a 1 for each chunk of which any page has memory
+        self._full = bytearray(chunks)  # a 1 for each chunk whose pages all have memory
+        self._some = bytearray(chunks)  # a 1 for each chunk with at least one page that has memory
         self._pages: dict[int, bytearray] = {}  # of partly full chunks: a 1 for each page with memory
 
     def has(self, offset: int, nbytes: int) -> bool:

@@ -82,7 +82,7 @@ class PublisherConnection(RecordConnection[FromSubscriber, ToSubscriber]):
         return encode_record([Attach(segment, placement, nbytes)])
 
     def detach(self, segment: int) -> None:
-        """Withdraw a segment of which the subscriber uses no block."""
+        """Withdraw a segment in which the subscriber uses no block."""
         self._send(Detach(segment))
 
     def announce(self, item: Item) -> None:
@@ -109,7 +109,7 @@ class PublisherConnection(RecordConnection[FromSubscriber, ToSubscriber]):
             case Release():
                 for block in frame.blocks:
                     self.backlog.released(block)
-                    self.freed.append(block)  # before the next block, which may be a violation
+                    self.freed.append(block)  # kept even if the next block is a violation
             case Discarded():
                 for number in frame.messages:
                     self.freed += [block for block, _ in self.backlog.discarded(number).blocks]

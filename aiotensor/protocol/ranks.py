@@ -71,7 +71,7 @@ FROM_RANK: msgspec.msgpack.Decoder[list[FromRank]] = msgspec.msgpack.Decoder(
 
 
 def counted(nbytes: int) -> int:
-    """Return the bytes that a message with a tensor of `nbytes` bytes counts as."""
+    """Return the bytes that count against the limit for a message with a tensor of `nbytes` bytes."""
     return max(nbytes, LEAST_MESSAGE_BYTES)
 
 

@@ -52,9 +52,9 @@ class AdmissionLimits(NamedTuple):
     The admission of a sender covers its maximum use, so that no later frame can exceed a limit.
 
     Attributes:
-        senders: the most connected senders.
-        mapped_bytes: the most bytes of shared memory that are mapped, or reserved for connected senders.
-        unclaimed_messages: the most messages that may wait to be taken.
+        senders: the maximum number of connected senders.
+        mapped_bytes: the maximum shared memory that is mapped, or reserved for connected senders, in bytes.
+        unclaimed_messages: the maximum number of messages that may wait to be taken.
         frame_bytes: the size in bytes of the longest valid record.
     """
 
@@ -100,7 +100,7 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
     Args:
         hello: the first frame of the sender.
         welcome: the answer to it, if the sender is admitted.
-        max_segment_bytes: the most bytes of address space that all segments of the sender may use.
+        max_segment_bytes: the maximum address space that all segments of the sender may use, in bytes.
 
     Attributes:
         hello: the first frame of the sender.
@@ -173,14 +173,14 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
                         raise self._too_many()
                     self._next_message += 1
                     count = 0
-                if frame.tensor != count or count >= MAX_TENSORS:  # _WHOLE equals no number of a tensor
+                if frame.tensor != count or count >= MAX_TENSORS:  # _WHOLE is not a tensor number
                     raise ProtocolError(f"it sent tensor {frame.tensor} of message {number} out of order")
                 self._messages[number] = _WHOLE if frame.last else count + 1
             case End():
                 count = self._messages.get(frame.message)
                 if count is None:
                     self._check_begun(frame.message)
-                elif count != frame.count:  # _WHOLE equals no valid count
+                elif count != frame.count:  # _WHOLE is not a valid count
                     raise ProtocolError(f"it ended message {frame.message} with a wrong count of tensors")
                 else:
                     self._messages[frame.message] = _WHOLE

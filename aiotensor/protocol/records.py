@@ -16,7 +16,7 @@ Received = TypeVar("Received")
 Sent = TypeVar("Sent")
 
 # The bytes that are counted for each frame in addition to its payload, so that no record has more than
-# `MAX_FRAMES`. This is more than the actual size of nearly all frames.
+# `MAX_FRAMES` frames. Nearly all frames are shorter than this.
 _FRAME_BYTES = MAX_RECORD_BYTES // MAX_FRAMES
 
 
@@ -88,7 +88,7 @@ class RecordConnection(Connection, abc.ABC, Generic[Received, Sent]):
         """
 
     def close(self, close: Close) -> None:
-        """Close the connection, with a last frame after all others."""
+        """Close the connection: `close` is the last frame."""
         self._send(close)
         self.state = CLOSED
 
@@ -98,7 +98,7 @@ class RecordConnection(Connection, abc.ABC, Generic[Received, Sent]):
         return records
 
     def data_to_send(self) -> Sequence[bytes]:
-        """Return all records to write, including one with the last frames."""
+        """Return all records to write, including one with the remaining frames."""
         records, self._records, self.has_full_record = self._records, [], False
         if self._frames:
             records.append(encode_record(self._frames))

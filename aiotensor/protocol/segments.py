@@ -5,11 +5,11 @@ from aiotensor.protocol.frames import ARENA, Attach
 
 __all__ = ["LARGEST_PAGE_BYTES", "MAX_SEGMENTS", "add_segment"]
 
-# The most segments of one connection. A peer with this library attaches one at a time. Without a limit, a
-# peer could attach single pages until this process has no mappings left (65530 by default on Linux).
+# The maximum number of segments of one connection. A peer with this library attaches one at a time. Without a
+# limit, a peer could attach single pages until this process has no mappings left (65530 by default on Linux).
 MAX_SEGMENTS = 8
 
-# The largest size of a page; a peer rounds the size of its arena up to whole pages.
+# The largest page size of a peer, which rounds the size of its arena up to whole pages.
 LARGEST_PAGE_BYTES = 64 * 1024
 
 
@@ -19,7 +19,7 @@ def add_segment(segments: dict[int, int], attach: Attach, max_bytes: int, arena_
     Args:
         segments: the sizes of the attached segments in bytes, by their numbers; the segment is added to it.
         attach: the frame of the peer.
-        max_bytes: the most bytes of address space that the segment may use.
+        max_bytes: the maximum address space that the segment may use, in bytes.
         arena_bytes: the size of the arena in bytes as stated by the peer, for the error message.
 
     Raises:

@@ -101,7 +101,7 @@ class SenderConnection(RecordConnection[ToSender, FromSender]):
         self._send(Discard(message))
 
     def reply(self, statistics: SenderStatistics) -> None:
-        """Reply to a `StatisticsRequest`, with the first `MAX_HOLDERS` holders, the longest ones."""
+        """Reply to a `StatisticsRequest`, with the `MAX_HOLDERS` holders that have held the longest."""
         holders = statistics.holders[:MAX_HOLDERS]
         self._send(StatisticsReply(bounded(replace(statistics, holders=holders))), _REPLY_BYTES)
 

@@ -46,8 +46,8 @@ class ClientLimits(NamedTuple):
     """The limits of a server on its clients; None for no limit.
 
     Attributes:
-        clients: the most connected clients.
-        waiting: the most messages of each client that may wait to be taken.
+        clients: the maximum number of connected clients.
+        waiting: the maximum number of messages of each client that may wait to be taken.
         waiting_bytes: the bytes of waiting messages at which a client stops sending.
         parts: the limits of the server on the parts and the body of a message.
     """
@@ -61,7 +61,7 @@ class ClientLimits(NamedTuple):
 class ServerConnection(Connection):
     """A server's end of one connection to a client.
 
-    Its commands return messages to send, of which the first part is the header.
+    Its commands return the messages to send; the first part of each is the header.
 
     Args:
         limits: the limits of the server on its clients.
@@ -85,7 +85,7 @@ class ServerConnection(Connection):
     # Commands
 
     def accept(self, pid: int, receiver: str) -> Parts:
-        """Accept the client after its hello, with the hello of the server.
+        """Accept the client after its hello, and return the hello of the server.
 
         Args:
             pid: the process id of this server.

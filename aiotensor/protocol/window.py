@@ -1,10 +1,10 @@
-"""The credit for messages that may wait at a server, which both ends of a connection count.
+"""The credit for messages that may wait at a server, counted by both ends of a connection.
 
     client: SendWindow                           server: ReceiveWindow
       sent, in messages and bytes --- messages --->   arrived
       taken  <--- in answers, or alone once half of the window was taken ---  taken
 
-Both ends count from the beginning of the connection, so a late total does no harm. The messages that the
+Both ends count from the beginning of the connection, so a late total is harmless. The messages that the
 client has sent and the server has not taken never exceed the window; their bytes exceed it by at most one
 message.
 """
@@ -18,7 +18,7 @@ class SendWindow:
     """The client's end, which computes the remaining credit.
 
     Args:
-        messages: the most messages that may wait at the server.
+        messages: the maximum number of messages that may wait at the server.
         nbytes: the bytes of waiting messages at which the client stops sending.
     """
 

@@ -1,4 +1,4 @@
-"""The admission of the connection to the other rank: the first one over which it sends a `Join`."""
+"""The admission of the other rank's connection: the first one over which that rank sends a `Join`."""
 
 import asyncio
 from collections.abc import Callable
@@ -63,7 +63,7 @@ class Door:
             transport.close()  # the first record could not be written
 
     def listening_failed(self, error: OSError) -> None:
-        """Fail, because no more connections arrive."""
+        """Fail the future of the session, because no more connections arrive."""
         self._fail(error)
 
     def connected(self, transport: Transport) -> None:
@@ -78,7 +78,7 @@ class Door:
             self._begin(transport, is_only_one=True)
 
     def connecting_failed(self, error: AioTensorError) -> None:
-        """Fail, because no connection to the other rank is possible."""
+        """Fail the future of the session, because no connection to the other rank is possible."""
         self._fail(error)
 
     # Events of the candidates
@@ -92,7 +92,7 @@ class Door:
             self.session.set_result(self._new_session(candidate.transport, candidate.connection))
 
     def ended(self, candidate: "_Candidate", loss: Loss, *, is_final: bool) -> None:
-        """Close a connection that has ended; if its end is final, fail."""
+        """Close a connection that has ended; with `is_final`, fail the future of the session."""
         self._drop(candidate)
         if is_final:
             self._fail(loss.error)
@@ -120,7 +120,7 @@ class _Candidate:
         transport: the connection.
         connection: the connection object of this end.
         door: the object that is notified.
-        is_only_one: whether the loss of this connection is the loss of the other rank.
+        is_only_one: whether the other rank is lost if this connection is lost.
     """
 
     def __init__(

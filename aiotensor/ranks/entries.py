@@ -1,11 +1,11 @@
-"""The entries of two ranks in the store of their group, by which they find each other.
+"""The entries of two ranks in the store of their group, through which the ranks find each other.
 
 Each end of a pipe writes one entry. Each rank numbers its pipes to the other, so the first pipe of one rank
 belongs to the first pipe of the other, even if one is opened much later. A rank whose opening was cancelled
 marks its entry as withdrawn, and the other rank tries again with the next number.
 
-The calls of a store block, and for minutes if its server does not answer. So each one runs in a thread that
-nothing waits for, and no call waits for a missing entry.
+The calls of a store block, for minutes if its server does not answer. Therefore, each call runs in a thread
+that nothing has to wait for, and none waits for a missing entry.
 """
 
 import asyncio

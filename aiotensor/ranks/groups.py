@@ -38,8 +38,8 @@ def membership_of(group: Group, rank: int | None, world_size: int | None) -> Mem
         world_size: the number of ranks, for a store.
 
     Raises:
-        TypeError: `group` is none of these; or `rank` or `world_size` is missing for a store, or is given for
-            another kind of group.
+        TypeError: `group` is none of these, or this build of torch does not support it; or `rank` or
+            `world_size` is missing for a store, or is given for another kind of group.
         ValueError: the mesh has several dimensions, or the rank is not in the group.
     """
     if not torch.distributed.is_available():

@@ -97,7 +97,7 @@ class Incoming:
                 raise
 
     async def _copy(self, arrived: _Arrived) -> torch.Tensor:
-        """Copy a tensor, or return it to the inbox."""
+        """Copy a tensor; after an error or a cancellation, return it to the inbox."""
         value = arrived.value
         if value is None:
             raise AssertionError("None is not copied")
@@ -129,7 +129,7 @@ class Incoming:
         self._store(message.message, value)
 
     def data_received(self, message: Put, data: memoryview) -> None:
-        """Store a message with the bytes of its tensor, which uses their memory.
+        """Store a message whose tensor uses the memory of the bytes that have arrived with it.
 
         Raises:
             ProtocolError: the tensor is invalid.
@@ -147,7 +147,7 @@ class Incoming:
             self._waiters.wake()
 
     def fail(self, make_error: Callable[[], AioTensorError]) -> None:
-        """Make calls raise an error after the last message."""
+        """Let calls raise an error from `make_error` after the last message."""
         self._failure = make_error
         self._waiters.wake()
 

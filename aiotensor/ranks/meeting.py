@@ -47,7 +47,7 @@ class Meeting:
         entries: the entries of both ranks.
         network: the options of this end for connections between machines.
         new_door: makes the object that admits the connection.
-        label: the pipe, for the log.
+        label: the name of the pipe in the log.
         is_closed: returns whether the pipe was closed in the meantime.
     """
 
@@ -76,8 +76,8 @@ class Meeting:
     async def open(self) -> Session:
         """Wait for the other rank, and return the connection.
 
-        Cancellation leaves no connection. It takes at most a second to notify the other rank through the
-        store.
+        Cancellation leaves no connection. Notifying the other rank through the store then takes at most a
+        second.
 
         Raises:
             PeerLostError: the store cannot be reached, or the other rank has died while it connected.
@@ -100,7 +100,7 @@ class Meeting:
                 raise
 
     async def _meet(self, name: Name, own: Entry) -> Session | None:
-        """Connect by the entries with one number; return None if the other rank has withdrawn its entry."""
+        """Connect through the entries of one pipe; return None if the other rank has withdrawn its entry."""
         listens = self._rank < self._peer
         other = Name(self._peer, name.number)
         entry = await self._entry_of(other, with_address=not listens)

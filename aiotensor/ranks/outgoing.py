@@ -42,7 +42,8 @@ __all__ = ["Outgoing"]
 
 logger = logger_of("ranks")
 
-# With so few messages in flight, the peer probably waits for the next one, so it is sent immediately.
+# With at most this many messages in flight, the peer probably waits for the next one, so it is sent
+# immediately.
 _FEW_MESSAGES = 2
 
 _OUT_OF_BAND = Placed(OUT_OF_BAND, b"")
@@ -93,7 +94,7 @@ class Outgoing:
             max_wait_s=settings.max_wait_s,
             overdue=lambda nbytes: self._would_block("not enough bytes were free", nbytes),
         )
-        # `self.gate` grants the bytes before, so a call waits here only if no place is long enough.
+        # `self.gate` has already granted the bytes, so a call waits here only if no place is long enough.
         self.memory = Memory(
             settings.max_bytes,
             lambda arena: Gate(settings.max_bytes, space=arena, stuck_elsewhere=None),
@@ -318,7 +319,7 @@ class Outgoing:
         self.memory.unpin(release.blocks)
 
     def fail(self, make_error: Callable[[], AioTensorError]) -> None:
-        """End all waiting calls with a new error from a function, and let further calls raise it."""
+        """End all waiting and all further calls, each with a new error from `make_error`."""
         self._failure = make_error
         self.gate.fail(make_error)
         self.memory.gate.fail(make_error)

@@ -27,16 +27,16 @@ __all__ = ["RankPipe"]
 
 
 class RankPipe(LoopObject):
-    """A pipe to another rank of a torch.distributed group: carries tensors in order, in both directions.
+    """A pipe to another rank of a torch.distributed group, for tensors in order and in both directions.
 
     Both ranks open a pipe, each with the rank of the other as `peer`. Open it with ``async with``, once, and
     share it between the tasks of that event loop. Opening waits for the other rank. Two ranks may have
     several pipes, which are matched in the order in which they are opened: the first pipe of one rank is
     connected to the first pipe of the other.
 
-    The group is only used to find the other rank: its store carries the address. A connection of the pipe
-    itself carries the tensors, on one machine through shared memory, and otherwise over TCP. A pipe that has
-    lost the other rank does not reconnect; open another one.
+    The group is only used to find the other rank: its store carries the address. The pipe's own connection
+    carries the tensors, on one machine through shared memory, and otherwise over TCP. A pipe that has lost
+    the other rank does not reconnect; open another one.
 
     A received tensor is a view of shared memory. It stays valid as long as it or a view of it exists, and
     counts towards `max_bytes` of the other rank until then. A tensor of at most 8 KiB (1 MiB from another
@@ -57,10 +57,10 @@ class RankPipe(LoopObject):
         encrypt: whether to encrypt the connection between machines with fresh CURVE keys; the same at both
             ranks. This connection is always authenticated by a secret in the store. On one machine, neither
             is needed.
-        peer_timeout_s: the seconds without an answer after which another machine is considered lost; None
-            for 2 seconds.
-        engine: "nixl" to move tensors of more than 1 MiB between machines with NIXL, if both ranks choose it
-            and it works; otherwise, and with None, ZeroMQ carries all tensors.
+        peer_timeout_s: the time in seconds without an answer after which a rank on another machine is lost;
+            None means 2 s.
+        engine: "nixl" to move tensors of more than 1 MiB between machines with NIXL, provided that both ranks
+            choose NIXL and that it works; otherwise, and with None, ZeroMQ carries all tensors.
 
     Raises:
         TypeError: `group` is not a group, `rank` and `world_size` do not match its kind, or an argument has
@@ -145,7 +145,7 @@ class RankPipe(LoopObject):
     async def send(self, tensor: torch.Tensor | None) -> None:
         """Send a tensor or None.
 
-        Returns when the source may be changed, which may be before the other rank receives the message.
+        Returns when the tensor may be changed, which may be before the other rank receives the message.
         Waits until `max_bytes` allows the message, at most `max_wait_s`. Messages arrive in the order of the
         calls, including concurrent ones. Large tensors are copied in a worker thread. If the call is
         cancelled, the message is not sent, and its bytes are free again.
@@ -170,7 +170,7 @@ class RankPipe(LoopObject):
     def send_nowait(self, tensor: torch.Tensor | None) -> None:
         """Send a tensor or None without waiting; a tensor is copied on the calling thread.
 
-        The other errors are those of `send`.
+        Other errors are those of `send`.
 
         Raises:
             WouldBlockError: `max_bytes` does not allow the message now, or earlier calls are waiting.
@@ -192,7 +192,7 @@ class RankPipe(LoopObject):
                 had arrived were received.
             WouldBlockError: no message has arrived within `max_wait_s`.
             ClosedError: this pipe was closed, perhaps while waiting.
-            OSError: the machine has no memory or no thread left for the copy; call again.
+            OSError: the machine has no memory or no thread left for the copy. The next call tries again.
         """
         try:
             return await self._opened().incoming.receive(copy=copy)
@@ -262,7 +262,7 @@ class RankPipe(LoopObject):
 
     def _new_door(self) -> Door:
         join = Join(VERSION, os.getpid(), self._settings.max_bytes)
-        # This is not a method: the listener and the connector may outlive this object if it is not closed.
+        # Not a bound method: the listener and the connector may outlive this object if it is not closed.
         new_session = partial(
             Session, settings=self._settings, counts=self._counts, errors=self._errors, label=self._label
         )

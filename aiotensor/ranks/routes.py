@@ -142,8 +142,8 @@ async def connecting(other: Entry, network: NetworkOptions, door: Door) -> Async
 def _host_for(own: Entry, other: Entry) -> str:
     """Return the address at which the other rank reaches this one.
 
-    This is the address of the interface towards the store, which all ranks reach. On the host of the store,
-    that may be the loopback interface. Then it is the address of the interface towards the other rank.
+    This is the address of the interface towards the store, which all ranks reach. If that is the loopback
+    interface, as on the host of the store, it is the address of the interface towards the other rank.
     """
     host = own.host
     if not host or ipaddress.ip_address(host).is_loopback:

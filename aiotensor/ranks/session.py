@@ -40,7 +40,7 @@ class Session:
         settings: the limits.
         counts: the counters of the pipe.
         errors: counts the errors of the calls of the pipe.
-        label: the pipe, for the log.
+        label: the name of the pipe in the log.
 
     Attributes:
         outgoing: the messages to the peer.
@@ -63,7 +63,7 @@ class Session:
         self._label = label
         self._loop = asyncio.get_running_loop()
         self._is_over = False  # the peer is gone, or this end was closed
-        self._writing = Waiters()  # for the transport, when closing
+        self._writing = Waiters()  # in which `close` waits for the transport
         self._mappings = Mappings()
         self._writer = Writer(transport, connection, self._mappings.freed.collect, self._writing_failed)
         self.outgoing = Outgoing(self._writer, settings, counts, label)

@@ -80,7 +80,7 @@ class Arrivals:
         return arrival
 
     def wake(self, keys: Sequence[Key]) -> None:
-        """Wake the calls that wait for these tensors, and the iterations if any has no waiting call."""
+        """Wake the calls that wait for these tensors, and the iterations if a tensor has no waiting call."""
         is_unclaimed = False
         for key in keys:
             waiters = self.waiters.pop(key, None)
@@ -92,7 +92,7 @@ class Arrivals:
             self._iterators.wake()
 
     def give_up(self, key: Key) -> None:
-        """Wake the iterations after a call has ended its wait, since they may return the tensor instead."""
+        """Wake the iterations after a call has given up its tensor, since they may return it instead."""
         if not self.waiters.get(key, True):
             del self.waiters[key]
         self._iterators.wake()

@@ -21,8 +21,8 @@ class InspectorPeer:
     Args:
         transport: the transport of the connection.
         connection: the connection object.
-        ended: called when the connection must be closed, with this object, and with the error of the
-            inspector if it violated the protocol, otherwise None.
+        ended: called when the connection must be closed, with this object and the error; the error is None
+            unless the inspector violated the protocol.
     """
 
     def __init__(

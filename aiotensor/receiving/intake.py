@@ -114,7 +114,7 @@ class Intake(Generic[Opened]):
         self._unidentified: dict[Unidentified, None] = {}  # the oldest first
 
     def read_now(self) -> None:
-        """Read a record of each connection immediately, if one has arrived; inspectors are left out."""
+        """Read a record of each connection immediately, if one has arrived; inspectors are skipped."""
         for transport in [*(one.transport for one in self._unidentified), *self._host.transports()]:
             transport.read_now()
 

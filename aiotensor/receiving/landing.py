@@ -43,7 +43,7 @@ class _Block(msgspec.Struct, eq=False):
 
 
 class _Reserving(msgspec.Struct, eq=False):
-    """A block for whose memory the engine of the peer waits; see `Landing.reserve`."""
+    """A block whose memory the engine of the peer waits for; see `Landing.reserve`."""
 
     start: int
     block: _Block
@@ -241,7 +241,7 @@ class LandingSegment:
         return warm.has(block, known.nbytes)
 
     def _trim(self) -> None:
-        """Return memory that has been idle for long to the system, and check again later if more is idle."""
+        """Return memory that was idle for `_KEEP_WARM_S` to the system; check again later if more is idle."""
         self._trimming = None
         idle = self._segment.take_idle(self._loop.time() - _KEEP_WARM_S)
         if idle:

@@ -40,7 +40,7 @@ class PeerMemory(msgspec.Struct, eq=False):
 
     Attributes:
         arena_bytes: the maximum number of bytes in its arena; 0 for a publisher.
-        release: called with the number of each block that the peer may use again; None once it is gone.
+        release: called with the number of each block that the peer may use again; None once the peer is gone.
         landings: the landing segments to which a peer on another machine moves its blocks, by number.
         mapped: the segments in which the peer may place tensors, by number.
         segments: the mapped segments, including segments that only living tensors still use, by number.
@@ -54,7 +54,7 @@ class PeerMemory(msgspec.Struct, eq=False):
 
     @property
     def leases(self) -> int:
-        """The number of blocks that living tensors lease."""
+        """The number of living tensors that lease blocks."""
         return sum(len(segment.leases) for segment in self.segments.values())
 
     @property
@@ -126,7 +126,7 @@ class Mappings:
 
     @property
     def leases(self) -> int:
-        """The number of blocks that living tensors lease."""
+        """The number of living tensors that lease blocks."""
         return len(self._leases)
 
     async def settle(self) -> None:
@@ -251,7 +251,7 @@ class Mappings:
                 self._trim(segment)
 
     def take_over_after(self, memory: PeerMemory, watch: WatchProcess) -> None:
-        """Call `take_over` once the process of the peer has ended; until then it may use the memory."""
+        """Call `take_over` once the process of the peer has ended; until then, it may use the memory."""
         if memory.segments:
             self._process_ends[memory] = watch(partial(self.take_over, memory))
 

@@ -5,8 +5,8 @@
       |                     '--violation, failed write, end of the connection--> lost, with its messages
       '-- refused, because of a limit or its version
 
-The admission of a sender covers its maximum use: its messages in flight and its arena count against the
-receiver's limits from its hello on, so that no later frame can exceed them.
+The admission of a sender covers its maximum use: all messages that it may have in flight, and its arena,
+count against the receiver's limits from its hello on, so that no later frame can exceed them.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ class Senders:
     def promised_messages(self) -> int:
         """The number of messages that count against `max_unclaimed_messages`.
 
-        Connected senders may have these messages in flight, or closed senders have left them.
+        These are the messages that connected senders may have in flight, and those left by closed senders.
         """
         promised = sum(peer.connection.hello.max_concurrent_videos for peer in self.connected.values())
         return self.mailbox.messages_left + promised
@@ -236,7 +236,7 @@ class Senders:
         the connections immediately.
         """
         peers = list(self.connected.values())
-        # Before the last frames, which contain the blocks that this releases.
+        # First, because the last frames report the blocks that this releases.
         self.mailbox.clear()
         self.mappings.freed.collect_all()
         for peer in peers:
@@ -263,7 +263,7 @@ class Senders:
         try:
             if freed.items:
                 freed.collect()
-        finally:  # otherwise an error would end all answers: they are scheduled only while there are none
+        finally:  # even after an error, since no flush is scheduled while unsent answers remain
             answered, self._answered = self._answered, {}
             for peer in answered:
                 peer.flush()

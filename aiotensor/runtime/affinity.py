@@ -33,8 +33,8 @@ class LoopAffinity:
 
     Attributes:
         is_closed: whether the object was closed.
-        open_in: the loop of the object while it is open, to compare it with the running loop; calls of
-            `check` are needed only if they differ.
+        open_in: the loop of the object while it is open, to compare it with the running loop; `check` is
+            needed only if the two differ.
         has_guardian: whether another object closes this one when both are garbage-collected.
     """
 
@@ -249,7 +249,7 @@ class FreedItems(Generic[T]):
             them in each iteration of the loop, since each takes a few microseconds.
 
     Attributes:
-        items: the freed items that were not passed to `handle` yet.
+        items: the freed items that have not been passed to `handle` yet.
         is_scheduled: whether `collect` will be called in the next iteration of the loop.
     """
 

@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def run_detached(name: str, function: Callable[[], R]) -> "asyncio.Future[R]":
-    """Start to call a function in a new daemon thread, and return the future of its result.
+    """Call a function in a new daemon thread, and return the future of its result at once.
 
     Neither the event loop nor the end of the process waits for the thread, and a call that takes long delays
     no other call. If the future is cancelled, the result is ignored.
@@ -40,7 +40,7 @@ def run_detached(name: str, function: Callable[[], R]) -> "asyncio.Future[R]":
     def run() -> None:
         try:
             result = function()
-        except Exception as error:  # noqa: BLE001 - the caller of the future handles it
+        except Exception as error:  # noqa: BLE001 - the task that awaits the future handles it
             _call_soon(loop, fail, error)
         else:
             _call_soon(loop, succeed, result)

@@ -33,7 +33,7 @@ class RepeatedEvent(Generic[*Details]):
     """Log an event that a peer can repeat at any rate, in at most one line per interval.
 
     The first event is logged at once. Further events within the interval are counted, and the latest of them
-    is logged at its end. Belongs to the running loop.
+    is logged at the end of the interval. Belongs to the running loop.
 
     Args:
         write: logs a line; called with the number of events since the last line, and the details of the

@@ -200,7 +200,7 @@ class Worker:
         self._short = _Lane(name, self._changes)
         self._long = _Lane(f"{name}-long", self._changes)
         self.helper = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-helper")
-        self._begun = 0  # calls of `begin` whose `on_success` is to be called
+        self._begun = 0  # calls of `begin` whose work has not ended in the loop
         self._is_closed = False
 
     def submit(
@@ -233,7 +233,7 @@ class Worker:
         Args:
             what: the name of the work in the log.
             work: called in a thread, or during this call if there is no thread and none can be started.
-            on_success: called in the loop after the work, unless that raised an error.
+            on_success: called in the loop after the work, unless the work raised an error.
         """
         try:
             future = self._submit_last(work)

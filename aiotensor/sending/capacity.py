@@ -31,7 +31,7 @@ class SenderCapacity:
 
     @property
     def free_permits(self) -> int:
-        """The number of messages that can begin now; 0 without a receiver, or while calls are waiting."""
+        """The number of messages that can begin now; 0 without a ready receiver, or while calls wait."""
         pipeline = self.pipeline
         if pipeline is None or pipeline.sessions.current is None or pipeline.sessions.needs_admission:
             return 0
@@ -47,7 +47,7 @@ class SenderCapacity:
         return (pipeline.grants.failure or pipeline.sessions.failure) is not None
 
     def connect_now(self) -> None:
-        """Connect now if the sender has stopped trying after a refusal, as a send would."""
+        """Connect now, as a send would, if the sender has stopped trying after a refusal."""
         if self.pipeline is not None and self._affinity.is_open:
             self.pipeline.sessions.connect_now()
 

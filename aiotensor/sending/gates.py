@@ -19,7 +19,7 @@ class StuckError(AioTensorError):
 
 
 class CapacityListener(Protocol):
-    """An object to notify of changes of the capacity of a sender."""
+    """An object that is notified when the capacity of a sender changes."""
 
     def capacity_changed(self) -> None:
         """Called when a permit or memory was released, or the receiver has changed."""
@@ -120,14 +120,14 @@ class Gate(Generic[P]):
             self.on_release()
 
     def fail(self, make_error: Callable[[], AioTensorError]) -> None:
-        """End every current and future wait, each with a new error from a function."""
+        """End every current and future wait, each with a new error from `make_error`."""
         self._failure = make_error
         if self._timer is not None:
             self._timer.cancel()
         self.fail_waiting(make_error)
 
     def fail_waiting(self, make_error: Callable[[], AioTensorError]) -> None:
-        """End every current wait, each with a new error from a function."""
+        """End every current wait, each with a new error from `make_error`."""
         for future in self._waits.values():
             if not future.done():
                 future.set_exception(make_error())

@@ -1,7 +1,7 @@
 """The messages in flight of a sender and their resources: a permit for each, and shared memory.
 
-A message holds its permit until the receiver has taken all its tensors or either side discarded it. When the
-receiver is gone, all messages in flight are lost, and waiting calls raise an error. If the transport can
+A message holds its permit until the receiver has taken all its tensors or either side has discarded it. When
+the receiver is gone, all messages in flight are lost, and waiting calls raise an error. If the transport can
 reconnect, later sends wait for the next receiver.
 
 Permits and memory are granted in the order of the calls. A wait that could never end is refused: if messages
@@ -56,7 +56,7 @@ class Grants:
         failure: the reason why no message can be sent any more; None while messages can be sent.
         is_closed: whether the sender was closed.
         messages: the messages in flight, the oldest first.
-        drainers: the calls that wait for the ends of messages.
+        drainers: the calls that wait for messages to end.
         changes: the calls that wait for a receiver.
         permits: the waits for permits.
         memory: the shared memory.

@@ -119,7 +119,8 @@ class Memory:
         Cancellation stops the copy; the pin is removed when the worker has stopped.
 
         Raises:
-            CopyAbandonedError: `abandon` was called for the holder.
+            CopyAbandonedError: `abandon` was called for the holder, or this object was closed.
+            AioTensorError: the copy waited for the worker for longer than `max_wait_s`.
             OSError: the machine has no memory left.
         """
         place = block.place
@@ -141,6 +142,7 @@ class Memory:
 
         Raises:
             CopyAbandonedError: `abandon` was called for the holder, or this object was closed.
+            AioTensorError: the block waited for the worker for longer than `max_wait_s`.
             OSError: the machine has no memory left.
         """
         place = block.place
@@ -161,6 +163,7 @@ class Memory:
 
         Raises:
             CopyAbandonedError: `abandon` was called for the holder, or the receiver is gone.
+            AioTensorError: the copy waited for the worker for longer than `max_wait_s`.
             OSError: the machine has no memory left.
         """
         if is_flat(source):
@@ -208,7 +211,7 @@ class Memory:
             ticket.holder = holder
 
     def account(self, number: int, holder: Hashable) -> None:
-        """Account a block to a holder, or to none if it is None."""
+        """Account a block to a holder; None accounts it to no holder."""
         self.gate.budget.reassign(self.leases.grant_of(number), holder)
 
     def unpin(self, numbers: Iterable[int]) -> None:
@@ -264,7 +267,7 @@ class Memory:
         """Remove the pins of one of several readers, and write no more to blocks that it may still read.
 
         Args:
-            numbers: the number of the block for each announcement to this reader whose pin is removed.
+            numbers: the block numbers of the announcements to this reader; each removes one pin.
             watch: watches the process of the reader.
         """
         places = [ticket.place for ticket in map(self.leases.grant_of, numbers) if ticket.place is not None]
@@ -361,13 +364,13 @@ class Memory:
         return Block(self.leases.own(ticket), place)
 
     def _release_segment(self, segment: Segment) -> None:
-        """Unmap a segment in the worker, after the copies into it, because that may take milliseconds."""
+        """Unmap a segment in the worker, after the copies into it; unmapping may take milliseconds."""
         for reader in self._readers.pop(segment, ()):
             reader.cancel()
         self._segment_closed(segment)
         if segment.is_open:
-            # Another process may keep the segment mapped for long because of a small tensor, so the unused
-            # pages are returned now.
+            # Another process may keep the segment mapped for a long time because of a small tensor, so the
+            # unused pages are returned now.
             free = segment.take_free() if segment.is_attached or segment.is_retired else []
             self._worker.begin("unmapping", partial(_close, segment, free))
 
@@ -400,7 +403,7 @@ class Memory:
                 self._worker.begin("returning memory", partial(segment.return_memory, segment.take_free()))
 
     def _trim(self) -> None:
-        """Return memory that has been idle for long to the system, and check again later if more is idle."""
+        """Return memory that was idle for `keep_warm_s` to the system; check again later if more is idle."""
         self._trimming = None
         if self._keep_warm_s is None:
             return

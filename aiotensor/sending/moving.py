@@ -1,4 +1,4 @@
-"""The moves of blocks to a receiver on another machine; each pins its block until the bytes have left."""
+"""The moves of blocks to a receiver on another machine; each pins its block until no byte is in transit."""
 
 from collections.abc import Callable, Hashable
 
@@ -15,7 +15,7 @@ __all__ = ["Moves", "PendingMove"]
 
 
 class PendingMove(msgspec.Struct, eq=False):
-    """A move whose end was not reported, or some of whose bytes are under way."""
+    """A move whose end has not been reported, or some of whose bytes are in transit."""
 
     mover: Mover
     holder: Hashable
@@ -34,7 +34,7 @@ class PendingMove(msgspec.Struct, eq=False):
             ended(is_complete)
 
     def stop(self) -> None:
-        """Move no more bytes, and report the end at once; bytes may still be under way."""
+        """Move no more bytes, and report the end at once; some bytes may still be in transit."""
         if self.move is not None:
             self.mover.cancel(self.move)
         self.report(is_complete=False)
@@ -43,8 +43,8 @@ class PendingMove(msgspec.Struct, eq=False):
 class Moves:
     """Move bytes of blocks; belongs to the running loop.
 
-    A block is pinned until no byte of it is under way, even if its message ends before. Otherwise these bytes
-    could mix with those of the next block at the same place.
+    A block is pinned until no byte of it is in transit, even if its message ends earlier. Otherwise, these
+    bytes could mix with those of the next block at the same place.
 
     Args:
         pin: called with the number of a block; pins it.
@@ -96,7 +96,7 @@ class Moves:
         return pending
 
     async def run(self, mover: Mover, block: Block, offset: int, data: memoryview, holder: Hashable) -> None:
-        """Move bytes of a block, and wait until the source may change; few bytes need no wait.
+        """Move bytes of a block, and wait until the source may change; a short move needs no wait.
 
         Cancellation stops the move between two steps. Arguments are those of `begin`.
 

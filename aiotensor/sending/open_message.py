@@ -90,7 +90,7 @@ class OpenMessage:
                 waiting would never end; or the call waited for longer than `max_wait_s`.
             PeerLostError: the receiver died or closed.
             DiscardedError: the message was discarded, by either side, or its block has ended.
-            UsageError: the message was not begun yet.
+            UsageError: the message has not begun yet.
             ClosedError: the sender was closed, possibly during the wait.
             OSError: the machine has no shared memory or no descriptors left.
         """
@@ -110,8 +110,9 @@ class OpenMessage:
         Raises:
             WouldBlockError: all of `arena_bytes` is held by messages that wait for more of it, so that
                 waiting would never end; or the call waited for longer than `max_wait_s`.
-            TooLargeError: the message has as many tensors as a message may have.
+            TooLargeError: the message already has the maximum number of tensors.
             DiscardedError: the message was discarded, by either side, or its block has ended.
+            UsageError: the message has not begun yet.
         """
         try:
             if self._message is None:
@@ -156,7 +157,7 @@ class OpenMessage:
             PeerLostError: the receiver died or closed.
             ClosedError: the sender was closed.
             UsageError: a `send` of this message was not awaited, and the message is discarded; or the message
-                was not begun yet.
+                has not begun yet.
         """
         message, pipeline = self._message, self._pipeline
         with self._errors:
@@ -198,6 +199,6 @@ def owner_of(message: OpenMessage) -> object:
 
 
 def enter_in_thread(message: OpenMessage) -> None:
-    """Record that this thread, rather than the task that entered it, is in the block of a message."""
+    """Record that this thread, rather than the task that entered the block, is in the block of a message."""
     if message._message is not None:
         enter_block(message._message, None)

@@ -153,7 +153,7 @@ class Pipeline:
         return message
 
     def complete(self, message: Message) -> None:
-        """Mark a message as whole after all its tensors were announced."""
+        """Complete a message after its last tensor: send an `End` frame, and mark the message as whole."""
         session = self.sessions.current
         if message.number is None or session is None:
             self.grants.end(message, MessageState.DISCARDED)  # an empty message was never announced
@@ -370,7 +370,7 @@ class Pipeline:
             self.grants.check_open(message)
 
     def _session(self) -> Session:
-        """Return the session of an open message whose tensor is placed."""
+        """Return the current session; its loss would have ended the open message of the caller."""
         if self.sessions.current is None:
             raise AssertionError("an open message is announced without a receiver")
         return self.sessions.current

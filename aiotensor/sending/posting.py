@@ -65,7 +65,7 @@ class Posts:
             raise
 
     def message(self, nbytes: int) -> "PostedMessage":
-        """Begin a message of several tensors, or raise `WouldBlockError`.
+        """Begin a message of several tensors; errors are those of `PostedMessage`.
 
         Args:
             nbytes: the bytes of shared memory that its first tensor needs, for the text of the error.
@@ -143,7 +143,7 @@ class Posts:
         self._changes.wake()
 
     def _failed(self, message: Message, number: int, error: BaseException) -> None:
-        """Discard the message of a failed copy, and log the error, because possibly no call raises it."""
+        """Discard the message of a failed copy, and log the error, since perhaps no call ever raises it."""
         self._errors.add(error)
         reason = str(error)  # the log must not keep the error: its traceback refers to the tensor
         logger.error(
@@ -180,7 +180,8 @@ class PostedMessage:
         is_copying: whether a task copies its tensors.
 
     Raises:
-        WouldBlockError: no permit is free, or no receiver can be reached now.
+        WouldBlockError: no permit is free, or no receiver is connected and reading.
+        RefusedError: the last receiver refused this sender, and may still be running.
     """
 
     def __init__(self, posts: Posts, pipeline: Pipeline, nbytes: int) -> None:
@@ -200,7 +201,7 @@ class PostedMessage:
 
         Raises:
             WouldBlockError: not enough shared memory is free.
-            TooLargeError: the message has as many tensors as a message may have.
+            TooLargeError: the message already has the maximum number of tensors.
             DiscardedError: the message was discarded or finished.
             PeerLostError: the receiver was lost.
         """
@@ -233,7 +234,7 @@ class PostedMessage:
         )
 
     def finish(self) -> None:
-        """Add no more tensors: the message becomes whole once all are announced."""
+        """Finish the message: it becomes whole once all its tensors are announced."""
         if self.message.has_ended or self.message.is_finished:
             return
         self.message.is_finished = True

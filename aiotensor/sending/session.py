@@ -37,7 +37,7 @@ class Session:
 
     Args:
         hello: the first frame to send.
-        transport: the connection, which was not started yet.
+        transport: the connection, which has not been started yet.
         grants: the messages and memory that the answers of the receiver release.
         admitted: called when the receiver has admitted this sender.
         lost: called with the session and the reason when the connection is lost.
@@ -98,7 +98,7 @@ class Session:
         return number
 
     def put(self, message: Message, put: Put, *, flush: bool) -> None:
-        """Announce a tensor, which the receiver owns from now on; with `flush`, write the frame now."""
+        """Announce a tensor; with `flush`, write the frame now."""
         self.announced[put.message] = message
         connection = self.connection
         connection.put(put)
@@ -207,6 +207,6 @@ class Session:
 
     def _end(self, loss: Loss) -> None:
         try:
-            self._lost(self, loss)  # before `close`: it watches the process of the receiver
+            self._lost(self, loss)  # before `close`, because it uses the transport to watch the receiver
         finally:
             self.transport.close()

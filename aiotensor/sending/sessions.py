@@ -66,12 +66,12 @@ class Sessions:
 
     @property
     def receiver_id(self) -> str | None:
-        """The id of the receiver; None while none is connected and known."""
+        """The id of the receiver; None while none is connected, or before it has answered."""
         return None if self.current is None else self.current.connection.receiver_id
 
     @property
     def receiver_pid(self) -> int | None:
-        """The process id of the receiver; None while none is connected and known."""
+        """The process id of the receiver; None while none is connected, or before it has answered."""
         return None if self.current is None else self.current.connection.peer_pid
 
     @property
@@ -126,7 +126,7 @@ class Sessions:
         return self._refusal if self._refusal is None else again(self._refusal)
 
     async def close(self, *, uses_memory: bool) -> None:
-        """Write the last frame of the session, and wait until the transport has passed it to the kernel."""
+        """Write the last frame of the session, and wait until closing the transport loses no record."""
         self._changes.wake()
         session = self.current
         if session is None:

@@ -1,9 +1,9 @@
 """The registry of all open objects of this process, and the counts of closed ones; usable from any thread.
 
-Statistics can only be read in the thread and the event loop of their object. So a thread that collects the
-statistics of other threads queues a query for each of their loops, wakes the loops, and waits for a limited
-time. While it waits, it answers the queries of other threads: otherwise, two loops that query each other
-would both wait until the time limit.
+Statistics can only be read in the thread and the event loop of their object. A thread that collects the
+statistics of other threads therefore queues a query for each of their loops, wakes the loops, and waits for a
+limited time. While it waits, it answers the queries of other threads: otherwise, two loops that query each
+other would both wait until the time limit.
 """
 
 import asyncio
@@ -48,10 +48,11 @@ class Snapshot(NamedTuple):
         present: the endpoint and the statistics of each open object.
         counts: the counts of each group since the process began, of open and of closed objects; the groups
             with closed objects come first, in the order of closing.
-        begun: a number for each group, which is larger after the counts of the group were forgotten.
+        begun: a number for each group, which increases when the counts of the group are forgotten.
         unanswered: the number of running loops that did not answer; the snapshot contains the previous
             statistics of their objects.
-        number: a later snapshot has a larger number, and no smaller counts unless these were forgotten.
+        number: the number of the snapshot, larger than those of earlier ones; the counts of a later snapshot
+            are not smaller, except those of forgotten groups.
     """
 
     present: list[tuple[str, Statistics]]
@@ -159,7 +160,8 @@ class _Registry:
         counts = dict(before)
         _add_counts(counts, entry.last)
         kept = (counts, min(number, entry.number))
-        # No function is called from here on: a signal handler could miss the object or find it twice.
+        # No function is called from here on. Otherwise, a signal handler that calls `collect` at that moment
+        # could miss the object or count it twice.
         if group in self.closed:
             del self.closed[group]
         self.closed[group] = kept

@@ -13,7 +13,7 @@ __all__ = ["Allocation", "Allocations", "Block"]
 
 
 class Block(msgspec.Struct, frozen=True):
-    """A block of the arena, and the number of its lease."""
+    """A block of the arena, and its number."""
 
     number: int
     place: Extent
@@ -42,12 +42,12 @@ class Allocations:
     """The memory that callers allocated and still use.
 
     Args:
-        on_freed: called with the watch of a block whose tensors were freed, in any thread, perhaps by the
-            garbage collector: it may only enqueue. Its number is that of the block. It must not refer to this
-            object, because a watch would then keep the memory alive.
+        on_freed: called with the watch of a block whose tensors were freed; the number of the watch is that
+            of the block. Any thread may call it, perhaps during a garbage collection, so it may only enqueue
+            the watch. It must not refer to this object, because a watch would then keep the memory alive.
 
     Attributes:
-        by_number: the allocations by the numbers of their blocks; the sender removes freed ones.
+        by_number: the allocations by the numbers of their blocks; `Memory` removes freed ones.
     """
 
     def __init__(self, on_freed: Callable[[Watch], object]) -> None:

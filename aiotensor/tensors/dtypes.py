@@ -34,5 +34,5 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def unknown_dtype(name: str) -> ProtocolError:
-    """Return the error for a name that a peer sent, and that no dtype that can be sent has."""
+    """Return the error for a dtype name from a peer that is not in `DTYPES`."""
     return ProtocolError(f"the peer sent a tensor of the unknown dtype {name[:64]!r}")

@@ -173,7 +173,7 @@ def _signs(source: Source, target: RawBytes, shape: list[int]) -> Array:
 
 
 def _tile(shape: list[int], strides: list[int], itemsize: int) -> _Tile | None:
-    """Choose tiles that read and write whole cache lines; None if the order of the target does so already."""
+    """Choose tiles that read and write whole cache lines; None if the order of the target needs no tiles."""
     extents: dict[int, int] = {}
     volume = 1
     written = list(range(len(shape)))  # the last of them moves by the fewest bytes in the target
@@ -211,7 +211,7 @@ def _rows(stride: int) -> int:
 
 
 def _boxes(shape: list[int], tile: _Tile | None, itemsize: int) -> list[Box]:
-    """Cut all elements into boxes of whole tiles, in row-major order where the boxes are rows."""
+    """Cut all elements into boxes of whole tiles, and return the boxes in row-major order."""
     extents = [1] * len(shape)
     for axis, extent in (tile.extents if tile is not None else {}).items():
         extents[axis] = min(extent, shape[axis])

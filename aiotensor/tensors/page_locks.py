@@ -8,7 +8,7 @@ a lock for reading on the pages that it uses, and returns pages only while it ho
 
 The last subscriber that unlocks a page returns it, since no other one has locked it then. The locks belong to
 an open file description (``F_OFD_SETLK``, see fcntl(2)), which exists as long as a descriptor or a mapping
-refers to it. So they end with the process, however it ends, but not before the last tensor is freed.
+refers to it. The locks therefore last until the last tensor is freed, or the process ends for any reason.
 """
 
 import ctypes

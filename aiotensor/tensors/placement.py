@@ -77,7 +77,7 @@ def open_out_of_band(put: Put, data: memoryview) -> torch.Tensor:
 
 
 class ArrivedTensor(msgspec.Struct, frozen=True):
-    """A tensor that has arrived; in a segment, with its position and the object whose end frees the block."""
+    """A tensor that has arrived; if it is in a segment, also its position and the owner of its storage."""
 
     tensor: torch.Tensor
     segment: int | None = None

@@ -68,7 +68,7 @@ class Segment:
         try:
             os.ftruncate(descriptor.number, self.nbytes)
             fcntl.fcntl(descriptor.number, fcntl.F_ADD_SEALS, _SEALS)
-            lock_all_pages(descriptor.number)  # until all readers that it is sent to have mapped it
+            lock_all_pages(descriptor.number)  # until every process that receives it has mapped the segment
             mapping = Mapping(descriptor.number, self.nbytes)
             self.warm = WarmPages(self.nbytes, mmap.PAGESIZE)
             self._left = np.zeros(-(-self.nbytes // CHUNK_BYTES))
@@ -193,7 +193,7 @@ class Segment:
         return any(True for _ in self._idle())
 
     def return_memory(self, ranges: list[Range]) -> None:
-        """Return the memory of ranges to the system, unless filled since; not for use on the event loop."""
+        """Return the memory of ranges to the system, unless filled again; not for use on the event loop."""
         for start, _ in ranges:
             with self._changing:
                 self._return_chunk(start // CHUNK_BYTES)
@@ -225,7 +225,7 @@ class Segment:
     def _take(self, start: int, stop: int, most: int = sys.maxsize) -> list[Range]:
         """Mark pages of a free run as cold, except in ranges that are being filled, and list them.
 
-        `filled` marks these ranges as warm, so a later block there would lose its memory.
+        Otherwise, `filled` would mark these ranges as warm although they have lost their memory.
         """
         taken: list[Range] = []
         being_filled = [(low, low + length) for low, length in self._shared]

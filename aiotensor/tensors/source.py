@@ -30,8 +30,8 @@ Sendable: TypeAlias = torch.Tensor | npt.NDArray[np.generic] | SupportsDLPack
 class ArraySource:
     """An array that torch cannot view, because its strides are negative or not multiples of the item size.
 
-    It takes the place of a tensor until its values are copied into granted memory, and has those attributes
-    of a tensor that sending uses.
+    It takes the place of a tensor until its values are copied into granted memory, and has the attributes of
+    a tensor that sending uses.
     """
 
     __slots__ = ("array", "dtype", "nbytes", "shape")

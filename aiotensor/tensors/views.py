@@ -66,7 +66,7 @@ class Watch(weakref.ref[Owner]):
     """A weak reference that detects the end of the storage of a view; ten times as fast as a finalizer.
 
     Its callback is called with the watch when the storage is freed, in any thread, perhaps by the garbage
-    collector; not after the watch itself was freed.
+    collector. It is not called after the watch itself was freed.
 
     Attributes:
         number: set by the creator, to identify the storage in the callback.

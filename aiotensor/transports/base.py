@@ -30,9 +30,9 @@ __all__ = [
     "engine_connections",
 ]
 
-# The most bytes that the accepting side queues for a peer that does not read. A stopped sender can only be
-# owed the answers to its messages in flight. With the default limit on these messages, and the most tensors
-# in each, all answers together are shorter than this.
+# The maximum bytes that the accepting side queues for a peer that does not read. A stopped sender can only be
+# owed the answers to its messages in flight. With the default limit on these messages, and as many tensors in
+# each as possible, all answers together are shorter than this.
 MAX_UNREAD_BYTES = 8 << 20
 
 # The size in bytes of the largest tensor that is sent together with its record.
@@ -51,7 +51,7 @@ class Handler(Protocol):
         """
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
-        """Called when the connection has ended, after all records of the peer; not after `Transport.close`.
+        """Called when the connection has ended, after all records of the peer; never after `Transport.close`.
 
         This is the last opportunity to call `Transport.watch_peer`.
 
@@ -206,9 +206,9 @@ class Transport(Protocol):
         """
 
     def limit_queue(self, max_bytes: int) -> None:
-        """Limit the bytes of queued records; by default, only the accepting side has a limit.
+        """Limit the bytes of queued records.
 
-        The default there is `MAX_UNREAD_BYTES`.
+        By default, the limit of the accepting side is `MAX_UNREAD_BYTES`, and the connecting side has none.
         """
 
     def read_now(self) -> None:
@@ -218,7 +218,7 @@ class Transport(Protocol):
         """Return whether the peer has closed its end; its last records may still be unread."""
 
     def finish(self) -> None:
-        """Write no more records; `is_writable` becomes true once closing loses none of them."""
+        """Write no more records; `is_writable` becomes true once closing can no longer lose any of them."""
 
     def close(self) -> None:
         """Close at once, and discard queued records; closing again has no effect."""
@@ -279,7 +279,7 @@ class Acceptor(Protocol):
         """Called with the transport of a new connection, which this callback starts or closes."""
 
     def listening_failed(self, error: OSError) -> None:
-        """Called when the listener can no longer read: no more records arrive."""
+        """Called when the listener can no longer read, so that no more records arrive."""
 
 
 class Listener(Protocol):

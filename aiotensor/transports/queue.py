@@ -40,7 +40,7 @@ _LAST_RECORDS_A_TURN = 4  # then the other callbacks of the loop run
 
 
 class QueueConnector:
-    """Connect to the receiver of a queue, once: a later receiver would not have the pipe.
+    """Connect to the receiver of a queue, once: a later receiver would not get the pipe.
 
     Args:
         queue: the queue that the receiver reads.
@@ -63,7 +63,7 @@ class QueueConnector:
         self._events = events
 
     def connect(self) -> None:
-        """Connect to the queue; errors are those of `TensorQueue.open_reader`."""
+        """Connect to the queue; errors are those of `TensorQueue.open_writer`."""
         transport = _SenderEnd(self._tensor_queue.open_writer(), self._address)
         try:
             self._events.connected(transport)
@@ -220,7 +220,7 @@ class _ReceiverEnd:
     # Events of the pipe
 
     def record_received(self, data: memoryview, descriptors: list[int]) -> None:
-        # Senders write to the queue, which keeps the order of their records; the pipe only shows their end.
+        # Senders write to the queue, which keeps their records in order; the pipe only reports their end.
         close_all(descriptors)
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
@@ -345,13 +345,13 @@ class QueueListener:
             return
         transport = self._transports[sender] = _ReceiverEnd(sender, pipe, self)
         self._acceptor.connection_accepted(transport)
-        if pipe is None:  # the kernel notifies the sender, and this fails the waits for its tensors
+        if pipe is None:  # the kernel notifies the sender; here, waits for its tensors fail
             self.sender_ended(
                 transport, "its pipe did not arrive: no descriptors are left in this process (ulimit -n)"
             )
 
     def _read_last(self) -> None:
-        """Read until the queue is empty, or as many records as it can hold; then report the ended senders."""
+        """Read until the queue is empty, or at most `_LAST_RECORDS`; then report the ended senders."""
         for _ in range(_LAST_RECORDS_A_TURN):
             if not (self._last_records and self._read()):
                 break

@@ -34,7 +34,7 @@ _READ_FLAGS = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _INT_BYTES = array.array("i").itemsize
 _NOT_WRITABLE = (BlockingIOError, InterruptedError)
 _PEER_CLOSED = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError)
-_QUEUED_RECORD_BYTES = 128  # the overhead of a queued record
+_QUEUED_RECORD_BYTES = 128  # the overhead that is counted for a queued record
 
 
 def record_pair() -> tuple[socket.socket, socket.socket]:
@@ -145,8 +145,8 @@ class SocketTransport:
         peer_pid: the process id of the peer, as for `Transport.peer_pid`.
         reads: whether to read records. Sockets that several processes share for writing are not read, and
             do not report that the peer has closed.
-        max_record_bytes: the longest valid record that is read.
-        max_unsent_bytes: the most bytes in the queue, for a writer that never waits; None for no limit.
+        max_record_bytes: the size in bytes of the longest valid record that is read.
+        max_unsent_bytes: the maximum bytes in the queue, for a writer that never waits; None for no limit.
     """
 
     mover: Final = None  # descriptors share memory
@@ -206,7 +206,7 @@ class SocketTransport:
         self._unsent_bytes = unsent
 
     def limit_queue(self, max_bytes: int) -> None:
-        """Set the most bytes in the queue, as `Transport.limit_queue` does."""
+        """Limit the bytes in the queue, as `Transport.limit_queue` does."""
         self._max_unsent_bytes = max_bytes
 
     def finish(self) -> None:

@@ -60,7 +60,7 @@ class SocketFile:
             FileNotFoundError: the folder does not exist; `filename` names it.
             NotADirectoryError: the folder is not a directory.
             PermissionError: this user may not read the folder, or not create a socket in it.
-            OSError: the file system is read-only or has no sockets, or no descriptor is left.
+            OSError: the file system is read-only or does not support sockets, or no descriptor is left.
         """
         try:
             folder = Descriptor(os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))

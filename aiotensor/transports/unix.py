@@ -23,8 +23,8 @@ logger = logger_of("transports")
 
 _ACCEPTS_A_TURN = 16  # a flood of connections must not block the loop
 
-# There is no notification when a socket appears at a path, so a connector polls for it. A connected pair does
-# nothing while it is idle.
+# There is no notification when a socket appears at a path, so a connector polls for it, but only while it is
+# not connected.
 _FIRST_RETRY_S = 0.005
 _LAST_RETRY_S = 0.25
 

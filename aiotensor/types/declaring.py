@@ -80,8 +80,8 @@ class Export(NamedTuple):
     """How a field of statistics is exported as a metric; created by `counter` and `gauge`.
 
     Attributes:
-        kind: ``"counter"`` for a value that only grows and outlasts its object; ``"gauge"`` for a current
-            value.
+        kind: ``"counter"`` for a value that only grows, and is kept after its object has closed; ``"gauge"``
+            for a current value.
         metric: the name of the metric without its prefix, such as ``aiotensor_sender_``; "" for the name of
             the field.
         labels: the names and values of the labels that distinguish fields with the same metric.

@@ -107,7 +107,7 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
     senders_refused: Annotated[
         Number,
         counter(
-            "Senders that were refused, because of a limit or of their version, and unidentified connections "
+            "Senders that were refused because of a limit or their version, and unidentified connections "
             "that newer ones replaced."
         ),
     ]
@@ -130,9 +130,9 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
         Number | None, gauge("Limit of the promised messages.", metric="promised_messages_limit")
     ]
     leases: Annotated[
-        Number, gauge("Blocks of shared memory pinned by tensors that were taken and are alive.")
+        Number, gauge("Tensors at the receiver, taken or not, that pin blocks of shared memory.")
     ]
-    leased_bytes: Annotated[Number, gauge("Bytes of the tensors that pin these blocks.")]
+    leased_bytes: Annotated[Number, gauge("Bytes of the tensors that pin blocks of shared memory.")]
     peak_leased_bytes: Annotated[
         Number,
         gauge(
@@ -143,7 +143,7 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
     bytes_taken: Annotated[Number, counter("Bytes of the received tensors.", metric="taken_bytes")]
     messages_discarded: Annotated[Number, counter("Messages discarded by either side.")]
     tensors_copied: Annotated[Number, counter("Tensors that were received as copies.")]
-    bytes_copied: Annotated[Number, counter("Bytes of the received copies.", metric="copied_bytes")]
+    bytes_copied: Annotated[Number, counter("Bytes of tensors received as copies.", metric="copied_bytes")]
     errors: Annotated[Errors, counter("Calls of receivers that raised an error, by the type of the error.")]
 
 
@@ -182,7 +182,7 @@ class ServerStatistics(msgspec.Struct, frozen=True):
     waiting_bytes: Annotated[
         Number, gauge("Bytes of the waiting messages, without the tensors that a sender transfers.")
     ]
-    max_waiting_bytes: Annotated[Number, msgspec.Meta(description="Limit of these bytes for each client.")]
+    max_waiting_bytes: Annotated[Number, msgspec.Meta(description="Limit of waiting bytes for each client.")]
     in_hand: Annotated[Number, gauge("Messages that were taken, and neither answered nor cancelled.")]
     messages_received: Annotated[Number, counter("Messages that have arrived.")]
     answers: Annotated[Number, counter("Messages that were answered.")]
@@ -192,7 +192,7 @@ class ServerStatistics(msgspec.Struct, frozen=True):
     ]
     clients_lost: Annotated[Number, counter("Clients that died, closed or broke the protocol.")]
     clients_refused: Annotated[
-        Number, counter("Clients that were refused, because of a limit or of their version.")
+        Number, counter("Clients that were refused because of a limit or their version.")
     ]
 
 
@@ -232,7 +232,7 @@ class PublisherStatistics(msgspec.Struct, frozen=True):
         tuple[SubscriberLag, ...], msgspec.Meta(description="The subscribers, the slowest first.")
     ]
     max_behind: Annotated[
-        Number, gauge("Limit of publications that one subscriber is behind.", metric="behind_limit")
+        Number, gauge("Limit of publications that one subscriber may be behind.", metric="behind_limit")
     ]
     behind: Annotated[Number, gauge("Publications that the slowest subscriber has not taken.", largest=True)]
     waiting: Annotated[
@@ -276,9 +276,9 @@ class PublisherStatistics(msgspec.Struct, frozen=True):
     bytes_published: Annotated[
         Number, counter("Bytes of the published messages, counted once.", metric="published_bytes")
     ]
-    deliveries: Annotated[Number, counter("Publications that subscribers have taken, once for each of them.")]
+    deliveries: Annotated[Number, counter("Publications taken, counted once for each subscriber.")]
     dropped: Annotated[
-        Number, counter("Publications that a subscriber has lost because it was slow, once for each of them.")
+        Number, counter("Publications lost by slow subscribers, counted once for each subscriber.")
     ]
     subscribers_lost: Annotated[
         Number, counter("Subscribers that died, broke the protocol, or were disconnected for being slow.")
@@ -286,7 +286,7 @@ class PublisherStatistics(msgspec.Struct, frozen=True):
     subscribers_refused: Annotated[
         Number,
         counter(
-            "Subscribers that were refused, because of a limit or of their version, and unidentified "
+            "Subscribers that were refused because of a limit or their version, and unidentified "
             "connections that newer ones replaced."
         ),
     ]
@@ -328,7 +328,7 @@ class SubscriberStatistics(msgspec.Struct, frozen=True):
     leases: Annotated[
         Number, gauge("Tensors that were taken and are alive, and pin shared memory of the publisher.")
     ]
-    leased_bytes: Annotated[Number, gauge("Bytes of these tensors.")]
+    leased_bytes: Annotated[Number, gauge("Bytes of the tensors that pin shared memory of the publisher.")]
     peak_leased_bytes: Annotated[
         Number,
         gauge(
@@ -381,9 +381,9 @@ class PipeStatistics(msgspec.Struct, frozen=True):
         gauge("Messages that have arrived and were not received.", metric="unclaimed_messages"),
     ]
     leases: Annotated[
-        Number, gauge("Received tensors that are alive, and pin shared memory of the other rank.")
+        Number, gauge("Tensors that have arrived, received or not, and pin shared memory of the other rank.")
     ]
-    leased_bytes: Annotated[Number, gauge("Bytes of these tensors.")]
+    leased_bytes: Annotated[Number, gauge("Bytes of the tensors that pin shared memory of the other rank.")]
     messages_sent: Annotated[Number, counter("Messages sent.")]
     bytes_sent: Annotated[Number, counter("Bytes of the sent tensors.", metric="sent_bytes")]
     messages_received: Annotated[Number, counter("Messages received.")]

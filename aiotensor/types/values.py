@@ -47,7 +47,7 @@ class TensorHandle(msgspec.Struct, frozen=True):
     fields.
 
     Attributes:
-        sender: the id of the sender, which no other sender has.
+        sender: the unique id of the sender.
         message: the number of the message, counted by its sender from 0.
         tensor: the number of the tensor in its message, counted from 0.
         dtype: the name of the torch dtype, for example ``"uint8"``.
@@ -156,7 +156,7 @@ class Published(NamedTuple):
     Attributes:
         number: the number of the publication.
         delivered: the number of subscribers that receive it.
-        dropped: the number of subscribers that have lost an older publication, which this one replaces.
+        dropped: the number of subscribers that have lost an older publication in favor of this one.
     """
 
     number: int

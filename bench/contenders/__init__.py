@@ -290,7 +290,7 @@ CONTENDERS = {
 
 
 def missing(needs: Mapping[str, str]) -> list[str]:
-    """Name what must be installed and is not; `needs` is from module to name."""
+    """Return the names of required packages that are not installed; `needs` maps modules to these names."""
     return [name for module, name in needs.items() if find_spec(module) is None]
 
 

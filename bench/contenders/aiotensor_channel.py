@@ -18,7 +18,7 @@ from bench.records import Reply
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the two sides meet."""
+    """The addresses of both sides."""
 
     folder: Path
     reply: Reply

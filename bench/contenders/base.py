@@ -1,8 +1,8 @@
 """A contender: a module with the function `connect`, and one row in the table.
 
-``connect(layout)`` gives the closed ends of a connection: a list of sides, as many as the layout asks for,
+``connect(layout)`` returns the closed ends of a connection: a list of sides, as many as the layout requests,
 and the single side that they connect to. The sides of the list send tensors to the single one; if the layout
-asks for it, both can send. If the contender carries messages, the sides of the list send requests, and the
+requests it, both can send. If the contender carries messages, the sides of the list send requests, and the
 single side answers them. If it carries publications, the single side sends to all sides of the list. If it
 carries videos, the sides of the list are API servers, and the single side is their engine.
 """
@@ -43,15 +43,15 @@ class Layout(NamedTuple):
     """The requirements on a connection.
 
     Attributes:
-        peers: processes on the side that has several: senders of tensors, or subscribers.
-        depth: tensors that may be in flight at once, for each peer; of videos, of all peers together.
+        peers: the processes on the side that has several: senders of tensors, or subscribers.
+        depth: the tensors that may be in flight at once, for each peer; of videos, for all peers together.
         both_ways: whether the receiving side can send to the one sender too.
-        largest: bytes of the largest tensor.
+        largest: the size of the largest tensor in bytes.
         folder: a fresh folder for sockets, deleted afterwards.
         reply: the kind of answers to requests.
         device: the network interface of every process.
-        peer_address: of that interface, for the sides of the list.
-        single_address: of that interface, for the single side.
+        peer_address: the address of that interface, for the sides of the list.
+        single_address: the address of that interface, for the single side.
     """
 
     peers: int
@@ -92,13 +92,13 @@ class ConnectingPort(Protocol):
 
 @runtime_checkable
 class AllocatingPort(Port, Protocol):
-    """A port that can also give a tensor in the memory that it sends from."""
+    """A port that can also allocate tensors in the memory from which it sends."""
 
     async def allocate(self, size: int) -> "torch.Tensor": ...
 
 
 class AskingPort(Protocol):
-    """An open end by which answers are awaited. As in a `Port`, blocking calls just block."""
+    """An open end that sends requests and waits for their answers; as in a `Port`, blocking calls block."""
 
     async def request(self, message: "Video") -> "Message": ...
 
@@ -145,7 +145,7 @@ EnginePort: TypeAlias = AsyncIterator[VideoRequest]
 
 
 class Side(Protocol[P_co]):
-    """A closed end of a connection, picklable into a process that is being started, where it is opened."""
+    """A closed end of a connection; it is pickled for the process that opens it."""
 
     def open(self) -> AbstractAsyncContextManager[P_co]: ...
 
@@ -156,17 +156,17 @@ class Contender:
 
     Attributes:
         name: how the command line and the results name it.
-        module: with `connect`; imported only in the processes that measure it.
+        module: the module with `connect`; imported only in the processes that measure it.
         what: a short description.
         uses_loop: whether it is driven by the event loop, and so is measured on more than one.
         is_limit: whether it only shows the speed of the machine, and is no alternative to aiotensor.
-        alone: whether it is one process; there is no far side then.
+        alone: whether it is a single process, without a far side.
         drives_itself: whether its module has `near` and `far` in place of the workload's.
         in_quick: whether a quick run measures it too.
         needs: the modules that must be installed, and the names of their packages.
         extra: the extra of this project that installs them.
-        largest: bytes of the largest tensor that it can carry; None for any.
-        lacks: workloads that it takes no part in, and why.
+        largest: the size of the largest tensor that it can carry, in bytes; None for any.
+        lacks: the workloads in which it takes no part, with the reasons.
         carries: tensors one way, messages and their answers, publications to several readers, or the videos
             of several API servers.
         spans_hosts: whether its sides may be on two hosts.

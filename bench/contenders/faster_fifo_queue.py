@@ -1,4 +1,4 @@
-"""faster-fifo: a ring buffer in shared memory, which arrays are pickled into and out of."""
+"""faster-fifo: a ring buffer in shared memory, through which arrays are pickled."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -50,6 +50,6 @@ def connect(layout: Layout) -> tuple[list[RingSide], RingSide]:
 
 
 def _ring(depth: int, largest: int) -> faster_fifo.Queue:
-    # All small tensors that may be on their way fit, and of the largest one at a time.
+    # Space for all small tensors that may be in flight, but for only one of the largest at a time.
     room = max(_SMALLEST_RING, largest + _PICKLE, min(depth * (largest + _PICKLE), 64 << 20))
     return faster_fifo.Queue(max_size_bytes=room, maxsize=depth)

@@ -1,7 +1,7 @@
 """torch.distributed point to point on gloo, over TCP.
 
-Its receiver must know how many bytes come, so a header goes first, as it does in every program whose
-tensors differ in size. The sender does not wait between the two. `recv` is `irecv` and its `wait`.
+Its receiver must know how many bytes arrive, so a header is sent first, as in every program whose tensors
+differ in size. The sender does not wait between the two. `recv` is `irecv` and its `wait`.
 """
 
 import os

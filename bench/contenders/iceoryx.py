@@ -119,7 +119,7 @@ class ServiceSide:
 
 
 def connect(layout: Layout) -> tuple[list[ServiceSide], ServiceSide]:
-    # The services live beside those of others; the folder's name is like no other.
+    # Services of other programs are in the same namespace, so the names contain that of the unique folder.
     there = f"{layout.folder.name}/there"
     back = f"{layout.folder.name}/back" if layout.both_ways else None
     limits = (layout.depth, layout.largest, layout.peers)
@@ -153,5 +153,5 @@ def _events(node: Any, name: str, side: ServiceSide) -> Any:
 
 def _view(sample: Any, size: int) -> torch.Tensor:
     memory: Any = (ctypes.c_uint8 * size).from_address(sample.payload_ptr)
-    memory.sample = sample  # lives as long as the memory is looked at
+    memory.sample = sample  # lives as long as a view of the memory
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -30,13 +30,13 @@ class StorePort:
         self._incoming = incoming
 
     async def send(self, tensor: torch.Tensor) -> None:
-        # In a list: a bare reference would be fetched on the way, and its bytes go through the queue.
+        # In a list: a bare reference would be resolved, and its bytes would pass through the queue.
         self._outgoing.put([self._ray.put(tensor.numpy())])
 
     async def receive(self) -> torch.Tensor:
         (reference,) = self._incoming.get()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # arrays in the store cannot be written to, which torch regrets
+            warnings.simplefilter("ignore")  # torch warns that arrays in the store cannot be written to
             return torch.from_numpy(self._ray.get(reference))
 
 

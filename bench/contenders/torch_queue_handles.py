@@ -31,7 +31,7 @@ from bench.contenders.video_requests import (
 )
 from bench.measure import share
 
-_WAIT_S = 10.0  # until a tensor that was announced is given up
+_WAIT_S = 10.0  # the maximum wait for a tensor that was announced
 
 
 class Handle(NamedTuple):

@@ -59,7 +59,7 @@ def connect(layout: Layout) -> tuple[list[EchoSide], EchoSide]:
 
 
 def address_in(layout: Layout) -> str:
-    """Return the address where the two sides meet."""
+    """Return the address at which one side listens and the other connects."""
     return f"ipc://{layout.folder}/echo"
 
 

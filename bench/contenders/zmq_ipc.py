@@ -30,7 +30,7 @@ class SocketPort:
     async def receive(self) -> torch.Tensor:
         if self._incoming is None:
             raise TypeError("this side only sends")
-        # The tensor looks into the frame, and keeps it.
+        # The tensor is a view of the frame, and keeps it alive.
         return torch.frombuffer(self._incoming.recv(copy=False).buffer, dtype=torch.uint8)
 
 

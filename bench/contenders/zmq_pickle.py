@@ -1,6 +1,6 @@
 """Pickle, protocol 5: plain pyzmq sends the memory of tensors beside the pickle, in separate parts.
 
-The messages hold numpy arrays over the memory of the tensors. Those are picked up out of band and not copied;
+The messages contain numpy arrays over the memory of the tensors. These are pickled out of band, not copied;
 torch would pickle a tensor with its bytes inside.
 """
 

@@ -33,7 +33,7 @@ def _encode(message: Message) -> list[Any]:
 
 def _decode(parts: "Sequence[zmq.Frame]") -> Message:
     header = _decoder.decode(parts[0].buffer)
-    # The tensor looks into the frame, and keeps it.
+    # The tensor is a view of the frame, and keeps it alive.
     tensor = torch.frombuffer(parts[1].buffer, dtype=_DTYPES[header.dtype]).view(header.shape)
     return Embedding(tensor) if header.fps is None else Video(header.fps, tensor)
 

@@ -1,4 +1,4 @@
-"""ZeroMQ XPUB and SUB over `ipc://`, with pickle protocol 5, blocking: the bytes lie out of band.
+"""ZeroMQ XPUB and SUB over `ipc://`, with pickle protocol 5, blocking: the bytes are out of band.
 
 A thread of ZeroMQ copies the bytes into the socket of each subscriber. Neither side copies them
 in Python.

@@ -28,25 +28,25 @@ class Workload(NamedTuple):
 
     Attributes:
         name: how the command line and the results name it.
-        module: with `near` and `far`.
+        module: the module with `near` and `far`.
         title: the heading of its table.
         score: the number by which contenders are compared.
         more_is_better: whether a higher score is better.
-        full: how much of it a full run does.
-        quick: how much of it a quick run does.
-        sizes: of the tensors; None for those of the command line.
-        peers: processes of the side that has several, one batch for each number.
+        full: the effort of a full run.
+        quick: the effort of a quick run.
+        sizes: the sizes of the tensors; None for those of the command line.
+        peers: the processes of the side that has several, one batch for each number.
         peer: how the tables name one of these processes.
         is_apart: whether each number of peers is measured in new processes, because all connected peers
             take part.
-        depth: tensors that may be in flight at once, for each peer; of videos, of all peers together.
+        depth: the tensors that may be in flight at once, for each peer; of videos, for all peers together.
         source: where the tensors come from.
         reply: the kind of answers to requests.
         both_ways: whether the far side sends too.
         single_is_near: whether the reporting process has the single side: the receiver, or the publisher.
         side_by_side: whether all contenders may be measured at the same time, since they do nothing.
-        deadline_s: for one batch; beyond it a contender is taken for hung.
-        carries: its cargo; only contenders with the same cargo take part.
+        deadline_s: the time limit for one batch, after which a contender counts as hung.
+        carries: the kind of data that it transfers; only contenders that carry this kind take part.
         baseline: the contender that the others are compared with; None for that of the run.
         between_hosts: whether the near side and the far side are on two hosts, which `verification.networks`
             emulates.
@@ -80,7 +80,7 @@ class Workload(NamedTuple):
 
 
 class Barrier:
-    """A barrier for the processes of a group, and reports to the near process; never while a clock runs.
+    """A barrier for the processes of a group, with reports to the near process; not used while a clock runs.
 
     The near process has a record socket to each of the others; each of these has one, to the near process.
     """
@@ -123,10 +123,10 @@ class Stage(Generic[P]):
     Attributes:
         spec: the task.
         port: this process's end of the connection.
-        barrier: to meet the other processes.
-        number: of this process among its kind, from 0.
-        processes: the near process and after it the others; known to the near process only.
-        shared_before: bytes of shared memory on the machine before anything was opened.
+        barrier: the barrier at which all processes meet.
+        number: the number of this process among its kind, from 0.
+        processes: the near process, followed by the others; known to the near process only.
+        shared_before: the shared memory on the machine before anything was opened, in bytes.
     """
 
     spec: Spec

@@ -1,7 +1,7 @@
 """How late 1 ms tickers on the event loops of both sides are, first idle, then while tensors go back to back.
 
 The lateness of a tick is the time since the previous tick, minus one millisecond. It includes the resolution
-of the loop's timers. So the idle loop is measured, too, and the result is the difference to the busy loop.
+of the loop's timers. So the idle loop is measured, too, and the result is the difference between the two.
 The same tensor is sent repeatedly: `send` copies it.
 """
 

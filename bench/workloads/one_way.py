@@ -4,10 +4,10 @@ The clock runs in the receiver, from before the first send until the last tensor
 sender keeps as many sends in flight as the depth says; a contender with blocking calls puts into its queue,
 which holds that many. Senders that are not among those of a batch stay connected and do nothing.
 
-With many senders, torch copies with one thread in each: its threads wait for each other by spinning, and
-those of 16 processes on a few cores would measure nothing but that. Their users would do the same.
+With many senders, torch copies with one thread in each: its threads wait for each other by spinning, and with
+16 processes on a few cores, little but that would be measured. Users would configure torch in the same way.
 
-How many tensors make a batch each sender decides by the rate of its warm-up, so that fast and slow
+Each sender derives the number of tensors of a batch from the rate of its warm-up, so that fast and slow
 contenders are measured for about as long. Tensors are fresh, and made before the clock starts.
 """
 

@@ -1,11 +1,11 @@
 """A client awaits the answer to a message with a tensor inside; the server reads the tensor and answers.
 
 The clock runs in the client, from before the request until one element of the answer was read. The server
-has read one element of the request by then, and that element comes back.
+has read one element of the request by then, and returns that element.
 
 As in the round trip, every tensor that a side sends is fresh and lies in ordinary, warm memory; making and
-freeing them is not timed. A row says how large the answer is: an echo holds a tensor of the request's size,
-an answer an embedding of 4 KiB.
+freeing them is not timed. The row states the size of the answer: an echo contains a tensor of the request's
+size, and an answer an embedding of 4 KiB.
 """
 
 from collections.abc import AsyncIterator

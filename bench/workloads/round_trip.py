@@ -1,15 +1,15 @@
-"""There and back: a tensor goes to the other process, is read there, and one of its size is answered.
+"""There and back: a tensor is sent to the other process and read there; the answer has the same size.
 
 The clock runs in the near process, from before the send until one element of the answer was read.
 
 Copied: every tensor that a side sends is fresh and lies in ordinary, warm memory, as after decoding a
 video: a contender cannot win by being handed the same, already shared tensor again. Making and freeing
-tensors is not timed: each side frees large ones when all trips are made, since the kernel takes as long to
-take such memory back as to copy it, and would take the time from the other side's clock. With
+tensors is not timed: each side frees large ones when all trips are made, since the kernel needs as long to
+reclaim such memory as to copy it, and that time would count at the other side. With
 ``answer="own"`` the far side answers with such a fresh tensor, so that the same work is done both ways. With
 ``answer="same"`` it sends back the very tensor that it received.
 
-Allocated: both sides ask the contender for memory, write one element there, and send it. The asking is
+Allocated: both sides get memory from the contender, write one element there, and send it. The allocation is
 timed. The rest of the tensor is not written, since a decoder and not the contender would write it.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["LARGE", "MARKS", "allocating", "check", "far", "near", "warm_up"]
 
 LARGE = 1 << 20  # bytes; freeing tensors from here on takes long
 
-MARKS = 251  # a prime, so that a repeated or skipped tensor cannot carry the mark that is expected
+MARKS = 251  # a prime, so that a repeated or skipped tensor cannot have the expected mark
 
 
 async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
@@ -119,7 +119,7 @@ def warm_up(spec: Spec, size: int) -> int:
 
 
 def check(number: int, size: int, right: bool) -> None:
-    """Refuse an answer that is not the right one."""
+    """Raise an error for a wrong answer."""
     if not right:
         raise RuntimeError(f"trip {number} at {size} bytes brought back another tensor")
 

@@ -1,4 +1,4 @@
-"""A stream of tensors one way, with an end that says how many there were."""
+"""A stream of tensors in one direction; the last tensor contains the number of the others."""
 
 import asyncio
 from collections.abc import Iterable, Iterator
@@ -55,7 +55,7 @@ async def send_end(port: Port, size: int, count: int) -> None:
 
 
 async def take(port: Port, streams: int = 1) -> int:
-    """Take tensors until so many streams have ended, look into each, and give their number, ends left out."""
+    """Take tensors until `streams` streams have ended, read each, and return their number except the ends."""
     taken = sent = 0
     while streams:
         tensor = await port.receive()

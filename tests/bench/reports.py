@@ -116,7 +116,7 @@ def _lag(contender: str, loop: Loop) -> Result:
 
 
 def served(workload: str, contender: str, rate: float) -> Result:
-    """Return a result of API servers that answer so many requests a second."""
+    """Return a result of API servers that answer `rate` requests per second."""
     numbers = {
         "requests_per_s": rate,
         "median_s": 40 / rate,

@@ -1,4 +1,4 @@
-"""The command itself, in small real runs. No test looks at how fast."""
+"""The command itself, in small real runs, whose speed is not checked."""
 
 import json
 import subprocess

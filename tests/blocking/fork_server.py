@@ -1,4 +1,4 @@
-"""A process that has imported torch, and forks programs, which start faster in this way.
+"""A process that has imported torch and forks programs, so that they start faster.
 
 The test sends a name, arguments, and descriptors for output and errors. The process forks the program, and
 replies with its pid, and later with its exit status. Children of `multiprocessing` could not replace it: they

@@ -1,4 +1,4 @@
-"""Main-thread functions of programs that are interrupted, or that end with everything open.
+"""Main functions of programs that are interrupted, or that end with everything open.
 
 Each runs in a separate process, started by a test, which reads its output.
 """
@@ -39,7 +39,7 @@ def _say(*words: object) -> None:
 
 
 def _say_when(condition: Callable[[], object], word: str) -> None:
-    """Say from another thread when something is so."""
+    """Print a word from another thread when a condition becomes true."""
 
     def look() -> None:
         until(condition)
@@ -54,7 +54,7 @@ def _waits(thread: int) -> bool:
 
 
 def _raise_after(step: Callable[[], object]) -> None:
-    """Have Ctrl-C do something before it raises."""
+    """Make Ctrl-C call a function before it raises `KeyboardInterrupt`."""
 
     def handle(number: int, frame: FrameType | None) -> NoReturn:
         step()
@@ -67,7 +67,7 @@ def _raise_after(step: Callable[[], object]) -> None:
 
 
 def wait(name: str, *place: str) -> None:
-    """Wait in one of the calls that wait, until a signal comes."""
+    """Wait in one of the waiting calls until a signal arrives."""
     try:
         with WAITS[name].near(Place(*place)) as wait:
             _say_when(wait.is_waiting, "waits")
@@ -77,7 +77,7 @@ def wait(name: str, *place: str) -> None:
 
 
 def go_on_after_a_signal(*place: str) -> None:
-    """Catch the interrupt of a call that the busy loop has not begun, and see that nothing of it is left."""
+    """Catch the interrupt of a call that the busy loop has not begun, and show that nothing of it is left."""
     gate, is_busy = threading.Event(), threading.Event()
 
     def be_busy() -> None:
@@ -101,7 +101,7 @@ def go_on_after_a_signal(*place: str) -> None:
 
 
 def open_where_somebody_else_does(name: str, *place: str) -> None:
-    """Wait for another process, which is opening something in the same folder."""
+    """Wait for another process that is opening an object in the same folder."""
     messages, tensors, _ = place
     listener: TensorReceiver | MessageServer[Question]
     listener = TensorReceiver(tensors) if name == "receiver" else MessageServer(messages, Question)
@@ -117,7 +117,7 @@ def open_where_somebody_else_does(name: str, *place: str) -> None:
 
 
 def close_with_a_busy_loop(*place: str) -> None:
-    """Be interrupted in closing before the loop has begun with that."""
+    """Close, and be interrupted before the busy loop has begun to close."""
     gate, is_busy = threading.Event(), threading.Event()
 
     def be_busy() -> None:
@@ -149,7 +149,7 @@ def look_at_once(*place: str) -> None:
 
 
 def be_interrupted_elsewhere(*place: str) -> None:
-    """Wait while a signal comes that the kernel gives to another thread."""
+    """Wait while the kernel delivers a signal to another thread."""
     with TensorReceiver(Place(*place).tensors) as receiver:
 
         def interrupt() -> None:
@@ -209,7 +209,7 @@ def open_without_descriptors(*place: str) -> None:
 
 
 def close_at_a_signal(*place: str) -> None:
-    """Serve until a signal comes, whose handler closes the server in the middle of that."""
+    """Serve until the handler of a signal closes the server."""
     with MessageServer(Place(*place).messages, Question) as server:
         signal.signal(signal.SIGTERM, lambda *_: server.close())
         _say_when(lambda: server.statistics().answers and inside.waiters_for_requests(server.inner), "waits")
@@ -230,7 +230,7 @@ def close_in_the_middle_of_a_call(*place: str) -> None:
 
 def close_what_is_handed_to_the_loop(*place: str) -> None:
     """Close, in a signal handler, an object that this thread is handing to the loop for opening."""
-    with TensorReceiver(Place(*place).tensors) as receiver:  # which keeps the loop
+    with TensorReceiver(Place(*place).tensors) as receiver:  # keeps the loop running
         sender = TensorSender(Place(*place).tensors)
         signal.signal(signal.SIGTERM, lambda *_: sender.close())
         inside.before_next_handover(receiver, lambda: signal.raise_signal(signal.SIGTERM))
@@ -259,7 +259,7 @@ def send_into_a_full_link(receiver: int, *place: str) -> None:
 
 
 def linger(server: int, *place: str) -> None:
-    """Close a client that would wait for minutes until its sent messages have left."""
+    """Close a client that would wait for minutes until its messages are transmitted."""
     main = threading.get_ident()
     try:
         with MessageClient(Place(*place).messages, reply_type=Answer, linger_s=600) as client:
@@ -373,7 +373,7 @@ def copy_to_the_end(*place: str) -> None:
 
 
 def end_in_the_middle(*place: str) -> None:
-    """Leave by sys.exit, with some things in a block and some not."""
+    """Exit by `sys.exit`, with some objects in a block and others without one."""
     _, sender, _, _ = _open_all(Place(*place))
     with sender.message() as message:
         message.send(pattern(1, BIG))
@@ -381,7 +381,7 @@ def end_in_the_middle(*place: str) -> None:
 
 
 def leave_in_a_child(status: int, *place: str) -> None:
-    """Leave every kind of block by sys.exit in a forked child, and say with which status that ends."""
+    """Leave every kind of block by `sys.exit` in a forked child, and print the exit status of the child."""
     ends = _open_all(Place(*place))
     ends.client.send(Question(1))
     with ExitStack() as stack:
@@ -394,7 +394,7 @@ def leave_in_a_child(status: int, *place: str) -> None:
 
 
 def fail_beside_a_thread(*place: str) -> NoReturn:
-    """Fail in the main thread while another one serves, for which Python waits."""
+    """Raise in the main thread while another thread serves; Python waits for that thread."""
     _, _, server, _ = _open_all(Place(*place))
 
     def handle(question: Question) -> Answer:

@@ -1,4 +1,4 @@
-"""However the interpreter ends, it ends: with the right status, and with nothing to say that is ours."""
+"""The interpreter exits in every case, with the right status and without output of the library."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Many threads share one object, and all objects share one thread, which is gone with the last of them."""
+"""Many threads share one object, and all objects share one thread, which ends with the last of them."""
 
 import gc
 import threading

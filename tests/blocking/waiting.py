@@ -14,7 +14,7 @@ __all__ = ["Running", "in_thread", "nobody_listens_in", "running", "until"]
 
 R = TypeVar("R")
 
-_PATIENCE_S = 20.0  # more than anything here takes, on whatever machine
+_PATIENCE_S = 20.0  # more than any operation takes, on any machine
 
 
 def until(condition: Callable[[], object]) -> None:

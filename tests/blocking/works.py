@@ -118,7 +118,7 @@ def open_server(state: State, /, place: Place, *, by_sender: bool = False, **opt
 
 
 def answer(question: Question) -> Answer:
-    """Answer as the async handler of the channel's own tests does, which waits for nothing."""
+    """Answer without waiting, like the async handler of the tests of the channel."""
     try:
         parties.answer(question).send(None)
     except StopIteration as done:
@@ -133,7 +133,7 @@ def ask(state: State, seed: int, count: int = BIG, wish: int = 7) -> bool:
 
 
 def ask_many(state: State, first: int, count: int, at_once: int) -> int:
-    """Ask questions of all sizes, so many at once, and return how many answers were right."""
+    """Ask questions of all sizes, `at_once` at a time, and return the number of right answers."""
     seeds = iter(range(first, first + count))
     asking = [
         in_thread(lambda: sum(ask(state, seed, (3, 2000, BIG)[seed % 3]) for seed in seeds))

@@ -46,7 +46,7 @@ class Broadcasts:
 
     @asynccontextmanager
     async def open(self, count: int = 2, type: Any = Any, **limits: Any) -> AsyncIterator[Broadcast]:  # noqa: A002
-        """Open a publisher, and wait until so many subscribers are connected."""
+        """Open a publisher, and wait until `count` subscribers are connected."""
         async with AsyncExitStack() as stack:
             publisher = await stack.enter_async_context(Publisher(self.endpoint, **limits))
             subscribers = []

@@ -16,7 +16,7 @@ from verification.processes import watch
 
 @pytest.fixture(autouse=True)
 async def mode(nothing_left_behind: None) -> AsyncIterator[None]:
-    """Fail a test that leaves tasks behind, or about whose code the loop complains."""
+    """Fail a test that leaves tasks behind, or makes asyncio log complaints."""
     with loops.complaints() as complaints:
         before = asyncio.all_tasks() - {asyncio.current_task()}
         yield
@@ -30,7 +30,7 @@ async def mode(nothing_left_behind: None) -> AsyncIterator[None]:
 # The conformance suite covers broadcasts over a stock queue; these tests concern the layers above transports.
 @pytest.fixture(params=[link for link in LINKS if link != "stock"])
 def endpoint(request: pytest.FixtureRequest) -> Iterator[Endpoint]:
-    """Name a place for a publisher, over most kinds of endpoints."""
+    """Return an endpoint for a publisher, of most kinds."""
     with places.endpoint(request.param) as place:
         yield place
 

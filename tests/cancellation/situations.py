@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 SLOW = (
     QUICK_BYTES // 8 + 1000
-)  # elements of int64: the worker thread copies so many, in warm and in cold memory
+)  # elements of int64: enough for a copy by the worker thread, in warm and in cold memory
 
 
 class HeldUp:
@@ -63,7 +63,7 @@ class HeldUp:
 
 @contextlib.asynccontextmanager
 async def held_back(sender: TensorSender) -> AsyncIterator[threading.Event]:
-    """Let the worker of a sender begin no copy until the block ends, or until the event is set."""
+    """Keep the worker of a sender from beginning copies until the block ends, or until the event is set."""
     go_on = threading.Event()
     worker = worker_of(sender)
     holding = [worker.submit(go_on.wait, takes_long=takes_long) for takes_long in (False, True)]

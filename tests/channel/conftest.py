@@ -8,7 +8,7 @@ import pytest
 from tests.channel.parties import Places
 from verification import loops
 
-# Each mode over one kind of address, and the other kind in the plain mode: only the socket is another there.
+# Every mode over one kind of address, and only the plain one over the other: just the socket differs.
 _WAYS = {f"{mode} tasks": ("ipc", mode) for mode in loops.MODES} | {"tcp": ("tcp", "plain")}
 
 

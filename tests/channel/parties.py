@@ -128,8 +128,8 @@ async def channel(
     """Open a client and a server, and a sender and a receiver for the tensors of questions.
 
     Args:
-        max_concurrent_videos: of the sender.
-        arena_bytes: of the sender.
+        max_concurrent_videos: the permits of the sender.
+        arena_bytes: the size of the sender's arena in bytes.
         client: further arguments of the client.
         server: further arguments of the server.
     """

@@ -51,7 +51,7 @@ async def open_client(state: State, /, place: Place, **options: Any) -> None:
 
 
 async def open_server(state: State, /, place: Place, *, answers: bool = True, **options: Any) -> None:
-    """Open a server, and have it answer if so wished."""
+    """Open a server, which answers if `answers` is true."""
     receiver = await state.stack.enter_async_context(TensorReceiver(place.tensors))
     server: MessageServer[Question] = MessageServer(place.messages, Question, receiver=receiver, **options)
     state.others |= {"receiver": receiver, "server": await state.stack.enter_async_context(server)}
@@ -77,26 +77,26 @@ async def listening(
 
 
 async def ask(state: State, seed: int, count: int = BIG) -> bool:
-    """Ask once, and say whether the answer is right."""
+    """Ask once, and return whether the answer is right."""
     got = await state.others["client"].request(Question(seed, pattern(seed, count), wish="7"))
     return _is_right(got, seed, count)
 
 
 async def begin_to_ask(state: State, seeds: list[int], count: int = BIG) -> None:
-    """Send a request, and leave it running."""
+    """Start requests in tasks, and wait until they are sent."""
     state.others["asking"] += [asyncio.create_task(ask(state, seed, count)) for seed in seeds]
     await until(lambda: state.others["client"].statistics().messages_sent >= len(seeds))
 
 
 async def outcomes(state: State) -> list[bool | Exception]:
-    """Wait until all requests have ended, and return how."""
+    """Wait until all requests have ended, and return their outcomes."""
     asking, state.others["asking"] = state.others["asking"], []
     results: list[bool | Exception] = await asyncio.gather(*asking, return_exceptions=True)
     return results
 
 
 async def ask_many(state: State, first: int, count: int, at_once: int) -> int:
-    """Ask questions of all sizes, so many at once, and return how many answers were right."""
+    """Ask questions of all sizes, `at_once` at a time, and return the number of right answers."""
     seeds = iter(range(first, first + count))
     right = 0
 

@@ -1,4 +1,4 @@
-"""Plain sockets of ZeroMQ, by which a test says to one side whatever it likes."""
+"""Plain ZeroMQ sockets, with which a test sends any message to one side."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +16,7 @@ __all__ = ["hear", "raw"]
 async def raw(
     kind: int, address: str, *, binds: bool = False, high_water_mark: int = 1000
 ) -> AsyncIterator[zmq.asyncio.Socket]:
-    """A plain socket, to say anything with."""
+    """Open a plain socket, which can send any message."""
     context = zmq.asyncio.Context()
     sock = context.socket(kind)
     sock.linger = 0
@@ -33,6 +33,6 @@ async def raw(
 
 
 async def hear(sock: zmq.asyncio.Socket) -> tuple[bytes, Any]:
-    """Receive a header of a client, and say whose it is."""
+    """Receive a message of a client, and return the identity of the client and the decoded header."""
     identity, header, *_ = await sock.recv_multipart()
     return identity, read_from_client(header)

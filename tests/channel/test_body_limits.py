@@ -1,4 +1,4 @@
-"""A body larger than its receiver accepts is not sent, and never decoded; tensors alone are no large body."""
+"""A body larger than its receiver accepts is not sent, and never decoded; its tensors do not count."""
 
 import asyncio
 from collections.abc import Callable

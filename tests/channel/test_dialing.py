@@ -1,4 +1,4 @@
-"""How a client finds its server: names, several addresses, and handshakes that come to nothing."""
+"""How a client finds its server: names, several addresses, and handshakes that fail."""
 
 import asyncio
 import errno

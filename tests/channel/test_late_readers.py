@@ -31,7 +31,7 @@ class Heart(asyncio.Protocol):
     """Count the heartbeats that ZeroMQ sends on a connection that does not use ZeroMQ at this end.
 
     Args:
-        kind: of socket that it seems to be.
+        kind: the kind of socket that it seems to be.
     """
 
     def __init__(self, kind: bytes) -> None:

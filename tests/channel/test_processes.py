@@ -1,4 +1,4 @@
-"""Clients and servers as processes of their own, that are killed, stopped and started again."""
+"""Clients and servers in separate processes, which are killed, stopped and started again."""
 
 import asyncio
 import errno

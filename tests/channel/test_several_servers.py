@@ -1,4 +1,4 @@
-"""A client of several servers: equal shares, and no message that waits where another server is free."""
+"""A client of several servers: equal shares, and no message waits for one while another is free."""
 
 import asyncio
 import gc

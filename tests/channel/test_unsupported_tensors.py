@@ -1,4 +1,4 @@
-"""A tensor that cannot travel is refused as such, also in a message whose tensors travel in its body."""
+"""A tensor that cannot be sent is refused as such, also in a message that contains its tensors."""
 
 import asyncio
 from collections.abc import Callable

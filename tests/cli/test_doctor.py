@@ -1,4 +1,4 @@
-"""The command as a user runs it, on this machine and in processes that lack something."""
+"""The command as a user runs it, on this machine and in processes that lack a resource."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Where sockets are to be, with real folders and real sockets."""
+"""Checks of the folders and files of sockets, with real folders and real sockets."""
 
 import errno
 import os

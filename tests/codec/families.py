@@ -1,4 +1,4 @@
-"""Classes below other classes, in every way in which the one says something of the other's fields."""
+"""Subclasses of message types, for every way in which a subclass can relate to the fields of its base."""
 
 import dataclasses
 from typing import Annotated, Any, Generic, NamedTuple, TypedDict, TypeVar

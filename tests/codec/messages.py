@@ -20,7 +20,7 @@ from tests.tensors.segments import random_tensor
 T = TypeVar("T")
 Array: TypeAlias = npt.NDArray[Any]
 
-LARGE = (300, 70)  # more than rides in a body, whatever the dtype
+LARGE = (300, 70)  # too large for a body, whatever the dtype
 
 
 class Box(msgspec.Struct, Generic[T]):
@@ -43,7 +43,7 @@ class Options(TypedDict, Generic[T], total=False):
     second: T
 
 
-# How they are made by hand: as a peer may, which has another program
+# Records that are made by hand, as a peer with another program may make them
 
 
 def extension(code: str, record: object) -> msgspec.msgpack.Ext:
@@ -71,7 +71,7 @@ anything: TensorDecoder[Any] = TensorDecoder(Any)
 
 
 def through(type_: Any, message: object, inline_bytes: int = 8192) -> Any:
-    """Encode a message, and decode it as of this type."""
+    """Encode a message, and decode it as a message of this type."""
     return TensorDecoder(type_).decode(TensorEncoder(inline_bytes=inline_bytes).encode(message))
 
 
@@ -83,7 +83,7 @@ def encoded(message: object) -> tuple[bytes | memoryview, memoryview]:
 
 
 def sent(parts: Sequence[bytes | bytearray | memoryview]) -> list[bytearray]:
-    """Give parts the memory of their own that they have on the other side."""
+    """Copy parts into separate memory, as they are at the other side."""
     return [bytearray(part) for part in parts]
 
 
@@ -115,7 +115,7 @@ def plain(value: Any) -> object:
 
 
 def tensors_in(message: Any) -> Iterator[torch.Tensor | Array]:
-    """Go through the tensors and arrays of a message, in order; it may be as deep as msgpack takes it."""
+    """Iterate over the tensors and arrays of a message, in order; it may be as deep as msgpack allows."""
     left = [message]
     while left:
         value = left.pop()
@@ -148,7 +148,7 @@ _NUMPY_DTYPES = [
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Any tensor that can travel: of every dtype, in any strides, wanting a gradient or not."""
+    """Draw any tensor that can be sent: of every dtype, with any strides, with or without a gradient."""
     tensor = random_tensor(draw(shapes), draw(st.sampled_from(list(DTYPES.values()))), draw(seeds))
     tensor = tensor.permute(draw(st.permutations(range(tensor.dim()))))
     for axis, size in enumerate(tensor.shape):
@@ -164,7 +164,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 @st.composite
 def arrays(draw: st.DrawFn) -> Array:
-    """Any array that can travel: of every dtype that both sides know, in any strides, read-only or not."""
+    """Draw any array that can be sent: of every dtype of both sides, with any strides, read-only or not."""
     shape, dtype = draw(shapes), draw(st.sampled_from(_NUMPY_DTYPES))
     values = np.random.default_rng(draw(seeds)).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
     array: Array = values.view(dtype).reshape(shape)

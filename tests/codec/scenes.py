@@ -16,7 +16,7 @@ Received = Sequence[bytes | bytearray | memoryview]
 
 
 class Scene(msgspec.Struct):
-    """A message with a bit of all."""
+    """A message with fields of all kinds."""
 
     frames: Annotated[torch.Tensor, TensorMeta(shape=(None, 3))] | None = None
     mask: np.ndarray[Any, np.dtype[np.uint8]] | None = None
@@ -33,7 +33,7 @@ def deny(handle: object) -> torch.Tensor:
 
 
 def find(handle: object) -> torch.Tensor:
-    return torch.zeros((2, 3), dtype=torch.uint8)  # which is right wherever it is looked at
+    return torch.zeros((2, 3), dtype=torch.uint8)  # valid in every position
 
 
 DECODERS: dict[str, TensorDecoder[Any]] = {
@@ -46,7 +46,7 @@ every_decoder = pytest.mark.parametrize("which", DECODERS)
 
 
 def read_or_refuse(decoder: TensorDecoder[Any], parts: Received) -> None:
-    """Decode the parts from a peer; fail on other errors than refusals, and on invalid messages."""
+    """Decode the parts from a peer; fail on errors other than refusals, and on invalid messages."""
     try:
         message = decoder.decode(parts)
     except ProtocolError:

@@ -13,9 +13,9 @@ from verification.places import CONFORMING
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the tests of two links in one mode of the loop, and only the first of them in every mode.
+    """Run tests over an engine or a stock queue in one mode of the loop, except those of test_arriving.py.
 
-    The code for an engine and that for a stock queue do not depend on the mode more than that of other links.
+    The code for engines and for stock queues depends on the mode no more than that of other links.
     """
     leave_out(
         config,

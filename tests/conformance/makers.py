@@ -47,7 +47,7 @@ class PairMaker:
     """Make pairs at one endpoint.
 
     Attributes:
-        endpoint: of both; no other test uses it.
+        endpoint: the endpoint of both; no other test uses it.
         comes_back: whether a sender that lost its receiver connects to the next one.
         has_engine: whether an engine moves the tensors.
     """

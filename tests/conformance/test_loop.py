@@ -1,4 +1,4 @@
-"""Nothing gets in the way of the loop, and a pair with nothing to do does nothing."""
+"""No operation blocks the event loop, and an idle pair does nothing."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

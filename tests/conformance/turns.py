@@ -61,7 +61,7 @@ class Turns(_EachIteration):
 
     Attributes:
         longest_s: the processor time of the longest iteration, in seconds.
-        allowed_s: that of 100,000 calls of a Python function; 4 to 5 ms where the promise of 5 ms was made.
+        allowed_s: the time of 100,000 calls of a Python function; 4 to 5 ms on the machine of the promises.
     """
 
     def _begin(self) -> None:
@@ -128,10 +128,10 @@ def _called(number: int) -> int:
 
 
 class Changes(_EachIteration):
-    """Find the most that a number changes in one iteration.
+    """Measure the largest change of a number in one iteration.
 
     Args:
-        number: returns it.
+        number: returns the number.
 
     Attributes:
         most: the largest change, up or down.
@@ -151,7 +151,7 @@ class Changes(_EachIteration):
 
 
 class Calls(Changes):
-    """Find the most calls of functions, written in Python or C, that one iteration makes on this thread."""
+    """Find the maximum number of calls of functions, in Python or C, in one iteration on this thread."""
 
     def __init__(self) -> None:
         super().__init__(lambda: self._calls.number)

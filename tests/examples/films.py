@@ -1,4 +1,4 @@
-"""Videos for the examples: films that are made, and their frames."""
+"""Generated videos for the examples, and their frames."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -21,14 +21,14 @@ def film(
     """Make a video.
 
     Args:
-        path: of the file.
-        frames: their number.
-        height: of a frame, in pixels.
-        width: of a frame, in pixels.
+        path: the path of the file.
+        frames: the number of frames.
+        height: the height of a frame, in pixels.
+        width: the width of a frame, in pixels.
         container: the format of the file.
         codec: the encoder.
         noisy_rows: the number of rows that are noise, which makes the file large.
-        options: of the container.
+        options: the options of the container.
     """
     rows, columns = np.mgrid[0:height, 0:width].astype(np.uint8)
     first = np.stack([rows, columns, rows + columns], axis=2)

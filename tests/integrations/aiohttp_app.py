@@ -1,4 +1,4 @@
-"""The same server in aiohttp: as a program that is given a listening socket's number, or in gunicorn."""
+"""The same server in aiohttp, as a program that gets the number of a listening socket, or in gunicorn."""
 
 import asyncio
 import socket

@@ -20,7 +20,7 @@ async def open_engine(state: State, messages: str) -> None:
 
 
 async def slow_down(state: State, seconds: float) -> None:
-    """Have each answer take so long."""
+    """Make each answer take this many seconds."""
     state.others["pace"] = seconds
 
 
@@ -28,7 +28,7 @@ async def serve(state: State, max_concurrent: int) -> None:
     """Begin to answer."""
 
     async def answer(message: Numbers) -> Total:
-        await asyncio.sleep(state.others["pace"])  # so long the model works
+        await asyncio.sleep(state.others["pace"])  # the work of the model
         return Total(int(message.values.sum()))
 
     server: MessageServer[Numbers] = state.others["server"]

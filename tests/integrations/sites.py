@@ -85,8 +85,8 @@ async def site(
         workers: the number of its processes.
         tensors: the address of the engine's receiver.
         messages: the address of the engine's server.
-        arena_bytes: of each sender.
-        max_wait_s: of each sender and client.
+        arena_bytes: the size of each sender's arena in bytes.
+        max_wait_s: the maximum wait of each sender and client, in seconds.
         more: further variables of its environment.
     """
     environment = {

@@ -111,7 +111,7 @@ async def engine(style: str, folder: Path, *, pace_s: float) -> AsyncIterator[En
 
     Args:
         style: a key of `STYLES`.
-        folder: for its sockets.
+        folder: the folder for its sockets.
         pace_s: the time of its work on each message, in seconds.
     """
     process = await asyncio.create_subprocess_exec(

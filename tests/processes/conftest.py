@@ -16,7 +16,7 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """Name a place for a receiver; afterwards there may be a killed one's socket, and nothing else."""
+    """Return an address for a receiver; at the end, only the socket of a killed one may be left there."""
     with LINKS["unix"].place() as place:
         yield str(place.endpoint)
         assert place.names() in ([], ["s"])

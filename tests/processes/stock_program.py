@@ -55,7 +55,7 @@ def main(method: str, end: str) -> None:
 
     Args:
         method: the start method of the child.
-        end: of this process, with an open sender: "exit" or "kill".
+        end: how this process ends, with an open sender: "exit" or "kill".
     """
     context: Any = multiprocessing.get_context(method)
     queue: StockQueue = context.Queue()

@@ -1,4 +1,4 @@
-"""Either side is killed at any moment, many times; the survivor stays whole, and the next one is served."""
+"""Either side is killed at any moment, many times; the survivor keeps working, and the next one is served."""
 
 import asyncio
 import contextlib

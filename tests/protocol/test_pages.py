@@ -1,4 +1,4 @@
-"""Which pages have memory, beside a set of them."""
+"""The record of pages that have memory, compared with a plain set."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

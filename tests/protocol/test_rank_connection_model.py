@@ -37,7 +37,7 @@ class End:
     """One end, with the bookkeeping of its owner.
 
     Attributes:
-        number: of the next message.
+        number: the number of the next message.
         in_flight: the bytes that each message counts for, until the peer has taken it.
         blocks: the bytes that each block counts for, until the peer has released it.
         announced: the messages that were sent, in order.

@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 async def mode(request: pytest.FixtureRequest, nothing_left_behind: None) -> AsyncIterator[str]:
-    """Fail a test that leaves tasks behind, or about whose code the loop complains.
+    """Fail a test that leaves tasks behind, or makes asyncio log complaints.
 
     Tests marked with `in_every_mode` run with debug and eager tasks, too.
     """

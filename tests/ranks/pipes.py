@@ -110,8 +110,8 @@ async def open_pipe(state: State, /, rank: int, machine: str | None = None, **op
     """Open an end, and keep it.
 
     Args:
-        state: of the child.
-        rank: of the child.
+        state: the state of the child.
+        rank: the rank of the child.
         machine: the machine that it states; None for the real one.
         options: further arguments of the pipe.
     """
@@ -157,8 +157,8 @@ async def with_child(folder: Path, *, rank: int = 1, **options: Any) -> AsyncIte
     """Open one end here, and the other in a child.
 
     Args:
-        folder: for the store.
-        rank: of the child.
+        folder: the folder for the store.
+        rank: the rank of the child.
         options: further arguments of both ends.
     """
     route, path = Routes.current, str(folder / "store")

@@ -40,7 +40,7 @@ class Findings(msgspec.Struct):
     """The observations of one rank.
 
     Attributes:
-        rank: in the group.
+        rank: its rank in the group.
         pipes: how many pipes it opened.
         messages: how many messages it received with the right values.
         lost_after_s: the seconds after which the loss of the other rank was reported; None without a loss.

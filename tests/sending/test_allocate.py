@@ -1,4 +1,4 @@
-"""Memory that callers allocated: sent without a copy, counted, and given back."""
+"""Memory that callers allocated: sent without a copy, counted, and released."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""A wait for a permit, for memory or for a receiver ends after `max_wait_s`, and gives everything back."""
+"""A wait for a permit, for memory or for a receiver ends after `max_wait_s`, and releases everything."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""A copy that takes long delays no small one, and no wait for a copy is hidden or without a limit."""
+"""A long copy does not delay small ones, and no wait for a copy is hidden or unlimited."""
 
 import asyncio
 import threading

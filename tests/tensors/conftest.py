@@ -1,4 +1,4 @@
-"""No test of a placement leaves a descriptor open."""
+"""Check that no test of a placement leaves a descriptor open."""
 
 import gc
 from collections.abc import Iterator

@@ -58,7 +58,7 @@ def place_in(arena: Arena, nbytes: int) -> Extent:
 
 
 def chunk(number: int, nbytes: int = MIB) -> Range:
-    """Name a chunk, of which the last of a segment may be shorter."""
+    """Return the range of a chunk; the last chunk of a segment may be shorter."""
     return number * MIB, nbytes
 
 

@@ -1,4 +1,4 @@
-"""The one reading of addresses that name the file of a socket, for tensors and for messages."""
+"""Parsing of the addresses of socket files, which tensors and messages share."""
 
 import asyncio
 import os

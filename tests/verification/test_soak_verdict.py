@@ -1,4 +1,4 @@
-"""The rule that says whether a quantity grows."""
+"""The rule that decides whether a quantity grows."""
 
 import math
 from random import Random

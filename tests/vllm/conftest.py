@@ -28,12 +28,12 @@ _NOT_OURS = r"ignore:::(vllm|torch|transformers|huggingface_hub|tvm_ffi|xgrammar
 
 
 def pytest_ignore_collect() -> bool | None:
-    """Leave the folder out where vLLM is not installed."""
+    """Skip the folder if vLLM is not installed."""
     return None if INSTALLED else True
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Let warnings of vLLM and its imports pass, and allow for the time of imports in many processes."""
+    """Ignore warnings of vLLM and its imports, and allow for the time of imports in many processes."""
     item.add_marker(pytest.mark.filterwarnings(_NOT_OURS))
     item.add_marker(pytest.mark.timeout(600))
 

@@ -65,7 +65,7 @@ def engine_config(
 def request(
     name: str, videos: Sequence[dict[str, Any]] = (), *, tokens: int = 1, embeds: torch.Tensor | None = None
 ) -> EngineCoreRequest:
-    """Return a request with videos, each a dict of nested tensors, that produces so many tokens."""
+    """Return a request with videos, each a dict of nested tensors, that produces `tokens` tokens."""
     features = [
         MultiModalFeatureSpec(
             data=MultiModalKwargsItem(

@@ -1,4 +1,4 @@
-"""The plugin replaces names of vLLM's where it knows them, and otherwise changes nothing."""
+"""The plugin replaces the names of vLLM that it knows, and otherwise changes nothing."""
 
 import logging
 import multiprocessing

@@ -27,8 +27,8 @@ class _Answering:
     """The handlers of a server.
 
     Args:
-        server: of the questions.
-        plan: of the round; None to answer without delay.
+        server: the server that takes the questions.
+        plan: the plan of the round; None to answer without delay.
     """
 
     def __init__(self, server: MessageServer[Question], plan: TakerPlan | None) -> None:

@@ -23,13 +23,13 @@ class Account(msgspec.Struct):
     """The record of one process in a round.
 
     Attributes:
-        name: of the process.
-        slot: of a sender, or None for a receiver.
+        name: the name of the process.
+        slot: the slot of a sender; None for a receiver.
         is_killed: whether it was killed in this round.
         events: its journal.
         losses: the number of lost receivers, as the process counts them at the end.
         is_new: whether it was started during the round.
-        paused_s: for how long it was paused, at most; 0 if that was not measured.
+        paused_s: its longest pause in seconds; 0 if that was not measured.
     """
 
     name: str
@@ -213,12 +213,12 @@ def audit(plan: Round, accounts: Iterable[Account], dropped: set[tuple[str, int]
     """Account for every tensor of a round.
 
     Args:
-        plan: of the round.
-        accounts: of all its processes.
-        dropped: the messages that the receiver discards, some perhaps in a later round; added to here.
-        tally: added to here.
+        plan: the plan of the round.
+        accounts: the accounts of all its processes.
+        dropped: the messages that the receiver discards, some perhaps in a later round; updated.
+        tally: the outcomes of the tensors so far; updated.
 
     Returns:
-        what is wrong.
+        the problems.
     """
     return _Audit(plan, accounts, dropped).run(tally)

@@ -15,7 +15,7 @@ __all__ = ["BroadcastFamily", "BroadcastPlay"]
 
 
 class BroadcastFamily(Family):
-    """A publisher, and its subscribers; killed processes are replaced.
+    """A publisher and its subscribers; killed processes are replaced.
 
     In every round the processes open new publishers and subscribers, and close them. A queue has one
     publisher: its processes end after each round.

@@ -276,11 +276,11 @@ def audit_broadcast(plan: Round, accounts: Iterable[Account], tally: Tally) -> l
     """Account for every publication of a round, at every subscriber.
 
     Args:
-        plan: of the round.
-        accounts: of all processes that took part in it.
+        plan: the plan of the round.
+        accounts: the accounts of all processes that took part in it.
         tally: counts how the publications ended.
 
     Returns:
-        what is wrong.
+        the problems.
     """
     return _Broadcast(plan, list(accounts)).run(tally)

@@ -55,8 +55,8 @@ def audit_engines(plan: Round, accounts: Iterable[Account], tally: Tally, paused
     """Account for every question of a round; see `audit_questions`.
 
     Args:
-        plan: of the round.
-        accounts: of all processes that took part in it.
+        plan: the plan of the round.
+        accounts: the accounts of all processes that took part in it.
         tally: counts how the questions ended.
         paused_s: the longest time for which one of them was paused because the machine was busy.
     """

@@ -1,4 +1,4 @@
-"""The processes of one endpoint, as the run sees them: started, stopped, continued, killed and called."""
+"""The processes of one endpoint: the run starts, stops, continues, kills and calls them."""
 
 import asyncio
 import contextlib
@@ -45,11 +45,11 @@ class Member:
     """One process.
 
     Args:
-        endpoint: through which it connects to the others.
-        folder: for its files.
-        name: of its files.
-        uvloop: whether it runs on that event loop.
-        side: of the connections.
+        endpoint: the endpoint through which it connects to the others.
+        folder: the folder for its files.
+        name: the name of its files.
+        uvloop: whether it runs on uvloop.
+        side: its side of the connections.
     """
 
     def __init__(self, endpoint: Endpoint, folder: str, name: str, *, uvloop: bool, side: Side) -> None:
@@ -210,7 +210,7 @@ class Family:
     """A receiver and its senders; killed ones are replaced.
 
     Args:
-        name: which of `FAMILIES`.
+        name: one of the names in `FAMILIES`.
     """
 
     sending: SendersPart = sending

@@ -1,4 +1,4 @@
-"""Faults that a process does to itself, for a while or at once."""
+"""Faults that a process causes in itself, for a while or at once."""
 
 import asyncio
 import ctypes
@@ -126,7 +126,7 @@ _WINDOWS: dict[FaultKind, Callable[[random.Random], AbstractContextManager[None]
 
 
 async def fork(state: State) -> int:
-    """Fork; the child touches every open end, and ends. Return its status: 0 if each said so at once."""
+    """Fork; the child uses every open end, and exits. Return its status: 0 if each use was rejected."""
     child = _fork(state)
     if child == 0:
         os._exit(_touch_all(state))
@@ -150,7 +150,7 @@ def _fork(state: State) -> int:
 
 
 def _touch_all(state: State) -> int:
-    """Use every end as only its own process may, and count the uses that went on."""
+    """Use every end as only its own process may, and count the uses that did not raise `UsageError`."""
     handle = TensorHandle("0" * 32, 0, 0, "int64", (1,), "cpu")
     uses: list[Callable[[], object]] = []
     for sender in state.senders:

@@ -98,7 +98,7 @@ class Replied(msgspec.Struct, tag=True, frozen=True):
 
 
 class Published(msgspec.Struct, tag=True, frozen=True):
-    """The publication with this key has got its number; at a time of the machine."""
+    """The publication with this key has got its number, at this time of the machine's clock."""
 
     key: int
     publisher: str
@@ -123,7 +123,7 @@ class Counted(msgspec.Struct, tag=True, frozen=True):
 
 
 class Subscribed(msgspec.Struct, tag=True, frozen=True):
-    """A subscriber is about to open; at a time of the machine."""
+    """A subscriber is about to open, at this time of the machine's clock."""
 
     subscriber: str
     at: float
@@ -178,7 +178,7 @@ class Journal:
     """Write events to a file, each in one system call, so that a kill neither loses nor truncates one.
 
     Args:
-        path: of the file.
+        path: the path of the file.
     """
 
     def __init__(self, path: str) -> None:

@@ -24,7 +24,7 @@ class Side(NamedTuple):
 
     Attributes:
         enter: called first in each process, to move it to its host.
-        arguments: of the objects that connect or listen.
+        arguments: the arguments of the objects that connect or listen.
     """
 
     enter: Callable[[], None] | None = None
@@ -32,16 +32,16 @@ class Side(NamedTuple):
 
 
 class Network:
-    """Two hosts if this user may make them, or the loopback interface of this one; with keys.
+    """Two hosts if this user may create them, or else the loopback interface of this host; with keys.
 
     Args:
-        count: of the addresses.
-        arguments: of the objects at both sides, besides their keys.
+        count: the number of addresses.
+        arguments: the arguments of the objects at both sides, besides their keys.
 
     Attributes:
-        addresses: where to listen.
+        addresses: the addresses at which to listen.
         listening, connecting: the sides.
-        why_whole: why nothing can be cut; "" if it can.
+        why_whole: the reason why the cable cannot be cut; "" if it can.
     """
 
     def __init__(self, count: int, arguments: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ class Network:
 
     @asynccontextmanager
     async def cut(self, direction: str) -> AsyncIterator[None]:
-        """Lose packets while the block runs, if anything can be cut here."""
+        """Lose packets while the block runs, if the cable can be cut."""
         hosts = self._hosts
         if hosts is None:
             yield

@@ -39,7 +39,7 @@ MAX_SUBSCRIBERS = 8
 LAST = -1  # the key of a publication that belongs to no order
 MAX_TENSORS = 4  # in a message
 PARTS = 2  # of a process, and of its replacement within the round
-_ORDERS = 256  # the most in one part
+_ORDERS = 256  # the maximum number of orders in one part
 
 PEER_TIMEOUT_S = 1.0  # of tensors and publications between hosts
 
@@ -152,7 +152,7 @@ class Fault(msgspec.Struct, frozen=True):
     """A fault of one process or of the network.
 
     Attributes:
-        kind: of the fault.
+        kind: the kind of the fault.
         target: the sender's slot, or None for the receiver and for the network. Engines are counted on from
             `SLOTS`. In a broadcast, 0 is the publisher, and subscribers are counted on from `SLOTS`.
         at_ms: the time after the start of the round.
@@ -197,7 +197,7 @@ class SenderPlan(msgspec.Struct, frozen=True):
     """The messages of one sender, in its process and in the process that replaces it after a kill.
 
     Attributes:
-        slot: of the sender.
+        slot: the slot of the sender.
         permits, keep_warm_s: options of a sender that is opened in this round.
         uvloop: whether a process that is started in this round uses uvloop.
         width: the number of concurrent messages.
@@ -216,7 +216,7 @@ class TakerPlan(msgspec.Struct, frozen=True):
     """The behaviour of a receiver.
 
     Attributes:
-        seed: of its random choices.
+        seed: the seed of its random choices.
         uvloop: whether a process that is started in this round uses uvloop.
         iterators: the number of tasks that iterate over arriving tensors.
         by_handle: the messages of each sender to request by handle, counted from the first of the round.

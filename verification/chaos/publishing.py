@@ -86,7 +86,7 @@ async def open_sender(state: State, plan: SenderPlan) -> str:
 
 
 async def admit(state: State, count: int) -> None:
-    """Wait until so many subscribers are connected, and record them if nothing was published before."""
+    """Wait until `count` subscribers are connected, and record them if nothing was published before."""
     del state
     publisher = _open.publisher
     await _wait_for(publisher, count)
@@ -170,7 +170,7 @@ async def lost(state: State, pid: int) -> None:
 
 
 async def finish(state: State, count: int) -> tuple[str, int]:
-    """Publish one more message to so many subscribers, after they have taken all others.
+    """Publish one more message to `count` subscribers, after they have taken all others.
 
     Returns:
         the id of the publisher, and the number of the message.
@@ -196,11 +196,11 @@ async def finish(state: State, count: int) -> tuple[str, int]:
 
 
 async def settle(state: State, *, is_free: bool) -> None:
-    """Wait until no subscriber uses memory, and none is used if the history is given up.
+    """Wait until no subscriber uses memory, and check that the whole arena can be allocated if it is free.
 
     Args:
-        state: of this process.
-        is_free: whether all memory is free then.
+        state: the state of this process.
+        is_free: whether all memory is free once the history is dropped.
     """
     del state
     publisher = _open.publisher

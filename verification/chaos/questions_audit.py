@@ -1,4 +1,4 @@
-"""The account of a round of questions: each ended once, with its answer or an error that is explained."""
+"""The audit of a round of questions: each ended once, with its answer or with an error that is explained."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -17,8 +17,8 @@ class Questions:
     """The questions of a round, from all journals.
 
     Args:
-        plan: of the round.
-        accounts: of all processes that had a part in it.
+        plan: the plan of the round.
+        accounts: the accounts of all processes that took part in it.
     """
 
     def __init__(self, plan: Round, accounts: Iterable[Account]) -> None:
@@ -125,11 +125,11 @@ def audit_questions(plan: Round, accounts: Iterable[Account], tally: Tally) -> l
     """Account for every question of a round.
 
     Args:
-        plan: of the round.
-        accounts: of all processes that had a part in it.
-        tally: is added to.
+        plan: the plan of the round.
+        accounts: the accounts of all processes that took part in it.
+        tally: the outcomes of the questions so far; updated.
 
     Returns:
-        what is wrong.
+        the problems.
     """
     return Questions(plan, accounts).run(tally)

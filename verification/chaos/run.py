@@ -28,7 +28,7 @@ async def run_for(
     """Run rounds.
 
     Args:
-        seed: of the plans.
+        seed: the seed of the plans.
         seconds: the time during which new rounds are started.
         rounds: which ones; None for as many as the time allows.
         repeat: how often each of `rounds` is run.

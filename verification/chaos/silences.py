@@ -1,4 +1,4 @@
-"""Heartbeats end a connection between two living processes if one of them is silent for long."""
+"""Heartbeats, which end a connection between two living processes if one of them is silent for long."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -29,9 +29,9 @@ def may_end_by_silence(plan: Round, accounts: Iterable[_Paused], slots: Sequence
     """Return whether heartbeats may have ended a connection.
 
     Args:
-        plan: of the round.
-        accounts: of all processes that took part in it; a busy machine may have paused them.
-        slots: of the processes at both ends of the connection.
+        plan: the plan of the round.
+        accounts: the accounts of all processes that took part in it; a busy machine may have paused them.
+        slots: the slots of the processes at both ends of the connection.
     """
     if not plan.kind.has_timeout:
         return False

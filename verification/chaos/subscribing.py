@@ -30,7 +30,7 @@ class _Subscribing:
 
     Args:
         subscriber: an open subscriber.
-        plan: of the round.
+        plan: the plan of the round.
         has_one_publisher: whether no other publisher follows a lost one.
     """
 

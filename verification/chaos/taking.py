@@ -154,8 +154,8 @@ async def take(state: State, plan: TakerPlan, firsts: Mapping[str, int]) -> None
     """Start taking tensors, until `stop` or `close`.
 
     Args:
-        state: of this process.
-        plan: of the round.
+        state: the state of this process.
+        plan: the plan of the round.
         firsts: the senders, and the number of the next message of each.
     """
     global _taking
@@ -217,8 +217,8 @@ async def settle(state: State, senders: int | None) -> ReceiverStatistics:
     """Wait until nothing is held, and forget the closed receivers.
 
     Args:
-        state: of this process.
-        senders: over a network, how many senders live: the end of another one may still be on its way.
+        state: the state of this process.
+        senders: over a network, the number of living senders: the end of another may still be in transit.
     """
     gc.collect()
     while senders is not None and state.receiver.statistics().senders != senders:

@@ -1,4 +1,4 @@
-"""The execution of a round's orders: they are started, cancelled, recorded, and paused after a loss."""
+"""The execution of the orders of a round: they are started, cancelled, recorded, and paused after a loss."""
 
 import asyncio
 from collections import deque
@@ -56,9 +56,9 @@ class Work:
         """Carry out the orders of a part.
 
         Args:
-            state: of this process.
-            plan: of this sender.
-            part: which of its orders.
+            state: the state of this process.
+            plan: the plan of this sender.
+            part: the part of its orders to carry out.
             pauses: whether no new order starts between a loss and the return of `told`.
         """
         self._pauses = pauses

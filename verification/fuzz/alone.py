@@ -63,7 +63,7 @@ _LIVING: dict[str, _Living] = {
 
 
 class LiveReport(msgspec.Struct):
-    """The result for one target: its work, and its resources after the warm-up and at the end."""
+    """The result of one target: its work, and its resources after the warm-up and at the end."""
 
     executions: int = 0
     summary: str = ""

@@ -17,7 +17,7 @@ class Chooser(Protocol):
     """Decide; the lowest number is always the plainest choice."""
 
     def number(self, low: int, high: int) -> int:
-        """Choose a number, both bounds among them."""
+        """Choose a number between two bounds, which are included."""
 
     def data(self, length: int) -> bytes:
         """Choose bytes."""
@@ -62,5 +62,5 @@ def one_of(chooser: Chooser, options: Sequence[T]) -> T:
 
 
 def happens(chooser: Chooser, one_in: int) -> bool:
-    """Decide whether something out of the ordinary happens."""
+    """Decide whether to do something unusual, once in `one_in` times."""
     return chooser.number(0, one_in - 1) == one_in - 1

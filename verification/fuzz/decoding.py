@@ -50,7 +50,7 @@ _DECODERS: tuple[Any, ...] = (
     *(FROM_SUBSCRIBER, TO_SUBSCRIBER, FROM_RANK),
 )
 _FRAMES = Opening | FromSender | ToSender | ToInspector | FromSubscriber | ToSubscriber | FromRank
-_any: Any = Any  # which is no type to mypy
+_any: Any = Any  # mypy does not accept `Any` itself as a `type`
 _anything: TensorDecoder[Any] = TensorDecoder(_any)
 
 

@@ -55,7 +55,7 @@ class _Growth:
         progress.summary = self._one.summary
         if progress.executions < _WARM_UP:
             return
-        # Of memory libFuzzer itself takes more and more; that is measured at the processes that are alone.
+        # Memory is measured in the separate processes instead: here, libFuzzer itself takes more and more.
         grown = now.grown(self._before or now, slack_kib=1 << 30)
         self._before = self._before or now
         if grown:
@@ -63,7 +63,7 @@ class _Growth:
 
 
 def _decode(data: bytes, progress: Progress) -> None:
-    # The bytes themselves, and records made of them.
+    # The input itself, and records that are made of it.
     for to in ("decoder", "receiver", "sender", "inspector", "publisher", "subscriber", "rank"):
         for step in conversation_of(to, data).steps:
             decode_both_ways(step.data)

@@ -15,7 +15,7 @@ class Inbox:
 
     Attributes:
         records: the records that were not read, the oldest first.
-        count: of all records.
+        count: the number of all records so far.
         has_ended: whether the last message has arrived.
     """
 

@@ -71,9 +71,9 @@ async def joining(
     """Prepare a rogue rank; the result runs a conversation with the other end, whose entry it needs.
 
     Args:
-        address: where it listens, if it has the lower rank.
-        rank: of the rogue.
-        things: its descriptors.
+        address: the address where it listens, if it has the lower rank.
+        rank: the rank of the rogue.
+        things: the descriptors of the rogue.
     """
     if rank == 0:
         with answering_at(address, things, OPENING + _TOKEN.encode(), _PATIENCE_S) as answer:

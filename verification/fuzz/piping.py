@@ -58,8 +58,8 @@ async def use(store: HashStore, rank: int, has_left: asyncio.Event, troubles: Tr
     """Open a pipe to a rogue, and send and receive until that ends; raise errors that no peer may cause.
 
     Args:
-        store: has the entry of the rogue.
-        rank: of this end.
+        store: the store with the entry of the rogue.
+        rank: the rank of this end.
         has_left: set when the rogue has disconnected: a pipe that is not open then will never be.
         troubles: collects errors.
     """

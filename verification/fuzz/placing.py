@@ -86,7 +86,7 @@ def put_frame(
         chooser: decides.
         one_in: how seldom something is wrong.
         segments: those in which it may be placed.
-        names: the numbers of its message and of the tensor.
+        names: the numbers of its message and of the tensor within the message.
         block: the number of its block, if it has one.
         last: whether it completes its message.
     """

@@ -33,7 +33,7 @@ MAX_BYTES = 64 << 10  # of the pipe: 16 small messages
 # The messages that the other end sends, numbered from 0, and the blocks in which it places some of them.
 MESSAGES, BLOCKS = 4, 2
 
-_MOST_CARRIED = 20_000  # bytes of a tensor that travel with a record
+_MOST_CARRIED = 20_000  # the maximum bytes of a tensor that travel with a record
 
 _HELLO: Frame = ["hello", VERSION, 1, STAND_IN, 8, 1 << 20]
 _MISPLACED: tuple[Frame, ...] = (INSPECT, SUBSCRIBE, _HELLO, ["discard", 0], ["end", 0, 1])

@@ -129,7 +129,7 @@ def broken_frame(chooser: Chooser, frame: Frame) -> Frame:
 
 
 def _broken_map(chooser: Chooser, fields: dict[str, Scalar]) -> Scalar:
-    """Introduce one fault into a map, as the fault of an array of its values or of its keys."""
+    """Introduce one fault into a map, in the same way as into an array of its values or keys."""
     names = list(fields)
     if happens(chooser, 8):
         names = [name if isinstance(name, str) else "" for name in broken_frame(chooser, [*names])]

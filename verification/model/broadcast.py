@@ -57,7 +57,7 @@ class WholeBroadcast(SubscriberRules):
     @precondition(lambda self: self.publisher)
     @rule(counts=messages)
     def publish_when_all_is_known(self, counts: list[int]) -> None:
-        """Publish without a wait when the model knows exactly who gets it, and who loses another one."""
+        """Publish without a wait when the model knows which subscribers get it, and which lose another."""
         self.settle()
         side = self.publisher
         assert side is not None

@@ -18,7 +18,7 @@ __all__ = ["BroadcastWorld"]
 class BroadcastWorld(Stage):
     """Keep a record of every publication, and compare what each call returns with it."""
 
-    size = 2  # the most subscribers
+    size = 2  # the maximum number of subscribers
 
     def __init__(self) -> None:
         super().__init__()

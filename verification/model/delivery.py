@@ -1,7 +1,7 @@
 """The TCP connections between the objects of this process, and the delivery of all messages on them.
 
-The threads of ZeroMQ carry the messages of `tcp://`. How far they are when an iteration of a stepped loop
-begins would depend on the speed of the machine.
+The threads of ZeroMQ carry the messages of `tcp://`. Without this module, their progress at the beginning of
+an iteration of a stepped loop would depend on the speed of the machine.
 """
 
 import contextlib
@@ -113,7 +113,7 @@ class Delivery:
         """
         found = {}
         for sock in _sockets():
-            with contextlib.suppress(OSError):  # it has just been closed, or is no socket of TCP
+            with contextlib.suppress(OSError):  # it has just been closed, or is not a TCP socket
                 end, here, there = _described(sock), sock.getsockname(), _NOWHERE
                 with contextlib.suppress(OSError):  # it is not connected
                     there = sock.getpeername()
@@ -141,7 +141,7 @@ def _sockets() -> Iterator[socket.socket]:
         try:
             sock = socket.socket(fileno=int(name))
         except OSError:
-            continue  # it is no socket, or has just been closed
+            continue  # it is not a socket, or has just been closed
         try:
             if sock.family == socket.AF_INET:
                 yield sock

@@ -100,7 +100,7 @@ PAIRS: dict[str, type[WholeProtocol]] = {
 
 
 def _broadcast(size: int, link: str, loop: str) -> type[WholeBroadcast]:
-    """Return the machine of a publisher with so many subscribers."""
+    """Return the machine of a publisher with `size` subscribers."""
     return type(f"_Broadcast{size}", (WholeBroadcast,), {"size": size, "link": link, "loop": loop})
 
 

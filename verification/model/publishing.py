@@ -144,7 +144,7 @@ class PublisherRules(BroadcastWorld):
         self.was_published(publication, published)
         return published
 
-    # Memory of the application's
+    # Memory of the application
 
     @precondition(lambda self: self.publisher)
     @rule(count=st.sampled_from([BIG, BIGGER]))

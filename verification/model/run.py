@@ -41,7 +41,7 @@ def run_for(
     """Run rounds, each with the next machine.
 
     Args:
-        machines: by name.
+        machines: the state machines, by name.
         seed: the source of all sequences, together with the number of their round.
         seconds: the time during which new rounds are started.
         only: the number of the only round; None for as many rounds as the time allows.

@@ -158,7 +158,7 @@ class SenderRules(World):
             return message
         return None
 
-    # Memory of the sender's
+    # Memory of the sender
 
     @precondition(lambda self: self.living)
     @rule(data=st.data(), count=st.sampled_from([SMALL, BIG, BIGGER]))

@@ -74,7 +74,7 @@ class Stage(RuleBasedStateMachine):
 
     @property
     def searches(self) -> int:
-        """How often time must pass until each peer has found the receiver or the publisher."""
+        """The number of searches until each peer has certainly found the receiver or the publisher."""
         if not self.comes_back:
             return 1
         # Between machines, the first search may have reached a listener that was closing, and never answered.

@@ -65,7 +65,7 @@ class Steps:
     would find them in the order in which the threads were scheduled.
 
     Args:
-        kind: of the loop.
+        kind: the kind of the loop.
         delivery: the connections between machines; None if there are none.
     """
 

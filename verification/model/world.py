@@ -275,7 +275,7 @@ class World(Stage):
         """Mark the calls that a loss must end, when nothing else in transit could end them.
 
         Args:
-            senders: of the calls.
+            senders: the senders of these calls.
             frees_memory: whether the receiver releases memory before the loss, which allocations may get.
         """
         kinds = ["send", "several", "send in a message", "drain", "message"]

@@ -61,7 +61,7 @@ class Peer:
         endpoint: the endpoint of its senders and receivers.
         method: the start method of multiprocessing.
         kind: its event loop; None for the kind of the running loop.
-        first: called in the child before everything else, to enter a network for example.
+        first: called in the child before everything else, for example to enter a network.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ _QUICK_BYTES = MIB  # tensors up to this size are checked on the event loop
 _MOST_KEPT = 48
 _MOST_KEPT_BYTES = 64 * MIB
 
-# The receiver stores the names of so many former senders, and so many discarded messages of each: with the
+# The receiver remembers this many former senders, and this many discarded messages of each sender: with the
 # default numbers its memory grows for hours. With these the growth ends within minutes.
 _REMEMBERED = 64
 
@@ -35,7 +35,7 @@ class Engine:
     """Take tensors as their notes request.
 
     Args:
-        receiver: of the tensors.
+        receiver: the receiver of the tensors.
         store: contains the expected bytes.
         random: the source of every choice that no note determines.
         group: runs all tasks, so that one error ends the engine.

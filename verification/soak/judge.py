@@ -19,8 +19,8 @@ class Quantity(NamedTuple):
 
     Attributes:
         number: its name in a sample.
-        unit: of the report.
-        scale: of the unit; the number is divided by it.
+        unit: the unit in the report.
+        scale: the scale of this unit, by which the number is divided.
         allowance: the permitted growth in a run, in the unit.
     """
 

@@ -51,8 +51,8 @@ class Note(msgspec.Struct, frozen=True):
     """The description of a message, which the engine gets over a separate socket.
 
     Attributes:
-        handles: of all tensors in the message.
-        pieces: the bytes of each.
+        handles: the handles of all tensors in the message.
+        pieces: the bytes of each tensor.
         road: the way in which the engine takes them.
         keep: whether it keeps them for a while.
     """
@@ -95,7 +95,7 @@ class Store:
     """The file, mapped into this process.
 
     Args:
-        path: of the file.
+        path: the path of the file.
     """
 
     def __init__(self, path: Path) -> None:

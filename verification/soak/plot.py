@@ -25,7 +25,7 @@ class _Row(NamedTuple):
     number: str
     title: str
     scale: float = 1.0
-    is_rate: bool = False  # the number is a counter, of which the increase per second is drawn
+    is_rate: bool = False  # the number is a counter, whose increase per second is drawn
     from_zero: bool = True  # unless the variation is small compared with the values
 
 

@@ -14,9 +14,9 @@ class Sample(msgspec.Struct, frozen=True):
 
     Attributes:
         at_s: seconds since the load began.
-        link: of the process.
-        process: its name.
-        numbers: by name; see `numbers.py`.
+        link: the link of the process.
+        process: the name of the process.
+        numbers: the numbers by name; see `numbers.py`.
     """
 
     at_s: float
@@ -29,10 +29,10 @@ class Judgement(msgspec.Struct, frozen=True):
     """The judgement of one quantity of one process.
 
     Attributes:
-        quantity: its name.
-        link: of the process.
-        process: its name.
-        unit: of all numbers of the judgement.
+        quantity: the name of the quantity.
+        link: the link of the process.
+        process: the name of the process.
+        unit: the unit of all numbers of the judgement.
         allowance: the permitted growth in a run.
         level: the median.
         growth: the growth after the warm-up.
@@ -60,7 +60,7 @@ class Report(msgspec.Struct, frozen=True):
         seconds: the duration of the load.
         seed: repeats the same load, apart from the timing.
         processes: the names of the processes that lived for the whole run.
-        samples: in the order of time.
+        samples: the samples, in the order of time.
         rest: the numbers of each at the end, after all releases, by link and process.
         visitors: the number of short-lived processes, by link.
         failures: descriptions of all errors.

@@ -33,8 +33,8 @@ class _Family:
     """The processes of one link.
 
     Args:
-        link: its name.
-        seed: of all random choices.
+        link: the name of the link.
+        seed: the seed of all random choices.
         seconds: the duration of the load.
     """
 

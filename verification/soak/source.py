@@ -48,11 +48,11 @@ class Source:
     """Send through one sender, and write notes for the engine.
 
     Args:
-        sender: open.
+        sender: an open sender.
         notes: the connection to the engine.
         store: the source of all bytes.
-        random: of all choices.
-        largest: bytes of the largest tensor.
+        random: the source of all choices.
+        largest: the size of the largest tensor in bytes.
     """
 
     def __init__(

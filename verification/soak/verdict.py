@@ -45,8 +45,8 @@ def trend(times: Sequence[float], values: Sequence[float]) -> Trend | None:
     """Fit a line through the samples after the warm-up; return None if there are too few.
 
     Args:
-        times: of the samples, in order; the run began at 0 and ended with the last.
-        values: at those times.
+        times: the times of the samples, in order; the run began at 0 and ended with the last one.
+        values: the values at those times.
     """
     if not times:
         return None

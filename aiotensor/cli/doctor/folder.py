@@ -20,7 +20,7 @@ _OTHERWISE = "Choose another path"
 
 
 def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the usual folder of sockets: that of the user, or the folder for temporary files."""
+    """Return the usual folder for sockets: the user's runtime folder, or the folder for temporary files."""
     if folder := environment.get("XDG_RUNTIME_DIR"):
         return Path(folder)
     try:

@@ -160,7 +160,7 @@ async def _failure_of(place: Place) -> OSError | None:
 
 
 def _reason(error: OSError) -> str:
-    # The text of asyncio's errors repeats the address. Its timeout has no number.
+    # The text of asyncio's errors repeats the address, and a `TimeoutError` of asyncio has no errno.
     return os.strerror(error.errno) if error.errno else f"no answer for {_CONNECT_S:g} s"
 
 

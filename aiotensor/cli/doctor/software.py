@@ -46,7 +46,7 @@ def torch_version() -> Finding:
         import torch
     except (ImportError, OSError) as error:  # OSError: one of its shared libraries cannot be loaded
         advice = "Install it: pip install 'torch>=2.6'"
-        reason = " ".join(str(error).split())  # some of them are long
+        reason = " ".join(str(error).split())  # some have several lines
         return Finding(Status.PROBLEM, f"cannot be imported: {reason}", advice)
     return torch_build(torch.__version__, cuda=torch.version.cuda, hip=torch.version.hip)
 

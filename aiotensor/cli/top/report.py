@@ -26,7 +26,7 @@ class Rate(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A holder of resources, with the process id of its sender, and its message in words."""
+    """A holder of resources, with the process id of its sender and a description of its message."""
 
     pid: int
     message: str

@@ -127,7 +127,7 @@ class MessageQueue:
         external_writer_handle: Handle | None = None,
         blocking: bool = True,
     ) -> Self:
-        """Return the queue of this process, in a group of which one process writes and all others read.
+        """Return the queue of this process, in a group in which one process writes and all others read.
 
         Args:
             pg: a ``ProcessGroup`` of torch, or a ``StatelessProcessGroup`` of vLLM.

@@ -72,8 +72,8 @@ class ExecutorQueue:
 
     The ring determines the order of all messages: in place of a large message, it carries the number of that
     message. Methods and errors are those of `broadcast.MessageQueue`. A wait for a message does not end when
-    the writer dies: vLLM's executor and workers notice it, and call `shutdown`, which ends the wait with
-    `RuntimeError`.
+    the writer dies: vLLM's executor and workers detect its death, and call `shutdown`, which ends the wait
+    with `RuntimeError`.
 
     Args:
         n_reader: the number of readers, all of which are on this machine.

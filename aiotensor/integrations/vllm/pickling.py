@@ -12,7 +12,7 @@ from aiotensor.tensors.dtypes import DTYPE_NAMES, dtype_from_name
 
 __all__ = ["Parts", "dumps", "loads"]
 
-# A pickle and its buffers, which are arrays at the writer and tensors at a reader, and so is a long pickle.
+# A pickle and its buffers. Buffers, and a long pickle, are arrays at the writer and tensors at a reader.
 Parts: TypeAlias = list[bytes | np.ndarray[Any, Any] | torch.Tensor]
 
 _IN_BAND_BYTES = 16 * 1024  # a smaller buffer is copied into the pickle

@@ -12,6 +12,6 @@ sender, and for descriptors in both directions.
       |--- descriptors, before their record -------->|
       |<-- records with their descriptors -----------|
 
-The kernel notifies each side of the end of the other one. Records that a sender wrote before its end are read
+The kernel notifies each side when the other one ends. The records that a sender wrote before that are read
 first. Nothing is pickled, and the locks of the queue are not used.
 """

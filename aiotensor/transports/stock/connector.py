@@ -19,7 +19,7 @@ __all__ = ["StockConnector"]
 logger = logger_of("transports")
 
 # How often an unconnected sender checks whether its request was lost with a receiver that ended after reading
-# it. A connected pair does nothing while it is idle.
+# it. A connected sender does not poll.
 _ASK_AGAIN_S = 0.25
 
 
@@ -121,7 +121,7 @@ class StockConnector:
             raise
 
     def _ask_again(self) -> None:
-        """Repeat the request if it was read, by a receiver that has ended or could not connect."""
+        """Repeat the request if it was read by a receiver that then ended or could not connect."""
         if self._writer is None or self._door is None:
             return
         if not self._writer.has_reader:

@@ -16,11 +16,11 @@ __all__ = ["ReceiverEnd", "SenderEnd", "address_of", "new_socket"]
 
 _DESCRIPTORS = b"D"  # the record on the socket that carries descriptors to the receiver
 _KINDS = (Kind.PART, Kind.LAST, Kind.CARRIER)
-_MAX_EARLY = 16  # the most of these that may arrive before their records: a connection has very few of them
+_MAX_EARLY = 16  # descriptor records that may arrive before their records; a connection has very few
 
 
 def new_socket() -> socket.socket:
-    """Return a record socket that does not block."""
+    """Return a non-blocking record socket."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
 
 
@@ -78,7 +78,7 @@ class SenderEnd:
         self._writer.write(data, has_descriptors=bool(descriptors))
 
     def limit_queue(self, max_bytes: int) -> None:
-        """Set the most bytes in the queue of records, as `Transport.limit_queue` does."""
+        """Limit the bytes of queued records, as `Transport.limit_queue` does."""
         self._writer.limit_queue(max_bytes)
 
     def read_now(self) -> None:
@@ -147,7 +147,7 @@ class ReceiverEnd:
     Args:
         connection: identifies the connection on the queue.
         pipe: the socket to the sender; belongs to this object.
-        max_record_bytes: the longest valid record.
+        max_record_bytes: the size in bytes of the longest valid record.
         ended: called when the sender has closed the socket; `lose` follows after its last records.
         closed: called when this end was closed.
 
@@ -199,7 +199,7 @@ class ReceiverEnd:
         self._pipe.write(data, descriptors)
 
     def limit_queue(self, max_bytes: int) -> None:
-        """Set the most bytes in the queue of records, as `Transport.limit_queue` does."""
+        """Limit the bytes of queued records, as `Transport.limit_queue` does."""
         self._pipe.limit_queue(max_bytes)
 
     def read_now(self) -> None:

@@ -34,9 +34,9 @@ class StockListener:
         self._max_record_bytes = max_record_bytes
         self._max_chunks = max_record_bytes // MAX_DATA_BYTES + 1  # of a record
         self._connections: dict[bytes, ReceiverEnd] = {}
-        # The senders that have ended: why, and the position in the queue after which they have no chunks.
+        # The senders that have ended, with the reason, and the position in the queue after their last chunks.
         self._ended: dict[ReceiverEnd, tuple[str | ProtocolError, int]] = {}
-        self._refused = RepeatedEvent(_log_refused)  # a process that has the queue can cause these
+        self._refused = RepeatedEvent(_log_refused)  # any process with the queue can cause these at any rate
         self._failed = RepeatedEvent(_log_failed)
         self._objects = RepeatedEvent(_log_object)
         self._loop = asyncio.get_running_loop()

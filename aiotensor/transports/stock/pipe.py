@@ -5,9 +5,9 @@ in each process, which pickles and writes its objects. Only the pipe is used her
 `PIPE_BUF` bytes completely or not at all, so records travel in chunks of at most this size: no lock is
 needed, and a process that is killed neither leaves half a chunk nor blocks another process.
 
-A chunk has the length prefix of multiprocessing, and then begins with bytes with which no pickle begins. A
-process that calls `get` on the queue takes one chunk and fails to unpickle it; the numbers of the chunks show
-that it is missing. An object that the application puts on the queue is recognized, and never unpickled.
+A chunk has the length prefix of multiprocessing, followed by bytes with which no pickle begins. A process
+that calls `get` on the queue takes one chunk and fails to unpickle it; the numbers of the chunks show that it
+is missing. An object that the application puts on the queue is recognized, and never unpickled.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ _LENGTH = struct.Struct("!i")  # of the bytes that follow, as in `multiprocessin
 _HEAD = struct.Struct(f"!i{len(_MAGIC)}sc{CONNECTION_BYTES}sI")  # the length and the fields of a chunk
 MAX_DATA_BYTES = select.PIPE_BUF - _HEAD.size
 NUMBERS = 1 << 32  # the numbers of the chunks of a connection, which then begin again at 0
-_QUEUED_CHUNK_BYTES = 128  # the overhead of a queued chunk
+_QUEUED_CHUNK_BYTES = 128  # the overhead that is counted for a queued chunk
 
 
 class Kind:
@@ -131,7 +131,7 @@ def open_reader(queue: StockQueue) -> Descriptor:
     parts = _parts_of(queue)
     reader = _opened_again(parts._reader, os.O_RDONLY)
     try:
-        # The lock belongs to the file that was opened here, so that it ends with this process at the latest.
+        # The lock belongs to the file that was opened here, so it ends with this process at the latest.
         fcntl.flock(reader.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         reader.close()
@@ -194,11 +194,11 @@ class ChunkWriter:
         return not poll.poll(0)  # without a reader, it reports POLLERR
 
     def limit_queue(self, max_bytes: int) -> None:
-        """Set the most bytes in the queue of chunks."""
+        """Limit the bytes in the queue of chunks."""
         self._max_unsent_bytes = max_bytes
 
     def connect(self) -> None:
-        """Send the request to connect to the receiver."""
+        """Request the receiver to connect."""
         self._write(encode_chunk(Kind.CONNECT, self._connection, 0, b""))
 
     def check_limit(self, nbytes: int) -> None:

@@ -10,7 +10,7 @@ __all__ = ["BATCH_BYTES", "BatchWriter"]
 # A message that can wait is sent with the next one, after this time at the latest.
 _PATIENCE_S = 0.01
 
-BATCH_BYTES = 128 << 10  # of all waiting messages, and of the next one; larger messages are sent alone
+BATCH_BYTES = 128 << 10  # of all waiting messages together; a larger message is sent alone
 
 
 class BatchWriter:
@@ -19,7 +19,7 @@ class BatchWriter:
     Args:
         send: passes a message to ZeroMQ, together with whether ZeroMQ copies it; raises `OSError` if this
             process has no descriptors or threads left.
-        failed: called if `send` fails in `attempt`, or when a waiting message is sent after its delay.
+        failed: called with an error of a call by `attempt`, or of `send` for a message that was delayed.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class BatchWriter:
         self._send(message, True)
 
     def write_uncopied(self, data: memoryview) -> None:
-        """Send bytes that may not change until ZeroMQ has sent them; errors are those of `write`."""
+        """Send bytes that must not change until ZeroMQ has sent them; errors are those of `write`."""
         self.flush()
         if not self._is_closed:
             self._send(data, False)

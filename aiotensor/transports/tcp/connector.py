@@ -30,7 +30,7 @@ __all__ = ["TcpConnector"]
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
-# The longest wait for messages that were passed to ZeroMQ before their connection was closed.
+# The maximum time to send messages that were passed to ZeroMQ before their connection was closed.
 _LINGER_S = 1.0
 
 # After a connection that has lasted longer than this, the next attempt follows without a delay.

@@ -2,7 +2,7 @@
 
     unused --both sides have chosen it--> testing --both tests succeed--> used
        |                                     |                             |
-       |                                     '---------> closing <---------'  it failed, or that of the peer
+       |                                     '---------> closing <---------'  the engine of either side failed
        '---------------------> refused <--------------------'
 
 While no engine is used, blocks are moved in steps. If an engine fails, each side closes its own. A block
@@ -41,13 +41,13 @@ __all__ = ["LEAST_BYTES", "STALLED_S", "DirectMoves"]
 LEAST_BYTES = STEP_BYTES + 1
 
 # Engines transfer several packets differently from a single one, so the test has more bytes than one packet.
-# They repeat a random seed.
+# These bytes repeat a random seed.
 _TEST_BYTES = 64 << 10
 _SEED_BYTES = 16
 
 # An engine does not always report that it cannot reach the peer, for example because of a firewall, or that
-# it has lost the peer. So the tests of both sides have to end within `_TEST_S`. Later, the engine has failed
-# if no write ends within `STALLED_S` plus the time that all begun writes take at `_LEAST_BYTES_PER_S`.
+# it has lost the peer. So the tests of both sides have to end within `_TEST_S`. Later, the engine counts as
+# failed if no write ends within `STALLED_S` plus the time that all begun writes take at `_LEAST_BYTES_PER_S`.
 _TEST_S = 5.0
 STALLED_S = 5.0
 _LEAST_BYTES_PER_S = 10e6
@@ -64,7 +64,7 @@ class DirectMoves:
         move: begins a move again, with `begin` or in steps; ends it if the connection has ended.
         by_steps: does the same as `move`, but never with an engine.
         landings: memory for the segments of the peer, by number.
-        failed: ends the connection, for a reason.
+        failed: called with a reason to end the connection.
 
     Attributes:
         engine: the name of the engine; "" while none is used.
@@ -102,7 +102,7 @@ class DirectMoves:
         self._after_close: list[Callable[[], object]] | None = None  # while the engine is being closed
         self._interrupted: list[Move[memoryview]] = []  # their writes had not ended when it was closed
         self._held: list[Move[memoryview]] = []  # later moves of blocks whose writes have not ended
-        self._progress = 0.0  # when a write has last ended, or has begun while there was no other
+        self._progress = 0.0  # when a write last ended, or began while no other was under way
         self._alarm: asyncio.TimerHandle | None = None
         self._has_peer_closed = False  # whether the peer has closed its engine, or uses none
         self._failure = ""  # why the engine has failed while it was used
@@ -123,12 +123,12 @@ class DirectMoves:
             self._answer(self._wanted)
 
     def report_if_not_chosen(self) -> None:
-        """Log that the other side has chosen no engine, if that is so when blocks are about to be moved."""
+        """Log that the other side has not chosen an engine, if so; called before blocks are moved."""
         if self._choice is not None and not self._has_negotiated:
             self._choice.report(_NOT_CHOSEN)
 
     def when_closed(self, closed: Callable[[], object]) -> None:
-        """Call a function once the engine that `stop` closes accesses no memory; possibly at once."""
+        """Call a function once the engine that `stop` closes no longer accesses memory; possibly at once."""
         if self._after_close is None:
             closed()
         else:

@@ -73,7 +73,7 @@ class IncomingMessages:
 
     Args:
         events: the callbacks for the messages.
-        max_record_bytes: the longest valid record.
+        max_record_bytes: the size in bytes of the longest valid record.
 
     Attributes:
         landings: memory for the segments of the peer, by number.

@@ -23,7 +23,7 @@ async def listen_at(options: TcpOptions, acceptor: Acceptor, max_record_bytes: i
     Args:
         options: the address and its options.
         acceptor: the object that is notified of new connections.
-        max_record_bytes: the longest valid record.
+        max_record_bytes: the size in bytes of the longest valid record.
     """
     listener = MessageListener(options.address, options.socket, options.allowed)
     await listener.open()

@@ -19,8 +19,8 @@ _OVERHEAD_BYTES = 256
 _PEER_TIMEOUT_S = 2.0  # by default, between machines
 _LEAST_TIMEOUT_S, _MOST_TIMEOUT_S = 0.1, 3600.0
 
-# A lost host is detected within the timeout plus this interval, and the timeout plus a second is promised.
-# The rest of that second is a margin for busy processes. A longer timeout needs the same interval.
+# A lost host is detected within the timeout plus this interval; the documentation promises the timeout plus a
+# second. The rest of that second is a margin for busy processes. It need not grow with the timeout.
 _HEARTBEAT_INTERVAL_S = 0.5
 
 
@@ -49,8 +49,8 @@ def options_of(endpoint: str, given: TcpArguments) -> TcpOptions:
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the address or an argument is invalid; or the address is not of this machine only, and
-            there are no keys.
+        ValueError: the address or an argument is invalid, or other machines can reach the address and there
+            are no keys.
     """
     allowed: frozenset[bytes] = frozenset()
     if given.connects:

@@ -19,7 +19,7 @@ class OutgoingRecords:
 
     Args:
         writer: the writer of the connection.
-        max_queued_bytes: the most bytes in the queue, for a writer that never waits; None for no limit.
+        max_queued_bytes: the maximum bytes in the queue, for a writer that never waits; None for no limit.
     """
 
     def __init__(self, writer: BatchWriter, max_queued_bytes: int | None) -> None:
@@ -51,7 +51,7 @@ class OutgoingRecords:
         self._queued_bytes = queued
 
     def acknowledged(self, total: int) -> bool:
-        """Send the queued records for which there is credit now, and return whether none is left.
+        """Send the queued records for which there is credit now, and return whether this emptied the queue.
 
         Raises:
             ProtocolError: the peer acknowledged less than before, or more than was sent.
@@ -114,7 +114,7 @@ class SteppedMoves:
             move.ended(False)
 
     def acknowledged(self, total: int) -> None:
-        """End the moves of which the peer has all bytes.
+        """End the moves whose bytes have all arrived at the peer.
 
         Raises:
             ProtocolError: the peer acknowledged less than before, or more than was sent.

@@ -19,7 +19,7 @@ __all__ = ["ReservedMemory"]
 
 
 class _Registration(msgspec.Struct, eq=False):
-    """The registration of the memory of a block, which later blocks at the same place use, too."""
+    """The registration of the memory of a block; later blocks at the same place use it, too."""
 
     nbytes: int
     key: "asyncio.Future[bytes]"
@@ -32,8 +32,8 @@ class ReservedMemory:
         running: the engine.
         send: sends a message to the peer.
         report: logs the reason why the memory of a block cannot be registered.
-        engine_failed: ends the use of the engine, for a reason.
-        failed: ends the connection, for a reason.
+        engine_failed: called with a reason to stop using the engine.
+        failed: called with a reason to end the connection.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ReservedMemory:
         """Reserve memory for a write, and send its key.
 
         Raises:
-            ProtocolError: the peer may not reserve it.
+            ProtocolError: the peer may not reserve this memory.
         """
         number, area = message.write, Area(message.segment, message.block)
         if number in self._writes or len(self._writes) >= MAX_WRITES:
@@ -81,7 +81,7 @@ class ReservedMemory:
         self._registrations.clear()
 
     def release(self) -> None:
-        """Keep no memory mapped any more: the engine is closed, so the peer cannot write to it."""
+        """Stop keeping memory mapped: the engine is closed, so the peer cannot write to it."""
         self._writes.clear()
 
     def _has_memory(self, number: int, area: Area, memory: memoryview | None, failure: str) -> None:

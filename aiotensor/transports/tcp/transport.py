@@ -35,7 +35,7 @@ _BYE = bytes([BYE])
 _MAX_REASON_BYTES = 1024
 _MESSAGES_AT_ONCE = 64
 
-# The longest wait for the BYE of the peer. By then the kernel of the peer has the records, unless it is gone.
+# The maximum wait for the BYE of the peer. By then, its kernel has the records, unless the peer is gone.
 _FINISH_S = 1.0
 
 
@@ -45,11 +45,11 @@ class TcpTransport:
     Args:
         send: passes a message to ZeroMQ, together with whether ZeroMQ copies it; raises `OSError` if this
             process has no descriptors or threads left.
-        shut: called once, at the end, to close the connection, with whether to send all messages before if
-            possible: the peer has not ended the connection, and may not have them yet.
+        shut: closes the connection; called once, at the end, with True if the peer has not ended the
+            connection, so the messages passed to `send` should be sent first, if possible.
         read: reads a message that has arrived, and returns whether there was one.
-        max_record_bytes: the longest valid record that is read.
-        max_queued_bytes: the most bytes of queued records, for a writer that never waits; None for no limit.
+        max_record_bytes: the size in bytes of the longest valid record that is read.
+        max_queued_bytes: the maximum bytes in the queue, for a writer that never waits; None for no limit.
         engine: the engine that the user has chosen; None for no engine.
         connects: whether this is the connecting side.
     """
@@ -138,7 +138,7 @@ class TcpTransport:
             self.is_writable = not self._records.are_queued
 
     def limit_queue(self, max_bytes: int) -> None:
-        """Set the most bytes in the queue, as `Transport.limit_queue` does."""
+        """Limit the bytes in the queue, as `Transport.limit_queue` does."""
         self._records.max_queued_bytes = max_bytes
 
     def receive_data(self, received: Callable[[memoryview, memoryview], None]) -> None:

@@ -21,7 +21,7 @@ __all__ = ["ConnectionLimit", "Connections"]
 
 _REMEMBERED = 1024  # identities of closed connections
 
-# The most connections of unidentified peers, which have not sent a hello yet, or were refused.
+# The maximum number of connections of unidentified peers, which have sent no hello yet, or were refused.
 _UNIDENTIFIED = 64
 
 
@@ -33,7 +33,7 @@ class ConnectionLimit:
     sends its hello as soon as it can, so it is not among the oldest.
 
     Args:
-        most: the most identified peers at once; None for no limit.
+        most: the maximum number of identified peers; None for no limit.
         identified: the identities of the identified peers.
     """
 
@@ -56,8 +56,8 @@ class ConnectionLimit:
     def identify(self, descriptor: int, identity: bytes) -> list[bytes] | None:
         """Record the identity of a connection.
 
-        Returns None if the connection has ended, otherwise the earlier identities that this one replaces.
-        Those of identified peers are kept, because any of these may still be connected.
+        Returns None if the connection has ended, and otherwise the earlier identities that this one replaces.
+        The identities of identified peers are kept, because these peers may still be connected.
         """
         before = self._identities.get(descriptor)
         if before is None:
@@ -86,7 +86,7 @@ class Connections(abc.ABC):
     Args:
         listen: opens the socket, which calls the callbacks of the given object.
         identified: the identities of the identified peers, whose connections the limit does not close.
-        most: the most identified peers at once; None for no limit.
+        most: the maximum number of identified peers; None for no limit.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Connections(abc.ABC):
 
     @abc.abstractmethod
     def ended(self, identity: bytes) -> None:
-        """Called when a connection has ended, after the messages that arrived before."""
+        """Called when a connection has ended, after the messages that arrived before it."""
 
     @abc.abstractmethod
     def connection_refused(self, reason: str) -> None:

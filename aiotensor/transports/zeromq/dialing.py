@@ -31,7 +31,7 @@ logger = logger_of("transports")
 _FIRST_RETRY_S = 0.005
 _LAST_RETRY_S = 0.25
 
-_CONNECT_S = 1.0  # the kernel would try for two minutes, soon with pauses of 15 s
+_CONNECT_S = 1.0  # the kernel would try for a minute or two, with pauses that grow to many seconds
 _HANDSHAKE_S = 2.0  # less than the server waits: this side can distinguish its own timeout from refused keys
 _HANDSHAKES = 3  # ended handshakes in a row that indicate other keys: one may be due to a killed server
 
@@ -39,8 +39,8 @@ _CLOSE_WAIT = 8  # the state of TCP in which only the peer has closed the connec
 
 _LOOKUP_EVERY_S = 1.0
 _LOOKUP_SLOW_S = 2.0  # after which the log states that no name server answers
-# The most lookups of one name at a time. Each one repeats its query only every 5 s, so several of them detect
-# sooner that a name server answers again.
+# The maximum number of lookups of one name at a time. Each one repeats its query only every 5 s, so several
+# of them detect sooner that a name server answers again.
 _LOOKUPS = 4
 
 DIALING_OPTIONS: Mapping[int, int] = {
@@ -107,7 +107,7 @@ class Dialer:
             self._connection = Descriptor(-1)
 
     def refused(self, error: int) -> bool:
-        """Return whether a server has ended so many handshakes in a row that it must have other keys.
+        """Return whether a server has ended enough handshakes in a row to conclude that it has other keys.
 
         A server that is overloaded resets the connection instead, and a server that was stopped leaves it
         open. Neither shows anything about the keys. `error` is the errno that ZeroMQ reports.
@@ -232,7 +232,7 @@ def _ended_cleanly(connection: Descriptor, error: int) -> bool:
 
     The errno that ZeroMQ reports does not show this. The first call after a reset consumes the error, and a
     later read looks like one after a clean close. After a timeout, the errno is that of an earlier failure,
-    of any connection of the same thread. It decides only if there is no copy of the descriptor.
+    of any connection of the same thread. So `error` decides only if there is no copy of the descriptor.
     """
     if error != errno.EPIPE or connection.number < 0:
         return error == errno.EPIPE

@@ -19,14 +19,14 @@ from aiotensor.transports.zeromq.sockets import LoopSocket
 
 __all__ = ["MessageListener"]
 
-_LOOKUP_S = 10.0  # the most seconds that opening waits for a name to be resolved
+_LOOKUP_S = 10.0  # the maximum time that opening waits for a name to be resolved
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.ENODEV)  # this machine has no such address
 
 # A connection whose handshake takes longer is closed. A client has a shorter limit, and ends it first.
 _HANDSHAKE_S = 5
 
-# The most connections that wait to be accepted. In a flood, the kernel retries a rejected connection a second
-# later. With a larger backlog, a connection would wait as long behind connections that have ended.
+# The maximum number of connections that wait to be accepted. In a flood, the kernel retries a rejected
+# connection a second later. With a larger backlog, it would wait as long behind connections that have ended.
 _BACKLOG = 256
 
 

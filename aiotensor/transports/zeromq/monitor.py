@@ -20,8 +20,8 @@ from aiotensor.transports.zeromq.context import ZmqContext
 __all__ = ["Monitor", "SocketEvents"]
 
 # Any process that reaches the address can cause events. So each iteration of the loop handles only
-# `_EVENTS_A_TURN` of them before its other callbacks run. If those take longer, events get as much time as
-# they do, at most `_EVENTS_MOST_S`.
+# `_EVENTS_A_TURN` of them before its other callbacks run. If the other callbacks take longer, events get as
+# much time as they do, at most `_EVENTS_MOST_S`.
 _EVENTS_A_TURN = 32
 _EVENTS_MOST_S = 0.02
 
@@ -73,7 +73,7 @@ class SocketEvents(Protocol):
         """Called when a connection has ended."""
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
-        """Called with a message; one with too many parts is cut, but has more than `MAX_PARTS`."""
+        """Called with a message; one with too many parts is cut off, but still has more than `MAX_PARTS`."""
 
     def writable(self) -> None:
         """Called to retry the messages that the socket did not accept, until it accepts no more."""
@@ -154,7 +154,7 @@ class Monitor:
         """Call a function once all events up to now have been reported.
 
         Usually the function is called at once. During a flood of connections, it is called in a later
-        iteration of the event loop. Several functions are called in the order of these calls.
+        iteration of the event loop. Functions are called in the order in which they were passed.
         """
         self._read()  # events that arrive later must not delay the function
         self._waiting[next(self._keys)] = callback

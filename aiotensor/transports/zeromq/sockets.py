@@ -25,10 +25,10 @@ __all__ = ["LoopSocket", "PeerGoneError"]
 # messages would not limit the time: one may announce a thousand tensors, or have a megabyte to copy.
 _READING_S = 0.001
 
-# The most deferred callbacks, or postponed events, that are handled in one iteration of the loop.
+# The maximum number of deferred callbacks, or of postponed events, that one iteration of the loop handles.
 _CALLBACKS_A_TURN = 64
 
-# The most messages that are read before the end of a connection is handled.
+# The maximum number of messages that are read before the end of a connection is handled.
 _LAST_MESSAGES = 1024
 
 # Plain numbers: each operation on an enum takes as long as a call into ZeroMQ.

@@ -25,7 +25,7 @@ class Ends(NamedTuple):
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Let a warning of torch pass that vLLM's decoder causes."""
+    """Ignore a warning of torch that vLLM's decoder causes."""
     item.add_marker(pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"))
 
 
