@@ -20,6 +20,6 @@ the function `find`, which returns the tensor.
 from aiotensor.codec.decoder import Find, TensorDecoder
 from aiotensor.codec.encoder import Encoding, Place, TensorEncoder
 from aiotensor.codec.meta import TensorMeta
-from aiotensor.codec.wire import PACKED
+from aiotensor.codec.placeholders import PACKED
 
 __all__ = ["PACKED", "Encoding", "Find", "Place", "TensorDecoder", "TensorEncoder", "TensorMeta"]

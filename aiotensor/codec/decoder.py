@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import torch
 
-from aiotensor.codec import wire
+from aiotensor.codec import placeholders
 from aiotensor.codec.expectations import arms, check_decodable, expectations
 from aiotensor.codec.meta import MismatchError
-from aiotensor.codec.wire import ARRAY, TENSOR, External, Inline
+from aiotensor.codec.placeholders import ARRAY, TENSOR, External, Inline
 from aiotensor.errors import ProtocolError
 from aiotensor.tensors.dtypes import DTYPES, unknown_dtype
 from aiotensor.tensors.inline import open_buffer, open_inline
@@ -37,18 +37,18 @@ class _Decoding(msgspec.Struct, eq=False):
     call_find: Find
     error: BaseException | None = None  # raised by `call_find`
     used: set[int] = set()  # the numbers of the buffers that were returned
-    pack: memoryview | None = None  # the buffer of packed records, once one of them was read
+    pack: memoryview | None = None  # the buffer of packed placeholders, once one of them was read
     packed_read: int = 0  # the number of bytes of the pack that were read
 
-    def next_packed(self) -> wire.Inline:
-        """Return the next record of the pack, which is the last buffer."""
+    def next_packed(self) -> placeholders.Inline:
+        """Return the next placeholder of the pack, which is the last buffer."""
         if self.pack is None:
             self.pack = self.take(max(len(self.buffers) - 1, 0))
-        start = self.packed_read + wire.LENGTH_BYTES
-        self.packed_read = start + int.from_bytes(self.pack[start - wire.LENGTH_BYTES : start], "big")
+        start = self.packed_read + placeholders.LENGTH_BYTES
+        self.packed_read = start + int.from_bytes(self.pack[start - placeholders.LENGTH_BYTES : start], "big")
         if start > len(self.pack) or self.packed_read > len(self.pack):
             raise ProtocolError("the peer sent fewer packed tensors than its message contains")
-        return wire.read_packed(self.pack[start : self.packed_read])
+        return placeholders.read_packed(self.pack[start : self.packed_read])
 
     def take(self, number: int) -> memoryview:
         """Return a buffer, but only once, since two tensors must not share memory."""
@@ -163,18 +163,18 @@ class TensorDecoder(Generic[T]):
         if code not in (TENSOR, ARRAY):
             return msgspec.msgpack.Ext(code, bytes(data))
         parts = self._current.parts
-        record = parts.next_packed() if data == wire.PACKED else wire.read(data)
-        if isinstance(record, External):
-            tensor = parts.find(record.handle)
+        placeholder = parts.next_packed() if data == placeholders.PACKED else placeholders.read(data)
+        if isinstance(placeholder, External):
+            tensor = parts.find(placeholder.handle)
             return tensor if code == TENSOR else _as_array(tensor)
-        meaning = record.meaning
+        meaning = placeholder.meaning
         dtype = DTYPES.get(meaning.dtype)
         if dtype is None:
             raise unknown_dtype(meaning.dtype)
-        if isinstance(record, Inline):
-            tensor = open_inline(record.payload, dtype, meaning.shape)
+        if isinstance(placeholder, Inline):
+            tensor = open_inline(placeholder.payload, dtype, meaning.shape)
         else:
-            tensor = open_buffer(parts.take(record.buffer), dtype, meaning.shape)
+            tensor = open_buffer(parts.take(placeholder.buffer), dtype, meaning.shape)
         if meaning.requires_grad or meaning.is_parameter:
             tensor = as_leaf(tensor, requires_grad=meaning.requires_grad, is_parameter=meaning.is_parameter)
         return tensor if code == TENSOR else _as_array(tensor)

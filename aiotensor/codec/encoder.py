@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.nn import Parameter
 
-from aiotensor.codec.wire import (
+from aiotensor.codec.placeholders import (
     ARRAY,
     LENGTH_BYTES,
     MAX_PACKED_BYTES,
@@ -48,8 +48,8 @@ class Encoding(msgspec.Struct, eq=False):
             or None to encode the source in the message. Its errors propagate from `encode`.
         inline_bytes: the size in bytes up to which sources are part of the body; larger ones become buffers.
         max_inline_bytes: the maximum number of bytes that further sources add to the body, including their
-            dtypes and shapes. Further records are packed into one additional buffer of type `bytes`, which
-            is the last one; only a record of more than `MAX_PACKED_BYTES` stays in the body.
+            dtypes and shapes. Further placeholders are packed into one additional buffer of type `bytes`,
+            which is the last one; only a placeholder of more than `MAX_PACKED_BYTES` stays in the body.
         open: called with each tensor or array; returns its source.
         buffers: the buffers that follow the body.
         pack: the contents of the additional buffer.
@@ -87,13 +87,13 @@ class Encoding(msgspec.Struct, eq=False):
             type(source) is Parameter,
         )
         if source.nbytes <= self.inline_bytes:
-            record = write(Inline(meaning, memoryview(bytes_of(source))))
-            size = len(record)
+            placeholder = write(Inline(meaning, memoryview(bytes_of(source))))
+            size = len(placeholder)
             if self.max_inline_bytes < size <= MAX_PACKED_BYTES:
-                self.pack += size.to_bytes(LENGTH_BYTES, "big") + record
+                self.pack += size.to_bytes(LENGTH_BYTES, "big") + placeholder
                 return msgspec.msgpack.Ext(code, PACKED)
             self.max_inline_bytes -= size
-            return msgspec.msgpack.Ext(code, record)
+            return msgspec.msgpack.Ext(code, placeholder)
         self.buffers.append(buffer_of(source).data.toreadonly())
         return msgspec.msgpack.Ext(code, write(OutOfBand(meaning, len(self.buffers) - 1)))
 

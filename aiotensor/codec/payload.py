@@ -11,7 +11,7 @@ import torch
 from aiotensor.codec.cost import QUICK_CODED_TENSORS, takes_long
 from aiotensor.codec.decoder import TensorDecoder
 from aiotensor.codec.encoder import Encoding
-from aiotensor.codec.wire import PACKED
+from aiotensor.codec.placeholders import PACKED
 from aiotensor.errors import ProtocolError
 from aiotensor.runtime.worker import in_thread
 from aiotensor.tensors.copying import QUICK_BYTES

@@ -1,4 +1,4 @@
-"""Messages of all kinds, records of peers, and comparable descriptions of messages."""
+"""Messages of all kinds, placeholders of peers, and comparable descriptions of messages."""
 
 import dataclasses
 import types
@@ -46,9 +46,9 @@ class Options(TypedDict, Generic[T], total=False):
 # Records that are made by hand, as a peer with another program may make them
 
 
-def extension(code: str, record: object) -> msgspec.msgpack.Ext:
+def extension(code: str, placeholder: object) -> msgspec.msgpack.Ext:
     """Return an extension for a tensor (T) or an array (A) with any content."""
-    return msgspec.msgpack.Ext(ord(code), msgspec.msgpack.encode(record))
+    return msgspec.msgpack.Ext(ord(code), msgspec.msgpack.encode(placeholder))
 
 
 def inside(dtype: str, shape: object, payload: object, *flags: object) -> msgspec.msgpack.Ext:

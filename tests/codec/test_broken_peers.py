@@ -119,13 +119,13 @@ meanings = (
     )
     | unknown_items
 )
-records = st.one_of(
+placeholders = st.one_of(
     st.tuples(st.just("in"), meanings, st.binary(max_size=16)),
     st.tuples(st.just("by"), meanings, few),
     st.tuples(st.just("at"), unknown_items),
     unknown_items,
 )
-extensions = st.builds(extension, st.sampled_from("TA"), records) | st.builds(
+extensions = st.builds(extension, st.sampled_from("TA"), placeholders) | st.builds(
     msgspec.msgpack.Ext, st.sampled_from([ord("T"), ord("A"), -1, 5]), st.binary(max_size=16)
 )
 wild = st.recursive(
@@ -142,7 +142,7 @@ wild = st.recursive(
 @every_decoder
 @settings(deadline=None, max_examples=200)
 @given(message=wild, buffers=st.lists(st.binary(max_size=16), max_size=2))
-def test_arbitrary_tensor_records_are_decoded_or_raise_protocol_error(
+def test_arbitrary_tensor_placeholders_are_decoded_or_raise_protocol_error(
     which: str, message: object, buffers: list[bytes]
 ) -> None:
     read_or_refuse(DECODERS[which], [body_of(message), *buffers])

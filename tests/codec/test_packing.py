@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiotensor.codec import PACKED, Encoding, TensorDecoder
-from aiotensor.codec.wire import LENGTH_BYTES
+from aiotensor.codec.placeholders import LENGTH_BYTES
 from aiotensor.errors import ProtocolError
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from tests.codec.messages import Kind, anything, body_of, extension, kinds, plain, sent
@@ -22,8 +22,8 @@ NEXT = msgspec.msgpack.Ext(ord("T"), PACKED)
 NAMED = extension("T", ["by", ["uint8", [3]], 0])
 
 
-def packed(*records: object) -> bytes:
-    written = [msgspec.msgpack.encode(record) for record in records]
+def packed(*placeholders: object) -> bytes:
+    written = [msgspec.msgpack.encode(placeholder) for placeholder in placeholders]
     return b"".join(len(data).to_bytes(LENGTH_BYTES, "big") + data for data in written)
 
 
@@ -67,7 +67,7 @@ WRONG: dict[str, tuple[Any, list[bytes]]] = {
     "no pack": ([NEXT], []),
     "an empty pack": ([NEXT], [b""]),
     "half a length": ([NEXT], [b"\x00"]),
-    "a record that is cut off": ([NEXT], [packed(HERE)[:-1]]),
+    "a placeholder that is cut off": ([NEXT], [packed(HERE)[:-1]]),
     "a tensor too few": ([NEXT, NEXT], [packed(HERE)]),
     "a tensor too many": ([NEXT], [packed(HERE, HERE)]),
     "a byte too many": ([NEXT], [packed(HERE) + b"\x00"]),

@@ -82,7 +82,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
     ],
     ids=lambda tensor: str(tensor.data)[:50],
 )
-def test_an_invalid_tensor_record_raises_protocol_error(tensor: msgspec.msgpack.Ext) -> None:
+def test_an_invalid_tensor_placeholder_raises_protocol_error(tensor: msgspec.msgpack.Ext) -> None:
     for message in (tensor, {"rest": [tensor]}):
         with pytest.raises(ProtocolError):
             anything.decode([body_of(message)])
@@ -105,11 +105,11 @@ def test_only_float_and_complex_tensors_may_require_a_gradient(
     dtype = DTYPES[name]
     for shape in ([2], [0], []):
         data = bytes(dtype.itemsize * (shape[0] if shape else 1))
-        for record, buffers in (
+        for placeholder, buffers in (
             (["in", [name, shape, *flags], data], []),
             (["by", [name, shape, *flags], 0], [data]),
         ):
-            parts = [body_of(extension(code, record)), *buffers]
+            parts = [body_of(extension(code, placeholder)), *buffers]
             if flags[0] and not (dtype.is_floating_point or dtype.is_complex):
                 with pytest.raises(ProtocolError, match="requires a gradient"):
                     anything.decode(parts)

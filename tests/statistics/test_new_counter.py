@@ -7,13 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from aiotensor import SenderStatistics
+from tests.frames import sender_statistics
+
 ROOT = Path(__file__).parents[2]
 
-BEFORE = "    messages_sent: Annotated[Number, counter("
-LINE = '    tensors_retried: Annotated[Number, counter("Tensors that were sent again.")]\n'
+BEFORE = "\n\nclass ReceiverStatistics("  # the class that follows the statistics of senders
+LINE = '    tensors_retried: Annotated[Number, counter("Tensors that were sent again.")] = 0\n'
 ROW = "| `aiotensor_sender_tensors_retried_total` | counter | `endpoint` | Tensors that were sent again. |"
 
 # Where it is counted: for each message that was sent.
@@ -49,6 +53,19 @@ async def main(address):
 asyncio.run(main(sys.argv[1]))
 """
 
+# Decodes the statistics of a peer without the counter, and prints them with the counter.
+EXCHANGE = """
+import json
+import sys
+
+import msgspec
+from aiotensor import SenderStatistics
+
+before = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=SenderStatistics)
+after = msgspec.structs.replace(before, tensors_retried=7)
+print(json.dumps([before.tensors_retried, msgspec.msgpack.encode(after).hex()]))
+"""
+
 
 @pytest.fixture(scope="module")
 def copy_with_a_line_more(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -59,7 +76,7 @@ def copy_with_a_line_more(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("metrics.md", "metrics_tables.py"):
         shutil.copy(ROOT / "docs" / name, folder / "docs")
     types = folder / "aiotensor" / "types" / "statistics.py"
-    before, found, after = types.read_text().partition(BEFORE)  # of the sender, which is the first
+    before, found, after = types.read_text().partition(BEFORE)
     assert found
     types.write_text(before + LINE + found + after)
     grants = folder / "aiotensor" / "sending" / "grants.py"
@@ -94,6 +111,16 @@ def test_a_declared_counter_is_inspected_exported_and_kept_after_closing(
         [sample] = family.samples
         assert (sample.labels, sample.value) == ({"endpoint": address}, 3)
     assert ["aiotensor_sender_permits_in_use{" in scrape for scrape in printed["scrapes"]] == [True, False]
+
+
+def test_peers_with_and_without_the_counter_read_the_statistics_of_each_other(
+    copy_with_a_line_more: Path,
+) -> None:
+    before = sender_statistics(tensors_sent=5)
+    later = run(copy_with_a_line_more, "-c", EXCHANGE, msgspec.msgpack.encode(before).hex())
+    read, sent = json.loads(later)
+    assert read == 0
+    assert msgspec.msgpack.decode(bytes.fromhex(sent), type=SenderStatistics) == before
 
 
 def test_a_counter_that_one_line_declares_is_documented(copy_with_a_line_more: Path) -> None:

@@ -4,7 +4,7 @@ import math
 
 import msgspec
 
-from aiotensor.codec.wire import ARRAY, LENGTH_BYTES, PACKED, TENSOR
+from aiotensor.codec.placeholders import ARRAY, LENGTH_BYTES, PACKED, TENSOR
 from aiotensor.protocol.exchange import VERSION
 from aiotensor.tensors.dtypes import DTYPES
 from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of

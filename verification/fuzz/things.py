@@ -14,7 +14,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from aiotensor.codec.wire import TENSOR
+from aiotensor.codec.placeholders import TENSOR
 
 __all__ = [
     "CONTENT",

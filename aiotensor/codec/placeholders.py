@@ -1,8 +1,8 @@
-"""The records that replace tensors in a message, each in a msgpack extension.
+"""The placeholders that replace tensors in a message, each in a msgpack extension.
 
-Records of small tensors may be packed: the last buffer then contains these records, each preceded by its
-length, and each of their extensions in the body contains `PACKED`, which refers to the next record. This
-keeps a body with many tensors small.
+Placeholders of small tensors may be packed: the last buffer then contains them, each preceded by its length,
+and each of their extensions in the body contains `PACKED`, which refers to the next placeholder. This keeps a
+body with many tensors small.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class Meaning(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Inline(msgspec.Struct, frozen=True, array_like=True, tag="in", gc=False):
-    """A tensor whose bytes are in the record."""
+    """A tensor whose bytes are in the placeholder."""
 
     meaning: Meaning
     payload: memoryview
@@ -66,23 +66,23 @@ class External(msgspec.Struct, frozen=True, array_like=True, tag="at"):
     handle: Any
 
 
-Record: TypeAlias = Inline | OutOfBand | External
+Placeholder: TypeAlias = Inline | OutOfBand | External
 
-write: Callable[[Record], bytes] = msgspec.msgpack.Encoder().encode
-_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+write: Callable[[Placeholder], bytes] = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[Placeholder] = msgspec.msgpack.Decoder(Placeholder)
 _inline_decoder: msgspec.msgpack.Decoder[Inline] = msgspec.msgpack.Decoder(Inline)
 
-PACKED = msgspec.msgpack.encode("pk")  # in an extension, refers to the next packed record
+PACKED = msgspec.msgpack.encode("pk")  # in an extension, refers to the next packed placeholder
 
-LENGTH_BYTES = 2  # the size of the big-endian length before each packed record
+LENGTH_BYTES = 2  # the size of the big-endian length before each packed placeholder
 MAX_PACKED_BYTES = (1 << 8 * LENGTH_BYTES) - 1
 
 
-def read(data: memoryview) -> Record:
-    """Decode the record of an extension.
+def read(data: memoryview) -> Placeholder:
+    """Decode the placeholder of an extension.
 
     Raises:
-        ProtocolError: the record is invalid, or a number in it is out of range.
+        ProtocolError: the placeholder is invalid, or a number in it is out of range.
     """
     try:
         return _decoder.decode(data)
@@ -91,7 +91,7 @@ def read(data: memoryview) -> Record:
 
 
 def read_packed(data: memoryview) -> Inline:
-    """Decode a packed record, as `read` does; it contains no handle, which could take long to decode."""
+    """Decode a packed placeholder, as `read` does; it contains no handle, which could take long to decode."""
     try:
         return _inline_decoder.decode(data)
     except DECODE_ERRORS as error:
