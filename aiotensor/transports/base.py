@@ -221,7 +221,11 @@ class Transport(Protocol):
         """Write no more records; `is_writable` becomes true once closing can no longer lose any of them."""
 
     def close(self) -> None:
-        """Close at once, and discard queued records; closing again has no effect."""
+        """Close at once, and discard queued records; closing again has no effect.
+
+        Between machines, this may also discard the last records that were not queued: ZeroMQ sends records in
+        a thread, and may abort the process if a peer dies while a socket that was closed still sends some.
+        """
 
 
 class ConnectorEvents(Protocol):

@@ -3,7 +3,6 @@
 import shutil
 import socket
 import tempfile
-import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -17,9 +16,6 @@ from tests.transports.ends import End, end_of, open_sockets
 def nothing_is_left_open() -> Iterator[None]:
     before = open_sockets()  # the loop of a test is created and closed in between
     yield
-    for thread in threading.enumerate():
-        if thread.name == "aiotensor-closing":  # its socket has closed once its messages are sent
-            thread.join()
     assert open_sockets() == before
 
 

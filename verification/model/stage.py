@@ -30,8 +30,6 @@ from verification.places import LINKS
 
 __all__ = ["Stage", "outcome_of"]
 
-_ENDING_S = 10.0  # more than a thread needs that ends
-
 
 def _unread_bytes(descriptor: int) -> int:
     return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
@@ -136,11 +134,8 @@ class Stage(RuleBasedStateMachine):
     def check_that_nothing_is_left(self) -> None:
         """Check for descriptors, threads and complaints of the loop, after everything was closed."""
         self._places.close()
-        ours = [one for one in set(threading.enumerate()) - self.threads if "aiotensor" in one.name]
-        for one in ours:
-            one.join(_ENDING_S)  # it may still be sending the last messages of a connection
         assert not self._left(), f"descriptors left behind: {self._left()}"
-        threads = [one.name for one in ours if one.is_alive()]
+        threads = [one.name for one in set(threading.enumerate()) - self.threads if "aiotensor" in one.name]
         assert not threads, f"threads left behind: {threads}"
         assert not self.steps.complaints, self.steps.complaints
         if self.delivery is not None:

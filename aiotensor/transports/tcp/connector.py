@@ -22,16 +22,13 @@ from aiotensor.transports.base import ConnectorEvents
 from aiotensor.transports.tcp.options import TcpOptions
 from aiotensor.transports.tcp.transport import TcpTransport
 from aiotensor.transports.zeromq.addresses import Target
-from aiotensor.transports.zeromq.context import ZmqContext, begin, end_in_thread
+from aiotensor.transports.zeromq.context import ZmqContext, begin
 from aiotensor.transports.zeromq.dialing import DIALING_OPTIONS, Dialer
 from aiotensor.transports.zeromq.sockets import LoopSocket
 
 __all__ = ["TcpConnector"]
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-
-# The maximum time to send messages that were passed to ZeroMQ before their connection was closed.
-_LINGER_S = 1.0
 
 # After a connection that has lasted longer than this, the next attempt follows without a delay.
 _SHORT_S = 0.25
@@ -62,7 +59,7 @@ class TcpConnector:
         self._attempts: set[_Attempt] = set()  # the attempts with an open socket
         self._current: _Attempt | None = None  # the last one, until its socket is closed
         self._connected_at = math.inf
-        self._is_closed = self._lingers = False
+        self._is_closed = False
 
     def connect(self) -> None:
         """Begin to connect, as `Connector.connect` does."""
@@ -173,9 +170,8 @@ class TcpConnector:
         elif not self._is_closed:
             self._dialer.again()
 
-    def closed(self, attempt: "_Attempt", *, lingers: bool) -> None:
-        """Forget an attempt whose socket was closed, and may still have messages to send."""
-        self._lingers |= lingers
+    def closed(self, attempt: "_Attempt") -> None:
+        """Forget an attempt whose socket was closed."""
         self._attempts.discard(attempt)
         if self._current is attempt:
             self._current = None
@@ -184,10 +180,7 @@ class TcpConnector:
     def _end_if_unused(self) -> None:
         if self._is_closed and not self._attempts and self._context is not None:
             context, self._context = self._context, None
-            if self._lingers:
-                end_in_thread(context)
-            else:
-                context.term()
+            context.term()
 
 
 class _Attempt:
@@ -224,7 +217,7 @@ class _Attempt:
         """Create and return the transport of the connection."""
         self.transport = TcpTransport(
             lambda message, copies: self._socket.send([message], copies=copies),
-            self._shut,
+            self.close,
             self._socket.read_now,
             MAX_RECORD_BYTES,
             engine=self._owner.engine,
@@ -232,15 +225,12 @@ class _Attempt:
         )
         return self.transport
 
-    def close(self, linger_s: float = 0.0) -> None:
-        """Close the socket; ZeroMQ has `linger_s` seconds to send accepted messages."""
+    def close(self) -> None:
+        """Close the socket."""
         if not self._is_closed:
             self._is_closed = True
-            self._socket.close(linger_s)
-            self._owner.closed(self, lingers=linger_s > 0)
-
-    def _shut(self, lingers: bool) -> None:
-        self.close(_LINGER_S if lingers else 0.0)
+            self._socket.close()
+            self._owner.closed(self)
 
     # Events of the socket
 

@@ -317,7 +317,7 @@ class DirectMoves:
             case Proved():
                 if self._running is not None:
                     if self._proved.done():
-                        raise ProtocolError("it proved its engine twice")
+                        raise ProtocolError("it sent the proof of its engine twice")
                     self._proved.set_result(message.test)
             case Refused():
                 self._refused(message.reason)

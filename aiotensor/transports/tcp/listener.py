@@ -128,7 +128,7 @@ class TcpListener(Connections):
     def writable(self) -> None:
         """Do nothing: the credit of the peers limits the messages, so the socket has no limit."""
 
-    def _shut(self, identity: bytes, _lingers: bool) -> None:
+    def _shut(self, identity: bytes) -> None:
         """Forget a connection that was closed here; its peer closes it when it receives the last message."""
         del self._transports[identity]
         if identity not in self._gone:

@@ -45,8 +45,7 @@ class TcpTransport:
     Args:
         send: passes a message to ZeroMQ, together with whether ZeroMQ copies it; raises `OSError` if this
             process has no descriptors or threads left.
-        shut: closes the connection; called once, at the end, with True if the peer has not ended the
-            connection, so the messages passed to `send` should be sent first, if possible.
+        shut: closes the connection; called once, at the end. ZeroMQ may discard messages that it has not sent.
         read: reads a message that has arrived, and returns whether there was one.
         max_record_bytes: the size in bytes of the longest valid record that is read.
         max_queued_bytes: the maximum bytes in the queue, for a writer that never waits; None for no limit.
@@ -59,7 +58,7 @@ class TcpTransport:
     def __init__(
         self,
         send: Callable[[bytes | memoryview, bool], object],
-        shut: Callable[[bool], object],
+        shut: Callable[[], object],
         read: Callable[[], bool],
         max_record_bytes: int,
         max_queued_bytes: int | None = None,
@@ -158,7 +157,7 @@ class TcpTransport:
         if not self.is_closed:
             self._say_bye()
             self._stop()
-            self._shut(not self.is_finishing)  # a side that finishes waits for its peer before
+            self._shut()
 
     def _say_bye(self, reason: str = "") -> None:
         if not self._has_said_bye:
@@ -318,7 +317,7 @@ class TcpTransport:
                 handler.connection_lost(reason)
         finally:
             self._handler = None
-            self._shut(bool(farewell))
+            self._shut()
 
     def _stop(self) -> None:
         self.is_closed = True

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import zmq
 
 from aiotensor.runtime.worker import Worker
 
-__all__ = ["ZmqContext", "begin", "check_descriptors", "end", "end_in_thread"]
+__all__ = ["ZmqContext", "begin", "check_descriptors", "end"]
 
 _BEGINS_WITH = 8  # descriptors that a context, its threads and its first socket need
 
@@ -84,14 +83,3 @@ async def end(context: ZmqContext) -> None:
         await asyncio.shield(ended)
     finally:
         worker.close()
-
-
-def end_in_thread(context: ZmqContext) -> None:
-    """Terminate a context as `end` does, in a thread, and do not wait for it.
-
-    The interpreter waits for the thread before it exits. If no thread can be started, this call waits.
-    """
-    try:
-        threading.Thread(target=context.term, name="aiotensor-closing").start()
-    except RuntimeError:
-        context.term()

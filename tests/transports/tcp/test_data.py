@@ -173,7 +173,7 @@ class Sent:
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
-        self.is_shut = self.lingers = False
+        self.is_shut = False
         self.transport = TcpTransport(
             lambda message, copies: self.messages.append(bytes(message)),
             self._shut,
@@ -181,8 +181,8 @@ class Sent:
             _MAX_RECORD_BYTES,
         )
 
-    def _shut(self, lingers: bool) -> None:
-        self.is_shut, self.lingers = True, lingers
+    def _shut(self) -> None:
+        self.is_shut = True
 
     def receive(self, *messages: bytes) -> None:
         for message in messages:
@@ -375,30 +375,6 @@ async def test_data_after_the_end_has_no_effect(end: str) -> None:
         assert reader.read_all() == []
     sent.transport.close()
     assert sent.is_shut
-
-
-@pytest.mark.parametrize(
-    ("end", "lingers"),
-    [("close", True), ("violation", True), ("finish", False), ("BYE", False), ("loss", False)],
-)
-async def test_only_a_connection_that_its_peer_may_still_read_lingers(end: str, lingers: bool) -> None:
-    sent = Sent()
-    End(sent.transport)
-    match end:
-        case "violation":
-            sent.receive(b"")
-        case "finish":
-            sent.transport.finish()
-            sent.receive(bytes([BYE]))
-        case "BYE":
-            sent.receive(bytes([BYE]))
-        case "loss":
-            sent.transport.connection_ended("it was lost")
-        case "close":
-            pass
-    sent.transport.close()
-    assert sent.is_shut
-    assert sent.lingers == lingers
 
 
 async def test_data_that_arrives_after_finish_is_delivered() -> None:

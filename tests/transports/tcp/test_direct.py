@@ -126,7 +126,7 @@ VIOLATIONS: dict[str, tuple[list[DirectMessage | bytes], str]] = {
     "a message between engines that cannot be decoded": ([bytes([DIRECT]) + b"\xc1"], "cannot be decoded"),
     "a second offer": ([Offer(b"", b"")], "offered an engine twice"),
     "a second choice": ([Chosen("nixl")], "chose an engine twice"),
-    "a second proof": ([Proved(bytes(16))], "proved its engine twice"),
+    "a second proof": ([Proved(bytes(16))], "sent the proof of its engine twice"),
     "memory that was not requested": ([Reserved(0, b"key")], "that was not requested"),
     "a block without a segment": ([Reserve(0, 0, 0, 100)], "segment 0, which it never attached"),
     "a block outside of its segment": ([ATTACH, Reserve(0, 0, SEGMENT, 100)], "at an invalid position"),

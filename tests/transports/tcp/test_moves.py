@@ -327,5 +327,5 @@ async def test_a_receiver_is_inspected_over_tcp() -> None:
 
 
 async def test_an_address_where_nobody_listens_cannot_be_inspected() -> None:
-    with pytest.raises(PeerLostError, match="no receiver listens at"):
+    with pytest.raises(PeerLostError, match="no receiver or publisher listens at"):
         await inspect(f"tcp://127.0.0.1:{free_port()}", patience_s=0.3)
