@@ -190,14 +190,18 @@ async def answer(state: State, handles: Sequence[TensorHandle]) -> None:
 
 
 async def take_probe(state: State, handle: TensorHandle) -> bool:
-    """Take the tensor that a probe sent.
+    """Take the tensor that a probe sent, and return whether it has arrived.
 
-    It does not arrive if its number was discarded before, or if the refusal of its sender is in transit.
+    It does not arrive if its number was discarded before, if the refusal of its sender is in transit, or
+    between two machines if only the receiver has detected a loss.
     """
     try:
-        return token_of(await state.receiver.receive(handle)) == 0
+        tensor = await state.receiver.receive(handle)
     except (DiscardedError, PeerLostError, RefusedError):
         return False
+    if token_of(tensor) != 0:
+        raise ValueError("a probe arrived with other values")
+    return True
 
 
 async def stop(state: State) -> None:

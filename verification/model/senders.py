@@ -13,7 +13,7 @@ from aiotensor import (
 )
 from verification.internals import pipeline_of, worker_of
 from verification.model.records import Block, Call, Message, Outcome, Sender
-from verification.model.world import World
+from verification.model.world import World, is_copied
 
 SMALL, BIG, BIGGER = 3, 3_000, 5_000  # elements of int64: in a frame, or in shared memory
 ARENAS = st.sampled_from([64 << 10, 128 << 10])
@@ -102,7 +102,7 @@ class SenderRules(World):
         if message is None:
             return
         message.is_posted = True
-        if block is None:
+        if block is None or is_copied(message):  # it may be announced at once
             self.became_whole(message)
         self._await_copy(message)
 

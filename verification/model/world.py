@@ -104,7 +104,7 @@ class World(Stage):
                 for message in sender.messages:
                     if message.opened is not None and message.known is None:
                         message.known = self.tick()
-                    if message.is_posted and message.state == "open" and _is_copied(message):
+                    if message.is_posted and message.state == "open" and is_copied(message):
                         self.became_whole(message)
             has_any |= self._hear()
         return has_any
@@ -298,7 +298,7 @@ class World(Stage):
                 sender.met = None
 
 
-def _is_copied(message: Message) -> bool:
+def is_copied(message: Message) -> bool:
     """Return whether the tensor of a posted message was announced, which wakes its waiters later."""
     session = pipeline_of(message.sender.sender).sessions.current
     if session is None or message.number not in session.announced:
