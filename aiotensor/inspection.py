@@ -143,7 +143,9 @@ async def inspect(
 
 
 def _not_listening(address: str) -> PeerLostError:
-    return PeerLostError(f"no receiver listens at {address}: start it, or inspect another address")
+    return PeerLostError(
+        f"no receiver or publisher listens at {address}: start it, or inspect another address"
+    )
 
 
 class _Inspector:

@@ -298,7 +298,7 @@ class TensorReceiver(LoopObject):
         if asyncio._get_running_loop() is not self.affinity.open_in:
             self.affinity.check()
         if self._taking is None:
-            raise AssertionError("an open receiver has an intake")
+            raise AssertionError("an open receiver has an implementation")
         return self._taking
 
 

@@ -260,11 +260,11 @@ async def test_a_close_of_the_receiver_ends_an_inspection(reason: str, address: 
 
 
 async def test_inspecting_an_unused_address_raises_peer_lost_error(address: str) -> None:
-    with pytest.raises(PeerLostError, match=f"no receiver listens at {address}: start"):
+    with pytest.raises(PeerLostError, match=f"no receiver or publisher listens at {address}: start"):
         await inspect_patiently(address)
     path = Path(address.removeprefix("unix://"))
     leave_stale(path)
-    with pytest.raises(PeerLostError, match=f"no receiver listens at {address}: start"):
+    with pytest.raises(PeerLostError, match=f"no receiver or publisher listens at {address}: start"):
         await inspect_patiently(address)
     path.unlink()
 
@@ -320,7 +320,7 @@ async def test_a_receiver_that_dies_before_it_accepts_is_reported_as_absent(addr
         looking = asyncio.create_task(inspect(address, patience_s=1.0))
         await asyncio.sleep(0)
         listener.close()
-        with pytest.raises(PeerLostError, match=f"no receiver listens at {address}: start"):
+        with pytest.raises(PeerLostError, match=f"no receiver or publisher listens at {address}: start"):
             await looking
 
 

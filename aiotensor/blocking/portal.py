@@ -85,8 +85,8 @@ class BlockingObject(Generic[A, S]):
         self._check_place()
         with self._lock:
             if self.is_closed or self._was_opened:
-                error = ClosedError if self.is_closed else UsageError
-                raise error(f"this {self._name} was already opened: create a new one")
+                error, state = (ClosedError, "closed") if self.is_closed else (UsageError, "already opened")
+                raise error(f"this {self._name} was {state}: create a new one")
             self._was_opened = True
         try:
             loop = borrow(self._user)

@@ -103,7 +103,7 @@ class Arrived:
         self.is_taken = True
         if publish.block is None:
             if len(publish.payload) != publish.nbytes:
-                raise ProtocolError(f"it sent {len(publish.payload)} bytes and announced {publish.nbytes}")
+                raise ProtocolError(f"it sent {len(publish.payload)} bytes, but announced {publish.nbytes}")
             data = memoryview(publish.payload)
         else:
             placed = PlacedTensor("uint8", (publish.nbytes,), ARENA, publish.payload, publish.block)

@@ -132,4 +132,4 @@ class InspectedConnection(RecordConnection[FromSender, ToInspector]):
         self._send(reply, MAX_RECORD_BYTES)
 
     def _validate(self, frame: FromSender) -> None:
-        raise ProtocolError("it sent another frame after its `Inspect`")
+        raise ProtocolError("it sent another frame after `Inspect`, its only one")

@@ -51,8 +51,8 @@ def check_parts(parts: Parts, limits: PartLimits, peer: str) -> None:
     tensors = len(parts) - 1 - (len(parts) > 1 and isinstance(parts[-1], bytes))
     if tensors > MAX_TENSORS:
         raise TooLargeError(
-            f"a message without a sender can have at most {MAX_TENSORS} large tensors, but this one has "
-            f"{tensors}: send several messages",
+            f"a message without a TensorSender can have at most {MAX_TENSORS} large tensors, but this one "
+            f"has {tensors}: send several messages",
             limit=MAX_TENSORS,
             requested=tensors,
         )
@@ -66,11 +66,11 @@ def check_parts(parts: Parts, limits: PartLimits, peer: str) -> None:
         )
     limit = limits.part_bytes
     if limit is not None and (largest := max(map(len, parts))) > limit:
-        what = "the body" if size == largest else "a tensor, or the small ones together,"
+        what = "the body" if size == largest else "a tensor, or all small tensors together,"
         raise TooLargeError(
             f"{what} of this message has {largest} bytes, but the {peer} accepts only "
-            f"max_part_bytes={limit}: send several messages, or tensors by a sender, or raise that limit of "
-            f"the {peer}",
+            f"max_part_bytes={limit}: send several messages, or tensors with a TensorSender, or raise that "
+            f"limit of the {peer}",
             limit=limit,
             requested=largest,
         )

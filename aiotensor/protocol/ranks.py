@@ -140,7 +140,9 @@ class RankConnection(AnsweringConnection[FromRank, FromRank]):
             case Taken():
                 for number in frame.messages:
                     if number not in self._sent:
-                        raise ProtocolError(f"it took message {number}, which it did not have")
+                        raise ProtocolError(
+                            f"it took message {number}, which was not sent or was already taken"
+                        )
                     del self._sent[number]
             case Attach():
                 max_bytes = ADDRESSES_PER_BYTE * (self._max_bytes + LARGEST_PAGE_BYTES)

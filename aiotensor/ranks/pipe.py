@@ -91,7 +91,7 @@ class RankPipe(LoopObject):
         if self._peer == self._membership.rank:
             raise ValueError(f"rank {peer} is this rank: a pipe connects two different ranks")
         if not LEAST_MESSAGE_BYTES <= operator.index(max_bytes) <= MAX_NUMBER:
-            raise ValueError(f"max_bytes must be at least {LEAST_MESSAGE_BYTES}, got {max_bytes}")
+            raise ValueError(f"max_bytes must be from {LEAST_MESSAGE_BYTES} to {MAX_NUMBER}, got {max_bytes}")
         self._host = None if host is None else str(ipaddress.ip_address(host))
         self._network = network_options(
             seconds_or_never("peer_timeout_s", peer_timeout_s), engine, encrypt=encrypt

@@ -159,7 +159,7 @@ class Session:
                     return
             if messages != 1:
                 raise ProtocolError(
-                    f"it sent the bytes of a tensor with {messages} such messages instead of one"
+                    f"it sent the bytes of a tensor with {messages} out-of-band messages instead of one"
                 )
         except ProtocolError as error:
             self._violated(error)

@@ -169,7 +169,7 @@ class Senders:
         if refusal is None:
             earlier = self.connected.get(sender)
             if earlier is not None:  # it has reconnected, and the end of its old connection is still unread
-                self.lose(earlier, PeerLostError("it connected again"))
+                self.lose(earlier, PeerLostError("the sender connected again"))
             refusal = self._limits.exceeded_by(
                 hello, len(self.connected), self.mapped_bytes, self.promised_messages
             )

@@ -372,7 +372,7 @@ class Pipeline:
     def _session(self) -> Session:
         """Return the current session; its loss would have ended the open message of the caller."""
         if self.sessions.current is None:
-            raise AssertionError("an open message is announced without a receiver")
+            raise AssertionError("an open message has no session")
         return self.sessions.current
 
     def _announce(
@@ -381,7 +381,7 @@ class Pipeline:
         """Announce a tensor with a `Put` frame, after which the receiver decides when its memory is free."""
         session, number = self.sessions.current, None
         if session is None:
-            raise AssertionError("an open message is announced without a receiver")
+            raise AssertionError("an open message has no session")
         if block is not None:
             number = block.number
             if not block.place.segment.is_attached:

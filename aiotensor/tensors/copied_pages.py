@@ -50,5 +50,5 @@ def _read(page: int, count: int) -> npt.NDArray[np.uint64]:
     with open("/proc/self/pagemap", "rb", buffering=0) as file:
         data = os.pread(file.fileno(), count * _ENTRY_BYTES, page * _ENTRY_BYTES)
     if len(data) != count * _ENTRY_BYTES:
-        raise OSError("the end of the map was reached")
+        raise OSError("/proc/self/pagemap ended early")
     return np.frombuffer(data, np.uint64)

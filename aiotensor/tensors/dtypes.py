@@ -35,4 +35,4 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 def unknown_dtype(name: str) -> ProtocolError:
     """Return the error for a dtype name from a peer that is not in `DTYPES`."""
-    return ProtocolError(f"the peer sent a tensor of the unknown dtype {name[:64]!r}")
+    return ProtocolError(f"the peer sent a tensor of unknown dtype {name[:64]!r}")

@@ -187,7 +187,7 @@ def open_segment(descriptor: int, nbytes: int, *, is_private: bool = False) -> M
         raise ProtocolError("the peer shared memory of huge pages, which are not always available")
     size = os.fstat(descriptor).st_size
     if size != nbytes or not nbytes:
-        raise ProtocolError(f"the peer shared {size} bytes of memory and announced {nbytes}")
+        raise ProtocolError(f"the peer shared {size} bytes of memory, but announced {nbytes}")
     if is_private:
         locks = PageLocks(descriptor)
         mapping = Mapping(locks.descriptor, nbytes, locks)

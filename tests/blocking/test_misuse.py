@@ -109,7 +109,7 @@ def test_an_unopened_object_can_be_closed_but_not_opened_afterwards(thing: Objec
     for use in _uses(thing).values():
         with pytest.raises(ClosedError, match="was closed"):
             use()
-    with pytest.raises(ClosedError, match="was already opened"), thing:
+    with pytest.raises(ClosedError, match="was closed: create a new one"), thing:
         pass
 
 
@@ -118,7 +118,7 @@ def test_an_object_can_be_opened_only_once(thing: Object) -> None:
         with pytest.raises(UsageError, match="was already opened: create a new one"), thing:
             pass
         thing.call(lambda: None)  # it is as open as it was
-    with pytest.raises(ClosedError, match="was already opened"), thing:
+    with pytest.raises(ClosedError, match="was closed: create a new one"), thing:
         pass
 
 

@@ -226,7 +226,9 @@ async def test_packed_tensors_count_as_one_part() -> None:
             MessageServer(here.messages, list[torch.Tensor], max_part_bytes=BODY_BYTES * 2) as server,
             MessageClient(here.messages, reply_type=Any) as client,
         ):
-            with pytest.raises(TooLargeError, match="or the small ones together, of this message") as caught:
+            with pytest.raises(
+                TooLargeError, match="or all small tensors together, of this message"
+            ) as caught:
                 await client.request([torch.zeros(1024)] * 300)
             assert caught.value.limit == BODY_BYTES * 2
             sending = asyncio.create_task(client.send([torch.zeros(1024)] * 32))

@@ -160,7 +160,7 @@ def terminal(*command_line: str, **environment: str) -> Iterator[Screen]:
 
 async def test_the_live_view_follows_successive_receivers_and_ends_on_ctrl_c(address: str) -> None:
     with terminal(*commands.aiotensor("top", address, "--interval", "0.05")) as screen:
-        await screen.until(f"no receiver listens at {address}", "waiting for the next one")
+        await screen.until(f"no receiver or publisher listens at {address}", "waiting for the next one")
         async with TensorSender(address) as sender:
             for number in range(2):
                 async with TensorReceiver(address) as receiver:
@@ -169,7 +169,7 @@ async def test_the_live_view_follows_successive_receivers_and_ends_on_ctrl_c(add
                     await screen.until(f"pid {os.getpid()}", sender.id[:6], f"message {number}", "781K")
                     await anext(receiver)
                     await sender.drain()
-                await screen.until("no receiver listens")
+                await screen.until("no receiver or publisher listens")
         screen.process.send_signal(signal.SIGINT)
         assert await screen.ended() == 0
         assert b"Aborted" not in screen.written
@@ -213,7 +213,8 @@ async def test_a_missing_receiver_is_a_one_line_error_with_status_1(address: str
         assert done.exit_code == 1
         assert done.stdout == ""
         assert (
-            done.stderr == f"Error: no receiver listens at {address}: start it, or inspect another address\n"
+            done.stderr
+            == f"Error: no receiver or publisher listens at {address}: start it, or inspect another address\n"
         )
 
 
@@ -441,8 +442,10 @@ def test_nan_in_statistics_raises_value_error_in_json_output() -> None:
 
 def test_the_screen_reports_a_missing_receiver_and_the_search_for_it() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(missing("no receiver listens at [red]"))
-    assert console.export_text() == "no receiver listens at [red]\nwaiting for the next one ...\n"
+    console.print(missing("no receiver or publisher listens at [red]"))
+    assert (
+        console.export_text() == "no receiver or publisher listens at [red]\nwaiting for the next one ...\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -109,4 +109,7 @@ async def test_a_port_without_a_listener_is_a_one_line_error_with_status_1(addre
 
     assert done.exit_code == 1
     assert done.stdout == ""
-    assert done.stderr == f"Error: no receiver listens at {address}: start it, or inspect another address\n"
+    assert (
+        done.stderr
+        == f"Error: no receiver or publisher listens at {address}: start it, or inspect another address\n"
+    )

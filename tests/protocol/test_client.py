@@ -105,7 +105,7 @@ def test_a_large_body_is_a_separate_part() -> None:
         ([bytes(150_001)], "the body of this message has 150001 bytes", 150_000),
         (
             [BODY, memoryview(bytes(200_001))],
-            "a tensor, or the small ones together, of this message",
+            "a tensor, or all small tensors together, of this message",
             200_000,
         ),
         ([BODY, *[memoryview(b"x")] * (MAX_TENSORS + 1)], f"this one has {MAX_TENSORS + 1}", MAX_TENSORS),

@@ -186,7 +186,7 @@ def test_an_inspector_of_another_version_gets_the_version_and_the_reason() -> No
 def test_an_inspector_sends_no_other_frame(frame: FromSender) -> None:
     connection = inspected()
 
-    with pytest.raises(ProtocolError, match="another frame after its `Inspect`"):
+    with pytest.raises(ProtocolError, match="another frame after `Inspect`"):
         connection.receive(encode(frame))
     assert connection.is_closed
 

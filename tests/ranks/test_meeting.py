@@ -324,7 +324,7 @@ def _write_entry_of_rank_1(store: HashStore) -> None:
         ({"peer": -1}, ValueError, "there is no rank -1"),
         ({"rank": 2}, ValueError, "there is no rank 2"),
         ({"rank": None}, TypeError, "pass rank and world_size as well"),
-        ({"max_bytes": 4095}, ValueError, "max_bytes must be at least 4096"),
+        ({"max_bytes": 4095}, ValueError, "max_bytes must be from 4096 to"),
         ({"max_bytes": 1.5}, TypeError, "float"),
         ({"max_wait_s": 0}, ValueError, "max_wait_s must be positive"),
         ({"peer_timeout_s": -1}, ValueError, "peer_timeout_s must be positive"),

@@ -64,7 +64,10 @@ VIOLATIONS: dict[str, tuple[list[list[object]], str]] = {
     "a tensor in no segment": ([put("arena", bytes(16))], "segment 0, which it never attached"),
     "a tensor elsewhere": ([put("disk", b"")], "unknown placement 'disk' for a tensor"),
     "bytes that never came": ([put("out of band", b"")], "unknown placement 'out of band' for a tensor"),
-    "a message that it did not have": ([["taken", [0]]], "took message 0, which it did not have"),
+    "a message that it did not have": (
+        [["taken", [0]]],
+        "took message 0, which was not sent or was already taken",
+    ),
     "a block that it did not use": ([["release", [0]]], "released block 0, which it did not use"),
     "too many bytes": (
         [["put none", number] for number in range(MAX_BYTES // LEAST_MESSAGE_BYTES + 1)],
@@ -76,12 +79,12 @@ VIOLATIONS: dict[str, tuple[list[list[object]], str]] = {
 
 # Bytes that travel with a record, between machines only.
 CARRIED: dict[str, tuple[list[list[object]], bytes, str]] = {
-    "bytes of no tensor": ([NONE], b"abc", "the bytes of a tensor with 0 such messages"),
-    "bytes of a tensor in the frame": ([put("inline", b"abc")], b"abc", "with 0 such messages"),
+    "bytes of no tensor": ([NONE], b"abc", "the bytes of a tensor with 0 out-of-band messages"),
+    "bytes of a tensor in the frame": ([put("inline", b"abc")], b"abc", "with 0 out-of-band messages"),
     "bytes of two tensors": (
         [put("out of band", b"", message=number) for number in range(2)],
         b"abc",
-        "with 2 such messages",
+        "with 2 out-of-band messages",
     ),
     "other bytes": ([put("out of band", b"")], b"ab", "sent 2 bytes for a tensor of torch.uint8"),
     "no bytes": ([put("out of band", b"")], b"", "sent 0 bytes for a tensor of torch.uint8"),

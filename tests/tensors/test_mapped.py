@@ -227,7 +227,7 @@ def test_another_size_than_was_announced_is_refused(announced: int) -> None:
 
 
 def test_a_segment_of_no_bytes_is_refused() -> None:
-    with memfd(0) as descriptor, pytest.raises(ProtocolError, match="0 bytes of memory and announced 0"):
+    with memfd(0) as descriptor, pytest.raises(ProtocolError, match="0 bytes of memory, but announced 0"):
         open_segment(descriptor, 0)
 
 

@@ -286,7 +286,7 @@ def buffers(root: Path = Path("/")) -> Finding:
     return Finding(
         Status.NOTE,
         f"{found}: less than the {in_words(WINDOW_BYTES)} that a sender keeps in transit, so a fast or "
-        "distant network is not used fully",
+        "distant network cannot be used fully",
         f"Raise the third value: {settings}",
     )
 

@@ -168,7 +168,7 @@ def _log_refused(count: int, reason: str) -> None:
 
 def _log_failed(count: int, reason: str) -> None:
     logger.error(
-        "connecting to a sender failed and will be retried by it: %s%s",
+        "connecting to a sender failed, and the sender will retry: %s%s",
         reason,
         others(count),
         extra={"event": "answering_failed", "address": "queue", "reason": reason, "count": count},

@@ -169,7 +169,7 @@ class Connections(abc.ABC):
         for descriptor in self._limit.excess():
             if not self._socket.monitor.reset(descriptor):
                 break  # this process has no descriptors left
-            self.connection_refused("it sent no hello, and its place was needed for other connections")
+            self.connection_refused("it sent no hello, and was closed to admit other connections")
             for identity in self._limit.closed(descriptor):
                 self._disconnected(identity)
 
