@@ -45,7 +45,7 @@ class TcpTransport:
     Args:
         send: passes a message to ZeroMQ, together with whether ZeroMQ copies it; raises `OSError` if this
             process has no descriptors or threads left.
-        shut: closes the connection; called once, at the end. ZeroMQ may discard messages that it has not sent.
+        shut: closes the connection; called once, at the end. ZeroMQ may discard messages that are unsent.
         read: reads a message that has arrived, and returns whether there was one.
         max_record_bytes: the size in bytes of the longest valid record that is read.
         max_queued_bytes: the maximum bytes in the queue, for a writer that never waits; None for no limit.
