@@ -117,7 +117,7 @@ class Subscribers:
         dropped = self.audience.publish(item)
         if self._settings.history:
             self._history.append(item)
-            if len(self._history) > self._settings.history:
+            while len(self._history) > self._settings.history or self._history_delays_calls():
                 self.forget_oldest()
         for peer, lost in dropped:
             if lost.is_withdrawn:
@@ -127,6 +127,11 @@ class Subscribers:
         for peer in list(self.connected.values()):
             peer.announce()
         return dropped
+
+    def _history_delays_calls(self) -> bool:
+        """Return whether calls wait for memory while the history uses some."""
+        # The history was empty when they began to wait, and has grown since.
+        return self.memory.gate.budget.waiting > 0 and any(item.blocks for item in self._history)
 
     def forget_oldest(self) -> bool:
         """Forget the oldest publication of the history; return whether there was one."""

@@ -62,6 +62,21 @@ async def test_the_history_is_evicted_when_memory_is_needed(broadcasts: Broadcas
         await idle(publisher)
 
 
+async def test_the_history_keeps_no_memory_that_a_call_waits_for(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(0, history=4, arena_bytes=2 << 20) as (publisher, _):
+        first = await publisher.allocate((2 << 20,), torch.uint8)
+        waiting = asyncio.create_task(publisher.allocate((2 << 20,), torch.uint8))
+        await until(lambda: publisher.statistics().waiting == 1)
+        await publisher.publish(first)
+        assert publisher.statistics().history == 0
+        await publisher.publish("without memory")
+        assert publisher.statistics().history == 1
+        del first
+        await waiting
+        del waiting
+        await idle(publisher)
+
+
 async def test_a_closed_publisher_keeps_no_history(broadcasts: Broadcasts) -> None:
     async with broadcasts.open(1, history=2) as (publisher, _):
         for number in range(3):
