@@ -143,7 +143,7 @@ ONE = b"abc"  # as many bytes as `beside` makes of a tensor
         (beside(0, "uint8", [0, 2**62, 2]), [b""], "more than can be addressed"),
         (beside(0, "float32", [2**62, 3]), [ONE], "sent 3 bytes"),
         (beside(0, "uint7", [3, 3]), [ONE], "sent 3 bytes"),
-        (beside(0, "mystery"), [ONE], "the unknown dtype 'mystery'"),
+        (beside(0, "mystery"), [ONE], "unknown dtype 'mystery'"),
     ],
 )
 def test_mismatched_buffers_raise_protocol_error(message: object, buffers: list[bytes], reason: str) -> None:

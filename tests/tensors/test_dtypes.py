@@ -25,7 +25,7 @@ def test_a_dtype_survives_the_conversion_to_its_name(dtype: torch.dtype) -> None
     "name", ["", "Tensor", "os", "load", "torch.uint8", "UINT8", "qint8", "__doc__", "float"]
 )
 def test_a_dtype_name_outside_the_table_is_refused(name: str) -> None:
-    with pytest.raises(ProtocolError, match="the unknown dtype"):
+    with pytest.raises(ProtocolError, match="of unknown dtype"):
         dtype_from_name(name)
 
 

@@ -122,7 +122,7 @@ def test_an_inline_tensor_belongs_to_no_segment() -> None:
     [
         ("telepathy", b"", "uint8", (0,), "the unknown placement 'telepathy'"),
         ("__class__", b"", "uint8", (0,), "the unknown placement"),
-        ("inline", b"", "Tensor", (0,), "the unknown dtype 'Tensor'"),
+        ("inline", b"", "Tensor", (0,), "unknown dtype 'Tensor'"),
         ("inline", b"x", "uint8", (2,), "sent 1 bytes"),
         ("inline", b"", "uint8", (2**63 - 1, 2), "sent 0 bytes"),
         ("inline", b"", "float64", (2**60,), "sent 0 bytes"),
