@@ -14,7 +14,7 @@ __all__ = ["Reporter"]
 
 
 class Reporter:
-    """Show the steps of a run on a console."""
+    """Print the steps of a run to a console."""
 
     def __init__(self, console: Console, plan: Plan) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -54,7 +54,7 @@ class Publisher(LoopObject):
         max_held_bytes: the maximum number of bytes of shared memory that one subscriber may use. A subscriber
             receives no publication that would exceed it, and so falls behind. None for no limit.
         history: the number of recent publications to keep for subscribers that connect later, less than
-            `max_behind`. Fewer are kept if new publications need their memory.
+            `max_behind`. Fewer are kept while calls need their memory.
         max_subscribers: the maximum number of connected subscribers; None for no limit.
         keep_warm_s: the time in seconds after which unused shared memory is returned to the system; None
             keeps it.

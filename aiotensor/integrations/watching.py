@@ -1,4 +1,4 @@
-"""An ASGI middleware that cancels requests, and answers those that fail because resources are exhausted.
+"""An ASGI middleware that cancels requests, and answers requests that fail for lack of resources.
 
 A request is cancelled when its client disconnects or uploads too slowly, or when it exceeds its deadline. An
 ASGI server does not cancel the handler of a client that disconnects. It only reports the disconnect to the

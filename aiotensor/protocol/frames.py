@@ -127,8 +127,8 @@ MAX_HELLO_BYTES = 4 * 1024
 # bounds their bytes.
 MAX_TENSORS = 1024
 
-# The maximum number of holders in a `StatisticsReply`: those that have held the longest. With it, every reply
-# fits into a record of any receiver, and can be forwarded.
+# The maximum number of holders in a `StatisticsReply`, the longest first. With it, every reply fits into a
+# record of any receiver, and can be forwarded.
 MAX_HOLDERS = 8
 
 # The maximum number of senders in a `ReceiverReport`, and of subscribers in a `PublisherReport`: so many fit

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from aiotensor.protocol.pages import CHUNK_BYTES, Range, WarmPages, gaps
 
-PAGE = CHUNK_BYTES // 8  # few pages, so that what is drawn meets often
+PAGE = CHUNK_BYTES // 8  # few pages, so that the drawn ranges often meet
 CHUNKS = 4
 
 

@@ -101,8 +101,8 @@ async def test_sent_and_allocated_tensors_of_a_dropped_sender_stay_valid() -> No
             untaken = await sender.send(pattern(2, BIG))
             allocated = await sender.allocate((BIG,), torch.int64)
             allocated.copy_(pattern(3, BIG))
-            # Over tcp://, only a sender that closes waits until its last records were sent.
-            await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+            if isinstance(at, str) and at.startswith("tcp://"):  # where dropping may lose the last records
+                await until(lambda: receiver.statistics().unclaimed_tensors == 1)
             with unclosed("TensorSender"):
                 del sender
             await until(lambda: receiver.statistics().senders == 0)

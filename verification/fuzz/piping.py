@@ -40,7 +40,7 @@ class Used(NamedTuple):
 
 @contextmanager
 def on_other_machines() -> Iterator[None]:
-    """Give each pipe of this process a machine of its own, as far as the pipes know."""
+    """Let each pipe of this process assume that it runs on a separate machine."""
     before = entries.machine_of_this_process
     entries.machine_of_this_process = lambda: secrets.token_hex(8)
     try:
@@ -50,7 +50,7 @@ def on_other_machines() -> Iterator[None]:
 
 
 def new_pipe(store: HashStore, rank: int, **options: Any) -> RankPipe:
-    """Make the end of a rank."""
+    """Return the pipe of one rank."""
     return RankPipe(store, 1 - rank, rank=rank, world_size=RANKS, host=_HOST, **options)
 
 
