@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
@@ -122,7 +123,11 @@ class Watch(logging.Handler):
     def _changed(self, before: dict[str, object]) -> dict[str, tuple[object, object]]:
         # The kernel's numbers take much longer to read: read them only when those of the objects match.
         for read in (self._books, _of_process):
-            changed = {name: (before[name], held) for name, held in read().items() if held != before[name]}
+            changed = {
+                name: (before[name], held)
+                for name, held in read().items()
+                if not _is_back(held, before[name])
+            }
             if changed:
                 return changed
         return {}
@@ -170,10 +175,16 @@ def _of(party: Party) -> dict[str, object]:
             return _of_pipe(party)
 
 
+def _is_back(held: object, before: object) -> bool:
+    if isinstance(held, Counter) and isinstance(before, Counter):
+        return held <= before  # threads of objects that were closed before the first check may end after it
+    return held == before
+
+
 def _of_process() -> dict[str, object]:
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("aiotensor")]
+    threads = (thread.name for thread in threading.enumerate() if thread.name.startswith("aiotensor"))
     return {
-        "threads": sorted(threads),
+        "threads": Counter(threads),
         "descriptors": our_descriptors(),
         "mappings": memfds(os.getpid()),
     }

@@ -3,12 +3,14 @@
 import dataclasses
 from typing import Annotated, Any, Generic, NamedTuple, TypedDict, TypeVar
 
+import attrs
 import msgspec
 import torch
 
 from aiotensor.codec import TensorMeta
 
 __all__ = [
+    "BelowAttributes",
     "BelowGeneric",
     "BelowGenericData",
     "BelowGenericDict",
@@ -51,6 +53,16 @@ class _GenericData(Generic[T]):
 
 @dataclasses.dataclass
 class BelowGenericData(_GenericData):  # type: ignore[type-arg]
+    y: int = 0
+
+
+@attrs.define
+class _Attributes:
+    x: Three
+
+
+@attrs.define
+class BelowAttributes(_Attributes):
     y: int = 0
 
 

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from aiotensor.codec import TensorDecoder, TensorEncoder, TensorMeta
 from aiotensor.errors import ProtocolError
 from tests.codec.families import (
+    BelowAttributes,
     BelowGeneric,
     BelowGenericData,
     BelowGenericDict,
@@ -127,6 +128,7 @@ BELOW = {
     "a generic class, without a type": (BelowGeneric, {"x": None}),
     "one that stands for a type": (TwoBelowGeneric, {"x": None, "z": torch.zeros(3)}),
     "one with a field of its own": (TwoBelowGeneric, {"z": None, "x": torch.zeros(3)}),
+    "an attrs class": (BelowAttributes, {"x": None}),
     "a generic dataclass": (BelowGenericData, {"x": None}),
     "a named tuple": (BelowPoint, [None]),
     "a generic dict": (BelowGenericDict, {"v": None}),
@@ -174,6 +176,10 @@ def test_class_variables_are_not_part_of_messages() -> None:
 # Valid annotations
 
 
+class Plain:
+    """A class that msgspec cannot decode."""
+
+
 @pytest.mark.parametrize(
     ("type_", "refused"),
     [
@@ -192,6 +198,20 @@ def test_a_meta_on_a_type_other_than_a_tensor_raises_type_error(type_: Any, refu
     with pytest.raises(
         TypeError, match=rf"a TensorMeta describes a tensor, but .*{refused}.* is not a tensor"
     ):
+        TensorDecoder(type_)
+
+
+@pytest.mark.parametrize(
+    ("type_", "problem"),
+    [
+        (Annotated[torch.Tensor, TensorMeta], r"use TensorMeta\(\.\.\.\) in an annotation"),
+        (dict[Annotated[torch.Tensor, Pixels], int], "the keys of .* are not tensors"),
+        (list[Plain], "cannot be decoded: it contains a .*Plain"),
+    ],
+    ids=["the class in place of a meta", "keys", "a class without fields"],
+)
+def test_an_annotation_that_cannot_be_checked_raises_type_error(type_: Any, problem: str) -> None:
+    with pytest.raises(TypeError, match=problem):
         TensorDecoder(type_)
 
 

@@ -55,6 +55,16 @@ async def test_send_nowait_sends_allocated_memory_in_place() -> None:
         assert torch.equal(received, tensor)
 
 
+async def test_send_nowait_delivers_allocated_memory_and_releases_it() -> None:
+    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
+        tensor = await sender.allocate((BIG,), torch.int64)
+        handle = sender.send_nowait(tensor.copy_(pattern(0, BIG)))
+        assert torch.equal(await receiver.receive(handle), pattern(0, BIG))
+        assert sender.statistics().bytes_in_use == BIG * 8  # the caller still has the tensor
+        del tensor
+        await settled(sender)
+
+
 async def test_a_long_wait_for_memory_is_logged_with_the_allocated_memory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
