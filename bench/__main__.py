@@ -16,7 +16,7 @@ from bench.progress import Reporter
 from bench.records import Answer, Loop, Report
 from bench.workloads import WORKLOADS, why_unavailable
 
-_SIZES = "4KiB,64KiB,1MiB,16MiB,150MiB"
+_SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,150MiB"
 _RESULTS = Path(__file__).parent / "results"
 
 

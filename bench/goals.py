@@ -117,6 +117,13 @@ GOALS: tuple[Goal, ...] = (
             ("raw-socket-loop", "raw Unix socket echo, on the event loop"),
         )
     ),
+    _no_slower(
+        "4 KiB round trip, `unix://`",
+        "ZeroMQ over `ipc://`, blocking",
+        _trip("aiotensor-unix", 4 * _KIB),
+        _trip("zmq-ipc", 4 * _KIB),
+        1,
+    ),
     _faster_than_queue("16 MiB, copied", 16 * _MIB, 6),
     _faster_than_queue("150 MiB, copied", 150 * _MIB, 6),
     *(

@@ -31,7 +31,7 @@ _SERVED = {  # the number, and the factor of its unit
     "loop late at p99.9, ms": ("late_p999_s", 1e3),
 }
 _FEW_READERS, _MANY_READERS = 1, 4
-_LAGS = {"p50": "p50", "p99": "p99", "p999": "p99.9", "max": "most"}
+_LAGS = {"p50": "p50", "p99": "p99", "p999": "p99.9", "max": "max"}
 
 _Lines = dict[str, list[Result]]
 

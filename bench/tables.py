@@ -10,7 +10,7 @@ from bench.workloads import WORKLOADS
 __all__ = ["failures", "goals", "machine", "markdown", "skipped", "workloads"]
 
 _NOT_MEASURED = "-"
-_MET = "met"
+_MET, _MISSED = "met", "MISSED"
 
 
 def markdown(report: Report) -> str:
@@ -22,7 +22,7 @@ def markdown(report: Report) -> str:
 
 
 def goals(report: Report) -> str:
-    """Return the table of goals, each with its measured number."""
+    """Return a summary with the missed goals, and the table of all goals with their measured numbers."""
     rows = [
         [
             verdict.work,
@@ -36,7 +36,13 @@ def goals(report: Report) -> str:
     outcomes = [row[-1] for row in rows if row[-1]]
     table = _table(["work", "against", "goal", "measured", ""], rows)
     meaning = "Measured is the middle round, in brackets the lowest and the highest."
-    return f"{table}\n\n{outcomes.count(_MET)} of {len(outcomes)} met. {meaning}"
+    summary = f"{outcomes.count(_MET)} of {len(outcomes)} goals met. {meaning}"
+    missed = [
+        f"- {verdict.work}{_against(verdict)}: {_measured(verdict)}; the goal is {verdict.goal}"
+        for verdict in report.goals
+        if _outcome(verdict) == _MISSED
+    ]
+    return "\n\n".join([summary, *(["Missed:\n\n" + "\n".join(missed)] if missed else []), table])
 
 
 def workloads(report: Report) -> Iterator[str]:
@@ -110,7 +116,11 @@ def _measured(verdict: Verdict) -> str:
 def _outcome(verdict: Verdict) -> str:
     if not verdict.goal:
         return ""
-    return "not measured" if verdict.met is None else _MET if verdict.met else "MISSED"
+    return "not measured" if verdict.met is None else _MET if verdict.met else _MISSED
+
+
+def _against(verdict: Verdict) -> str:
+    return f", against {verdict.against}" if verdict.against else ""
 
 
 def _write(value: float, unit: str) -> str:

@@ -100,7 +100,7 @@ _SERVED: dict[str, Cell] = {
     "latency, p50 / p99": _seconds("median_s", "p99_s"),
     "CPU of a request": _seconds("cpu_s_per_request"),
     "peak memory": _bytes("peak_bytes"),
-    "event loop late: p99 / p99.9 / most": _seconds("late_p99_s", "late_p999_s", "late_max_s"),
+    "event loop late: p99 / p99.9 / max": _seconds("late_p99_s", "late_p999_s", "late_max_s"),
     "afterwards: private / shared": _bytes("after_private_bytes", "after_shared_bytes"),
 }
 
@@ -140,7 +140,7 @@ VIEWS: dict[str, list[Pivot | Flat]] = {
     ],
     "loop-lag": [
         Flat(
-            "Lateness at p50 / p99 / p99.9 / most.",
+            "Lateness at p50 / p99 / p99.9 / max.",
             {
                 "sender, idle": _lateness("idle"),
                 "sender, busy": _lateness("busy"),
@@ -205,7 +205,7 @@ VIEWS: dict[str, list[Pivot | Flat]] = {
     ],
     "broadcast-lag": [
         Flat(
-            "Lateness at p50 / p99 / p99.9 / most; of the reader that is latest.",
+            "Lateness at p50 / p99 / p99.9 / max; of the reader that is latest.",
             {
                 "publisher, idle": _lateness("idle"),
                 "publisher, busy": _lateness("busy"),
