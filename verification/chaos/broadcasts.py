@@ -133,6 +133,7 @@ class BroadcastPlay(Play):
             pass
         if family.is_queue:
             return
+        await member.ended()  # the kernel may close its sockets later than it closes its connections
         replacement = await family.new_sender(self.plan, 0)
         await self._open(replacement)
         self.new.append(replacement)

@@ -243,6 +243,7 @@ class Play:
                 new = old
             else:
                 new = await family.new_receiver(self.plan)
+                await old.ended()  # its socket may listen for a moment longer than its connections last
         await new.call(family.taking.open_receiver, self.plan.taker)
         await new.call(family.taking.take, self.plan.taker, {})
         family.receiver = new
