@@ -137,7 +137,7 @@ def _show(report: Report, console: Console) -> None:
 
 
 def _write_json(report: Report, target: str) -> None:
-    text = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+    text = msgspec.json.encode(report) + b"\n"  # not indented, which would add half of the size
     if target == "-":
         sys.stdout.buffer.write(text)
         sys.stdout.flush()

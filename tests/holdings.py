@@ -48,6 +48,7 @@ _PATIENCE_S = 10.0
 _LEAST_TURNS = 300
 
 _TURNS_AT_REST = 20
+_CHECKS_UNTIL_REST = 2  # within which the threads of closed objects end
 _TURNS_BEFORE_COLLECTING = 10
 
 
@@ -63,6 +64,7 @@ class Watch(logging.Handler):
         super().__init__(logging.ERROR)
         self._parties = parties
         self._before: dict[str, object] | None = None
+        self._checks = 0
         self._errors: list[object] = []
 
     def __enter__(self) -> Self:
@@ -84,6 +86,7 @@ class Watch(logging.Handler):
 
     async def check(self) -> None:
         """Wait until all numbers are the same as at the first call, and fail if they stay different."""
+        self._checks += 1
         if self._before is None:
             gc.collect()  # the memory of the first run returns before the answers to these tensors
             await self._pass_tensors()  # objects made for the first tensor remain
@@ -123,11 +126,10 @@ class Watch(logging.Handler):
     def _changed(self, before: dict[str, object]) -> dict[str, tuple[object, object]]:
         # The kernel's numbers take much longer to read: read them only when those of the objects match.
         for read in (self._books, _of_process):
-            changed = {
-                name: (before[name], held)
-                for name, held in read().items()
-                if not _is_back(held, before[name])
-            }
+            now = read()
+            if self._checks <= _CHECKS_UNTIL_REST:
+                _forget_ended_threads(before, now)
+            changed = {name: (before[name], held) for name, held in now.items() if held != before[name]}
             if changed:
                 return changed
         return {}
@@ -175,10 +177,11 @@ def _of(party: Party) -> dict[str, object]:
             return _of_pipe(party)
 
 
-def _is_back(held: object, before: object) -> bool:
-    if isinstance(held, Counter) and isinstance(before, Counter):
-        return held <= before  # threads of objects that were closed before the first check may end after it
-    return held == before
+def _forget_ended_threads(before: dict[str, object], now: dict[str, object]) -> None:
+    """Remove from the baseline the threads of objects that were closed before it, once they have ended."""
+    known, running = before["threads"], now.get("threads")
+    if isinstance(known, Counter) and isinstance(running, Counter) and running <= known:
+        before["threads"] = running
 
 
 def _of_process() -> dict[str, object]:

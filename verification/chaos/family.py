@@ -61,6 +61,7 @@ class Member:
         self.first = 0  # the number of its next message
         self.losses = 0  # of receivers, counted at the end of a round
         self.own_descriptors: list[str] | None = None  # besides its segments
+        self.has_confirmed_descriptors = False  # in a second round
         self.paused_s = 0.0  # the longest pause in this round or at the end of the one before
         self._last_pause_s = 0.0
         self._path = f"{folder}/{name}"

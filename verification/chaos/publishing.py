@@ -10,6 +10,7 @@ import torch
 
 from aiotensor import WouldBlockError
 from aiotensor.broadcast import Publisher
+from aiotensor.types import PublisherStatistics
 from verification.chaos.here import ARENA_BYTES, here, left_running
 from verification.chaos.journal import Admitted, Broken, Counted, Published
 from verification.chaos.plan import LAST, Order, PublisherPlan, SenderPlan
@@ -180,7 +181,7 @@ async def finish(state: State, count: int) -> tuple[str, int]:
     while True:
         await publisher.drain()  # so that none is slow, and disconnected for that
         await _wait_for(publisher, count)
-        lost = publisher.statistics().subscribers_lost
+        before = publisher.statistics()
         try:
             sent = await publisher.publish(Issue(publisher.id, LAST))
         except WouldBlockError:
@@ -188,11 +189,16 @@ async def finish(state: State, count: int) -> tuple[str, int]:
         here.journal(Published(LAST, publisher.id, sent.number, time.monotonic()))
         await publisher.drain()
         # A connection may have ended before, without this side knowing it: its subscriber missed the message.
-        if publisher.statistics().subscribers_lost == lost:
+        after = publisher.statistics()
+        if after.subscribers_lost == before.subscribers_lost and _names_in(after) == _names_in(before):
             break
     for lag in publisher.statistics().lags:
         here.journal(Counted(publisher.id, lag.subscriber, lag.delivered, lag.dropped))
     return publisher.id, sent.number
+
+
+def _names_in(statistics: PublisherStatistics) -> set[str]:
+    return {lag.subscriber for lag in statistics.lags}
 
 
 async def settle(state: State, *, is_free: bool) -> None:

@@ -391,17 +391,22 @@ def _wrong_with_receiver(now: ReceiverStatistics, senders: int) -> list[str]:
 async def _wrong_with_process(member: Member, segments: Segments) -> list[str]:
     """Compare the descriptors and mappings of a process with the expected ones."""
     ends = time.monotonic() + WATCHDOG_S
+    is_first = member.own_descriptors is None
     last: list[str] | None = None
     while True:  # unmapping runs in a thread, and the end of a connection may be noticed late
         mapped, descriptors = watch.memfds(member.pid), watch.targets(member.pid)
         if member.has_engine:
             descriptors = [name for name in descriptors if not name.startswith(_OF_ENGINES)]
         own = [name for name in descriptors if "memfd:aiotensor " not in name]
-        # A process that was still closing descriptors at its first reading has fewer of them later.
-        may_be_baseline = member.own_descriptors is None or Counter(own) <= Counter(member.own_descriptors)
-        if may_be_baseline and own == last:
+        # A process may still be closing descriptors in its first round, so it may have fewer in the second.
+        known = member.own_descriptors
+        sets_baseline = known is None or (
+            not member.has_confirmed_descriptors and own != known and Counter(own) <= Counter(known)
+        )
+        if sets_baseline and own == last:
             member.own_descriptors = own
         if own == member.own_descriptors and segments.allows(mapped, len(descriptors) - len(own)):
+            member.has_confirmed_descriptors = not is_first
             return []
         if time.monotonic() > ends:
             before, now = Counter(member.own_descriptors or ()), Counter(descriptors)
@@ -409,4 +414,4 @@ async def _wrong_with_process(member: Member, segments: Segments) -> list[str]:
             new = "".join(f"\n  + {name}" for name in (now - before).elements())
             return [f"{member.name} has {mapped} segments, and other descriptors than before:{gone}{new}"]
         last = own
-        await asyncio.sleep(_REAPED_S if may_be_baseline else 0.001)
+        await asyncio.sleep(_REAPED_S if sets_baseline else 0.001)
