@@ -33,6 +33,7 @@ _PLAIN, _SIZED, _BUFFER, _ITEMS, _PAIRS, _TENSOR, _ARRAY = range(7)
 
 _KINDS: dict[type, int] = {
     **dict.fromkeys((bool, int, float, type(None), uuid.UUID, decimal.Decimal), _PLAIN),
+    np.generic: _PLAIN,
     **dict.fromkeys((datetime.datetime, datetime.date, datetime.time, datetime.timedelta), _PLAIN),
     **dict.fromkeys((str, bytes, bytearray), _SIZED),
     memoryview: _BUFFER,

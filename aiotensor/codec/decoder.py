@@ -98,7 +98,8 @@ class TensorDecoder(Generic[T]):
     A field of type `torch.Tensor` or `numpy.ndarray` accepts both, and converts the value to its own type.
     The dtype of an annotation such as ``NDArray[np.uint8]`` is checked. `TensorMeta` annotations, such as
     ``Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None, None, 3))]``, are checked at
-    any depth.
+    any depth. A union may contain a tensor or an array only together with None: annotate a field for several
+    types, such as ``torch.Tensor | list[torch.Tensor]``, as `Any`.
 
     Args:
         type: the type of the messages, as for a decoder of msgspec.

@@ -35,6 +35,20 @@ Buffers: TypeAlias = list[bytes | memoryview]
 
 _TENSORS = (torch.Tensor, np.ndarray, SupportsDLPack)
 
+_SCALAR_KINDS = "biufSU"  # bool, signed and unsigned integers, floats, bytes and text
+
+
+def _plain_value(value: object) -> object:
+    """Return the Python value of a numpy scalar; raise TypeError for any other unknown object."""
+    if isinstance(value, np.generic) and value.dtype.kind in _SCALAR_KINDS:
+        plain = value.item()
+        if not isinstance(plain, np.generic):  # such as a longdouble, for which Python has no type
+            return plain
+    raise TypeError(
+        f"a message cannot contain a {type(value).__name__!r}: use a msgspec Struct, a dataclass, a list, a "
+        "dict, a plain value, a tensor or an array"
+    )
+
 
 def _not_mine(source: Source) -> None:
     return None
@@ -69,12 +83,9 @@ class Encoding(msgspec.Struct, eq=False):
             self.buffers.append(bytes(self.pack))
         return [body, *self.buffers]
 
-    def _encode_tensor(self, value: object) -> msgspec.msgpack.Ext:
+    def _encode_tensor(self, value: object) -> object:
         if not isinstance(value, _TENSORS):
-            raise TypeError(
-                f"a message cannot contain a {type(value).__name__!r}: use a msgspec Struct, a dataclass, a "
-                "list, a dict, a plain value, a tensor or an array"
-            )
+            return _plain_value(value)
         source = self.open(value)
         code = ARRAY if isinstance(value, np.ndarray) else TENSOR
         handle = self.place(source)
@@ -125,7 +136,7 @@ class TensorEncoder:
 
         Args:
             message: a value that msgspec can encode; it may contain, at any depth, tensors, arrays and
-                objects with ``__dlpack__``.
+                objects with ``__dlpack__``. A numpy scalar is encoded as the plain value of its `item()`.
 
         Raises:
             TypeError: a value in the message has a type that cannot be encoded.

@@ -46,7 +46,17 @@ def check_decodable(type_: Any) -> None:
     Raises:
         TypeError: a field cannot be decoded.
     """
-    found, seen = [msgspec.inspect.type_info(type_)], set()
+    try:
+        found = [msgspec.inspect.type_info(type_)]
+    except TypeError as error:
+        if "custom type" not in str(error):
+            raise
+        raise TypeError(
+            f"{error}. In a union with other types than None, a tensor or an array cannot be checked by its "
+            "type: annotate the field as `Any`, which accepts tensors, arrays, and containers of them, or "
+            "use a separate field for each type"
+        ) from None
+    seen = set()
     while found:
         one: Any = found.pop()
         if isinstance(one, msgspec.inspect.CustomType) and not _is_tensor(get_origin(one.cls) or one.cls):

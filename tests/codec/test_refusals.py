@@ -255,7 +255,19 @@ def test_encoding_an_unsupported_tensor_raises_an_error_with_a_remedy(name: str)
 
 @pytest.mark.parametrize(
     "value",
-    [object(), 1j, np.float32(1), range(3), torch.uint8, torch.device("cpu"), int, iter([]), Exception()],
+    [
+        object(),
+        1j,
+        np.longdouble(1),
+        np.complex64(1),
+        np.datetime64(1, "s"),
+        range(3),
+        torch.uint8,
+        torch.device("cpu"),
+        int,
+        iter([]),
+        Exception(),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_encoding_an_unsupported_object_raises_type_error(value: object) -> None:

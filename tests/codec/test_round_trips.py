@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
+from aiotensor.codec.cost import takes_long
 from aiotensor.tensors.dtypes import DTYPES
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from tests.codec.messages import (
@@ -142,6 +143,26 @@ def test_an_array_of_any_strides_round_trips_as_a_writable_array(source: Array, 
     assert received.flags.writeable
     assert received.dtype == source.dtype
     assert np.array_equal(received, source)
+
+
+@pytest.mark.parametrize(
+    ("scalar", "value"),
+    [
+        (np.float32(1.5), 1.5),
+        (np.float64(0.1), 0.1),
+        (np.int64(-7), -7),
+        (np.uint64(2**64 - 1), 2**64 - 1),
+        (np.bool_(True), True),
+        (np.str_("text"), "text"),
+    ],
+    ids=repr,
+)
+def test_a_numpy_scalar_is_encoded_as_a_plain_value(scalar: np.generic, value: object) -> None:
+    received = through(Any, {"item": [scalar]})["item"]
+
+    assert received == [value]
+    assert type(received[0]) is type(value)
+    assert not takes_long({"item": [scalar]}, has_sender=True)
 
 
 @in_body_or_beside

@@ -346,10 +346,28 @@ def test_the_error_of_a_value_of_the_wrong_type_has_its_path(text: str) -> None:
     assert str(caught.value).endswith(text)
 
 
-@pytest.mark.parametrize("type_", [torch.Tensor | np.ndarray, torch.Tensor | int], ids=str)
-def test_an_unsupported_type_raises_type_error(type_: Any) -> None:
-    with pytest.raises(TypeError, match="custom type"):
+@pytest.mark.parametrize(
+    "type_",
+    [
+        torch.Tensor | np.ndarray,
+        torch.Tensor | float,
+        list[torch.Tensor] | torch.Tensor,
+        of(Box, list[torch.Tensor] | torch.Tensor | None),
+    ],
+    ids=str,
+)
+def test_the_error_of_a_union_with_a_tensor_suggests_any(type_: Any) -> None:
+    with pytest.raises(
+        TypeError, match="annotate the field as `Any`, which accepts tensors, arrays, and con"
+    ):
         TensorDecoder(type_)
+
+
+def test_a_field_of_any_type_accepts_tensors_arrays_and_containers_of_them() -> None:
+    tensor, array = torch.arange(3), np.arange(3)
+    for value in (tensor, array, [tensor, [tensor]], {"a": tensor}, 1.5, None):
+        received = through(Any, {"item": value})["item"]
+        assert repr(received) == repr(value)
 
 
 def test_unknown_fields_are_ignored_unless_they_use_a_buffer() -> None:
