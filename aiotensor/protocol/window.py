@@ -46,7 +46,10 @@ class SendWindow:
             ProtocolError: a total is less than before, or more than was sent.
         """
         if not (self._taken <= messages <= self._sent and self._taken_bytes <= nbytes <= self._sent_bytes):
-            raise ProtocolError(f"it took {messages} messages, but {self._sent} were sent")
+            raise ProtocolError(
+                f"it took {messages} messages with {nbytes} bytes, but {self._sent} with {self._sent_bytes} "
+                f"bytes were sent, and it had taken {self._taken} with {self._taken_bytes} bytes before"
+            )
         self._taken, self._taken_bytes = messages, nbytes
 
 

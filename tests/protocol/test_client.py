@@ -179,12 +179,18 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
         "a body of 101 bytes, more than the announced max_body_bytes=100",
     ),
     "a body beyond the limit": ([write(Answer(0, None)), bytes(101)], "a body of 101 bytes"),
-    "more credit than was used": ([write(Credit(2, 0))], "it took 2 messages, but 1 were sent"),
+    "more credit than was used": (
+        [write(Credit(2, 0))],
+        "it took 2 messages with 0 bytes, but 1 with 1 bytes were sent",
+    ),
     "an answer with more credit": (
         [write(Answer(0, memoryview(BODY), taken=2))],
-        "it took 2 messages, but 1 were sent",
+        "it took 2 messages with 0 bytes, but 1 with 1 bytes were sent",
     ),
-    "more bytes than were sent": ([write(Credit(1, 2))], "it took 1 messages, but 1 were sent"),
+    "more bytes than were sent": (
+        [write(Credit(1, 2))],
+        "it took 1 messages with 2 bytes, but 1 with 1 bytes were sent",
+    ),
 }
 
 
