@@ -28,7 +28,9 @@ def _parse_sizes(context: click.Context, parameter: click.Parameter, text: str) 
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--quick", is_flag=True, help="Less of everything, and fewer contenders: a few minutes.")
+@click.option(
+    "--quick", is_flag=True, help="Less of everything: fewer contenders and workloads, within a minute."
+)
 @click.option(
     "--sizes", default=_SIZES, callback=_parse_sizes, help="Tensor sizes of round trips, with commas."
 )

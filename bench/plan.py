@@ -105,7 +105,8 @@ def make_plan(
             present.append(contender)
     chapters = []
     for workload in workloads.values():
-        if options.workloads and workload.name not in options.workloads:
+        is_usual = workload.in_quick or not options.quick
+        if not (workload.name in options.workloads if options.workloads else is_usual):
             continue
         admitted = [one for one in present if workload.admits(one)]
         reason = why_unavailable(workload) if admitted else None

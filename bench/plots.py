@@ -1,10 +1,11 @@
 """Draw a report: latency, throughput, two hosts, loop lag, senders, requests, broadcast, serving."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -17,9 +18,10 @@ _WIDTH_IN, _HEIGHT_IN = 10.0, 5.5
 _DPI = 110
 _MIB = 1 << 20
 _COLOURS = (
-    *("tab:red", "tab:orange", "tab:blue", "tab:cyan", "tab:green", "tab:olive", "tab:purple", "tab:pink"),
-    *("tab:brown", "navy", "teal", "goldenrod", "black", "indigo"),
+    *("tab:red", "tab:orange", "tab:blue", "tab:green", "tab:purple"),
+    *("tab:cyan", "tab:brown", "black", "tab:pink", "tab:olive"),
 )
+_LABEL_PT = 8.5
 _LIMIT_STYLES = ("-", "--", ":", "-.")
 _REQUESTS = {"request-echo": "answer of the same size", "request-answer": "answer of 4 KiB"}
 _SERVING = {"serving-decoding": "with decoding", "serving-transfer": "transfer only"}
@@ -70,7 +72,7 @@ def _latency(report: Report) -> Figure | None:
         medians = [1e3 * result.numbers["median_s"] for result in results]
         axes.plot([result.size_bytes for result in results], medians, **style)
     axes.set_ylabel("milliseconds")
-    _legend(axes)
+    _label_lines(figure, [axes])
     return figure
 
 
@@ -81,7 +83,7 @@ def _throughput(report: Report) -> Figure | None:
     figure, axes = _figure("Round trip of a tensor: throughput, both ways counted, more is better")
     _plot_by_size(report, axes, lines, lambda result: result.numbers["gigabytes_per_s"])
     axes.set_ylabel("GB/s")
-    _legend(axes)
+    _label_lines(figure, [axes])
     return figure
 
 
@@ -92,7 +94,7 @@ def _two_hosts(report: Report) -> Figure | None:
     figure, axes = _figure("Round trip of a tensor between two hosts: median, less is better")
     _plot_by_size(report, axes, lines, lambda result: 1e3 * result.numbers["median_s"])
     axes.set_ylabel("milliseconds")
-    _legend(axes)
+    _label_lines(figure, [axes])
     return figure
 
 
@@ -111,7 +113,7 @@ def _loop_lag(report: Report) -> Figure | None:
                 lefts,
                 heights,
                 width,
-                color=_COLOURS[place],
+                color=_COLOURS[place % len(_COLOURS)],
                 alpha=1.0 if busy else 0.35,
                 label=label if busy else None,
             )
@@ -149,7 +151,7 @@ def _senders(report: Report) -> Figure | None:
             axes.yaxis.set_major_formatter("{x:,g}")
         else:
             axes.set_ylim(bottom=0)
-    _legend_of(figure, panels[0])
+    _label_lines(figure, panels)
     return figure
 
 
@@ -164,7 +166,7 @@ def _requests(report: Report) -> Figure | None:
         _plot_by_size(report, axes, lines, lambda result: 1e3 * result.numbers["median_s"])
         axes.set_title(_REQUESTS[name])
     row[0].set_ylabel("milliseconds")
-    _legend_of(figure, row[0])
+    _label_lines(figure, row)
     return figure
 
 
@@ -191,7 +193,7 @@ def _by_readers(report: Report) -> Figure | None:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")  # the readers of one size may lie within a decade
     panels[0].set_ylabel("milliseconds")
-    _legend_of(figure, panels[0])
+    _label_lines(figure, panels)
     return figure
 
 
@@ -209,7 +211,7 @@ def _by_size(report: Report) -> Figure | None:
         )
         axes.set_title(f"{count} reader{'s' if count > 1 else ''}")
     panels[0].set_ylabel("milliseconds")
-    _legend_of(figure, panels[0])
+    _label_lines(figure, panels)
     return figure
 
 
@@ -278,7 +280,7 @@ def _plot_by_size(report: Report, axes: Axes, lines: _Lines, value: Callable[[Re
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xticks(sizes, [format_size(size) for size in sizes])
+    axes.set_xticks(sizes, [format_size(size) for size in sizes], rotation=45)
     axes.minorticks_off()
     axes.set_xlabel("size of the tensor")
 
@@ -290,23 +292,63 @@ def _style(report: Report, name: str) -> dict[str, Any]:
     limits = [one.name for one in alike if one.is_limit]
     if name in limits:
         linestyle = _LIMIT_STYLES[limits.index(name) % len(_LIMIT_STYLES)]
-        return {"label": f"limit: {name}", "color": "0.45", "linestyle": linestyle, "linewidth": 1.2}
-    names = [one.name for one in alike if not one.is_limit]
-    ours = name.startswith("aiotensor")
+        return {"label": f"limit: {name}", "color": "0.65", "linestyle": linestyle, "linewidth": 1.2}
+    if not (name.startswith("aiotensor") or name == report.baseline):
+        return {"label": name, "color": "0.65", "marker": "o", "markersize": 3, "linewidth": 1.2, "zorder": 2}
+    important = [one.name for one in alike if one.name.startswith("aiotensor") or one.name == report.baseline]
     return {
         "label": name,
-        "color": _COLOURS[names.index(name) % len(_COLOURS)],
+        "color": _COLOURS[important.index(name) % len(_COLOURS)],
         "marker": "o",
-        "markersize": 5 if ours else 3.5,
-        "linewidth": 2.4 if ours else 1.3,
-        "zorder": 3 if ours else 2,
+        "markersize": 5,
+        "linewidth": 2.2,
+        "zorder": 3,
     }
 
 
-def _legend_of(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize=9)
+def _label_lines(figure: Figure, panels: Sequence[Axes]) -> None:
+    """Write the name of each line next to its right end in the last panel, and keep the names apart.
+
+    A legend in the other panels names the lines that are there only.
+    """
+    axes = panels[-1]
+    names = {line.get_label() for line in axes.lines}
+    for panel in panels[:-1]:
+        only_here = [line for line in panel.lines if line.get_label() not in names]
+        if only_here:
+            panel.legend(handles=only_here, loc="upper left", fontsize=_LABEL_PT)
+    figure.draw_without_rendering()  # the positions of the ends are known after the layout
+    right = axes.get_xlim()[1]
+    ends = []
+    for line in axes.lines:
+        x, y = (np.asarray(values, float)[-1] for values in line.get_data())
+        at = axes.transData.transform((x, y))[1]
+        ends.append((at, y, line))
+    gap = _LABEL_PT * figure.dpi / 72 * 1.15
+    heights = _apart([at for at, *_ in sorted(ends, key=lambda end: end[0])], gap)
+    for (at, y, line), height in zip(sorted(ends, key=lambda end: end[0]), heights, strict=True):
+        axes.annotate(
+            str(line.get_label()),
+            (right, y),
+            ((6, (height - at) * 72 / figure.dpi)),
+            textcoords="offset points",
+            va="center",
+            fontsize=_LABEL_PT,
+            color=line.get_color(),
+            annotation_clip=False,
+        )
 
 
-def _legend(axes: Axes) -> None:
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9, frameon=False)
+def _apart(heights: list[float], gap: float) -> list[float]:
+    """Move ascending heights apart, so that neighbours differ by a gap; groups stay near their places."""
+    groups: list[list[float]] = []  # the heights of neighbours that touch, by their wanted places
+    for height in heights:
+        groups.append([height])
+        while len(groups) > 1 and _bottom(groups[-1], gap) < _bottom(groups[-2], gap) + gap * len(groups[-2]):
+            last = groups.pop()
+            groups[-1] += last
+    return [_bottom(group, gap) + gap * number for group in groups for number in range(len(group))]
+
+
+def _bottom(group: list[float], gap: float) -> float:
+    return sum(group) / len(group) - gap * (len(group) - 1) / 2

@@ -48,6 +48,7 @@ class Workload(NamedTuple):
         deadline_s: the time limit for one batch, after which a contender counts as hung.
         carries: the kind of data that it transfers; only contenders that carry this kind take part.
         baseline: the contender that the others are compared with; None for that of the run.
+        in_quick: whether a quick run measures it too.
         between_hosts: whether the near side and the far side are on two hosts, which `verification.networks`
             emulates.
     """
@@ -72,6 +73,7 @@ class Workload(NamedTuple):
     deadline_s: float = 60.0
     carries: Cargo = "tensors"
     baseline: str | None = None
+    in_quick: bool = False
     between_hosts: bool = False
 
     def admits(self, one: Contender | Participant) -> bool:

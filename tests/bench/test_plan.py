@@ -109,13 +109,15 @@ def test_sizes_beyond_the_limit_of_a_contender_are_skipped() -> None:
     assert plan.skips == [Skip("small", "it carries no more than 64 KiB", "round-trip")]
 
 
-def test_a_quick_run_has_fewer_rounds_and_contenders() -> None:
+def test_a_quick_run_has_fewer_rounds_contenders_and_workloads() -> None:
     them = [contender("ours"), contender("slow", in_quick=False)]
     options = Options(quick=True, sizes=SIZES, loops=("uvloop",))
-    plan = plan_of(them, options=options)
-    assert plan.chapters[0].rounds == 2
+    quick, slow = workload(in_quick=True), workload(name="slow")
+    plan = plan_of(them, [quick, slow], options)
+    assert [(chapter.workload.name, chapter.rounds) for chapter in plan.chapters] == [("round-trip", 2)]
     assert plan.skips == [Skip("slow", "a quick run leaves it out")]
-    asked = plan_of(them, options=options._replace(contenders=("slow",)))
+    asked = plan_of(them, [quick, slow], options._replace(contenders=("slow",), workloads=("slow",)))
+    assert [chapter.workload.name for chapter in asked.chapters] == ["slow"]
     assert [entry.contender.name for entry in asked.chapters[0].entries] == ["slow"]
 
 
@@ -132,7 +134,7 @@ def test_each_number_of_peers_may_have_processes_of_its_own() -> None:
 
 
 def test_a_quick_run_may_have_fewer_sizes() -> None:
-    work = workload(quick=Effort(sizes=(KIB,)))
+    work = workload(quick=Effort(sizes=(KIB,)), in_quick=True)
     for quick, sizes in ((True, (KIB,)), (False, SIZES)):
         options = Options(quick=quick, sizes=SIZES, loops=("uvloop",))
         (entry,) = plan_of([contender("ours")], [work], options).chapters[0].entries
