@@ -125,12 +125,9 @@ async def test_a_lifespan_shows_what_it_has_opened() -> None:
         assert repr(tensors) == "<TensorLifespan not running>"
         async with tensors.lifespan(None):
             assert repr(tensors) == f"<TensorLifespan {tensors.opened_sender!r}>"
-        messages = MessageLifespan(
-            lambda: TensorSender(here.tensors), lambda _: MessageClient(here.messages, reply_type=Answer)
-        )
+        messages = MessageLifespan(lambda: MessageClient(here.messages, reply_type=Answer))
         async with messages.lifespan(None):
-            opened = f"{messages.opened_sender!r}, {messages.opened_client!r}"
-            assert repr(messages) == f"<MessageLifespan {opened}>"
+            assert repr(messages) == f"<MessageLifespan {messages.opened_client!r}>"
         assert repr(messages) == "<MessageLifespan not running>"
 
 

@@ -1,24 +1,40 @@
-"""Addresses that name the file of a socket: ``unix://`` for tensors, ``ipc://`` for messages."""
+"""Addresses that name the file of a socket: ``unix://`` for tensors, ``ipc://`` for messages, or both.
+
+``engine://`` names a folder that contains both files, so that an engine needs only one address.
+"""
 
 import os
 from urllib.parse import unquote_to_bytes
 
-__all__ = ["MAX_PATH_BYTES", "label_of", "socket_path"]
+__all__ = ["MAX_PATH_BYTES", "is_folder", "label_of", "socket_path"]
 
 MAX_PATH_BYTES = 107  # of a socket's address on Linux
+
+_FILES = {"unix": b"/tensors", "ipc": b"/messages"}  # in the folder of an engine
+
+
+def is_folder(address: str) -> bool:
+    """Return whether an address names the folder of an engine."""
+    return address.lower().startswith("engine://")
 
 
 def socket_path(address: str, scheme: str) -> str:
     """Return the path in an address such as ``unix:///run/user/1000/engine.sock``, decoded by `os.fsdecode`.
 
-    ``%`` and two hexadecimal digits stand for a byte, as in other URLs.
+    ``%`` and two hexadecimal digits stand for a byte, as in other URLs. For ``engine://`` and a folder, it is
+    the path of the file in that folder.
+
+    Args:
+        address: the address.
+        scheme: ``unix`` for tensors, or ``ipc`` for messages.
 
     Raises:
         ValueError: the address has another scheme, or does not consist of the scheme, ``://`` and an absolute
             path, or the path is too long for a socket.
     """
     found, _, rest = address.partition("://")
-    if found.lower() != scheme or not rest.startswith("/") or "?" in rest or "#" in rest:
+    is_valid_scheme = found.lower() == scheme or is_folder(address)
+    if not is_valid_scheme or not rest.startswith("/") or "?" in rest or "#" in rest:
         raise ValueError(
             f"the address {address!r} must be {scheme}:// followed by an absolute path, such as "
             f"{scheme}:///run/user/1000/engine.sock; write a question mark as %3F, and # as %23"
@@ -28,7 +44,10 @@ def socket_path(address: str, scheme: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"the address {address!r} does not contain a valid path: {error.reason}") from None
     if path.endswith(b"/") or b"\0" in path:
-        raise ValueError(f"the address {address!r} does not name a file")
+        kind = "folder without a slash at its end" if is_folder(address) else "file"
+        raise ValueError(f"the address {address!r} does not name a {kind}")
+    if is_folder(address):
+        path += _FILES[scheme]
     if len(path) > MAX_PATH_BYTES:
         raise ValueError(
             f"the path of the address {address!r} is longer than the {MAX_PATH_BYTES} bytes allowed for a "

@@ -8,7 +8,7 @@ from functools import partial
 from multiprocessing.queues import Queue
 from typing import Any, NamedTuple, TypeAlias
 
-from aiotensor.transports.address import label_of, socket_path
+from aiotensor.transports.address import is_folder, label_of, socket_path
 from aiotensor.transports.base import Acceptor, Connector, ConnectorEvents, Listener
 from aiotensor.transports.queue import QueueConnector, listen_on
 from aiotensor.transports.stock.connector import StockConnector
@@ -73,7 +73,11 @@ def route_to(endpoint: Endpoint, given: TcpArguments = _CONNECTS) -> Route:
             f"aiotensor.TensorQueue or a multiprocessing.Queue, got {type(endpoint).__name__!r}"
         )
     path = socket_path(endpoint, "unix")
-    return Route(label_of(endpoint), lambda _, events: UnixConnector(path, events), partial(listen_at, path))
+    return Route(
+        label_of(endpoint),
+        lambda _, events: UnixConnector(path, events),
+        partial(listen_at, path, makes_folder=is_folder(endpoint)),
+    )
 
 
 def _over_tcp(endpoint: str, given: TcpArguments) -> Route:

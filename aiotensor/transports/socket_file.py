@@ -40,12 +40,14 @@ class SocketFile:
     Args:
         path: the path.
         sock: the socket, which belongs to this object.
+        makes_folder: whether to create the folder if it does not exist, for this user only.
     """
 
-    def __init__(self, path: str, sock: socket.socket) -> None:
+    def __init__(self, path: str, sock: socket.socket, *, makes_folder: bool = False) -> None:
         close_after_fork(sock)
         self.path = path
         self._folder = os.path.dirname(path)
+        self._makes_folder = makes_folder
         self.sock = sock
         self._identity: tuple[int, int] | None = None  # of the file
 
@@ -63,6 +65,9 @@ class SocketFile:
             OSError: the file system is read-only or does not support sockets, or no descriptor is left.
         """
         try:
+            if self._makes_folder:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(self._folder, 0o700)
             folder = Descriptor(os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         except OSError as error:
             raise self._refused(error) from error

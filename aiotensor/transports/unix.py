@@ -75,6 +75,11 @@ class UnixConnector:
             except OSError as error:
                 if error.errno in (errno.ENOMEM, errno.ENOBUFS):
                     raise  # a later attempt may succeed
+                if error.errno == errno.EPROTOTYPE:
+                    raise UsageError(
+                        f"the socket at {self._path} is not that of a receiver or publisher: a "
+                        "MessageServer, for example, has an address of its own"
+                    ) from error
                 raise UsageError(f"connecting to {self._path} failed: {error.strerror}") from error
             self._transport = transport = SocketTransport(sock, pid)
             stack.pop_all()
@@ -134,12 +139,14 @@ class UnixConnector:
             self.reconnect()
 
 
-async def listen_at(path: str, acceptor: Acceptor, max_record_bytes: int) -> "UnixListener":
+async def listen_at(
+    path: str, acceptor: Acceptor, max_record_bytes: int, *, makes_folder: bool = False
+) -> "UnixListener":
     """Listen at a path, and replace the socket file of a dead receiver, as `Route.listen` does.
 
     It waits and raises errors as `SocketFile.take` does.
     """
-    file = SocketFile(path, _new_socket())
+    file = SocketFile(path, _new_socket(), makes_folder=makes_folder)
     try:
         await file.take()
     except BaseException:

@@ -129,8 +129,8 @@ class TcpConnector:
             attempt.close()
             self._events.connecting_failed(
                 UsageError(
-                    f"the process at {self._address.text} is not a receiver or publisher, or uses another "
-                    "version of aiotensor"
+                    f"the process at {self._address.text} is not a receiver or publisher, but perhaps a "
+                    "MessageServer, or it uses another version of aiotensor"
                 )
             )
             return

@@ -1,4 +1,4 @@
-"""Addresses of ZeroMQ sockets: ``tcp://`` with a host and a port, or ``ipc://`` with a path."""
+"""Addresses of ZeroMQ sockets: ``tcp://`` with a host and a port, or a path after ``ipc://`` or ``engine://``."""
 
 import ipaddress
 import os
@@ -59,7 +59,8 @@ def parse(address: str, *, has_keys: bool, is_client: bool = False) -> Address:
     """Parse an address; without keys, reject addresses that other machines can reach.
 
     Args:
-        address: ``ipc://`` and an absolute path, or ``tcp://`` with a host and a port.
+        address: ``ipc://`` and an absolute path, ``engine://`` and the absolute path of a folder, or ``tcp://``
+            with a host and a port.
         has_keys: whether there are CURVE keys.
         is_client: whether a client connects to the address; otherwise a server listens there.
 
@@ -69,14 +70,14 @@ def parse(address: str, *, has_keys: bool, is_client: bool = False) -> Address:
     """
     if not isinstance(address, str):
         raise TypeError(f"address must be a string such as 'ipc:///run/user/1000/m.sock', got {address!r}")
-    if address.lower().startswith("ipc:///"):
+    if address.lower().startswith(("ipc:///", "engine:///")):
         path = socket_path(address, "ipc")
         return Address(address, (Target(b"ipc://" + os.fsencode(path)),), "", 0, path, True)
     host, port = _host_and_port(address)
     if host is None:
         raise ValueError(
             f"the address {address!r} is not supported: use ipc:// and an absolute path, for example "
-            "ipc:///run/user/1000/messages.sock, or tcp:// with a host and a port"
+            "ipc:///run/user/1000/messages.sock, engine:// and a folder, or tcp:// with a host and a port"
         )
     if port is None:
         raise ValueError(

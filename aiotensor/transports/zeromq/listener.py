@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import zmq
 
 from aiotensor.errors import UsageError
+from aiotensor.transports.address import is_folder
 from aiotensor.transports.socket_file import SocketFile
 from aiotensor.transports.zeromq.addresses import Address, Target
 from aiotensor.transports.zeromq.authenticator import Authenticator
@@ -76,7 +77,7 @@ class MessageListener:
                 # As `UnixListener` does: ZeroMQ itself would replace the socket of a live server.
                 kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
                 sock = socket.socket(socket.AF_UNIX, kind)
-                self._file = SocketFile(self._where.path, sock)
+                self._file = SocketFile(self._where.path, sock, makes_folder=is_folder(self._where.text))
                 await self._file.take()
                 self._listener = sock
             self._context = begin()  # checks again: nothing is awaited from here until the socket is made
