@@ -1,6 +1,8 @@
 """Move torch tensors between processes, with asyncio and backpressure."""
 
 import logging
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from aiotensor.errors import (
     AccessDeniedError,
@@ -13,14 +15,15 @@ from aiotensor.errors import (
     RefusedError,
     RemoteError,
     TooLargeError,
+    UnavailableError,
     UnsupportedTensorError,
     UsageError,
     WouldBlockError,
 )
-from aiotensor.receiver import TensorReceiver
-from aiotensor.sender import OpenMessage, TensorSender
 from aiotensor.transports.tensor_queue import TensorQueue
 from aiotensor.types import Delivery, Holder, ReceiverStatistics, SenderStatistics, TensorHandle, Usage, Waits
+
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "AccessDeniedError",
@@ -42,12 +45,34 @@ __all__ = [
     "TensorReceiver",
     "TensorSender",
     "TooLargeError",
+    "UnavailableError",
     "UnsupportedTensorError",
     "Usage",
     "UsageError",
     "Waits",
     "WouldBlockError",
+    "__version__",
 ]
 
 # Without this handler, Python prints warnings to standard error unless the application configures logging.
 logging.getLogger("aiotensor").addHandler(logging.NullHandler())
+
+if TYPE_CHECKING:
+    from aiotensor.receiver import TensorReceiver
+    from aiotensor.sender import OpenMessage, TensorSender
+else:
+    # Imported on first use, because they import torch, which takes seconds. The command does not need it.
+    _NEED_TORCH = {
+        "OpenMessage": "aiotensor.sender",
+        "TensorReceiver": "aiotensor.receiver",
+        "TensorSender": "aiotensor.sender",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in _NEED_TORCH:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_NEED_TORCH[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted(globals().keys() | _NEED_TORCH.keys())

@@ -16,6 +16,7 @@ from aiotensor.protocol.frames import SenderSummary, StatisticsReply
 from aiotensor.protocol.inspector import InspectorConnection
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.runtime.waiting import Waiters
+from aiotensor.transports.address import socket_path
 from aiotensor.transports.base import Transport
 from aiotensor.transports.endpoints import TcpArguments, route_to
 from aiotensor.transports.tensor_queue import TensorQueue
@@ -143,9 +144,12 @@ async def inspect(
 
 
 def _not_listening(address: str) -> PeerLostError:
-    return PeerLostError(
-        f"no receiver or publisher listens at {address}: start it, or inspect another address"
-    )
+    advice = "start it, or inspect another address"
+    if not address.lower().startswith("tcp:"):
+        folder = os.path.dirname(socket_path(address, "unix"))
+        if not os.path.isdir(folder):
+            advice = f"the folder {folder} does not exist"
+    return PeerLostError(f"no receiver or publisher listens at {address}: {advice}")
 
 
 class _Inspector:

@@ -357,7 +357,7 @@ async def test_inspecting_a_socket_of_another_type_raises_usage_error(address: s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
         other.bind(path)
         other.listen()
-        with pytest.raises(UsageError, match=r"connecting to .* failed: "):
+        with pytest.raises(UsageError, match="is not that of a receiver or publisher"):
             await inspect_patiently(address)
     os.unlink(path)
 

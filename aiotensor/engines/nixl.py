@@ -245,7 +245,7 @@ def _loaded() -> ModuleType:
                 raise EngineError(f"NIXL cannot be loaded: {error}") from error
             sys.modules[name] = module
             return module
-    raise EngineError("NIXL is not installed: pip install 'aiotensor[nixl]'")
+    raise EngineError("NIXL is not installed: pip install nixl-cu12")
 
 
 @contextmanager

@@ -15,9 +15,15 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeAlias, get_args
 
 import anyio
-from prometheus_client import values
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
+
+from aiotensor.runtime.extras import not_installed
+
+try:
+    from prometheus_client import values
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+    from prometheus_client.registry import Collector
+except ModuleNotFoundError as error:
+    raise not_installed(error, __name__) from None
 
 from aiotensor.errors import UsageError
 from aiotensor.integrations.totals import MAX_ENDPOINTS, EndpointTotals, checked_max_endpoints

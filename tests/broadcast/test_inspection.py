@@ -23,7 +23,7 @@ PATIENCE_S = 20.0
 async def top(*arguments: str) -> str:
     """Run `aiotensor top`, and return its output."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "aiotensor.cli", "top", *arguments, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", "aiotensor", "top", *arguments, stdout=asyncio.subprocess.PIPE
     )
     output, _ = await process.communicate()
     assert process.returncode == 0
@@ -70,8 +70,10 @@ async def test_top_writes_json_with_rates(address: str) -> None:
                 await asyncio.sleep(0.01)
 
         publishing = asyncio.create_task(publish())
-        found: dict[str, Any] = json.loads(await top(address, "--json", "--interval", "0.2"))
-        publishing.cancel()
+        try:
+            found: dict[str, Any] = json.loads(await top(address, "--json", "--interval", "0.2"))
+        finally:
+            publishing.cancel()
         assert found["address"] == address
         assert found["publisher"] == publisher.id
         assert found["published"]["publications_per_s"] > 0

@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 def aiotensor(*arguments: str) -> list[str]:
     """Return a command line, which measures coverage if the tests do."""
     measured = [] if coverage.Coverage.current() is None else ["-m", "coverage", "run"]
-    return [sys.executable, "-W", "error", *measured, "-m", "aiotensor.cli", *arguments]
+    return [sys.executable, "-W", "error", *measured, "-m", "aiotensor", *arguments]
 
 
 class Ended(NamedTuple):

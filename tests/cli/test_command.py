@@ -1,17 +1,63 @@
+"""The command as a whole: its version, its start, its completion, and its dependencies."""
+
+import os
 import subprocess
 import sys
 
+import pytest
 from click.testing import CliRunner
 
+import aiotensor as package
 from aiotensor.cli.command import aiotensor
+from tests.cli import commands
 
 
 def test_the_version_is_one_line() -> None:
     result = CliRunner().invoke(aiotensor, ["--version"])
 
     assert result.exit_code == 0
-    assert result.output.startswith("aiotensor ")
-    assert result.output.count("\n") == 1
+    assert result.output == f"aiotensor {package.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--version"],
+        ["--help"],
+        ["top", "--help"],
+        ["top", "unix:///run/no/such/folder/engine"],
+        ["top", "tcp://127.0.0.1:1", "--patience", "0.1"],
+        ["doctor", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_the_command_does_not_import_torch_or_numpy(arguments: list[str]) -> None:
+    code = """
+import sys
+from aiotensor.cli import main
+try:
+    main()
+finally:
+    print("imported:", *{"torch", "numpy"} & sys.modules.keys(), file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+
+    assert "imported:\n" in done.stderr
+
+
+def test_the_shell_can_complete_commands_and_options() -> None:
+    environment = {**os.environ, "_AIOTENSOR_COMPLETE": "bash_complete", "COMP_CWORD": "1"}
+    for words, expected in (("aiotensor ", ["plain,doctor", "plain,top"]), ("aiotensor d", ["plain,doctor"])):
+        done = subprocess.run(
+            commands.aiotensor(),
+            env={**environment, "COMP_WORDS": words},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.split() == expected
 
 
 def test_a_missing_dependency_prints_one_line_with_an_install_command() -> None:
@@ -20,4 +66,24 @@ def test_a_missing_dependency_prints_one_line_with_an_install_command() -> None:
 
     assert result.returncode == 1
     assert result.stdout == ""
-    assert result.stderr == "`aiotensor` needs click: pip install 'aiotensor[cli]'\n"
+    assert result.stderr == "`aiotensor` needs click: pip install click rich\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [
+        ("fastapi", "starlette"),
+        ("aiohttp", "aiohttp"),
+        ("prometheus", "prometheus_client"),
+    ],
+)
+def test_the_error_of_a_missing_package_names_it_and_the_command_that_installs_it(
+    module: str, package: str
+) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; import aiotensor.integrations.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.stderr.splitlines()[-1] == (
+        f"ModuleNotFoundError: aiotensor.integrations.{module} needs {package}: pip install {package}"
+    )
+    assert "During handling" not in done.stderr

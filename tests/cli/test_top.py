@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from aiotensor import TensorReceiver, TensorSender
+from aiotensor.channel import MessageServer
 from aiotensor.cli.command import aiotensor as command
 from aiotensor.cli.top.report import Rate, as_json, as_lines, rates
 from aiotensor.cli.top.view import as_screen, missing
@@ -180,8 +181,9 @@ async def test_the_live_view_restores_the_terminal_on_sigterm(address: str) -> N
         await screen.until("waiting for the next one")
         screen.process.terminate()
         assert await screen.ended() == 143
-        # These sequences restore the cursor and the previous screen.
-        assert screen.written.endswith(b"\x1b[?25h\x1b[?1049l")
+        # These sequences restore the cursor and the previous screen. The last result stays below it.
+        _, _, after = screen.written.partition(b"\x1b[?25h\x1b[?1049l")
+        assert b"waiting for the next one" in after
 
 
 @pytest.mark.parametrize(
@@ -216,6 +218,32 @@ async def test_a_missing_receiver_is_a_one_line_error_with_status_1(address: str
             done.stderr
             == f"Error: no receiver or publisher listens at {address}: start it, or inspect another address\n"
         )
+
+
+async def test_the_error_about_a_missing_receiver_names_a_missing_folder(address: str) -> None:
+    folder = f"{address.removeprefix('unix://')}.folder"
+    done = await run(f"unix://{folder}/engine.sock")
+
+    assert done.exit_code == 1
+    assert done.stderr == (
+        f"Error: no receiver or publisher listens at unix://{folder}/engine.sock: the folder {folder} does "
+        "not exist\n"
+    )
+
+
+async def test_the_socket_of_a_message_server_is_identified(address: str) -> None:
+    async with MessageServer(address.replace("unix:", "ipc:"), int):
+        done = await run(address)
+
+    assert done.exit_code == 1
+    assert "is not that of a receiver or publisher: a MessageServer, for example, has" in done.stderr
+
+
+def test_the_address_of_a_message_server_is_rejected_with_an_explanation() -> None:
+    result = CliRunner().invoke(command, ["top", "ipc:///run/engine.messages"])
+
+    assert result.exit_code == 2
+    assert "is the address of a MessageServer, which cannot be inspected" in " ".join(result.output.split())
 
 
 async def test_control_characters_in_a_refusal_are_not_printed(address: str) -> None:
@@ -275,7 +303,7 @@ def test_an_invalid_address_is_rejected(address: str) -> None:
     result = CliRunner().invoke(command, ["top", address])
 
     assert result.exit_code == 2
-    assert "unix:///PATH" in result.output
+    assert "unix:///PATH" in result.output.replace("\n", "")
 
 
 @pytest.mark.parametrize("option", ["--interval", "--patience"])
@@ -348,6 +376,21 @@ def test_the_screen_fits_a_terminal_of_80_columns(width: int) -> None:
         ["pid 4194303", "message 8", "taken, its tensors still in use", "42.0M", "3.1 s"],
     ]
     assert "…" not in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("width", "headings"),
+    [
+        (70, "pid permits memory sent/s msgs/s wait longest unclaimed"),
+        (52, "pid permits memory sent/s wait longest"),
+        (20, "pid permits"),
+    ],
+)
+def test_columns_that_do_not_fit_a_narrow_terminal_are_omitted(width: int, headings: str) -> None:
+    lines = _drawn(_look(1500, 12.0), before=_look(500, 2.0), width=width)
+
+    assert " ".join(lines[4].split()) == headings
+    assert "…" not in "".join(lines[4:8])
 
 
 def test_holders_that_do_not_fit_on_the_screen_are_counted() -> None:

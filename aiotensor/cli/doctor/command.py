@@ -5,14 +5,14 @@ import multiprocessing
 import platform
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import click
 
 from aiotensor.cli.doctor import folder, kernel, memory, software
-from aiotensor.cli.doctor.finding import Finding, Status, as_json, as_lines, as_table
+from aiotensor.cli.doctor.finding import Finding, Status, as_json, as_line, as_row, colored_verdict, verdict
 from aiotensor.cli.keys import Keys, key_options, keys_for, needs_keys
 
 __all__ = ["doctor"]
@@ -75,49 +75,85 @@ def doctor(
     """
     socket, port = (address, None) if isinstance(address, Path) else (None, address)
     keys = keys_for(port, secret_key, server_key)
-    findings = _examine(arena_bytes, subscribers, socket, {} if port is None else _examine_port(port, keys))
-    if as_objects:
+    show = None if as_objects else _writer()
+    findings: dict[str, Finding] = {}
+    for check, finding in _examine(arena_bytes, subscribers, socket, port, keys):
+        findings[check] = finding
+        if show is not None:
+            show.finding(check, finding)
+    if show is None:
         click.echo(as_json(findings))
-    elif sys.stdout.isatty() and find_spec("rich") is not None:
-        from rich.console import Console
-
-        Console().print(as_table(findings))
     else:
-        click.echo(as_lines(findings))
+        show.verdict(findings.values())
     raise SystemExit(1 if any(finding.status is Status.PROBLEM for finding in findings.values()) else 0)
 
 
+class _Lines:
+    """Print each finding as one line, for files and pipes."""
+
+    def finding(self, check: str, finding: Finding) -> None:
+        click.echo(as_line(check, finding))
+
+    def verdict(self, findings: Iterable[Finding]) -> None:
+        click.echo(verdict(findings))
+
+
+class _Rows:
+    """Print each finding as a row of a table, on a terminal."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self._console = Console()
+
+    def finding(self, check: str, finding: Finding) -> None:
+        self._console.print(as_row(check, finding))
+
+    def verdict(self, findings: Iterable[Finding]) -> None:
+        self._console.print()
+        self._console.print(colored_verdict(findings))
+
+
+def _writer() -> _Lines | _Rows:
+    return _Rows() if sys.stdout.isatty() and find_spec("rich") is not None else _Lines()
+
+
 def _examine(
-    arena_bytes: int, subscribers: int, socket: Path | None, of_port: Mapping[str, Finding]
-) -> dict[str, Finding]:
-    """Return the findings by the names of the checks, which do not change between versions."""
+    arena_bytes: int, subscribers: int, socket: Path | None, port: str | None, keys: Keys
+) -> Iterator[tuple[str, Finding]]:
+    """Yield the names of the checks, which do not change between versions, and the findings.
+
+    The checks that import torch come last, because that takes seconds.
+    """
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     file_size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     parent = folder.default_folder() if socket is None else socket.parent
-    return {
-        "kernel": kernel.kernel(platform.system(), platform.release()),
-        "shared memory": kernel.shared_memory(),
-        "unix sockets": kernel.unix_sockets(),
-        "process ends": kernel.process_ends(),
-        "copied pages": kernel.copied_pages(),
-        "socket folder": folder.socket_folder(parent, asked_for=socket is not None),
-        **({} if socket is None else {"socket file": folder.socket_file(socket)}),
-        **of_port,
-        "memory": memory.available_memory(arena_bytes),
-        "memory cgroup": memory.cgroup_limit(arena_bytes),
-        "process limits": memory.process_limits(arena_bytes, address_space, memory.mapped_bytes(), file_size),
-        "commit limit": memory.commit_limit(arena_bytes),
-        "open files": memory.open_files(files, most_files),
-        "subscribers": memory.subscribers(files, subscribers),
-        "torch": software.torch_version(),
-        "CUDA": software.cuda(),
-        "start method": software.start_method(multiprocessing.get_all_start_methods()),
-        "uvloop": software.event_loop(),
-        "NIXL": software.nixl(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
-        "/dev/shm": memory.dev_shm(),  # noqa: S108 - a name
-        "huge pages": memory.huge_pages(),
-    }
+    yield "kernel", kernel.kernel(platform.system(), platform.release())
+    yield "shared memory", kernel.shared_memory()
+    yield "unix sockets", kernel.unix_sockets()
+    yield "process ends", kernel.process_ends()
+    yield "copied pages", kernel.copied_pages()
+    yield "socket folder", folder.socket_folder(parent, asked_for=socket is not None)
+    if socket is not None:
+        yield "socket file", folder.socket_file(socket)
+    if port is not None:
+        yield from _examine_port(port, keys).items()
+    yield "memory", memory.available_memory(arena_bytes)
+    yield "memory cgroup", memory.cgroup_limit(arena_bytes)
+    yield "commit limit", memory.commit_limit(arena_bytes)
+    yield "open files", memory.open_files(files, most_files)
+    yield "subscribers", memory.subscribers(files, subscribers)
+    yield "/dev/shm", memory.dev_shm()  # noqa: S108 - a name
+    yield "huge pages", memory.huge_pages()
+    yield "start method", software.start_method(multiprocessing.get_all_start_methods())
+    yield "uvloop", software.event_loop()
+    yield "torch", software.torch_version()
+    yield "CUDA", software.cuda()
+    yield "NIXL", software.nixl(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+    # Last, because the mappings of torch use some of the addresses.
+    limits = memory.process_limits(arena_bytes, address_space, memory.mapped_bytes(), file_size)
+    yield "process limits", limits
 
 
 def _examine_port(address: str, keys: Keys) -> dict[str, Finding]:

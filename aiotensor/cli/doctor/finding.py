@@ -1,4 +1,4 @@
-"""The result of a check, and the output of all results: lines, JSON, or a table on a terminal."""
+"""The result of a check, and its output: a line, an object in JSON, or a row on a terminal."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from aiotensor.cli.words import counted
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
 
-__all__ = ["Finding", "Status", "as_json", "as_lines", "as_table", "read", "verdict"]
+__all__ = ["Finding", "Status", "as_json", "as_line", "as_row", "colored_verdict", "read", "verdict"]
 
 
 class Status(StrEnum):
@@ -24,6 +25,10 @@ class Status(StrEnum):
 
 
 _STYLES = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "bold red"}
+
+# The widths of the columns, because the rows are printed one by one.
+_STATUS_WIDTH = max(map(len, Status))
+_CHECK_WIDTH = len("process limits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +59,10 @@ def as_json(findings: Mapping[str, Finding]) -> str:
     return json.dumps([{"check": check, **asdict(finding)} for check, finding in findings.items()], indent=2)
 
 
-def as_lines(findings: Mapping[str, Finding]) -> str:
-    """Format findings as one line each, with the verdict as the last line."""
-    return "\n".join([*map(_line, findings, findings.values()), verdict(findings.values())])
-
-
-def _line(check: str, finding: Finding) -> str:
+def as_line(check: str, finding: Finding) -> str:
+    """Format a finding as one line."""
     advice = f". {finding.advice}" if finding.advice else ""
-    return f"{finding.status:<7}  {check}: {finding.found}{advice}"
+    return f"{finding.status:<{_STATUS_WIDTH}}  {check}: {finding.found}{advice}"
 
 
 def verdict(findings: Iterable[Finding]) -> str:
@@ -73,22 +74,28 @@ def verdict(findings: Iterable[Finding]) -> str:
     return ", ".join([opening, *words])
 
 
-def as_table(findings: Mapping[str, Finding]) -> "Group":
-    """Return a table with a row for each finding and its advice, and the verdict below it. Needs rich."""
-    from rich.console import Group
+def as_row(check: str, finding: Finding) -> "Table":
+    """Return a row with a finding and its advice. Needs rich."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for check, finding in findings.items():
-        # The brackets in paths and error messages would be markup in a str, but not in a Text.
-        found = Text(finding.found)
-        if finding.advice:
-            found.append(f"\n{finding.advice}", style="italic")
-        table.add_row(Text(finding.status, style=_STYLES[finding.status]), Text(check), found)
-    statuses = [finding.status for finding in findings.values()]
+    row = Table.grid(padding=(0, 2, 0, 0))
+    row.add_column(no_wrap=True, min_width=_STATUS_WIDTH)
+    row.add_column(no_wrap=True, min_width=_CHECK_WIDTH)
+    row.add_column(overflow="fold")
+    # The brackets in paths and error messages would be markup in a str, but not in a Text.
+    found = Text(finding.found)
+    if finding.advice:
+        found.append(f"\n{finding.advice}", style="italic")
+    row.add_row(Text(finding.status, style=_STYLES[finding.status]), Text(check), found)
+    return row
+
+
+def colored_verdict(findings: Iterable[Finding]) -> "Text":
+    """Return the verdict in the color of the most severe finding. Needs rich."""
+    from rich.text import Text
+
+    findings = list(findings)
+    statuses = [finding.status for finding in findings]
     worst = next((status for status in (Status.PROBLEM, Status.NOTE) if status in statuses), Status.OK)
-    return Group(table, Text(), Text(verdict(findings.values()), style=_STYLES[worst]))
+    return Text(verdict(findings), style=_STYLES[worst])

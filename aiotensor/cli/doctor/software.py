@@ -66,9 +66,9 @@ def event_loop() -> Finding:
         installed = version("uvloop")
     except ImportError:  # which PackageNotFoundError is, too
         found = "cannot be imported; asyncio's own event loop works too"
-        return Finding(Status.NOTE, found, "For speed: pip install 'aiotensor[uvloop]'")
+        return Finding(Status.NOTE, found, "For speed: pip install uvloop")
     if release_of(installed) < _OLDEST_UVLOOP:
-        return Finding(Status.NOTE, f"{installed}: too old", "Update it: pip install 'aiotensor[uvloop]'")
+        return Finding(Status.NOTE, f"{installed}: too old", "Update it: pip install 'uvloop>=0.21'")
     return Finding(Status.OK, f"{installed}; used only if the application selects it")
 
 
@@ -110,7 +110,7 @@ def nixl(locked_bytes: int, root: Path = Path("/"), trial_s: float = 5.0) -> Fin
     except EngineError as error:
         if not devices:
             return Finding(Status.OK, f"not usable, and not needed: {what}; {error}")
-        return Finding(Status.NOTE, f"not usable: {error}; {what}", "For RDMA: pip install 'aiotensor[nixl]'")
+        return Finding(Status.NOTE, f"not usable: {error}; {what}", "For RDMA: pip install nixl-cu12")
     if devices and locked_bytes != resource.RLIM_INFINITY:
         found = f"works; {what}; a process may lock {in_words(locked_bytes)} of memory for them"
         return Finding(Status.NOTE, found, "Raise the limit to the arena_bytes of all senders: ulimit -l")

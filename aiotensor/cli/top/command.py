@@ -18,7 +18,7 @@ from aiotensor.transports.endpoints import TcpArguments, route_to
 
 __all__ = ["top"]
 
-_FORMS = "unix:///PATH|tcp://HOST:PORT"
+_FORMS = "unix:///PATH|engine:///PATH|tcp://HOST:PORT"
 _AT_LEAST_S = 0.01
 _INTERRUPTED = 130  # the status that shells report for Ctrl-C
 _TERMINATED = 143  # and for SIGTERM
@@ -91,6 +91,12 @@ def _can_draw() -> bool:
 
 def _check(address: str, keys: Keys) -> None:
     """Check an address and the keys for it, without connecting."""
+    if address.lower().startswith("ipc:"):
+        raise click.BadParameter(
+            f"{address} is the address of a MessageServer, which cannot be inspected. Pass the address of a "
+            "TensorReceiver or a Publisher; the Prometheus metrics of a process include its MessageServers.",
+            param_hint=f"'{_FORMS}'",
+        )
     try:
         if keys.server_key is None and needs_keys(address):
             raise ValueError(f"any machine that reaches {address} could connect. {HOW_TO_GIVE}")

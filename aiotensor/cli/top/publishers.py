@@ -90,8 +90,9 @@ def as_screen(
         height: the height of the screen in lines; subscribers that do not fit are only counted.
     """
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
+
+    from aiotensor.cli.top.columns import FittingTable
 
     statistics, rates = now.statistics, rate(before, now)
     title = Text("publisher ", style="bold", no_wrap=True, overflow="ellipsis")
@@ -113,11 +114,11 @@ def as_screen(
     line.rstrip()
     if not statistics.lags:
         return Group(title, line, Text(), Text("no subscriber is connected", style="dim"))
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("pid", justify="right", no_wrap=True)
-    table.add_column("subscriber", no_wrap=True)
-    for name in ("behind", "for", "memory", "delivered", "dropped"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = FittingTable(
+        ["pid", "subscriber", "behind", "for", "memory", "delivered", "dropped"],
+        texts=["subscriber"],
+        dispensable=["subscriber", "delivered", "memory", "dropped", "for"],
+    )
     space = max(1, height - _BESIDE_SUBSCRIBERS)
     shown = statistics.lags if len(statistics.lags) <= space else statistics.lags[: max(1, space - 1)]
     for lag in shown:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aiotensor.cli.top import publishers
+from aiotensor.cli.top.columns import FittingTable
 from aiotensor.cli.top.report import Held, Look, Rate, holders_of, named, rates
 from aiotensor.cli.words import brief, of_limit, printable, short
 from aiotensor.errors import PeerLostError
@@ -30,7 +31,8 @@ _over = partial(of_limit, of="/")
 async def watch(address: str, look: Look, interval_s: float) -> NoReturn:
     """Inspect the receiver or publisher at an address, and its successors, until cancelled.
 
-    SIGTERM cancels this coroutine, so that the terminal is restored before the process ends.
+    Afterwards, the last result stays on the terminal. SIGTERM cancels this coroutine, so that the terminal is
+    restored before the process ends.
 
     Args:
         address: the address of the receiver or publisher.
@@ -46,17 +48,21 @@ async def watch(address: str, look: Look, interval_s: float) -> NoReturn:
     # By default, rich draws nothing if it detects no terminal, and this loop would run without an effect.
     console = Console(force_terminal=True)
     before: Inspection | PublisherInspection | None = None
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            try:
-                now = await look()
-            except PeerLostError as error:
-                before = None
-                live.update(missing(str(error)), refresh=True)
-            else:
-                live.update(_screen(address, before, now, console.height), refresh=True)
-                before = now
-            await asyncio.sleep(interval_s)
+    last: RenderableType = Text()
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                try:
+                    now = await look()
+                except PeerLostError as error:
+                    before, last = None, missing(str(error))
+                else:
+                    last = _screen(address, before, now, console.height)
+                    before = now
+                live.update(last, refresh=True)
+                await asyncio.sleep(interval_s)
+    finally:
+        console.print(last)  # the end of the live view has restored the earlier content of the terminal
 
 
 def _screen(
@@ -140,11 +146,11 @@ def _facts(facts: Mapping[str, str]) -> Text:
 def _senders(senders: Sequence[SenderInspection], by_sender: Mapping[str, Rate]) -> RenderableType:
     if not senders:
         return Text("no sender is connected", style="dim")
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("pid", justify="right", no_wrap=True)
-    table.add_column("sender", no_wrap=True)
-    for name in ("permits", "memory", "sent/s", "msgs/s", "wait", "longest", "unclaimed"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = FittingTable(
+        ["pid", "sender", "permits", "memory", "sent/s", "msgs/s", "wait", "longest", "unclaimed"],
+        texts=["sender"],
+        dispensable=["sender", "msgs/s", "unclaimed", "sent/s", "longest", "wait", "memory"],
+    )
     for sender in senders:
         table.add_row(*_row(sender, by_sender.get(sender.sender)))
     return table

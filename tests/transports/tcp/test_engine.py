@@ -139,7 +139,7 @@ async def test_zeromq_carries_all_tensors_if_nixl_is_not_installed_at_one_side(
             handle = await sender.send(pattern(0, LARGE))
             assert await engine.call(peers.receive_pattern, handle, 0)
             assert sender.statistics().engine_connections == 0
-        reason = "NIXL is not installed: pip install 'aiotensor[nixl]'"
+        reason = "NIXL is not installed: pip install nixl-cu12"
         text = f"ZeroMQ carries all tensors of a connection at {address} instead of nixl: {reason}"
         assert await engine.call(lines_of) == [text] == lines(caplog)
 

@@ -1,0 +1,17 @@
+"""The error for an optional dependency that is not installed."""
+
+__all__ = ["not_installed"]
+
+
+def not_installed(error: ModuleNotFoundError, needed_by: str) -> ModuleNotFoundError:
+    """Return the error to raise in place of the error of an import.
+
+    Its text names the missing package instead of an extra of aiotensor, because pip installs that package
+    next to a wheel and next to a checkout alike.
+
+    Args:
+        error: the error of the import.
+        needed_by: the name of the module that needs the package.
+    """
+    package = (error.name or str(error)).partition(".")[0]
+    return ModuleNotFoundError(f"{needed_by} needs {package}: pip install {package}", name=error.name)
