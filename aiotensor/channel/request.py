@@ -2,17 +2,27 @@
 
 import asyncio
 import weakref
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from aiotensor.channel.cancelling import CancelOnce
-from aiotensor.channel.client_session import IncomingRequest
+from aiotensor.channel.client_session import IncomingRequest, RequestState
 from aiotensor.channel.incoming_requests import IncomingRequests, cause_of
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.protocol.exchange import Cause
 from aiotensor.runtime.logs import logger_of
 
-__all__ = ["Request", "fail_unstarted", "leave", "reply_while_wanted"]
+__all__ = [
+    "Request",
+    "enter_batch",
+    "fail_batch",
+    "fail_unstarted",
+    "has_ended",
+    "leave",
+    "leave_batch",
+    "reply_while_wanted",
+]
 
 logger = logger_of("channel")
 
@@ -205,6 +215,43 @@ async def reply_while_wanted(request: Request[Any], answer: object) -> bool:
 def leave(request: Request[Any], error: BaseException | None) -> None:
     """End the block of a request in a thread, as `Request.__aexit__` does in a task."""
     request._leave(error)
+
+
+def has_ended(request: Request[Any]) -> bool:
+    """Return whether a request was answered or cancelled."""
+    return request._incoming.state is RequestState.ENDED
+
+
+def enter_batch(request: Request[Any], block: CancelOnce) -> None:
+    """Make a request cancel the block of its batch, until `leave_batch`."""
+    request._incoming.block = block
+
+
+def leave_batch(request: Request[Any]) -> None:
+    """Make a request cancel its own block again."""
+    request._incoming.block = None
+
+
+def fail_batch(batch: Sequence[Request[Any]], error: BaseException) -> None:
+    """Answer all requests of a batch with the error of their handler, and log an `Exception` once."""
+    for request in batch:
+        request._release()
+        if not request._is_answered and request.is_wanted:
+            request._is_answered = True
+            request._fail(error)
+    was_interrupted = isinstance(error, asyncio.CancelledError) and not _is_being_cancelled()
+    if was_interrupted or (isinstance(error, Exception) and not isinstance(error, ClosedError)):
+        logger.error(
+            "answering a batch of %s requests failed",
+            len(batch),
+            exc_info=error,
+            extra={
+                "event": "batch_failed",
+                "requests": len(batch),
+                "error": type(error).__name__,
+                "reason": cause_of(error).text,
+            },
+        )
 
 
 def fail_unstarted(request: Request[Any]) -> None:

@@ -1,17 +1,17 @@
 """The server: receives messages from clients and answers them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import closing, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import closing, nullcontext
 from functools import partial
-from typing import Any, Generic, Self, TypeVar
-
-import anyio
+from typing import Any, Generic, Self, TypeVar, overload
 
 from aiotensor.channel import options
+from aiotensor.channel.batches import Batches, answer_batch
 from aiotensor.channel.clients import Clients
 from aiotensor.channel.incoming_requests import IncomingRequests
-from aiotensor.channel.request import Request, fail_unstarted
+from aiotensor.channel.request import Request
+from aiotensor.channel.serving import serve
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import UsageError
 from aiotensor.protocol.server import ClientLimits
@@ -45,7 +45,9 @@ class MessageServer(LoopObject, Generic[M]):
 
     Args:
         address: the address to which clients connect: ``ipc://`` and an absolute path, for processes of this
-            user only, or ``tcp://`` with a host and a port, 0 for any free one. Opening resolves host names.
+            user only; ``engine://`` and the absolute path of a folder, which is also the address of the
+            receiver, and is created if necessary; or ``tcp://`` with a host and a port, 0 for any free one.
+            Opening resolves host names.
         message_type: the type of the messages, as msgspec accepts it; messages are validated against it.
         receiver: an open receiver for the senders of the clients. Do not iterate over it. If the tensors of a
             message do not arrive within its `max_wait_s`, the answer is a `WouldBlockError`.
@@ -181,8 +183,53 @@ class MessageServer(LoopObject, Generic[M]):
             raise UsageError("this MessageServer is being opened: wait until `async with` has entered it")
         return self._clients.requests
 
+    def batches(self, max_batch: int, *, batch_wait_s: float = 0.0) -> AsyncIterator[list[Request[M]]]:
+        """Return an iterator over batches: ``async for batch in server.batches(8)``.
+
+        Each batch is a list of requests. A request waits in the server until its batch is complete, so
+        cancelled requests leave the batch, and senders keep their permits. Clients take turns, as for
+        requests.
+
+        Args:
+            max_batch: the maximum number of requests in a batch.
+            batch_wait_s: the time in seconds for which the first request of a batch may wait for others; by
+                default, a batch contains the requests that are ready.
+
+        Raises:
+            TypeError: `max_batch` is not an integer.
+            ValueError: `max_batch` is not positive, or `batch_wait_s` is negative.
+        """
+
+        async def take() -> Request[M] | None:
+            return await self._take(self._opened(), waits=False)
+
+        def requests() -> IncomingRequests[Any] | None:
+            return None if self.affinity.is_closed else self._opened()
+
+        return Batches(take, requests, max_batch, batch_wait_s)
+
+    @overload
     async def serve(
         self, handler: Callable[[M], Awaitable[object]], *, max_concurrent: int | None = None
+    ) -> None: ...
+
+    @overload
+    async def serve(
+        self,
+        handler: Callable[[list[M]], Awaitable[Sequence[object]]],
+        *,
+        max_batch: int,
+        batch_wait_s: float = 0.0,
+        max_concurrent: int | None = None,
+    ) -> None: ...
+
+    async def serve(
+        self,
+        handler: Callable[[Any], Awaitable[Any]],
+        *,
+        max_batch: int | None = None,
+        batch_wait_s: float = 0.0,
+        max_concurrent: int | None = None,
     ) -> None:
         """Answer every message with the result of a function, called in a separate task.
 
@@ -190,9 +237,19 @@ class MessageServer(LoopObject, Generic[M]):
         the function waits is not notified: pass it a `threading.Event` that the function sets when it ends.
         An exception in the function is logged, and raised in the client as `RemoteError`.
 
+        With `max_batch`, the function is called with a list of messages, and returns a sequence with a result
+        for each of them. A result that is an `Exception` is raised in the client of its message. An exception
+        in the function is raised in the clients of all its messages. The task is cancelled once none of the
+        requests is wanted any more.
+
         Args:
-            handler: called with each message; returns the answer.
-            max_concurrent: the maximum number of messages that are handled at once; None for no limit.
+            handler: called with each message, or with each list of messages; returns the answer, or a
+                sequence of answers.
+            max_batch: the maximum number of messages in a batch; None to handle each message by itself.
+            batch_wait_s: the time in seconds for which the first message of a batch may wait for others; by
+                default, a batch contains the messages that are ready.
+            max_concurrent: the maximum number of messages that are handled at once. By default, there is no
+                limit for messages, and for batches the limit is `max_batch`, so that there is one at a time.
 
         Returns when this server is closed and the tasks have ended. Cancellation cancels the tasks, once, and
         waits until they have ended.
@@ -200,48 +257,35 @@ class MessageServer(LoopObject, Generic[M]):
         Raises:
             UsageError: this server is not open, or belongs to another thread or event loop.
             ClosedError: this server was closed before the call.
-            ValueError: `max_concurrent` is not positive.
+            ValueError: `max_batch` or `max_concurrent` is not positive, `batch_wait_s` is negative, or
+                `max_concurrent` is less than `max_batch`.
         """
-        if max_concurrent is not None:
-            options.positive("max_concurrent", max_concurrent)
+        if max_concurrent is not None and options.positive("max_concurrent", max_concurrent) < (
+            max_batch or 1
+        ):
+            raise ValueError(
+                f"max_concurrent must be at least max_batch, which is {max_batch}, got {max_concurrent}"
+            )
         requests = self._opened()
-        limiter = None if max_concurrent is None else asyncio.Semaphore(max_concurrent)
-        answering: set[asyncio.Task[None]] = set()
+        if max_batch is None:
 
-        async def answer(request: Request[M]) -> None:
-            async with request:
-                await request.reply(await handler(request.message))
+            async def take() -> list[Request[M]]:
+                request = await self._take(requests)
+                return [] if request is None else [request]
 
-        def ended(request: Request[M], task: asyncio.Task[None]) -> None:
-            answering.discard(task)
-            if limiter is not None:
-                limiter.release()
-            if task.cancelled():
-                fail_unstarted(request)  # `ended` kept it alive: otherwise it would count as dropped
+            async def answer(one: list[Request[M]]) -> None:
+                [request] = one
+                async with request:
+                    await request.reply(await handler(request.message))
 
-        async with asyncio.TaskGroup() as group:
-            try:
-                while True:
-                    if limiter is not None:
-                        await limiter.acquire()
-                    request = await self._take(requests)
-                    if request is None:
-                        break
-                    task = group.create_task(answer(request))
-                    answering.add(task)
-                    task.add_done_callback(partial(ended, request))
-                    del request, task  # otherwise, the tensors would live until the next request arrives
-                while answering:
-                    await asyncio.wait(answering)
-            except asyncio.CancelledError:
-                for task in answering:
-                    task.cancel()
-                # A surrounding scope of anyio would cancel this wait again in each iteration of the loop.
-                with anyio.CancelScope(shield=True):
-                    while answering:
-                        with suppress(asyncio.CancelledError):
-                            await asyncio.wait(answering)
-                raise
+            await serve(take, answer, 1, max_concurrent)
+        else:
+            batches = self.batches(max_batch, batch_wait_s=batch_wait_s)
+
+            async def take_batch() -> list[Request[M]]:
+                return await anext(batches, [])
+
+            await serve(take_batch, partial(answer_batch, handler), max_batch, max_concurrent or max_batch)
 
     def statistics(self) -> ServerStatistics:
         """Return the current usage and the totals since opening; also available after closing."""

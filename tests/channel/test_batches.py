@@ -1,0 +1,270 @@
+"""A server handles requests in batches."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from aiotensor import RemoteError
+from aiotensor.channel import MessageClient, MessageServer, Request
+from tests.channel.parties import Answer, Channel, Question, answer, channel, place, said, settled
+from verification.patterns import BIG, pattern
+from verification.waiting import until
+
+pytestmark = pytest.mark.usefixtures("way")
+
+_LONG_S = 60.0
+
+
+def _ask(ends: Channel, *seeds: int, size: int = 3) -> list[asyncio.Task[Answer]]:
+    """Begin requests with tensors."""
+    return [asyncio.create_task(ends.client.request(Question(seed, pattern(seed, size)))) for seed in seeds]
+
+
+async def _end(serving: asyncio.Task[None]) -> None:
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+
+
+async def test_each_request_gets_the_result_for_its_message() -> None:
+    sizes = []
+
+    async def handle(questions: list[Question]) -> list[Answer]:
+        sizes.append(len(questions))
+        return [await answer(question) for question in questions]
+
+    async with channel(32) as ends:
+        serving = asyncio.create_task(ends.server.serve(handle, max_batch=8, batch_wait_s=_LONG_S))
+        answers = await asyncio.gather(*_ask(ends, *range(16)), *_ask(ends, *range(16, 32), size=BIG // 100))
+        assert [one.seed for one in answers] == list(range(32))
+        assert [one.total for one in answers[:16]] == [int(pattern(seed, 3).sum()) for seed in range(16)]
+        assert sizes == [8, 8, 8, 8]
+        await settled(ends)
+        await _end(serving)
+
+
+async def test_a_batch_contains_the_requests_that_are_ready() -> None:
+    async with channel() as ends:
+        asking = _ask(ends, *range(5))
+        await until(lambda: ends.server.statistics().waiting == 5)
+        batches = ends.server.batches(3)
+        for seeds in ([0, 1, 2], [3, 4]):
+            batch = await anext(batches)
+            assert [request.message.seed for request in batch] == seeds
+            for request in batch:
+                async with request:
+                    await request.reply(await answer(request.message))
+        assert [(await asked).seed for asked in asking] == [0, 1, 2, 3, 4]
+
+
+async def test_the_first_request_of_a_batch_waits_for_others_at_most_batch_wait_s() -> None:
+    async with channel() as ends:
+        batches = ends.server.batches(3, batch_wait_s=0.01)
+        [asked] = _ask(ends, 0)
+        [request] = await anext(batches)
+        async with request:
+            await request.reply(await answer(request.message))
+        assert (await asked).seed == 0
+
+
+async def test_a_cancelled_request_leaves_its_batch() -> None:
+    async with channel() as ends:
+        batches = ends.server.batches(3, batch_wait_s=_LONG_S)
+        next_batch = asyncio.ensure_future(anext(batches))
+        first, second = _ask(ends, 0, 1, size=BIG)
+        await until(lambda: ends.server.statistics().waiting == 2)
+        assert ends.sender.statistics().in_flight == 2  # waiting requests keep their permits
+        first.cancel()
+        await until(lambda: ends.server.statistics().waiting == 1)
+        third, fourth = _ask(ends, 2, 3)
+        batch = await next_batch
+        assert [request.message.seed for request in batch] == [1, 2, 3]
+        for request in batch:
+            async with request:
+                await request.reply(await answer(request.message))
+        assert [(await asked).seed for asked in (second, third, fourth)] == [1, 2, 3]
+        del request, batch, next_batch
+        await settled(ends)
+
+
+async def test_an_exception_among_the_results_is_raised_in_its_client_only() -> None:
+    async def handle(questions: list[Question]) -> list[object]:
+        return [
+            KeyError("unknown") if question.seed == 1 else await answer(question) for question in questions
+        ]
+
+    async with channel() as ends:
+        serving = asyncio.create_task(ends.server.serve(handle, max_batch=3, batch_wait_s=_LONG_S))
+        good, bad, other = await asyncio.gather(*_ask(ends, 0, 1, 2), return_exceptions=True)
+        assert isinstance(good, Answer)
+        assert isinstance(other, Answer)
+        assert isinstance(bad, RemoteError)
+        assert bad.type_name == "KeyError"
+        await _end(serving)
+
+
+async def test_an_answer_that_cannot_be_encoded_fails_its_request_only() -> None:
+    async def handle(questions: list[Question]) -> list[object]:
+        return [object() if question.seed == 1 else await answer(question) for question in questions]
+
+    async with channel() as ends:
+        with said():
+            serving = asyncio.create_task(ends.server.serve(handle, max_batch=3, batch_wait_s=_LONG_S))
+            good, bad, other = await asyncio.gather(*_ask(ends, 0, 1, 2), return_exceptions=True)
+        assert isinstance(good, Answer)
+        assert isinstance(other, Answer)
+        assert isinstance(bad, RemoteError)
+        assert bad.type_name == "TypeError"
+        await _end(serving)
+
+
+@pytest.mark.parametrize("problem", ["raises", "returns too little"])
+async def test_an_error_of_the_handler_is_raised_in_every_client_and_logged_once(problem: str) -> None:
+    async def handle(questions: list[Question]) -> Sequence[object]:
+        if problem == "raises":
+            raise ValueError("no memory on the GPU")
+        return []
+
+    async with channel() as ends:
+        with said() as texts:
+            serving = asyncio.create_task(ends.server.serve(handle, max_batch=3, batch_wait_s=_LONG_S))
+            failed = await asyncio.gather(*_ask(ends, 0, 1, 2), return_exceptions=True)
+        words = {
+            "raises": "no memory on the GPU",
+            "returns too little": "0 results for a batch of 3 messages",
+        }
+        for error in failed:
+            assert isinstance(error, RemoteError)
+            assert words[problem] in str(error)
+        assert len(texts) == 1
+        assert texts[0].startswith("answering a batch of 3 requests failed")
+        await settled(ends)
+        await _end(serving)
+
+
+async def test_the_handler_is_cancelled_once_no_request_of_its_batch_is_wanted() -> None:
+    started, ended = asyncio.Event(), asyncio.Event()
+
+    async def handle(questions: list[Question]) -> list[Answer]:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return []
+
+    async with channel() as ends:
+        serving = asyncio.create_task(ends.server.serve(handle, max_batch=2, batch_wait_s=_LONG_S))
+        first, second = _ask(ends, 0, 1)
+        await started.wait()
+        first.cancel()
+        await until(lambda: ends.server.statistics().in_hand == 1)
+        assert not ended.is_set()
+        second.cancel()
+        await ended.wait()
+        await settled(ends)
+        await _end(serving)
+
+
+async def test_max_concurrent_counts_the_requests_of_all_batches() -> None:
+    go_on = asyncio.Event()
+    running: list[int] = []
+
+    async def handle(questions: list[Question]) -> list[Answer]:
+        running.append(len(questions))
+        await go_on.wait()
+        return [await answer(question) for question in questions]
+
+    async with channel(16) as ends:
+        limits = {"max_batch": 2, "max_concurrent": 5}
+        with pytest.raises(ValueError, match="max_concurrent must be at least max_batch, which is 2, got 1"):
+            await ends.server.serve(handle, max_batch=2, max_concurrent=1)
+        serving = asyncio.create_task(ends.server.serve(handle, batch_wait_s=_LONG_S, **limits))
+        asking = _ask(ends, *range(8))
+        await until(lambda: running == [2, 2] and ends.server.statistics().waiting == 4)
+        go_on.set()
+        assert [one.seed for one in await asyncio.gather(*asking)] == list(range(8))
+        await _end(serving)
+
+
+async def test_one_batch_is_handled_at_a_time_by_default() -> None:
+    running = most = 0
+
+    async def handle(questions: list[Question]) -> list[Answer]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        running -= 1
+        return [await answer(question) for question in questions]
+
+    async with channel(16) as ends:
+        serving = asyncio.create_task(ends.server.serve(handle, max_batch=4))
+        await asyncio.gather(*_ask(ends, *range(16)))
+        assert most == 1
+        await _end(serving)
+
+
+async def test_a_cancelled_wait_for_a_batch_loses_no_request() -> None:
+    async with channel() as ends:
+        batches = ends.server.batches(3, batch_wait_s=_LONG_S)
+        waiting = asyncio.ensure_future(anext(batches))
+        asking = _ask(ends, 0, 1)
+        await until(lambda: ends.server.statistics().waiting == 2)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        asking += _ask(ends, 2)
+        batch = await anext(batches)
+        assert [request.message.seed for request in batch] == [0, 1, 2]
+        for request in batch:
+            await request.reply(await answer(request.message))
+        await asyncio.gather(*asking)
+
+
+async def test_the_iteration_ends_when_the_server_is_closed() -> None:
+    async with channel() as ends:
+
+        async def collect() -> list[list[Request[Question]]]:
+            return [batch async for batch in ends.server.batches(3, batch_wait_s=_LONG_S)]
+
+        collecting = asyncio.create_task(collect())
+        serving = asyncio.create_task(ends.server.serve(lambda _: asyncio.sleep(0, []), max_batch=3))
+        await asyncio.sleep(0)
+        await ends.server.aclose()
+        assert await collecting == []
+        await serving
+
+
+async def test_messages_that_want_no_answer_are_part_of_batches() -> None:
+    async with channel() as ends:
+        for seed in range(3):
+            await ends.client.send(Question(seed))
+        batch = await anext(ends.server.batches(3, batch_wait_s=_LONG_S))
+        assert [request.message.seed for request in batch] == [0, 1, 2]
+        for request in batch:
+            assert not await request.reply(None)
+        del request, batch
+        await settled(ends)
+
+
+async def test_clients_take_turns_in_a_batch() -> None:
+    async with channel() as ends, MessageClient(ends.place.messages, reply_type=Answer) as other:
+        for seed in range(4):
+            await ends.client.send(Question(seed))
+        await other.send(Question(7))
+        await until(lambda: ends.server.statistics().waiting == 5)
+        batch = await anext(ends.server.batches(3))
+        assert {request.message.seed for request in batch} == {0, 1, 7}
+
+
+@pytest.mark.parametrize(("size", "wait_s"), [(0, 0.0), (-1, 0.0), (1, -1.0)])
+async def test_an_invalid_limit_raises_value_error(size: int, wait_s: float) -> None:
+    with place() as here:
+        async with MessageServer(here.messages, Question) as server:
+            with pytest.raises(ValueError, match=r"max_batch|batch_wait_s"):
+                server.batches(size, batch_wait_s=wait_s)
+            with pytest.raises(ValueError, match=r"max_batch|batch_wait_s"):
+                await server.serve(lambda _: asyncio.sleep(0, []), max_batch=size, batch_wait_s=wait_s)
