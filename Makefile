@@ -4,12 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit test-vllm docs-tables coverage model chaos fuzz soak bench bench-quick bench-serving \
+.PHONY: demo test lint types unit test-lowest test-vllm docs-tables coverage model chaos fuzz soak bench bench-quick bench-serving \
         bench-vllm bench-peers clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
 	@echo "make test    lint, types, and the whole test suite"
+	@echo "make test-lowest   the test suite with the lowest supported version of each dependency"
 	@echo "make test-vllm   install vLLM without its CUDA libraries, and test the integration in its own code"
 	@echo "make docs-tables   write the tables of docs/metrics.md from the declared fields of statistics"
 	@echo "make coverage   the suite again, measured: which branches no test has taken"
@@ -18,7 +19,7 @@ help:
 	@echo "make fuzz    send valid and invalid messages to every kind of peer, for SECONDS=600 from SEED="
 	@echo "make soak    start and end processes for SECONDS=60, or for hours, and check that no resource grows"
 	@echo "make bench   compare the speed of aiotensor with its alternatives and its goals: up to an hour"
-	@echo "make bench-quick   the same in a few minutes, with fewer alternatives"
+	@echo "make bench-quick   the same within a minute, with fewer measurements and alternatives"
 	@echo "make bench-serving   only API servers that send videos to an engine, and write the results into the documents"
 	@echo "make bench-vllm   compare the tensor transport and the broadcast with those of vLLM"
 	@echo "make bench-peers   install the alternatives that are not installed by default, such as Ray"
@@ -60,6 +61,18 @@ $(VENV)/.vllm: tests/vllm/requirements.txt $(VENV)/.test
 	rm -rf $(VENV)/vllm
 	$(PIP) --no-deps --target $(VENV)/vllm --requirement $<
 	@touch $@
+
+# The lowest supported version of each dependency and extra, in an environment of its own. Lint and types are
+# checked with the newest versions only.
+LOWEST := .venv-lowest
+$(LOWEST)/.test: pyproject.toml tests/lowest.py
+	$(PYTHON) -m venv $(LOWEST)
+	$(PYTHON) tests/lowest.py > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt --editable '.[test]'
+	@touch $@
+
+test-lowest: $(LOWEST)/.test
+	$(LOWEST)/bin/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 8 $(ARGS)
 
 test-vllm: $(VENV)/.vllm
 	PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m pytest tests/vllm tests/integrations/vllm $(ARGS)
@@ -118,4 +131,4 @@ bench-peers: $(VENV)/.bench
 	$(PIP) --editable '.[bench-peers]'
 
 clean:
-	rm -rf $(VENV) .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

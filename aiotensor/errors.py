@@ -7,6 +7,7 @@
     |-- DiscardedError          the message of this tensor was discarded
     |-- AlreadyTakenError       the tensor of this handle was received before
     |-- WouldBlockError         a call would have to wait, or has waited, for longer than allowed
+    |   `-- UnavailableError    because no process at the other side has answered
     |-- TooLargeError           the requested amount could never fit
     |-- UnsupportedTensorError  this tensor cannot be sent unchanged (also a TypeError)
     |-- ProtocolError           the peer violated the protocol
@@ -33,6 +34,7 @@ __all__ = [
     "RefusedError",
     "RemoteError",
     "TooLargeError",
+    "UnavailableError",
     "UnsupportedTensorError",
     "UsageError",
     "WouldBlockError",
@@ -109,6 +111,14 @@ class WouldBlockError(AioTensorError):
         super().__init__(text)
         self.messages = messages
         self.bytes = bytes
+
+
+class UnavailableError(WouldBlockError):
+    """No process at the other side has answered, and the call must not wait for one any longer.
+
+    Calls wait for a receiver or a server for at most `max_wait_s`. If none has been connected for `grace_s`
+    seconds, they fail at once. No process has received anything of the message, so the call can be repeated.
+    """
 
 
 class TooLargeError(AioTensorError):

@@ -51,6 +51,9 @@ class TensorSender(LoopObject):
         max_wait_s: the time in seconds after which a wait for a permit, for memory, for other copies, or for
             a receiver that is not connected or does not read, ends with `WouldBlockError`; None for never.
             It applies to each wait separately. An overloaded server can use it to reject work in time.
+        grace_s: the time in seconds for which calls may wait for a receiver that has not been started or was
+            lost. After this time without a receiver, calls raise `UnavailableError` at once; with 0, they
+            never wait for one. None for no limit but `max_wait_s`. It does not apply to `ready`.
         secret_key: the CURVE secret key of this sender, for a receiver at ``tcp://`` on another machine.
         server_key: the CURVE public key of that receiver.
         peer_timeout_s: the time in seconds without an answer after which the receiver at ``tcp://`` is lost;
@@ -72,6 +75,7 @@ class TensorSender(LoopObject):
         keep_warm_s: float | None = 30.0,
         long_wait_s: float | None = 10.0,
         max_wait_s: float | None = None,
+        grace_s: float | None = None,
         secret_key: CurveKey | None = None,
         server_key: CurveKey | None = None,
         peer_timeout_s: float | None = None,
@@ -83,7 +87,7 @@ class TensorSender(LoopObject):
             endpoint, TcpArguments(True, secret_key, server_key, (), peer_timeout_s, engine)
         )
         self._settings = Settings.checked(
-            max_concurrent_videos, arena_bytes, keep_warm_s, long_wait_s, max_wait_s
+            max_concurrent_videos, arena_bytes, keep_warm_s, long_wait_s, max_wait_s, grace_s
         )
         self._errors = ErrorCounter()
         self._counts = new_counts(SenderStatistics)
@@ -163,7 +167,8 @@ class TensorSender(LoopObject):
         Raises:
             UnsupportedTensorError: the tensor would not arrive unchanged; no resources were taken for it.
             TooLargeError: the tensor is larger than `arena_bytes`; no resources were taken for it.
-            WouldBlockError: the call waited for longer than `max_wait_s`, or the wait would never end.
+            WouldBlockError: the call waited for longer than `max_wait_s`, or the wait would never end. It is
+                an `UnavailableError` if no receiver is connected.
             PeerLostError: the receiver died or closed.
             RefusedError: the receiver refused this sender, because of a limit or its version. The next call
                 tries again.

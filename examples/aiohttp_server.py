@@ -15,7 +15,7 @@ from aiohttp import web
 
 from aiotensor import TensorSender
 from aiotensor.channel import MessageClient
-from aiotensor.integrations.aiohttp import client_context, problem_middleware, sender_context
+from aiotensor.integrations.aiohttp import client_context, problem_middleware
 from aiotensor.integrations.prometheus import AioTensorCollector
 from messages import MESSAGES, TENSORS, Summary
 from uploads import Upload
@@ -26,7 +26,6 @@ VIDEOS_AT_ONCE = 4
 MAX_WAIT_S = 5
 
 ADMISSION = web.AppKey("admission", Admission)
-SENDER = web.AppKey("sender", TensorSender)
 CLIENT = web.AppKey("client", MessageClient[Summary])
 
 routes = web.RouteTableDef()
@@ -40,9 +39,9 @@ async def post_video(request: web.Request) -> web.Response:
     upload = Upload(request.content.iter_any(), request.content_length)
     try:
         async with app[ADMISSION]:
-            found = await colours(upload, app[SENDER], app[CLIENT])
+            found = await colours(upload, app[CLIENT])
     except UnreadableVideoError as error:
-        raise web.HTTPUnprocessableEntity(text=str(error)) from error
+        raise web.HTTPBadRequest(text=str(error)) from error
     return web.json_response(found)
 
 
@@ -56,15 +55,12 @@ async def get_metrics(request: web.Request) -> web.Response:
 def make_app() -> web.Application:
     """Make the application."""
 
-    def make_sender() -> TensorSender:
-        return TensorSender(TENSORS, VIDEOS_AT_ONCE, arena_bytes=512 << 20, max_wait_s=MAX_WAIT_S)
-
     def make_client() -> MessageClient[Summary]:
-        return MessageClient(MESSAGES, sender=app[SENDER], reply_type=Summary, max_wait_s=MAX_WAIT_S)
+        sender = TensorSender(TENSORS, VIDEOS_AT_ONCE, arena_bytes=512 << 20, max_wait_s=MAX_WAIT_S)
+        return MessageClient(MESSAGES, sender=sender, reply_type=Summary, max_wait_s=MAX_WAIT_S)
 
     app = web.Application(middlewares=[problem_middleware()])
     app[ADMISSION] = Admission(VIDEOS_AT_ONCE, MAX_WAIT_S)
-    app.cleanup_ctx.append(sender_context(SENDER, make_sender))
     app.cleanup_ctx.append(client_context(CLIENT, make_client))
     app.add_routes(routes)
     return app

@@ -32,16 +32,14 @@ async def main(paths: list[Path]) -> int:
     """Print a line for each file, and return the number of files that failed."""
     failed = 0
     admission = asyncio.Semaphore(FILES_AT_ONCE)
-    async with (
-        TensorSender(TENSORS, max_concurrent_videos=FILES_AT_ONCE) as sender,
-        MessageClient(MESSAGES, sender=sender, reply_type=Summary) as client,
-    ):
+    sender = TensorSender(TENSORS, max_concurrent_videos=FILES_AT_ONCE)
+    async with MessageClient(MESSAGES, sender=sender, reply_type=Summary) as client:
 
         async def process(path: Path) -> None:
             nonlocal failed
             async with admission:
                 try:
-                    found = await colours(LocalFile(path), sender, client)
+                    found = await colours(LocalFile(path), client)
                 except (UnreadableVideoError, AioTensorError, OSError) as error:
                     failed += 1
                     print(f"{path.name}: {error}", file=sys.stderr)

@@ -26,28 +26,32 @@ VIDEOS_AT_ONCE = 4
 MAX_WAIT_S = 5
 
 admission = Admission(VIDEOS_AT_ONCE, MAX_WAIT_S)
-engine = MessageLifespan(
-    lambda: TensorSender(TENSORS, VIDEOS_AT_ONCE, arena_bytes=512 << 20, max_wait_s=MAX_WAIT_S),
-    lambda sender: MessageClient(MESSAGES, sender=sender, reply_type=Summary, max_wait_s=MAX_WAIT_S),
-)
+
+
+def make_client() -> MessageClient[Summary]:
+    """Make the client of a worker."""
+    sender = TensorSender(TENSORS, VIDEOS_AT_ONCE, arena_bytes=512 << 20, max_wait_s=MAX_WAIT_S)
+    return MessageClient(MESSAGES, sender=sender, reply_type=Summary, max_wait_s=MAX_WAIT_S)
+
+
+engine = MessageLifespan(make_client)
 app = FastAPI(lifespan=engine.lifespan)
 engine.install(app)
 prometheus_client.REGISTRY.register(AioTensorCollector())
 
-Sender: TypeAlias = Annotated[TensorSender, Depends(engine.sender)]
 Client: TypeAlias = Annotated[MessageClient[Summary], Depends(engine.client)]
 
 
 @app.post("/videos")
-async def post_video(request: Request, sender: Sender, client: Client) -> list[list[float]]:
+async def post_video(request: Request, client: Client) -> list[list[float]]:
     """Answer with the mean colour of each frame, as red, green and blue from 0 to 255."""
     length = request.headers.get("content-length")
     upload = Upload(request.stream(), int(length) if length else None)
     try:
         async with admission:
-            return await colours(upload, sender, client)
+            return await colours(upload, client)
     except UnreadableVideoError as error:
-        raise HTTPException(422, str(error)) from error
+        raise HTTPException(400, str(error)) from error
 
 
 @app.get("/metrics")

@@ -19,7 +19,7 @@ import av
 import numpy as np
 import torch
 
-from aiotensor import TensorSender, WouldBlockError
+from aiotensor import WouldBlockError
 from aiotensor.channel import MessageClient
 from messages import Batch, Summary
 
@@ -185,15 +185,14 @@ class Decoder:
             self._failure = error.with_traceback(None)
 
 
-async def colours(source: Source, sender: TensorSender, client: MessageClient[Summary]) -> list[list[float]]:
+async def colours(source: Source, client: MessageClient[Summary]) -> list[list[float]]:
     """Return the mean colour of each frame of a video, as found by the engine.
 
     Call it for an admitted video. Cancelling stops the decoder and the engine, and releases the memory.
 
     Args:
         source: the file; this closes it.
-        sender: a sender to the engine.
-        client: a client of the engine, with this sender.
+        client: a client of the engine, with a sender.
 
     Raises:
         UnreadableVideoError: the file is no video, or is damaged.
@@ -203,23 +202,21 @@ async def colours(source: Source, sender: TensorSender, client: MessageClient[Su
     found: list[list[float]] = []
     async with Decoder(source) as decoder:
         await decoder.open()
-        while more := await _next_colours(decoder, sender, client):
+        while more := await _next_colours(decoder, client):
             found += more
     return found
 
 
-async def _next_colours(
-    decoder: Decoder, sender: TensorSender, client: MessageClient[Summary]
-) -> list[list[float]]:
+async def _next_colours(decoder: Decoder, client: MessageClient[Summary]) -> list[list[float]]:
     """Return the colours of the next batch; none at the end of the video.
 
     A separate function, so that the memory of a batch is free before the next one is allocated.
     """
-    limits = sender.statistics()
+    limits = client.senders[0].statistics()
     share = limits.arena_bytes // limits.max_concurrent_videos
     frame_bytes = decoder.height * decoder.width * 3
     batch_frames = min(max(share // frame_bytes, 1), MAX_BATCH_FRAMES)
-    async with sender.message() as permit:
+    async with client.permit() as permit:
         frames = await permit.allocate((batch_frames, decoder.height, decoder.width, 3), torch.uint8)
         count = await decoder.read(frames.numpy())
         if not count:

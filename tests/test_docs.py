@@ -97,6 +97,8 @@ async def test_the_server_and_the_engine_of_the_readme_answer_an_upload(tmp_path
             colours = [frame.to_ndarray(format="rgb24")[::8, ::8] for frame in video.decode(video=0)]
         assert answer.json()["frames"] == len(colours)
         assert answer.json()["colour"] == pytest.approx(np.mean(colours, axis=(0, 1, 2)).tolist(), abs=0.01)
+        refused = await _answer(url.replace("8000", str(port)), b"not a video")
+        assert (refused.status_code, refused.json()) == (400, {"detail": "the body is not a video"})
         for process, number, status in zip(started[::-1], ("SIGTERM", "SIGINT"), (0, -2), strict=True):
             process.send_signal(signal.Signals[number])
             _, errors = await process.communicate()
@@ -108,6 +110,17 @@ async def test_the_server_and_the_engine_of_the_readme_answer_an_upload(tmp_path
                 process.kill()
                 await process.wait()
         shutil.rmtree(place)
+
+
+def test_the_programs_of_different_pages_do_not_share_addresses() -> None:
+    pages: dict[str, list[str]] = {}
+    for page in PAGES:
+        text = "".join(_blocks("python", page))
+        for address in set(re.findall(r"(?:unix|ipc):///tmp/[\w.{}()-]+", text)):
+            pages.setdefault(address, []).append(page)
+
+    assert pages
+    assert all(len(of) == 1 for of in pages.values()), pages
 
 
 def test_the_program_with_a_handle_of_the_guide_runs_as_pasted(tmp_path: Path) -> None:

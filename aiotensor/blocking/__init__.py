@@ -16,7 +16,7 @@ and does not keep the interpreter from exiting.
 """
 
 from aiotensor.blocking.broadcast import Publisher, Subscriber
-from aiotensor.blocking.messages import MessageClient, MessageServer, Request
+from aiotensor.blocking.messages import MessageClient, MessageServer, Permit, Request
 from aiotensor.blocking.ranks import KVPipe, RankPipe
 from aiotensor.blocking.tensors import OpenMessage, TensorReceiver, TensorSender
 
@@ -25,6 +25,7 @@ __all__ = [
     "MessageClient",
     "MessageServer",
     "OpenMessage",
+    "Permit",
     "Publisher",
     "RankPipe",
     "Request",

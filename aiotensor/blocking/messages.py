@@ -3,18 +3,21 @@
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, overload
+
+import torch
 
 import aiotensor
 from aiotensor import channel
 from aiotensor.blocking.portal import BlockingObject, until_closed
 from aiotensor.blocking.tensors import OpenMessage, TensorReceiver, TensorSender
-from aiotensor.channel.request import leave, reply_while_wanted
+from aiotensor.channel.batches import checked_results
+from aiotensor.channel.request import fail_batch, leave, reply_while_wanted
 from aiotensor.channel.server import take_ready
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.types import ClientStatistics, CurveKey, ServerStatistics
 
-__all__ = ["MessageClient", "MessageServer", "Request"]
+__all__ = ["MessageClient", "MessageServer", "Permit", "Request"]
 
 M = TypeVar("M")
 R = TypeVar("R")
@@ -42,6 +45,7 @@ class MessageClient(BlockingObject[channel.MessageClient[R], ClientStatistics], 
         secret_key: CurveKey | None = None,
         server_key: CurveKey | None = None,
         max_wait_s: float | None = None,
+        grace_s: float | None = None,
         linger_s: float = 1.0,
     ) -> None:
         super().__init__(
@@ -58,33 +62,57 @@ class MessageClient(BlockingObject[channel.MessageClient[R], ClientStatistics], 
                 secret_key=secret_key,
                 server_key=server_key,
                 max_wait_s=max_wait_s,
+                grace_s=grace_s,
                 linger_s=linger_s,
             )
         )
-        self._kept = sender, receiver  # otherwise, the garbage collector could close them
+        if sender is None or isinstance(sender, TensorSender):
+            sender = () if sender is None else (sender,)
+        self._senders = tuple(sender)
+        self._receiver = receiver  # otherwise, the garbage collector could close it
+
+    @property
+    def senders(self) -> tuple[TensorSender, ...]:
+        """The senders, in the order of the servers; empty if this client has none."""
+        return self._senders
+
+    def permit(self, *, timeout: float | None = None) -> "Permit":
+        """Return a permit for one request: ``with client.permit() as permit``.
+
+        Entering the permit waits for it, at most `timeout` seconds.
+        """
+        return Permit(self, self.call(self.inner.permit), timeout)
 
     def request(
         self,
         message: object,
         *,
         target: int | None = None,
-        inside: OpenMessage | None = None,
+        inside: "OpenMessage | Permit | None" = None,
+        idempotent: bool = False,
         timeout: float | None = None,
     ) -> R:
         """Send a message, and return the answer to it.
 
         Arguments, waiting and errors are those of `aiotensor.channel.MessageClient.request`, but `inside` is
-        a message of a blocking sender. A timeout cancels the request.
+        a blocking permit or message. A timeout cancels the request.
         """
         block = None if inside is None else inside.inner
-        return self.wait_for(self.inner.request, message, target=target, inside=block, timeout=timeout)
+        return self.wait_for(
+            self.inner.request,
+            message,
+            target=target,
+            inside=block,
+            idempotent=idempotent,
+            timeout=timeout,
+        )
 
     def send(
         self,
         message: object,
         *,
         target: int | None = None,
-        inside: OpenMessage | None = None,
+        inside: "OpenMessage | Permit | None" = None,
         timeout: float | None = None,
     ) -> None:
         """Send a message without requesting an answer.
@@ -94,6 +122,51 @@ class MessageClient(BlockingObject[channel.MessageClient[R], ClientStatistics], 
         """
         block = None if inside is None else inside.inner
         self.wait_for(self.inner.send, message, target=target, inside=block, timeout=timeout)
+
+
+class Permit:
+    """A permit for one request, made by `MessageClient.permit`.
+
+    Use it as ``with client.permit() as permit``; waiting and errors are those of `aiotensor.channel.Permit`.
+    """
+
+    def __init__(self, client: MessageClient[Any], inner: channel.Permit, timeout: float | None) -> None:
+        self._client = client
+        self.inner = inner
+        self._timeout = timeout
+        self._is_acquired = False
+
+    def __repr__(self) -> str:
+        return f"<aiotensor.blocking.{repr(self.inner)[1:]}"
+
+    def __enter__(self) -> Self:
+        try:
+            self._client.wait_for(self.inner.__aenter__, timeout=self._timeout)
+        except BaseException as error:
+            if (
+                not self._is_acquired
+            ):  # a signal may have interrupted this thread after the permit was granted
+                self.__exit__(type(error), error, error.__traceback__)
+            raise
+        self._is_acquired = True
+        return self
+
+    def allocate(
+        self, shape: Sequence[int], dtype: torch.dtype, *, timeout: float | None = None
+    ) -> torch.Tensor:
+        """Return an uninitialized tensor in shared memory for the request, which is sent without a copy."""
+        return self._client.wait_for(self.inner.allocate, shape, dtype, timeout=timeout)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._client.inner.affinity.is_left_in_child(error):
+            return
+        try:
+            self._client.wait_for(self.inner.__aexit__, kind, error, trace)
+        except ClosedError:
+            if kind is None:
+                raise
 
 
 class Request(Generic[M]):
@@ -242,19 +315,74 @@ class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], 
                 raise
             return request
 
-    def serve(self, handler: Callable[[M], object]) -> None:
+    def batches(self, max_batch: int, *, batch_wait_s: float = 0.0) -> Iterator[list[Request[M]]]:
+        """Iterate over batches of requests, until this server is closed.
+
+        Arguments and errors are those of `aiotensor.channel.MessageServer.batches`.
+        """
+        batches = self.inner.batches(max_batch, batch_wait_s=batch_wait_s)
+
+        def next_batch() -> list[Request[M]]:
+            return [Request(self, request) for request in self.wait_for(self._next, batches)]
+
+        return until_closed(next_batch)
+
+    @overload
+    def serve(self, handler: Callable[[M], object]) -> None: ...
+
+    @overload
+    def serve(
+        self, handler: Callable[[list[M]], Sequence[object]], *, max_batch: int, batch_wait_s: float = 0.0
+    ) -> None: ...
+
+    def serve(
+        self,
+        handler: Callable[[Any], Any],
+        *,
+        max_batch: int | None = None,
+        batch_wait_s: float = 0.0,
+    ) -> None:
         """Answer every message with the result of a function, called in this thread.
 
         Returns when this server is closed. An `Exception` in the function reaches the client as
         `RemoteError`, and is logged. Other exceptions, such as `SystemExit`, propagate, and the client gets
         `PeerLostError`.
 
+        With `max_batch`, the function is called with a list of messages, and returns a sequence with a result
+        for each of them; see `aiotensor.channel.MessageServer.serve`.
+
         Args:
-            handler: called with each message; returns the answer.
+            handler: called with each message, or with each list of messages; returns the answer, or a
+                sequence of answers.
+            max_batch: the maximum number of messages in a batch; None to handle each message by itself.
+            batch_wait_s: the time in seconds for which the first message of a batch may wait for others.
         """
-        for request in self:
+        if max_batch is None:
+            for request in self:
+                with request:
+                    request.reply(handler(request.message))
+        else:
+            for batch in self.batches(max_batch, batch_wait_s=batch_wait_s):
+                self._answer_batch(handler, batch)
+
+    def _answer_batch(self, handler: Callable[[list[M]], Sequence[object]], batch: list[Request[M]]) -> None:
+        try:
+            results = checked_results(handler([request.message for request in batch]), len(batch))
+        except BaseException as error:
+            inner = [request.inner for request in batch]
+            try:
+                self.call(fail_batch, inner, error)
+            except ClosedError:
+                fail_batch(inner, error)  # no client waits for an answer
+            if not isinstance(error, Exception):
+                raise
+            return
+        for request, result in zip(batch, results, strict=True):
             with request:
-                request.reply(handler(request.message))
+                if isinstance(result, Exception):
+                    request.fail(result)
+                else:
+                    request.reply(result)
 
 
 def _inner_senders(

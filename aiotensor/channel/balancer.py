@@ -4,21 +4,26 @@ A message is sent to the server with the least load: the number of this client's
 number of other clients' messages in the latest report of the server. Only a server that can take the message
 immediately is chosen; otherwise the message waits for the first server that can. So no message waits for a
 busy server while another one is free, and no message is sent to two servers.
+
+A permit that is acquired before its tensors exist is reserved without a choice: as many permits remain free,
+at any of the servers, as there are reservations. A server is chosen when the first tensor is placed.
 """
 
 import asyncio
+import enum
 import random
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import NamedTuple
 
 from aiotensor.channel.remote_server import RemoteServer
-from aiotensor.errors import ClosedError, WouldBlockError
+from aiotensor.errors import AioTensorError, ClosedError, UnavailableError, WouldBlockError
 from aiotensor.runtime.waiting import at_most
 from aiotensor.sending.capacity import SenderCapacity
 from aiotensor.types import Usage
 
-__all__ = ["Balancer"]
+__all__ = ["Balancer", "Need"]
 
 # The minimum time between two attempts to connect to a server or a receiver that has refused this client.
 _AT_MOST_EVERY_S = 1.0
@@ -27,6 +32,32 @@ _AT_MOST_EVERY_S = 1.0
 # less than a tenth of a message is ignored: otherwise a server that was busy once might never be chosen
 # again. In a simulation, the shares of three servers differed by at most 12 % with 1, 4 and 8 clients.
 _AGES_BY, _COUNTS_FROM = 0.7, 0.1
+
+
+class Need(enum.Enum):
+    """The capacity that a call needs; each of these has a place in the order in which calls are served."""
+
+    RESERVED = "a server with a free permit, for a permit that was reserved"
+    TENSORS = "a server with a free permit, besides the reserved ones"
+    PERMIT = "a free permit at any server, to be reserved"
+    MESSAGE = "a server, for a message without tensors that need a permit"
+
+
+# The calls of one queue are served in order. Calls for permits share a queue, so that none starves.
+_QUEUE = {Need.RESERVED: 0, Need.TENSORS: 1, Need.PERMIT: 1, Need.MESSAGE: 2}
+
+
+class _Grant(NamedTuple):
+    """The result of a wait: a server, or None for a reserved permit."""
+
+    server: RemoteServer | None
+
+
+class _Wait(NamedTuple):
+    """A call that waits."""
+
+    future: "asyncio.Future[_Grant]"
+    need: Need
 
 
 class Balancer:
@@ -42,12 +73,13 @@ class Balancer:
     ) -> None:
         self._servers = list(senders)
         self._senders = senders
+        self._max_wait_s = max_wait_s
         waits = (sender.max_wait_s for sender in senders.values() if sender is not None)
         limits = [limit for limit in (max_wait_s, *waits) if limit is not None]
-        self._max_wait_s = {True: min(limits, default=None), False: max_wait_s}  # by `needs_sender`
+        self._max_wait_of_permits_s = min(limits, default=None)
         self._retry_senders_at = 0.0
-        # Waiting calls, by whether their tensors need a permit of the server's sender.
-        self._waiting: dict[bool, deque[asyncio.Future[RemoteServer]]] = {True: deque(), False: deque()}
+        self._queues: tuple[deque[_Wait], ...] = deque(), deque(), deque()
+        self._reserved = 0  # the number of reserved permits
         self._granted = Counter[RemoteServer]()  # the number of calls that have not continued yet
         self._reports = 0
         # The number of messages of other clients at each server, and the number of the last report.
@@ -67,16 +99,17 @@ class Balancer:
     @property
     def waiting(self) -> int:
         """The number of calls that wait for a server."""
-        return sum(map(len, self._waiting.values()))
+        return sum(map(len, self._queues))
 
-    async def choose(self, *, needs_sender: bool) -> RemoteServer:
+    async def choose(self, need: Need) -> RemoteServer:
         """Wait until a server can take a message, and return the one with the least load.
 
         The caller must begin to send the message, and count it, before its next await. Cancellation grants
         the chosen server to the next call.
 
         Args:
-            needs_sender: whether the message needs a permit of the server's sender.
+            need: the required capacity. `RESERVED` requires that the caller has reserved a permit; it calls
+                `cancel_reservation` once it has acquired a permit of the server's sender.
 
         Raises:
             RefusedError: no server can be reached, and the server that was tried last has refused this client
@@ -84,14 +117,39 @@ class Balancer:
             PeerLostError: no server can be reached, and the connection that was tried last has failed.
             AccessDeniedError: no server can be reached, and the server that was tried last belongs to another
                 user, or does not accept the key.
-            WouldBlockError: no server could take the message within `max_wait_s`.
+            WouldBlockError: no server could take the message within `max_wait_s`. It is an `UnavailableError`
+                if no server is connected; that is raised at once after the grace period.
             ClosedError: this client was closed.
         """
         self._try_again()
-        chosen = None if self._waiting[needs_sender] else self._pick(needs_sender=needs_sender)
-        while chosen is None or chosen.session is None:  # it may have been lost after it was granted
-            chosen = await self._wait(needs_sender=needs_sender)
-        return chosen
+        self._check_outages()
+        while True:
+            grant = None if self._queues[_QUEUE[need]] else self._try(need)
+            if grant is None:
+                grant = await self._wait(need)
+            if grant.server is not None and grant.server.session is not None:
+                return grant.server
+            # It was lost after it was granted.
+
+    async def reserve(self) -> RemoteServer | None:
+        """Wait until a permit is free at any server, reserve it, and return None.
+
+        If no sender can send any more, the call returns a connected server instead: its sender raises the
+        error that explains why. Errors are those of `choose`. Cancellation releases the permit.
+        """
+        self._try_again()
+        self._check_outages()
+        grant = None if self._queues[_QUEUE[Need.PERMIT]] else self._try(Need.PERMIT)
+        if grant is None:
+            grant = await self._wait(Need.PERMIT)
+        elif grant.server is None:
+            self._reserved += 1
+        return grant.server
+
+    def cancel_reservation(self) -> None:
+        """Release a reserved permit."""
+        self._reserved -= 1
+        self.changed()
 
     def changed(self) -> None:
         """Choose again soon, because a server was connected or lost, or can take a message again."""
@@ -111,51 +169,71 @@ class Balancer:
         self._is_closed = True
         self._serve()
 
-    async def _wait(self, *, needs_sender: bool) -> RemoteServer:
+    async def _wait(self, need: Need) -> _Grant:
+        """Wait until the required capacity is available, and return the grant."""
         if not self.waiting:
             self._retried = None
-        queue, future = self._waiting[needs_sender], asyncio.get_running_loop().create_future()
-        queue.append(future)
+        queue = self._queues[_QUEUE[need]]
+        wait = _Wait(asyncio.get_running_loop().create_future(), need)
+        queue.append(wait)
         self.changed()
         try:
-            limit_s = self._max_wait_s[needs_sender]
+            limit_s = self._max_wait_s if need is Need.MESSAGE else self._max_wait_of_permits_s
             async with at_most(limit_s, lambda: self._timed_out(limit_s)):
-                chosen: RemoteServer = await future
+                grant = await wait.future
         except BaseException as error:
-            with suppress(ValueError):  # a server was granted in this iteration
-                queue.remove(future)
-            has_timed_out = isinstance(error, WouldBlockError)
-            if not future.done() or future.cancelled() or future.exception() is not None:
-                found = self._pick(needs_sender=needs_sender) if has_timed_out else None
-                if found is None:  # no server became available in this iteration either
-                    raise
-                return found
-            chosen = future.result()
-            if not has_timed_out:
-                self._granted[chosen] -= 1
-                self.changed()
+            with suppress(ValueError):  # it was granted in this iteration
+                queue.remove(wait)
+            late = self._late_grant(wait, has_timed_out=isinstance(error, WouldBlockError))
+            if late is None:
                 raise
+            grant = late
         finally:
-            del future  # an error that it holds refers to this frame
-        self._granted[chosen] -= 1
-        return chosen
+            del wait  # an error that its future holds refers to this frame
+        if grant.server is not None:
+            self._granted[grant.server] -= 1
+        return grant
+
+    def _late_grant(self, wait: _Wait, *, has_timed_out: bool) -> _Grant | None:
+        """Return a grant that a call got in the iteration in which it timed out, or gets now.
+
+        The grant of a cancelled call is returned to the others.
+        """
+        future = wait.future
+        if future.done() and not future.cancelled() and future.exception() is None:
+            if has_timed_out:
+                return future.result()
+            self._count(future.result(), -1)
+            self.changed()
+            return None
+        grant = self._try(wait.need) if has_timed_out else None
+        if grant is not None:
+            self._count(grant, 1)
+        return grant
+
+    def _count(self, grant: _Grant, change: int) -> None:
+        """Count a grant until its call uses it, with 1, or return an unused grant, with -1."""
+        if grant.server is None:
+            self._reserved += change
+        else:
+            self._granted[grant.server] += change
 
     def _serve(self) -> None:
-        """Grant servers to waiting calls, in the order of the calls."""
+        """Grant capacity to the waiting calls, in their order."""
         for handle in (self._soon, self._later):
             if handle is not None:
                 handle.cancel()
         self._soon = self._later = None
-        for needs_sender, queue in self._waiting.items():
+        for queue in self._queues:
             while queue:
-                if queue[0].done():  # cancelled in this iteration
+                if queue[0].future.done():  # cancelled in this iteration
                     queue.popleft()
                     continue
-                chosen = self._pick(needs_sender=needs_sender)
-                if chosen is None:
+                grant = self._try(queue[0].need)
+                if grant is None:
                     break
-                self._granted[chosen] += 1
-                queue.popleft().set_result(chosen)
+                self._count(grant, 1)
+                queue.popleft().future.set_result(grant)
         if self.waiting:
             self._find_servers()
 
@@ -169,14 +247,29 @@ class Balancer:
                 self._retried.try_again()
                 return
             failed = self._servers[0] if self._retried is None else self._retried
-            for queue in self._waiting.values():
-                for future in queue:
-                    if not future.done():
-                        future.set_exception(failed.failure or ClosedError("this MessageClient was closed"))
-                queue.clear()
+            self._fail_all(lambda: failed.failure or ClosedError("this MessageClient was closed"))
+        elif self._are_unavailable:
+            self._fail_all(self._unavailable)
         elif any(server.is_hopeless for server in self._servers) or self._failed_senders:
             self._try_again()
             self._later = asyncio.get_running_loop().call_later(_AT_MOST_EVERY_S, self._serve)
+
+    def _fail_all(self, make_error: Callable[[], AioTensorError]) -> None:
+        for queue in self._queues:
+            for wait in queue:
+                if not wait.future.done():
+                    wait.future.set_exception(make_error())
+            queue.clear()
+
+    @property
+    def _are_unavailable(self) -> bool:
+        """Whether all servers have been unavailable for longer than the grace period."""
+        return all(server.outage.is_too_long for server in self._servers)
+
+    def _check_outages(self) -> None:
+        # A server that has refused this client is unavailable as well, but its error is more precise.
+        if self._are_unavailable and not all(server.is_hopeless for server in self._servers):
+            raise self._unavailable()
 
     def _try_again(self) -> None:
         for server in self._servers:
@@ -191,26 +284,34 @@ class Balancer:
     def _failed_senders(self) -> list[SenderCapacity]:
         return [sender for sender in self._senders.values() if sender is not None and sender.has_failed]
 
-    def _pick(self, *, needs_sender: bool) -> RemoteServer | None:
-        """Return the least loaded server that can take a message immediately; None if there is none."""
+    def _try(self, need: Need) -> _Grant | None:
+        """Return what a call needs, if it is available now: the least loaded server, or a permit."""
         ready = [server for server in self._rotation if server.session is not None]
-        if needs_sender:
+        if need is not Need.MESSAGE:
             working = [one for one in ready if (sender := self._senders[one]) and not sender.has_failed]
             if ready and not working:
-                return ready[0]  # its sender raises the error that explains why
+                return _Grant(ready[0])  # its sender raises the error that explains why
             ready = working
-        able = [server for server in ready if self._can_take(server, needs_sender=needs_sender)]
+            if need is not Need.RESERVED and sum(map(self._free_permits, ready)) <= self._reserved:
+                return None
+            if need is Need.PERMIT:
+                return _Grant(None)
+            ready = [server for server in ready if self._free_permits(server)]
+        able = [server for server in ready if self._has_credit(server)]
         chosen = min(able, key=self._load_of, default=None)
-        if chosen is not None:
-            self._rotation.remove(chosen)
-            self._rotation.append(chosen)
-        return chosen
+        if chosen is None:
+            return None
+        self._rotation.remove(chosen)
+        self._rotation.append(chosen)
+        return _Grant(chosen)
 
-    def _can_take(self, server: RemoteServer, *, needs_sender: bool) -> bool:
-        granted, sender = self._granted[server], self._senders[server]
-        if server.session is None or server.session.credit <= server.being_sent + granted:
-            return False
-        return sender is None or not needs_sender or sender.free_permits > granted
+    def _has_credit(self, server: RemoteServer) -> bool:
+        session = server.session
+        return session is not None and session.credit > server.being_sent + self._granted[server]
+
+    def _free_permits(self, server: RemoteServer) -> int:
+        sender = self._senders[server]
+        return 0 if sender is None else max(0, sender.free_permits - self._granted[server])
 
     def _load_of(self, server: RemoteServer) -> float:
         others, report = self._others.get(server, (0, 0))
@@ -218,9 +319,15 @@ class Balancer:
         own = server.in_flight + self._granted[server]
         return own + (aged if aged >= _COUNTS_FROM else 0.0)
 
+    def _unavailable(self) -> UnavailableError:
+        return UnavailableError(
+            f"none of the {len(self._servers)} servers has been reached for the grace period",
+            messages=Usage(requested=1),
+        )
+
     def _timed_out(self, limit_s: float | None) -> WouldBlockError:
         is_connected = any(server.session is not None for server in self._servers)
         why = "has had capacity for this message" if is_connected else "could be reached"
-        return WouldBlockError(
+        return (WouldBlockError if is_connected else UnavailableError)(
             f"none of the {len(self._servers)} servers {why} for {limit_s} s", messages=Usage(requested=1)
         )

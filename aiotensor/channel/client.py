@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Generic, Self, TypeVar
 
@@ -9,11 +10,12 @@ from aiotensor.channel import options
 from aiotensor.channel.memory import MessageMemory
 from aiotensor.channel.outgoing_requests import OutgoingRequests
 from aiotensor.channel.payloads import drop_answer
+from aiotensor.channel.permits import Permit
 from aiotensor.channel.remote_server import RemoteServer
 from aiotensor.codec import TensorDecoder
 from aiotensor.receiver import TensorReceiver
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
-from aiotensor.runtime.waiting import seconds_or_never
+from aiotensor.runtime.waiting import grace_period, seconds_or_never
 from aiotensor.sender import OpenMessage, TensorSender
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.transports.address import label_of
@@ -43,12 +45,13 @@ class MessageClient(LoopObject, Generic[R]):
     lists; encoding takes less than half as long. Put large data into tensors or arrays, which avoids both.
 
     Args:
-        address: the address of the server: ``ipc://`` and an absolute path, or ``tcp://`` with a host and a
-            port; for several servers, a sequence of addresses. Host names are resolved in threads, and again
-            every second until a server is found; an unresolved name counts as a server that has not started.
-        sender: an open sender to the receiver of the server; close it after this client. For several servers,
-            a sequence with one sender for each server, in the same order. None to send tensors as part of the
-            messages.
+        address: the address of the server: ``ipc://`` and an absolute path, ``engine://`` and the folder of
+            an engine, or ``tcp://`` with a host and a port; for several servers, a sequence of addresses.
+            Host names are resolved in threads, and again every second until a server is found; an unresolved
+            name counts as a server that has not started.
+        sender: a sender to the receiver of the server. For several servers, a sequence with one sender for
+            each server, in the same order. A sender that is not open is opened and closed with this client;
+            close an open one after this client. None to send tensors as part of the messages.
         receiver: an open receiver for the tensors of answers, if the server has a sender to it. Do not
             iterate over it.
         reply_type: the type of the answers, as msgspec accepts it; answers are validated against it.
@@ -72,6 +75,9 @@ class MessageClient(LoopObject, Generic[R]):
         max_wait_s: the time in seconds after which a wait for a connection, or for a server to accept the
             message, ends with `WouldBlockError`; it applies to each wait separately. None for no limit. It
             does not limit the wait for an answer.
+        grace_s: the time in seconds for which calls may wait for a server that has not been started or was
+            lost. After this time without a connection, calls raise `UnavailableError` at once; with 0, they
+            never wait for a server. None for no limit but `max_wait_s`.
         linger_s: the maximum time in seconds for which `aclose` waits until messages are sent.
 
     Raises:
@@ -95,6 +101,7 @@ class MessageClient(LoopObject, Generic[R]):
         secret_key: CurveKey | None = None,
         server_key: CurveKey | None = None,
         max_wait_s: float | None = None,
+        grace_s: float | None = None,
         linger_s: float = 1.0,
     ) -> None:
         self.affinity = LoopAffinity("MessageClient")
@@ -121,18 +128,25 @@ class MessageClient(LoopObject, Generic[R]):
             **keys,
         }
         self._max_wait_s = seconds_or_never("max_wait_s", max_wait_s)
+        self._grace_s = grace_period(grace_s)
         self._linger_s = options.seconds("linger_s", linger_s)
         self._receiver = receiver
         self._decoder: TensorDecoder[R] = TensorDecoder(reply_type)
         self._requests: OutgoingRequests[R] | None = None  # None before opening
+        self._opened_senders = AsyncExitStack()
         self._counts = new_counts(ClientStatistics)
 
     async def __aenter__(self) -> Self:
         self.affinity.enter()
         try:
+            for sender in dict.fromkeys(self._senders):
+                if sender is not None and not sender.affinity.was_entered:
+                    self._opened_senders.push_async_exit(await sender.__aenter__())
+            self.affinity.check()  # another task may have closed it in the meantime
             context = begin()
-        except OSError:
+        except BaseException:
             self.affinity.close()
+            await self._opened_senders.aclose()
             raise
         memory = MessageMemory()
         receiver = "" if self._receiver is None else self._receiver.id
@@ -144,6 +158,7 @@ class MessageClient(LoopObject, Generic[R]):
                 receiver,
                 self._limits,
                 self._max_wait_s,
+                self._grace_s,
                 partial(drop_answer, memory, self._receiver),
             )
             for address in self._addresses
@@ -167,8 +182,30 @@ class MessageClient(LoopObject, Generic[R]):
             raise AssertionError("a client that is open has its requests")
         return self._requests
 
+    def permit(self) -> Permit:
+        """Return a permit for one request: ``async with client.permit() as permit``.
+
+        Entering the permit waits for one of `max_concurrent_videos` of any server's sender. It also waits for
+        a server: without one, it raises the errors of `request`.
+
+        Raises:
+            UsageError: this client has no sender, is not open, or belongs to another thread or event loop.
+            ClosedError: this client was closed.
+        """
+        return self._opened().permit(self._errors)
+
+    @property
+    def senders(self) -> tuple[TensorSender, ...]:
+        """The senders, in the order of the servers; empty if this client has none."""
+        return tuple(sender for sender in self._senders if sender is not None)
+
     async def request(
-        self, message: object, *, target: int | None = None, inside: OpenMessage | None = None
+        self,
+        message: object,
+        *,
+        target: int | None = None,
+        inside: OpenMessage | Permit | None = None,
+        idempotent: bool = False,
     ) -> R:
         """Send a message, and return the answer to it.
 
@@ -179,11 +216,14 @@ class MessageClient(LoopObject, Generic[R]):
             target: the index of the server among several, from 0; by default, the least loaded connected
                 server that can take the message immediately. While there is none, the message waits for the
                 first one; if that server is lost before the message is sent, it waits for the next.
-            inside: an open message of the sender, for callers that acquire the permit before they create the
-                tensors, so that the permit also limits video decoding, for example: ``async with
-                sender.message() as permit: ... await client.request(message, inside=permit)``. The request
-                completes the open message when all tensors are sent, and discards it if the request fails
-                after sending a tensor.
+            inside: a permit of this client, for callers that acquire it before they create the tensors, so
+                that permits also limit video decoding, for example: ``async with client.permit() as permit:
+                ... await client.request(message, inside=permit)``; or an open message of the sender. The
+                request completes the permit's message when all tensors are sent, and discards it if the
+                request fails after sending a tensor.
+            idempotent: whether a server may do the work twice without harm. If the server is lost before it
+                has answered, the message is then sent once more, with a new permit: to another server, or to
+                the next one at the same address. The message must not change until the call returns.
 
         Waits for the server, for a permit and memory if the message has tensors, for credit and queue space,
         and for the answer. Cancellation notifies the server, which cancels the task that answers, and
@@ -199,7 +239,8 @@ class MessageClient(LoopObject, Generic[R]):
             AccessDeniedError: the server belongs to another user, or does not accept this client's key.
             ProtocolError: the answer is not of `reply_type`, or its tensors cannot be received.
             WouldBlockError: all of the sender's memory is held by messages that wait for more of it, or a
-                wait exceeded the `max_wait_s` of this client, the sender or the receiver.
+                wait exceeded the `max_wait_s` of this client, the sender or the receiver. It is an
+                `UnavailableError` if no server is connected.
             OSError: the machine has no shared memory, no descriptors or no threads left.
             TypeError: part of the message cannot be encoded; `TensorEncoder.encode` lists further errors.
             UnsupportedTensorError: a tensor would arrive changed; no permit or memory was used for it.
@@ -212,7 +253,9 @@ class MessageClient(LoopObject, Generic[R]):
         try:
             box = [message]
             del message  # so that only the caller keeps its tensors alive during the wait
-            answer = await self._opened().request(box, target, inside)
+            requests = self._opened()
+            request = requests.request_repeatable if idempotent else requests.request
+            answer = await request(box, target, inside)
         except BaseException as error:
             self._errors.add(error)
             self._counts["failures"] += isinstance(error, Exception)
@@ -222,7 +265,7 @@ class MessageClient(LoopObject, Generic[R]):
         return answer
 
     async def send(
-        self, message: object, *, target: int | None = None, inside: OpenMessage | None = None
+        self, message: object, *, target: int | None = None, inside: OpenMessage | Permit | None = None
     ) -> None:
         """Send a message without requesting an answer.
 
@@ -248,6 +291,7 @@ class MessageClient(LoopObject, Generic[R]):
             waiting=0 if requests is None else requests.waiting,
             servers_lost=sum(server.lost for server in servers),
             errors=self._errors.counts(),
+            engines=tuple(server.statistics() for server in servers),
         )
 
     async def aclose(self) -> None:
@@ -260,7 +304,8 @@ class MessageClient(LoopObject, Generic[R]):
         was_open = self.affinity.close()
         if was_open and self._requests is not None:
             with self.affinity.leaving():
-                await self._requests.close(self._linger_s)
+                async with self._opened_senders:
+                    await self._requests.close(self._linger_s)
 
     def _details(self) -> list[str]:
         details = ["at " + ",".join(label_of(address.text) for address in self._addresses)]

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Mapping
+from time import monotonic
 from typing import Generic, TypeVar
 
 import torch
 
-from aiotensor.channel.balancer import Balancer
+from aiotensor.channel.balancer import Balancer, Need
 from aiotensor.channel.memory import MessageMemory
 from aiotensor.channel.payloads import (
     QUICK_TENSORS,
@@ -15,15 +16,27 @@ from aiotensor.channel.payloads import (
     discard,
     send_tensors,
 )
+from aiotensor.channel.permits import Permit, message_of
 from aiotensor.channel.remote_server import RemoteServer
 from aiotensor.channel.server_session import SentRequest
 from aiotensor.codec import TensorDecoder
 from aiotensor.codec.payload import Payload, pack, unpack
-from aiotensor.errors import AlreadyTakenError, ClosedError, DiscardedError, PeerLostError, ProtocolError
+from aiotensor.errors import (
+    AlreadyTakenError,
+    ClosedError,
+    DiscardedError,
+    PeerLostError,
+    ProtocolError,
+    RemoteError,
+    UsageError,
+)
 from aiotensor.protocol.parts import check_parts
 from aiotensor.receiver import TensorReceiver, has_seen
 from aiotensor.sender import OpenMessage, TensorSender, capacity_of
 from aiotensor.sending.open_message import owner_of
+from aiotensor.statistics import registry
+from aiotensor.statistics.counters import ErrorCounter
+from aiotensor.transports.address import label_of
 from aiotensor.transports.zeromq.context import ZmqContext, end
 
 __all__ = ["OutgoingRequests"]
@@ -75,6 +88,8 @@ class OutgoingRequests(Generic[R]):
                 server.connect()
             else:
                 server.connect(self._balancer.changed, self._balancer.reported)
+        loop = asyncio.get_running_loop()
+        self._entries = [registry.add(one, label_of(one.address.text), loop) for one in self.servers]
 
     @property
     def waiting(self) -> int:
@@ -94,15 +109,61 @@ class OutgoingRequests(Generic[R]):
             await end(self._context)
         finally:
             self._memory.close()
+            for entry in self._entries:
+                registry.remove(entry)
 
-    async def request(self, box: list[object], target: int | None, inside: OpenMessage | None) -> R:
+    def permit(self, errors: ErrorCounter) -> Permit:
+        """Return a new permit; see `MessageClient.permit`.
+
+        Raises:
+            UsageError: this client has no sender.
+        """
+        if not self._has_senders:
+            raise UsageError(
+                "this MessageClient has no sender, and only senders have permits: pass "
+                "sender=TensorSender(...)"
+            )
+        balancer = self._balancer
+
+        async def only_server() -> RemoteServer:
+            [server] = self.servers
+            if server.session is None:
+                await server.ready()
+            return server
+
+        def sender_of(server: RemoteServer) -> TensorSender:
+            sender = self._senders[server]
+            if sender is None:
+                raise AssertionError("all servers have senders, or none")
+            return sender
+
+        return Permit(only_server if balancer is None else balancer.reserve, balancer, sender_of, errors)
+
+    async def request_repeatable(
+        self, box: list[object], target: int | None, inside: OpenMessage | Permit | None
+    ) -> R:
+        """Request an answer as `request` does, and send the message once more if its server is lost."""
+        again = box.copy()
+        try:
+            return await self.request(box, target, inside)
+        except PeerLostError:
+            self._counts["retries"] += 1
+        return await self.request(again, target, None)
+
+    async def request(self, box: list[object], target: int | None, inside: OpenMessage | Permit | None) -> R:
         """Send the message in the list `box`, and return the answer; see `MessageClient.request`."""
         server, request = await self._ask(box, target, inside, wants_answer=True)
+        began = monotonic()
         try:
             if request.answer is None:
                 raise AssertionError("an answer was requested")
-            return await self._open_answer(await request.answer)
-        except BaseException:
+            answer = await request.answer
+            server.counts["answers"] += 1
+            server.replies.add(monotonic() - began)
+            return await self._open_answer(answer)
+        except BaseException as error:
+            server.counts["failures"] += isinstance(error, RemoteError)
+            server.counts["requests_lost"] += isinstance(error, PeerLostError)
             request.session.cancel(request)
             discard(self._senders[server], request.handles)
             raise
@@ -113,7 +174,7 @@ class OutgoingRequests(Generic[R]):
             # The request holds an error whose traceback refers to this frame, and to frames with tensors.
             del request
 
-    async def send(self, box: list[object], target: int | None, inside: OpenMessage | None) -> None:
+    async def send(self, box: list[object], target: int | None, inside: OpenMessage | Permit | None) -> None:
         """Send the message in the list `box` without requesting an answer; see `MessageClient.send`."""
         server, _ = await self._ask(box, target, inside, wants_answer=False)
         server.in_flight -= 1
@@ -139,9 +200,16 @@ class OutgoingRequests(Generic[R]):
         return self.servers[number]
 
     async def _ask(
-        self, box: list[object], target: int | None, inside: OpenMessage | None, *, wants_answer: bool
+        self,
+        box: list[object],
+        target: int | None,
+        inside: OpenMessage | Permit | None,
+        *,
+        wants_answer: bool,
     ) -> tuple[RemoteServer, SentRequest]:
         """Send a message, count it as in flight at its server, and return the server and the sent message."""
+        if isinstance(inside, Permit):
+            inside = await message_of(inside)
         balancer = self._balancer if target is None and inside is None else None
         payload = await pack(box, has_sender=self._has_senders)
         lost: set[RemoteServer] = set()
@@ -152,8 +220,8 @@ class OutgoingRequests(Generic[R]):
                     if server.session is None:
                         await server.ready()
                 else:
-                    needs_sender = self._has_senders and bool(payload.tensors)
-                    server = await balancer.choose(needs_sender=needs_sender)
+                    needs_permit = self._has_senders and bool(payload.tensors)
+                    server = await balancer.choose(Need.TENSORS if needs_permit else Need.MESSAGE)
                 server.in_flight += 1
                 server.being_sent += 1
                 request: SentRequest | None = None
@@ -173,6 +241,7 @@ class OutgoingRequests(Generic[R]):
                         self._balancer.changed()
                 if request is not None:
                     self._counts["messages_sent"] += 1
+                    server.counts["messages_sent"] += 1
                     return server, request
                 if balancer is None and (payload.tensors or inside is not None):
                     # Its tensors belong to a lost server, so the message does not wait for the next one.

@@ -28,6 +28,7 @@ from aiotensor.errors import (
     PeerLostError,
     ProtocolError,
     RefusedError,
+    UnavailableError,
     WouldBlockError,
     again,
 )
@@ -37,13 +38,15 @@ from aiotensor.protocol.exchange import ServerHello
 from aiotensor.protocol.parts import PartLimits
 from aiotensor.runtime.descriptors import copy_of
 from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.outage import Outage
 from aiotensor.runtime.waiting import Waiters, at_most
+from aiotensor.statistics.counters import WaitCounter, new_counts, snapshot
 from aiotensor.transports.users import check_owner, check_user
 from aiotensor.transports.zeromq.addresses import Address, Target
 from aiotensor.transports.zeromq.context import ZmqContext
 from aiotensor.transports.zeromq.dialing import DIALING_OPTIONS, Dialer
 from aiotensor.transports.zeromq.sockets import LoopSocket
-from aiotensor.types import Usage
+from aiotensor.types import EngineStatistics, Usage
 
 __all__ = ["RemoteServer"]
 
@@ -68,6 +71,7 @@ class RemoteServer:
         limits: the limits on the parts and the body of an answer.
         max_wait_s: the time in seconds after which a wait for the server, or for credit, fails; None for no
             limit.
+        grace_s: the time in seconds without a server after which no call waits for it; None for no limit.
         drop: called with an answer whose request was cancelled.
 
     Attributes:
@@ -76,8 +80,11 @@ class RemoteServer:
         in_flight: the number of messages that are being sent, or wait for an answer; counted by the client.
         being_sent: the number of messages that are being sent; counted by the client.
         lost: the number of servers that were lost at this address.
+        counts: the counters of `EngineStatistics`; some are counted by the client.
+        replies: counts the durations until answers; counted by the client.
         refused_at: the time at which the last connection ended or failed permanently, in seconds by the clock
             of the event loop.
+        outage: measures for how long no server has accepted this client.
     """
 
     def __init__(
@@ -88,10 +95,13 @@ class RemoteServer:
         receiver: str,
         limits: PartLimits,
         max_wait_s: float | None,
+        grace_s: float | None,
         drop: Callable[[ReceivedAnswer], None],
     ) -> None:
         self.session: ServerSession | None = None
         self.in_flight = self.being_sent = self.lost = 0
+        self.counts = new_counts(EngineStatistics)
+        self.replies = WaitCounter()
         self.refused_at = 0.0
         self._context = context
         self.address = address
@@ -99,6 +109,8 @@ class RemoteServer:
         self._receiver = receiver
         self._limits = limits
         self._max_wait_s = max_wait_s
+        self._grace_s = grace_s
+        self.outage = Outage(grace_s, self._unavailable_for_long)
         self._drop = drop
         self._changed: Callable[[], object] | None = None
         self._reported: Callable[[RemoteServer, int], object] | None = None
@@ -119,6 +131,7 @@ class RemoteServer:
             reported: called with this server and the number of messages of other clients there.
         """
         self._changed, self._reported = changed, reported
+        self.outage.begin()
         self._connect()
 
     def _connect(self) -> None:
@@ -154,6 +167,7 @@ class RemoteServer:
         """Close, and fail waiting requests; ZeroMQ has `linger_s` seconds to send accepted messages."""
         self._dialer.close()
         self._end(error, linger_s)
+        self.outage.end()
 
     async def ready(self) -> ServerSession:
         """Wait until a server is connected, and return its session; retries after a permanent failure.
@@ -163,7 +177,7 @@ class RemoteServer:
             PeerLostError: ZeroMQ cannot connect to the address, or one side closed the connection because of
                 an error.
             AccessDeniedError: the server belongs to another user, or does not accept the key.
-            WouldBlockError: no server was connected within `max_wait_s`.
+            UnavailableError: no server was connected within `max_wait_s`, or has been for the grace period.
             ClosedError: this client was closed.
         """
         self.try_again()
@@ -172,6 +186,8 @@ class RemoteServer:
                 while self.session is None:
                     if self.failure is not None:
                         raise self.failure
+                    if self.outage.is_too_long:
+                        raise self.unavailable()
                     await self._waiters.wait()
         except WouldBlockError:
             if self.session is None:  # a server may have connected in this iteration of the loop
@@ -181,13 +197,27 @@ class RemoteServer:
     def _wait_limit(self) -> AbstractAsyncContextManager[None]:
         return at_most(self._max_wait_s, self._timed_out)
 
+    def _unavailable_for_long(self) -> None:
+        self._waiters.wake()
+        self._notify()
+
+    def unavailable(self) -> UnavailableError:
+        """Return the error of a call after a long outage."""
+        return self._unreached(f"has not been reached for the grace period of {self._grace_s:g} s")
+
     def _timed_out(self) -> WouldBlockError:
-        is_ready = self.session is not None
-        why = "has had no capacity for this message" if is_ready else "could not be reached"
-        more = f"; {self._dialer.reason}" if self._dialer.reason and not is_ready else ""
+        if self.session is None:
+            return self._unreached(f"could not be reached for {self._max_wait_s:g} s")
         return WouldBlockError(
-            f"the server at {self.address.text} {why} for {self._max_wait_s:g} s{more}",
+            f"the server at {self.address.text} has had no capacity for this message for "
+            f"{self._max_wait_s:g} s",
             messages=Usage(None, self.in_flight, 1),
+        )
+
+    def _unreached(self, reason: str) -> UnavailableError:
+        more = f"; {self._dialer.reason}" if self._dialer.reason else ""
+        return UnavailableError(
+            f"the server at {self.address.text} {reason}{more}", messages=Usage(None, self.in_flight, 1)
         )
 
     @property
@@ -293,6 +323,7 @@ class RemoteServer:
         match frame:
             case ServerHello():
                 self.session = attempt
+                self.outage.end()
                 self._waiters.wake()
                 if self._reported is not None:
                     self._reported(self, 0)
@@ -310,9 +341,11 @@ class RemoteServer:
         was_ready = self.session is not None
         lost = 0 if self.session is None else self.session.unanswered
         self.lost += was_ready
+        is_refusal = isinstance(loss.error, RefusedError)
+        self.counts["refusals" if is_refusal else "losses"] += is_refusal or was_ready
         self._end(loss.error, linger_s)
         logger.log(
-            logging.WARNING if lost or isinstance(loss.error, RefusedError) else logging.INFO,
+            logging.WARNING if lost or is_refusal else logging.INFO,
             "%s; %s messages will get no reply",
             loss.error,
             lost,
@@ -332,7 +365,18 @@ class RemoteServer:
                 self._dialer.again()
         self._notify()
 
+    def statistics(self) -> EngineStatistics:
+        """Return the current messages of the client here, and their totals."""
+        return snapshot(
+            EngineStatistics,
+            self.counts,
+            connected=int(self.session is not None),
+            in_flight=self.in_flight,
+            replies=self.replies.waits(),
+        )
+
     def _refuse(self, error: AccessDeniedError) -> None:
+        self.counts["refusals"] += 1
         logger.error(
             "%s",
             error,
@@ -351,6 +395,7 @@ class RemoteServer:
         self._dialer.end()
         self.refused_at = asyncio.get_running_loop().time()
         session, self.session = self.session, None
+        self.outage.begin()
         self._failure = error
         if session is not None:
             session.end(error)

@@ -2,24 +2,20 @@
 
 ::
 
-    SENDER = web.AppKey("sender", TensorSender)
     CLIENT = web.AppKey("client", MessageClient[Answer])
 
+    def make_client() -> MessageClient[Answer]:
+        sender = TensorSender("unix:///run/engine.tensors", max_concurrent_videos=4, max_wait_s=5)
+        return MessageClient("ipc:///run/engine.messages", sender=sender, reply_type=Answer)
+
     app = web.Application(middlewares=[problem_middleware()])
-    app.cleanup_ctx.append(
-        sender_context(SENDER, lambda: TensorSender("unix:///run/engine.tensors", 4, max_wait_s=5))
-    )
-    app.cleanup_ctx.append(
-        client_context(
-            CLIENT,
-            lambda: MessageClient("ipc:///run/engine.messages", sender=app[SENDER], reply_type=Answer),
-        )
-    )
+    app.cleanup_ctx.append(client_context(CLIENT, make_client))
     web.run_app(app, handler_cancellation=True)
 
-A handler then uses ``request.app[SENDER]``. With `handler_cancellation`, aiohttp cancels a handler whose
-client disconnects, so that its permit and memory are released at once. The gunicorn worker of aiohttp has no
-such option: pass it a coroutine function that returns ``web.AppRunner(app, handler_cancellation=True)``.
+A handler then uses ``request.app[CLIENT]``, and acquires a permit with ``request.app[CLIENT].permit()``. With
+`handler_cancellation`, aiohttp cancels a handler whose client disconnects, so that its permit and memory are
+released at once. The gunicorn worker of aiohttp has no such option: pass it a coroutine function that returns
+``web.AppRunner(app, handler_cancellation=True)``.
 """
 
 import asyncio
@@ -27,8 +23,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeAlias, TypeVar
 
-from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiotensor.runtime.extras import not_installed
+
+try:
+    from aiohttp import web
+    from aiohttp.typedefs import Handler, Middleware
+except ModuleNotFoundError as error:
+    raise not_installed(error, __name__) from None
 
 from aiotensor.channel import MessageClient
 from aiotensor.errors import AioTensorError
@@ -41,7 +42,7 @@ from aiotensor.integrations.limits import (
     UploadBudget,
 )
 from aiotensor.integrations.problems import MEDIA_TYPE, log_cut_off, problem_of
-from aiotensor.integrations.serving import serving
+from aiotensor.integrations.serving import serving, serving_client
 from aiotensor.runtime.logs import logger_of
 from aiotensor.sender import TensorSender
 
@@ -76,17 +77,22 @@ def sender_context(
     return context
 
 
-def client_context(key: web.AppKey[MessageClient[R]], make: Callable[[], MessageClient[R]]) -> Context:
+def client_context(
+    key: web.AppKey[MessageClient[R]], make: Callable[[], MessageClient[R]], *, drain_s: float = 5.0
+) -> Context:
     """Return a context for `cleanup_ctx` that opens a message client for the lifetime of an application.
 
     Args:
         key: the key under which the application stores the client.
-        make: a function that creates the client, called in each worker when the application starts, after the
-            earlier contexts.
+        make: a function that creates the client, called in each worker when the application starts. For
+            several engines, the client has several addresses. Its senders need not be open: the client opens
+            and closes them.
+        drain_s: the time in seconds that the receivers have at shutdown to take the messages that were sent;
+            the rest is discarded. Keep it below the shutdown timeout of the server's supervisor.
     """
 
     async def context(app: web.Application) -> AsyncIterator[None]:
-        async with make() as app[key]:
+        async with serving_client(make, drain_s) as app[key]:
             yield
 
     return context

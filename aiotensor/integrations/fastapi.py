@@ -2,10 +2,11 @@
 
 ::
 
-    engine = MessageLifespan(
-        lambda: TensorSender("unix:///run/engine.tensors", max_concurrent_videos=4, max_wait_s=5),
-        lambda sender: MessageClient("ipc:///run/engine.messages", sender=sender, reply_type=Answer),
-    )
+    def make_client() -> MessageClient[Answer]:  # called in each worker
+        sender = TensorSender("unix:///run/engine.tensors", max_concurrent_videos=4, max_wait_s=5)
+        return MessageClient("ipc:///run/engine.messages", sender=sender, reply_type=Answer)
+
+    engine = MessageLifespan(make_client)
     app = FastAPI(lifespan=engine.lifespan)
     engine.install(app)
 
@@ -13,7 +14,7 @@
     async def post_video(
         request: Request,
         client: Annotated[MessageClient[Answer], Depends(engine.client)],
-        permit: Annotated[OpenMessage, Depends(engine.permit, scope="function")],
+        permit: Annotated[Permit, Depends(engine.permit, scope="function")],
     ) -> ...:
         frames = await decode(request)
         answer = await client.request(Video(frames), inside=permit)
@@ -26,18 +27,23 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
-from starlette.applications import Starlette
-from starlette.exceptions import WebSocketException
-from starlette.requests import HTTPConnection
-from starlette.responses import Response
-from starlette.status import WS_1011_INTERNAL_ERROR, WS_1013_TRY_AGAIN_LATER
-from starlette.websockets import WebSocket, WebSocketState
+from aiotensor.runtime.extras import not_installed
 
-from aiotensor.channel import MessageClient
+try:
+    from starlette.applications import Starlette
+    from starlette.exceptions import WebSocketException
+    from starlette.requests import HTTPConnection
+    from starlette.responses import Response
+    from starlette.status import WS_1011_INTERNAL_ERROR, WS_1013_TRY_AGAIN_LATER
+    from starlette.websockets import WebSocket, WebSocketState
+except ModuleNotFoundError as error:
+    raise not_installed(error, __name__) from None
+
+from aiotensor.channel import MessageClient, Permit
 from aiotensor.errors import AioTensorError, UsageError
 from aiotensor.integrations.limits import MIN_UPLOAD_RATE, UPLOAD_GRACE_S, RequestLimits
 from aiotensor.integrations.problems import ANSWERED_ERRORS, MEDIA_TYPE, problem_of
-from aiotensor.integrations.serving import serving
+from aiotensor.integrations.serving import serving, serving_client
 from aiotensor.integrations.watching import WatchRequests, watch
 from aiotensor.sender import OpenMessage, TensorSender
 
@@ -46,8 +52,49 @@ __all__ = ["MessageLifespan", "TensorLifespan"]
 R = TypeVar("R")
 T = TypeVar("T")
 
+_BEGUN = "this lifespan has already begun: create one for each application"
 
-class TensorLifespan:
+
+class _Lifespan:
+    """The error responses and the limits on requests of an application.
+
+    Args:
+        drain_s: the time in seconds that engines have at shutdown to take the messages that were sent.
+        retry_after_s: the time in seconds after which a client should retry a request answered with 503.
+        limits: the limits on requests that use the engine.
+    """
+
+    def __init__(self, drain_s: float, retry_after_s: float, limits: RequestLimits) -> None:
+        self._drain_s = drain_s
+        self._retry_after_s = retry_after_s
+        self._limits = limits
+
+    def install(self, app: Starlette) -> None:
+        """Add the error responses and the cancellation of requests to an application."""
+        app.add_middleware(WatchRequests, retry_after_s=self._retry_after_s)
+        for error in ANSWERED_ERRORS:
+            app.add_exception_handler(error, self.answer_error)
+
+    async def answer_error(self, connection: HTTPConnection, error: Exception) -> Response:
+        """Return the problem JSON response for an error of this library; `install` registers this method.
+
+        Raises:
+            WebSocketException: the error belongs to an accepted web socket, which is closed with the reason.
+            Exception: `error` itself, if it is an error of the application.
+        """
+        problem = problem_of(error, self._retry_after_s) if isinstance(error, AioTensorError) else None
+        if problem is None:
+            raise error
+        if (
+            isinstance(connection, WebSocket)
+            and connection.application_state is not WebSocketState.CONNECTING
+        ):
+            code = WS_1011_INTERNAL_ERROR if problem.retry_after is None else WS_1013_TRY_AGAIN_LATER
+            raise WebSocketException(code, problem.reason) from error
+        return Response(problem.body, problem.status, problem.headers, MEDIA_TYPE)
+
+
+class TensorLifespan(_Lifespan):
     """Open a sender for the lifetime of an application, and provide it to the handlers.
 
     A request whose handler uses the sender is cancelled when its client disconnects, so that its permit and
@@ -83,24 +130,12 @@ class TensorLifespan:
         upload_grace_s: float = UPLOAD_GRACE_S,
         deadline_s: float | None = None,
     ) -> None:
+        super().__init__(drain_s, retry_after_s, RequestLimits(min_upload_rate, upload_grace_s, deadline_s))
         self._make_sender = make_sender
-        self._drain_s = drain_s
-        self._retry_after_s = retry_after_s
-        self._limits = RequestLimits(min_upload_rate, upload_grace_s, deadline_s)
         self._sender: TensorSender | None = None
 
     def __repr__(self) -> str:
-        opened = [one for one in self._opened() if one is not None]
-        return f"<{type(self).__name__} {', '.join(map(repr, opened)) or 'not running'}>"
-
-    def _opened(self) -> list[object]:
-        return [self._sender]
-
-    def install(self, app: Starlette) -> None:
-        """Add the error responses and the cancellation of requests to an application."""
-        app.add_middleware(WatchRequests, retry_after_s=self._retry_after_s)
-        for error in ANSWERED_ERRORS:
-            app.add_exception_handler(error, self.answer_error)
+        return f"<TensorLifespan {'not running' if self._sender is None else self._sender}>"
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncIterator[None]:
@@ -113,7 +148,7 @@ class TensorLifespan:
             UsageError: another application is using this object: create one for each application.
         """
         if self._sender is not None:
-            raise UsageError("this lifespan has already begun: create one for each application")
+            raise UsageError(_BEGUN)
         async with serving(self._make_sender, self._drain_s) as self._sender:
             try:
                 yield
@@ -156,39 +191,24 @@ class TensorLifespan:
         async with (await self.sender(connection)).message() as message:
             yield message
 
-    async def answer_error(self, connection: HTTPConnection, error: Exception) -> Response:
-        """Return the problem JSON response for an error of this library; `install` registers this method.
 
-        Raises:
-            WebSocketException: the error belongs to an accepted web socket, which is closed with the reason.
-            Exception: `error` itself, if it is an error of the application.
-        """
-        problem = problem_of(error, self._retry_after_s) if isinstance(error, AioTensorError) else None
-        if problem is None:
-            raise error
-        if (
-            isinstance(connection, WebSocket)
-            and connection.application_state is not WebSocketState.CONNECTING
-        ):
-            code = WS_1011_INTERNAL_ERROR if problem.retry_after is None else WS_1013_TRY_AGAIN_LATER
-            raise WebSocketException(code, problem.reason) from error
-        return Response(problem.body, problem.status, problem.headers, MEDIA_TYPE)
+class MessageLifespan(_Lifespan, Generic[R]):
+    """Open a message client for the lifetime of an application, and provide it to the handlers.
 
-
-class MessageLifespan(TensorLifespan, Generic[R]):
-    """Open a sender, and a message client that uses it, for the lifetime of an application.
+    A request whose handler uses the client is cancelled when its client disconnects, so that its permit and
+    memory are released at once. Errors become responses as for `TensorLifespan`.
 
     Args:
-        make_sender: a function that creates the sender, called in each worker when the application starts.
-        make_client: a function that creates the client, called with that sender.
+        make_client: a function that creates the client, called in each worker when the application starts.
+            For several engines, the client has several addresses. Its senders need not be open: the client
+            opens and closes them.
 
     The other arguments are those of `TensorLifespan`.
     """
 
     def __init__(
         self,
-        make_sender: Callable[[], TensorSender],
-        make_client: Callable[[TensorSender], MessageClient[R]],
+        make_client: Callable[[], MessageClient[R]],
         *,
         drain_s: float = 5.0,
         retry_after_s: float = 5.0,
@@ -196,24 +216,19 @@ class MessageLifespan(TensorLifespan, Generic[R]):
         upload_grace_s: float = UPLOAD_GRACE_S,
         deadline_s: float | None = None,
     ) -> None:
-        super().__init__(
-            make_sender,
-            drain_s=drain_s,
-            retry_after_s=retry_after_s,
-            min_upload_rate=min_upload_rate,
-            upload_grace_s=upload_grace_s,
-            deadline_s=deadline_s,
-        )
+        super().__init__(drain_s, retry_after_s, RequestLimits(min_upload_rate, upload_grace_s, deadline_s))
         self._make_client = make_client
         self._client: MessageClient[R] | None = None
 
-    def _opened(self) -> list[object]:
-        return [self._sender, self._client]
+    def __repr__(self) -> str:
+        return f"<MessageLifespan {'not running' if self._client is None else self._client}>"
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncIterator[None]:
-        """Open the sender and the client while an application runs; see `TensorLifespan.lifespan`."""
-        async with super().lifespan(app), self._make_client(self.opened_sender) as self._client:
+        """Open the client while an application runs; see `TensorLifespan.lifespan`."""
+        if self._client is not None:
+            raise UsageError(_BEGUN)
+        async with serving_client(self._make_client, self._drain_s) as self._client:
             try:
                 yield
             finally:
@@ -238,6 +253,23 @@ class MessageLifespan(TensorLifespan, Generic[R]):
         """
         watch(connection.scope, self._limits)
         return self.opened_client
+
+    async def permit(self, connection: HTTPConnection) -> AsyncIterator[Permit]:
+        """Acquire a permit for one request, as a dependency: ``Depends(engine.permit, scope="function")``.
+
+        Waits for the permit before the handler begins, and before a handler that reads its own body has read
+        any of it, so the permits also bound the number of concurrent decoders. With several engines, the
+        permit belongs to none of them until the handler places the first tensor. Without this scope, FastAPI
+        releases the permit after the response, when an error can no longer be reported to the client.
+
+        Raises:
+            UsageError: the application is not running, `install` was not called for it, or the client has no
+                sender.
+            AioTensorError: no permit could be acquired, for example because none was free within the
+                sender's `max_wait_s`.
+        """
+        async with (await self.client(connection)).permit() as permit:
+            yield permit
 
 
 def _opened(one: T | None) -> T:

@@ -23,6 +23,7 @@ from aiotensor.errors import (
     RefusedError,
     RemoteError,
     TooLargeError,
+    UnavailableError,
     WouldBlockError,
 )
 from aiotensor.integrations.limits import OverdueError, SlowUploadError
@@ -45,8 +46,9 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
         status: the HTTP status.
         title: the standard phrase for the status.
         detail: the reason in words, for people.
-        reason: the reason as an identifier, for programs: ``busy``, ``deadline``, ``exhausted``,
-            ``engine_lost``, ``engine_failed``, ``refused``, ``slow_upload`` or ``too_large``.
+        reason: the reason as an identifier, for programs: ``busy``, ``deadline``,
+            ``engine_failed``, ``engine_lost``, ``engine_unavailable``, ``exhausted``, ``refused``,
+            ``slow_upload`` or ``too_large``.
         retry_after: the seconds after which to try again; None if that would not help.
     """
 
@@ -114,6 +116,7 @@ def log_cut_off(error: AioTensorError | OSError) -> None:
 
 ANSWERED_ERRORS: Final = (
     WouldBlockError,
+    UnavailableError,
     PeerLostError,
     RefusedError,
     DiscardedError,
@@ -132,6 +135,9 @@ def _answer_to(error: AioTensorError | OSError) -> tuple[HTTPStatus, str, str] |
         case OverdueError():
             detail = "the server could not answer in time: try again later"
             return HTTPStatus.SERVICE_UNAVAILABLE, detail, "deadline"
+        case UnavailableError() | RemoteError(type_name=UnavailableError.__name__):
+            detail = "the engine is not available: try again later"
+            return HTTPStatus.SERVICE_UNAVAILABLE, detail, "engine_unavailable"
         case WouldBlockError() | RemoteError(type_name=WouldBlockError.__name__):
             detail = "the server is overloaded: try again later"
             return HTTPStatus.SERVICE_UNAVAILABLE, detail, "busy"

@@ -1,16 +1,20 @@
-"""Open a sender for the lifetime of a server, and drain it at shutdown."""
+"""Open a sender or a client for the lifetime of a server, and drain the senders at shutdown."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
 
+from aiotensor.channel import MessageClient
 from aiotensor.errors import ClosedError, PeerLostError, RefusedError
 from aiotensor.runtime.logs import logger_of
 from aiotensor.sender import TensorSender
 
-__all__ = ["serving"]
+__all__ = ["serving", "serving_client"]
 
 logger = logger_of("integrations")
+
+R = TypeVar("R")
 
 
 @asynccontextmanager
@@ -27,17 +31,37 @@ async def serving(make: Callable[[], TensorSender], drain_s: float) -> AsyncIter
         try:
             yield sender
         finally:
-            try:
-                # If the receiver is lost, the sender has logged the loss of its messages. If the application
-                # has closed the sender, nothing is left to drain.
-                with suppress(PeerLostError, RefusedError, ClosedError):
-                    async with asyncio.timeout(drain_s):
-                        await sender.drain()
-            except TimeoutError:
-                discarded = sender.discard_all()
-                logger.warning(
-                    "%s messages were not taken within %g s of shutdown and were discarded",
-                    discarded,
-                    drain_s,
-                    extra={"event": "messages_discarded", "messages_lost": discarded, "waited_s": drain_s},
-                )
+            await _drain([sender], drain_s)
+
+
+@asynccontextmanager
+async def serving_client(
+    make: Callable[[], MessageClient[R]], drain_s: float
+) -> AsyncIterator[MessageClient[R]]:
+    """Open a client for as long as a server runs, and drain its senders at shutdown, as `serving` does."""
+    async with make() as client:
+        try:
+            yield client
+        finally:
+            await _drain(client.senders, drain_s)
+
+
+async def _drain(senders: Sequence[TensorSender], drain_s: float) -> None:
+    try:
+        async with asyncio.timeout(drain_s):
+            await asyncio.gather(*map(_drain_one, senders))
+    except TimeoutError:
+        discarded = sum(sender.discard_all() for sender in senders if sender.affinity.is_open)
+        logger.warning(
+            "%s messages were not taken within %g s of shutdown and were discarded",
+            discarded,
+            drain_s,
+            extra={"event": "messages_discarded", "messages_lost": discarded, "waited_s": drain_s},
+        )
+
+
+async def _drain_one(sender: TensorSender) -> None:
+    # If the receiver is lost, the sender has logged the loss of its messages. If the application has closed
+    # the sender, nothing is left to drain.
+    with suppress(PeerLostError, RefusedError, ClosedError):
+        await sender.drain()

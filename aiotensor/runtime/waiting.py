@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 
 from aiotensor.errors import AioTensorError
 
-__all__ = ["Waiters", "at_most", "seconds_or_never"]
+__all__ = ["Waiters", "at_most", "grace_period", "seconds_or_never"]
 
 _NO_LIMIT: AbstractAsyncContextManager[None] = nullcontext()
 
@@ -36,6 +36,13 @@ def seconds_or_never(name: str, value: float | None) -> float | None:
     """Validate and return a number of seconds; None means never."""
     if value is not None and not value > 0:
         raise ValueError(f"{name} must be positive, or None, got {value}")
+    return value
+
+
+def grace_period(value: float | None) -> float | None:
+    """Validate and return the time in seconds for which calls may wait for a peer; None for no limit."""
+    if value is not None and not 0 <= value < 2**31:
+        raise ValueError(f"grace_s must be at least 0, or None, got {value}")
     return value
 
 

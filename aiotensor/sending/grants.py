@@ -50,7 +50,7 @@ class Grants:
         counts: the counters of the sender.
         errors: counts the errors of the calls of the sender.
         listeners: the objects to notify when a new message may have become possible.
-        receiver_pid: called for the log; returns the process id of the receiver, or None if it is unknown.
+        receiver_pid: returns the process id of the receiver, or None if none has answered.
 
     Attributes:
         failure: the reason why no message can be sent any more; None while messages can be sent.
@@ -141,6 +141,12 @@ class Grants:
             errors=self._errors.counts(),
         )
 
+    def fail_waiting(self, make_error: Callable[[], AioTensorError]) -> None:
+        """End all current waits, each with a new error."""
+        self.permits.fail_waiting(make_error)
+        self.memory.gate.fail_waiting(make_error)
+        self.changes.wake()
+
     def fail(self) -> None:
         """End all current and future waits for resources."""
         self.permits.fail(self.error)
@@ -215,8 +221,7 @@ class Grants:
             self.failure = error
             self.fail()
         else:
-            self.permits.fail_waiting(lambda: again(error))
-            self.memory.gate.fail_waiting(lambda: again(error))
+            self.fail_waiting(lambda: again(error))
         lost = list(self.messages)
         for message in lost:
             message.loss = error
@@ -278,9 +283,8 @@ class Grants:
             with _counted(self._await_bytes, allocation):
                 return await self.memory.acquire(nbytes, message)
         except StuckError:
-            raise self.holders.would_block(
-                _STUCK if allocation is None else _STUCK_IN_COPY, 0, nbytes
-            ) from None
+            reason = _STUCK if allocation is None else _STUCK_IN_COPY
+            raise self.holders.would_block(reason, 0, nbytes, for_receiver=False) from None
         finally:
             message.awaits_bytes -= 1
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Collection
 
-from aiotensor.errors import WouldBlockError
+from aiotensor.errors import UnavailableError, WouldBlockError
 from aiotensor.runtime.logs import logger_of
 from aiotensor.sending.gates import Gate
 from aiotensor.sending.memory import Memory
@@ -27,7 +27,7 @@ class Holders:
         permits: the waits for permits.
         memory: the shared memory of the sender.
         settings: the limits of the sender.
-        receiver_pid: called for the log; returns the process id of the receiver, or None if it is unknown.
+        receiver_pid: returns the process id of the receiver, or None if none has answered.
     """
 
     def __init__(
@@ -104,16 +104,21 @@ class Holders:
         """Return the error of a wait that exceeded `max_wait_s`; the arguments are those of `would_block`."""
         return self.would_block(f"{reason} for {self._settings.max_wait_s:g} s", messages, nbytes)
 
-    def would_block(self, reason: str, messages: int, nbytes: int) -> WouldBlockError:
-        """Return the error of a call that would have to wait.
+    def would_block(
+        self, reason: str, messages: int, nbytes: int, *, for_receiver: bool = True
+    ) -> WouldBlockError:
+        """Return the error of a call that would have to wait; an `UnavailableError` without a receiver.
 
         Args:
             reason: the reason, with which the text of the error begins.
             messages: the number of permits that the call requested.
             nbytes: the bytes of shared memory that the call requested.
+            for_receiver: whether a receiver could end the wait.
         """
         permits, memory = self._permits.budget, self._memory.gate.budget
-        return WouldBlockError(
+        is_available = self._receiver_pid() is not None or not for_receiver
+        kind = WouldBlockError if is_available else UnavailableError
+        return kind(
             f"{reason} ({permits.in_use} of {permits.limit} messages and {memory.in_use} of {memory.limit} "
             f"bytes in use, {nbytes} bytes requested, {self._memory.largest_free} bytes free in one piece)",
             messages=Usage(permits.limit, permits.in_use, messages),

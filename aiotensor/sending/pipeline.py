@@ -124,6 +124,8 @@ class Pipeline:
                 other tensors.
         """
         grants = self.grants
+        if self.sessions.outage.is_too_long:
+            raise self.sessions.unavailable()
         permit = self._permits.budget.try_request(1)
         if permit is None:
             waiting = self._permits.acquire(1) if allocation is None else grants.permit_with(allocation)

@@ -41,6 +41,8 @@ class Readiness:
         try:
             async with at_most(self._max_wait_s, self._nothing_read):
                 while not self._sessions.is_ready:
+                    if self._sessions.outage.is_too_long:
+                        raise self._sessions.unavailable()
                     await self._sessions.change()
                     self._grants.check_open(message)
         except WouldBlockError:

@@ -15,6 +15,7 @@ from aiotensor.errors import AioTensorError, ClosedError, RefusedError, again
 from aiotensor.protocol.connection import Close, ConnectionState, Loss
 from aiotensor.protocol.frames import VERSION, Hello
 from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.outage import Outage
 from aiotensor.sending.grants import Grants
 from aiotensor.sending.session import Session
 from aiotensor.transports.base import Connector, ConnectorEvents, Mover, Transport
@@ -38,6 +39,7 @@ class Sessions:
         failure: the reason why this object does not connect until a call needs a receiver; None otherwise.
         needs_admission: whether messages wait until a receiver admits this sender: after a refusal, and on a
             new connection between machines.
+        outage: measures for how long no receiver has admitted this sender.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Sessions:
         self.mover: Mover | None = None
         self.failure: AioTensorError | None = None
         self.needs_admission = False
+        self.outage = Outage(grants.settings.grace_s, lambda: grants.fail_waiting(self.unavailable))
         self._sender = sender
         self._grants = grants
         self._changes = grants.changes
@@ -87,7 +90,14 @@ class Sessions:
 
     def connect(self) -> None:
         """Begin to connect; errors are those of `Connector.connect`."""
+        self.outage.begin()
         self._connector.connect()
+
+    def unavailable(self) -> AioTensorError:
+        """Return the error of a call after a long outage: the last refusal, or an `UnavailableError`."""
+        reason = "no receiver is connected" if self.current is None else "the receiver has not answered"
+        more = f", and none has been for the grace period of {self._grants.settings.grace_s:g} s"
+        return self.refusal() or self._grants.holders.would_block(f"{reason}{more}", 1, 0)
 
     async def admission(self) -> None:
         """Wait until a receiver has admitted this sender, even if others connect and disconnect before.
@@ -143,6 +153,7 @@ class Sessions:
     def abort(self) -> None:
         """Close the session without waiting, and stop connecting."""
         self._connector.close()
+        self.outage.end()
         session, self.current, self.mover = self.current, None, None
         if session is not None:
             session.transport.close()
@@ -180,6 +191,7 @@ class Sessions:
     def _admitted(self) -> None:
         """Let messages be announced, because the receiver has admitted this sender."""
         self._refusal, self.needs_admission = None, False
+        self.outage.end()
         self._changes.wake()
         self._grants.capacity_changed()
 
@@ -197,6 +209,7 @@ class Sessions:
             self._connector.reconnect()
         self._refusal = error if isinstance(error, RefusedError) else None
         self.needs_admission |= self._refusal is not None
+        self.outage.begin()
         watch = partial(session.transport.watch_peer, pid or 0)
         lost = self._grants.receiver_lost(error, watch, is_final=not reconnects)
         self._grants.counts["receivers_lost"] += 1

@@ -3,7 +3,7 @@
 import operator
 from typing import NamedTuple, Self
 
-from aiotensor.runtime.waiting import seconds_or_never
+from aiotensor.runtime.waiting import grace_period, seconds_or_never
 from aiotensor.types import MAX_NUMBER
 
 __all__ = ["Settings"]
@@ -18,6 +18,7 @@ class Settings(NamedTuple):
         keep_warm_s: the idle time in seconds after which memory is returned to the system; None for never.
         long_wait_s: the time in seconds after which a wait is logged; None for never.
         max_wait_s: the time in seconds after which a wait ends with an error; None for never.
+        grace_s: the time in seconds without a receiver after which no call waits; None for no limit.
     """
 
     max_messages: int
@@ -25,6 +26,7 @@ class Settings(NamedTuple):
     keep_warm_s: float | None
     long_wait_s: float | None
     max_wait_s: float | None
+    grace_s: float | None
 
     @classmethod
     def checked(
@@ -34,6 +36,7 @@ class Settings(NamedTuple):
         keep_warm_s: float | None,
         long_wait_s: float | None,
         max_wait_s: float | None,
+        grace_s: float | None,
     ) -> Self:
         """Validate the limits that `TensorSender` received, and return them.
 
@@ -47,6 +50,7 @@ class Settings(NamedTuple):
             seconds_or_never("keep_warm_s", keep_warm_s),
             seconds_or_never("long_wait_s", long_wait_s),
             seconds_or_never("max_wait_s", max_wait_s),
+            grace_period(grace_s),
         )
 
 

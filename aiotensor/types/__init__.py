@@ -3,6 +3,7 @@
 from aiotensor.types.declaring import MAX_BOUNDS, MAX_ERROR_NAMES, Export, Holder, Waits, counter, gauge
 from aiotensor.types.statistics import (
     ClientStatistics,
+    EngineStatistics,
     PipeStatistics,
     PublisherStatistics,
     ReceiverStatistics,
@@ -33,6 +34,7 @@ __all__ = [
     "CurveKey",
     "Delivery",
     "EngineName",
+    "EngineStatistics",
     "Export",
     "Holder",
     "Number",

@@ -9,6 +9,7 @@ from aiotensor.types.values import Number, Seconds
 
 __all__ = [
     "ClientStatistics",
+    "EngineStatistics",
     "PipeStatistics",
     "PublisherStatistics",
     "ReceiverStatistics",
@@ -147,10 +148,30 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
     errors: Annotated[Errors, counter("Calls of receivers that raised an error, by the type of the error.")]
 
 
+class EngineStatistics(msgspec.Struct, frozen=True):
+    """The current messages of one message client at one of its servers, and their totals.
+
+    The declaration of each field describes it.
+    """
+
+    connected: Annotated[Number, gauge("Clients that are connected to the engine.")]
+    in_flight: Annotated[Number, gauge("Messages that are being sent, or wait for an answer.")]
+    messages_sent: Annotated[Number, counter("Messages handed to ZeroMQ.")]
+    answers: Annotated[Number, counter("Requests that were answered.")]
+    failures: Annotated[Number, counter("Requests that the engine answered with an error.")]
+    requests_lost: Annotated[Number, counter("Requests that were lost with the engine.")]
+    losses: Annotated[Number, counter("How often the engine died or closed.")]
+    refusals: Annotated[Number, counter("How often the engine refused the client.")]
+    replies: Annotated[
+        Waits, counter("Durations from the start of requests until their answers.", metric="reply_seconds")
+    ]
+
+
 class ClientStatistics(msgspec.Struct, frozen=True):
     """The current messages of one message client, and its totals since it was opened.
 
-    The declaration of each field describes it. `in_flight` contains one number for each server.
+    The declaration of each field describes it. `in_flight` contains one number for each server, and `engines`
+    the statistics of each.
     """
 
     servers: Annotated[Number, gauge("Servers that are connected.")]
@@ -161,7 +182,13 @@ class ClientStatistics(msgspec.Struct, frozen=True):
     failures: Annotated[Number, counter("Requests that ended with an error.")]
     cancelled: Annotated[Number, counter("Requests that were cancelled at the client.")]
     servers_lost: Annotated[Number, counter("How often a server died, closed or refused the client.")]
+    retries: Annotated[
+        Number, counter("Idempotent requests that were sent once more, because their server was lost.")
+    ]
     errors: Annotated[Errors, counter("Calls of clients that raised an error, by the type of the error.")]
+    engines: Annotated[
+        tuple[EngineStatistics, ...], msgspec.Meta(description="The statistics of each server.")
+    ] = ()
 
 
 class ServerStatistics(msgspec.Struct, frozen=True):
@@ -403,6 +430,7 @@ Statistics: TypeAlias = (
     | PublisherStatistics
     | SubscriberStatistics
     | ClientStatistics
+    | EngineStatistics
     | ServerStatistics
     | PipeStatistics
 )

@@ -27,7 +27,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request, Response, UploadFi
 from aiotensor import TensorQueue, TensorSender
 from aiotensor.channel import MessageClient
 from aiotensor.integrations.fastapi import MessageLifespan
-from demo.decode import EmptyVideoError, VideoError, VideoTooLargeError
+from demo.decode import VideoError, VideoTooLargeError
 from demo.messages import VideoAnalysis, WorkerStarted
 from demo.processes import Command, parent_gone, report_ready
 from demo.settings import Settings
@@ -78,23 +78,21 @@ def make_app(endpoint: TensorQueue | str, settings: Settings) -> FastAPI:
         settings: the other settings.
     """
 
-    def make_sender() -> TensorSender:
-        return TensorSender(
+    def make_client() -> MessageClient[VideoAnalysis]:
+        sender = TensorSender(
             endpoint,
             max_concurrent_videos=settings.max_concurrent_videos,
             arena_bytes=settings.arena_bytes,
         )
-
-    def make_client(sender: TensorSender) -> MessageClient[VideoAnalysis]:
         return MessageClient(settings.engine_address, sender=sender, reply_type=VideoAnalysis)
 
-    engine = MessageLifespan(make_sender, make_client)
+    engine = MessageLifespan(make_client)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with WorkerLink(settings) as link:
             async with engine.lifespan(app):
-                videos = app.state.videos = Videos(engine.opened_sender, engine.opened_client)
+                videos = app.state.videos = Videos(engine.opened_client)
                 link.send(WorkerStarted(os.getpid()))
                 yield
             link.send(videos.report())
@@ -104,7 +102,7 @@ def make_app(endpoint: TensorQueue | str, settings: Settings) -> FastAPI:
     app.add_exception_handler(VideoError, _refuse)
 
     # `engine` answers errors of the sender and the engine, and cancels requests whose clients disconnect.
-    @app.post("/videos", dependencies=[Depends(engine.sender)])
+    @app.post("/videos", dependencies=[Depends(engine.client)])
     async def post_video(request: Request, file: UploadFile | None = None) -> Response:
         """Return the scene cuts of a video file in the form field `file`."""
         if file is None:
@@ -124,12 +122,10 @@ def make_app(endpoint: TensorQueue | str, settings: Settings) -> FastAPI:
 async def _refuse(request: Request, error: Exception) -> Response:
     """Answer an upload of an invalid file."""
     match error:
-        case EmptyVideoError():
-            status = HTTPStatus.BAD_REQUEST
         case VideoTooLargeError():
             status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-        case _:
-            status = HTTPStatus.UNPROCESSABLE_ENTITY
+        case _:  # empty, not a video, or damaged
+            status = HTTPStatus.BAD_REQUEST
     return _json({"detail": str(error)}, status)
 
 

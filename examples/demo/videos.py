@@ -8,7 +8,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import torch
 
-from aiotensor import SenderStatistics, TensorSender
+from aiotensor import SenderStatistics
 from aiotensor.channel import MessageClient
 from demo.decode import (
     TIME_BYTES,
@@ -51,12 +51,11 @@ class Videos:
     """Decode uploads, send them to the engine, and return its answers.
 
     Args:
-        sender: an open sender to the engine.
-        engine: an open client of the engine, with that sender.
+        engine: an open client of the engine, with a sender.
     """
 
-    def __init__(self, sender: TensorSender, engine: MessageClient[VideoAnalysis]) -> None:
-        self._sender = sender
+    def __init__(self, engine: MessageClient[VideoAnalysis]) -> None:
+        [self._sender] = engine.senders
         self._engine = engine
         self._videos = self._videos_in_place = self._bytes_in_place = 0
 

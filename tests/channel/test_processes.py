@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 
-from aiotensor import PeerLostError, RemoteError, WouldBlockError
+from aiotensor import PeerLostError, RemoteError, UnavailableError
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel import peers
 from tests.channel.parties import Answer, Place, Question, answer, place, said
@@ -221,7 +221,7 @@ async def test_a_wait_for_descriptors_to_connect_ends_after_max_wait_s_and_is_lo
     with place() as here:
         async with peers.process(here) as child:
             errors, texts = await child.call(_wait_for_descriptors, here)
-            assert [type(error) for error in errors] == [WouldBlockError] * 8
+            assert [type(error) for error in errors] == [UnavailableError] * 8
             assert 0 < len(texts) <= 8
             assert all("Too many open files" in text for text in texts)
 

@@ -79,9 +79,9 @@ async def running(command: list[str], folder: Path, **environment: str) -> Async
 
 
 @asynccontextmanager
-async def engine(folder: Path) -> AsyncIterator[Program]:
-    """Run the engine, and wait until it is ready."""
-    [command] = shown("engine")
+async def engine(folder: Path, example: str = "engine") -> AsyncIterator[Program]:
+    """Run an engine, and wait until it is ready."""
+    [command] = shown(example)
     async with running(command, folder) as program:
         await program.says("the engine is ready")
         yield program

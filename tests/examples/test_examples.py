@@ -44,7 +44,7 @@ async def test_a_server_answers_uploads_of_any_kind_of_video_and_refuses_other_f
     assert answer.status_code == 200, answer.text
     assert is_right(folder / "film.mkv", answer.json())
     refused = await site.http.post(site.path, content=b"no video" * 1000)
-    assert refused.status_code == 422
+    assert refused.status_code == 400
     assert "no video" in refused.text
     body = clips[1].read_bytes()
     for _ in range(3):  # clients that disconnect halfway
@@ -70,6 +70,21 @@ async def test_the_batch_client_prints_a_line_for_each_file_and_fails_if_one_fai
             assert program.process.returncode == 1
             assert b"test_examples.py: this is no video" in errors
             assert len(output.splitlines()) == 1
+        assert await owner.end(signal.SIGINT) == (0, "")
+
+
+async def test_an_engine_that_batches_requests_answers_each_video(folder: Path) -> None:
+    _, [*command, _, _, _] = shown("batch_client")
+    clips = [str(clip) for clip in sample_clips()] * 2
+    async with engine(folder) as owner:
+        async with running(command + clips, folder) as program:
+            expected, _ = await program.process.communicate()
+        assert await owner.end(signal.SIGINT) == (0, "")
+    async with engine(folder, "batching_engine") as owner:
+        async with running(command + clips, folder) as program:
+            output, errors = await program.process.communicate()
+        assert (program.process.returncode, errors) == (0, b"")
+        assert sorted(output.splitlines()) == sorted(expected.splitlines())
         assert await owner.end(signal.SIGINT) == (0, "")
 
 

@@ -200,5 +200,5 @@ async def test_the_refusal_of_a_file_states_the_reason(site: Site, folder: Path)
     ]
     for body, reason in uploads:
         answer = await site.http.post(site.path, content=body)
-        assert answer.status_code == 422
+        assert answer.status_code == 400
         assert (answer.json()["detail"] if site.example == "fastapi_server" else answer.text) == reason

@@ -8,15 +8,13 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
-from aiotensor import TensorSender
 from aiotensor.channel import MessageClient
-from aiotensor.integrations.aiohttp import client_context, problem_middleware, sender_context
+from aiotensor.integrations.aiohttp import client_context, problem_middleware
 from aiotensor.integrations.prometheus import AioTensorCollector
 from tests.integrations import totals
 
 totals.log_errors()
 
-SENDER = web.AppKey("sender", TensorSender)
 CLIENT = web.AppKey("client", MessageClient[totals.Total])
 
 REGISTRY.register(AioTensorCollector())
@@ -27,7 +25,7 @@ routes = web.RouteTableDef()
 @routes.post("/totals")
 async def post_totals(request: web.Request) -> web.Response:
     """Add up the bytes of an upload, with a permit from before the upload is read."""
-    async with request.app[SENDER].message() as permit:
+    async with request.app[CLIENT].permit() as permit:
         message = totals.numbers(await request.read())
         total = await request.app[CLIENT].request(message, inside=permit)
     return web.Response(body=msgspec.json.encode(total), content_type="application/json")
@@ -36,7 +34,8 @@ async def post_totals(request: web.Request) -> web.Response:
 @routes.post("/left")
 async def post_left(request: web.Request) -> web.Response:
     """Send an upload to the engine without a request."""
-    handle = await request.app[SENDER].send(totals.numbers(await request.read()).values)
+    [sender] = request.app[CLIENT].senders
+    handle = await sender.send(totals.numbers(await request.read()).values)
     return web.Response(body=msgspec.json.encode(handle), content_type="application/json")
 
 
@@ -50,7 +49,7 @@ async def get_metrics(request: web.Request) -> web.Response:
 @routes.get("/held")
 async def get_held(request: web.Request) -> web.Response:
     """Return the resources of this worker."""
-    held = totals.held(request.app[SENDER], request.app[CLIENT])
+    held = totals.held(request.app[CLIENT])
     return web.Response(body=msgspec.json.encode(held), content_type="application/json")
 
 
@@ -58,8 +57,7 @@ def make_app() -> web.Application:
     """Make the application."""
     middleware = problem_middleware(retry_after_s=2.0, upload_grace_s=totals.UPLOAD_GRACE_S)
     app = web.Application(middlewares=[middleware], client_max_size=1 << 30)
-    app.cleanup_ctx.append(sender_context(SENDER, totals.sender, drain_s=1.0))
-    app.cleanup_ctx.append(client_context(CLIENT, lambda: totals.client(app[SENDER])))
+    app.cleanup_ctx.append(client_context(CLIENT, totals.client, drain_s=1.0))
     app.add_routes(routes)
     return app
 

@@ -9,8 +9,7 @@ import msgspec
 from fastapi import Depends, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
-from aiotensor import OpenMessage, TensorSender
-from aiotensor.channel import MessageClient
+from aiotensor.channel import MessageClient, Permit
 from aiotensor.integrations.fastapi import MessageLifespan
 from aiotensor.integrations.prometheus import AioTensorCollector
 from tests.integrations import totals
@@ -18,16 +17,14 @@ from tests.integrations import totals
 totals.log_errors()
 
 engine = MessageLifespan(
-    totals.sender,
     totals.client,
     drain_s=1.0,
     retry_after_s=2.0,
     upload_grace_s=totals.UPLOAD_GRACE_S,
 )
 
-Sender: TypeAlias = Annotated[TensorSender, Depends(engine.sender)]
 Client: TypeAlias = Annotated[MessageClient[totals.Total], Depends(engine.client)]
-Permit: TypeAlias = Annotated[OpenMessage, Depends(engine.permit, scope="function")]
+Begun: TypeAlias = Annotated[Permit, Depends(engine.permit, scope="function")]
 
 
 @asynccontextmanager
@@ -45,16 +42,17 @@ REGISTRY.register(AioTensorCollector())
 
 
 @app.post("/totals")
-async def post_totals(request: Request, client: Client, permit: Permit) -> Response:
+async def post_totals(request: Request, client: Client, permit: Begun) -> Response:
     """Add up the bytes of an upload, with a permit from before the upload is read."""
     message = totals.numbers(await request.body())
-    total = await client.request(message, inside=permit)
+    total = await client.request(message, inside=permit, idempotent=totals.IS_IDEMPOTENT)
     return Response(msgspec.json.encode(total), media_type="application/json")
 
 
 @app.post("/left")
-async def post_left(request: Request, sender: Sender) -> Response:
+async def post_left(request: Request, client: Client) -> Response:
     """Send an upload to the engine without a request."""
+    [sender] = client.senders
     handle = await sender.send(totals.numbers(await request.body()).values)
     return Response(msgspec.json.encode(handle), media_type="application/json")
 
@@ -66,6 +64,6 @@ async def get_metrics() -> Response:
 
 
 @app.get("/held")
-async def get_held(sender: Sender, client: Client) -> Response:
+async def get_held(client: Client) -> Response:
     """Return the resources of this worker."""
-    return Response(msgspec.json.encode(totals.held(sender, client)), media_type="application/json")
+    return Response(msgspec.json.encode(totals.held(client)), media_type="application/json")

@@ -70,5 +70,5 @@ def is_answered(response: httpx.Response) -> bool:
     assert response.headers["retry-after"] == RETRY_AFTER
     problem = response.json()
     assert (problem["status"], problem["title"]) == (503, "Service Unavailable")
-    assert problem["reason"] in {"busy", "engine_lost"}
+    assert problem["reason"] in {"busy", "engine_lost", "engine_unavailable"}
     return False

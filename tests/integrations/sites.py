@@ -83,8 +83,8 @@ async def site(
     Args:
         kind: a key of `SERVERS`.
         workers: the number of its processes.
-        tensors: the address of the engine's receiver.
-        messages: the address of the engine's server.
+        tensors: the address of the engine's receiver, or several, separated by spaces.
+        messages: the address of the engine's server, or several.
         arena_bytes: the size of each sender's arena in bytes.
         max_wait_s: the maximum wait of each sender and client, in seconds.
         more: further variables of its environment.

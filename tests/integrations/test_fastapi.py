@@ -86,8 +86,9 @@ async def test_a_permit_is_acquired_before_the_handler_and_released_by_its_error
 async def test_a_message_lifespan_can_be_nested_in_another_lifespan() -> None:
     async with channel() as ends:
         engine: MessageLifespan[Answer] = MessageLifespan(
-            lambda: TensorSender(ends.place.tensors),
-            lambda sender: MessageClient(ends.place.messages, sender=sender, reply_type=Answer),
+            lambda: MessageClient(
+                ends.place.messages, sender=TensorSender(ends.place.tensors), reply_type=Answer
+            )
         )
         seen: list[object] = []
 

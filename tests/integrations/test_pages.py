@@ -73,7 +73,7 @@ async def test_the_program_for_aiohttp_answers_a_scrape(monkeypatch: pytest.Monk
 @contextlib.asynccontextmanager
 async def gunicorn(folder: Path, address: str) -> AsyncIterator[httpx.AsyncClient]:
     """Start the page's server with two workers, as the page says."""
-    text = program("MultiprocessPublisher").replace("unix:///tmp/engine.tensors", address)
+    text = program("MultiprocessPublisher").replace("unix:///run/user/1000/engine.tensors", address)
     (folder / "server.py").write_text(text.replace("interval_s=5.0", "interval_s=0.05"))
     (folder / "gunicorn.conf.py").write_text(re.sub("^  ", "", _configuration(), flags=re.M))
     (folder / "metrics").mkdir()

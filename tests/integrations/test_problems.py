@@ -16,6 +16,8 @@ WORDS = "pid 77 at /run/secret"
     ("error", "status", "reason"),
     [
         (errors.WouldBlockError(WORDS), 503, "busy"),
+        (errors.UnavailableError(WORDS), 503, "engine_unavailable"),
+        (errors.RemoteError(WORDS, type_name="UnavailableError"), 503, "engine_unavailable"),
         (errors.PeerLostError(WORDS, pid=77), 503, "engine_lost"),
         (errors.DiscardedError(WORDS), 503, "engine_lost"),
         (errors.ClosedError(WORDS), 503, "engine_lost"),

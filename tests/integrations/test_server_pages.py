@@ -6,14 +6,15 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from aiohttp.test_utils import TestClient, TestServer
 from aiohttp.web import Request, Response
 from fastapi import FastAPI
 
-from aiotensor import OpenMessage, TensorReceiver
+from aiotensor import TensorReceiver
+from aiotensor.channel import MessageServer, Permit
 from aiotensor.integrations.fastapi import TensorLifespan
 from tests.channel.parties import Place, place
-from verification.patterns import pattern
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -37,15 +38,22 @@ def http(app: FastAPI) -> httpx.AsyncClient:
 
 async def test_a_message_lost_when_its_handler_returned_is_answered_with_503() -> None:
     with place() as here:
-        names = run(here, "MessageLifespan", "Permit")
+        names = run(here, "MessageLifespan", "EnginePermit")
         app, engine = names["app"], names["engine"]
 
-        async def handler(permit: OpenMessage) -> None:
-            engine.opened_sender.discard(await permit.send(pattern(1, 5)))
+        async def handler(permit: Permit) -> None:
+            await permit.allocate((3,), torch.uint8)
+            [sender] = engine.opened_client.senders
+            assert sender.discard_all() == 1
 
-        handler.__annotations__["permit"] = names["Permit"]
+        handler.__annotations__["permit"] = names["EnginePermit"]
         app.add_api_route("/", handler)
-        async with TensorReceiver(here.tensors), app.router.lifespan_context(app), http(app) as client:
+        async with (
+            TensorReceiver(here.tensors) as receiver,
+            MessageServer(here.messages, dict, receiver=receiver),
+            app.router.lifespan_context(app),
+            http(app) as client,
+        ):
             answer = await client.get("/")
             assert (answer.status_code, answer.json()["reason"]) == (503, "engine_lost")
 
@@ -61,14 +69,14 @@ async def test_the_documented_lifespan_encloses_that_of_the_sender() -> None:
 
 async def test_the_program_for_aiohttp_has_a_sender_and_a_client() -> None:
     with place() as here:
-        names = run(here, "web.AppKey")
+        names = run(here, "web.AppKey", "make_client")
         runner = await names["make_runner"]()
 
         async def handler(request: Request) -> Response:
             client = request.app[names["CLIENT"]]
-            return Response(text=f"{request.app[names['SENDER']].id} {client.statistics().servers}")
+            return Response(text=f"{client.senders[0].id} {client.statistics().servers}")
 
         runner.app.router.add_get("/", handler)
         async with TestClient(TestServer(runner.app)) as client:
             answer = await (await client.get("/")).text()
-            assert answer == f"{runner.app[names['SENDER']].id} 0"
+            assert answer == f"{runner.app[names['CLIENT']].senders[0].id} 0"

@@ -10,6 +10,7 @@ from aiotensor import TensorSender
 from aiotensor.channel import MessageClient
 
 __all__ = [
+    "IS_IDEMPOTENT",
     "PERMITS",
     "UPLOAD_GRACE_S",
     "Held",
@@ -24,7 +25,10 @@ __all__ = [
 ]
 
 PERMITS = 4
+IS_IDEMPOTENT = "TOTALS_IDEMPOTENT" in os.environ
 UPLOAD_GRACE_S = float(os.environ.get("TOTALS_UPLOAD_GRACE_S", "10"))
+_MAX_WAIT_S = float(os.environ.get("TOTALS_MAX_WAIT_S", "20"))
+_GRACE_S = float(os.environ["TOTALS_GRACE_S"]) if "TOTALS_GRACE_S" in os.environ else None
 _COPIES = 16
 
 
@@ -59,23 +63,25 @@ def log_errors() -> None:
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
 
 
-def sender() -> TensorSender:
-    """Create the sender of a worker from its environment."""
+def sender(address: str | None = None) -> TensorSender:
+    """Create a sender from the environment of a worker; by default, to its only engine."""
     return TensorSender(
-        os.environ["TOTALS_TENSORS"],
+        address or os.environ["TOTALS_TENSORS"],
         PERMITS,
         int(os.environ["TOTALS_ARENA_BYTES"]),
-        max_wait_s=float(os.environ["TOTALS_MAX_WAIT_S"]),
+        max_wait_s=_MAX_WAIT_S,
+        grace_s=_GRACE_S,
     )
 
 
-def client(sender: TensorSender) -> MessageClient[Total]:
-    """Create the client of a worker from its environment."""
+def client() -> MessageClient[Total]:
+    """Create the client of a worker from its environment, with a sender for each engine."""
     return MessageClient(
-        os.environ["TOTALS_MESSAGES"],
-        sender=sender,
+        os.environ["TOTALS_MESSAGES"].split(),
+        sender=list(map(sender, os.environ["TOTALS_TENSORS"].split())),
         reply_type=Total,
-        max_wait_s=float(os.environ["TOTALS_MAX_WAIT_S"]),
+        max_wait_s=_MAX_WAIT_S,
+        grace_s=_GRACE_S,
     )
 
 
@@ -84,8 +90,9 @@ def numbers(body: bytes) -> Numbers:
     return Numbers(torch.frombuffer(bytearray(body), dtype=torch.uint8).repeat(_COPIES))
 
 
-def held(sender: TensorSender, client: MessageClient[Total]) -> Held:
+def held(client: MessageClient[Total]) -> Held:
     """Return the resources of a worker."""
+    [sender] = client.senders
     sent, asked = sender.statistics(), client.statistics()
     return Held(
         pid=os.getpid(),

@@ -92,7 +92,7 @@ async def test_ready_times_out_after_max_wait_s_and_states_the_cause(address: st
                 assert await asyncio.get_running_loop().sock_recv(sock, MAX_RECORD_BYTES)
                 with pytest.raises(WouldBlockError, match=r"the receiver has not answered for 0\.02 s"):
                     await sender.ready()
-        assert sender.statistics().errors == {"WouldBlockError": 2}
+        assert sender.statistics().errors == {"UnavailableError": 2}
 
 
 @pytest.mark.usefixtures("link")

@@ -33,7 +33,7 @@ class Counted:
 
     def statistics(self) -> ClientStatistics:
         self.readers.append(threading.get_ident())
-        return ClientStatistics(1, (1,), 0, 0, self.answers, 0, 0, 0, self.errors)
+        return ClientStatistics(1, (1,), 0, 0, self.answers, 0, 0, 0, 0, self.errors)
 
 
 def open_counted(answers: int, at: str, errors: dict[str, int] | None = None) -> tuple[Counted, LoopAffinity]:

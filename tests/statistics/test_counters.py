@@ -154,7 +154,7 @@ def test_counts_returns_a_copy() -> None:
 
 def test_new_counts_are_zeros_for_the_declared_counters_that_are_plain_numbers() -> None:
     assert new_counts(ClientStatistics) == dict.fromkeys(
-        ("messages_sent", "answers", "failures", "cancelled", "servers_lost"), 0
+        ("messages_sent", "answers", "failures", "cancelled", "servers_lost", "retries"), 0
     )
     assert new_counts(ClientStatistics) is not new_counts(ClientStatistics)
     with pytest.raises(KeyError):
@@ -169,6 +169,6 @@ def test_a_snapshot_has_the_counts_of_its_moment_and_all_other_fields() -> None:
     )
     counts["answers"] += 1
 
-    assert taken == ClientStatistics(1, (3,), 0, 0, 2, 0, 0, 4, {})
+    assert taken == ClientStatistics(1, (3,), 0, 0, 2, 0, 0, 4, 0, {})
     with pytest.raises(TypeError, match="servers"):
         snapshot(ClientStatistics, counts, in_flight=(3,), waiting=0, errors={})

@@ -185,7 +185,7 @@ class _Audit:
         """Return whether the plan explains an error of a send."""
         plan, slot, account = self.plan, message.account.slot, message.account
         match error:
-            case "cancelled" | "given up" | "WouldBlockError":
+            case "cancelled" | "given up" | "WouldBlockError" | "UnavailableError":
                 return True
             case "DiscardedError":
                 return bool(self.dropped)

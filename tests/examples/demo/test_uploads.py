@@ -69,7 +69,7 @@ async def test_a_broken_connection_is_a_lost_upload(clip: Path) -> None:
 @pytest.mark.parametrize(
     ("response", "outcome", "reason"),
     [
-        (httpx.Response(422, json={"detail": "no video"}), Outcome.REFUSED, "no video (status 422)"),
+        (httpx.Response(400, json={"detail": "no video"}), Outcome.REFUSED, "no video (status 400)"),
         (httpx.Response(503, json={"detail": "no engine"}), Outcome.FAILED, "no engine (status 503)"),
         (httpx.Response(500, text="Oops"), Outcome.FAILED, "Oops (status 500)"),
         (httpx.Response(404, json={}), Outcome.REFUSED, "{} (status 404)"),

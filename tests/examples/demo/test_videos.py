@@ -64,7 +64,7 @@ async def ends(
         MessageClient(requests, sender=sender, reply_type=VideoAnalysis) as client,
     ):
         serving = asyncio.create_task(server.serve(engine))
-        yield Ends(Videos(sender, client), sender, server, serving)
+        yield Ends(Videos(client), sender, server, serving)
         serving.cancel()
         await asyncio.wait([serving])
 

@@ -1,0 +1,129 @@
+"""Without a receiver, calls wait at most for the grace period, and then fail at once."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+import torch
+
+from aiotensor import ClosedError, TensorReceiver, TensorSender, UnavailableError, WouldBlockError
+from tests.pairs import endpoint
+from verification.patterns import BIG, pattern
+from verification.waiting import settled, until
+
+# A stock queue accepts messages without a receiver, so it has no outages.
+pytestmark = [
+    pytest.mark.usefixtures("link", "nothing_left_behind"),
+    pytest.mark.parametrize("link", ["unix", "tcp"], indirect=True),
+]
+
+SHORT_S = 0.02
+
+
+async def _in_message(sender: TensorSender) -> None:
+    async with sender.message() as message:
+        await message.send(pattern(0, 3))
+
+
+CALLS: dict[str, Callable[[TensorSender], Awaitable[object]]] = {
+    "send": lambda sender: sender.send(pattern(0, 3)),
+    "send of a large tensor": lambda sender: sender.send(pattern(0, BIG)),
+    "message": _in_message,
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_a_call_without_a_receiver_raises_unavailable_error_after_the_grace_period(call: str) -> None:
+    with endpoint() as place:
+        async with TensorSender(place, grace_s=SHORT_S) as sender:
+            for _ in range(2):  # the second one at once
+                with pytest.raises(UnavailableError, match=r"none has been for the grace period of 0\.02 s"):
+                    await CALLS[call](sender)
+            await settled(sender)
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_without_a_grace_period_no_call_waits_for_a_receiver(call: str) -> None:
+    with endpoint() as place:
+        async with TensorSender(place, grace_s=0) as sender:
+            async with asyncio.timeout(0):
+                with pytest.raises(UnavailableError, match="no receiver is connected"):
+                    await CALLS[call](sender)
+
+
+async def test_calls_that_wait_for_permits_fail_with_the_others() -> None:
+    with endpoint() as place:
+        async with TensorSender(place, 1, grace_s=SHORT_S) as sender:
+            sending = [asyncio.create_task(sender.send(pattern(seed, 3))) for seed in range(4)]
+            for error in await asyncio.gather(*sending, return_exceptions=True):
+                assert isinstance(error, UnavailableError)
+            del sending
+            await settled(sender)
+
+
+async def test_a_receiver_that_returns_ends_the_outage() -> None:
+    with endpoint() as place:
+        async with TensorSender(place, grace_s=SHORT_S) as sender:
+            for seed in range(2):
+                with pytest.raises(UnavailableError):
+                    await sender.send(pattern(seed, BIG))
+                async with TensorReceiver(place) as receiver:
+                    await sender.ready()
+                    handle = await sender.send(pattern(seed, BIG))
+                    assert torch.equal(await receiver.receive(handle), pattern(seed, BIG))
+                await until(lambda: sender.receiver_id is None)
+
+
+async def test_calls_wait_for_the_next_receiver_during_the_grace_period() -> None:
+    with endpoint() as place:
+        async with TensorSender(place, grace_s=60) as sender:
+            async with TensorReceiver(place):
+                await sender.ready()
+            await until(lambda: sender.receiver_id is None)
+            sending = asyncio.create_task(sender.send(pattern(1, BIG)))
+            await until(lambda: sender.statistics().in_flight == 1)
+            async with TensorReceiver(place) as receiver:
+                assert torch.equal(await receiver.receive(await sending), pattern(1, BIG))
+
+
+async def test_ready_waits_longer_than_the_grace_period() -> None:
+    with endpoint() as place:
+        async with TensorSender(place, grace_s=0) as sender:
+            waiting = asyncio.create_task(sender.ready())
+            async with TensorReceiver(place):
+                await waiting
+
+
+async def test_a_connected_receiver_that_is_slow_is_available() -> None:
+    with endpoint() as place:
+        async with TensorReceiver(place), TensorSender(place, 1, grace_s=SHORT_S, max_wait_s=0.1) as sender:
+            await sender.ready()
+            await sender.send(pattern(0, 3))
+            with pytest.raises(WouldBlockError, match="no permit was free") as caught:
+                await sender.send(pattern(1, 3))
+            assert type(caught.value) is WouldBlockError
+
+
+async def test_a_wait_that_exceeds_max_wait_s_without_a_receiver_raises_unavailable_error() -> None:
+    with endpoint() as place:
+        async with TensorSender(place, 1, max_wait_s=SHORT_S) as sender:
+            sending = [asyncio.create_task(sender.send(pattern(seed, 3))) for seed in range(2)]
+            for error in await asyncio.gather(*sending, return_exceptions=True):
+                assert isinstance(error, UnavailableError)
+            with pytest.raises(UnavailableError):
+                sender.send_nowait(pattern(0, 3))
+
+
+async def test_a_closed_sender_raises_closed_error_and_not_unavailable_error() -> None:
+    with endpoint() as place:
+        sender = TensorSender(place, grace_s=0)
+        async with sender:
+            pass
+        with pytest.raises(ClosedError):
+            await sender.send(pattern(0, 3))
+
+
+@pytest.mark.parametrize("grace_s", [-1.0, float("nan"), float("inf")])
+def test_an_invalid_grace_period_raises_value_error(grace_s: float) -> None:
+    with endpoint() as place, pytest.raises(ValueError, match="grace_s must be at least 0, or None"):
+        TensorSender(place, grace_s=grace_s)
