@@ -35,7 +35,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(PIP) --editable '.[test]'
+	$(PIP) --editable '.[test,lint]'
 	@touch $@
 
 demo: $(VENV)/.demo
@@ -46,6 +46,7 @@ test: lint types unit
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
 
 types: $(VENV)/.test
 	$(BIN)/mypy
@@ -62,12 +63,12 @@ $(VENV)/.vllm: tests/vllm/requirements.txt $(VENV)/.test
 	$(PIP) --no-deps --target $(VENV)/vllm --requirement $<
 	@touch $@
 
-# The lowest supported version of each dependency and extra, in an environment of its own. Lint and types are
-# checked with the newest versions only.
+# The lowest supported version of each dependency and extra, in an environment of its own: each lower bound in
+# pyproject.toml becomes an exact version. Lint and types are checked with the newest versions only.
 LOWEST := .venv-lowest
-$(LOWEST)/.test: pyproject.toml tests/lowest.py
+$(LOWEST)/.test: pyproject.toml
 	$(PYTHON) -m venv $(LOWEST)
-	$(PYTHON) tests/lowest.py > $(LOWEST)/constraints.txt
+	grep -oE '"[a-z0-9-]+>=[0-9.]+' pyproject.toml | sed 's/"//; s/>=/==/' > $(LOWEST)/constraints.txt
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt --editable '.[test]'
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""Rules for imports within the package, and the modules that an import of the library loads."""
+"""The modules that an import of the library loads, and the public interface of each module."""
 
 import importlib
 import pkgutil
@@ -31,15 +31,6 @@ MODULES = [
     # The executor derives from a class of vLLM; `make test-vllm` imports it.
     if not module.name.startswith(("aiotensor.cli", "aiotensor.integrations.vllm.executor"))
 ]
-
-
-def test_imports_respect_the_layers_and_the_purity_of_the_protocol() -> None:
-    # In a separate process, since it disables all existing loggers.
-    code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 broken" in done.stdout
 
 
 @pytest.fixture(scope="module")
