@@ -21,7 +21,16 @@ from aiotensor.errors import (
     WouldBlockError,
 )
 from aiotensor.transports.tensor_queue import TensorQueue
-from aiotensor.types import Delivery, Holder, ReceiverStatistics, SenderStatistics, TensorHandle, Usage, Waits
+from aiotensor.types import (
+    Delivery,
+    Holder,
+    PeerEvent,
+    ReceiverStatistics,
+    SenderStatistics,
+    TensorHandle,
+    Usage,
+    Waits,
+)
 
 __version__ = "0.1.0.dev0"
 
@@ -34,6 +43,7 @@ __all__ = [
     "DiscardedError",
     "Holder",
     "OpenMessage",
+    "PeerEvent",
     "PeerLostError",
     "ProtocolError",
     "ReceiverStatistics",

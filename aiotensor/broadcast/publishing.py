@@ -27,6 +27,7 @@ from aiotensor.protocol.audience import Item
 from aiotensor.protocol.broadcast import Content, PlacedTensor, Publish
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import ARENA, INLINE, encode_record
+from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.runtime.waiting import at_most
 from aiotensor.sending.gates import Gate, StuckError
 from aiotensor.sending.memory import Memory
@@ -108,6 +109,7 @@ class Publishing:
         settings: its limits.
         counts: its counters.
         errors: counts the errors of its calls.
+        events: records which subscribers are connected.
 
     Attributes:
         memory: its shared memory.
@@ -116,7 +118,12 @@ class Publishing:
     """
 
     def __init__(
-        self, publisher: str, settings: PublisherSettings, counts: dict[str, int], errors: ErrorCounter
+        self,
+        publisher: str,
+        settings: PublisherSettings,
+        counts: dict[str, int],
+        errors: ErrorCounter,
+        events: PeerEvents,
     ) -> None:
         self.is_closed = False
         self._loop = asyncio.get_running_loop()
@@ -143,7 +150,7 @@ class Publishing:
             overdue=lambda _: self._reports.overdue("subscribers were slow, or earlier calls waited", 0),
         )
         self.subscribers = Subscribers(
-            publisher, settings, counts, self.memory, self.statistics, self._subscribers_progressed
+            publisher, settings, counts, self.memory, self.statistics, self._subscribers_progressed, events
         )
         self._reports = Reports(settings, counts, errors, self._turns, self.memory, self.subscribers)
 

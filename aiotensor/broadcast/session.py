@@ -38,8 +38,8 @@ class SessionEvents(Protocol):
     def withdrawn(self, session: "Session", number: int) -> None:
         """Called when the publisher withdraws a publication, which may already have been taken."""
 
-    def ended(self, session: "Session", loss: Loss, *, is_clean: bool) -> None:
-        """Called when the session has ended; `is_clean` states whether the publisher has closed."""
+    def ended(self, session: "Session", loss: Loss) -> None:
+        """Called when the session has ended."""
 
     def writing_resumed(self) -> None:
         """Called when the transport accepts records again."""
@@ -201,7 +201,7 @@ class Session:
                     case Admit():
                         self._admit(frame)
                     case Close():
-                        self._end(self.connection.closed(frame), is_clean=not frame.reason)
+                        self._end(self.connection.closed(frame))
                 if self.is_over:
                     break
         except RefusedError as error:
@@ -260,7 +260,7 @@ class Session:
         error = RefusedError(text, pid=pid) if is_refusal else PeerLostError(text, pid=pid)
         self._end(Loss(error, is_retried=False, reason=reason))
 
-    def _end(self, loss: Loss, *, is_clean: bool = False) -> None:
+    def _end(self, loss: Loss) -> None:
         if self.is_over:
             return
         self.is_over = True
@@ -270,4 +270,4 @@ class Session:
         self.memory.release = None
         if not self.publications:
             self._mappings.peer_gone(self.memory)
-        self._events.ended(self, loss, is_clean=is_clean)
+        self._events.ended(self, loss)

@@ -7,7 +7,8 @@ from typing import Any, Generic, Self, TypeVar, overload
 from aiotensor.broadcast.subscription import Ended, Subscription
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import AioTensorError, again
-from aiotensor.runtime.affinity import LoopAffinity, LoopObject
+from aiotensor.runtime.affinity import LoopAffinity
+from aiotensor.runtime.peer_events import LoopObjectWithPeers, PeerEvents
 from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
@@ -18,7 +19,7 @@ __all__ = ["Subscriber"]
 T = TypeVar("T")
 
 
-class Subscriber(LoopObject, Generic[T]):
+class Subscriber(LoopObjectWithPeers, Generic[T]):
     """Receive the messages of a publisher, in order.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. Opening does not
@@ -93,6 +94,7 @@ class Subscriber(LoopObject, Generic[T]):
     ) -> None:
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("Subscriber")
+        self._peers = PeerEvents(self.affinity)
         self._route = route_to(
             endpoint, TcpArguments(True, secret_key, server_key, (), peer_timeout_s, engine)
         )
@@ -131,6 +133,7 @@ class Subscriber(LoopObject, Generic[T]):
                 self._max_wait_s,
                 self._counts,
                 self._errors,
+                self._peers,
             )
             self._subscription.open()
         except BaseException:

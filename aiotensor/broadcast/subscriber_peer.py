@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from aiotensor.broadcast.refusals import SubscriberRefusalLog
-from aiotensor.errors import ProtocolError
+from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
 from aiotensor.protocol.audience import Backlog, Item
 from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import ARENA
@@ -38,8 +38,8 @@ class PeerHost(Protocol):
     changes: Waiters
     refusals: SubscriberRefusalLog
 
-    def lose(self, peer: "SubscriberPeer", *, was_closed: bool = False) -> None:
-        """Remove a subscriber that is gone; `was_closed` states whether it has closed."""
+    def lose(self, peer: "SubscriberPeer", error: AioTensorError | None) -> None:
+        """Remove a subscriber that is gone; the error is None if it has closed."""
 
     def progress(self) -> None:
         """Wake the calls that wait for subscribers, after an answer."""
@@ -216,12 +216,18 @@ class SubscriberPeer:
             self._unwritable(error)
 
     def _unwritable(self, error: OSError) -> None:
-        self._host.refusals.disconnected.add(self.name, self.pid, f"writing to it failed: {error}")
-        self._host.lose(self)
+        reason = f"writing to it failed: {error}"
+        self._host.refusals.disconnected.add(self.name, self.pid, reason)
+        self._lose(reason)
 
     def _violated(self, error: ProtocolError) -> None:
         self._host.refusals.broken.add(self.name, self.pid, str(error))
-        self._host.lose(self)
+        self._host.lose(self, error)
+
+    def _lose(self, reason: str) -> None:
+        self._host.lose(
+            self, PeerLostError(f"the connection to the subscriber was lost: {reason}", pid=self.pid)
+        )
 
     # Events of the transport
 
@@ -240,7 +246,11 @@ class SubscriberPeer:
             if freed:
                 host.memory.unpin(freed)
         if frames and isinstance(frames[-1], Close):
-            host.lose(self, was_closed=not frames[-1].reason)
+            reason = frames[-1].reason
+            if reason:
+                self._lose(reason)
+            else:
+                host.lose(self, None)
             return
         self.announce()
         host.progress()
@@ -250,7 +260,7 @@ class SubscriberPeer:
         if isinstance(reason, ProtocolError):
             self._violated(reason)
         else:
-            self._host.lose(self)
+            self._lose(reason)
 
     def resume_writing(self) -> None:
         """Announce more publications, because the transport accepts records again."""

@@ -14,7 +14,8 @@ from aiotensor.channel.permits import Permit
 from aiotensor.channel.remote_server import RemoteServer
 from aiotensor.codec import TensorDecoder
 from aiotensor.receiver import TensorReceiver
-from aiotensor.runtime.affinity import LoopAffinity, LoopObject
+from aiotensor.runtime.affinity import LoopAffinity
+from aiotensor.runtime.peer_events import LoopObjectWithPeers, PeerEvents
 from aiotensor.runtime.waiting import grace_period, seconds_or_never
 from aiotensor.sender import OpenMessage, TensorSender
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
@@ -29,7 +30,7 @@ __all__ = ["MessageClient"]
 R = TypeVar("R")
 
 
-class MessageClient(LoopObject, Generic[R]):
+class MessageClient(LoopObjectWithPeers, Generic[R]):
     """Send messages that contain tensors to a server, and await its answers.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. Opening does not
@@ -105,6 +106,7 @@ class MessageClient(LoopObject, Generic[R]):
         linger_s: float = 1.0,
     ) -> None:
         self.affinity = LoopAffinity("MessageClient")
+        self._peers = PeerEvents(self.affinity)
         self._errors = ErrorCounter()
         keys = connecting_keys(secret_key, server_key)
         texts = [address] if isinstance(address, str) else list(address)
@@ -160,6 +162,7 @@ class MessageClient(LoopObject, Generic[R]):
                 self._max_wait_s,
                 self._grace_s,
                 partial(drop_answer, memory, self._receiver),
+                self._peers,
             )
             for address in self._addresses
         ]

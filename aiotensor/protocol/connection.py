@@ -60,11 +60,13 @@ class Loss(NamedTuple):
         error: the error to raise in calls that wait for the peer.
         is_retried: whether to connect again automatically.
         reason: the text of the error without the name of the peer, for logs.
+        is_clean: whether the peer has closed.
     """
 
     error: PeerLostError | RefusedError
     is_retried: bool
     reason: str = ""
+    is_clean: bool = False
 
 
 def mismatch(theirs: int, ours: int) -> str | None:
@@ -136,7 +138,7 @@ class Connection:
     def closed(self, close: Close) -> Loss:
         """End the connection because of a `Close` of the peer."""
         if not close.reason:
-            return self.lost("it closed the connection", is_retried=True)
+            return self.lost("it closed the connection", is_retried=True)._replace(is_clean=True)
         if close.is_refusal:
             return self.refused(close.reason)
         return self.lost(f"it closed the connection: {close.reason}", is_retried=close.retry)

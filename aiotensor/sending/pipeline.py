@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import torch
 
 from aiotensor.protocol.frames import ARENA, INLINE, Put
+from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.sending.gates import CapacityListener
 from aiotensor.sending.grants import Grants
 from aiotensor.sending.message import OPEN, Message, MessageState, put_of
@@ -50,6 +51,7 @@ class Pipeline:
         counts: the counters of the sender.
         errors: counts the errors of the calls of the sender.
         listeners: the objects to notify when a new message may have become possible.
+        events: records whether a receiver is connected.
 
     Attributes:
         sender: the id of the sender.
@@ -66,9 +68,10 @@ class Pipeline:
         counts: dict[str, int],
         errors: ErrorCounter,
         listeners: "weakref.WeakSet[CapacityListener]",
+        events: PeerEvents,
     ) -> None:
         self.grants = Grants(settings, counts, errors, listeners, lambda: self.sessions.receiver_pid)
-        self.sessions = Sessions(sender, route.connector, self.grants)
+        self.sessions = Sessions(sender, route.connector, self.grants, events)
         self.sender = sender
         self._permits = self.grants.permits
         self._memory = self.grants.memory

@@ -16,6 +16,7 @@ from aiotensor.protocol.connection import Close, ConnectionState, Loss
 from aiotensor.protocol.frames import VERSION, Hello
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.outage import Outage
+from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.sending.grants import Grants
 from aiotensor.sending.session import Session
 from aiotensor.transports.base import Connector, ConnectorEvents, Mover, Transport
@@ -32,6 +33,7 @@ class Sessions:
         sender: the id of the sender.
         connector: called once with the id of the sender and the object to notify; returns the connector.
         grants: the messages and their resources.
+        events: records whether a receiver has admitted this sender and is connected.
 
     Attributes:
         current: the session; None while there is none.
@@ -43,7 +45,11 @@ class Sessions:
     """
 
     def __init__(
-        self, sender: str, connector: Callable[[str, ConnectorEvents], Connector], grants: Grants
+        self,
+        sender: str,
+        connector: Callable[[str, ConnectorEvents], Connector],
+        grants: Grants,
+        events: PeerEvents,
     ) -> None:
         self.current: Session | None = None
         self.mover: Mover | None = None
@@ -53,6 +59,7 @@ class Sessions:
         self._sender = sender
         self._grants = grants
         self._changes = grants.changes
+        self._events = events
         self._connector = connector(sender, self)
         self._refusal: RefusedError | None = None  # from a receiver that may still be running
         self._next_message = 0
@@ -192,6 +199,7 @@ class Sessions:
         """Let messages be announced, because the receiver has admitted this sender."""
         self._refusal, self.needs_admission = None, False
         self.outage.end()
+        self._events.connected(self._sender, self.receiver_id or "", self.receiver_pid)
         self._changes.wake()
         self._grants.capacity_changed()
 
@@ -213,6 +221,7 @@ class Sessions:
         watch = partial(session.transport.watch_peer, pid or 0)
         lost = self._grants.receiver_lost(error, watch, is_final=not reconnects)
         self._grants.counts["receivers_lost"] += 1
+        self._events.disconnected(self._sender, None if loss.is_clean else error)
         logger.log(
             logging.WARNING if lost or self._refusal is not None else logging.INFO,
             "%s; %s messages in flight were lost",
