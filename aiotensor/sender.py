@@ -1,6 +1,7 @@
 """Send tensors to the receiver at an endpoint; the implementation is in `aiotensor.sending`."""
 
 import asyncio
+import operator
 import secrets
 from collections.abc import Sequence
 from typing import Self
@@ -18,6 +19,7 @@ from aiotensor.sending.open_message import OpenMessage
 from aiotensor.sending.pipeline import Pipeline
 from aiotensor.sending.posting import Posts
 from aiotensor.sending.settings import Settings
+from aiotensor.sending.sizes import too_large
 from aiotensor.statistics.counters import ErrorCounter, new_counts
 from aiotensor.tensors.source import Sendable
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
@@ -129,26 +131,41 @@ class TensorSender(LoopObjectWithPeers):
         self.affinity.settle(self, self._route.label)
         return self
 
-    async def ready(self) -> None:
-        """Wait until a receiver has admitted this sender.
+    async def ready(self, *, nbytes: int | None = None) -> None:
+        """Wait until a receiver has admitted this sender, or until a tensor can be sent without waiting.
 
         Use it in a readiness probe, or to find out at startup whether a receiver would refuse this sender:
         opening a sender does not wait for the receiver. Returns immediately while the sender is admitted and
         connected.
 
-        Waits at most `max_wait_s` for a receiver to start, and for the next one if the receiver closes
-        during the wait. Cancellation has no side effects.
+        With `nbytes`, the call also waits until a permit and this much memory are free, no other call waits
+        for them, and the receiver reads: `send_nowait` would then succeed. An application can wait in this
+        way before it reads its next upload. The call acquires nothing, so other calls may use the capacity
+        first; `message` acquires a permit.
+
+        Args:
+            nbytes: the bytes of shared memory that the next message needs, 0 for a permit without memory;
+                None to wait only for the receiver.
+
+        Waits at most `max_wait_s` in total, and for the next receiver if the receiver closes during the wait.
+        Cancellation has no side effects.
 
         Raises:
+            ValueError: `nbytes` is negative.
+            TooLargeError: `nbytes` exceeds `arena_bytes`.
             RefusedError: the receiver refused this sender, because of a limit or its version.
-            WouldBlockError: no receiver admitted this sender within `max_wait_s`.
+            WouldBlockError: the call waited for longer than `max_wait_s`.
             PeerLostError: the receiver of a queue died or closed, or a receiver broke the protocol.
             AccessDeniedError: the receiver runs as another user.
             UsageError: the process at the address is not a receiver.
             ClosedError: this sender was closed, possibly during the wait.
         """
         with self._errors:
-            await self._opened().readiness.admitted()
+            if nbytes is not None and operator.index(nbytes) < 0:
+                raise ValueError(f"nbytes must not be negative, got {nbytes}")
+            if nbytes is not None and nbytes > self._settings.max_bytes:
+                raise too_large(nbytes, self._settings.max_bytes)
+            await self._opened().readiness.ready(nbytes)
 
     async def send(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor, and return the handle that names it for the receiver.

@@ -83,6 +83,10 @@ class MessageClient(BlockingObjectWithPeers[channel.MessageClient[R], ClientStat
         """
         return Permit(self, self.call(self.inner.permit), timeout)
 
+    def ready(self, *, timeout: float | None = None) -> None:
+        """Wait until a server has accepted this client and, with a `sender`, a permit is free."""
+        self.wait_for(self.inner.ready, timeout=timeout)
+
     def request(
         self,
         message: object,
@@ -303,6 +307,10 @@ class MessageServer(BlockingObjectWithPeers[channel.MessageServer[M], ServerStat
             ClosedError: this server was closed.
         """
         return Request(self, self.wait_for(self._take, timeout))
+
+    def arrived(self, *, timeout: float | None = None) -> None:
+        """Wait until a request has arrived with its tensors, without taking it."""
+        self.wait_for(self.inner.arrived, timeout=timeout)
 
     async def _take(self, timeout: float | None) -> channel.Request[M]:
         """Wait for a request until the timeout; decoding a request that has arrived may take longer."""

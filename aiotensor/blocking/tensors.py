@@ -36,9 +36,9 @@ class TensorSender(BlockingObjectWithPeers[aiotensor.TensorSender, SenderStatist
         """The id of the connected receiver; None while none is connected, or before it has answered."""
         return self.inner.receiver_id
 
-    def ready(self, *, timeout: float | None = None) -> None:
-        """Wait until a receiver has admitted this sender."""
-        self.wait_for(self.inner.ready, timeout=timeout)
+    def ready(self, *, nbytes: int | None = None, timeout: float | None = None) -> None:
+        """Wait until a receiver has admitted this sender, or until a tensor can be sent without waiting."""
+        self.wait_for(self.inner.ready, nbytes=nbytes, timeout=timeout)
 
     def send(self, tensor: Sendable, *, timeout: float | None = None) -> TensorHandle:
         """Send a message of one tensor, and return the handle that names it for the receiver."""

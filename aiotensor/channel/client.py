@@ -197,6 +197,28 @@ class MessageClient(LoopObjectWithPeers, Generic[R]):
         """
         return self._opened().permit(self._errors)
 
+    async def ready(self) -> None:
+        """Wait until a server has accepted this client and, with a `sender`, a permit is free.
+
+        Use it in a readiness probe, or before the next upload is read. The call acquires nothing, so other
+        calls may use the permit first; `permit` acquires one.
+
+        Waits as `request` does before it sends a message, with the same limits. Cancellation has no side
+        effects.
+
+        Raises:
+            RefusedError: the server, or the receiver of the sender, refused this client because of a limit or
+                its version. The next call tries again.
+            PeerLostError: the server or the receiver cannot be reached any more, or broke the protocol.
+            AccessDeniedError: the server belongs to another user, or does not accept this client's key.
+            WouldBlockError: a wait exceeded the `max_wait_s` of this client or the sender. It is an
+                `UnavailableError` if no server is connected.
+            UsageError: this client is not open, or belongs to another thread or event loop.
+            ClosedError: this client was closed, perhaps during the call.
+        """
+        with self._errors:
+            await self._opened().ready()
+
     @property
     def senders(self) -> tuple[TensorSender, ...]:
         """The senders, in the order of the servers; empty if this client has none."""

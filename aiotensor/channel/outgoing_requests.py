@@ -112,6 +112,21 @@ class OutgoingRequests(Generic[R]):
             for entry in self._entries:
                 registry.remove(entry)
 
+    async def ready(self) -> None:
+        """Wait until a server can take a request, as `MessageClient.ready` does."""
+        while True:
+            if self._balancer is None:
+                [server] = self.servers
+                await server.ready()
+            else:
+                server = await self._balancer.choose(Need.TENSORS if self._has_senders else Need.MESSAGE)
+                self._balancer.changed()  # this call sends no message, so the next one may choose the server
+            sender = self._senders[server]
+            if sender is not None:
+                await sender.ready(nbytes=0)
+            if server.session is not None:  # it may have been lost during the wait for a permit
+                return
+
     def permit(self, errors: ErrorCounter) -> Permit:
         """Return a new permit; see `MessageClient.permit`.
 

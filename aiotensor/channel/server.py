@@ -187,6 +187,20 @@ class MessageServer(LoopObjectWithPeers, Generic[M]):
             raise UsageError("this MessageServer is being opened: wait until `async with` has entered it")
         return self._clients.requests
 
+    async def arrived(self) -> None:
+        """Wait until a request has arrived with its tensors, without taking it.
+
+        The next step of an iteration then takes the request, unless another task or a cancellation by its
+        client comes first. It waits only if a thread must decode a large message; a message that cannot be
+        decoded is skipped. Cancellation has no side effects.
+
+        Raises:
+            UsageError: this server is not open, or belongs to another thread or event loop.
+            ClosedError: this server was closed, perhaps during the call.
+        """
+        while not (requests := self._opened()).ready.by_client:
+            await requests.waiters.wait()
+
     def batches(self, max_batch: int, *, batch_wait_s: float = 0.0) -> AsyncIterator[list[Request[M]]]:
         """Return an iterator over batches: ``async for batch in server.batches(8)``.
 

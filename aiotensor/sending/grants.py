@@ -81,6 +81,7 @@ class Grants:
         self._errors = errors
         self._listeners = listeners
         self._is_wake_scheduled = False
+        self._capacity_waits = 0  # the number of calls in `capacity`
         # The numbers of the allocated blocks whose sends wait, for a permit or for bytes. Such a block is not
         # freed during the wait, because the send refers to its tensor.
         self._await_permits: Counter[int] = Counter()
@@ -242,9 +243,37 @@ class Grants:
         self.permits.on_release = self.memory.gate.on_release = self.capacity_changed
 
     def capacity_changed(self) -> None:
-        """Notify the listeners that a new message may have become possible."""
+        """Notify the listeners, and the calls of `capacity`, that a new message may have become possible."""
         for listener in tuple(self._listeners):
             listener.capacity_changed()
+        if self._capacity_waits:
+            self.changes.wake()
+
+    def shortage(self, nbytes: int) -> str | None:
+        """Return the reason why a tensor of `nbytes` bytes must wait for a permit or memory; None if it need not."""
+        permits, memory = self.permits.budget, self.memory.gate.budget
+        if permits.waiting or permits.in_use == permits.limit:
+            return "no permit was free"
+        if nbytes and (memory.waiting or nbytes > self.memory.largest_free):
+            return "not enough shared memory was free"
+        return None
+
+    async def capacity(self) -> None:
+        """Wait until a new message may have become possible, or the receiver has changed.
+
+        Raises:
+            AioTensorError: the sender was closed.
+        """
+        self._capacity_waits += 1
+        self.notify_listeners()
+        try:
+            await self.changes.wait()
+        finally:
+            self._capacity_waits -= 1
+            if not self._capacity_waits and not self._listeners:
+                self.permits.on_release = self.memory.gate.on_release = None
+        if self.is_closed:
+            raise self.error()
 
     # Permits
 

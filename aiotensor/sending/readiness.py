@@ -23,15 +23,18 @@ class Readiness:
         self._grants = grants
         self._max_wait_s = max_wait_s
 
-    async def admitted(self) -> None:
+    async def ready(self, nbytes: int | None) -> None:
         """Wait until a receiver has admitted this sender, as `TensorSender.ready` does."""
-        if self._sessions.is_admitted:
+        if self._obstacle(nbytes) is None:
             return
         try:
-            async with at_most(self._max_wait_s, self._not_admitted):
+            async with at_most(self._max_wait_s, lambda: self._not_ready(nbytes)):
                 await self._sessions.admission()
+                while self._obstacle(nbytes) is not None:
+                    await self._grants.capacity()
+                    await self._sessions.admission()
         except WouldBlockError:
-            if not self._sessions.is_admitted:  # the sender may have been admitted when the time expired
+            if self._obstacle(nbytes) is not None:  # it may have been removed when the time expired
                 raise
 
     async def receiver_reads(self, message: Message) -> None:
@@ -67,10 +70,18 @@ class Readiness:
             reason = "the receiver is slow to read"
         return sessions.refusal() or self._grants.holders.would_block(reason, 1, nbytes)
 
-    def _not_admitted(self) -> WouldBlockError:
-        is_there = self._sessions.is_receiver_there
-        reason = "the receiver has not answered" if is_there else "no receiver was connected"
-        return self._grants.holders.overdue(reason, 0, 0)
+    def _obstacle(self, nbytes: int | None) -> str | None:
+        """Return the reason why `ready` must wait; None if it need not."""
+        if not self._sessions.is_admitted:
+            is_there = self._sessions.is_receiver_there
+            return "the receiver has not answered" if is_there else "no receiver was connected"
+        if nbytes is None:
+            return None
+        return self._grants.shortage(nbytes) if self._sessions.is_ready else "the receiver read nothing"
+
+    def _not_ready(self, nbytes: int | None) -> WouldBlockError:
+        reason = self._obstacle(nbytes) or "the sender was not ready"
+        return self._grants.holders.overdue(reason, nbytes is not None, nbytes or 0)
 
     def _nothing_read(self) -> WouldBlockError:
         is_connected = self._sessions.current is not None

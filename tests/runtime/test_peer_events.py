@@ -107,7 +107,11 @@ async def test_cancelling_an_iteration_loses_no_event() -> None:
 
     async def attempt(attempt: Attempt) -> None:
         events = peers.iterate()
-        step = attempt.start(events.__anext__())  # type: ignore[arg-type]
+
+        async def next_event() -> PeerEvent:
+            return await anext(events)
+
+        step = attempt.start(next_event())
         await step.bring(lambda: peers.connected("key", "peer", 7))
         event = step.value if await step.completed() else await anext(events)
         assert event == PeerEvent("connected", "peer", 7)
