@@ -250,7 +250,7 @@ class Grants:
             self.changes.wake()
 
     def shortage(self, nbytes: int) -> str | None:
-        """Return the reason why a tensor of `nbytes` bytes must wait for a permit or memory; None if it need not."""
+        """Return the reason why a tensor must wait for a permit or memory; None if it need not."""
         permits, memory = self.permits.budget, self.memory.gate.budget
         if permits.waiting or permits.in_use == permits.limit:
             return "no permit was free"

@@ -6,6 +6,7 @@ For a new call that waits, add a function, and a row in `WAITS`.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import aiotensor
@@ -175,6 +176,15 @@ def _allocate(place: Place) -> Iterator[Wait]:
 
 
 @contextmanager
+def _ready(place: Place) -> Iterator[Wait]:
+    with TensorSender(place.tensors, 1) as sender:
+        sender.send(pattern(0, 3))
+        with running(aiotensor.TensorSender, "ready") as calls:
+            call = partial(sender.ready, nbytes=0)
+            yield _sending(sender, call)._replace(is_waiting=lambda: calls.count)
+
+
+@contextmanager
 def _drain(place: Place) -> Iterator[Wait]:
     with TensorSender(place.tensors) as sender:
         sender.send(pattern(0, 3))
@@ -223,6 +233,15 @@ def _next_tensor(place: Place) -> Iterator[Wait]:
 def _iterate_over_tensors(place: Place) -> Iterator[Wait]:
     with TensorReceiver(place.tensors) as receiver:
         yield _receiving(receiver, lambda: list(receiver))
+
+
+@contextmanager
+def _iterate_over_peers(place: Place) -> Iterator[Wait]:
+    with TensorReceiver(place.tensors) as receiver:
+        wait = _receiving(receiver, lambda: [event for event in receiver.peer_events() if event.error])
+        yield wait._replace(
+            is_waiting=lambda: receiver.inner.affinity.waiters and receiver.statistics().senders
+        )
 
 
 def _asking_for(
@@ -277,6 +296,12 @@ def _send_message_to_nobody(place: Place) -> Iterator[Wait]:
         yield _asking_for(client, call, lambda: inside.waiters_for_server(client.inner))
 
 
+@contextmanager
+def _ready_client(place: Place) -> Iterator[Wait]:
+    with MessageClient(place.messages, reply_type=Answer) as client:
+        yield _asking_for(client, client.ready, lambda: inside.waiters_for_server(client.inner))
+
+
 def _answering(server: MessageServer[Question], call: Callable[..., object]) -> Wait:
     def held() -> tuple[int, int, int]:
         seen = server.statistics()
@@ -292,6 +317,12 @@ def _answering(server: MessageServer[Question], call: Callable[..., object]) -> 
 def _next_request(place: Place) -> Iterator[Wait]:
     with MessageServer(place.messages, Question) as server:
         yield _answering(server, server.next)
+
+
+@contextmanager
+def _request_arrived(place: Place) -> Iterator[Wait]:
+    with MessageServer(place.messages, Question) as server:
+        yield _answering(server, server.arrived)
 
 
 @contextmanager
@@ -325,16 +356,20 @@ WAITS = {
     "message": Row(_begin_message, _receiver),
     "send in a message": Row(_send_in_message, _receiver),
     "allocate": Row(_allocate, _receiver),
+    "ready": Row(_ready, _receiver),
     "drain": Row(_drain, _receiver),
     "receive": Row(_receive, _sender),
     "receive a copy": Row(_receive_copy, _sender),
     "arrived": Row(_arrived, _sender),
     "next tensor": Row(_next_tensor, _sender),
     "iterate over tensors": Row(_iterate_over_tensors, _sender, takes_timeout=False, ends=True),
+    "iterate over peers": Row(_iterate_over_peers, _sender, takes_timeout=False, ends=True),
+    "ready client": Row(_ready_client, _nobody),
     "request": Row(_request, _server),
     "request, for a permit": Row(_request_for_a_permit, _nobody),
     "request, for a server": Row(_request_of_nobody, _nobody),
     "send a message": Row(_send_message_to_nobody, _nobody),
+    "request arrived": Row(_request_arrived, _client),
     "next request": Row(_next_request, _client),
     "iterate over requests": Row(_iterate_over_requests, _client, takes_timeout=False, ends=True),
     "serve": Row(_serve, _client, takes_timeout=False, ends=True),

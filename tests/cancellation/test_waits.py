@@ -11,7 +11,7 @@ from tests.bare_peers import PATIENCE_S, inspect_patiently
 from tests.cancelling import Attempt, cancel_everywhere
 from tests.pairs import endpoint, pair
 from verification.internals import inspectors_of
-from verification.patterns import pattern
+from verification.patterns import BIG, pattern
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -35,6 +35,32 @@ async def test_a_sender_whose_ready_was_cancelled_still_connects() -> None:
             await receiver.aclose()
 
     assert await cancel_everywhere(attempt)
+
+
+@pytest.mark.usefixtures("link")
+@pytest.mark.parametrize("nbytes", [0, 8])
+async def test_a_sender_whose_wait_for_capacity_was_cancelled_still_sends(nbytes: int) -> None:
+    async with pair(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, receiver):
+
+        async def attempt(attempt: Attempt) -> None:
+            handle = await sender.send(pattern(0, BIG))
+            tensor = await receiver.receive(handle) if nbytes else None
+            probe = attempt.start(sender.ready(nbytes=nbytes))
+            second = asyncio.create_task(sender.ready(nbytes=nbytes))
+
+            def release() -> None:
+                nonlocal tensor
+                tensor = receiver.receive_nowait(handle) if tensor is None else None
+
+            await receiver.arrived(handle) if not nbytes else None
+            await probe.bring(release)
+            await second
+            await probe.completed()
+            tensor = None
+            await sender.ready(nbytes=BIG * 8)
+            await receiver.receive(sender.send_nowait(pattern(1, 3)))
+
+        assert await cancel_everywhere(attempt, sender, receiver)
 
 
 @pytest.mark.usefixtures("link")

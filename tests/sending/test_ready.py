@@ -11,16 +11,17 @@ from aiotensor import (
     TensorQueue,
     TensorReceiver,
     TensorSender,
+    TooLargeError,
     WouldBlockError,
     blocking,
 )
 from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Welcome
 from tests.bare_peers import BareReceiver
-from tests.pairs import endpoint
+from tests.pairs import endpoint, pair
 from verification.fuzz.listening import waiting_at
-from verification.internals import pipeline_of
-from verification.patterns import pattern
+from verification.internals import pause_reading, pipeline_of, resume_reading, senders_of, session_of
+from verification.patterns import BIG, pattern
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -136,3 +137,165 @@ async def test_blocking_ready_waits_for_the_admission_or_its_timeout(address: st
     await opened
     async with TensorReceiver(address):
         await probing
+
+
+async def _still_waits(task: "asyncio.Task[None]") -> bool:
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return not task.done()
+
+
+@pytest.mark.usefixtures("link")
+async def test_ready_waits_for_a_permit_without_taking_it() -> None:
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        await sender.ready(nbytes=0)
+        handle = await sender.send(pattern(0, 3))
+        first, second = (asyncio.create_task(sender.ready(nbytes=0)) for _ in range(2))
+        assert await _still_waits(first)
+        await sender.ready()  # a receiver is connected
+        first.cancel()
+        await receiver.receive(handle)
+        await second
+        seen = sender.statistics()
+        assert (seen.in_flight, seen.peak_in_flight, seen.waiting, sum(seen.permit_waits.counts)) == (
+            0,
+            1,
+            0,
+            0,
+        )
+        sender.send_nowait(pattern(1, 3))
+
+
+@pytest.mark.usefixtures("link")
+async def test_ready_waits_for_memory_without_taking_it() -> None:
+    nbytes = BIG * 8
+    async with pair(arena_bytes=nbytes) as (sender, receiver):
+        tensor = await receiver.receive(await sender.send(pattern(0, BIG)))
+        ready = asyncio.create_task(sender.ready(nbytes=nbytes))
+        assert await _still_waits(ready)
+        await sender.ready(nbytes=0)  # a permit is free
+        del tensor
+        await ready
+        assert sender.statistics().bytes_in_use == 0
+        sender.send_nowait(pattern(1, BIG))
+
+
+@pytest.mark.usefixtures("link")
+async def test_ready_waits_until_calls_that_waited_before_have_a_permit() -> None:
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        first = await sender.send(pattern(0, 3))
+        sending = asyncio.create_task(sender.send(pattern(1, 3)))
+        await until(lambda: sender.statistics().waiting == 1)
+        ready = asyncio.create_task(sender.ready(nbytes=0))
+        await receiver.receive(first)
+        second = await sending
+        assert await _still_waits(ready)
+        await receiver.receive(second)
+        await ready
+
+
+async def test_ready_with_bytes_waits_for_a_receiver_and_for_its_successor(address: str) -> None:
+    async with TensorSender(address, 1) as sender:
+        ready = asyncio.create_task(sender.ready(nbytes=1))
+        assert await _still_waits(ready)
+        async with TensorReceiver(address):
+            await ready
+            await sender.send(pattern(0, 3))
+            ready = asyncio.create_task(sender.ready(nbytes=1))
+            assert await _still_waits(ready)
+        await until(lambda: sender.receiver_id is None)
+        assert await _still_waits(ready)
+        async with TensorReceiver(address):
+            await ready
+
+
+async def test_ready_waits_until_the_receiver_reads(address: str) -> None:
+    async with (
+        TensorReceiver(address, max_unclaimed_messages=None) as receiver,
+        TensorSender(address, 1 << 20) as sender,
+    ):
+        await sender.ready(nbytes=0)
+        [transport] = senders_of(receiver).transports()
+        pause_reading(transport)
+        while session_of(sender).transport.is_writable:
+            sender.send_nowait(pattern(0, 500))
+            await asyncio.sleep(0)  # until the next iteration, frames wait for others in their record
+        ready = asyncio.create_task(sender.ready(nbytes=0))
+        assert await _still_waits(ready)
+        resume_reading(transport)
+        await ready
+        sender.send_nowait(pattern(0, 3))
+
+
+async def test_ready_with_bytes_times_out_after_max_wait_s_and_states_the_cause(address: str) -> None:
+    async with (
+        TensorReceiver(address) as receiver,
+        TensorSender(address, 1, BIG * 8, max_wait_s=SHORT_S) as sender,
+    ):
+        handle = await sender.send(pattern(0, BIG))
+        with pytest.raises(WouldBlockError, match=r"^no permit was free for 0\.02 s") as caught:
+            await sender.ready(nbytes=0)
+        assert (caught.value.messages.limit, caught.value.messages.requested) == (1, 1)
+        tensor = await receiver.receive(handle)
+        await sender.ready(nbytes=0)
+        with pytest.raises(WouldBlockError, match=r"^not enough shared memory was free for") as caught:
+            await sender.ready(nbytes=8)
+        assert caught.value.bytes.requested == 8
+        del tensor
+    async with TensorSender(address, max_wait_s=SHORT_S) as sender:
+        with pytest.raises(WouldBlockError, match=r"^no receiver was connected for"):
+            await sender.ready(nbytes=8)
+
+
+async def test_ready_refuses_bytes_that_are_never_free(address: str) -> None:
+    async with TensorSender(address, arena_bytes=4096) as sender:
+        with pytest.raises(ValueError, match="nbytes must not be negative, got -1"):
+            await sender.ready(nbytes=-1)
+        with pytest.raises(TooLargeError) as caught:
+            await sender.ready(nbytes=4097)
+        assert (caught.value.limit, caught.value.requested) == (4096, 4097)
+
+
+@pytest.mark.usefixtures("link")
+async def test_closing_ends_a_wait_for_a_permit() -> None:
+    async with pair(max_concurrent_videos=1) as (sender, _):
+        await sender.send(pattern(0, 3))
+        ready = asyncio.create_task(sender.ready(nbytes=0))
+        assert await _still_waits(ready)
+        await sender.aclose()
+        with pytest.raises(ClosedError):
+            await ready
+
+
+async def test_after_its_last_wait_ready_costs_a_message_nothing(address: str) -> None:
+    async with TensorReceiver(address) as receiver, TensorSender(address, 1) as sender:
+        handle = await sender.send(pattern(0, 3))
+        gates = [pipeline_of(sender).grants.permits, pipeline_of(sender).grants.memory.gate]
+        waiting = [asyncio.create_task(sender.ready(nbytes=0)) for _ in range(2)]
+        assert await _still_waits(waiting[0])
+        assert all(gate.on_release for gate in gates)
+        waiting[0].cancel()
+        await asyncio.wait(waiting[:1])
+        assert all(gate.on_release for gate in gates)
+        await receiver.receive(handle)
+        await waiting[1]
+        assert not any(gate.on_release for gate in gates)
+
+
+async def test_an_application_reads_an_upload_only_when_it_can_be_sent(address: str) -> None:
+    async with TensorReceiver(address) as receiver, TensorSender(address, 2) as sender:
+        read = 0
+
+        async def upload() -> None:
+            nonlocal read
+            for _ in range(6):
+                await sender.ready(nbytes=BIG * 8)
+                read += 1
+                sender.send_nowait(pattern(read, BIG))
+
+        uploading = asyncio.create_task(upload())
+        await until(lambda: read == 2)
+        for taken in range(1, 7):
+            assert read <= taken + 1
+            await anext(receiver)
+        await uploading

@@ -33,6 +33,7 @@ class Answer(msgspec.Struct):
 async def ask(address: str, sender: TensorSender, receiver: TensorReceiver, video: Video) -> torch.Tensor:
     async with MessageClient(address, sender=sender, receiver=receiver, reply_type=Answer) as client:
         assert_type(client, MessageClient[Answer])
+        assert_type(await client.ready(), None)
         answer = await client.request(video)
         assert_type(answer, Answer)
         await client.request(video, target=1)
@@ -56,6 +57,7 @@ async def answer_all(address: str, receiver: TensorReceiver, sender: TensorSende
     async with MessageServer(address, Video, receiver=receiver, sender=sender, max_clients=None) as server:
         assert_type(server, MessageServer[Video])
         assert_type(server.address, str)
+        assert_type(await server.arrived(), None)
         async for request in server:
             assert_type(request, Request[Video])
             assert_type(request.message.frames, torch.Tensor)
