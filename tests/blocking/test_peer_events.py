@@ -17,7 +17,6 @@ from aiotensor.blocking import (
 from aiotensor.blocking.portal import BlockingObjectWithPeers
 from tests.blocking.others import Other
 from tests.channel.parties import Answer, Place, Question
-from verification.processes import peers
 
 Pair = tuple[BlockingObjectWithPeers[Any, Any], BlockingObjectWithPeers[Any, Any]]
 
@@ -53,7 +52,7 @@ def test_both_ends_iterate_until_they_are_closed(kind: str, place: Place) -> Non
 def test_a_thread_is_notified_that_a_sender_is_killed(place: Place, stranger: Other) -> None:
     with TensorReceiver(place.tensors) as receiver:
         events = receiver.peer_events()
-        name = stranger.call(peers.open_sender)
+        name = stranger.call("open_sender")
         assert next(events) == PeerEvent("connected", name, stranger.pid)
         stranger.kill()
         lost = next(events)

@@ -1,6 +1,7 @@
 """`ready` returns once a receiver has admitted the sender, and no earlier."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from aiotensor import (
 )
 from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Welcome
+from aiotensor.sending.gates import Gate
 from tests.bare_peers import BareReceiver
 from tests.pairs import endpoint, pair
 from verification.fuzz.listening import waiting_at
@@ -270,7 +272,8 @@ async def test_closing_ends_a_wait_for_a_permit() -> None:
 async def test_after_its_last_wait_ready_costs_a_message_nothing(address: str) -> None:
     async with TensorReceiver(address) as receiver, TensorSender(address, 1) as sender:
         handle = await sender.send(pattern(0, 3))
-        gates = [pipeline_of(sender).grants.permits, pipeline_of(sender).grants.memory.gate]
+        grants = pipeline_of(sender).grants
+        gates: list[Gate[Any]] = [grants.permits, grants.memory.gate]
         waiting = [asyncio.create_task(sender.ready(nbytes=0)) for _ in range(2)]
         assert await _still_waits(waiting[0])
         assert all(gate.on_release for gate in gates)
