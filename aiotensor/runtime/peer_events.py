@@ -23,7 +23,7 @@ class PeerEvents:
     """
 
     def __init__(self, affinity: LoopAffinity) -> None:
-        self.affinity = affinity
+        self._affinity = affinity
         self._connected: dict[Hashable, PeerEvent] = {}
         # Weak, so that an abandoned iteration receives no more events.
         self._iterations: WeakSet[_Iteration] = WeakSet()
@@ -48,14 +48,14 @@ class PeerEvents:
 
     def iterate(self) -> AsyncIterator[PeerEvent]:
         """Return a new iteration, which begins with the connected peers."""
-        iteration = _Iteration(self.affinity, self._connected.values())
+        iteration = _Iteration(self._affinity, self._connected.values())
         self._iterations.add(iteration)
         return iteration
 
     def _add(self, event: PeerEvent) -> None:
         for iteration in self._iterations:
             iteration.add(event)
-        self.affinity.waiters.wake()
+        self._affinity.waiters.wake()
 
 
 class _Iteration(AsyncIterator[PeerEvent]):
@@ -105,5 +105,5 @@ class LoopObjectWithPeers(LoopObject):
             UsageError: this object is not open, or belongs to another thread or event loop.
             ClosedError: this object was closed.
         """
-        self._peers.affinity.check()
+        self.affinity.check()
         return self._peers.iterate()

@@ -97,7 +97,7 @@ async def test_closing_ends_iterations() -> None:
     waiting, idle = peers.iterate(), peers.iterate()
     ends = asyncio.create_task(anext(waiting, None))
     await asyncio.sleep(0)
-    peers.affinity.close()
+    peers._affinity.close()
     assert await ends is None
     assert await anext(idle, None) is None
 
