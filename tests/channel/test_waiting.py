@@ -137,17 +137,19 @@ class Ends(NamedTuple):
 
 
 @asynccontextmanager
-async def _ends(servers: int, permits: int = 1, max_wait_s: float | None = None) -> AsyncIterator[Ends]:
-    """Open a client with one sender for each of its servers."""
+async def _ends(servers: int, max_wait_s: float | None = None) -> AsyncIterator[Ends]:
+    """Open a client with one sender for each of its servers, and wait until all are connected."""
     async with AsyncExitStack() as stack:
         places = [stack.enter_context(place()) for _ in range(servers)]
         ends = [await stack.enter_async_context(listening(here)) for here in places]
         client = MessageClient(
             [here.messages for here in places],
-            sender=[TensorSender(here.tensors, permits, max_wait_s=max_wait_s) for here in places],
+            sender=[TensorSender(here.tensors, 1, max_wait_s=max_wait_s) for here in places],
             reply_type=Answer,
         )
         await stack.enter_async_context(client)
+        await until(lambda: client.statistics().servers == servers)
+        await until(lambda: all(sender.receiver_id for sender in client.senders))
         yield Ends(client, [server for server, _ in ends], [receiver for _, receiver in ends])
 
 
@@ -155,9 +157,6 @@ async def _ends(servers: int, permits: int = 1, max_wait_s: float | None = None)
 async def test_ready_waits_for_a_permit_of_any_server_and_takes_none(servers: int) -> None:
     async with _ends(servers) as ends:
         await ends.client.ready()
-        await until(lambda: ends.client.statistics().servers == servers)
-        for sender in ends.client.senders:
-            await sender.ready()
         asking = [
             asyncio.create_task(ends.client.request(Question(seed, pattern(seed, BIG))))
             for seed in range(servers)
@@ -240,9 +239,6 @@ async def test_closing_ends_ready(servers: int) -> None:
 async def test_a_cancelled_ready_holds_nothing(servers: int) -> None:
     async with _ends(servers) as ends:
         client = ends.client
-        await until(lambda: client.statistics().servers == servers)
-        for sender in client.senders:
-            await sender.ready()
         serving = [asyncio.create_task(server.serve(answer)) for server in ends.servers]
 
         async def attempt(attempt: Attempt) -> None:
