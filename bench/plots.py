@@ -309,7 +309,7 @@ def _style(report: Report, name: str) -> dict[str, Any]:
 def _label_lines(figure: Figure, panels: Sequence[Axes]) -> None:
     """Write the name of each line next to its right end in the last panel, and keep the names apart.
 
-    A legend in the other panels names the lines that are there only.
+    A legend names the lines that are missing in the last panel.
     """
     axes = panels[-1]
     names = {line.get_label() for line in axes.lines}

@@ -29,7 +29,7 @@ admission = Admission(VIDEOS_AT_ONCE, MAX_WAIT_S)
 
 
 def make_client() -> MessageClient[Summary]:
-    """Make the client of a worker."""
+    """Create the client of a worker."""
     sender = TensorSender(TENSORS, VIDEOS_AT_ONCE, arena_bytes=512 << 20, max_wait_s=MAX_WAIT_S)
     return MessageClient(MESSAGES, sender=sender, reply_type=Summary, max_wait_s=MAX_WAIT_S)
 

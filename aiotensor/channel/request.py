@@ -223,12 +223,12 @@ def has_ended(request: Request[Any]) -> bool:
 
 
 def enter_batch(request: Request[Any], block: CancelOnce) -> None:
-    """Make a request cancel the block of its batch, until `leave_batch`."""
+    """Let the cancellation of a request count in the block of its batch, until `leave_batch`."""
     request._incoming.block = block
 
 
 def leave_batch(request: Request[Any]) -> None:
-    """Make a request cancel its own block again."""
+    """Let the cancellation of a request have its usual effect again."""
     request._incoming.block = None
 
 

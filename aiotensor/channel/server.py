@@ -263,7 +263,7 @@ class MessageServer(LoopObjectWithPeers, Generic[M]):
         Args:
             handler: called with each message, or with each list of messages; returns the answer, or a
                 sequence of answers.
-            max_batch: the maximum number of messages in a batch; None to handle each message by itself.
+            max_batch: the maximum number of messages in a batch; None for single messages.
             batch_wait_s: the time in seconds for which the first message of a batch may wait for others; by
                 default, a batch contains the messages that are ready.
             max_concurrent: the maximum number of messages that are handled at once. By default, there is no

@@ -95,7 +95,7 @@ class LoopObjectWithPeers(LoopObject):
         """Return an iterator over connects and disconnects: ``async for event in thing.peer_events()``.
 
         It begins with an event for each peer that is connected now. Each iterator returns all events since
-        the call of this method, also those that occur between two iterations. It keeps at most 1024 of them:
+        the call of this method, including those between two iterations. It keeps at most 1024 of them:
         if it is slow, it loses the oldest events, and `PeerEvent.missed` counts them.
 
         The iteration waits for the next event, and ends when this object is closed. Cancellation loses no

@@ -1,17 +1,15 @@
 """The value types of the public API, such as handles, deliveries and statistics. They have no behaviour."""
 
+from aiotensor.types.broadcast_statistics import PublisherStatistics, SubscriberLag, SubscriberStatistics
 from aiotensor.types.declaring import MAX_BOUNDS, MAX_ERROR_NAMES, Export, Holder, Waits, counter, gauge
 from aiotensor.types.statistics import (
     ClientStatistics,
     EngineStatistics,
     PipeStatistics,
-    PublisherStatistics,
     ReceiverStatistics,
     SenderStatistics,
     ServerStatistics,
     Statistics,
-    SubscriberLag,
-    SubscriberStatistics,
 )
 from aiotensor.types.values import (
     MAX_NUMBER,

@@ -88,25 +88,14 @@ async def test_a_cancelled_request_leaves_its_batch() -> None:
         await settled(ends)
 
 
-async def test_an_exception_among_the_results_is_raised_in_its_client_only() -> None:
+@pytest.mark.parametrize(
+    ("result", "error"),
+    [(KeyError("unknown"), "KeyError"), (object(), "TypeError")],
+    ids=["an exception", "a value that cannot be encoded"],
+)
+async def test_a_result_that_is_not_an_answer_fails_its_request_only(result: object, error: str) -> None:
     async def handle(questions: list[Question]) -> list[object]:
-        return [
-            KeyError("unknown") if question.seed == 1 else await answer(question) for question in questions
-        ]
-
-    async with channel() as ends:
-        serving = asyncio.create_task(ends.server.serve(handle, max_batch=3, batch_wait_s=_LONG_S))
-        good, bad, other = await asyncio.gather(*_ask(ends, 0, 1, 2), return_exceptions=True)
-        assert isinstance(good, Answer)
-        assert isinstance(other, Answer)
-        assert isinstance(bad, RemoteError)
-        assert bad.type_name == "KeyError"
-        await _end(serving)
-
-
-async def test_an_answer_that_cannot_be_encoded_fails_its_request_only() -> None:
-    async def handle(questions: list[Question]) -> list[object]:
-        return [object() if question.seed == 1 else await answer(question) for question in questions]
+        return [result if question.seed == 1 else await answer(question) for question in questions]
 
     async with channel() as ends:
         with said():
@@ -115,7 +104,7 @@ async def test_an_answer_that_cannot_be_encoded_fails_its_request_only() -> None
         assert isinstance(good, Answer)
         assert isinstance(other, Answer)
         assert isinstance(bad, RemoteError)
-        assert bad.type_name == "TypeError"
+        assert bad.type_name == error
         await _end(serving)
 
 

@@ -1,4 +1,4 @@
-"""The command as a whole: its version, its start, its completion, and its dependencies."""
+"""The command: its version, startup, shell completion and dependencies."""
 
 import os
 import subprocess
