@@ -11,20 +11,19 @@ import mmap
 import sys
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
-from torch.nn import Parameter
 
+from aiotensor.broadcast.placement import Placement, Planned
 from aiotensor.broadcast.reports import Reports
 from aiotensor.broadcast.settings import PublisherSettings
 from aiotensor.broadcast.subscribers import Subscribers
 from aiotensor.codec.payload import Payload, pack
 from aiotensor.errors import AioTensorError, ClosedError, TooLargeError, WouldBlockError
 from aiotensor.protocol.audience import Item
-from aiotensor.protocol.broadcast import Content, PlacedTensor, Publish
+from aiotensor.protocol.broadcast import Content, Publish
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import ARENA, INLINE, encode_record
 from aiotensor.runtime.peer_events import PeerEvents
@@ -36,7 +35,6 @@ from aiotensor.statistics.counters import ErrorCounter
 from aiotensor.tensors.allocations import Allocation, Block
 from aiotensor.tensors.arena import Arena, Extent
 from aiotensor.tensors.copying import QUICK_BYTES, CopyAbandonedError
-from aiotensor.tensors.dtypes import DTYPE_NAMES
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from aiotensor.tensors.placement import Placed, plan_placement
 from aiotensor.tensors.segments import Segment, whole_pages
@@ -57,48 +55,6 @@ _STUCK = (
     "allocated tensor is copied if it is not contiguous or not aligned, or if an earlier publication of it "
     "is in use"
 )
-
-
-class _Planned(NamedTuple):
-    """A tensor of a message, and the allocated block that contains it, if any."""
-
-    source: Source
-    allocation: Allocation | None
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes of shared memory that a copy needs."""
-        return whole_pages(self.source.nbytes)
-
-
-class _Placement:
-    """The blocks of a message that is being published; this object is also the holder of their bytes."""
-
-    def __init__(self) -> None:
-        self.tensors: list[PlacedTensor] = []
-        self.blocks: list[tuple[int, int]] = []  # the number and the size in bytes, once for each use
-        self.segments: dict[int, None] = {}
-        self.owned: list[int] = []  # the blocks that were filled for this message
-
-    def add(self, source: Source, placed: Placed, block: Block) -> None:
-        """Add a tensor whose bytes are in a block."""
-        self.use(block)
-        self.tensors.append(
-            PlacedTensor(
-                DTYPE_NAMES[source.dtype],
-                tuple(source.shape),
-                placed.placement,
-                placed.payload,
-                block.number,
-                source.requires_grad,
-                type(source) is Parameter,
-            )
-        )
-
-    def use(self, block: Block) -> None:
-        """Add a block that the message uses."""
-        self.blocks.append((block.number, block.place.nbytes))
-        self.segments[block.place.segment.number] = None
 
 
 class Publishing:
@@ -187,7 +143,7 @@ class Publishing:
     async def publish(self, message: object) -> Published:
         """Publish a message, as `Publisher.publish` does."""
         turn = await self._turns.acquire(1)
-        placement = _Placement()
+        placement = Placement()
         try:
             payload = await pack([message], has_sender=True, max_inline_bytes=sys.maxsize)
             del message
@@ -207,7 +163,7 @@ class Publishing:
         turn = self._turns.budget.try_request(1)
         if turn is None:
             raise self._reports.would_block("a subscriber is slow, or another call is publishing", 0)
-        placement = _Placement()
+        placement = Placement()
         try:
             payload = Payload(has_sender=True, max_inline_bytes=sys.maxsize)
             payload.encode([message])
@@ -257,7 +213,7 @@ class Publishing:
 
     # Steps
 
-    def _plan(self, payload: Payload) -> list[_Planned]:
+    def _plan(self, payload: Payload) -> list[Planned]:
         """Plan the placement of each tensor; reject a message that can never be published."""
         planned, used = [], {}
         body_bytes = len(payload.parts[0])
@@ -265,7 +221,7 @@ class Publishing:
         for value in payload.tensors:
             source = as_source(value)
             allocation = plan_placement(source, self.memory.allocations).allocation
-            planned.append(one := _Planned(source, allocation))
+            planned.append(one := Planned(source, allocation))
             if allocation is None or not self._can_carry(allocation, source):
                 new_bytes += one.nbytes
             else:
@@ -286,7 +242,7 @@ class Publishing:
                 requested=nbytes,
             )
 
-    async def _place(self, payload: Payload, placement: _Placement) -> None:
+    async def _place(self, payload: Payload, placement: Placement) -> None:
         tensors = nbytes = 0  # placed in this iteration of the event loop, unless a copy has waited
         for source, allocation in self._plan(payload):
             if tensors == _QUICK_TENSORS or nbytes > QUICK_BYTES:
@@ -304,7 +260,7 @@ class Publishing:
         # own copies of the pages, which would hide the new publication.
         return allocation.can_carry(source) and not self.memory.leases.is_sent(allocation.block.number)
 
-    def _place_allocated(self, source: Source, allocation: Allocation | None, placement: _Placement) -> bool:
+    def _place_allocated(self, source: Source, allocation: Allocation | None, placement: Placement) -> bool:
         """Place an allocated tensor in its own block; return whether that was possible."""
         if allocation is None or not self._can_carry(allocation, source):
             return False
@@ -312,7 +268,7 @@ class Publishing:
         placement.add(source, placed, allocation.block)
         return True
 
-    async def _copy(self, source: Source, placement: _Placement) -> Block:
+    async def _copy(self, source: Source, placement: Placement) -> Block:
         """Copy a source to a new block."""
         block = await self._block(whole_pages(source.nbytes), placement)
         try:
@@ -323,7 +279,7 @@ class Publishing:
         self._check_open()
         return block
 
-    def _copy_now(self, source: Source, placement: _Placement) -> tuple[Placed, Block]:
+    def _copy_now(self, source: Source, placement: Placement) -> tuple[Placed, Block]:
         """Copy a source to a new block on this thread."""
         nbytes = whole_pages(source.nbytes)
         self._make_space(nbytes)
@@ -334,7 +290,7 @@ class Publishing:
         self.memory.copy_now(source, block)
         return Placed(ARENA, block.place.describe(0)), block
 
-    async def _block(self, nbytes: int, holder: _Placement | None) -> Block:
+    async def _block(self, nbytes: int, holder: Placement | None) -> Block:
         """Wait for a block, and pin it."""
         self._make_space(nbytes)
         block = self.memory.try_acquire(nbytes, holder)
@@ -351,7 +307,7 @@ class Publishing:
         while self.memory.largest_free < nbytes and self.subscribers.forget_oldest():
             pass
 
-    def _content_of(self, payload: Payload, placement: _Placement) -> bytes:
+    def _content_of(self, payload: Payload, placement: Placement) -> bytes:
         """Encode the content of a message, and check that it fits into memory together with its tensors."""
         content = msgspec.msgpack.encode(Content(memoryview(payload.parts[0]), tuple(placement.tensors)))
         if len(content) > _MAX_RECORD_CONTENT_BYTES:  # many tensors make it longer than its body
@@ -368,13 +324,13 @@ class Publishing:
         self.memory.freed.collect_all()
         return sum(ticket.amount for ticket, is_unsent in self.memory.holdings() if is_unsent)
 
-    def _announce_placed(self, placement: _Placement, block: Block, nbytes: int) -> Published:
+    def _announce_placed(self, placement: Placement, block: Block, nbytes: int) -> Published:
         """Announce a message whose content is in a block."""
         placement.use(block)
         return self._announce(placement, ARENA, block.place.describe(0), nbytes, block.number)
 
     def _announce(
-        self, placement: _Placement, kind: str, payload: bytes, nbytes: int, block: int | None
+        self, placement: Placement, kind: str, payload: bytes, nbytes: int, block: int | None
     ) -> Published:
         """Announce a message to all subscribers; from this point on, nothing is rolled back."""
         subscribers = self.subscribers
@@ -387,7 +343,7 @@ class Publishing:
         self._counts["bytes_published"] += inline_bytes + sum(nbytes for _, nbytes in blocks)
         return Published(number, len(subscribers.connected), len(dropped))
 
-    def _end(self, turn: Ticket[None], placement: _Placement) -> None:
+    def _end(self, turn: Ticket[None], placement: Placement) -> None:
         """Release the memory that no subscriber uses, and the turn unless a slow subscriber delays it."""
         self.memory.gate.budget.settle(placement)
         for number in placement.owned:

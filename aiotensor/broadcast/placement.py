@@ -1,0 +1,56 @@
+"""The tensors and the blocks of a message that is being published."""
+
+from typing import NamedTuple
+
+from torch.nn import Parameter
+
+from aiotensor.protocol.broadcast import PlacedTensor
+from aiotensor.tensors.allocations import Allocation, Block
+from aiotensor.tensors.dtypes import DTYPE_NAMES
+from aiotensor.tensors.placement import Placed
+from aiotensor.tensors.segments import whole_pages
+from aiotensor.tensors.source import Source
+
+__all__ = ["Placement", "Planned"]
+
+
+class Planned(NamedTuple):
+    """A tensor of a message, and the allocated block that contains it, if any."""
+
+    source: Source
+    allocation: Allocation | None
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of shared memory that a copy needs."""
+        return whole_pages(self.source.nbytes)
+
+
+class Placement:
+    """The blocks of a message that is being published; this object is also the holder of their bytes."""
+
+    def __init__(self) -> None:
+        self.tensors: list[PlacedTensor] = []
+        self.blocks: list[tuple[int, int]] = []  # the number and the size in bytes, once for each use
+        self.segments: dict[int, None] = {}
+        self.owned: list[int] = []  # the blocks that were filled for this message
+
+    def add(self, source: Source, placed: Placed, block: Block) -> None:
+        """Add a tensor whose bytes are in a block."""
+        self.use(block)
+        self.tensors.append(
+            PlacedTensor(
+                DTYPE_NAMES[source.dtype],
+                tuple(source.shape),
+                placed.placement,
+                placed.payload,
+                block.number,
+                source.requires_grad,
+                type(source) is Parameter,
+            )
+        )
+
+    def use(self, block: Block) -> None:
+        """Add a block that the message uses."""
+        self.blocks.append((block.number, block.place.nbytes))
+        self.segments[block.place.segment.number] = None
