@@ -238,9 +238,9 @@ def test_doctor_imports_only_few_modules_of_the_library(tmp_path: Path) -> None:
         ),
         ("sys.modules['torch'] = None", "torch", "cannot be imported", "pip install 'torch>=2.6'"),
         (
-            "import torch; torch.__version__ = '2.5.1+cu124'",
+            "import torch; torch.__version__, torch.version.cuda = '2.5.1+cpu', None",
             "torch",
-            "2.5.1+cu124, built for the CPU: too old",
+            "2.5.1+cpu, built for the CPU: too old",
             "pip install 'torch>=2.6'",
         ),
         ("import platform, torch; platform.system = lambda: 'Darwin'", "kernel", "Darwin", "Use Linux"),

@@ -14,6 +14,9 @@ from tests.codec.messages import Box, anything, beside, body_of, extension, insi
 from tests.codec.scenes import DECODERS, every_decoder, read_or_refuse
 from tests.test_values import REFUSED
 
+# Before numpy 2, arrays have fewer dimensions than tensors.
+NUMPY_DIMENSIONS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
+
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 
@@ -91,9 +94,16 @@ def test_an_invalid_tensor_placeholder_raises_protocol_error(tensor: msgspec.msg
 
 
 def test_a_tensor_of_64_dimensions_is_decoded() -> None:
-    for code in "TA":
-        most = extension(code, ["in", ["float32", [1] * 64], b"1234"])
-        assert anything.decode([body_of(most)]).ndim == 64
+    for code, dimensions in (("T", 64), ("A", NUMPY_DIMENSIONS)):
+        most = extension(code, ["in", ["float32", [1] * dimensions], b"1234"])
+        assert anything.decode([body_of(most)]).ndim == dimensions
+
+
+@pytest.mark.skipif(NUMPY_DIMENSIONS == 64, reason="numpy supports as many dimensions as the protocol")
+def test_an_array_of_more_dimensions_than_numpy_supports_raises_protocol_error() -> None:
+    array = extension("A", ["in", ["float32", [1] * 33], b"1234"])
+    with pytest.raises(ProtocolError, match="33 dimensions, more than this version of numpy supports"):
+        anything.decode([body_of(array)])
 
 
 @pytest.mark.parametrize("code", ["T", "A"])
