@@ -5,8 +5,8 @@
             with request:
                 request.reply(Embedding(model(request.message.frames)))
 
-Names, arguments and errors are those of `aiotensor`, `aiotensor.channel`, `aiotensor.broadcast` and
-`aiotensor.ranks`. Use ``with`` and ``for`` in place of ``async with`` and ``async for``. In place of
+Names, arguments and errors are those of `aiotensor`, `aiotensor.channel`, `aiotensor.queues`,
+`aiotensor.broadcast` and `aiotensor.ranks`. Use ``with`` and ``for`` in place of ``async with`` and ``async for``. In place of
 ``asyncio.timeout``, methods that may wait have an argument `timeout` in seconds, None for no limit. After
 this time, they raise `TimeoutError` and release their resources, as a cancelled call does. An exception that
 a signal handler raises ends a call in the same way.
@@ -17,16 +17,20 @@ and does not keep the interpreter from exiting.
 
 from aiotensor.blocking.broadcast import Publisher, Subscriber
 from aiotensor.blocking.messages import MessageClient, MessageServer, Permit, Request
+from aiotensor.blocking.queues import MessageQueue, QueueConsumer, QueueProducer
 from aiotensor.blocking.ranks import KVPipe, RankPipe
 from aiotensor.blocking.tensors import OpenMessage, TensorReceiver, TensorSender
 
 __all__ = [
     "KVPipe",
     "MessageClient",
+    "MessageQueue",
     "MessageServer",
     "OpenMessage",
     "Permit",
     "Publisher",
+    "QueueConsumer",
+    "QueueProducer",
     "RankPipe",
     "Request",
     "Subscriber",

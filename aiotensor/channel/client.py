@@ -13,6 +13,7 @@ from aiotensor.channel.payloads import drop_answer
 from aiotensor.channel.permits import Permit
 from aiotensor.channel.remote_server import RemoteServer
 from aiotensor.codec import TensorDecoder
+from aiotensor.codec.payload import Payload
 from aiotensor.receiver import TensorReceiver
 from aiotensor.runtime.affinity import LoopAffinity
 from aiotensor.runtime.peer_events import LoopObjectWithPeers, PeerEvents
@@ -25,7 +26,7 @@ from aiotensor.transports.zeromq.context import begin
 from aiotensor.transports.zeromq.keys import connecting_keys
 from aiotensor.types import ClientStatistics, CurveKey
 
-__all__ = ["MessageClient"]
+__all__ = ["MessageClient", "request_encoded"]
 
 R = TypeVar("R")
 
@@ -338,3 +339,16 @@ class MessageClient(LoopObjectWithPeers, Generic[R]):
             in_flight = sum(server.in_flight for server in self._requests.servers)
             details.append(f"{in_flight} messages in flight")
         return details
+
+
+async def request_encoded(client: MessageClient[R], payload: Payload, turn: asyncio.Lock) -> R:
+    """Send an encoded message, and return the answer; for `queues`.
+
+    Waiting, cancellation and errors are those of `MessageClient.request`. The payload can be sent again.
+
+    Args:
+        client: the client.
+        payload: the message.
+        turn: held until the message was sent, so that messages are sent in the order of the calls.
+    """
+    return await client._opened().request_encoded(payload, turn)

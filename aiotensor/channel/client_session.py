@@ -162,6 +162,18 @@ class ClientSession:
 
         return await self.queue.put(message, sent)
 
+    def answer_now(self, incoming: IncomingRequest, parts: Parts) -> bool:
+        """Send or queue a small answer without waiting, and return whether the client still waited for it."""
+        if not incoming.is_wanted:
+            self.end(incoming)
+            return False
+        answer, message = self.connection.answer(incoming.number, parts, (), self._others)
+        self.connection.answered(answer)
+        incoming.is_answered = True
+        self.end(incoming)
+        self.post(message)
+        return True
+
     def fail(self, incoming: IncomingRequest, cause: Cause) -> bool:
         """Send a failure in place of an answer, and return whether the client still waited for it."""
         was_wanted = incoming.is_wanted

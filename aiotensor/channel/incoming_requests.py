@@ -13,10 +13,10 @@ from aiotensor.channel.client_session import ClientSession, IncomingRequest, Req
 from aiotensor.channel.memory import MessageMemory
 from aiotensor.channel.payloads import QUICK_TENSORS, Handles, discard, send_tensors
 from aiotensor.codec import TensorDecoder
-from aiotensor.codec.payload import pack, unpack
+from aiotensor.codec.payload import pack, unpack, unpack_now
 from aiotensor.errors import AioTensorError, ClosedError, ProtocolError, UsageError, WouldBlockError
 from aiotensor.protocol.exchange import Cause
-from aiotensor.protocol.parts import check_parts
+from aiotensor.protocol.parts import Parts, check_parts
 from aiotensor.receiver import TensorReceiver, has_seen
 from aiotensor.runtime.affinity import FreedItems, LoopAffinity
 from aiotensor.runtime.logs import logger_of
@@ -235,6 +235,21 @@ class IncomingRequests(Generic[M]):
         self._stopped_waiting(incoming)  # last: sending credit may reveal that the client is gone
         return incoming, message
 
+    def take_now(self) -> tuple[IncomingRequest, M] | None:
+        """Take the next request as `take` does, but decode even a large message on this thread."""
+        incoming = self.ready.take()
+        found = self._found.pop(incoming, [])
+        try:
+            if incoming.handles and self._receiver is not None:
+                found += [self._receiver.receive_nowait(handle) for handle in incoming.handles[len(found) :]]
+            message: M = unpack_now(self._decoder, incoming.parts, found)
+        except Exception as error:  # noqa: BLE001 - decoding runs code of the user's type
+            self._refuse(incoming, error)
+            return None
+        incoming.state = RequestState.IN_HAND
+        self._stopped_waiting(incoming)
+        return incoming, message
+
     def _refuse(self, incoming: IncomingRequest, error: Exception) -> None:
         """Answer a waiting request with an error, and release it."""
         if incoming.state is RequestState.WAITING:
@@ -288,6 +303,12 @@ class IncomingRequests(Generic[M]):
             self.affinity.check()  # the server may have been closed
         self._counts["answers"] += was_wanted
         incoming.client.end(incoming)
+        return was_wanted
+
+    def answer_now(self, incoming: IncomingRequest, parts: Parts) -> bool:
+        """Send a small encoded answer without waiting, and return whether the client still waited for it."""
+        was_wanted = incoming.client.answer_now(incoming, parts)
+        self._counts["answers"] += was_wanted
         return was_wanted
 
     def fail(self, incoming: IncomingRequest, cause: Cause) -> bool:

@@ -6,6 +6,7 @@ from time import monotonic
 from typing import Generic, TypeVar
 
 import torch
+from msgspec.structs import replace
 
 from aiotensor.channel.balancer import Balancer, Need
 from aiotensor.channel.memory import MessageMemory
@@ -167,7 +168,24 @@ class OutgoingRequests(Generic[R]):
 
     async def request(self, box: list[object], target: int | None, inside: OpenMessage | Permit | None) -> R:
         """Send the message in the list `box`, and return the answer; see `MessageClient.request`."""
-        server, request = await self._ask(box, target, inside, wants_answer=True)
+        return await self._answer_to(*await self._ask(box, target, inside, wants_answer=True))
+
+    async def request_encoded(self, payload: Payload, turn: asyncio.Lock) -> R:
+        """Send an encoded message, and return the answer; the payload can be sent again.
+
+        Args:
+            payload: the message.
+            turn: held until the message was sent, so that messages are sent in the order of the calls.
+        """
+        return await self._answer_to(*await self._ask_in_turn(payload, turn))
+
+    async def _ask_in_turn(self, payload: Payload, turn: asyncio.Lock) -> tuple[RemoteServer, SentRequest]:
+        async with turn:
+            copy = replace(payload, parts=payload.parts.copy(), tensors=payload.tensors.copy())
+            return await self._ask(copy, None, None, wants_answer=True)
+
+    async def _answer_to(self, server: RemoteServer, request: SentRequest) -> R:
+        """Wait for the answer to a sent message, and return it."""
         began = monotonic()
         try:
             if request.answer is None:
@@ -216,7 +234,7 @@ class OutgoingRequests(Generic[R]):
 
     async def _ask(
         self,
-        box: list[object],
+        message: list[object] | Payload,
         target: int | None,
         inside: OpenMessage | Permit | None,
         *,
@@ -226,7 +244,10 @@ class OutgoingRequests(Generic[R]):
         if isinstance(inside, Permit):
             inside = await message_of(inside)
         balancer = self._balancer if target is None and inside is None else None
-        payload = await pack(box, has_sender=self._has_senders)
+        if isinstance(message, Payload):
+            payload = message
+        else:
+            payload = await pack(message, has_sender=self._has_senders)
         lost: set[RemoteServer] = set()
         try:
             while True:

@@ -14,6 +14,7 @@ from aiotensor.channel.request import Request
 from aiotensor.channel.serving import serve
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import UsageError
+from aiotensor.protocol.parts import Parts
 from aiotensor.protocol.server import ClientLimits
 from aiotensor.receiver import TensorReceiver
 from aiotensor.runtime.affinity import LoopAffinity
@@ -26,7 +27,7 @@ from aiotensor.transports.zeromq.keys import listening_keys
 from aiotensor.transports.zeromq.listener import MessageListener
 from aiotensor.types import CurveKey, ServerStatistics
 
-__all__ = ["MessageServer", "take_ready"]
+__all__ = ["MessageServer", "changed", "receive_now", "receive_ready", "take_ready"]
 
 M = TypeVar("M")
 
@@ -352,3 +353,41 @@ class MessageServer(LoopObjectWithPeers, Generic[M]):
 async def take_ready(server: MessageServer[M]) -> Request[M] | None:
     """Take a request that is ready, without waiting; return None if there is none; for `blocking`."""
     return await server._take(server._opened(), waits=False)
+
+
+# For `queues`, whose requests are answered when they are taken.
+
+
+async def receive_ready(server: MessageServer[M], answer: Parts) -> list[M]:
+    """Take a request that is ready, and answer it in the same iteration of the loop.
+
+    Returns a list with the message, or an empty list if no request is ready. Waits only while a thread
+    decodes a large message. Cancellation loses no request.
+
+    Args:
+        server: the server.
+        answer: the encoded answer.
+    """
+    requests = server._opened()
+    while requests.ready.by_client:
+        taken = await requests.take()
+        if taken is not None:
+            requests.answer_now(taken[0], answer)
+            return [taken[1]]
+    return []
+
+
+def receive_now(server: MessageServer[M], answer: Parts) -> list[M]:
+    """Take and answer a request as `receive_ready` does, but decode even a large message on this thread."""
+    requests = server._opened()
+    while requests.ready.by_client:
+        taken = requests.take_now()
+        if taken is not None:
+            requests.answer_now(taken[0], answer)
+            return [taken[1]]
+    return []
+
+
+def changed(server: MessageServer[Any]) -> "asyncio.Future[None]":
+    """Return a future that completes when a request may be ready, or the server or a client has closed."""
+    return server._opened().waiters.wait()

@@ -1,0 +1,235 @@
+"""Blocking queues, with their producers and consumers."""
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing import util
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from aiotensor import queues
+from aiotensor.blocking.portal import BlockingObject
+from aiotensor.errors import ClosedError
+from aiotensor.queues.description import QueueDescription
+
+__all__ = ["MessageQueue", "QueueConsumer", "QueueProducer"]
+
+M = TypeVar("M")
+
+# `multiprocessing` runs finalizers of a priority from 0 before it joins the child processes.
+_BEFORE_CHILDREN = 100
+
+
+class QueueProducer(BlockingObject[queues.QueueProducer, queues.ProducerStatistics]):
+    """Put messages into a queue from threads; made by `MessageQueue.producer`.
+
+    Open it with ``with``, and share it between the threads. It is used like an
+    `aiotensor.queues.QueueProducer`, with the same errors.
+    """
+
+    def put(self, message: object, timeout: float | None = None) -> None:
+        """Put a message into the queue, which delivers it to one consumer.
+
+        Do not change the tensors and arrays of the message until a consumer has taken it. Waiting and errors
+        are those of `aiotensor.queues.QueueProducer.put`: after a timeout, the call raises `WouldBlockError`,
+        and the message is not in the queue.
+        """
+        self.wait_for(self.inner.put, message, timeout)
+
+    def put_nowait(self, message: object) -> None:
+        """Put a message into the queue, or raise `WouldBlockError` instead of waiting for capacity."""
+        self.call(self.inner.put_nowait, message)
+
+    def join(self, *, timeout: float | None = None) -> None:
+        """Wait until consumers have taken all messages of this producer.
+
+        Raises `TimeoutError` after a timeout, which has no side effects.
+        """
+        self.wait_for(self.inner.join, timeout=timeout)
+
+    def abort(self) -> None:
+        """Drop the messages that no consumer has taken; `close` then does not wait for consumers."""
+        self.call(self.inner.abort)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not self.is_closed and not self.inner.affinity.is_left_in_child(error):
+            self.abort()
+        super().__exit__(kind, error, trace)
+
+
+class QueueConsumer(BlockingObject[queues.QueueConsumer[M], queues.ConsumerStatistics], Generic[M]):
+    """Take messages from a queue in threads; made by `MessageQueue.consumer`.
+
+    Open it with ``with``, and share it between the threads. It is used like an
+    `aiotensor.queues.QueueConsumer`, with the same errors.
+    """
+
+    def get(self, timeout: float | None = None) -> M:
+        """Take the next message of any producer, and return it.
+
+        Waiting and errors are those of `aiotensor.queues.QueueConsumer.get`: after a timeout, the call raises
+        `WouldBlockError`, and no message is lost.
+        """
+        return self.wait_for(self.inner.get, timeout)
+
+    def get_nowait(self) -> M:
+        """Take the next message if one has arrived, or raise `WouldBlockError`."""
+        return self.call(self.inner.get_nowait)
+
+    def __iter__(self) -> Iterator[M]:
+        """Iterate over the messages, until all producers have closed or this consumer is closed."""
+        while True:
+            try:
+                message = self.get()
+            except ClosedError:
+                return
+            yield message
+            del message  # otherwise, its tensors would live until the next message arrives
+
+
+class MessageQueue(QueueDescription[M]):
+    """A bounded queue of messages between processes of one machine, for threads without an event loop.
+
+    Arguments and errors are those of `aiotensor.queues.MessageQueue`, and so is the use of producers and
+    consumers, with ``with`` and ``for`` in place of ``async with`` and ``async for``.
+
+    The methods `put` and `get` also exist on the queue itself, for programs that were written for
+    `multiprocessing.Queue`. The first `put` of a process opens a producer, and the first `get` opens a
+    consumer. They are closed when the process calls `close`, and otherwise at its end: the producer then
+    waits until consumers have taken its messages. If the process ends with an exception, the producer is
+    aborted.
+    """
+
+    def producer(self) -> QueueProducer:
+        """Return a new producer: ``with queue.producer() as producer``."""
+        return QueueProducer(queues.QueueProducer(self._settings))
+
+    def consumer(self) -> QueueConsumer[M]:
+        """Return a new consumer: ``with queue.consumer() as consumer``."""
+        return QueueConsumer(queues.QueueConsumer(self._settings))
+
+    # The producer and the consumer of this process
+
+    def put(self, message: object, timeout: float | None = None) -> None:
+        """Put a message with the producer of this process, which the first call opens."""
+        self._ends().producer().put(message, timeout)
+
+    def put_nowait(self, message: object) -> None:
+        """Put a message with the producer of this process, or raise `WouldBlockError`."""
+        self._ends().producer().put_nowait(message)
+
+    def join(self, *, timeout: float | None = None) -> None:
+        """Wait until consumers have taken all messages of the producer of this process."""
+        self._ends().producer().join(timeout=timeout)
+
+    def get(self, timeout: float | None = None) -> M:
+        """Take a message with the consumer of this process, which the first call opens."""
+        return self._ends().consumer().get(timeout)
+
+    def get_nowait(self) -> M:
+        """Take a message with the consumer of this process if one has arrived, or raise `WouldBlockError`."""
+        return self._ends().consumer().get_nowait()
+
+    def __iter__(self) -> Iterator[M]:
+        """Iterate over messages with the consumer of this process, until all producers have closed."""
+        return iter(self._ends().consumer())
+
+    def _ends(self) -> "_Ends[M]":
+        ends: _Ends[M] | None = self.__dict__.get("_own_ends")
+        if ends is None or ends.pid != os.getpid():  # new, or inherited by a fork
+            ends = self.__dict__.setdefault("_own_ends", _Ends(self))
+            if ends.pid != os.getpid():
+                ends = self._own_ends = _Ends(self)
+        return ends
+
+    def close(self) -> None:
+        """Close the producer and the consumer of this process, and remove the files of the queue.
+
+        The files are removed as `aiotensor.queues.MessageQueue.close` removes them. The call raises the
+        errors of closing a producer.
+        """
+        try:
+            ends: _Ends[M] | None = self.__dict__.get("_own_ends")
+            if ends is not None and ends.pid == os.getpid():
+                ends.close()
+        finally:
+            super().close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ends: _Ends[M] | None = self.__dict__.get("_own_ends")
+        if error is not None and ends is not None:
+            ends.abort()
+        super().__exit__(kind, error, trace)
+
+
+class _Ends(Generic[M]):
+    """The producer and the consumer that a process uses through the queue itself.
+
+    Args:
+        queue: the queue.
+
+    Attributes:
+        pid: the process that they belong to.
+    """
+
+    def __init__(self, queue: MessageQueue[M]) -> None:
+        self.pid = os.getpid()
+        self._queue = queue
+        self._lock = threading.RLock()
+        self._producer: QueueProducer | None = None
+        self._consumer: QueueConsumer[M] | None = None
+        self._is_registered = False
+
+    def producer(self) -> QueueProducer:
+        """Return the producer; the first call opens it."""
+        with self._lock:
+            if self._producer is None:
+                self._producer = self._register(self._queue.producer())
+        return self._producer
+
+    def consumer(self) -> QueueConsumer[M]:
+        """Return the consumer; the first call opens it."""
+        with self._lock:
+            if self._consumer is None:
+                self._consumer = self._register(self._queue.consumer())
+        return self._consumer
+
+    def _register(self, one: Any) -> Any:
+        one.__enter__()
+        if not self._is_registered:
+            self._is_registered = True
+            # Children of `multiprocessing` do not run the handlers of `atexit`. In the main process, these
+            # run before the handler that stops the thread of the event loop.
+            util.Finalize(None, self._finish, exitpriority=_BEFORE_CHILDREN)
+            atexit.register(self._finish)
+        return one
+
+    def _finish(self) -> None:
+        """Close at the end of the process."""
+        if self.pid != os.getpid():
+            return
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            self.abort()
+        self.close()
+
+    def abort(self) -> None:
+        """Make closing drop the messages that were not taken."""
+        if self.pid == os.getpid() and self._producer is not None and not self._producer.is_closed:
+            self._producer.abort()
+
+    def close(self) -> None:
+        """Close both; closing again has no effect."""
+        atexit.unregister(self._finish)
+        try:
+            if self._consumer is not None:
+                self._consumer.close()
+        finally:
+            if self._producer is not None:
+                self._producer.close()

@@ -1,0 +1,209 @@
+"""A consumer: takes messages from a queue."""
+
+import asyncio
+from typing import Generic, Self, TypeVar
+
+import msgspec
+
+from aiotensor.channel.options import seconds
+from aiotensor.channel.server import MessageServer, changed, receive_now, receive_ready
+from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, WouldBlockError
+from aiotensor.queues.folder import Kind, Slot, SlotState
+from aiotensor.queues.settings import QueueSettings
+from aiotensor.queues.statistics import ConsumerStatistics
+from aiotensor.receiver import TensorReceiver
+from aiotensor.runtime.affinity import LoopAffinity, LoopObject
+from aiotensor.runtime.waiting import at_most
+
+__all__ = ["QueueConsumer"]
+
+M = TypeVar("M")
+
+# The messages of one producer that wait in a consumer. With more of them, messages would wait for a busy
+# consumer while another one is free, and one message could overtake another.
+_MAX_WAITING = 1
+
+# The delays between checks whether the producers have ended. The end of a connection is an event, but the
+# kernel may report it before it releases the lock of the process, and a producer may die before it connects.
+_FIRST_CHECK_S, _LAST_CHECK_S = 0.01, 1.0
+
+_TAKEN = (msgspec.msgpack.encode(None),)  # the answer to each message
+
+
+class QueueConsumer(LoopObject, Generic[M]):
+    """Take messages from a queue; made by `MessageQueue.consumer`.
+
+    Open it with ``async with``, and share it between the tasks of that event loop. Each message is taken by
+    one consumer. Messages that have arrived but were not taken when the consumer closes or dies are delivered
+    to other consumers, or raise `PeerLostError` at their producers if the queue does not redeliver messages.
+
+    ``async for message in consumer`` ends when all producers of the queue have closed, or when this consumer
+    is closed.
+
+    A received tensor is a view of shared memory; a small tensor has its own memory. It stays valid after the
+    producer and this consumer have ended. Its memory is returned to the producer when its last view is freed,
+    so a consumer that keeps tensors delays the producers once they use `arena_bytes`.
+
+    Opening raises `UsageError` if the queue has no free place for a consumer, and `ClosedError` if the queue
+    was closed.
+    """
+
+    def __init__(self, settings: QueueSettings) -> None:
+        self.affinity = LoopAffinity("QueueConsumer")
+        self._settings = settings
+        self._slot: Slot | None = None
+        self._receiver: TensorReceiver | None = None
+        self._server: MessageServer[M] | None = None
+        self._is_ready = False
+        self._taken = 0
+
+    async def __aenter__(self) -> Self:
+        self.affinity.enter()
+        try:
+            self._slot = await self._settings.folder.claim(Kind.CONSUMER)
+            self.affinity.check()  # another task may have closed it in the meantime
+            # The slots of the queue limit the number of producers.
+            address = self._settings.folder.address(self._slot.number)
+            receiver = TensorReceiver(
+                address, max_senders=None, max_mapped_bytes=None, max_unclaimed_messages=None
+            )
+            self._receiver = await receiver.__aenter__()
+            self._server = await MessageServer(
+                address,
+                self._settings.message_type,
+                receiver=receiver,
+                max_clients=None,
+                max_waiting=_MAX_WAITING,
+                max_part_bytes=None,
+                max_body_bytes=self._settings.max_body_bytes,
+            ).__aenter__()
+            self.affinity.check()
+        except BaseException:
+            self.affinity.close()
+            await self._end()
+            raise
+        self._is_ready = True
+        return self
+
+    def _opened(self) -> MessageServer[M]:
+        self.affinity.check()
+        if self._server is None:
+            raise AssertionError("a consumer that is open has its server")
+        return self._server
+
+    async def get(self, timeout: float | None = None) -> M:
+        """Take the next message of any producer, and return it.
+
+        Args:
+            timeout: the maximum time in seconds to wait; None for no limit.
+
+        Waits for a message, and while a thread decodes a large one. Cancellation loses no message.
+
+        Raises:
+            WouldBlockError: no message arrived within `timeout`.
+            ClosedError: all producers have closed, and all their messages were taken; or this consumer was
+                closed, perhaps during the call.
+            PeerLostError: at least one producer has ended without closing, and the others have closed. Later
+                calls wait again if another producer takes its place.
+        """
+        self._opened()
+        if timeout is not None:
+            seconds("timeout", timeout)
+        async with at_most(timeout, lambda: _nothing_within(timeout)):
+            return await self._next()
+
+    async def _next(self) -> M:
+        delay = _FIRST_CHECK_S
+        while True:
+            server = self._opened()
+            for message in await receive_ready(server, _TAKEN):
+                self._taken += 1
+                return message
+            server = self._opened()  # it may have been closed during the decoding of a refused message
+            self._raise_at_end()
+            change = changed(server)
+            try:
+                done, _ = await asyncio.wait((change,), timeout=delay)
+            finally:
+                change.cancel()
+            delay = _FIRST_CHECK_S if done else min(2 * delay, _LAST_CHECK_S)
+
+    def get_nowait(self) -> M:
+        """Take the next message if one has arrived, or raise `WouldBlockError`.
+
+        This thread decodes even a large message. Errors are otherwise those of `get`.
+        """
+        for message in receive_now(self._opened(), _TAKEN):
+            self._taken += 1
+            return message
+        self._raise_at_end()
+        raise WouldBlockError("no message has arrived in this consumer")
+
+    def _raise_at_end(self) -> None:
+        """Raise an error if no producer is open, and none is still expected."""
+        error = self._end_of_queue()
+        if error is not None:
+            raise error
+
+    def _end_of_queue(self) -> AioTensorError | None:
+        states = self._settings.folder.states(Kind.PRODUCER)
+        if SlotState.LIVE in states or SlotState.UNUSED in states:
+            return None
+        dead = states.count(SlotState.DEAD)
+        if not dead:
+            return ClosedError(
+                f"all {len(states)} producers of this queue have closed, and all their messages were taken"
+            )
+        return PeerLostError(
+            f"{dead} of the {len(states)} producers of this queue ended without closing: they died, or ended "
+            "with an exception, and their messages may be incomplete"
+        )
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> M:
+        """Take the next message as `get` does; the iteration ends where `get` raises `ClosedError`."""
+        self.affinity.check_place()
+        try:
+            return await self.get()
+        except ClosedError:
+            raise StopAsyncIteration from None
+
+    async def aclose(self) -> None:
+        """Close the consumer; waiting calls raise `ClosedError`, and iterations end.
+
+        Waits at most a second until the producers are notified of the messages that were taken. Cancellation
+        ends the wait. Closing again has no effect.
+        """
+        self.affinity.check_place()
+        if self.affinity.close() and self._is_ready:  # otherwise, it is being opened by another task
+            await self._end()
+
+    async def _end(self) -> None:
+        """Release everything; cancellation only skips waits."""
+        try:
+            if self._server is not None:
+                await self._server.aclose()
+        finally:
+            try:
+                if self._receiver is not None:
+                    await self._receiver.aclose()
+            finally:
+                if self._slot is not None:
+                    self._slot.mark_closed()
+                    self._slot.release()
+                    self._settings.folder.remove_if_unused()
+
+    def statistics(self) -> ConsumerStatistics:
+        """Return the current usage and the totals since opening; also available after closing."""
+        self.affinity.check_place()
+        waiting = 0 if self._server is None else self._server.statistics().waiting
+        return ConsumerStatistics(waiting, self._taken)
+
+    def _details(self) -> list[str]:
+        return [f"of {self._settings.folder.path}"]
+
+
+def _nothing_within(timeout: float | None) -> WouldBlockError:
+    return WouldBlockError(f"no message has arrived in this consumer within {timeout:g} s")

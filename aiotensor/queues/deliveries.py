@@ -1,0 +1,224 @@
+"""The messages of a producer, from `put` until a consumer has taken them."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from aiotensor.channel.client import MessageClient, request_encoded
+from aiotensor.codec.payload import Payload
+from aiotensor.errors import ClosedError, PeerLostError, WouldBlockError, again
+from aiotensor.queues.folder import Kind, SlotState
+from aiotensor.queues.settings import QueueSettings
+from aiotensor.runtime.waiting import Waiters
+from aiotensor.types import Usage
+
+__all__ = ["Deliveries"]
+
+# The delays before a message is sent again. A connection that fails at once must not keep the loop busy.
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.005, 1.0
+
+_WATCH_S = 1.0  # between two checks whether any consumer is left
+
+
+class Deliveries:
+    """Deliver messages to consumers, each in a task; belongs to the running loop.
+
+    Args:
+        client: the open client, with all consumers as its servers.
+        settings: the settings of the queue.
+
+    Attributes:
+        failure: why a message cannot be delivered; None while all can be.
+        waiting: the number of calls that wait for capacity.
+        taken: the number of messages that consumers have taken.
+        peak: the most accepted messages at once that were not taken.
+        redelivered: how often a message was sent again.
+    """
+
+    def __init__(self, client: MessageClient[None], settings: QueueSettings) -> None:
+        self.failure: Exception | None = None
+        self.taken = self.peak = self.redelivered = 0
+        self._client = client
+        self._settings = settings
+        self._free = settings.max_messages
+        self._line: deque[asyncio.Future[None]] = deque()  # calls that wait for capacity
+        self._turn = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiters = Waiters()  # for the end of all deliveries
+        self._timer: asyncio.TimerHandle | None = None
+        self._alone_since: float | None = None  # when the last consumer was found to have ended
+        self._is_ended = False
+
+    def __len__(self) -> int:
+        """Return the number of accepted messages that were not taken."""
+        return len(self._tasks)
+
+    @property
+    def waiting(self) -> int:
+        """The number of calls that wait for capacity."""
+        return len(self._line)
+
+    # Capacity
+
+    async def acquire(self) -> None:
+        """Wait until one more message is accepted, in the order of the calls.
+
+        The caller then calls `begin` or `release` before its next await. Cancellation returns the capacity to
+        the next call. Raises the failure of an earlier message.
+        """
+        self.check()
+        if self._free and not self._line:
+            self._free -= 1
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append(future)
+        try:
+            await future
+        except BaseException:
+            with suppress(ValueError):  # it was granted or failed in this iteration
+                self._line.remove(future)
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self.release()
+            raise
+
+    def acquire_now(self) -> None:
+        """Acquire as `acquire` does, or raise `WouldBlockError`."""
+        self.check()
+        if not self._free or self._line:
+            raise self.full()
+        self._free -= 1
+
+    def full(self) -> WouldBlockError:
+        """Return the error of a call that cannot wait any longer."""
+        limit = self._settings.max_messages
+        return WouldBlockError(
+            f"the consumers have not taken the {len(self)} earlier messages of this producer, and "
+            f"max_messages={limit}",
+            messages=Usage(limit, len(self), 1),
+        )
+
+    def release(self) -> None:
+        """Return capacity to the next call."""
+        while self._line:
+            future = self._line.popleft()
+            if not future.done():
+                future.set_result(None)
+                return
+        self._free += 1
+
+    # Deliveries
+
+    def begin(self, payload: Payload) -> None:
+        """Begin to deliver a message, with acquired capacity."""
+        task = asyncio.get_running_loop().create_task(self._deliver(payload))
+        self._tasks.add(task)
+        self.peak = max(self.peak, len(self._tasks))
+        task.add_done_callback(self._delivered)  # also if the task was cancelled before it began
+        if self._timer is None and self._settings.grace_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(_WATCH_S, self._watch)
+
+    async def all_taken(self) -> None:
+        """Wait until all messages were taken; raise the error of a message that cannot be delivered."""
+        while self._tasks:
+            self.check()
+            await self._waiters.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of a message that could not be delivered, if there is one."""
+        if self.failure is not None:
+            raise _copy(self.failure)
+
+    async def _deliver(self, payload: Payload) -> None:
+        delay = _FIRST_RETRY_S
+        while True:
+            try:
+                await request_encoded(self._client, payload, self._turn)
+            except PeerLostError as error:
+                if not self._settings.redeliver:
+                    self._fail(error)
+                    return
+            except ClosedError:
+                return  # the producer was closed
+            except Exception as error:  # noqa: BLE001 - raised by the next call of the producer
+                self._fail(error)
+                return
+            else:
+                self.taken += 1
+                return
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LAST_RETRY_S)
+            self.redelivered += 1
+
+    def _delivered(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        self.release()
+        if not self._tasks:
+            self._stop_watching()
+            self._waiters.wake()
+
+    def _fail(self, error: Exception) -> None:
+        if self.failure is None and not self._is_ended:
+            self.failure = _copy(error)
+            self._fail_line(self.failure)
+            self._waiters.wake()
+
+    def _fail_line(self, error: Exception) -> None:
+        line, self._line = self._line, deque()
+        for future in line:
+            if not future.done():
+                future.set_exception(_copy(error))
+
+    # Consumers
+
+    def _watch(self) -> None:
+        """Fail the messages if all consumers have ended, and no other one has opened for `grace_s`."""
+        loop, grace_s = asyncio.get_running_loop(), self._settings.grace_s
+        self._timer = loop.call_later(_WATCH_S, self._watch)
+        states = self._settings.folder.states(Kind.CONSUMER)
+        ended = sum(state in (SlotState.CLOSED, SlotState.DEAD) for state in states)
+        if not ended or SlotState.LIVE in states:
+            self._alone_since = None
+            return
+        if self._alone_since is None:
+            self._alone_since = loop.time()
+        if grace_s is not None and loop.time() - self._alone_since >= grace_s:
+            self._fail(
+                PeerLostError(
+                    f"the consumers of this queue have ended, and no other one has opened for {grace_s:g} s: "
+                    f"{len(self)} messages were not taken"
+                )
+            )
+            self._cancel()
+
+    def _stop_watching(self) -> None:
+        self._alone_since = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # The end
+
+    def refuse(self, make_error: Callable[[], Exception]) -> None:
+        """Fail the calls that wait for capacity."""
+        self._fail_line(make_error())
+
+    async def end(self) -> None:
+        """Drop the messages that were not taken, and wait for the ends of their tasks."""
+        self._is_ended = True
+        self._cancel()
+        self._stop_watching()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+
+def _copy(error: Exception) -> Exception:
+    """Return a copy of an error without its traceback, which refers to frames with tensors."""
+    copy = again(error)
+    copy.__cause__ = None
+    return copy

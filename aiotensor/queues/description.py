@@ -1,0 +1,132 @@
+"""What the asynchronous and the blocking `MessageQueue` have in common: settings, pickling and the folder."""
+
+import os
+import tempfile
+from multiprocessing import util
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar, overload
+
+from aiotensor.channel.options import part_limits, positive
+from aiotensor.codec import TensorDecoder
+from aiotensor.queues.folder import Folder
+from aiotensor.queues.settings import QueueSettings
+from aiotensor.runtime.waiting import grace_period
+
+__all__ = ["QueueDescription"]
+
+M = TypeVar("M")
+
+# `multiprocessing` runs finalizers of a negative priority after it has joined the child processes, which may
+# still use the queue.
+_AFTER_CHILDREN = -100
+
+
+class QueueDescription(Generic[M]):
+    """The base of queues; see `aiotensor.queues.MessageQueue`."""
+
+    @overload
+    def __init__(
+        self: "QueueDescription[Any]",
+        *,
+        producers: int = ...,
+        consumers: int = ...,
+        max_messages: int = ...,
+        arena_bytes: int = ...,
+        max_body_bytes: int | None = ...,
+        redeliver: bool = ...,
+        grace_s: float | None = ...,
+        folder: str | os.PathLike[str] | None = ...,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        message_type: type[M],
+        *,
+        producers: int = ...,
+        consumers: int = ...,
+        max_messages: int = ...,
+        arena_bytes: int = ...,
+        max_body_bytes: int | None = ...,
+        redeliver: bool = ...,
+        grace_s: float | None = ...,
+        folder: str | os.PathLike[str] | None = ...,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        message_type: Any = Any,
+        *,
+        producers: int = 1,
+        consumers: int = 1,
+        max_messages: int = 8,
+        arena_bytes: int = 1 << 30,
+        max_body_bytes: int | None = 1 << 20,
+        redeliver: bool = True,
+        grace_s: float | None = 30.0,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        TensorDecoder(message_type)  # raises the error of an invalid type here, and not in a consumer
+        positive("producers", producers)
+        positive("consumers", consumers)
+        positive("max_messages", max_messages)
+        positive("arena_bytes", arena_bytes)
+        part_limits(None, max_body_bytes)
+        grace_period(grace_s)
+        is_private = folder is None
+        path = tempfile.mkdtemp(prefix="aiotensor-") if folder is None else os.path.abspath(os.fspath(folder))
+        place = Folder(path, producers, consumers, is_private)
+        try:
+            place.address(consumers - 1)
+            place.create()
+        except BaseException:
+            if is_private:
+                place.close(None)
+                os.rmdir(path)
+            raise
+        self._settings = QueueSettings(
+            place, message_type, max_messages, arena_bytes, max_body_bytes, redeliver, grace_s
+        )
+        self._pid = os.getpid()
+        # Not at the end of this object: children that were just started may not have opened anything yet.
+        self._close = (
+            util.Finalize(None, place.close, args=(place.own(),), exitpriority=_AFTER_CHILDREN)
+            if is_private
+            else None
+        )
+
+    def __getstate__(self) -> QueueSettings:
+        return self._settings
+
+    def __setstate__(self, settings: QueueSettings) -> None:
+        self._settings = settings
+        self._pid = 0  # of no process: only the queue that has made the folder removes it
+        self._close = None
+
+    def __repr__(self) -> str:
+        folder = self._settings.folder
+        return (
+            f"<{type(self).__name__} in {folder.path}, for {folder.producers} producers and "
+            f"{folder.consumers} consumers>"
+        )
+
+    def close(self) -> None:
+        """Remove the files of the queue, once no producer or consumer of any process is open.
+
+        Afterwards no further producer or consumer can open. In processes that have inherited or unpickled the
+        queue, the call leaves the files. The queue of a private folder is closed at the end of the process
+        that has created it, after `multiprocessing` has joined its children. Closing again has no effect.
+        """
+        if self._pid == os.getpid():
+            if self._close is None:
+                self._settings.folder.close(None)
+            else:
+                self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

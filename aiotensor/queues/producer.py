@@ -1,0 +1,216 @@
+"""A producer: puts messages into a queue."""
+
+from types import TracebackType
+from typing import Self
+
+from aiotensor.channel.client import MessageClient
+from aiotensor.channel.options import part_limits, seconds
+from aiotensor.codec.payload import Payload, pack
+from aiotensor.errors import ClosedError, TooLargeError
+from aiotensor.protocol.parts import check_parts
+from aiotensor.queues.deliveries import Deliveries
+from aiotensor.queues.folder import Kind, Slot
+from aiotensor.queues.settings import QueueSettings
+from aiotensor.queues.statistics import ProducerStatistics
+from aiotensor.runtime.affinity import LoopAffinity, LoopObject
+from aiotensor.runtime.waiting import at_most
+from aiotensor.sender import TensorSender
+
+__all__ = ["QueueProducer"]
+
+# A sender has at most one message that its consumer has not taken, and one that the consumer has just taken.
+_PERMITS = 2
+
+
+class QueueProducer(LoopObject):
+    """Put messages into a queue; made by `MessageQueue.producer`.
+
+    Open it with ``async with``, and share it between the tasks of that event loop. The end of the block waits
+    until consumers have taken all messages, and then closes the producer. If the block ends with an
+    exception, or the wait is cancelled, the messages that no consumer has taken are dropped. The consumers
+    then raise `PeerLostError` at the end, unless another producer takes the place of this one.
+
+    Opening raises `UsageError` if the queue has no free place for a producer, and `ClosedError` if the queue
+    was closed. It does not wait for consumers.
+    """
+
+    def __init__(self, settings: QueueSettings) -> None:
+        self.affinity = LoopAffinity("QueueProducer")
+        self._settings = settings
+        self._limits = part_limits(None, settings.max_body_bytes)
+        self._slot: Slot | None = None
+        self._client: MessageClient[None] | None = None
+        self._deliveries: Deliveries | None = None  # None before opening
+        self._is_aborted = False
+
+    async def __aenter__(self) -> Self:
+        self.affinity.enter()
+        settings = self._settings
+        folder = settings.folder
+        try:
+            self._slot = await folder.claim(Kind.PRODUCER)
+            self.affinity.check()  # another task may have closed it in the meantime
+            addresses = [folder.address(number) for number in range(folder.consumers)]
+            client: MessageClient[None] = MessageClient(
+                addresses,
+                sender=[TensorSender(address, _PERMITS, settings.arena_bytes) for address in addresses],
+                reply_type=type(None),
+            )
+            await client.__aenter__()
+            self._client = client
+            self.affinity.check()
+        except BaseException:
+            self.affinity.close()
+            await self._end()
+            raise
+        self._deliveries = Deliveries(client, settings)
+        return self
+
+    def _opened(self) -> Deliveries:
+        self.affinity.check()
+        if self._deliveries is None:
+            raise AssertionError("a producer that is open has its deliveries")
+        return self._deliveries
+
+    async def put(self, message: object, timeout: float | None = None) -> None:
+        """Put a message into the queue: accept it, and deliver it to one consumer.
+
+        Do not change the tensors and arrays of the message until a consumer has taken it: they belong to the
+        queue. Other parts of the message may be changed when the call has returned. One consumer gets the
+        messages of a producer in their order.
+
+        Args:
+            message: an object of the message type of the queue, with tensors and arrays anywhere in it.
+            timeout: the maximum time in seconds to wait; None for no limit.
+
+        Waits while the consumers have not taken `max_messages` earlier messages of this producer, and while a
+        thread encodes a large message. If the call is cancelled or raises an error, the message is not in the
+        queue.
+
+        Raises:
+            WouldBlockError: the wait exceeded `timeout`.
+            PeerLostError: an earlier message cannot be delivered: its consumer was lost, and the queue does
+                not redeliver messages; or all consumers have ended, and none has opened for `grace_s`.
+            RemoteError: a consumer could not decode an earlier message, or it has another type.
+            TooLargeError: the tensors exceed `arena_bytes`, the rest of the message exceeds `max_body_bytes`,
+                or there are too many tensors.
+            TypeError: part of the message cannot be encoded; `TensorEncoder.encode` lists further errors.
+            UnsupportedTensorError: a tensor would arrive changed.
+            ClosedError: this producer was closed, perhaps during the call.
+        """
+        deliveries = self._opened()
+        if timeout is not None:
+            seconds("timeout", timeout)
+        box = [message]
+        del message  # so that only the queue and the caller keep its tensors alive
+        payload = await pack(box, has_sender=True)
+        self._check_size(payload)
+        async with at_most(timeout, deliveries.full):
+            await deliveries.acquire()
+        try:
+            self.affinity.check()
+        except BaseException:
+            deliveries.release()
+            raise
+        deliveries.begin(payload)
+
+    def put_nowait(self, message: object) -> None:
+        """Put a message into the queue as `put` does, or raise `WouldBlockError` instead of waiting.
+
+        This thread encodes even a large message. Arguments and errors are otherwise those of `put`.
+        """
+        deliveries = self._opened()
+        payload = Payload(has_sender=True)
+        payload.encode([message])
+        self._check_size(payload)
+        deliveries.acquire_now()
+        deliveries.begin(payload)
+
+    def _check_size(self, payload: Payload) -> None:
+        check_parts(payload.parts, self._limits, "consumer")
+        nbytes, limit = sum(tensor.nbytes for tensor in payload.tensors), self._settings.arena_bytes
+        if nbytes > limit:
+            raise TooLargeError(
+                f"the tensors of this message have {nbytes} bytes, and arena_bytes={limit}: pass a larger "
+                "arena_bytes to MessageQueue, or put several messages",
+                limit=limit,
+                requested=nbytes,
+            )
+
+    async def join(self) -> None:
+        """Wait until consumers have taken all messages of this producer.
+
+        Cancellation has no side effects. The call raises the errors of `put` about earlier messages.
+        """
+        await self._opened().all_taken()
+
+    def abort(self) -> None:
+        """Drop the messages that no consumer has taken, and close without waiting for consumers.
+
+        Consumers raise `PeerLostError` at the end, unless another producer takes the place of this one. Call
+        `aclose` afterwards, or leave the block.
+        """
+        self.affinity.check_place()
+        self._is_aborted = True
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.affinity.is_left_in_child(error):
+            self._is_aborted = self._is_aborted or error is not None
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the producer after consumers have taken all its messages; waiting calls raise `ClosedError`.
+
+        Cancellation ends the wait, and drops the messages that no consumer has taken. Closing again has no
+        effect. The call raises the errors of `put` about earlier messages; the producer is closed
+        nevertheless.
+        """
+        self.affinity.check_place()
+        was_open, deliveries = self.affinity.close(), self._deliveries
+        if not was_open or deliveries is None:  # None: it is being opened by another task
+            return
+        deliveries.refuse(lambda: ClosedError("this QueueProducer was closed"))
+        try:
+            if not self._is_aborted:
+                await deliveries.all_taken()
+                if self._slot is not None:
+                    self._slot.mark_closed()
+        finally:
+            await self._end()
+
+    async def _end(self) -> None:
+        """Release everything; cancellation only skips waits."""
+        try:
+            if self._deliveries is not None:
+                await self._deliveries.end()
+        finally:
+            try:
+                if self._client is not None:
+                    await self._client.aclose()
+            finally:
+                if self._slot is not None:
+                    self._slot.release()
+                    self._settings.folder.remove_if_unused()
+
+    def statistics(self) -> ProducerStatistics:
+        """Return the current usage and the totals since opening; also available after closing."""
+        self.affinity.check_place()
+        limit, deliveries = self._settings.max_messages, self._deliveries
+        if deliveries is None:
+            return ProducerStatistics(limit, 0, 0, 0, 0, 0)
+        return ProducerStatistics(
+            limit,
+            len(deliveries),
+            deliveries.peak,
+            deliveries.waiting,
+            deliveries.taken,
+            deliveries.redelivered,
+        )
+
+    def _details(self) -> list[str]:
+        details = [f"of {self._settings.folder.path}"]
+        if self.affinity.is_open and self._deliveries is not None:
+            details.append(f"{len(self._deliveries)} messages not taken")
+        return details
