@@ -6,10 +6,11 @@
                 request.reply(Embedding(model(request.message.frames)))
 
 Names, arguments and errors are those of `aiotensor`, `aiotensor.channel`, `aiotensor.queues`,
-`aiotensor.broadcast` and `aiotensor.ranks`. Use ``with`` and ``for`` in place of ``async with`` and ``async for``. In place of
-``asyncio.timeout``, methods that may wait have an argument `timeout` in seconds, None for no limit. After
-this time, they raise `TimeoutError` and release their resources, as a cancelled call does. An exception that
-a signal handler raises ends a call in the same way.
+`aiotensor.broadcast` and `aiotensor.ranks`. Use ``with`` and ``for`` in place of ``async with`` and ``async
+for``. In place of ``asyncio.timeout``, methods that may wait have an argument `timeout` in seconds, None for
+no limit. After this time, they raise `TimeoutError` and release their resources, as a cancelled call does.
+`put` and `get` of queues raise `WouldBlockError` instead, as the asynchronous methods do. An exception that a
+signal handler raises ends a call in the same way.
 
 All objects of a process share one event loop in a separate thread. The thread runs while any of them is open,
 and does not keep the interpreter from exiting.

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from multiprocessing import util
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from aiotensor import queues
 from aiotensor.blocking.portal import BlockingObject
@@ -139,12 +139,9 @@ class MessageQueue(QueueDescription[M]):
         return iter(self._ends().consumer())
 
     def _ends(self) -> "_Ends[M]":
-        ends: _Ends[M] | None = self.__dict__.get("_own_ends")
-        if ends is None or ends.pid != os.getpid():  # new, or inherited by a fork
-            ends = self.__dict__.setdefault("_own_ends", _Ends(self))
-            if ends.pid != os.getpid():
-                ends = self._own_ends = _Ends(self)
-        return ends
+        # A forked child inherits the ends of its parent, and opens its own.
+        ends: dict[int, _Ends[M]] = self.__dict__.setdefault("_ends_by_pid", {})
+        return ends.get(os.getpid()) or ends.setdefault(os.getpid(), _Ends(self))
 
     def close(self) -> None:
         """Close the producer and the consumer of this process, and remove the files of the queue.
@@ -153,83 +150,80 @@ class MessageQueue(QueueDescription[M]):
         errors of closing a producer.
         """
         try:
-            ends: _Ends[M] | None = self.__dict__.get("_own_ends")
-            if ends is not None and ends.pid == os.getpid():
-                ends.close()
+            self._ends().close()
         finally:
             super().close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        ends: _Ends[M] | None = self.__dict__.get("_own_ends")
-        if error is not None and ends is not None:
-            ends.abort()
+        if error is not None:
+            self._ends().abort()
         super().__exit__(kind, error, trace)
 
 
 class _Ends(Generic[M]):
-    """The producer and the consumer that a process uses through the queue itself.
-
-    Args:
-        queue: the queue.
-
-    Attributes:
-        pid: the process that they belong to.
-    """
+    """The producer and the consumer that one process uses through the queue itself."""
 
     def __init__(self, queue: MessageQueue[M]) -> None:
-        self.pid = os.getpid()
+        self._pid = os.getpid()
         self._queue = queue
         self._lock = threading.RLock()
         self._producer: QueueProducer | None = None
         self._consumer: QueueConsumer[M] | None = None
-        self._is_registered = False
+        self._finalizer: util.Finalize[None] | None = None
 
     def producer(self) -> QueueProducer:
         """Return the producer; the first call opens it."""
         with self._lock:
             if self._producer is None:
-                self._producer = self._register(self._queue.producer())
+                self._producer = self._queue.producer().__enter__()
+                self._register()
         return self._producer
 
     def consumer(self) -> QueueConsumer[M]:
         """Return the consumer; the first call opens it."""
         with self._lock:
             if self._consumer is None:
-                self._consumer = self._register(self._queue.consumer())
+                self._consumer = self._queue.consumer().__enter__()
+                self._register()
         return self._consumer
 
-    def _register(self, one: Any) -> Any:
-        one.__enter__()
-        if not self._is_registered:
-            self._is_registered = True
+    def _register(self) -> None:
+        if self._finalizer is None:
             # Children of `multiprocessing` do not run the handlers of `atexit`. In the main process, these
             # run before the handler that stops the thread of the event loop.
-            util.Finalize(None, self._finish, exitpriority=_BEFORE_CHILDREN)
+            self._finalizer = util.Finalize(None, self._finish, exitpriority=_BEFORE_CHILDREN)
             atexit.register(self._finish)
-        return one
 
     def _finish(self) -> None:
         """Close at the end of the process."""
-        if self.pid != os.getpid():
-            return
-        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-        if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            self.abort()
-        self.close()
+        if self._pid == os.getpid():
+            if _ends_with_an_exception():
+                self.abort()
+            self.close()
 
     def abort(self) -> None:
         """Make closing drop the messages that were not taken."""
-        if self.pid == os.getpid() and self._producer is not None and not self._producer.is_closed:
+        if self._producer is not None and not self._producer.is_closed:
             self._producer.abort()
 
     def close(self) -> None:
         """Close both; closing again has no effect."""
-        atexit.unregister(self._finish)
+        if self._finalizer is not None:
+            self._finalizer.cancel()
+            atexit.unregister(self._finish)
         try:
             if self._consumer is not None:
                 self._consumer.close()
         finally:
             if self._producer is not None:
                 self._producer.close()
+
+
+def _ends_with_an_exception() -> bool:
+    """Return whether an exception, or an exit with a status other than 0, ends this process."""
+    error = sys.exc_info()[1]  # `multiprocessing` runs finalizers while the exception propagates
+    if error is None and not hasattr(sys, "ps1"):  # an interactive session continues after an exception
+        error = getattr(sys, "last_value", None)
+    return error is not None and not (isinstance(error, SystemExit) and not error.code)
