@@ -186,8 +186,8 @@ class Deliveries:
         if grace_s is not None and loop.time() - self._alone_since >= grace_s:
             self._fail(
                 PeerLostError(
-                    f"the consumers of this queue have ended, and no other one has opened for {grace_s:g} s: "
-                    f"{len(self)} messages were not taken"
+                    f"the consumers of this queue have ended, and no other one has opened for {grace_s:g} s; "
+                    f"they have not taken {len(self)} messages of this producer"
                 )
             )
             self._cancel()

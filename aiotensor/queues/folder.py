@@ -222,28 +222,23 @@ class Folder(NamedTuple):
         )
 
     def _try_to_claim(self, kind: Kind) -> Slot | None:
-        closed = 0
-        for number in range(self.count(kind)):
-            file = _locked(self._slot(kind, number))
-            if file is None:
-                if not os.path.exists(self._slot(kind, number)):
-                    raise self._was_closed()
-                continue
-            try:
-                if kind is Kind.PRODUCER and os.pread(file.number, 1, 0) == _CLOSED:
-                    closed += 1
+        states = self.states(kind)
+        is_producer = kind is Kind.PRODUCER
+        if is_producer and all(state is SlotState.CLOSED for state in states):
+            raise UsageError(
+                f"all {len(states)} producers of this queue have closed, so its consumers have reached the "
+                "end: create a new MessageQueue, or pass a larger number of producers"
+            )
+        for wanted in (SlotState.UNUSED, SlotState.DEAD, SlotState.CLOSED):
+            for number, state in enumerate(states):
+                file = _locked(self._slot(kind, number)) if state is wanted else None
+                if file is None:
+                    continue
+                if is_producer and os.pread(file.number, 1, 0) == _CLOSED:
+                    _unlock(file)
                     continue
                 os.pwrite(file.number, _OPEN, 0)
-                claimed, file = file, None
-                return Slot(number, claimed)
-            finally:
-                if file is not None:
-                    _unlock(file)
-        if closed == self.count(kind):
-            raise UsageError(
-                f"all {closed} producers of this queue have closed, so its consumers have reached the end: "
-                "create a new MessageQueue, or pass a larger number of producers"
-            )
+                return Slot(number, file)
         return None
 
     def states(self, kind: Kind) -> list[SlotState]:

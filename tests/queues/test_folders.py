@@ -1,0 +1,188 @@
+"""The folder of a queue: who may open it, how processes get it, and its removal."""
+
+import asyncio
+import multiprocessing
+import os
+import pickle
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from aiotensor import ClosedError, UsageError
+from aiotensor.queues import MessageQueue
+from tests.queues.parties import check, close, get, message, open_consumer, open_producer, process, queue_of
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+class Number(msgspec.Struct):
+    value: int
+
+
+def _put_from_child(queue: MessageQueue[Number]) -> None:
+    async def produce() -> None:
+        async with queue.producer() as producer:
+            await producer.put(Number(7))
+
+    asyncio.run(produce())
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+async def test_a_queue_can_be_an_argument_of_a_child_process(method: str) -> None:
+    with queue_of(message_type=Number) as queue:
+        async with queue.consumer() as consumer:
+            context: Any = multiprocessing.get_context(method)
+            child = context.Process(target=_put_from_child, args=(queue,))
+            child.start()
+            assert [got async for got in consumer] == [Number(7)]
+            await asyncio.to_thread(child.join)
+            assert child.exitcode == 0
+
+
+async def test_unrelated_processes_use_one_folder(folder: Path) -> None:
+    path = folder / "queue"
+    with MessageQueue(folder=path, consumers=2) as queue:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        async with process() as other:
+            await other.call(_open_consumer_in, str(path))
+            async with queue.producer() as producer:
+                await producer.put(message(1))
+                assert await other.call(get, 1) == [1]
+            await other.call(close)
+    assert os.listdir(path) == []
+
+
+async def _open_consumer_in(state: Any, path: str) -> None:
+    await open_consumer(state, MessageQueue(folder=path, consumers=2))
+
+
+def _files(queue: MessageQueue[Any]) -> list[str]:
+    path = queue._settings.folder.path
+    return os.listdir(path) if os.path.exists(path) else []
+
+
+@pytest.mark.parametrize("is_private", [True, False])
+async def test_the_last_producer_or_consumer_removes_the_files_of_a_closed_queue(
+    folder: Path, is_private: bool
+) -> None:
+    queue = MessageQueue(folder=None if is_private else folder / "queue")
+    producer = await queue.producer().__aenter__()
+    async with queue.consumer() as consumer:
+        queue.close()
+        queue.close()
+        await producer.put(message(1))
+        assert check(await consumer.get()) == 1
+        await producer.aclose()
+        assert _files(queue)
+    assert not _files(queue)
+    with pytest.raises(ClosedError, match="was closed"):
+        await queue.consumer().__aenter__()
+
+
+async def test_the_last_user_removes_the_folder_of_a_killed_owner() -> None:
+    async with process() as owner, process() as other:
+        queue = await owner.call(_make)
+        await other.call(open_producer, queue)
+        owner.kill()
+        await owner.ended()
+        assert _files(queue)
+        await other.call(close)
+        assert not _files(queue)
+
+
+async def _make(state: Any) -> MessageQueue[Any]:
+    state.others["queue"] = MessageQueue()
+    queue: MessageQueue[Any] = state.others["queue"]
+    return queue
+
+
+async def test_files_of_a_killed_consumer_are_removed() -> None:
+    with queue_of() as queue:
+        async with process() as killed:
+            await killed.call(open_consumer, queue)
+            killed.kill()
+            await killed.ended()
+            assert len(os.listdir(f"{queue._settings.folder.path}/c0")) == 2
+
+
+def test_a_copy_of_a_queue_does_not_remove_the_folder() -> None:
+    with queue_of(producers=3) as queue:
+        copy = pickle.loads(pickle.dumps(queue))
+        assert repr(copy) == repr(queue)
+        copy.close()
+        assert os.path.exists(queue._settings.folder.path)
+
+
+async def test_too_many_producers_or_consumers_raise_with_a_suggestion() -> None:
+    with queue_of(producers=2) as queue:
+        async with queue.consumer(), queue.producer(), queue.producer():
+            with pytest.raises(UsageError, match=r"for 2 producers.*pass a larger number of producers"):
+                await queue.producer().__aenter__()
+            with pytest.raises(UsageError, match=r"for 1 consumers.*pass a larger number of consumers"):
+                await queue.consumer().__aenter__()
+        async with queue.consumer():
+            pass
+        with pytest.raises(UsageError, match="all 2 producers of this queue have closed"):
+            await queue.producer().__aenter__()
+
+
+def test_two_processes_with_different_numbers_do_not_share_a_folder(folder: Path) -> None:
+    one = MessageQueue(folder=folder / "queue", producers=2)
+    with pytest.raises(UsageError, match="has 2 producers and 1 consumers, not 3 producers"):
+        MessageQueue(folder=folder / "queue", producers=3)
+    one.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"producers": 0}, ValueError, "producers must be at least 1"),
+        ({"consumers": 0}, ValueError, "consumers must be at least 1"),
+        ({"max_messages": 0}, ValueError, "max_messages"),
+        ({"arena_bytes": 0}, ValueError, "arena_bytes"),
+        ({"max_body_bytes": 0}, ValueError, "max_body_bytes"),
+        ({"grace_s": -1}, ValueError, "grace_s"),
+        ({"folder": "/tmp/" + "x" * 100}, ValueError, "folder with a shorter path"),
+        ({"folder": "/missing/queue"}, FileNotFoundError, "queue"),
+        ({"producers": "3"}, TypeError, "integer"),
+        ({"message_type": int | list[str] | tuple[int, ...]}, TypeError, "union"),
+    ],
+)
+def test_invalid_arguments_raise_and_leave_nothing(
+    options: dict[str, Any],
+    error: type[Exception],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(error, match=text):
+        MessageQueue(**options)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_long_path_of_the_folder_for_temporary_files_raises(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = tmp_path / ("x" * 100)
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    with pytest.raises(ValueError, match="choose a folder with a shorter path"):
+        MessageQueue()
+    assert os.listdir(place) == []
+
+
+def test_a_file_and_the_folder_of_another_user_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "file").write_text("")
+    with pytest.raises(UsageError, match="not a folder of this user"):
+        MessageQueue(folder=folder / "file")
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    with pytest.raises(UsageError, match="not a folder of this user"):
+        MessageQueue(folder=folder)
+    assert os.listdir(folder) == ["file"]

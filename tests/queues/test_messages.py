@@ -1,0 +1,402 @@
+"""Messages, capacity, timeouts and cancellation, with producers and consumers in this process."""
+
+import asyncio
+import gc
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from aiotensor import (
+    ClosedError,
+    PeerLostError,
+    RemoteError,
+    TooLargeError,
+    UnsupportedTensorError,
+    UsageError,
+    WouldBlockError,
+)
+from aiotensor.queues import ConsumerStatistics, MessageQueue, ProducerStatistics
+from tests.cancellation.situations import SLOW
+from tests.cancelling import Attempt, cancel_everywhere
+from tests.queues.parties import check, message, opened, queue_of
+from verification.patterns import BIG, pattern
+from verification.waiting import until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+class Video(msgspec.Struct):
+    name: str
+    frames: torch.Tensor
+
+
+@pytest.mark.parametrize("count", [1, 3000, BIG])
+async def test_a_message_arrives_with_its_metadata_and_tensors(count: int) -> None:
+    async with opened() as ends:
+        await ends.producer.put(message(1, count))
+        assert check(await ends.consumer.get(timeout=60)) == 1
+
+
+@pytest.mark.parametrize("what", [None, 5, "text", [1, "a"], torch.arange(7)])
+async def test_any_value_can_be_a_message(what: object) -> None:
+    async with opened() as ends:
+        await ends.producer.put(what)
+        got = await ends.consumer.get()
+        assert torch.equal(got, what) if isinstance(what, torch.Tensor) else got == what
+
+
+async def test_messages_have_the_type_of_the_queue() -> None:
+    async with opened(message_type=Video) as ends:
+        await ends.producer.put(Video("a", pattern(1, BIG)))
+        got = await ends.consumer.get()
+        assert isinstance(got, Video)
+        assert torch.equal(got.frames, pattern(1, BIG))
+
+
+async def test_a_message_of_another_type_fails_the_next_call_of_its_producer() -> None:
+    with queue_of(message_type=Video) as queue:
+        async with queue.consumer() as consumer:
+            producer = await queue.producer().__aenter__()
+            await producer.put({"name": 5})
+            taking = asyncio.create_task(consumer.get())
+            with pytest.raises(RemoteError, match="`str`"):
+                await producer.join()
+            for call in (producer.put(1), producer.join(), producer.aclose()):
+                with pytest.raises(RemoteError):
+                    await call
+            with pytest.raises(PeerLostError, match="1 of the 1 producers"):
+                await taking
+
+
+async def test_one_consumer_gets_the_messages_of_a_producer_in_order() -> None:
+    async with opened(max_messages=16) as ends:
+
+        async def produce() -> None:
+            for number in range(40):
+                await ends.producer.put(message(number, (1, BIG, 3000)[number % 3]))
+
+        producing = asyncio.create_task(produce())
+        assert [check(await ends.consumer.get()) for _ in range(40)] == list(range(40))
+        await producing
+
+
+async def test_put_waits_while_max_messages_are_in_the_queue() -> None:
+    async with opened(max_messages=2) as ends:
+        await ends.producer.put(message(0))
+        ends.producer.put_nowait(message(1))
+        with pytest.raises(WouldBlockError, match="max_messages=2") as caught:
+            await ends.producer.put(message(8), timeout=0.01)
+        assert caught.value.messages.limit == 2
+        with pytest.raises(WouldBlockError):
+            ends.producer.put_nowait(message(9))
+        waiting = [asyncio.create_task(ends.producer.put(message(number))) for number in (2, 3)]
+        await until(lambda: ends.producer.statistics().waiting == 2)
+        assert check(await ends.consumer.get()) == 0
+        await waiting[0]
+        assert not waiting[1].done()
+        assert [check(await ends.consumer.get()) for _ in range(3)] == [1, 2, 3]
+        await waiting[1]
+        await ends.producer.join()
+        assert ends.producer.statistics() == ProducerStatistics(2, 0, 2, 0, 4, 0)
+
+
+async def test_get_waits_until_its_timeout_or_a_message() -> None:
+    async with opened() as ends:
+        for timeout in (0, 0.01):
+            with pytest.raises(WouldBlockError, match="no message has arrived"):
+                await ends.consumer.get(timeout)
+        with pytest.raises(WouldBlockError):
+            ends.consumer.get_nowait()
+        getting = asyncio.create_task(ends.consumer.get())
+        await asyncio.sleep(0)
+        await ends.producer.put(message(1))
+        assert check(await getting) == 1
+
+
+@pytest.mark.parametrize("many", [1, 5000])
+async def test_get_nowait_returns_a_message_that_has_arrived(many: int) -> None:
+    async with opened() as ends:
+        await ends.producer.put({"many": ["text"] * many, "tensor": pattern(1, BIG)})
+        await until(lambda: ends.consumer._server.statistics().waiting == 1)  # type: ignore[union-attr]
+        got: Any = []
+        while not got:
+            with suppress(WouldBlockError):
+                got = ends.consumer.get_nowait()
+            await asyncio.sleep(0)
+        assert len(got["many"]) == many
+        assert torch.equal(got["tensor"], pattern(1, BIG))
+        assert ends.consumer.statistics() == ConsumerStatistics(0, 1)
+
+
+async def test_join_and_closing_wait_until_messages_were_taken() -> None:
+    with queue_of() as queue:
+        async with queue.consumer() as consumer:
+            producer = await queue.producer().__aenter__()
+            await producer.put(message(1))
+            joining = asyncio.create_task(producer.join())
+            closing = asyncio.create_task(producer.aclose())
+            await asyncio.sleep(0)
+            with pytest.raises(ClosedError, match="QueueProducer was closed"):
+                await producer.put(message(2))
+            assert not joining.done()
+            assert not closing.done()
+            assert check(await consumer.get()) == 1
+            await joining
+            await closing
+            with pytest.raises(ClosedError, match="all 1 producers of this queue have closed"):
+                await consumer.get()
+            with pytest.raises(ClosedError):
+                consumer.get_nowait()
+            assert [got async for got in consumer] == []
+
+
+async def test_the_metadata_of_a_message_may_change_after_put() -> None:
+    async with opened() as ends:
+        one = message(1)
+        await ends.producer.put(one)
+        one["number"] = 7
+        one["tags"].clear()
+        assert check(await ends.consumer.get()) == 1
+
+
+async def test_each_consumer_gets_messages_and_each_message_one_consumer() -> None:
+    with queue_of(producers=2, consumers=2) as queue:
+        async with queue.consumer() as first, queue.consumer() as second:
+
+            async def produce(start: int) -> None:
+                async with queue.producer() as producer:
+                    for number in range(start, start + 30):
+                        await producer.put(message(number, 3000))
+
+            async def consume(consumer: Any) -> list[int]:
+                numbers = []
+                async for got in consumer:
+                    numbers.append(check(got))
+                    await asyncio.sleep(0.001)
+                return numbers
+
+            producing = [asyncio.create_task(produce(start)) for start in (0, 30)]
+            of_first, of_second = await asyncio.gather(consume(first), consume(second))
+            assert len(of_first) > 10 < len(of_second)
+            assert sorted(of_first + of_second) == list(range(60))
+            await asyncio.gather(*producing)
+
+
+async def test_a_busy_consumer_holds_one_untaken_message_of_a_producer() -> None:
+    with queue_of(consumers=2, max_messages=4) as queue:
+        async with queue.consumer() as busy, queue.consumer() as free, queue.producer() as producer:
+            for number in range(4):
+                await producer.put(message(number))
+            numbers = {check(await free.get()) for _ in range(3)}
+            numbers.add(check(await busy.get()))
+            assert numbers == {0, 1, 2, 3}
+
+
+async def test_messages_of_a_consumer_that_closes_go_to_another_one() -> None:
+    with queue_of(consumers=2, max_messages=4) as queue:
+        async with queue.consumer() as staying, queue.producer() as producer:
+            async with queue.consumer() as leaving:
+                for number in range(4):
+                    await producer.put(message(number))
+                await until(lambda: leaving.statistics().messages == staying.statistics().messages == 1)
+            assert {check(await staying.get()) for _ in range(4)} == {0, 1, 2, 3}
+            await producer.join()
+            assert producer.statistics().redelivered >= 1
+
+
+async def test_without_redelivery_the_loss_of_a_message_raises() -> None:
+    with queue_of(consumers=2, redeliver=False) as queue:
+        async with queue.consumer() as staying:
+            producer = await queue.producer().__aenter__()
+            async with queue.consumer() as leaving:
+                for number in range(2):
+                    await producer.put(message(number))
+                await until(lambda: leaving.statistics().messages == staying.statistics().messages == 1)
+            with pytest.raises(PeerLostError):
+                await producer.join()
+            for call in (producer.put(1), producer.join(), producer.aclose()):
+                with pytest.raises(PeerLostError):
+                    await call
+            with pytest.raises(PeerLostError, match="1 of the 1 producers"):
+                while True:
+                    await staying.get()
+
+
+async def test_a_producer_block_that_raises_drops_its_messages_and_is_reported() -> None:
+    with queue_of(producers=2) as queue:
+        async with queue.consumer() as consumer:
+            with pytest.raises(KeyError):
+                async with queue.producer() as producer:
+                    await producer.put(message(1))
+                    raise KeyError
+            async with queue.producer():
+                pass
+            with pytest.raises(PeerLostError, match="1 of the 2 producers of this queue ended without"):
+                while True:
+                    await consumer.get()
+            async with queue.producer() as replacement:
+                await replacement.put(message(2))
+                assert check(await consumer.get()) == 2
+            assert [got async for got in consumer] == []
+
+
+async def test_when_the_last_consumer_has_ended_producers_wait_for_grace_s() -> None:
+    with queue_of(grace_s=0, max_messages=1) as queue:
+        producer = await queue.producer().__aenter__()
+        async with queue.consumer() as consumer:
+            await producer.put(message(1))
+            assert check(await consumer.get()) == 1
+        await producer.put(message(2))
+        waiting = asyncio.create_task(producer.put(message(3)))
+        for call in (producer.join(), waiting, producer.aclose()):
+            with pytest.raises(PeerLostError, match="no other one has opened for 0 s"):
+                await call
+
+
+async def test_a_put_cancelled_at_any_suspension_is_queued_or_not_at_all() -> None:
+    async with opened(max_messages=1) as ends:
+        client, server = ends.producer._client, ends.consumer._server
+        assert client is not None
+        assert server is not None
+        box = {"many": ["text"] * 20_000, "tensor": pattern(1, SLOW)}
+
+        async def attempt(attempt: Attempt) -> None:
+            await ends.producer.put(0)
+            putting = attempt.start(ends.producer.put(box))
+            await putting.until(lambda: ends.producer.statistics().waiting)
+            assert await ends.consumer.get() == 0
+            if await putting.completed():
+                assert torch.equal((await ends.consumer.get())["tensor"], box["tensor"])
+            await ends.producer.join()
+            assert ends.producer.statistics().messages == server.statistics().waiting == 0
+
+        assert await cancel_everywhere(attempt, client, server)
+
+
+@pytest.mark.parametrize("many", [1, 20_000])
+async def test_a_get_cancelled_at_any_suspension_loses_no_message(many: int) -> None:
+    async with opened() as ends:
+        client, server = ends.producer._client, ends.consumer._server
+        assert client is not None
+        assert server is not None
+
+        async def attempt(attempt: Attempt) -> None:
+            getting = attempt.start(ends.consumer.get())
+            await ends.producer.put({"many": ["text"] * many, "tensor": pattern(2, BIG)})
+            got = getting.value if await getting.completed() else await ends.consumer.get()
+            assert torch.equal(got["tensor"], pattern(2, BIG))
+            await ends.producer.join()
+
+        assert await cancel_everywhere(attempt, client, server)
+
+
+async def test_opening_and_closing_can_be_cancelled_at_each_suspension() -> None:
+    with queue_of() as queue:
+        for make in (queue.producer, queue.consumer):
+
+            async def use(make: Any) -> None:
+                with suppress(KeyError):
+                    async with make():
+                        raise KeyError  # a producer that closes could not be opened again
+
+            async def attempt(attempt: Attempt, make: Any = make) -> None:
+                await attempt.start(use(make)).completed()
+
+            assert await cancel_everywhere(attempt)
+
+
+async def test_cancelling_the_close_of_a_producer_drops_its_messages() -> None:
+    with queue_of() as queue:
+        producer = await queue.producer().__aenter__()
+        await producer.put(message(1))
+        closing = asyncio.create_task(producer.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        async with queue.consumer() as consumer:
+            with pytest.raises(PeerLostError, match="without closing"):
+                await consumer.get()
+
+
+async def test_a_put_that_waits_raises_when_its_producer_closes() -> None:
+    with queue_of(max_messages=1) as queue:
+        async with queue.consumer() as consumer:
+            producer = await queue.producer().__aenter__()
+            await producer.put(message(1))
+            putting = asyncio.create_task(producer.put(message(2)))
+            await until(lambda: producer.statistics().waiting == 1)
+            closing = asyncio.create_task(producer.aclose())
+            with pytest.raises(ClosedError):
+                await putting
+            assert check(await consumer.get()) == 1
+            await closing
+
+
+async def test_a_get_that_waits_raises_when_its_consumer_closes() -> None:
+    with queue_of() as queue:
+        consumer = await queue.consumer().__aenter__()
+        getting = asyncio.create_task(consumer.get())
+        iterating = asyncio.create_task(anext(consumer, "the end"))
+        await asyncio.sleep(0)
+        await consumer.aclose()
+        with pytest.raises(ClosedError, match="QueueConsumer was closed"):
+            await getting
+        assert await iterating == "the end"
+
+
+async def test_messages_that_can_never_be_sent_raise_at_put() -> None:
+    async with opened(arena_bytes=1 << 16, max_body_bytes=1000) as ends:
+        for put in (ends.producer.put, ends.producer.put_nowait):
+            for error, what in (
+                (TooLargeError, torch.zeros(1 << 17, dtype=torch.uint8)),
+                (TooLargeError, "x" * 2000),
+                (TypeError, object()),
+                (UnsupportedTensorError, torch.zeros(3, device="meta")),
+            ):
+                with pytest.raises(error):
+                    result: Any = put(what)
+                    await result
+        assert ends.producer.statistics().messages == 0
+        with pytest.raises(ValueError, match="timeout"):
+            await ends.producer.put(1, timeout=-1)
+        with pytest.raises(ValueError, match="timeout"):
+            await ends.consumer.get(timeout=-1)
+
+
+async def test_objects_that_are_not_open_raise_usage_error() -> None:
+    with queue_of() as queue:
+        for call in (queue.producer().put(1), queue.producer().join(), queue.consumer().get()):
+            with pytest.raises(UsageError, match="not open yet"):
+                await call
+        producer = queue.producer()
+        assert producer.statistics().max_messages == 8
+        assert queue.consumer().statistics() == ConsumerStatistics(0, 0)
+        await producer.aclose()
+        with pytest.raises(ClosedError):
+            await producer.__aenter__()
+
+
+async def test_unclosed_objects_warn_and_are_closed() -> None:
+    with queue_of() as queue:
+        for make in (queue.producer, queue.consumer):
+            with pytest.warns(ResourceWarning, match="unclosed <Queue"):
+                await _open_and_forget(make)
+
+
+async def _open_and_forget(make: Any) -> None:
+    await make().__aenter__()
+    gc.collect()
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_the_representation_names_the_folder_and_the_numbers() -> None:
+    with MessageQueue(producers=3, consumers=2) as queue:
+        path = queue._settings.folder.path
+        assert repr(queue) == f"<MessageQueue in {path}, for 3 producers and 2 consumers>"
+        assert repr(queue.producer()) == f"<QueueProducer new, of {path}>"
+        assert repr(queue.consumer()) == f"<QueueConsumer new, of {path}>"
