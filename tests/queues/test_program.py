@@ -1,0 +1,140 @@
+"""The program of docs/migrating.md, before and after, with a producer and a consumer that are killed."""
+
+import difflib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+BEFORE, AFTER, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/migrating.md").read_text(), re.DOTALL)
+MESSAGES = 50
+ALL = {name: list(range(MESSAGES)) for name in "abc"}
+
+
+def changed_lines(before: str, after: str) -> int:
+    """Return the number of lines that were changed, added or removed, except imports and the construction."""
+    changed = 0
+    old, new = before.splitlines(), after.splitlines()
+    for tag, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if tag != "equal":
+            lines = [[line for line in part if not _is_expected(line)] for part in (old[i:j], new[k:m])]
+            changed += max(map(len, lines))
+    return changed
+
+
+def _is_expected(line: str) -> bool:
+    return line.startswith(("import ", "from ")) or line.strip().startswith("queue = ")
+
+
+def with_sentinels(after: str, before: str) -> str:
+    """Return the program before, with only the import and the construction of the program after."""
+    [construction] = re.findall(r"    queue = .*\n", after)
+    program = re.sub(r"    queue = .*\n", construction.replace("producers=3", "producers=4"), before)
+    return program.replace("\n\n", "\nfrom aiotensor.blocking import MessageQueue\n\n", 1)
+
+
+def test_the_program_changes_in_at_most_five_lines_besides_import_and_construction() -> None:
+    assert 0 < changed_lines(BEFORE, AFTER) <= 5
+    assert changed_lines(BEFORE, with_sentinels(AFTER, BEFORE)) == 0
+
+
+class Program:
+    """A running program, whose lines are collected.
+
+    Args:
+        text: the source of the program.
+        folder: a folder for its file and its temporary files.
+        method: the start method of its children.
+    """
+
+    def __init__(self, text: str, folder: Path, method: str) -> None:
+        path = folder / "program.py"
+        path.write_text(text.replace('"spawn"', f'"{method}"'))
+        (folder / "tmp").mkdir()
+        excluded = ("COVERAGE_", "PYTHONUNBUFFERED")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(excluded)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**environment, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp")},
+        )
+        self.lines: list[str] = []
+
+    def read_until(self, text: str) -> None:
+        """Read lines until one contains a text."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if text in line:
+                return
+        raise AssertionError(f"the program never printed {text!r}: {self.lines}")
+
+    def kill(self, name: str) -> None:
+        """Kill a child."""
+        [pid] = [int(line.split()[-1]) for line in self.lines if line.startswith(f"{name} is ")]
+        os.kill(pid, signal.SIGKILL)
+
+    def finish(self) -> str:
+        """Wait for the end, and return what was written to standard error."""
+        output, errors = self.process.communicate(timeout=90)
+        self.lines += output.splitlines()
+        assert self.process.returncode == 0, errors
+        return errors
+
+    def taken(self) -> dict[str, list[int]]:
+        """Return the numbers of the messages of each producer that the consumers took."""
+        taken: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+        for line in self.lines:
+            if " took " in line:
+                _, _, producer, number, mean = line.split()
+                assert number == mean
+                taken[producer].append(int(number))
+        return taken
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_the_program_delivers_every_message_once(folder: Path, method: str) -> None:
+    program = Program(AFTER, folder, method)
+    assert program.finish() == ""
+    assert {name: sorted(of) for name, of in program.taken().items()} == ALL
+    assert os.listdir(folder / "tmp") == []
+
+
+def test_the_program_may_keep_its_sentinels(folder: Path) -> None:
+    program = Program(with_sentinels(AFTER, BEFORE), folder, "fork")
+    assert program.finish() == ""
+    assert {name: sorted(of) for name, of in program.taken().items()} == ALL
+    assert os.listdir(folder / "tmp") == []
+
+
+def test_the_program_survives_a_killed_producer_and_a_killed_consumer(folder: Path) -> None:
+    # With a pause, so that producers are still at work when they are killed.
+    slow = AFTER.replace("        frames = ", "        time.sleep(0.01)\n        frames = ")
+    slow = f"import time\n{slow}"
+    program = Program(slow, folder, "spawn")
+    watchdog = threading.Timer(100, program.process.kill)
+    watchdog.start()
+    try:
+        program.read_until("took a 3 ")
+        program.kill("a")
+        program.read_until("x took")
+        program.kill("x")
+        errors = program.finish()
+    finally:
+        watchdog.cancel()
+    taken = program.taken()
+    missing = [(name, number) for name in "bc" for number in range(MESSAGES) if number not in taken[name]]
+    # The killed consumer may have taken a message that it did not print.
+    assert len(missing) <= 1, missing
+    assert len(set(taken["a"])) < MESSAGES
+    assert errors.count("PeerLostError") == 1
+    assert "1 of the 3 producers of this queue ended without closing" in errors
+    assert os.listdir(folder / "tmp") == []
