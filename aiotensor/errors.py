@@ -1,7 +1,7 @@
 """The exceptions that aiotensor defines.
 
     AioTensorError
-    |-- ClosedError             you closed this object
+    |-- ClosedError             you closed this object, or all producers of a queue have closed
     |-- PeerLostError           the other side died, broke the connection or stopped its work
     |-- RefusedError            the other side refused this one, because of a limit or a version
     |-- DiscardedError          the message of this tensor was discarded
@@ -55,7 +55,7 @@ class AioTensorError(Exception):
 
 
 class ClosedError(AioTensorError):
-    """You closed this object; open a new one."""
+    """You closed this object, so open a new one; or all producers of a queue have closed it."""
 
 
 class PeerLostError(AioTensorError):

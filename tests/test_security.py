@@ -13,6 +13,7 @@ import aiotensor
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.protocol.frames import MAX_DIMENSIONS, MAX_TENSORS
+from aiotensor.queues import MessageQueue
 from aiotensor.ranks import RankPipe
 
 ROOT = Path(__file__).parent.parent
@@ -31,9 +32,10 @@ MADE: dict[str, Callable[..., object]] = {
         MessageServer,
         MessageClient,
         RankPipe,
+        MessageQueue,
     )
 }
-# Endpoints, ranks, keys and types; and heartbeats, whose default depends on the address.
+# Endpoints, folders, ranks, keys, types and policies; and heartbeats, whose default depends on the address.
 NO_LIMITS = [
     "group",
     "peer",
@@ -56,6 +58,8 @@ NO_LIMITS = [
     "heartbeat_interval_s",
     "heartbeat_timeout_s",
     "peer_timeout_s",
+    "redeliver",
+    "folder",
 ]
 
 
