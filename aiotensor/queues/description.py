@@ -4,7 +4,7 @@ import os
 import tempfile
 from multiprocessing import util
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar
 
 from aiotensor.channel.options import part_limits, positive
 from aiotensor.codec import TensorDecoder
@@ -24,47 +24,17 @@ _AFTER_CHILDREN = -100
 class QueueDescription(Generic[M]):
     """The base of queues; see `aiotensor.queues.MessageQueue`."""
 
-    @overload
-    def __init__(
-        self: "QueueDescription[Any]",
-        *,
-        producers: int = ...,
-        consumers: int = ...,
-        max_messages: int = ...,
-        arena_bytes: int = ...,
-        max_body_bytes: int | None = ...,
-        redeliver: bool = ...,
-        grace_s: float | None = ...,
-        folder: str | os.PathLike[str] | None = ...,
-    ) -> None: ...
-
-    @overload
     def __init__(
         self,
-        message_type: type[M],
-        *,
-        producers: int = ...,
-        consumers: int = ...,
-        max_messages: int = ...,
-        arena_bytes: int = ...,
-        max_body_bytes: int | None = ...,
-        redeliver: bool = ...,
-        grace_s: float | None = ...,
-        folder: str | os.PathLike[str] | None = ...,
-    ) -> None: ...
-
-    def __init__(
-        self,
-        message_type: Any = Any,
-        *,
-        producers: int = 1,
-        consumers: int = 1,
-        max_messages: int = 8,
-        arena_bytes: int = 1 << 30,
-        max_body_bytes: int | None = 1 << 20,
-        redeliver: bool = True,
-        grace_s: float | None = 30.0,
-        folder: str | os.PathLike[str] | None = None,
+        message_type: Any,
+        producers: int,
+        consumers: int,
+        max_messages: int,
+        arena_bytes: int,
+        max_body_bytes: int | None,
+        redeliver: bool,
+        grace_s: float | None,
+        folder: str | os.PathLike[str] | None,
     ) -> None:
         TensorDecoder(message_type)  # raises the error of an invalid type here, and not in a consumer
         positive("producers", producers)

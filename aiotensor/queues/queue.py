@@ -1,6 +1,7 @@
 """The public queue."""
 
-from typing import TypeVar
+import os
+from typing import Any, TypeVar, overload
 
 from aiotensor.queues.consumer import QueueConsumer
 from aiotensor.queues.description import QueueDescription
@@ -60,6 +61,60 @@ class MessageQueue(QueueDescription[M]):
             user.
         OSError: the folder cannot be created.
     """
+
+    @overload
+    def __init__(
+        self: "MessageQueue[Any]",
+        *,
+        producers: int = ...,
+        consumers: int = ...,
+        max_messages: int = ...,
+        arena_bytes: int = ...,
+        max_body_bytes: int | None = ...,
+        redeliver: bool = ...,
+        grace_s: float | None = ...,
+        folder: str | os.PathLike[str] | None = ...,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        message_type: type[M],
+        *,
+        producers: int = ...,
+        consumers: int = ...,
+        max_messages: int = ...,
+        arena_bytes: int = ...,
+        max_body_bytes: int | None = ...,
+        redeliver: bool = ...,
+        grace_s: float | None = ...,
+        folder: str | os.PathLike[str] | None = ...,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        message_type: Any = Any,
+        *,
+        producers: int = 1,
+        consumers: int = 1,
+        max_messages: int = 8,
+        arena_bytes: int = 1 << 30,
+        max_body_bytes: int | None = 1 << 20,
+        redeliver: bool = True,
+        grace_s: float | None = 30.0,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(
+            message_type,
+            producers,
+            consumers,
+            max_messages,
+            arena_bytes,
+            max_body_bytes,
+            redeliver,
+            grace_s,
+            folder,
+        )
 
     def producer(self) -> QueueProducer:
         """Return a new producer: ``async with queue.producer() as producer``."""

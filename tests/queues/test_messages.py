@@ -261,7 +261,7 @@ async def test_a_put_cancelled_at_any_suspension_is_queued_or_not_at_all() -> No
         client, server = ends.producer._client, ends.consumer._server
         assert client is not None
         assert server is not None
-        box = {"many": ["text"] * 20_000, "tensor": pattern(1, SLOW)}
+        box: dict[str, Any] = {"many": ["text"] * 20_000, "tensor": pattern(1, SLOW)}
 
         async def attempt(attempt: Attempt) -> None:
             await ends.producer.put(0)
