@@ -13,6 +13,7 @@ from aiotensor import queues
 from aiotensor.blocking.portal import BlockingObject
 from aiotensor.errors import ClosedError
 from aiotensor.queues.description import QueueDescription
+from aiotensor.queues.settings import QueueSettings
 
 __all__ = ["MessageQueue", "QueueConsumer", "QueueProducer"]
 
@@ -157,6 +158,11 @@ class MessageQueue(QueueDescription[M]):
             grace_s,
             folder,
         )
+        self._ends_by_pid: dict[int, _Ends[M]] = {}
+
+    def __setstate__(self, settings: QueueSettings) -> None:
+        super().__setstate__(settings)
+        self._ends_by_pid = {}
 
     def producer(self) -> QueueProducer:
         """Return a new producer: ``with queue.producer() as producer``."""
@@ -194,8 +200,8 @@ class MessageQueue(QueueDescription[M]):
 
     def _ends(self) -> "_Ends[M]":
         # A forked child inherits the ends of its parent, and opens its own.
-        ends: dict[int, _Ends[M]] = self.__dict__.setdefault("_ends_by_pid", {})
-        return ends.get(os.getpid()) or ends.setdefault(os.getpid(), _Ends(self))
+        ends = self._ends_by_pid.get(os.getpid())
+        return ends or self._ends_by_pid.setdefault(os.getpid(), _Ends(self))
 
     def close(self) -> None:
         """Close the producer and the consumer of this process, and remove the files of the queue.

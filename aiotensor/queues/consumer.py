@@ -1,6 +1,7 @@
 """A consumer: takes messages from a queue."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Generic, Self, TypeVar
 
 import msgspec
@@ -8,7 +9,7 @@ import msgspec
 from aiotensor.channel.options import seconds
 from aiotensor.channel.server import MessageServer, changed, receive_now, receive_ready
 from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, WouldBlockError
-from aiotensor.queues.folder import Kind, Slot, SlotState
+from aiotensor.queues.folder import Kind, SlotState
 from aiotensor.queues.settings import QueueSettings
 from aiotensor.queues.statistics import ConsumerStatistics
 from aiotensor.receiver import TensorReceiver
@@ -51,39 +52,42 @@ class QueueConsumer(LoopObject, Generic[M]):
     def __init__(self, settings: QueueSettings) -> None:
         self.affinity = LoopAffinity("QueueConsumer")
         self._settings = settings
-        self._slot: Slot | None = None
-        self._receiver: TensorReceiver | None = None
-        self._server: MessageServer[M] | None = None
-        self._is_ready = False
+        self._stack = AsyncExitStack()
+        self._server: MessageServer[M] | None = None  # None before opening
         self._taken = 0
 
     async def __aenter__(self) -> Self:
         self.affinity.enter()
         try:
-            self._slot = await self._settings.folder.claim(Kind.CONSUMER)
+            server = await self._open()
             self.affinity.check()  # another task may have closed it in the meantime
-            # The slots of the queue limit the number of producers.
-            address = self._settings.folder.address(self._slot.number)
-            receiver = TensorReceiver(
-                address, max_senders=None, max_mapped_bytes=None, max_unclaimed_messages=None
-            )
-            self._receiver = await receiver.__aenter__()
-            self._server = await MessageServer(
-                address,
-                self._settings.message_type,
-                receiver=receiver,
-                max_clients=None,
-                max_waiting=_MAX_WAITING,
-                max_part_bytes=None,
-                max_body_bytes=self._settings.max_body_bytes,
-            ).__aenter__()
-            self.affinity.check()
         except BaseException:
             self.affinity.close()
-            await self._end()
+            await self._stack.aclose()
             raise
-        self._is_ready = True
+        self._server = server
         return self
+
+    async def _open(self) -> MessageServer[M]:
+        folder = self._settings.folder
+        slot = folder.claim(Kind.CONSUMER)
+        self._stack.callback(folder.release, slot)
+        self._stack.callback(slot.mark_closed)
+        address = folder.address(slot.number)
+        # The slots of the queue limit the number of producers.
+        receiver = TensorReceiver(
+            address, max_senders=None, max_mapped_bytes=None, max_unclaimed_messages=None
+        )
+        server: MessageServer[M] = MessageServer(
+            address,
+            self._settings.message_type,
+            receiver=await self._stack.enter_async_context(receiver),
+            max_clients=None,
+            max_waiting=_MAX_WAITING,
+            max_part_bytes=None,
+            max_body_bytes=self._settings.max_body_bytes,
+        )
+        return await self._stack.enter_async_context(server)
 
     def _opened(self) -> MessageServer[M]:
         self.affinity.check()
@@ -177,23 +181,8 @@ class QueueConsumer(LoopObject, Generic[M]):
         ends the wait. Closing again has no effect.
         """
         self.affinity.check_place()
-        if self.affinity.close() and self._is_ready:  # otherwise, it is being opened by another task
-            await self._end()
-
-    async def _end(self) -> None:
-        """Release everything; cancellation only skips waits."""
-        try:
-            if self._server is not None:
-                await self._server.aclose()
-        finally:
-            try:
-                if self._receiver is not None:
-                    await self._receiver.aclose()
-            finally:
-                if self._slot is not None:
-                    self._slot.mark_closed()
-                    self._slot.release()
-                    self._settings.folder.remove_if_unused()
+        if self.affinity.close() and self._server is not None:  # None: it is being opened by another task
+            await self._stack.aclose()
 
     def statistics(self) -> ConsumerStatistics:
         """Return the current usage and the totals since opening; also available after closing."""

@@ -1,16 +1,16 @@
 """The messages of a producer, from `put` until a consumer has taken them."""
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 
 from aiotensor.channel.client import MessageClient, request_encoded
 from aiotensor.codec.payload import Payload
 from aiotensor.errors import ClosedError, PeerLostError, WouldBlockError, again
+from aiotensor.protocol.credits import Ticket
 from aiotensor.queues.folder import Kind, SlotState
 from aiotensor.queues.settings import QueueSettings
 from aiotensor.runtime.waiting import Waiters
+from aiotensor.sending.gates import Gate
 from aiotensor.types import Usage
 
 __all__ = ["Deliveries"]
@@ -30,19 +30,17 @@ class Deliveries:
 
     Attributes:
         failure: why a message cannot be delivered; None while all can be.
-        waiting: the number of calls that wait for capacity.
+        gate: lets calls wait for the permit of a message, which it has from `put` until it was taken.
         taken: the number of messages that consumers have taken.
-        peak: the most accepted messages at once that were not taken.
         redelivered: how often a message was sent again.
     """
 
     def __init__(self, client: MessageClient[None], settings: QueueSettings) -> None:
         self.failure: Exception | None = None
-        self.taken = self.peak = self.redelivered = 0
+        self.gate: Gate[None] = Gate(settings.max_messages, stuck_elsewhere=None)
+        self.taken = self.redelivered = 0
         self._client = client
         self._settings = settings
-        self._free = settings.max_messages
-        self._line: deque[asyncio.Future[None]] = deque()  # calls that wait for capacity
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiters = Waiters()  # for the end of all deliveries
@@ -54,67 +52,32 @@ class Deliveries:
         """Return the number of accepted messages that were not taken."""
         return len(self._tasks)
 
-    @property
-    def waiting(self) -> int:
-        """The number of calls that wait for capacity."""
-        return len(self._line)
-
     # Capacity
 
-    async def acquire(self) -> None:
-        """Wait until one more message is accepted, in the order of the calls.
-
-        The caller then calls `begin` or `release` before its next await. Cancellation returns the capacity to
-        the next call. Raises the failure of an earlier message.
-        """
+    def acquire_now(self) -> Ticket[None]:
+        """Acquire a permit from the gate without waiting, or raise `WouldBlockError`."""
         self.check()
-        if self._free and not self._line:
-            self._free -= 1
-            return
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append(future)
-        try:
-            await future
-        except BaseException:
-            with suppress(ValueError):  # it was granted or failed in this iteration
-                self._line.remove(future)
-            if future.done() and not future.cancelled() and future.exception() is None:
-                self.release()
-            raise
-
-    def acquire_now(self) -> None:
-        """Acquire as `acquire` does, or raise `WouldBlockError`."""
-        self.check()
-        if not self._free or self._line:
+        permit = self.gate.budget.try_request(1)
+        if permit is None:
             raise self.full()
-        self._free -= 1
+        return permit
 
     def full(self) -> WouldBlockError:
         """Return the error of a call that cannot wait any longer."""
-        limit = self._settings.max_messages
+        limit = self.gate.budget.limit
         return WouldBlockError(
             f"the consumers have not taken the {len(self)} earlier messages of this producer, and "
             f"max_messages={limit}",
             messages=Usage(limit, len(self), 1),
         )
 
-    def release(self) -> None:
-        """Return capacity to the next call."""
-        while self._line:
-            future = self._line.popleft()
-            if not future.done():
-                future.set_result(None)
-                return
-        self._free += 1
-
     # Deliveries
 
-    def begin(self, payload: Payload) -> None:
-        """Begin to deliver a message, with acquired capacity."""
+    def begin(self, payload: Payload, permit: Ticket[None]) -> None:
+        """Begin to deliver a message, whose permit is released at the end."""
         task = asyncio.get_running_loop().create_task(self._deliver(payload))
         self._tasks.add(task)
-        self.peak = max(self.peak, len(self._tasks))
-        task.add_done_callback(self._delivered)  # also if the task was cancelled before it began
+        task.add_done_callback(partial(self._delivered, permit))  # also if it was cancelled before it began
         if self._timer is None and self._settings.grace_s is not None:
             self._timer = asyncio.get_running_loop().call_later(_WATCH_S, self._watch)
 
@@ -151,24 +114,18 @@ class Deliveries:
             delay = min(2 * delay, _LAST_RETRY_S)
             self.redelivered += 1
 
-    def _delivered(self, task: "asyncio.Task[None]") -> None:
+    def _delivered(self, permit: Ticket[None], task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
-        self.release()
+        self.gate.release(permit)
         if not self._tasks:
             self._stop_watching()
             self._waiters.wake()
 
     def _fail(self, error: Exception) -> None:
         if self.failure is None and not self._is_ended:
-            self.failure = _copy(error)
-            self._fail_line(self.failure)
+            self.failure = failure = _copy(error)
+            self.gate.fail(lambda: _copy(failure))
             self._waiters.wake()
-
-    def _fail_line(self, error: Exception) -> None:
-        line, self._line = self._line, deque()
-        for future in line:
-            if not future.done():
-                future.set_exception(_copy(error))
 
     # Consumers
 
@@ -199,10 +156,6 @@ class Deliveries:
             self._timer = None
 
     # The end
-
-    def refuse(self, make_error: Callable[[], Exception]) -> None:
-        """Fail the calls that wait for capacity."""
-        self._fail_line(make_error())
 
     async def end(self) -> None:
         """Drop the messages that were not taken, and wait for the ends of their tasks."""

@@ -1,6 +1,7 @@
 """What the asynchronous and the blocking `MessageQueue` have in common: settings, pickling and the folder."""
 
 import os
+import shutil
 import tempfile
 from multiprocessing import util
 from types import TracebackType
@@ -49,10 +50,10 @@ class QueueDescription(Generic[M]):
         try:
             place.address(consumers - 1)
             place.create()
+            owner = place.own() if is_private else None
         except BaseException:
             if is_private:
-                place.close(None)
-                os.rmdir(path)
+                shutil.rmtree(path, ignore_errors=True)
             raise
         self._settings = QueueSettings(
             place, message_type, max_messages, arena_bytes, max_body_bytes, redeliver, grace_s
@@ -60,9 +61,7 @@ class QueueDescription(Generic[M]):
         self._pid = os.getpid()
         # Not at the end of this object: children that were just started may not have opened anything yet.
         self._close = (
-            util.Finalize(None, place.close, args=(place.own(),), exitpriority=_AFTER_CHILDREN)
-            if is_private
-            else None
+            util.Finalize(None, place.close, args=(owner,), exitpriority=_AFTER_CHILDREN) if owner else None
         )
 
     def __getstate__(self) -> QueueSettings:

@@ -1,49 +1,47 @@
-"""The folder of a queue: its settings, and a numbered slot for each producer and consumer.
+"""The folder of a queue: the sockets of its consumers, and a file with a slot for each producer and consumer.
 
-A slot is a file of one byte, which its process locks. The kernel releases the lock when the process ends, so
-that the file shows how it ended:
+A slot is one byte of the file. The process that claims a slot locks this byte. The kernel releases the lock
+when the process ends, so the byte and its lock show whether a producer or consumer is open, and how it ended:
 
     UNUSED --claimed--> LIVE --closed--> CLOSED
                         |  ^
-                ended   |  |   claimed again
+                 ended  |  |  claimed again
                         v  |
                         DEAD
 
 A producer closes its slot once all its messages were taken. A closed slot of a producer is not claimed again,
-but that of a consumer is. Methods without `await` take a few system calls, and none of them waits.
+but that of a consumer is. The methods take a few system calls, and none of them waits.
 """
 
-import asyncio
 import contextlib
 import enum
 import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 from urllib.parse import quote
 
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.runtime.descriptors import Descriptor
+from aiotensor.runtime.range_locks import change_lock, conflicting_lock
 from aiotensor.transports.address import socket_path
 
 __all__ = ["Folder", "Kind", "Slot", "SlotState"]
 
-# Other processes lock a dead slot for a moment to read its state, so one attempt to claim it may fail.
-_ATTEMPTS = 10
-_RETRY_S = 0.02
+_SLOTS = "slots"  # the file; it ends with the numbers of producers and consumers
+_SOCKETS = ("messages", "tensors")  # of a consumer, in a folder of its own
 
+# The states of a slot. Whether an open one is live or dead depends on its lock.
 _UNUSED, _OPEN, _CLOSED = b"-", b"o", b"c"
 
-_SETTINGS = "settings"  # the numbers of producers and consumers
-_OWNER = "owner"  # locked by the process that has made a private folder
-_CLOSING = "closing"  # exists once the queue was closed
-_SOCKETS = ("messages", "tensors")  # of a consumer, in a folder of its own
+# The first byte is the state of the queue; the process that has made a private folder locks it.
+_REMOVED = b"r"
 
 
 class Kind(enum.Enum):
-    """The kind of a slot; the value begins the name of its file."""
+    """The kind of a slot."""
 
     PRODUCER = "producer"
     CONSUMER = "consumer"
@@ -61,21 +59,28 @@ class SlotState(enum.Enum):
 class Slot:
     """A slot that this process has claimed, until it is released.
 
-    Attributes:
-        number: its number.
+    Args:
+        file: the file of slots; its locks belong to this slot.
+        place: the byte in the file.
+        number: the number among the slots of its kind.
     """
 
-    def __init__(self, number: int, file: Descriptor) -> None:
+    def __init__(self, file: Descriptor, place: int, number: int) -> None:
         self.number = number
         self._file = file
+        self._place = place
 
     def mark_closed(self) -> None:
-        """Record that the producer or consumer has closed properly."""
-        os.pwrite(self._file.number, _CLOSED, 0)
+        """Record that the producer, the consumer or the queue was closed."""
+        os.pwrite(self._file.number, _CLOSED, self._place)
 
     def release(self) -> None:
         """Unlock the slot; releasing again has no effect."""
-        _unlock(self._file)
+        if self._file.number >= 0:
+            with contextlib.closing(self._file):
+                # Closing the descriptor is not sufficient: a child that another thread is starting has a copy
+                # of it until the child runs its program.
+                change_lock(self._file.number, fcntl.F_UNLCK, self._place, 1)
 
 
 class Folder(NamedTuple):
@@ -93,38 +98,27 @@ class Folder(NamedTuple):
     consumers: int
     is_private: bool
 
-    # Names
-
     def address(self, consumer: int) -> str:
         """Return the address of a consumer.
 
         Raises:
             ValueError: the path of the folder is too long for a socket.
         """
-        address = "engine://" + quote(os.fsencode(self._of(f"c{consumer}")))
+        address = "engine://" + quote(os.fsencode(self._folder_of(consumer)))
         socket_path(address, "ipc")
         return address
 
-    def _of(self, name: str) -> str:
-        return os.path.join(self.path, name)
-
-    def _slot(self, kind: Kind, number: int) -> str:
-        return self._of(f"{kind.value}-{number}")
-
-    def count(self, kind: Kind) -> int:
-        """Return the number of slots of one kind."""
-        return self.producers if kind is Kind.PRODUCER else self.consumers
+    def _folder_of(self, consumer: int) -> str:
+        return os.path.join(self.path, f"c{consumer}")
 
     @property
-    def _slots(self) -> Iterator[str]:
-        for kind in Kind:
-            for number in range(self.count(kind)):
-                yield self._slot(kind, number)
+    def _slots(self) -> str:
+        return os.path.join(self.path, _SLOTS)
 
     # The life of the folder
 
     def create(self) -> None:
-        """Create the missing files of the folder, and the folder itself unless it exists.
+        """Create the file and the folders of consumers, and the folder itself, unless they exist.
 
         Raises:
             UsageError: the folder belongs to a queue with other numbers of producers or consumers, or to
@@ -136,141 +130,152 @@ class Folder(NamedTuple):
         found = os.stat(self.path)
         if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
             raise UsageError(f"{self.path} is not a folder of this user: choose another folder for the queue")
-        for number in range(self.consumers):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self._of(f"c{number}"), 0o700)
-        for path in self._slots:
-            _create(path, _UNUSED)
-        settings = f"{self.producers} producers and {self.consumers} consumers"
-        _create(self._of(_SETTINGS), settings.encode())
-        with open(self._of(_SETTINGS)) as file:
-            existing = file.read()
-        if existing != settings:
+        numbers = f"{self.producers} producers and {self.consumers} consumers"
+        content = _UNUSED * (1 + self.producers + self.consumers) + numbers.encode()
+        _create(self._slots, content)
+        with open(self._slots, "rb") as file:
+            existing = file.read().lstrip(_UNUSED + _OPEN + _CLOSED + _REMOVED).decode(errors="replace")
+        if existing != numbers:
             raise UsageError(
-                f"the queue in {self.path} has {existing}, not {settings}: pass the same numbers to each "
+                f"the queue in {self.path} has {existing}, not {numbers}: pass the same numbers to each "
                 "MessageQueue of this folder, or choose another folder"
             )
+        for number in range(self.consumers):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self._folder_of(number), 0o700)
 
-    def own(self) -> Descriptor:
+    def own(self) -> Slot:
         """Lock a private folder for the process that has made it; the folder remains until its release."""
-        path = self._of(_OWNER)
-        _create(path, b"")
-        file = Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        fcntl.flock(file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return file
+        file = self._open()
+        change_lock(file.number, fcntl.F_WRLCK, 0, 1)
+        return Slot(file, 0, 0)
 
-    def close(self, owner: Descriptor | None) -> None:
+    def close(self, owner: Slot | None) -> None:
         """Remove the files of the folder: now, or when the last producer or consumer ends.
 
         Args:
             owner: the lock of a private folder.
         """
+        with contextlib.suppress(ClosedError), contextlib.closing(self._open()) as file:
+            os.pwrite(file.number, _CLOSED, 0)
         if owner is not None:
-            _unlock(owner)
-        if os.path.exists(self._of(_SETTINGS)):
-            _create(self._of(_CLOSING), b"")
-        self.remove_if_unused()
+            owner.release()
+        self._remove_if_unused()
 
-    def remove_if_unused(self) -> None:
+    def release(self, slot: Slot) -> None:
+        """Release a slot, and remove the files if the queue was closed, and this was the last one."""
+        slot.release()
+        self._remove_if_unused()
+
+    def _remove_if_unused(self) -> None:
         """Remove the files of a closed queue, or of a queue whose owner is dead, if no process uses them."""
-        is_closing = os.path.exists(self._of(_CLOSING))
-        if not (is_closing or self.is_private):
-            return
-        paths = [self._of(_OWNER)] * self.is_private + list(self._slots)
-        with contextlib.ExitStack() as locked:
-            for path in paths:
-                file = _locked(path)
-                if file is None:
-                    return
-                locked.callback(_unlock, file)
-            # While all files are locked, no process claims a slot. A process that has opened one of these
-            # files finds afterwards that it was removed.
-            self._remove(paths)
+        with contextlib.suppress(ClosedError, BlockingIOError), contextlib.closing(self._open()) as file:
+            if not self.is_private and os.pread(file.number, 1, 0) == _UNUSED:
+                return
+            change_lock(file.number, fcntl.F_WRLCK, 0, 0)  # all slots, so no process can claim one
+            os.pwrite(file.number, _REMOVED, 0)
+            for number in range(self.consumers):
+                for name in _SOCKETS:  # left by a killed process
+                    _remove(os.unlink, os.path.join(self._folder_of(number), name))
+                _remove(os.rmdir, self._folder_of(number))
+            _remove(os.unlink, self._slots)
+            if self.is_private:
+                _remove(os.rmdir, self.path)
 
-    def _remove(self, slots: list[str]) -> None:
-        for number in range(self.consumers):
-            for name in _SOCKETS:
-                _unlink(os.path.join(self._of(f"c{number}"), name))  # left by a killed process
-            with contextlib.suppress(OSError):
-                os.rmdir(self._of(f"c{number}"))
-        for path in [*slots, self._of(_SETTINGS), self._of(_CLOSING)]:
-            _unlink(path)
-        if self.is_private:
-            with contextlib.suppress(OSError):
-                os.rmdir(self.path)
-
-    # Slots
-
-    async def claim(self, kind: Kind) -> Slot:
-        """Claim a free slot, and return it.
-
-        Waits at most 0.2 s. Cancellation claims no slot.
+    def _open(self) -> Descriptor:
+        """Open the file of slots.
 
         Raises:
-            ClosedError: the queue was closed.
-            UsageError: all slots are claimed, or all producers have closed.
+            ClosedError: the files of the queue were removed, or another process is removing them.
         """
-        for _ in range(_ATTEMPTS):
-            slot = self._try_to_claim(kind)
-            if slot is not None:
-                return slot
-            await asyncio.sleep(_RETRY_S)
-        count, name = self.count(kind), kind.value
-        raise UsageError(
-            f"this queue is for {count} {name}s, and as many are open or have closed: pass a larger number "
-            f"of {name}s to MessageQueue"
-        )
-
-    def _try_to_claim(self, kind: Kind) -> Slot | None:
-        states = self.states(kind)
-        is_producer = kind is Kind.PRODUCER
-        if is_producer and all(state is SlotState.CLOSED for state in states):
-            raise UsageError(
-                f"all {len(states)} producers of this queue have closed, so its consumers have reached the "
-                "end: create a new MessageQueue, or pass a larger number of producers"
-            )
-        for wanted in (SlotState.UNUSED, SlotState.DEAD, SlotState.CLOSED):
-            for number, state in enumerate(states):
-                file = _locked(self._slot(kind, number)) if state is wanted else None
-                if file is None:
-                    continue
-                if is_producer and os.pread(file.number, 1, 0) == _CLOSED:
-                    _unlock(file)
-                    continue
-                os.pwrite(file.number, _OPEN, 0)
-                return Slot(number, file)
-        return None
-
-    def states(self, kind: Kind) -> list[SlotState]:
-        """Return the states of the slots of one kind.
-
-        Raises:
-            ClosedError: the queue was closed.
-        """
-        return [self._state(self._slot(kind, number)) for number in range(self.count(kind))]
-
-    def _state(self, path: str) -> SlotState:
         try:
-            file = Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+            file = Descriptor(os.open(self._slots, os.O_RDWR | os.O_CLOEXEC))
         except FileNotFoundError:
             raise self._was_closed() from None
-        with contextlib.closing(file):
-            state = os.pread(file.number, 1, 0)
-            if state == _OPEN:
-                try:
-                    fcntl.flock(file.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return SlotState.LIVE
-                state = os.pread(file.number, 1, 0)  # it may have been closed since
-                fcntl.flock(file.number, fcntl.LOCK_UN)
-        if state == _OPEN:
-            return SlotState.DEAD
-        return SlotState.CLOSED if state == _CLOSED else SlotState.UNUSED
+        self._check_exists(file)
+        return file
+
+    def _check_exists(self, file: Descriptor) -> None:
+        if os.pread(file.number, 1, 0) == _REMOVED:
+            file.close()
+            raise self._was_closed()
 
     def _was_closed(self) -> ClosedError:
         return ClosedError(
             f"the queue in {self.path} was closed: close a MessageQueue after its producers and consumers"
         )
+
+    # Slots
+
+    def _places(self, kind: Kind) -> range:
+        """Return the bytes of the slots of one kind."""
+        middle = 1 + self.producers
+        return range(1, middle) if kind is Kind.PRODUCER else range(middle, middle + self.consumers)
+
+    def claim(self, kind: Kind) -> Slot:
+        """Claim a free slot, and return it.
+
+        Raises:
+            ClosedError: the queue was closed.
+            UsageError: all slots are claimed, or all producers have closed.
+        """
+        states = self.states(kind)
+        if kind is Kind.PRODUCER and all(state is SlotState.CLOSED for state in states):
+            raise UsageError(
+                f"all {len(states)} producers of this queue have closed, so its consumers have reached the "
+                "end: create a new MessageQueue, or pass a larger number of producers"
+            )
+        file = self._open()
+        for wanted in (SlotState.UNUSED, SlotState.DEAD, SlotState.CLOSED):
+            for number, place in enumerate(self._places(kind)):
+                if states[number] is wanted and _claimed(file, place, may_be_closed=kind is Kind.CONSUMER):
+                    self._check_exists(file)
+                    return Slot(file, place, number)
+        self._check_exists(file)  # all slots are locked while another process removes the files
+        file.close()
+        name = kind.value
+        raise UsageError(
+            f"this queue is for {len(states)} {name}s, and as many are open or have closed: pass a larger "
+            f"number of {name}s to MessageQueue"
+        )
+
+    def states(self, kind: Kind) -> list[SlotState]:
+        """Return the states of the slots of one kind.
+
+        Raises:
+            ClosedError: the files of the queue were removed.
+        """
+        with contextlib.closing(self._open()) as file:
+            return [_state(file.number, place) for place in self._places(kind)]
+
+
+def _state(file: int, place: int) -> SlotState:
+    state = os.pread(file, 1, place)
+    if state == _OPEN:
+        if conflicting_lock(file, fcntl.F_WRLCK, place, 1) is not None:
+            return SlotState.LIVE
+        state = os.pread(file, 1, place)  # it may have been closed since
+    if state == _OPEN:
+        return SlotState.DEAD
+    return SlotState.CLOSED if state == _CLOSED else SlotState.UNUSED
+
+
+def _claimed(file: Descriptor, place: int, *, may_be_closed: bool) -> bool:
+    """Try to claim a slot, which another process may have claimed or closed since its state was read."""
+    try:
+        change_lock(file.number, fcntl.F_WRLCK, place, 1)
+    except BlockingIOError:
+        return False
+    if os.pread(file.number, 1, place) == _CLOSED and not may_be_closed:
+        change_lock(file.number, fcntl.F_UNLCK, place, 1)
+        return False
+    os.pwrite(file.number, _OPEN, place)
+    return True
+
+
+def _remove(remove: Callable[[str], None], path: str) -> None:
+    with contextlib.suppress(OSError):
+        remove(path)
 
 
 def _create(path: str, content: bytes) -> None:
@@ -286,33 +291,3 @@ def _create(path: str, content: bytes) -> None:
     finally:
         os.close(file)
         os.unlink(temporary)
-
-
-def _locked(path: str) -> Descriptor | None:
-    """Lock a file, and return it; return None if another process has locked or removed it."""
-    try:
-        file = Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    if os.fstat(file.number).st_nlink == 0:
-        _unlock(file)
-        return None
-    return file
-
-
-def _unlock(file: Descriptor) -> None:
-    # Closing the descriptor is not sufficient: a child that another thread is starting has a copy of it until
-    # the child runs its program.
-    if file.number >= 0:
-        with contextlib.closing(file):
-            fcntl.flock(file.number, fcntl.LOCK_UN)
-
-
-def _unlink(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)

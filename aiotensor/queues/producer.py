@@ -1,5 +1,6 @@
 """A producer: puts messages into a queue."""
 
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
@@ -38,33 +39,35 @@ class QueueProducer(LoopObject):
         self.affinity = LoopAffinity("QueueProducer")
         self._settings = settings
         self._limits = part_limits(None, settings.max_body_bytes)
+        self._stack = AsyncExitStack()
         self._slot: Slot | None = None
-        self._client: MessageClient[None] | None = None
         self._deliveries: Deliveries | None = None  # None before opening
         self._is_aborted = False
 
     async def __aenter__(self) -> Self:
         self.affinity.enter()
-        settings = self._settings
-        folder = settings.folder
         try:
-            self._slot = await folder.claim(Kind.PRODUCER)
+            client = await self._open()
             self.affinity.check()  # another task may have closed it in the meantime
-            addresses = [folder.address(number) for number in range(folder.consumers)]
-            client: MessageClient[None] = MessageClient(
-                addresses,
-                sender=[TensorSender(address, _PERMITS, settings.arena_bytes) for address in addresses],
-                reply_type=type(None),
-            )
-            await client.__aenter__()
-            self._client = client
-            self.affinity.check()
         except BaseException:
             self.affinity.close()
-            await self._end()
+            await self._stack.aclose()
             raise
-        self._deliveries = Deliveries(client, settings)
+        self._deliveries = Deliveries(client, self._settings)
+        self._stack.push_async_callback(self._deliveries.end)
         return self
+
+    async def _open(self) -> MessageClient[None]:
+        folder = self._settings.folder
+        self._slot = folder.claim(Kind.PRODUCER)
+        self._stack.callback(folder.release, self._slot)
+        addresses = [folder.address(number) for number in range(folder.consumers)]
+        client: MessageClient[None] = MessageClient(
+            addresses,
+            sender=[TensorSender(address, _PERMITS, self._settings.arena_bytes) for address in addresses],
+            reply_type=type(None),
+        )
+        return await self._stack.enter_async_context(client)
 
     def _opened(self) -> Deliveries:
         self.affinity.check()
@@ -106,13 +109,13 @@ class QueueProducer(LoopObject):
         payload = await pack(box, has_sender=True)
         self._check_size(payload)
         async with at_most(timeout, deliveries.full):
-            await deliveries.acquire()
+            permit = await deliveries.gate.acquire(1)
         try:
             self.affinity.check()
         except BaseException:
-            deliveries.release()
+            deliveries.gate.release(permit)
             raise
-        deliveries.begin(payload)
+        deliveries.begin(payload, permit)
 
     def put_nowait(self, message: object) -> None:
         """Put a message into the queue as `put` does, or raise `WouldBlockError` instead of waiting.
@@ -123,8 +126,7 @@ class QueueProducer(LoopObject):
         payload = Payload(has_sender=True)
         payload.encode([message])
         self._check_size(payload)
-        deliveries.acquire_now()
-        deliveries.begin(payload)
+        deliveries.begin(payload, deliveries.acquire_now())
 
     def _check_size(self, payload: Payload) -> None:
         check_parts(payload.parts, self._limits, "consumer")
@@ -171,28 +173,14 @@ class QueueProducer(LoopObject):
         was_open, deliveries = self.affinity.close(), self._deliveries
         if not was_open or deliveries is None:  # None: it is being opened by another task
             return
-        deliveries.refuse(lambda: ClosedError("this QueueProducer was closed"))
+        deliveries.gate.fail_waiting(lambda: ClosedError("this QueueProducer was closed"))
         try:
             if not self._is_aborted:
                 await deliveries.all_taken()
                 if self._slot is not None:
                     self._slot.mark_closed()
         finally:
-            await self._end()
-
-    async def _end(self) -> None:
-        """Release everything; cancellation only skips waits."""
-        try:
-            if self._deliveries is not None:
-                await self._deliveries.end()
-        finally:
-            try:
-                if self._client is not None:
-                    await self._client.aclose()
-            finally:
-                if self._slot is not None:
-                    self._slot.release()
-                    self._settings.folder.remove_if_unused()
+            await self._stack.aclose()
 
     def statistics(self) -> ProducerStatistics:
         """Return the current usage and the totals since opening; also available after closing."""
@@ -203,8 +191,8 @@ class QueueProducer(LoopObject):
         return ProducerStatistics(
             limit,
             len(deliveries),
-            deliveries.peak,
-            deliveries.waiting,
+            deliveries.gate.budget.peak,
+            deliveries.gate.budget.waiting,
             deliveries.taken,
             deliveries.redelivered,
         )

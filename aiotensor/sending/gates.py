@@ -68,7 +68,7 @@ class Gate(Generic[P]):
         self._timer: asyncio.TimerHandle | None = None  # one for all waits, because most of them are short
         self._timer_at = math.inf
         self._checked_at = -math.inf  # when the timer last expired
-        self._failure: Callable[[], AioTensorError] | None = None
+        self._failure: Callable[[], Exception] | None = None
         self.on_release: Callable[[], None] | None = None
 
     def longest_wait_s(self, now: float) -> float:
@@ -82,7 +82,7 @@ class Gate(Generic[P]):
 
         Raises:
             StuckError: everything in use belongs to holders that wait for more, so no wait would ever end.
-            AioTensorError: the error from the callback of `fail` or `fail_waiting`, or from `overdue`.
+            Exception: the error from the callback of `fail` or `fail_waiting`, or from `overdue`.
         """
         if self._failure is not None:
             raise self._failure()
@@ -119,14 +119,14 @@ class Gate(Generic[P]):
         if self.on_release is not None:
             self.on_release()
 
-    def fail(self, make_error: Callable[[], AioTensorError]) -> None:
+    def fail(self, make_error: Callable[[], Exception]) -> None:
         """End every current and future wait, each with a new error from `make_error`."""
         self._failure = make_error
         if self._timer is not None:
             self._timer.cancel()
         self.fail_waiting(make_error)
 
-    def fail_waiting(self, make_error: Callable[[], AioTensorError]) -> None:
+    def fail_waiting(self, make_error: Callable[[], Exception]) -> None:
         """End every current wait, each with a new error from `make_error`."""
         for future in self._waits.values():
             if not future.done():

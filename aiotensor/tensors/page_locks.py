@@ -6,22 +6,20 @@ a lock for reading on the pages that it uses, and returns pages only while it ho
 
     mapped --> all pages locked for reading --the publisher is gone--> only pages in use locked for reading
 
-The last subscriber that unlocks a page returns it, since no other one has locked it then. The locks belong to
-an open file description (``F_OFD_SETLK``, see fcntl(2)), which exists as long as a descriptor or a mapping
-refers to it. The locks therefore last until the last tensor is freed, or the process ends for any reason.
+The last subscriber that unlocks a page returns it, since no other one has locked it then. The locks last
+until the last tensor is freed, or the process ends for any reason.
 """
 
 import ctypes
 import fcntl
 import os
-import struct
 
 from aiotensor.protocol.pages import Range
 from aiotensor.runtime.descriptors import Descriptor
+from aiotensor.runtime.range_locks import change_lock, conflicting_lock
 
 __all__ = ["PageLocks", "lock_all_pages"]
 
-_FLOCK = struct.Struct("hhqqi0q")  # type, whence, start, length and process of a lock
 _PUNCH_HOLE = 0x01 | 0x02  # with FALLOC_FL_KEEP_SIZE
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -62,12 +60,12 @@ class PageLocks:
             OSError: the kernel refuses.
         """
         for start, length in ranges:
-            _change(self.descriptor, fcntl.F_UNLCK, start, length)
+            change_lock(self.descriptor, fcntl.F_UNLCK, start, length)
         remaining = list(ranges)
         while remaining:
             start, length = remaining.pop()
             try:
-                _change(self.descriptor, fcntl.F_WRLCK, start, length)
+                change_lock(self.descriptor, fcntl.F_WRLCK, start, length)
             except BlockingIOError:
                 remaining += self._around_the_lock_in(start, length)
                 continue
@@ -75,15 +73,14 @@ class PageLocks:
                 if _fallocate(self.descriptor, _PUNCH_HOLE, start, length):
                     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
             finally:
-                _change(self.descriptor, fcntl.F_UNLCK, start, length)
+                change_lock(self.descriptor, fcntl.F_UNLCK, start, length)
 
     def _around_the_lock_in(self, start: int, length: int) -> list[Range]:
         """Return the parts of a range before and after one lock of another process in it."""
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
-        answer = fcntl.fcntl(self.descriptor, fcntl.F_OFD_GETLK, asked)
-        kind, _, locked, nbytes, _ = _FLOCK.unpack(answer)
-        if kind == fcntl.F_UNLCK:
+        lock = conflicting_lock(self.descriptor, fcntl.F_WRLCK, start, length)
+        if lock is None:
             return []  # the other process has just unlocked it, and returns the pages itself
+        locked, nbytes = lock
         stop, unlocked = start + length, locked + nbytes
         parts = [(start, locked - start)]
         if nbytes:  # otherwise it extends to the end
@@ -100,14 +97,4 @@ def lock_all_pages(descriptor: int) -> None:
     Raises:
         OSError: the system has no memory left for a lock.
     """
-    _change(descriptor, fcntl.F_RDLCK, 0, 0)
-
-
-def _change(descriptor: int, kind: int, start: int, length: int) -> None:
-    """Lock or unlock a range of pages; a length of 0 extends it to the end.
-
-    Raises:
-        BlockingIOError: another process has a lock in the range.
-        OSError: the system has no memory left for a lock.
-    """
-    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
+    change_lock(descriptor, fcntl.F_RDLCK, 0, 0)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.queues import MessageQueue, QueueConsumer, QueueProducer
 from verification.patterns import BIG, pattern
 from verification.processes.peers import Peer, State
@@ -16,6 +17,7 @@ __all__ = [
     "check",
     "close",
     "get",
+    "inner",
     "message",
     "open_consumer",
     "open_producer",
@@ -49,6 +51,14 @@ async def opened(**options: Any) -> AsyncIterator[Ends]:
     with queue_of(**options) as queue:
         async with queue.consumer() as consumer, queue.producer() as producer:
             yield Ends(queue, producer, consumer)
+
+
+def inner(ends: Ends) -> tuple[MessageClient[None], MessageServer[Any]]:
+    """Return the client and the server that a producer and a consumer are made of."""
+    deliveries, server = ends.producer._deliveries, ends.consumer._server
+    assert deliveries is not None
+    assert server is not None
+    return deliveries._client, server
 
 
 @asynccontextmanager

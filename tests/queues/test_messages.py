@@ -21,7 +21,7 @@ from aiotensor import (
 from aiotensor.queues import ConsumerStatistics, MessageQueue, ProducerStatistics
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, cancel_everywhere
-from tests.queues.parties import check, message, opened, queue_of
+from tests.queues.parties import check, inner, message, opened, queue_of
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -258,9 +258,7 @@ async def test_when_the_last_consumer_has_ended_producers_wait_for_grace_s() -> 
 
 async def test_a_put_cancelled_at_any_suspension_is_queued_or_not_at_all() -> None:
     async with opened(max_messages=1) as ends:
-        client, server = ends.producer._client, ends.consumer._server
-        assert client is not None
-        assert server is not None
+        client, server = inner(ends)
         box: dict[str, Any] = {"many": ["text"] * 20_000, "tensor": pattern(1, SLOW)}
 
         async def attempt(attempt: Attempt) -> None:
@@ -279,9 +277,7 @@ async def test_a_put_cancelled_at_any_suspension_is_queued_or_not_at_all() -> No
 @pytest.mark.parametrize("many", [1, 20_000])
 async def test_a_get_cancelled_at_any_suspension_loses_no_message(many: int) -> None:
     async with opened() as ends:
-        client, server = ends.producer._client, ends.consumer._server
-        assert client is not None
-        assert server is not None
+        client, server = inner(ends)
 
         async def attempt(attempt: Attempt) -> None:
             getting = attempt.start(ends.consumer.get())
