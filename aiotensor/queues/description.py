@@ -1,4 +1,4 @@
-"""What the asynchronous and the blocking `MessageQueue` have in common: settings, pickling and the folder."""
+"""The common base of the asynchronous and the blocking `MessageQueue`: settings, pickling and the folder."""
 
 import os
 import shutil
