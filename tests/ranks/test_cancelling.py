@@ -159,7 +159,7 @@ async def test_a_cancelled_opening_leaves_nothing_and_the_next_pipe_meets(rank: 
                 async with asyncio.timeout(10):
                     await pipes[rank].__aenter__()
             except TimeoutError:
-                raise AssertionError({key: store.get(key) for key in store.list_keys()}, other) from None
+                raise AssertionError(f"{store.num_keys()} keys are in the store", other) from None
         await other
         await pipes[0].send(pattern(0, _SOME))
         received = await pipes[1].receive()
