@@ -65,9 +65,18 @@ def membership_of(group: Group, rank: int | None, world_size: int | None) -> Mem
             f"{type(group).__name__!r}: torch.distributed.group.WORLD is the default group, and new_group "
             "returns no group to processes that are not in it"
         )
-    if not hasattr(group, "get_group_store"):
-        raise TypeError("this version of torch does not provide the store of a group: pass the store itself")
-    return _checked(Membership(group.get_group_store(), group.rank(), group.size()))
+    return _checked(Membership(_store_of(group), group.rank(), group.size()))
+
+
+def _store_of(group: "ProcessGroup") -> "Store":
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    # Old versions of torch, such as 2.6, only have this internal table.
+    from torch.distributed.distributed_c10d import _world
+
+    if group not in _world.pg_map:
+        raise TypeError("this version of torch has no store for this group: pass the store itself")
+    return _world.pg_map[group][1]
 
 
 def _checked(membership: Membership) -> Membership:
