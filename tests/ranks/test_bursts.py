@@ -1,11 +1,12 @@
 """Many messages in one iteration of the event loop, or before the other rank reads any of them."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 import torch
 
-from aiotensor import PeerLostError
+from aiotensor import PeerLostError, WouldBlockError
 from aiotensor.protocol.frames import MAX_FRAMES
 from aiotensor.transports.base import MAX_DATA_BYTES, MAX_UNREAD_BYTES
 from tests.ranks.pipes import ends
@@ -60,14 +61,15 @@ async def test_messages_within_max_bytes_wait_for_a_rank_that_does_not_read(send
 async def test_messages_that_arrive_while_a_pipe_closes_do_not_disturb_it(
     closes_first: str, count: int
 ) -> None:
-    async with ends() as (low, high):
+    async with ends(max_bytes=64 << 20) as (low, high):
         closing, other = (low, high) if closes_first == "low" else (high, low)
         for seed in range(_MANY):
             closing.send_nowait(pattern(seed, _FEW))
         ending = asyncio.ensure_future(closing.aclose())
         while not ending.done():
             if other.statistics().connected:
-                other.send_nowait(pattern(0, count))
+                with suppress(WouldBlockError):  # closing may take long if the encryption is slow
+                    other.send_nowait(pattern(0, count))
             await asyncio.sleep(0)
         await ending
         for seed in range(_MANY):
