@@ -152,7 +152,8 @@ def _memory(kind: str, nbytes: int) -> int:
             return descriptor
         case "device":
             return os.open("/dev/zero", os.O_RDWR)
-    name = LOOSE_NAME if kind in ("unsealed", "read-only", "write-sealed") else MEMORY_NAME
+    # A read-only descriptor refers to sealed memory, which a subscriber of root can open for writing and map.
+    name = LOOSE_NAME if kind in ("unsealed", "write-sealed") else MEMORY_NAME
     descriptor = os.memfd_create(name, os.MFD_ALLOW_SEALING)
     os.write(descriptor, GUARD[:nbytes])
     if kind == "content":
