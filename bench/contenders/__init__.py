@@ -48,6 +48,14 @@ CONTENDERS = {
             in_quick=False,
         ),
         Contender(
+            "aiotensor-message-queue",
+            "bench.contenders.aiotensor_message_queue",
+            "aiotensor over a `MessageQueue`",
+            uses_loop=True,
+            in_quick=False,
+            lacks={"allocated": _NO_MEMORY, "resident": _OURS},
+        ),
+        Contender(
             "aiotensor-tcp",
             "bench.contenders.aiotensor_tcp",
             "aiotensor over `tcp://` on the loopback",
