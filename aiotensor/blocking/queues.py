@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing import util
 from types import TracebackType
 from typing import Any, Generic, TypeVar, overload
@@ -30,14 +31,14 @@ class QueueProducer(BlockingObject[queues.QueueProducer, queues.ProducerStatisti
     `aiotensor.queues.QueueProducer`, with the same errors.
     """
 
-    def put(self, message: object, timeout: float | None = None) -> None:
+    def put(self, message: object, *, timeout: float | None = None) -> None:
         """Put a message into the queue, which delivers it to one consumer.
 
         Do not change the tensors and arrays of the message until a consumer has taken it. Waiting and errors
         are those of `aiotensor.queues.QueueProducer.put`: after a timeout, the call raises `WouldBlockError`,
         and the message is not in the queue.
         """
-        self.wait_for(self.inner.put, message, timeout)
+        self.wait_for(partial(self.inner.put, message, timeout=timeout))
 
     def put_nowait(self, message: object) -> None:
         """Put a message into the queue, or raise `WouldBlockError` instead of waiting for capacity."""
@@ -69,13 +70,13 @@ class QueueConsumer(BlockingObject[queues.QueueConsumer[M], queues.ConsumerStati
     `aiotensor.queues.QueueConsumer`, with the same errors.
     """
 
-    def get(self, timeout: float | None = None) -> M:
+    def get(self, *, timeout: float | None = None) -> M:
         """Take the next message of any producer, and return it.
 
         Waiting and errors are those of `aiotensor.queues.QueueConsumer.get`: after a timeout, the call raises
         `WouldBlockError`, and no message is lost.
         """
-        return self.wait_for(self.inner.get, timeout)
+        return self.wait_for(partial(self.inner.get, timeout=timeout))
 
     def get_nowait(self) -> M:
         """Take the next message if one has arrived, or raise `WouldBlockError`."""
@@ -174,9 +175,9 @@ class MessageQueue(QueueDescription[M]):
 
     # The producer and the consumer of this process
 
-    def put(self, message: object, timeout: float | None = None) -> None:
+    def put(self, message: object, *, timeout: float | None = None) -> None:
         """Put a message with the producer of this process, which the first call opens."""
-        self._ends().producer().put(message, timeout)
+        self._ends().producer().put(message, timeout=timeout)
 
     def put_nowait(self, message: object) -> None:
         """Put a message with the producer of this process, or raise `WouldBlockError`."""
@@ -186,9 +187,9 @@ class MessageQueue(QueueDescription[M]):
         """Wait until consumers have taken all messages of the producer of this process."""
         self._ends().producer().join(timeout=timeout)
 
-    def get(self, timeout: float | None = None) -> M:
+    def get(self, *, timeout: float | None = None) -> M:
         """Take a message with the consumer of this process, which the first call opens."""
-        return self._ends().consumer().get(timeout)
+        return self._ends().consumer().get(timeout=timeout)
 
     def get_nowait(self) -> M:
         """Take a message with the consumer of this process if one has arrived, or raise `WouldBlockError`."""

@@ -119,8 +119,11 @@ def checked_results(results: Sequence[object], count: int) -> Sequence[object]:
     """Return the results of a handler, if there is one for each request of its batch.
 
     Raises:
+        TypeError: the handler returned something else than a sequence.
         ValueError: their number differs.
     """
+    if not isinstance(results, Sequence):
+        raise TypeError(f"the handler must return a list of {count} results, got {type(results).__name__!r}")
     if len(results) != count:
         raise ValueError(f"the handler returned {len(results)} results for a batch of {count} messages")
     return results

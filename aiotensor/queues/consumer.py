@@ -95,7 +95,7 @@ class QueueConsumer(LoopObject, Generic[M]):
             raise AssertionError("a consumer that is open has its server")
         return self._server
 
-    async def get(self, timeout: float | None = None) -> M:
+    async def get(self, *, timeout: float | None = None) -> M:
         """Take the next message of any producer, and return it.
 
         Args:

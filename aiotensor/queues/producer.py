@@ -75,7 +75,7 @@ class QueueProducer(LoopObject):
             raise AssertionError("a producer that is open has its deliveries")
         return self._deliveries
 
-    async def put(self, message: object, timeout: float | None = None) -> None:
+    async def put(self, message: object, *, timeout: float | None = None) -> None:
         """Put a message into the queue: accept it, and deliver it to one consumer.
 
         Do not change the tensors and arrays of the message until a consumer has taken it: they belong to the

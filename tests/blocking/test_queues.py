@@ -51,7 +51,7 @@ def test_threads_put_and_get_messages_with_metadata(queue: MessageQueue[Any]) ->
 
 def test_timeouts_raise_would_block_error(queue: MessageQueue[Any]) -> None:
     with queue.consumer() as consumer, queue.producer() as producer:
-        for get in (consumer.get_nowait, lambda: consumer.get(timeout=0), lambda: consumer.get(0.01)):
+        for get in (consumer.get_nowait, lambda: consumer.get(timeout=0), lambda: consumer.get(timeout=0.01)):
             with pytest.raises(WouldBlockError):
                 get()
         producer.put(None)

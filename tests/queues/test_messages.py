@@ -107,7 +107,7 @@ async def test_get_waits_until_its_timeout_or_a_message() -> None:
     async with opened() as ends:
         for timeout in (0, 0.01):
             with pytest.raises(WouldBlockError, match="no message has arrived"):
-                await ends.consumer.get(timeout)
+                await ends.consumer.get(timeout=timeout)
         with pytest.raises(WouldBlockError):
             ends.consumer.get_nowait()
         getting = asyncio.create_task(ends.consumer.get())

@@ -46,7 +46,7 @@ def use_in_a_thread() -> None:
     with blocking.MessageQueue(Video, producers=3, consumers=2) as queue:
         assert_type(queue, blocking.MessageQueue[Video])
         assert_type(blocking.MessageQueue(), blocking.MessageQueue[Any])
-        queue.put(Video(torch.zeros(1)), 5)
+        queue.put(Video(torch.zeros(1)), timeout=5)
         queue.put_nowait(Video(torch.zeros(1)))
         queue.join(timeout=5)
         assert_type(queue.get(timeout=5), Video)
