@@ -25,7 +25,7 @@ from aiotensor.tensors.source import Sendable
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
 from aiotensor.types import CurveKey, EngineName, SenderStatistics, TensorHandle
 
-__all__ = ["OpenMessage", "TensorSender", "capacity_of", "posts_of"]
+__all__ = ["OpenMessage", "TensorSender", "capacity_of", "label_of_endpoint", "posts_of"]
 
 
 class TensorSender(LoopObjectWithPeers):
@@ -421,6 +421,11 @@ class TensorSender(LoopObjectWithPeers):
 def capacity_of(sender: TensorSender) -> SenderCapacity:
     """Return the capacity of a sender, for clients that choose among several senders."""
     return sender._capacity
+
+
+def label_of_endpoint(sender: TensorSender) -> str:
+    """Return the address of a sender, as in logs."""
+    return sender._route.label
 
 
 def posts_of(sender: TensorSender) -> Posts:

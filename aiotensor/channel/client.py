@@ -18,9 +18,9 @@ from aiotensor.receiver import TensorReceiver
 from aiotensor.runtime.affinity import LoopAffinity
 from aiotensor.runtime.peer_events import LoopObjectWithPeers, PeerEvents
 from aiotensor.runtime.waiting import grace_period, seconds_or_never
-from aiotensor.sender import OpenMessage, TensorSender
+from aiotensor.sender import OpenMessage, TensorSender, label_of_endpoint
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
-from aiotensor.transports.address import label_of
+from aiotensor.transports.address import is_folder, label_of
 from aiotensor.transports.zeromq.addresses import parse
 from aiotensor.transports.zeromq.context import begin
 from aiotensor.transports.zeromq.keys import connecting_keys
@@ -85,7 +85,7 @@ class MessageClient(LoopObjectWithPeers, Generic[R]):
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an address is invalid, or is not local and there are no keys, a limit is not positive, or
-            the number of senders differs from the number of addresses.
+            the senders are not those of the addresses, one for each.
     """
 
     def __init__(
@@ -122,6 +122,13 @@ class MessageClient(LoopObjectWithPeers, Generic[R]):
                 f"got {len(self._senders)} senders and {len(texts)} addresses: pass one sender for each "
                 "server, or none; with several addresses, pass a list of senders in the same order"
             )
+        for text, one in zip(texts, self._senders, strict=True):
+            target = text if one is None else label_of_endpoint(one)
+            if is_folder(text) and is_folder(target) and label_of(text) != target:
+                raise ValueError(
+                    f"the sender for the server at {text} sends to {target}: pass the senders in the order "
+                    "of the addresses, each with the address of its server"
+                )
         self._limits = options.part_limits(max_part_bytes, max_body_bytes)
         largest = self._limits.part_bytes
         self._options = {

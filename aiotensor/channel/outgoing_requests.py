@@ -34,7 +34,7 @@ from aiotensor.errors import (
 from aiotensor.protocol.parts import check_parts
 from aiotensor.receiver import TensorReceiver, has_seen
 from aiotensor.sender import OpenMessage, TensorSender, capacity_of
-from aiotensor.sending.open_message import owner_of
+from aiotensor.sending.open_message import check_unfinished, owner_of
 from aiotensor.statistics import registry
 from aiotensor.statistics.counters import ErrorCounter
 from aiotensor.transports.address import label_of
@@ -243,6 +243,8 @@ class OutgoingRequests(Generic[R]):
         """Send a message, count it as in flight at its server, and return the server and the sent message."""
         if isinstance(inside, Permit):
             inside = await message_of(inside)
+        if inside is not None:
+            check_unfinished(inside)
         balancer = self._balancer if target is None and inside is None else None
         if isinstance(message, Payload):
             payload = message

@@ -18,7 +18,7 @@ from aiotensor.statistics.counters import ErrorCounter
 from aiotensor.tensors.source import Sendable
 from aiotensor.types import TensorHandle
 
-__all__ = ["OpenMessage", "enter_in_thread", "owner_of"]
+__all__ = ["OpenMessage", "check_unfinished", "enter_in_thread", "owner_of"]
 
 _NOT_BEGUN = "this message has not begun yet: use `async with sender.message() as message`"
 
@@ -196,6 +196,14 @@ class OpenMessage:
 def owner_of(message: OpenMessage) -> object:
     """Return the `TensorSender` that made a message."""
     return message._owner
+
+
+def check_unfinished(message: OpenMessage) -> None:
+    """Raise `UsageError` if a message was completed, by its block or by the request that was sent in it."""
+    if message._is_finished:
+        raise UsageError(
+            "this message or permit was used, or its block has ended: begin another one for each request"
+        )
 
 
 def enter_in_thread(message: OpenMessage) -> None:

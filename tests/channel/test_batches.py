@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 
@@ -108,12 +109,12 @@ async def test_a_result_that_is_not_an_answer_fails_its_request_only(result: obj
         await _end(serving)
 
 
-@pytest.mark.parametrize("problem", ["raises", "returns too little"])
+@pytest.mark.parametrize("problem", ["raises", "returns too little", "returns no list"])
 async def test_an_error_of_the_handler_is_raised_in_every_client_and_logged_once(problem: str) -> None:
     async def handle(questions: list[Question]) -> Sequence[object]:
         if problem == "raises":
             raise ValueError("no memory on the GPU")
-        return []
+        return cast("Sequence[object]", None) if problem == "returns no list" else []
 
     async with channel() as ends:
         with said() as texts:
@@ -122,6 +123,7 @@ async def test_an_error_of_the_handler_is_raised_in_every_client_and_logged_once
         words = {
             "raises": "no memory on the GPU",
             "returns too little": "0 results for a batch of 3 messages",
+            "returns no list": "must return a list of 3 results, got 'NoneType'",
         }
         for error in failed:
             assert isinstance(error, RemoteError)

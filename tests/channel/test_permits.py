@@ -86,6 +86,18 @@ async def test_memory_for_the_request_is_allocated_where_it_is_sent_from(servers
         del first, second
 
 
+@pytest.mark.parametrize("count", [3, BIG])
+@one_or_two
+async def test_a_permit_is_for_one_request_in_its_block(servers: int, count: int) -> None:
+    async with _ends(servers, 1) as ends, _serving(ends.servers):
+        async with ends.client.permit() as permit:
+            await ends.client.request(Question(1, pattern(1, count)), inside=permit)
+            with pytest.raises(UsageError, match="begin another one for each request"):
+                await ends.client.request(Question(2, pattern(2, count)), inside=permit)
+        with pytest.raises(UsageError, match="its block has ended"):
+            await ends.client.request(Question(3, pattern(3, count)), inside=permit)
+
+
 @one_or_two
 async def test_there_are_as_many_permits_as_the_senders_have(servers: int) -> None:
     async with _ends(servers, 2, max_wait_s=0.02) as ends, AsyncExitStack() as held:
