@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -19,6 +20,10 @@ from verification.descriptors import our_descriptors
 from verification.networks import Hosts, NoNamespacesError, two_hosts
 from verification.places import LINKS
 from verification.processes import watch
+
+# A loaded machine must not make a test fail.
+hypothesis.settings.register_profile("without deadline", deadline=None)
+hypothesis.settings.load_profile("without deadline")
 
 
 def pytest_configure(config: pytest.Config) -> None:
