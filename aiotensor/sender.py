@@ -1,7 +1,6 @@
 """Send tensors to the receiver at an endpoint; the implementation is in `aiotensor.sending`."""
 
 import asyncio
-import operator
 import secrets
 from collections.abc import Sequence
 from typing import Self
@@ -19,13 +18,12 @@ from aiotensor.sending.open_message import OpenMessage
 from aiotensor.sending.pipeline import Pipeline
 from aiotensor.sending.posting import Posts
 from aiotensor.sending.settings import Settings
-from aiotensor.sending.sizes import too_large
 from aiotensor.statistics.counters import ErrorCounter, new_counts
 from aiotensor.tensors.source import Sendable
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
 from aiotensor.types import CurveKey, EngineName, SenderStatistics, TensorHandle
 
-__all__ = ["OpenMessage", "TensorSender", "capacity_of", "label_of_endpoint", "posts_of"]
+__all__ = ["OpenMessage", "TensorSender", "capacity_of", "posts_of"]
 
 
 class TensorSender(LoopObjectWithPeers):
@@ -95,7 +93,7 @@ class TensorSender(LoopObjectWithPeers):
         )
         self._errors = ErrorCounter()
         self._counts = new_counts(SenderStatistics)
-        self._capacity = SenderCapacity(self._settings, self.affinity)
+        self._capacity = SenderCapacity(self._route.label, self._settings, self.affinity)
         # Created by `__aenter__`, because they belong to a loop.
         self._pipeline: Pipeline | None = None
         self._posts: Posts | None = None
@@ -161,10 +159,6 @@ class TensorSender(LoopObjectWithPeers):
             ClosedError: this sender was closed, possibly during the wait.
         """
         with self._errors:
-            if nbytes is not None and operator.index(nbytes) < 0:
-                raise ValueError(f"nbytes must not be negative, got {nbytes}")
-            if nbytes is not None and nbytes > self._settings.max_bytes:
-                raise too_large(nbytes, self._settings.max_bytes)
             await self._opened().readiness.ready(nbytes)
 
     async def send(self, tensor: Sendable) -> TensorHandle:
@@ -236,7 +230,7 @@ class TensorSender(LoopObjectWithPeers):
 
         For callers that must not wait, such as the hooks of an encoder: the call takes a permit and memory
         immediately, announces the number of the message, and returns. Later messages may arrive before this
-        one. Arguments are those of `send`.
+        one. Arguments and other errors are those of `send`.
 
         The tensor must not change until `copied` returns for its handle, until the receiver has received it,
         or until `drain` returns. If the copy fails, the message is discarded, and the error is logged, raised
@@ -246,12 +240,6 @@ class TensorSender(LoopObjectWithPeers):
         Raises:
             WouldBlockError: no permit or too few bytes are free, other calls already wait for them, no
                 receiver is connected, or it is slow to read.
-            UnsupportedTensorError: the tensor would not arrive unchanged; no resources were taken for it.
-            TooLargeError: the tensor is larger than `arena_bytes`; no resources were taken for it.
-            PeerLostError: the receiver died or closed.
-            RefusedError: the receiver refused this sender, because of a limit or its version.
-            ClosedError: this sender was closed.
-            OSError: the machine has no shared memory or no descriptors left.
         """
         with self._errors:
             self._opened()
@@ -305,7 +293,8 @@ class TensorSender(LoopObjectWithPeers):
 
         Waits for bytes of shared memory, in the order of the calls; cancellation releases them. For a message
         of several tensors, call `OpenMessage.allocate` in its block: a task that holds memory while it waits
-        for a permit may wait for a message that has the permit and waits for memory.
+        for a permit may wait for a message that has the permit and waits for memory. Other errors are those
+        of `send`.
 
         Raises:
             TypeError: the dtype is not a torch dtype.
@@ -315,9 +304,6 @@ class TensorSender(LoopObjectWithPeers):
                 are too large to address.
             WouldBlockError: the call waited for longer than `max_wait_s`; or this task is in the block of a
                 message, and all of `arena_bytes` is held by messages that wait for more of it.
-            PeerLostError: the receiver died or closed.
-            ClosedError: this sender was closed, possibly during the wait.
-            OSError: the machine has no shared memory or no descriptors left, as for `send`.
         """
         try:
             return await self._opened().allocate(shape, dtype)
@@ -421,11 +407,6 @@ class TensorSender(LoopObjectWithPeers):
 def capacity_of(sender: TensorSender) -> SenderCapacity:
     """Return the capacity of a sender, for clients that choose among several senders."""
     return sender._capacity
-
-
-def label_of_endpoint(sender: TensorSender) -> str:
-    """Return the address of a sender, as in logs."""
-    return sender._route.label
 
 
 def posts_of(sender: TensorSender) -> Posts:

@@ -18,7 +18,7 @@ from aiotensor.receiver import TensorReceiver
 from aiotensor.runtime.affinity import LoopAffinity
 from aiotensor.runtime.peer_events import LoopObjectWithPeers, PeerEvents
 from aiotensor.runtime.waiting import grace_period, seconds_or_never
-from aiotensor.sender import OpenMessage, TensorSender, label_of_endpoint
+from aiotensor.sender import OpenMessage, TensorSender, capacity_of
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.transports.address import is_folder, label_of
 from aiotensor.transports.zeromq.addresses import parse
@@ -123,7 +123,7 @@ class MessageClient(LoopObjectWithPeers, Generic[R]):
                 "server, or none; with several addresses, pass a list of senders in the same order"
             )
         for text, one in zip(texts, self._senders, strict=True):
-            target = text if one is None else label_of_endpoint(one)
+            target = text if one is None else capacity_of(one).endpoint
             if is_folder(text) and is_folder(target) and label_of(text) != target:
                 raise ValueError(
                     f"the sender for the server at {text} sends to {target}: pass the senders in the order "

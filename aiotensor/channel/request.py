@@ -223,12 +223,12 @@ def has_ended(request: Request[Any]) -> bool:
 
 
 def enter_batch(request: Request[Any], block: CancelOnce) -> None:
-    """Let the cancellation of a request count in the block of its batch, until `leave_batch`."""
+    """Count the cancellation of a request in the block of its batch, until `leave_batch`."""
     request._incoming.block = block
 
 
 def leave_batch(request: Request[Any]) -> None:
-    """Let the cancellation of a request have its usual effect again."""
+    """Restore the usual effect of the cancellation of a request."""
     request._incoming.block = None
 
 

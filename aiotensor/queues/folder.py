@@ -30,8 +30,9 @@ from aiotensor.transports.address import socket_path
 
 __all__ = ["Folder", "Kind", "Slot", "SlotState"]
 
-_SLOTS = "slots"  # the file; it ends with the numbers of producers and consumers
-_SOCKETS = ("messages", "tensors")  # of a consumer, in a folder of its own
+# The numbers of producers and consumers follow the slots in their file.
+_SLOTS = "slots"
+_SOCKETS = ("messages", "tensors")  # in the folder of each consumer
 
 # The states of a slot. Whether an open one is live or dead depends on its lock.
 _UNUSED, _OPEN, _CLOSED = b"-", b"o", b"c"

@@ -19,7 +19,7 @@ from aiotensor.sender import TensorSender
 
 __all__ = ["QueueProducer"]
 
-# A sender has at most one message that its consumer has not taken, and one that the consumer has just taken.
+# One message waits in the consumer, while the permit of the previous one is on its way back.
 _PERMITS = 2
 
 

@@ -14,6 +14,7 @@ class SenderCapacity:
     """Report the capacity of one sender, and notify listeners of its changes.
 
     Args:
+        endpoint: its address, as in logs.
         settings: the limits of the sender.
         affinity: the state of the sender: new, open or closed.
 
@@ -23,7 +24,8 @@ class SenderCapacity:
         listeners: the objects to notify when a new message may have become possible, held weakly.
     """
 
-    def __init__(self, settings: Settings, affinity: LoopAffinity) -> None:
+    def __init__(self, endpoint: str, settings: Settings, affinity: LoopAffinity) -> None:
+        self.endpoint = endpoint
         self.max_wait_s = settings.max_wait_s
         self.pipeline: Pipeline | None = None
         self.listeners: weakref.WeakSet[CapacityListener] = weakref.WeakSet()

@@ -1,10 +1,13 @@
 """The waits of a sender for a receiver: until a receiver has admitted it, or is connected and reads."""
 
+import operator
+
 from aiotensor.errors import AioTensorError, WouldBlockError
 from aiotensor.runtime.waiting import at_most
 from aiotensor.sending.grants import Grants
 from aiotensor.sending.message import Message
 from aiotensor.sending.sessions import Sessions
+from aiotensor.sending.sizes import too_large
 
 __all__ = ["Readiness"]
 
@@ -25,6 +28,11 @@ class Readiness:
 
     async def ready(self, nbytes: int | None) -> None:
         """Wait until a receiver has admitted this sender, as `TensorSender.ready` does."""
+        limit = self._grants.memory.gate.budget.limit
+        if nbytes is not None and operator.index(nbytes) < 0:
+            raise ValueError(f"nbytes must not be negative, got {nbytes}")
+        if nbytes is not None and nbytes > limit:
+            raise too_large(nbytes, limit)
         if self._obstacle(nbytes) is None:
             return
         try:

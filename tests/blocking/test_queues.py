@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -131,7 +130,7 @@ def _put_and_raise(queue: MessageQueue[Any]) -> None:
 def _put_and_wait_forever(queue: MessageQueue[Any]) -> None:
     queue.put(pattern(0, BIG))
     queue.join()
-    time.sleep(1000)
+    signal.pause()  # until the test kills this process
 
 
 @pytest.mark.parametrize("context", [fork, forkserver])

@@ -325,3 +325,9 @@ async def test_a_request_with_handles_fails_at_a_server_without_a_receiver() -> 
                 await client.request(Question(1, torch.zeros(100_000)))
             assert server.statistics().failures == 1
             await until(lambda: sender.statistics().in_flight == 0)
+
+
+def test_senders_of_other_engines_are_refused() -> None:
+    engines = ["engine:///run/one", "engine:///run/two"]
+    with pytest.raises(ValueError, match="engine:///run/one sends to engine:///run/two"):
+        MessageClient(engines, sender=[TensorSender(one) for one in reversed(engines)], reply_type=int)

@@ -39,7 +39,7 @@ class Ends(NamedTuple):
 
 @contextmanager
 def queue_of(**options: Any) -> Iterator[MessageQueue[Any]]:
-    """Make a queue, and check at the end that its folder was removed."""
+    """Make a queue, whose folder must be gone at the end of the block."""
     with MessageQueue(**options) as queue:
         yield queue
     assert not os.path.exists(queue._settings.folder.path)
@@ -47,7 +47,7 @@ def queue_of(**options: Any) -> Iterator[MessageQueue[Any]]:
 
 @asynccontextmanager
 async def opened(**options: Any) -> AsyncIterator[Ends]:
-    """Make a queue, and open a producer and a consumer of it."""
+    """Return a queue with an open producer and an open consumer."""
     with queue_of(**options) as queue:
         async with queue.consumer() as consumer, queue.producer() as producer:
             yield Ends(queue, producer, consumer)
