@@ -221,7 +221,8 @@ class MessageClient(LoopObjectWithPeers, Generic[R]):
             AccessDeniedError: the server belongs to another user, or does not accept this client's key.
             WouldBlockError: a wait exceeded the `max_wait_s` of this client or the sender. It is an
                 `UnavailableError` if no server is connected.
-            UsageError: this client is not open, or belongs to another thread or event loop.
+            UsageError: this client is not open, or belongs to another thread or event loop; or there can be
+                no socket at the path of the address.
             ClosedError: this client was closed, perhaps during the call.
         """
         with self._errors:

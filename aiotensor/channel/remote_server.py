@@ -29,6 +29,7 @@ from aiotensor.errors import (
     ProtocolError,
     RefusedError,
     UnavailableError,
+    UsageError,
     WouldBlockError,
     again,
 )
@@ -43,7 +44,7 @@ from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.runtime.waiting import Waiters, at_most
 from aiotensor.statistics.counters import WaitCounter, new_counts, snapshot
 from aiotensor.transports.address import label_of
-from aiotensor.transports.users import check_owner, check_user
+from aiotensor.transports.users import check_file, check_user
 from aiotensor.transports.zeromq.addresses import Address, Target
 from aiotensor.transports.zeromq.context import ZmqContext
 from aiotensor.transports.zeromq.dialing import DIALING_OPTIONS, Dialer
@@ -182,6 +183,7 @@ class RemoteServer:
             PeerLostError: ZeroMQ cannot connect to the address, or one side closed the connection because of
                 an error.
             AccessDeniedError: the server belongs to another user, or does not accept the key.
+            UsageError: there can be no socket at the path of the address.
             UnavailableError: no server was connected within `max_wait_s`, or has been for the grace period.
             ClosedError: this client was closed.
         """
@@ -264,11 +266,11 @@ class RemoteServer:
         attempt.socket.send(attempt.connection.hello(os.getpid(), self._receiver))
 
     def unreachable(self) -> None:
-        """Try the next address, unless the socket file belongs to another user."""
+        """Try the next address, unless the socket file belongs to another user, or cannot exist."""
         try:
             if self.address.path is not None:
-                check_owner(self.address.path)
-        except AccessDeniedError as error:
+                check_file(self.address.path)
+        except (AccessDeniedError, UsageError) as error:
             self._refuse(error)
             return
         self._dialer.unreachable()
@@ -377,12 +379,13 @@ class RemoteServer:
         return snapshot(
             EngineStatistics,
             self.counts,
+            address=label_of(self.address.text),
             connected=int(self.session is not None),
             in_flight=self.in_flight,
             replies=self.replies.waits(),
         )
 
-    def _refuse(self, error: AccessDeniedError) -> None:
+    def _refuse(self, error: AccessDeniedError | UsageError) -> None:
         self.counts["refusals"] += 1
         logger.error(
             "%s",

@@ -14,9 +14,12 @@ from aiotensor.queues.settings import QueueSettings
 from aiotensor.queues.statistics import ConsumerStatistics
 from aiotensor.receiver import TensorReceiver
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
+from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import at_most
 
 __all__ = ["QueueConsumer"]
+
+logger = logger_of("queues")
 
 M = TypeVar("M")
 
@@ -27,6 +30,9 @@ _MAX_WAITING = 1
 # The delays between checks whether the producers have ended. The end of a connection is an event, but the
 # kernel may report it before it releases the lock of the process, and a producer may die before it connects.
 _FIRST_CHECK_S, _LAST_CHECK_S = 0.01, 1.0
+
+# A wait of this duration is logged if producers have not been opened.
+_LONG_WAIT_S = 10.0
 
 _TAKEN = (msgspec.msgpack.encode(None),)  # the answer to each message
 
@@ -55,6 +61,7 @@ class QueueConsumer(LoopObject, Generic[M]):
         self._stack = AsyncExitStack()
         self._server: MessageServer[M] | None = None  # None before opening
         self._taken = 0
+        self._has_reported = False  # that producers have not been opened
 
     async def __aenter__(self) -> Self:
         self.affinity.enter()
@@ -113,11 +120,12 @@ class QueueConsumer(LoopObject, Generic[M]):
         self._opened()
         if timeout is not None:
             seconds("timeout", timeout)
-        async with at_most(timeout, lambda: _nothing_within(timeout)):
+        async with at_most(timeout, lambda: self._nothing_within(timeout)):
             return await self._next()
 
     async def _next(self) -> M:
-        delay = _FIRST_CHECK_S
+        loop = asyncio.get_running_loop()
+        began, delay = loop.time(), _FIRST_CHECK_S
         while True:
             server = self._opened()
             for message in await receive_ready(server, _TAKEN):
@@ -125,6 +133,8 @@ class QueueConsumer(LoopObject, Generic[M]):
                 return message
             server = self._opened()  # it may have been closed during the decoding of a refused message
             self._raise_at_end()
+            if loop.time() - began >= _LONG_WAIT_S:
+                self._report_missing_producers()
             change = changed(server)
             try:
                 done, _ = await asyncio.wait((change,), timeout=delay)
@@ -163,6 +173,32 @@ class QueueConsumer(LoopObject, Generic[M]):
             "with an exception, and their messages may be incomplete"
         )
 
+    def _missing_producers(self) -> str:
+        """Describe the producers that have not been opened, as the end of a text; "" if there are none."""
+        states = self._settings.folder.states(Kind.PRODUCER)
+        missing = states.count(SlotState.UNUSED)
+        return (
+            f": {missing} of the {len(states)} producers of this queue were not opened yet" if missing else ""
+        )
+
+    def _nothing_within(self, timeout: float | None) -> WouldBlockError:
+        missing = self._missing_producers()
+        return WouldBlockError(f"no message has arrived in this consumer within {timeout:g} s{missing}")
+
+    def _report_missing_producers(self) -> None:
+        """Log once that producers have not been opened: the queue may be for fewer of them."""
+        missing = "" if self._has_reported else self._missing_producers()
+        if missing:
+            self._has_reported = True
+            path = self._settings.folder.path
+            logger.warning(
+                "a consumer of the queue in %s has waited for %s s%s",
+                path,
+                _LONG_WAIT_S,
+                missing,
+                extra={"event": "producers_missing", "address": path},
+            )
+
     def __aiter__(self) -> Self:
         return self
 
@@ -192,7 +228,3 @@ class QueueConsumer(LoopObject, Generic[M]):
 
     def _details(self) -> list[str]:
         return [f"of {self._settings.folder.path}"]
-
-
-def _nothing_within(timeout: float | None) -> WouldBlockError:
-    return WouldBlockError(f"no message has arrived in this consumer within {timeout:g} s")

@@ -9,16 +9,21 @@ from aiotensor.errors import ClosedError, PeerLostError, WouldBlockError, again
 from aiotensor.protocol.credits import Ticket
 from aiotensor.queues.folder import Kind, SlotState
 from aiotensor.queues.settings import QueueSettings
+from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.sending.gates import Gate
 from aiotensor.types import Usage
 
 __all__ = ["Deliveries"]
 
+logger = logger_of("queues")
+
 # The delays before a message is sent again. A connection that fails at once must not keep the loop busy.
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.005, 1.0
 
 _WATCH_S = 1.0  # between two checks whether any consumer is left
+
+_LONG_WAIT_CHECKS = 10  # without any consumer, after which the wait is logged
 
 
 class Deliveries:
@@ -46,6 +51,7 @@ class Deliveries:
         self._waiters = Waiters()  # for the end of all deliveries
         self._timer: asyncio.TimerHandle | None = None
         self._alone_since: float | None = None  # when the last consumer was found to have ended
+        self._unopened_checks = 0  # the number of checks that found no consumer, open or ended
         self._is_ended = False
 
     def __len__(self) -> int:
@@ -65,9 +71,10 @@ class Deliveries:
     def full(self) -> WouldBlockError:
         """Return the error of a call that cannot wait any longer."""
         limit = self.gate.budget.limit
+        are_unopened = set(self._settings.folder.states(Kind.CONSUMER)) == {SlotState.UNUSED}
         return WouldBlockError(
             f"the consumers have not taken the {len(self)} earlier messages of this producer, and "
-            f"max_messages={limit}",
+            f"max_messages={limit}{': no consumer of this queue was opened yet' if are_unopened else ''}",
             messages=Usage(limit, len(self), 1),
         )
 
@@ -78,7 +85,7 @@ class Deliveries:
         task = asyncio.get_running_loop().create_task(self._deliver(payload))
         self._tasks.add(task)
         task.add_done_callback(partial(self._delivered, permit))  # also if it was cancelled before it began
-        if self._timer is None and self._settings.grace_s is not None:
+        if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_WATCH_S, self._watch)
 
     async def all_taken(self) -> None:
@@ -130,12 +137,19 @@ class Deliveries:
     # Consumers
 
     def _watch(self) -> None:
-        """Fail the messages if all consumers have ended, and no other one has opened for `grace_s`."""
+        """Fail the messages if all consumers have ended, and no other one has opened for `grace_s`.
+
+        Log once that no consumer has ever opened.
+        """
         loop, grace_s = asyncio.get_running_loop(), self._settings.grace_s
         self._timer = loop.call_later(_WATCH_S, self._watch)
         states = self._settings.folder.states(Kind.CONSUMER)
-        ended = sum(state in (SlotState.CLOSED, SlotState.DEAD) for state in states)
-        if not ended or SlotState.LIVE in states:
+        if set(states) == {SlotState.UNUSED}:
+            self._unopened_checks += 1
+            if self._unopened_checks == _LONG_WAIT_CHECKS:
+                self._report_missing_consumers()
+            return
+        if SlotState.LIVE in states:
             self._alone_since = None
             return
         if self._alone_since is None:
@@ -148,6 +162,16 @@ class Deliveries:
                 )
             )
             self._cancel()
+
+    def _report_missing_consumers(self) -> None:
+        path = self._settings.folder.path
+        logger.warning(
+            "%s messages for the queue in %s have waited for %s s: no consumer of it was opened yet",
+            len(self),
+            path,
+            _LONG_WAIT_CHECKS * _WATCH_S,
+            extra={"event": "consumers_missing", "address": path, "messages": len(self)},
+        )
 
     def _stop_watching(self) -> None:
         self._alone_since = None

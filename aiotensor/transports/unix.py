@@ -15,7 +15,7 @@ from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
 from aiotensor.transports.base import MAX_UNREAD_BYTES, Acceptor, ConnectorEvents
 from aiotensor.transports.records import SocketTransport
 from aiotensor.transports.socket_file import SocketFile
-from aiotensor.transports.users import check_owner, check_user, not_permitted
+from aiotensor.transports.users import check_file, check_user, not_permitted
 
 __all__ = ["UnixConnector", "UnixListener", "listen_at"]
 
@@ -64,8 +64,13 @@ class UnixConnector:
             try:
                 sock.connect(self._path)
                 pid = check_user(sock)
-            except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:
-                check_owner(self._path)  # the process has not started, has ended, or its backlog is full
+            except (
+                FileNotFoundError,
+                NotADirectoryError,
+                ConnectionRefusedError,
+                BlockingIOError,
+            ) as error:
+                check_file(self._path)  # the process has not started, has ended, or its backlog is full
                 self.is_backlogged = isinstance(error, BlockingIOError)
                 self._is_exhausted = False
                 self.reconnect()

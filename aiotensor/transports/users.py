@@ -3,11 +3,12 @@
 import errno
 import os
 import socket
+import stat
 import struct
 
-from aiotensor.errors import AccessDeniedError
+from aiotensor.errors import AccessDeniedError, UsageError
 
-__all__ = ["check_owner", "check_user", "not_permitted", "peer_process"]
+__all__ = ["check_file", "check_user", "not_permitted", "peer_process"]
 
 _SO_PEERPIDFD = 77  # since Linux 6.5; the module `socket` of Python 3.11 has no name for it
 
@@ -53,22 +54,33 @@ def peer_process(sock: socket.socket, pid: int) -> int:
     return os.pidfd_open(pid)
 
 
-def check_owner(path: str) -> None:
-    """Check the owner of a socket file without connecting; do nothing if there is no file.
+def check_file(path: str) -> None:
+    """Check the path of a socket without connecting; do nothing if there is no file.
 
     `check_user` needs a connection, and connecting fails if the backlog is full or this user has no access
     to the file.
 
     Raises:
         AccessDeniedError: the file belongs to another user, or this user may not enter its folder.
+        UsageError: there is a folder at the path, or a file in place of its folder.
     """
-    user = os.geteuid()
     try:
-        owner = os.stat(path).st_uid
+        found = os.stat(path)
     except PermissionError as error:
         raise not_permitted(path) from error
+    except NotADirectoryError as error:
+        raise UsageError(
+            f"there can be no socket at {path}, because {os.path.dirname(path)} is not a folder: the address "
+            "of an engine is engine:// and its folder"
+        ) from error
     except OSError:
         return
+    if stat.S_ISDIR(found.st_mode):
+        raise UsageError(
+            f"there is no socket at {path}, but a folder: if it is the folder of an engine, the address is "
+            f"engine://{path}"
+        )
+    owner, user = found.st_uid, os.geteuid()
     if owner != user:
         raise AccessDeniedError(
             f"nothing accepts connections at {path}: the file belongs to user {owner}, but this process runs "

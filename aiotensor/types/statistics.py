@@ -149,9 +149,12 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
 class EngineStatistics(msgspec.Struct, frozen=True):
     """The current messages of one message client at one of its servers, and their totals.
 
-    The declaration of each field describes it.
+    The declaration of each field describes it. Fields without `counter` or `gauge` are not exported.
     """
 
+    address: Annotated[
+        str, msgspec.Meta(description="Address of the server; metrics have it in the label `endpoint`.")
+    ]
     connected: Annotated[Number, gauge("Clients that are connected to the engine.")]
     in_flight: Annotated[Number, gauge("Messages that are being sent, or wait for an answer.")]
     messages_sent: Annotated[Number, counter("Messages handed to ZeroMQ.")]

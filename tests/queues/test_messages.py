@@ -116,6 +116,39 @@ async def test_get_waits_until_its_timeout_or_a_message() -> None:
         assert check(await getting) == 1
 
 
+async def test_timeouts_name_the_producers_and_consumers_that_were_not_opened() -> None:
+    with queue_of(producers=3, consumers=2, max_messages=1) as queue:
+        async with queue.producer() as producer:
+            await producer.put(1)
+            with pytest.raises(WouldBlockError, match="no consumer of this queue was opened yet"):
+                await producer.put(2, timeout=0)
+            async with queue.consumer() as consumer:
+                assert await consumer.get() == 1
+                with pytest.raises(
+                    WouldBlockError, match="2 of the 3 producers of this queue were not opened"
+                ):
+                    await consumer.get(timeout=0)
+
+
+async def test_long_waits_for_producers_and_consumers_are_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def events() -> list[str]:
+        return [vars(record)["event"] for record in caplog.records if record.name == "aiotensor.queues"]
+
+    with queue_of(producers=2) as empty, queue_of() as unread:
+        async with empty.consumer() as consumer, unread.producer() as producer:
+            getting = asyncio.create_task(consumer.get())
+            await producer.put(1)
+            await until(lambda: len(events()) == 2)
+            assert set(events()) == {"producers_missing", "consumers_missing"}
+            assert "2 of the 2 producers of this queue were not opened yet" in caplog.text
+            assert "1 messages for the queue in" in caplog.text
+            getting.cancel()
+            await asyncio.wait([getting])
+            producer.abort()
+
+
 @pytest.mark.parametrize("many", [1, 5000])
 async def test_get_nowait_returns_a_message_that_has_arrived(many: int) -> None:
     async with opened() as ends:

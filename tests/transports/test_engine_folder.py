@@ -59,6 +59,26 @@ async def test_the_error_about_a_missing_parent_names_the_folder(folder: Path) -
         assert caught.value.filename == f"{folder}/missing/engine"
 
 
+@pytest.mark.parametrize("is_folder", [True, False])
+async def test_the_wrong_kind_of_address_raises_instead_of_waiting(folder: Path, is_folder: bool) -> None:
+    """A folder in place of the socket, and a socket in place of the folder."""
+    engine = f"engine://{folder}/engine"
+    async with TensorReceiver(engine), MessageServer(engine, Question):
+        tensors, messages, expected = (
+            (f"unix://{folder}/engine", f"ipc://{folder}/engine", f"the address is {engine}")
+            if is_folder
+            else (f"{engine}/tensors", f"{engine}/messages", f"{folder}/engine/.* is not a folder")
+        )
+        with pytest.raises(UsageError, match=expected):
+            async with TensorSender(tensors) as sender:
+                await sender.send(pattern(1, BIG))
+        async with MessageClient(messages, reply_type=Answer) as client:
+            with pytest.raises(UsageError, match=expected):
+                await client.request(Question(5, pattern(5, 2)))
+        with pytest.raises(UsageError, match=expected):
+            await inspect(tensors, patience_s=10)
+
+
 @pytest.mark.parametrize(
     "address", ["engine://", "engine://relative", "engine:///run/engine/", "engine:/run"]
 )
