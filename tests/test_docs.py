@@ -70,10 +70,11 @@ async def _answer(url: str, video: bytes) -> httpx.Response:
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])  # of the test; the programs have their own
 async def test_the_server_and_the_engine_of_the_readme_answer_an_upload(tmp_path: Path) -> None:
-    engine, server = _blocks("python")[:2]
+    messages, engine, server = _blocks("python")[:3]
     start_engine, start_server, upload, *_ = _blocks("console")[2].splitlines()
     place = tempfile.mkdtemp(prefix="aiotensor-")
-    (tmp_path / "engine.py").write_text(engine.replace("/tmp/engine", f"{place}/engine"))
+    (tmp_path / "messages.py").write_text(messages.replace("/tmp/engine", f"{place}/engine"))
+    (tmp_path / "engine.py").write_text(engine)
     (tmp_path / "server.py").write_text(server)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -6,7 +6,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiotensor.types import (
@@ -34,7 +34,6 @@ handles = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(handle=handles)
 def test_any_handle_is_unchanged_by_msgpack_json_and_pickle(handle: TensorHandle) -> None:
     again = [

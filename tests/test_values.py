@@ -164,7 +164,7 @@ async def test_unsupported_values_are_refused_before_a_permit_is_acquired(name: 
         assert torch.equal(await receiver.receive(handle), torch.ones(2))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(data=st.data())
 async def test_any_strided_view_of_any_dtype_arrives_bit_for_bit(data: st.DataObject) -> None:
     dtype = data.draw(

@@ -36,7 +36,7 @@ from tests.codec.messages import (
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(kind=kinds, inline_bytes=limits, least=st.integers(0, 3), data=st.data())
 def test_any_message_round_trips_with_some_tensors_placed_elsewhere(
     kind: Kind, inline_bytes: int, least: int, data: st.DataObject

@@ -78,7 +78,7 @@ def change_parts(data: st.DataObject, parts: list[bytearray]) -> None:
 
 
 @every_decoder
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(parts=valid_parts(), data=st.data())
 def test_a_modified_message_is_decoded_or_raises_protocol_error(
     which: str, parts: list[bytearray], data: st.DataObject
@@ -93,7 +93,7 @@ def test_a_modified_message_is_decoded_or_raises_protocol_error(
 
 
 @every_decoder
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(parts=valid_parts())
 def test_a_truncated_body_is_decoded_or_raises_protocol_error(which: str, parts: list[bytearray]) -> None:
     body, *buffers = parts
@@ -102,7 +102,6 @@ def test_a_truncated_body_is_decoded_or_raises_protocol_error(which: str, parts:
 
 
 @every_decoder
-@settings(deadline=None)
 @given(body=st.binary(max_size=60), buffers=st.lists(st.binary(max_size=9), max_size=2))
 def test_arbitrary_bytes_are_decoded_or_raise_protocol_error(
     which: str, body: bytes, buffers: list[bytes]
@@ -140,7 +139,7 @@ wild = st.recursive(
 
 
 @every_decoder
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(message=wild, buffers=st.lists(st.binary(max_size=16), max_size=2))
 def test_arbitrary_tensor_placeholders_are_decoded_or_raise_protocol_error(
     which: str, message: object, buffers: list[bytes]

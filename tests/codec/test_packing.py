@@ -27,7 +27,7 @@ def packed(*placeholders: object) -> bytes:
     return b"".join(len(data).to_bytes(LENGTH_BYTES, "big") + data for data in written)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(kind=kinds, limit=st.sampled_from([0, 40, 200]), data=st.data())
 def test_any_message_round_trips_unchanged(kind: Kind, limit: int, data: st.DataObject) -> None:
     message = data.draw(kind.values)

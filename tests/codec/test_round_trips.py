@@ -45,7 +45,7 @@ in_body_or_beside = pytest.mark.parametrize("inline_bytes", [1 << 20, 0], ids=["
 # Any message
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(kind=kinds, inline_bytes=limits, data=st.data())
 def test_any_message_round_trips_unchanged(kind: Kind, inline_bytes: int, data: st.DataObject) -> None:
     message = data.draw(kind.values)

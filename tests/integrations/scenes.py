@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from tests.integrations import engine
+from tests.integrations import engine, sites
 from tests.integrations.sites import Site, http_client, site
 from tests.integrations.totals import Total, total_of
 from verification.processes.peers import Peer, peers
@@ -57,7 +57,11 @@ async def scene(
         http_client(server) as http,
     ):
         await ready[0].call(engine.open_engine, messages)
-        yield Scene(server, http, ready, messages, 1 if kind == "aiohttp" else workers)
+        on = Scene(server, http, ready, messages, 1 if kind == "aiohttp" else workers)
+        await sites.workers(
+            http, on.workers
+        )  # a worker that is still starting ends without closing its sender
+        yield on
 
 
 def is_answered(response: httpx.Response) -> bool:

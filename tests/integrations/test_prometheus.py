@@ -14,6 +14,7 @@ from prometheus_client import start_http_server
 
 from aiotensor import (
     AlreadyTakenError,
+    PeerLostError,
     RemoteError,
     TensorHandle,
     TensorReceiver,
@@ -22,6 +23,7 @@ from aiotensor import (
     WouldBlockError,
     blocking,
 )
+from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.integrations.prometheus import AioTensorCollector
 from tests.channel import parties
 from tests.integrations.scraping import Numbers, at, new_registry, parse, scrape, scrape_all
@@ -281,6 +283,44 @@ async def test_clients_and_servers_count_messages_answers_and_failures() -> None
     assert asked["aiotensor_client_servers"] == asked["aiotensor_server_clients"] == 1
     assert asked["aiotensor_client_in_flight"] == asked["aiotensor_server_in_hand"] == 0
     assert asked["aiotensor_server_messages_received_total"] == 4
+
+
+async def test_the_requests_of_each_engine_are_counted_separately() -> None:
+    with parties.place() as one, parties.place() as other:
+        places = [one.messages, other.messages]
+        async with (
+            MessageServer(one.messages, parties.Question) as answering,
+            MessageServer(other.messages, parties.Question) as silent,
+            MessageClient(places, reply_type=parties.Answer) as client,
+        ):
+            serving = asyncio.create_task(answering.serve(parties.answer))
+            for seed in range(3):
+                await client.request(parties.Question(seed), target=0)
+            with parties.said(), pytest.raises(RemoteError):
+                await client.request(parties.Question(0, wish="raise"), target=0)
+            lost = asyncio.create_task(client.request(parties.Question(9), target=1))
+            await silent.arrived()
+            before = scrape(new_registry())
+            await silent.aclose()
+            with pytest.raises(PeerLostError):
+                await lost
+            after = scrape(new_registry())
+            statistics = client.statistics()
+            await answering.aclose()
+            await serving
+
+    assert statistics.in_flight == (0, 0)
+    first, second = statistics.engines
+    assert (first.address, second.address) == tuple(places)
+    assert (first.connected, first.messages_sent, first.answers, first.failures) == (1, 4, 3, 1)
+    assert first.replies.total_s > 0
+    assert (second.connected, second.messages_sent, second.requests_lost, second.losses) == (0, 1, 1, 1)
+    assert at(before, places[1])["aiotensor_engine_in_flight"] == 1
+    answered, missed = at(after, places[0]), at(after, places[1])
+    assert answered["aiotensor_engine_answers_total"] == answered["aiotensor_engine_reply_seconds_count"] == 3
+    assert answered["aiotensor_engine_failures_total"] == answered["aiotensor_engine_connected"] == 1
+    assert missed["aiotensor_engine_requests_lost_total"] == missed["aiotensor_engine_losses_total"] == 1
+    assert missed["aiotensor_engine_in_flight"] == missed["aiotensor_engine_connected"] == 0
 
 
 async def test_an_address_that_is_not_utf_8_is_exported_with_escaped_bytes() -> None:

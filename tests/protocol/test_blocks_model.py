@@ -117,4 +117,4 @@ class BlocksMachine(RuleBasedStateMachine):
 
 
 TestAnyOrderOfBlocks = BlocksMachine.TestCase
-TestAnyOrderOfBlocks.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyOrderOfBlocks.settings = settings(max_examples=150, stateful_step_count=40)

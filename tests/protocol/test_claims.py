@@ -46,4 +46,4 @@ class ClaimsMachine(RuleBasedStateMachine):
 
 
 TestAnyOrderOfClaims = ClaimsMachine.TestCase
-TestAnyOrderOfClaims.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestAnyOrderOfClaims.settings = settings(max_examples=50, stateful_step_count=30)

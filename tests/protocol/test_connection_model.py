@@ -310,4 +310,4 @@ class TwoEnds(RuleBasedStateMachine):
 
 
 TestHonestEnds = TwoEnds.TestCase
-TestHonestEnds.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestHonestEnds.settings = settings(max_examples=200, stateful_step_count=50)

@@ -169,7 +169,7 @@ class BudgetMachine(RuleBasedStateMachine):
 
 
 TestAnyOrderOfRequestsAndReleases = BudgetMachine.TestCase
-TestAnyOrderOfRequestsAndReleases.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyOrderOfRequestsAndReleases.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def test_a_large_request_is_not_overtaken_by_smaller_requests() -> None:

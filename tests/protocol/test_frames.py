@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aiotensor.errors import ProtocolError
@@ -174,7 +174,6 @@ def decode_or_refuse(decode_record: Decode, data: bytes) -> None:
 # Records
 
 
-@settings(deadline=None)
 @given(frame=openings)
 def test_the_first_record_contains_one_frame(frame: Opening) -> None:
     record = encode(frame)
@@ -186,19 +185,16 @@ def test_the_first_record_contains_one_frame(frame: Opening) -> None:
             decode(OPENING, encode(*frames))
 
 
-@settings(deadline=None)
 @given(frames=records_from_sender)
 def test_a_receiver_decodes_the_frames_of_a_sender_in_order(frames: list[FromSender]) -> None:
     assert decode(FROM_SENDER, encode(*frames)) == frames
 
 
-@settings(deadline=None)
 @given(frames=records_to_inspector)
 def test_an_inspector_decodes_the_frames_of_a_receiver_in_order(frames: list[ToInspector]) -> None:
     assert decode(TO_INSPECTOR, encode(*frames)) == frames
 
 
-@settings(deadline=None)
 @given(frames=records_to_sender)
 def test_a_sender_decodes_the_frames_of_a_receiver_in_order(frames: list[ToSender]) -> None:
     assert decode(TO_SENDER, encode(*frames)) == frames
@@ -247,7 +243,6 @@ def test_a_frame_with_more_numbers_than_the_limit_is_refused() -> None:
 
 
 @all_decoders
-@settings(deadline=None)
 @given(data=st.binary(max_size=100))
 @example(b"")
 @example(b"\xc1")
@@ -262,7 +257,6 @@ def test_arbitrary_bytes_are_decoded_as_frames_or_refused(decode_record: Decode,
 
 
 @all_decoders
-@settings(deadline=None)
 @given(frames=records, data=st.data())
 def test_truncated_records_are_decoded_or_refused(
     decode_record: Decode, frames: Frames, data: st.DataObject
@@ -272,7 +266,6 @@ def test_truncated_records_are_decoded_or_refused(
 
 
 @all_decoders
-@settings(deadline=None)
 @given(frames=records, data=st.data())
 def test_corrupted_records_are_decoded_or_refused(
     decode_record: Decode, frames: Frames, data: st.DataObject
@@ -348,7 +341,6 @@ unknown_items = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(unknown=st.lists(unknown_items, min_size=1, max_size=3), data=st.data())
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_fields_that_a_later_version_added_are_ignored(

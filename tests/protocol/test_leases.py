@@ -80,7 +80,7 @@ class LeasesMachine(RuleBasedStateMachine):
 
 
 TestAnyOrderOfPinsAndUnpins = LeasesMachine.TestCase
-TestAnyOrderOfPinsAndUnpins.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAnyOrderOfPinsAndUnpins.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_a_disowned_block_is_free_after_its_last_unpin() -> None:

@@ -367,4 +367,4 @@ class MailboxMachine(RuleBasedStateMachine):
 
 
 TestAnyOrderOfEvents = MailboxMachine.TestCase
-TestAnyOrderOfEvents.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestAnyOrderOfEvents.settings = settings(max_examples=200, stateful_step_count=50)

@@ -1,6 +1,6 @@
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiotensor.protocol.numbers import NumberSet
@@ -15,7 +15,6 @@ def filled(numbers: list[int]) -> NumberSet:
     return number_set
 
 
-@settings(deadline=None)
 @given(numbers=st.lists(SMALL, max_size=60))
 def test_a_number_set_contains_exactly_the_added_numbers(numbers: list[int]) -> None:
     number_set = filled(numbers)
@@ -23,7 +22,6 @@ def test_a_number_set_contains_exactly_the_added_numbers(numbers: list[int]) -> 
     assert [number for number in range(-2, 43) if number in number_set] == sorted(set(numbers))
 
 
-@settings(deadline=None)
 @given(numbers=st.lists(SMALL, max_size=60))
 def test_ranges_are_sorted_and_neither_overlap_nor_touch(numbers: list[int]) -> None:
     ranges = filled(numbers).ranges()

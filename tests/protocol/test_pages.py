@@ -71,7 +71,7 @@ class PagesMachine(RuleBasedStateMachine):
 
 
 TestAnyOrderOfFillingAndTaking = PagesMachine.TestCase
-TestAnyOrderOfFillingAndTaking.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestAnyOrderOfFillingAndTaking.settings = settings(max_examples=100, stateful_step_count=30)
 
 ranges = st.tuples(st.integers(0, 399), st.integers(1, 60)).map(lambda one: (one[0], one[0] + one[1]))
 

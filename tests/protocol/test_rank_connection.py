@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiotensor.errors import ProtocolError, RefusedError
@@ -183,7 +183,6 @@ def test_answers_share_a_record_with_the_messages_before_them() -> None:
     assert sent(connection) == []
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([0, 3, 2048, 6 * 1024, MAX_INLINE_BYTES]), max_size=100), st.integers(0, 300))
 def test_records_stay_within_every_limit_and_keep_the_order_of_frames(sizes: list[int], answers: int) -> None:
     connection = joined(max_bytes=1 << 30)
@@ -209,7 +208,6 @@ def test_records_stay_within_every_limit_and_keep_the_order_of_frames(sizes: lis
     assert len(every) - len(messages) == 2 * -(-answers // MAX_NUMBERS)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.sampled_from([0, 3, 2048, MAX_INLINE_BYTES]), max_size=2 * MAX_FRAMES),
     st.sampled_from([0, 1, MAX_NUMBERS + 1]),

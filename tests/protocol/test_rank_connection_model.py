@@ -235,4 +235,4 @@ class TwoRanks(RuleBasedStateMachine):
 
 
 TestHonestRanks = TwoRanks.TestCase
-TestHonestRanks.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestHonestRanks.settings = settings(max_examples=150, stateful_step_count=60)

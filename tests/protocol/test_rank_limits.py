@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiotensor.errors import ProtocolError
@@ -111,7 +111,6 @@ def test_carried_bytes_are_free_again_when_the_message_was_taken() -> None:
     violation(connection, PutNone(2))
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9000), st.booleans(), st.integers(0, 3)), max_size=30))
 def test_messages_are_accepted_exactly_within_the_limit(steps: list[tuple[int, bool, int]]) -> None:
     connection = joined()

@@ -1,7 +1,7 @@
 """Limits on records, the order of frames in them, and the end of a connection, which both ends share."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiotensor.errors import ProtocolError
@@ -87,7 +87,6 @@ def test_the_frames_of_several_commands_share_a_record_in_their_order() -> None:
     assert list(sender.data_to_send()) == []
 
 
-@settings(deadline=None)
 @given(
     limit=st.none() | st.sampled_from([LEAST_FRAME_BYTES, 20_000, MAX_RECORD_BYTES, 2**63 - 1]),
     sizes=st.lists(st.sampled_from([0, 3, 2048, 6 * 1024, MAX_INLINE_BYTES]), max_size=100),

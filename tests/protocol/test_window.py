@@ -3,7 +3,6 @@
 from collections import deque
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -76,7 +75,6 @@ class CreditMachine(RuleBasedStateMachine):
 
 
 TestAnyOrderOfSendingAndTaking = CreditMachine.TestCase
-TestAnyOrderOfSendingAndTaking.settings = settings(deadline=None)
 
 
 @pytest.mark.parametrize(("messages", "nbytes"), [(1, 1000), (1000, 1)])

@@ -1,4 +1,4 @@
-"""Cancelling any await of a pipe loses nothing but what the docstrings state, and leaks nothing."""
+"""Cancelling any await of a pipe has only the effects that the docstrings describe, and leaks nothing."""
 
 import asyncio
 import gc

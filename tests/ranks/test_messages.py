@@ -84,7 +84,7 @@ async def test_gradients_and_parameters_arrive_as_such(count: int) -> None:
         assert not second.requires_grad
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.sampled_from([None, *_COUNTS]), max_size=12), st.integers(0, 2**32))
 async def test_concurrent_sends_arrive_in_the_order_of_the_calls(counts: list[int | None], seed: int) -> None:
     async with ends() as (low, high):

@@ -83,7 +83,7 @@ def test_a_tensor_of_any_dtype_is_copied_bit_for_bit(dtype: torch.dtype, view: s
 
 
 @pytest.mark.parametrize("is_large", [False, True], ids=["on one thread", "on two threads"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(nbytes=st.integers(1, 5000), step=st.integers(1, 600))
 def test_a_contiguous_tensor_is_copied_whole_whatever_the_steps(
     is_large: bool, helper: Executor, nbytes: int, step: int

@@ -67,7 +67,7 @@ def view_both(
 
 
 @dtypes
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(shape=shapes, views=st.lists(st.sampled_from(VIEWS), max_size=3), data=st.data())
 def test_any_view_is_read_bit_for_bit_whatever_the_pieces(
     dtype: torch.dtype, shape: tuple[int, ...], views: list[str], data: st.DataObject

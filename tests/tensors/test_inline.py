@@ -22,7 +22,7 @@ def place(source: torch.Tensor) -> bytes:
     return values_of(source)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(shape=shapes, dtype=dtypes, seed=st.integers(0, 9))
 def test_an_inline_tensor_survives_the_round_trip(
     shape: tuple[int, ...], dtype: torch.dtype, seed: int

@@ -208,7 +208,7 @@ def test_a_chunk_is_idle_from_when_the_last_block_left_it() -> None:
 sizes = st.one_of(st.integers(1, 4096), st.integers(MIB // 2, 3 * MIB))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     nbytes=st.integers(MIB // 2, 12 * MIB),
     wanted=st.lists(st.tuples(sizes, st.booleans()), max_size=12),

@@ -35,7 +35,7 @@ ways = pytest.mark.parametrize("to", OF_RECORDS)
 
 
 @ways
-@settings(deadline=None, database=None, print_blob=True)
+@settings(database=None, print_blob=True)
 @given(data=st.data())
 def test_every_generated_record_is_decoded_or_refused_within_bounds(to: str, data: st.DataObject) -> None:
     for step in conversation(FromHypothesis(data), to).steps:
@@ -45,26 +45,26 @@ def test_every_generated_record_is_decoded_or_refused_within_bounds(to: str, dat
 
 
 @pytest.mark.parametrize("to", [TO_SERVER, TO_CLIENT])
-@settings(deadline=None, database=None, print_blob=True)
+@settings(database=None, print_blob=True)
 @given(data=st.data())
 def test_every_generated_header_is_decoded_or_refused_within_bounds(to: str, data: st.DataObject) -> None:
     for step in conversation(FromHypothesis(data), to).steps:
         decode_headers(step.data)
 
 
-@settings(deadline=None, database=None, print_blob=True)
+@settings(database=None, print_blob=True)
 @given(data=st.data())
 def test_every_generated_message_is_decoded_or_refused_within_bounds(data: st.DataObject) -> None:
     decode_message(message_parts(FromHypothesis(data)))
 
 
-@settings(deadline=None, database=None, print_blob=True)
+@settings(database=None, print_blob=True)
 @given(data=st.data())
 def test_every_generated_content_is_decoded_or_refused_within_bounds(data: st.DataObject) -> None:
     decode_content(any_content(FromHypothesis(data)))
 
 
-@settings(deadline=None, database=None, print_blob=True)
+@settings(database=None, print_blob=True)
 @given(data=st.binary(max_size=300), buffer=st.binary(max_size=20))
 def test_any_bytes_are_decoded_or_refused_within_bounds(data: bytes, buffer: bytes) -> None:
     decode_content(data)
@@ -88,7 +88,7 @@ def test_recorded_cases_do_not_harm_the_decoder_of_messages() -> None:
 
 
 @ways
-@settings(deadline=None, database=None, print_blob=True)
+@settings(database=None, print_blob=True)
 @given(source=st.binary(max_size=800))
 def test_a_conversation_is_determined_by_its_bytes(to: str, source: bytes) -> None:
     said = conversation(FromBytes(source), to)
