@@ -125,14 +125,16 @@ class TooLargeError(AioTensorError):
     """The requested amount could never fit.
 
     Attributes:
-        limit: the largest possible amount, in bytes (or in tensors of one message).
+        limit: the largest possible amount.
         requested: the requested amount.
+        unit: the unit of both: ``bytes``, or ``tensors`` of one message.
     """
 
-    def __init__(self, text: str, *, limit: int = 0, requested: int = 0) -> None:
+    def __init__(self, text: str, *, limit: int = 0, requested: int = 0, unit: str = "bytes") -> None:
         super().__init__(text)
         self.limit = limit
         self.requested = requested
+        self.unit = unit
 
 
 class UnsupportedTensorError(AioTensorError, TypeError):

@@ -73,7 +73,7 @@ async def test_the_server_and_the_engine_of_the_readme_answer_an_upload(tmp_path
     messages, engine, server = _blocks("python")[:3]
     start_engine, start_server, upload, *_ = _blocks("console")[2].splitlines()
     place = tempfile.mkdtemp(prefix="aiotensor-")
-    (tmp_path / "messages.py").write_text(messages.replace("/tmp/engine", f"{place}/engine"))
+    (tmp_path / "messages.py").write_text(messages.replace("/tmp/", f"{place}/"))
     (tmp_path / "engine.py").write_text(engine)
     (tmp_path / "server.py").write_text(server)
     with socket.socket() as probe:

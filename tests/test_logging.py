@@ -235,7 +235,7 @@ async def test_a_lost_receiver_is_logged_with_its_pid_and_the_lost_messages(end:
     lost = _one(events, "receiver_lost")
     assert (lost.logger, lost.level) == ("aiotensor.sender", "WARNING")
     assert str(lost.fields.pop("reason")) in lost.message
-    assert lost.fields == {"sender_id": sent_by, "peer_pid": pid, "messages_lost": 1}
+    assert lost.fields == {"address": address, "sender_id": sent_by, "peer_pid": pid, "messages_lost": 1}
 
 
 async def _end(engine: Peer, end: str) -> None:

@@ -355,7 +355,7 @@ class RemoteServer:
         self._events.disconnected(id(self), None if loss.is_clean else loss.error)
         logger.log(
             logging.WARNING if lost or is_refusal else logging.INFO,
-            "%s; %s messages will get no reply",
+            "%s; requests without an answer: %s",
             loss.error,
             lost,
             extra={

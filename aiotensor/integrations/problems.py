@@ -158,7 +158,7 @@ def _answer_to(error: AioTensorError | OSError) -> tuple[HTTPStatus, str, str] |
         case RemoteError() | ProtocolError():
             return HTTPStatus.BAD_GATEWAY, "the engine could not answer this request", "engine_failed"
         case TooLargeError():
-            detail = f"this request needs {error.requested}, but the limit is {error.limit}"
+            detail = f"this request needs {error.requested} {error.unit}, but the limit is {error.limit}"
             return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, detail, "too_large"
         case _:
             return None

@@ -55,6 +55,7 @@ def check_parts(parts: Parts, limits: PartLimits, peer: str) -> None:
             f"has {tensors}: send several messages",
             limit=MAX_TENSORS,
             requested=tensors,
+            unit="tensors",
         )
     size, limit = len(parts[0]), limits.body_bytes
     if limit is not None and size > limit:

@@ -166,7 +166,8 @@ class QueueConsumer(LoopObject, Generic[M]):
         dead = states.count(SlotState.DEAD)
         if not dead:
             return ClosedError(
-                f"all {len(states)} producers of this queue have closed, and all their messages were taken"
+                f"the producers of this queue have closed ({len(states)} of {len(states)}), and all their "
+                "messages were taken"
             )
         return PeerLostError(
             f"{dead} of the {len(states)} producers of this queue ended without closing: they died, or ended "
@@ -174,12 +175,10 @@ class QueueConsumer(LoopObject, Generic[M]):
         )
 
     def _missing_producers(self) -> str:
-        """Describe the producers that have not been opened, as the end of a text; "" if there are none."""
+        """Return the number of producers that were opened, as the end of a text; "" if all were."""
         states = self._settings.folder.states(Kind.PRODUCER)
-        missing = states.count(SlotState.UNUSED)
-        return (
-            f": {missing} of the {len(states)} producers of this queue were not opened yet" if missing else ""
-        )
+        opened = len(states) - states.count(SlotState.UNUSED)
+        return f"; producers opened so far: {opened} of {len(states)}" if opened < len(states) else ""
 
     def _nothing_within(self, timeout: float | None) -> WouldBlockError:
         missing = self._missing_producers()
@@ -192,7 +191,8 @@ class QueueConsumer(LoopObject, Generic[M]):
             self._has_reported = True
             path = self._settings.folder.path
             logger.warning(
-                "a consumer of the queue in %s has waited for %s s%s",
+                "a consumer of the queue in %s has waited for %s s%s. Start the others, or pass their actual "
+                "number to MessageQueue",
                 path,
                 _LONG_WAIT_S,
                 missing,

@@ -166,10 +166,10 @@ class Deliveries:
     def _report_missing_consumers(self) -> None:
         path = self._settings.folder.path
         logger.warning(
-            "%s messages for the queue in %s have waited for %s s: no consumer of it was opened yet",
-            len(self),
+            "messages for the queue in %s have waited for %s s: no consumer was opened yet; waiting: %s",
             path,
             _LONG_WAIT_CHECKS * _WATCH_S,
+            len(self),
             extra={"event": "consumers_missing", "address": path, "messages": len(self)},
         )
 

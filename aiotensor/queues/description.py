@@ -37,6 +37,11 @@ class QueueDescription(Generic[M]):
         grace_s: float | None,
         folder: str | os.PathLike[str] | None,
     ) -> None:
+        if isinstance(message_type, int):
+            raise TypeError(
+                "the first argument of MessageQueue is the type of the messages: pass the capacity as "
+                f"max_messages={message_type}"
+            )
         TensorDecoder(message_type)  # raises the error of an invalid type here, and not in a consumer
         positive("producers", producers)
         positive("consumers", consumers)

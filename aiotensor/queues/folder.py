@@ -223,8 +223,8 @@ class Folder(NamedTuple):
         states = self.states(kind)
         if kind is Kind.PRODUCER and all(state is SlotState.CLOSED for state in states):
             raise UsageError(
-                f"all {len(states)} producers of this queue have closed, so its consumers have reached the "
-                "end: create a new MessageQueue, or pass a larger number of producers"
+                f"the producers of this queue have closed ({len(states)} of {len(states)}), so its consumers "
+                "have reached the end: create a new MessageQueue, or pass a larger number of producers"
             )
         file = self._open()
         for wanted in (SlotState.UNUSED, SlotState.DEAD, SlotState.CLOSED):
@@ -236,8 +236,8 @@ class Folder(NamedTuple):
         file.close()
         name = kind.value
         raise UsageError(
-            f"this queue is for {len(states)} {name}s, and as many are open or have closed: pass a larger "
-            f"number of {name}s to MessageQueue"
+            f"the number of {name}s of this queue is {len(states)}, and as many are open or have closed: "
+            f"pass a larger number of {name}s to MessageQueue"
         )
 
     def states(self, kind: Kind) -> list[SlotState]:

@@ -125,6 +125,7 @@ class OpenMessage:
                     f"a message has at most {MAX_TENSORS} tensors: stack small ones, or begin another one",
                     limit=MAX_TENSORS,
                     requested=message.count + self._sending + 1,
+                    unit="tensors",
                 )
             self._sending += 1
             try:

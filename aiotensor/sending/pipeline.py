@@ -71,7 +71,7 @@ class Pipeline:
         events: PeerEvents,
     ) -> None:
         self.grants = Grants(settings, counts, errors, listeners, lambda: self.sessions.receiver_pid)
-        self.sessions = Sessions(sender, route.connector, self.grants, events)
+        self.sessions = Sessions(sender, route, self.grants, events)
         self.sender = sender
         self._permits = self.grants.permits
         self._memory = self.grants.memory

@@ -211,7 +211,10 @@ class PostedMessage:
         pipeline.grants.check_open(message)
         if self._count >= MAX_TENSORS:
             raise TooLargeError(
-                f"a message has at most {MAX_TENSORS} tensors", limit=MAX_TENSORS, requested=self._count + 1
+                f"a message has at most {MAX_TENSORS} tensors",
+                limit=MAX_TENSORS,
+                requested=self._count + 1,
+                unit="tensors",
             )
         if not self.is_copying and pipeline.can_announce_now(plan):
             handle = pipeline.announce_now(message, source, plan, last=last)

@@ -8,7 +8,6 @@
 
 import logging
 import os
-from collections.abc import Callable
 from functools import partial
 
 from aiotensor.errors import AioTensorError, ClosedError, RefusedError, again
@@ -19,7 +18,8 @@ from aiotensor.runtime.outage import Outage
 from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.sending.grants import Grants
 from aiotensor.sending.session import Session
-from aiotensor.transports.base import Connector, ConnectorEvents, Mover, Transport
+from aiotensor.transports.base import Mover, Transport
+from aiotensor.transports.endpoints import Route
 
 __all__ = ["Sessions"]
 
@@ -31,7 +31,7 @@ class Sessions:
 
     Args:
         sender: the id of the sender.
-        connector: called once with the id of the sender and the object to notify; returns the connector.
+        route: makes the connector to the receiver.
         grants: the messages and their resources.
         events: records whether a receiver has admitted this sender and is connected.
 
@@ -47,7 +47,7 @@ class Sessions:
     def __init__(
         self,
         sender: str,
-        connector: Callable[[str, ConnectorEvents], Connector],
+        route: Route,
         grants: Grants,
         events: PeerEvents,
     ) -> None:
@@ -60,7 +60,8 @@ class Sessions:
         self._grants = grants
         self._changes = grants.changes
         self._events = events
-        self._connector = connector(sender, self)
+        self._label = route.label
+        self._connector = route.connector(sender, self)
         self._refusal: RefusedError | None = None  # from a receiver that may still be running
         self._next_message = 0
 
@@ -224,11 +225,12 @@ class Sessions:
         self._events.disconnected(self._sender, None if loss.is_clean else error)
         logger.log(
             logging.WARNING if lost or self._refusal is not None else logging.INFO,
-            "%s; %s messages in flight were lost",
+            "%s; messages in flight that were lost: %s",
             error,
             lost,
             extra={
                 "event": "receiver_lost",
+                "address": self._label,
                 "sender_id": self._sender,
                 "peer_pid": pid,
                 "reason": str(error),

@@ -11,6 +11,7 @@ __all__ = ["MAX_PATH_BYTES", "is_folder", "label_of", "socket_path"]
 MAX_PATH_BYTES = 107  # of a socket's address on Linux
 
 _FILES = {"unix": b"/tensors", "ipc": b"/messages"}  # in the folder of an engine
+_LONGEST_FILE = max(_FILES.values(), key=len)
 
 
 def is_folder(address: str) -> bool:
@@ -37,7 +38,9 @@ def socket_path(address: str, scheme: str) -> str:
     if not is_valid_scheme or not rest.startswith("/") or "?" in rest or "#" in rest:
         raise ValueError(
             f"the address {address!r} must be {scheme}:// followed by an absolute path, such as "
-            f"{scheme}:///run/user/1000/engine.sock; write a question mark as %3F, and # as %23"
+            f"{scheme}:///run/user/1000/engine.sock, or engine:// followed by the absolute path of a folder, "
+            "such as engine:///run/user/1000/engine, or tcp:// with a host and a port; write a question mark "
+            "as %3F, and # as %23"
         )
     try:
         path = unquote_to_bytes(os.fsencode(rest))
@@ -46,13 +49,15 @@ def socket_path(address: str, scheme: str) -> str:
     if path.endswith(b"/") or b"\0" in path:
         kind = "folder without a slash at its end" if is_folder(address) else "file"
         raise ValueError(f"the address {address!r} does not name a {kind}")
-    if is_folder(address):
-        path += _FILES[scheme]
-    if len(path) > MAX_PATH_BYTES:
+    # In the folder of an engine, both files need a path that is short enough.
+    longest = path + _LONGEST_FILE if is_folder(address) else path
+    if len(longest) > MAX_PATH_BYTES:
         raise ValueError(
             f"the path of the address {address!r} is longer than the {MAX_PATH_BYTES} bytes allowed for a "
             "socket: choose a folder with a shorter path"
         )
+    if is_folder(address):
+        path += _FILES[scheme]
     return os.fsdecode(path)
 
 

@@ -168,11 +168,16 @@ class SocketFile:
             except OSError as error:
                 if error.errno != errno.EPROTOTYPE:
                     raise OSError(error.errno, error.strerror, self.path) from error
-        raise UsageError(f"another object already listens at {self.path}: close it, or choose another path")
+        raise UsageError(
+            f"a running receiver, publisher or server already listens at {self.path}: stop it, or choose "
+            "another path"
+        )
 
     def _refused(self, error: OSError) -> OSError:
         """Return an error that names the folder; `OSError` chooses the subclass by the errno."""
         reason = _REASONS.get(error.errno or 0)
+        if self._makes_folder and error.errno == errno.ENOENT:
+            reason = f"the folder cannot be created, because {os.path.dirname(self._folder)} does not exist"
         if reason is None:
             return OSError(error.errno, f"cannot listen at {self.path}: {error.strerror}", self._folder)
         return OSError(error.errno, f"{reason}, so nothing can listen at {self.path}", self._folder)

@@ -182,6 +182,7 @@ def test_doctor_imports_only_few_modules_of_the_library(tmp_path: Path) -> None:
         "aiotensor.runtime",
         "aiotensor.runtime.cgroups",
         "aiotensor.cli",
+        "aiotensor.cli.addresses",
         "aiotensor.cli.keys",
         "aiotensor.cli.words",
         "aiotensor.runtime.logs",
@@ -379,6 +380,21 @@ def test_an_address_that_cannot_be_used_is_a_problem(tmp_path: Path) -> None:
     assert problems(findings) == ["socket folder"]
     assert "does not exist" in findings["socket folder"]["found"]
     assert "mkdir" in findings["socket folder"]["advice"]
+
+
+def test_the_folder_of_an_engine_need_not_exist(tmp_path: Path) -> None:
+    status, findings = doctor("--address", f"engine://{tmp_path}/engine")
+
+    assert status == 0
+    assert findings["socket folder"]["found"] == f"the engine creates {tmp_path}/engine"
+    assert "nothing exists there yet" in findings["socket file"]["found"]
+
+
+def test_the_address_of_a_message_server_is_rejected_with_an_explanation() -> None:
+    result = CliRunner().invoke(command, ["doctor", "--address", "ipc:///run/engine.messages"])
+
+    assert result.exit_code == 2
+    assert "is the address of a MessageServer, which cannot be inspected" in " ".join(result.output.split())
 
 
 def test_an_unusable_default_folder_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

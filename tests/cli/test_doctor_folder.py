@@ -49,6 +49,13 @@ def test_a_folder_may_have_a_longer_path_than_a_socket(tmp_path: Path) -> None:
     assert socket_folder(folder, asked_for=True).status is Status.OK
 
 
+def test_a_missing_folder_that_an_engine_creates_needs_a_usable_parent(tmp_path: Path) -> None:
+    found = socket_folder(tmp_path / "engine", asked_for=True, is_created=True)
+    assert (found.status, found.found) == (Status.OK, f"the engine creates {tmp_path}/engine")
+    missing = socket_folder(tmp_path / "missing" / "engine", asked_for=True, is_created=True)
+    assert is_problem(missing, f"{tmp_path}/missing does not exist", "mkdir -p -m 700")
+
+
 @pytest.mark.parametrize("asked_for", [True, False])
 def test_an_unusable_folder_is_a_problem_only_if_it_was_given(tmp_path: Path, asked_for: bool) -> None:
     file = tmp_path / "file"

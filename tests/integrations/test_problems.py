@@ -51,6 +51,14 @@ def test_each_error_has_a_response_and_its_text_is_only_logged(
     assert (record.levelno >= logging.ERROR) == (reason in ("engine_failed", "refused"))
 
 
+@pytest.mark.parametrize("unit", ["bytes", "tensors"])
+def test_a_request_that_is_too_large_is_answered_with_the_limit_and_its_unit(unit: str) -> None:
+    problem = problem_of(errors.TooLargeError(WORDS, limit=5, requested=7, unit=unit), 1)
+    assert problem is not None
+    detail = msgspec.json.decode(problem.body)["detail"]
+    assert detail == f"this request needs 7 {unit}, but the limit is 5"
+
+
 @pytest.mark.parametrize("seconds", [0, 0.001, 1])
 def test_retry_after_is_at_least_one_second(seconds: float) -> None:
     problem = problem_of(errors.WouldBlockError("busy"), seconds)

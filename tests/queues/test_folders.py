@@ -120,13 +120,17 @@ def test_a_copy_of_a_queue_does_not_remove_the_folder() -> None:
 async def test_too_many_producers_or_consumers_raise_with_a_suggestion() -> None:
     with queue_of(producers=2) as queue:
         async with queue.consumer(), queue.producer(), queue.producer():
-            with pytest.raises(UsageError, match=r"for 2 producers.*pass a larger number of producers"):
+            with pytest.raises(
+                UsageError, match=r"producers of this queue is 2.*pass a larger number of producers"
+            ):
                 await queue.producer().__aenter__()
-            with pytest.raises(UsageError, match=r"for 1 consumers.*pass a larger number of consumers"):
+            with pytest.raises(
+                UsageError, match=r"consumers of this queue is 1.*pass a larger number of consumers"
+            ):
                 await queue.consumer().__aenter__()
         async with queue.consumer():
             pass
-        with pytest.raises(UsageError, match="all 2 producers of this queue have closed"):
+        with pytest.raises(UsageError, match=r"the producers of this queue have closed \(2 of 2\)"):
             await queue.producer().__aenter__()
 
 
@@ -149,6 +153,7 @@ def test_two_processes_with_different_numbers_do_not_share_a_folder(folder: Path
         ({"folder": "/tmp/" + "x" * 100}, ValueError, "folder with a shorter path"),
         ({"folder": "/missing/queue"}, FileNotFoundError, "queue"),
         ({"producers": "3"}, TypeError, "integer"),
+        ({"message_type": 8}, TypeError, "pass the capacity as max_messages=8"),
         ({"message_type": int | list[str] | tuple[int, ...]}, TypeError, "union"),
     ],
 )

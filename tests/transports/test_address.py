@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -124,4 +125,21 @@ async def _meet(written: str, file: bytes) -> None:
 def test_the_doctor_checks_the_exact_folder_of_an_address(path: Path) -> None:
     (path.parent / "two words").mkdir(mode=0o700)
     context = doctor.make_context("doctor", ["--address", f"unix://{path.parent}/two%20words/s"])
-    assert context.params["address"] == path.parent / "two words" / "s"
+    assert context.params["place"].socket == path.parent / "two words" / "s"
+
+
+@pytest.mark.parametrize("address", ["engine://run/engine", "engine:/run/engine", "engine:run"])
+@pytest.mark.parametrize("make", [TensorSender, lambda address: MessageServer(address, Question)])
+def test_the_error_about_a_missing_slash_shows_a_valid_address(
+    address: str, make: Callable[[str], object]
+) -> None:
+    with pytest.raises(ValueError, match="such as engine:///run/user/1000/engine, or tcp://"):
+        make(address)
+
+
+def test_both_sockets_of_an_engine_need_a_path_that_is_short_enough() -> None:
+    folder = "engine:///" + "x" * (106 - len("/messages"))
+    for make in (TensorSender, lambda address: MessageServer(address, Question)):
+        make(folder)
+        with pytest.raises(ValueError, match="longer than the 107 bytes"):
+            make(f"{folder}x")

@@ -292,7 +292,7 @@ async def test_the_socket_of_a_dead_receiver_is_taken_over(path: Path) -> None:
 async def test_listening_at_the_address_of_a_running_receiver_raises_usage_error(path: Path) -> None:
     async with listening(path) as receiver:
         with connecting(path) as sender:
-            with pytest.raises(UsageError, match="another object already listens at"):
+            with pytest.raises(UsageError, match="already listens at"):
                 await Receiver(path).listen()
             assert await (await receiver.accepted.get()).read() == b"introduction 1"
             assert receiver.accepted.empty()
@@ -308,7 +308,7 @@ async def test_a_receiver_too_busy_to_accept_is_not_mistaken_for_a_dead_one(
         busy.listen(0)
         with connecting(path), connecting(path) as second:
             assert not second.is_connected()  # the backlog is full
-            with pytest.raises(UsageError, match="another object already listens at"):
+            with pytest.raises(UsageError, match="already listens at"):
                 await Receiver(path).listen()
     assert path.exists()
 

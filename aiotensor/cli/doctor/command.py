@@ -8,9 +8,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
+from aiotensor.cli.addresses import FORMS, refuse_message_server
 from aiotensor.cli.doctor import folder, kernel, memory, software
 from aiotensor.cli.doctor.finding import Finding, Status, as_json, as_line, as_row, colored_verdict, verdict
 from aiotensor.cli.keys import Keys, key_options, keys_for, needs_keys
@@ -18,17 +20,33 @@ from aiotensor.cli.keys import Keys, key_options, keys_for, needs_keys
 __all__ = ["doctor"]
 
 
-def _checked(_: click.Context, option: click.Parameter, address: str | None) -> Path | str | None:
-    """Return the path of a socket, or a ``tcp://`` address."""
+class _Place(NamedTuple):
+    """The parsed address of a receiver or a publisher.
+
+    Attributes:
+        socket: the path of a socket; None for the usual folder for sockets, and with a port.
+        makes_folder: whether an engine creates the folder of the socket.
+        port: the address with a host and a port; None for others.
+    """
+
+    socket: Path | None = None
+    makes_folder: bool = False
+    port: str | None = None
+
+
+def _place(_: click.Context, option: click.Parameter, address: str | None) -> _Place:
+    """Parse the address."""
     if address is None:
-        return None
+        return _Place()
     try:
         if address.lower().startswith("tcp:"):
             needs_keys(address)
-            return address
-        from aiotensor.transports.address import socket_path  # imported only here: the checks do not need it
+            return _Place(port=address)
+        refuse_message_server(address)
+        # Imported only here: the checks do not need it.
+        from aiotensor.transports.address import is_folder, socket_path
 
-        return Path(socket_path(address, "unix"))
+        return _Place(Path(socket_path(address, "unix")), is_folder(address))
     except ValueError as error:
         raise click.BadParameter(str(error), param=option) from error
 
@@ -36,8 +54,9 @@ def _checked(_: click.Context, option: click.Parameter, address: str | None) -> 
 @click.command()
 @click.option(
     "--address",
-    callback=_checked,
-    metavar="unix:///PATH|tcp://HOST:PORT",
+    "place",
+    callback=_place,
+    metavar=FORMS,
     help="Address of your receiver or publisher. [default: a socket in $XDG_RUNTIME_DIR or in the folder "
     "for temporary files]",
 )
@@ -58,7 +77,7 @@ def _checked(_: click.Context, option: click.Parameter, address: str | None) -> 
 )
 @click.option("--json", "as_objects", is_flag=True, help="Write a list of JSON objects.")
 def doctor(
-    address: Path | str | None,
+    place: _Place,
     server_key: str | None,
     secret_key: str | None,
     arena_bytes: int,
@@ -73,11 +92,10 @@ def doctor(
     With a tcp:// address of a receiver or publisher, on this or another machine, the command also resolves
     the name of the host, connects to the port, and inspects the process there.
     """
-    socket, port = (address, None) if isinstance(address, Path) else (None, address)
-    keys = keys_for(port, secret_key, server_key)
+    keys = keys_for(place.port, secret_key, server_key)
     show = None if as_objects else _writer()
     findings: dict[str, Finding] = {}
-    for check, finding in _examine(arena_bytes, subscribers, socket, port, keys):
+    for check, finding in _examine(arena_bytes, subscribers, place, keys):
         findings[check] = finding
         if show is not None:
             show.finding(check, finding)
@@ -118,9 +136,7 @@ def _writer() -> _Lines | _Rows:
     return _Rows() if sys.stdout.isatty() and find_spec("rich") is not None else _Lines()
 
 
-def _examine(
-    arena_bytes: int, subscribers: int, socket: Path | None, port: str | None, keys: Keys
-) -> Iterator[tuple[str, Finding]]:
+def _examine(arena_bytes: int, subscribers: int, place: _Place, keys: Keys) -> Iterator[tuple[str, Finding]]:
     """Yield the names of the checks, which do not change between versions, and the findings.
 
     The checks that import torch come last, because that takes seconds.
@@ -128,13 +144,14 @@ def _examine(
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     file_size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    socket, makes_folder, port = place
     parent = folder.default_folder() if socket is None else socket.parent
     yield "kernel", kernel.kernel(platform.system(), platform.release())
     yield "shared memory", kernel.shared_memory()
     yield "unix sockets", kernel.unix_sockets()
     yield "process ends", kernel.process_ends()
     yield "copied pages", kernel.copied_pages()
-    yield "socket folder", folder.socket_folder(parent, asked_for=socket is not None)
+    yield "socket folder", folder.socket_folder(parent, asked_for=socket is not None, is_created=makes_folder)
     if socket is not None:
         yield "socket file", folder.socket_file(socket)
     if port is not None:

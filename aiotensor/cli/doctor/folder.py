@@ -29,7 +29,7 @@ def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
         return Path("/tmp")  # noqa: S108 - only a socket is made there, and removed immediately
 
 
-def socket_folder(folder: Path, *, asked_for: bool) -> Finding:
+def socket_folder(folder: Path, *, asked_for: bool, is_created: bool = False) -> Finding:
     """Check that this user can make sockets in a folder, and that no other user can replace them.
 
     Makes a socket with a random name, and removes it.
@@ -37,12 +37,17 @@ def socket_folder(folder: Path, *, asked_for: bool) -> Finding:
     Args:
         folder: the folder to check.
         asked_for: whether the user named the folder, so that a failure is a problem and not only a note.
+        is_created: whether an engine creates the folder if it does not exist.
     """
     bad = Status.PROBLEM if asked_for else Status.NOTE
     place = shlex.quote(str(folder))
     try:
         facts = folder.stat()
     except FileNotFoundError:
+        if is_created:
+            parent = socket_folder(folder.parent, asked_for=asked_for)
+            is_ready = parent.status is Status.OK
+            return Finding(Status.OK, f"the engine creates {folder}") if is_ready else parent
         return Finding(bad, f"{folder} does not exist", f"Create it: mkdir -p -m 700 {place}, or {_ANOTHER}")
     except OSError as error:
         return Finding(bad, f"{folder} cannot be examined: {error.strerror or error}", _OTHERWISE)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import click
 
+from aiotensor.cli.addresses import FORMS, refuse_message_server
 from aiotensor.cli.keys import HOW_TO_GIVE, Keys, key_options, keys_for, needs_keys
 from aiotensor.cli.top import publishers, report
 from aiotensor.cli.top.report import Look
@@ -18,7 +19,6 @@ from aiotensor.transports.endpoints import TcpArguments, route_to
 
 __all__ = ["top"]
 
-_FORMS = "unix:///PATH|engine:///PATH|tcp://HOST:PORT"
 _AT_LEAST_S = 0.01
 _INTERRUPTED = 130  # the status that shells report for Ctrl-C
 _TERMINATED = 143  # and for SIGTERM
@@ -41,7 +41,7 @@ _seconds = partial(
 
 
 @click.command()
-@click.argument("address", metavar=_FORMS)
+@click.argument("address", metavar=FORMS)
 @key_options
 @click.option("--json", "as_json", is_flag=True, help="Inspect twice, and write one JSON object.")
 @_seconds("--interval", "interval_s", default=1.0, help="Pause between two inspections.")
@@ -91,18 +91,13 @@ def _can_draw() -> bool:
 
 def _check(address: str, keys: Keys) -> None:
     """Check an address and the keys for it, without connecting."""
-    if address.lower().startswith("ipc:"):
-        raise click.BadParameter(
-            f"{address} is the address of a MessageServer, which cannot be inspected. Pass the address of a "
-            "TensorReceiver or a Publisher; the Prometheus metrics of a process include its MessageServers.",
-            param_hint=f"'{_FORMS}'",
-        )
     try:
+        refuse_message_server(address)
         if keys.server_key is None and needs_keys(address):
             raise ValueError(f"any machine that reaches {address} could connect. {HOW_TO_GIVE}")
         route_to(address, TcpArguments(True, *keys))
     except ValueError as error:
-        raise click.BadParameter(str(error), param_hint=f"'{_FORMS}'") from error
+        raise click.BadParameter(str(error), param_hint=f"'{FORMS}'") from error
 
 
 def _run(address: str, look: Look, as_json: bool, is_live: bool, interval_s: float) -> str:

@@ -70,7 +70,7 @@ def parse(address: str, *, has_keys: bool, is_client: bool = False) -> Address:
     """
     if not isinstance(address, str):
         raise TypeError(f"address must be a string such as 'ipc:///run/user/1000/m.sock', got {address!r}")
-    if address.lower().startswith(("ipc:///", "engine:///")):
+    if address.lower().startswith(("ipc:", "engine:")):
         path = socket_path(address, "ipc")
         return Address(address, (Target(b"ipc://" + os.fsencode(path)),), "", 0, path, True)
     host, port = _host_and_port(address)
