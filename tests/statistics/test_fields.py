@@ -30,7 +30,14 @@ def test_fields_with_the_same_metric_have_the_same_type_and_differ_in_their_labe
 def test_all_fields_but_holders_and_limits_for_each_client_are_exported() -> None:
     exported = {field.name for kind in KINDS for family in families_of(kind) for field in family.fields}
     declared = {name for kind in KINDS for name in kind.__struct_fields__}
-    assert declared - exported == {"engines", "holders", "lags", "max_waiting", "max_waiting_bytes"}
+    assert declared - exported == {
+        "address",
+        "engines",
+        "holders",
+        "lags",
+        "max_waiting",
+        "max_waiting_bytes",
+    }
 
 
 def test_counters_are_numbers_waits_and_errors() -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import os
 import pickle
 import subprocess
 import sys
@@ -338,8 +339,7 @@ def be_without_a_writer(rank: int, store: str, reason: str, results: Any) -> Non
             MessageQueue.create_from_process_group(dist.group.WORLD, 1 << 20, 4)
         except (UsageError, PeerLostError, ValueError) as error:
             results.send((rank, type(error).__name__, str(error)))
-    dist.barrier()  # a group of torch 2.6 that still frees the tensors of its last work deadlocks at its end
-    dist.destroy_process_group()
+    dist.barrier()  # the other process may still need this one
 
 
 def be_in_a_group(rank: int, store: str, is_stateless: bool, results: Any) -> None:
@@ -350,7 +350,15 @@ def be_in_a_group(rank: int, store: str, is_stateless: bool, results: Any) -> No
     results.send(torch.equal(answer["tensor"], pattern(7, BIG)))
     dist.barrier()
     queue.shutdown()
-    dist.destroy_process_group()
+
+
+def run_and_exit(target: Any, *arguments: object) -> None:
+    """Run a function, and end this process without the destructor of its group.
+
+    That of torch 2.6 holds the GIL while it waits for a thread, which may need the GIL to free a tensor.
+    """
+    target(*arguments)
+    os._exit(0)
 
 
 def in_a_group(target: Any, argument: object) -> list[Any]:
@@ -359,7 +367,9 @@ def in_a_group(target: Any, argument: object) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = context.Pipe()
         processes = [
-            context.Process(target=target, args=(rank, f"{folder}/store", argument, theirs), daemon=True)
+            context.Process(
+                target=run_and_exit, args=(target, rank, f"{folder}/store", argument, theirs), daemon=True
+            )
             for rank in range(2)
         ]
         for process in processes:
