@@ -337,24 +337,30 @@ def leave_threads_waiting(*place: str) -> None:
 
 
 def be_busy(*place: str) -> None:
-    """End while daemon threads send, receive, ask and answer as fast as they can."""
+    """End while daemon threads send, receive, ask and answer as fast as they can.
+
+    The threads keep the tensors: torch 2.6 aborts the process if a daemon thread frees a tensor of a numpy
+    array while the interpreter is finalized.
+    """
     receiver, sender, server, client = _open_all(Place(*place))
-    small, large = pattern(1, 10), pattern(1, BIG)
-    done: list[object] = []
+    small, answer = pattern(1, 10), Answer(1, tensor=pattern(1, BIG))
+    received: list[object] = []
+    asked: list[Question] = []
 
     def pass_on() -> None:
         while True:
-            receiver.receive(sender.send(small))
-            done.append(1)
+            received.append(receiver.receive(sender.send(small)))
 
     def ask() -> None:
         while True:
-            client.request(Question(1, small))
-            done.append(1)
+            received.append(client.request(Question(1, small)))
 
-    answer = Answer(1, tensor=large)
-    _begin(pass_on, ask, ask, lambda: server.serve(lambda _: answer))
-    until(lambda: len(done) > 50)
+    def reply(question: Question) -> Answer:
+        asked.append(question)
+        return answer
+
+    _begin(pass_on, ask, ask, lambda: server.serve(reply))
+    until(lambda: len(received) > 50)
 
 
 def copy_to_the_end(*place: str) -> None:
