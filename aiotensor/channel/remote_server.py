@@ -12,7 +12,6 @@ which is used once the server has accepted this client.
 
 import asyncio
 import errno
-import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from contextlib import AbstractAsyncContextManager
 
 import zmq
 
+from aiotensor.channel.connection_log import log_failure, log_loss, log_violation
 from aiotensor.channel.payloads import ReceivedAnswer
 from aiotensor.channel.server_session import ServerSession
 from aiotensor.errors import (
@@ -38,7 +38,6 @@ from aiotensor.protocol.connection import Close, Loss
 from aiotensor.protocol.exchange import ServerHello
 from aiotensor.protocol.parts import PartLimits
 from aiotensor.runtime.descriptors import copy_of
-from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.outage import Outage
 from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.runtime.waiting import Waiters, at_most
@@ -52,8 +51,6 @@ from aiotensor.transports.zeromq.sockets import LoopSocket
 from aiotensor.types import EngineStatistics, Usage
 
 __all__ = ["RemoteServer"]
-
-logger = logger_of("channel")
 
 # A server that has sent its last message closes the connection. If ZeroMQ has sent only some parts of a
 # message by then, and this side has discarded the others, libzmq 4.3.5 fails an assertion, which ends the
@@ -234,7 +231,9 @@ class RemoteServer:
 
     def try_again(self, at_most_every_s: float = 0.0) -> None:
         """Connect again after a permanent failure, but not within `at_most_every_s` seconds of it."""
-        may_have_changed = isinstance(self._failure, PeerLostError | RefusedError | AccessDeniedError)
+        may_have_changed = isinstance(
+            self._failure, PeerLostError | RefusedError | AccessDeniedError | UsageError
+        )
         can_try = self._attempt is None and may_have_changed
         if can_try and asyncio.get_running_loop().time() >= self.refused_at + at_most_every_s:
             self._connect()
@@ -314,17 +313,7 @@ class RemoteServer:
             self._lose(Loss(error, is_retried=False, reason=str(error)), _LINGER_S)
             return
         except ProtocolError as error:
-            logger.error(
-                "the server (pid %s) broke the protocol: %s",
-                connection.peer_pid,
-                error,
-                extra={
-                    "event": "protocol_broken",
-                    "count": 1,
-                    "peer_pid": connection.peer_pid,
-                    "reason": str(error),
-                },
-            )
+            log_violation(error, connection.peer_pid)
             self._lose(connection.violated(error), _LINGER_S)
             return
         match frame:
@@ -347,25 +336,13 @@ class RemoteServer:
     def _lose(self, loss: Loss, linger_s: float = 0.0) -> None:
         """Handle the end of a connection after the handshake."""
         was_ready = self.session is not None
-        lost = 0 if self.session is None else self.session.unanswered
+        unanswered = 0 if self.session is None else self.session.unanswered
         self.lost += was_ready
         is_refusal = isinstance(loss.error, RefusedError)
         self.counts["refusals" if is_refusal else "losses"] += is_refusal or was_ready
         self._end(loss.error, linger_s)
         self._events.disconnected(id(self), None if loss.is_clean else loss.error)
-        logger.log(
-            logging.WARNING if lost or is_refusal else logging.INFO,
-            "%s; requests without an answer: %s",
-            loss.error,
-            lost,
-            extra={
-                "event": "server_lost",
-                "address": self.address.text,
-                "peer_pid": loss.error.pid,
-                "reason": loss.reason,
-                "messages_lost": lost,
-            },
-        )
+        log_loss(loss, self.address.text, unanswered)
         if loss.is_retried:
             self._failure = None
             if was_ready:
@@ -387,11 +364,7 @@ class RemoteServer:
 
     def _refuse(self, error: AccessDeniedError | UsageError) -> None:
         self.counts["refusals"] += 1
-        logger.error(
-            "%s",
-            error,
-            extra={"event": "server_refused", "address": self.address.text, "reason": str(error)},
-        )
+        log_failure(error, self.address.text)
         self._end(error)
         self._notify()
 

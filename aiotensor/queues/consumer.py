@@ -166,8 +166,8 @@ class QueueConsumer(LoopObject, Generic[M]):
         dead = states.count(SlotState.DEAD)
         if not dead:
             return ClosedError(
-                f"the producers of this queue have closed ({len(states)} of {len(states)}), and all their "
-                "messages were taken"
+                f"all producers of this queue have closed (producers={len(states)}), and all their messages "
+                "were taken"
             )
         return PeerLostError(
             f"{dead} of the {len(states)} producers of this queue ended without closing: they died, or ended "

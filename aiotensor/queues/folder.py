@@ -223,8 +223,8 @@ class Folder(NamedTuple):
         states = self.states(kind)
         if kind is Kind.PRODUCER and all(state is SlotState.CLOSED for state in states):
             raise UsageError(
-                f"the producers of this queue have closed ({len(states)} of {len(states)}), so its consumers "
-                "have reached the end: create a new MessageQueue, or pass a larger number of producers"
+                f"all producers of this queue have closed (producers={len(states)}), so its consumers have "
+                "reached the end: create a new MessageQueue, or pass a larger number of producers"
             )
         file = self._open()
         for wanted in (SlotState.UNUSED, SlotState.DEAD, SlotState.CLOSED):

@@ -41,7 +41,7 @@ def test_threads_put_and_get_messages_with_metadata(queue: MessageQueue[Any]) ->
         for message in consumer:
             assert torch.equal(message["frames"], pattern(message["number"], BIG))
             numbers.append(message["number"])
-        with pytest.raises(ClosedError, match=r"the producers of this queue have closed \(2 of 2\)"):
+        with pytest.raises(ClosedError, match=r"all producers of this queue have closed \(producers=2\)"):
             consumer.get()
     assert sorted(numbers) == list(range(20))
     for thread in threads:

@@ -10,8 +10,8 @@ import pytest
 from aiotensor import PeerLostError, TensorSender
 from aiotensor.channel import MessageClient
 from aiotensor.integrations.problems import problem_of
-from tests.integrations.stoppable import STYLES, engine
-from tests.integrations.totals import Total, numbers
+from tests.integrations.stoppable import FINISHING, STYLES, engine
+from tests.integrations.totals import Total, numbers, total_of
 
 # No program notices SIGKILL, in whatever style it is written.
 ENDS = [*itertools.product(STYLES, [signal.SIGTERM, signal.SIGINT]), ("asyncio", signal.SIGKILL)]
@@ -40,3 +40,16 @@ async def test_requests_in_progress_are_lost_and_not_failed_when_the_engine_stop
     assert status == (-signal.SIGKILL if number is signal.SIGKILL else 0), errors
     assert "ERROR aiotensor" not in errors  # asyncio reports that SystemExit ended a task
     assert "ERROR" not in {record.levelname for record in caplog.records}
+
+
+@pytest.mark.parametrize("style", FINISHING)
+async def test_an_engine_can_finish_the_request_in_progress_before_it_stops(style: str, folder: Path) -> None:
+    async with (
+        engine(style, folder, pace_s=1) as one,
+        TensorSender(f"unix://{folder}/t") as sender,
+        MessageClient(f"ipc://{folder}/m", sender=sender, reply_type=Total) as client,
+    ):
+        asking = asyncio.create_task(client.request(numbers(bytes([1, 2, 3]))))
+        await one.reports("working")
+        assert await one.stop(signal.SIGTERM) == (0, "")
+        assert (await asking).total == total_of(bytes([1, 2, 3]))

@@ -130,7 +130,7 @@ async def test_too_many_producers_or_consumers_raise_with_a_suggestion() -> None
                 await queue.consumer().__aenter__()
         async with queue.consumer():
             pass
-        with pytest.raises(UsageError, match=r"the producers of this queue have closed \(2 of 2\)"):
+        with pytest.raises(UsageError, match=r"all producers of this queue have closed \(producers=2\)"):
             await queue.producer().__aenter__()
 
 

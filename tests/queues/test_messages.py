@@ -177,7 +177,7 @@ async def test_join_and_closing_wait_until_messages_were_taken() -> None:
             assert check(await consumer.get()) == 1
             await joining
             await closing
-            with pytest.raises(ClosedError, match=r"the producers of this queue have closed \(1 of 1\)"):
+            with pytest.raises(ClosedError, match=r"all producers of this queue have closed \(producers=1\)"):
                 await consumer.get()
             with pytest.raises(ClosedError):
                 consumer.get_nowait()
