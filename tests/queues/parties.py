@@ -39,7 +39,7 @@ class Ends(NamedTuple):
 
 @contextmanager
 def queue_of(**options: Any) -> Iterator[MessageQueue[Any]]:
-    """Make a queue, which removes its folder at the end of the block."""
+    """Create a queue that removes its folder at the end of the block."""
     with MessageQueue(**options) as queue:
         yield queue
     assert not os.path.exists(queue._settings.folder.path)
