@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import torch
 
 from aiotensor import TensorReceiver, TensorSender
 from demo.clips import sample_clips
+from verification.places import free_port
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -76,9 +76,7 @@ async def test_the_server_and_the_engine_of_the_readme_answer_an_upload(tmp_path
     (tmp_path / "messages.py").write_text(messages.replace("/tmp/", f"{place}/"))
     (tmp_path / "engine.py").write_text(engine)
     (tmp_path / "server.py").write_text(server)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     clip = sample_clips()[0]
     started = []
     try:

@@ -528,6 +528,7 @@ async def test_a_long_wait_is_logged_once_and_its_holders_are_in_the_statistics(
             TensorSender(place, permits, BIG * 8, long_wait_s=0.01) as sender,
         ):
             held = await sender.send(pattern(0, BIG))
+            await until(lambda: sender.receiver_id is not None)
             waiting = asyncio.create_task(sender.send(pattern(1, BIG)))
             await until(lambda: "has waited" in caplog.text)
             assert sender.statistics().longest_wait_s > 0

@@ -53,7 +53,7 @@ class Broadcasts:
             for _ in range(count):
                 subscribers.append(await stack.enter_async_context(Subscriber(self.endpoint, type)))
             if count:
-                await publisher.wait_for_subscribers(count)
+                await _joined(publisher, count)
             yield Broadcast(publisher, subscribers)
 
     @asynccontextmanager
@@ -61,7 +61,7 @@ class Broadcasts:
         """Open one more subscriber, and wait until it is connected."""
         connected = publisher.statistics().subscribers
         async with Subscriber(self.endpoint, type) as subscriber:
-            await publisher.wait_for_subscribers(connected + 1)
+            await _joined(publisher, connected + 1)
             yield subscriber
 
 
@@ -73,8 +73,13 @@ async def audience(
     async with peers(endpoint, count) as children, Publisher(endpoint, **limits) as publisher:
         for child in children:
             await child.call(workers.subscribe)
-        await publisher.wait_for_subscribers(count)
+        await _joined(publisher, count)
         yield publisher, children
+
+
+async def _joined(publisher: Publisher, count: int) -> None:
+    """Wait until subscribers are connected, also beyond `max_wait_s`."""
+    await until(lambda: publisher.statistics().subscribers >= count)
 
 
 def remove_socket(endpoint: Endpoint) -> None:

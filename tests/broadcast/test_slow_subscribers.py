@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -66,11 +67,9 @@ async def test_waiting_for_a_slow_subscriber_ends_with_the_subscriber(broadcasts
 
 
 async def test_a_wait_for_a_slow_subscriber_is_limited(broadcasts: Broadcasts) -> None:
-    async with broadcasts.open(2, max_behind=1, max_wait_s=0.05) as (publisher, [slow, quick]):
+    async with broadcasts.open(2, max_behind=1, max_wait_s=0.5) as (publisher, [slow, quick]):
         await publisher.publish(pattern(0, BIG))
-        with pytest.raises(
-            WouldBlockError, match=r"slow.* for 0.05 s \(subscriber .* is 1 of 1 publications"
-        ):
+        with pytest.raises(WouldBlockError, match=r"slow.* for 0.5 s \(subscriber .* is 1 of 1 publications"):
             await publisher.publish(pattern(1, BIG))
         await received(slow, 1)
         await received(quick, 1)
@@ -94,7 +93,7 @@ async def test_a_long_wait_is_logged_once_with_the_slow_subscribers(
     assert record.__dict__["event"] == "long_wait"
     assert record.__dict__["subscribers"] == 2
     assert f"subscriber {slow.id} " in record.__dict__["held_by"]
-    assert "is 2 of 2 publications behind, for 0." in record.__dict__["held_by"]
+    assert re.search(r"is 2 of 2 publications behind, for \d+\.\d s", record.__dict__["held_by"])
 
 
 async def test_the_oldest_publication_of_a_slow_subscriber_is_dropped(broadcasts: Broadcasts) -> None:
@@ -166,7 +165,7 @@ async def test_a_disconnected_subscriber_connects_again_with_its_next_call(addre
 
 @pytest.mark.parametrize("slow", ["wait", "drop", "disconnect"])
 async def test_a_subscriber_uses_at_most_max_held_bytes(broadcasts: Broadcasts, slow: SlowPolicy) -> None:
-    limits = {"max_held_bytes": 2 << 20, "max_behind": 2, "slow": slow, "max_wait_s": 0.05}
+    limits = {"max_held_bytes": 2 << 20, "max_behind": 2, "slow": slow, "max_wait_s": 0.5}
     async with broadcasts.open(2, **limits) as (publisher, [hoarder, quick]):
         kept = []
         for number in range(2):

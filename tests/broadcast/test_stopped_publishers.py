@@ -36,6 +36,7 @@ async def test_subscribers_of_a_stopped_publisher_wait_and_then_miss_nothing(end
         publishing = publisher.start(workers.publish, 2, BIG)
         publisher.go_on()
         assert await publishing == 3
+        await until(lambda: impatient.statistics().unclaimed == 2)
         publications = [await waiting, await impatient.receive()]
         publications += [await patient.receive(), await impatient.receive()]
         assert [(one.number, one.missed) for one in publications] == [(2, 0), (2, 0), (3, 0), (3, 0)]

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import shutil
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,6 +16,7 @@ from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from verification import inside
 from verification.patterns import pattern
+from verification.places import free_port
 
 __all__ = [
     "Answer",
@@ -71,17 +71,11 @@ class Places:
 def place() -> Iterator[Place]:
     """Create a place, and remove the files that a killed process left there."""
     folder = tempfile.mkdtemp(prefix="aiotensor-")  # the folders of pytest are too long for a socket
-    messages = f"ipc://{folder}/m" if Places.scheme == "ipc" else f"tcp://127.0.0.1:{_free_port()}"
+    messages = f"ipc://{folder}/m" if Places.scheme == "ipc" else f"tcp://127.0.0.1:{free_port()}"
     try:
         yield Place(messages, f"unix://{folder}/t", f"unix://{folder}/a")
     finally:
         shutil.rmtree(folder)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @dataclass

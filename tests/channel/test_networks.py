@@ -50,9 +50,9 @@ async def processes(*hosts: Host) -> AsyncIterator[list[Peer]]:
         yield started
 
 
-async def serve(state: State, address: str, keys: Keys) -> None:
+async def serve(state: State, address: str, keys: Keys, **options: Any) -> None:
     """Answer there from now on."""
-    server: MessageServer[Question] = MessageServer(address, Question, **keys.of_server())
+    server: MessageServer[Question] = MessageServer(address, Question, **keys.of_server(), **options)
     await state.stack.enter_async_context(server)
     state.others["serving"] = asyncio.create_task(server.serve(answer))
 
@@ -89,15 +89,17 @@ async def ask_for_name(state: State, address: str, keys: Keys) -> tuple[str, lis
     return error, texts
 
 
+_PATIENT = {"heartbeat_timeout_s": 1.5}
+
+
 async def test_a_server_whose_name_is_not_resolved_delays_no_other_server(hosts: Hosts, keys: Keys) -> None:
     async with processes(hosts.a, hosts.b) as (server, client):
         healthy = f"tcp://{hosts.a.address}:{PORT}"
-        await server.call(serve, healthy, keys)
-        await client.call(
-            open_client, [healthy, f"tcp://engine-2.example:{PORT}"], keys, max_wait_s=20, linger_s=0
-        )
+        # The lookup takes longer than heartbeats take to declare a server lost.
+        await server.call(serve, healthy, keys, **_PATIENT)
+        addresses = [healthy, f"tcp://engine-2.example:{PORT}"]
+        await client.call(open_client, addresses, keys, max_wait_s=20, linger_s=0, **_PATIENT)
         with promptly(3):
-            # Which takes longer than heartbeats take to declare a server lost.
             assert await client.call(ask_until_a_name_is_said_to_be_unknown)
         assert await client.call(servers_lost) == 0
         with promptly():

@@ -89,7 +89,7 @@ async def test_the_error_of_a_refused_client_is_the_refusal() -> None:
             MessageClient(here.messages, reply_type=Answer) as admitted,
         ):
             await until(lambda: admitted.statistics().servers == 1)
-            async with MessageClient(here.messages, reply_type=Answer, grace_s=SHORT_S) as client:
+            async with MessageClient(here.messages, reply_type=Answer, grace_s=60) as client:
                 for _ in range(2):
                     with pytest.raises(RefusedError):
                         await client.request(Question(1))

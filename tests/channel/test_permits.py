@@ -100,7 +100,7 @@ async def test_a_permit_is_for_one_request_in_its_block(servers: int, count: int
 
 @one_or_two
 async def test_there_are_as_many_permits_as_the_senders_have(servers: int) -> None:
-    async with _ends(servers, 2, max_wait_s=0.02) as ends, AsyncExitStack() as held:
+    async with _ends(servers, 2, max_wait_s=0.5) as ends, AsyncExitStack() as held:
         for _ in range(2 * servers):
             await held.enter_async_context(ends.client.permit())
         with pytest.raises(WouldBlockError):

@@ -224,6 +224,7 @@ async def test_a_server_that_was_busy_and_restarts_gets_its_share() -> None:
             async with _serving(busy):
                 await client.request(Question(0), target=0)  # the answer reports the load
         del held
+        await until(lambda: client.statistics().servers == 1)
         async with MessageServer(places[0].messages, Question) as fresh, _serving(fresh):
             await until(lambda: client.statistics().servers == 2)
             for seed in range(6):

@@ -92,7 +92,7 @@ async def test_without_a_terminal_top_prints_one_inspection_as_lines(address: st
         await child.call(peers.send_pattern, 0, BIG)
         await until(lambda: receiver.statistics().unclaimed_tensors == 1)
 
-        done = await run(address)
+        done = await run(address, "--patience", "10")
         await child.stop()
         stopped = await run(address, "--patience", "1")
         child.go_on()

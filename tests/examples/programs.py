@@ -5,7 +5,6 @@ import asyncio
 import os
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -15,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from verification.inspecting import inspect_receiver
+from verification.places import free_port
 
 ROOT = Path(__file__).parents[2]
 PORTS = {"fastapi_server": 8000, "aiohttp_server": 8080}
@@ -126,9 +126,7 @@ async def serving(
     """Start the engine and a server as shown, but at a free port, and wait until both are ready."""
     first, command, upload = shown(example)
     assert [first] == shown("engine")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command += ["--port", str(port)] if command[0] == "uvicorn" else [str(port)]
     if is_one_process and command[0] == "uvicorn":
         command += ["--workers", "1"]

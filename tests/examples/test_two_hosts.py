@@ -3,16 +3,15 @@
 import asyncio
 import re
 import signal
-import socket
 import stat
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.examples.programs import ROOT, Program, running, shown
 from two_hosts import keys
+from verification.places import free_port
 
 MAKE_KEYS, ENGINE, API = shown("two_hosts/__init__")
 GUIDE = (ROOT / "docs" / "two-machines.md").read_text()
@@ -22,16 +21,10 @@ ENVIRONMENT = {"PYTHONPATH": str(ROOT / "examples"), "PYTHONWARNINGS": "error"}
 @pytest.fixture
 def port() -> int:
     """Return the first of two free ports."""
-    while True:
-        with ExitStack() as probes:
-            first, second = (probes.enter_context(socket.socket()) for _ in range(2))
-            first.bind(("127.0.0.1", 0))
-            number = int(first.getsockname()[1])
-            try:
-                second.bind(("127.0.0.1", number + 1))
-            except (OSError, OverflowError):
-                continue
-            return number
+    first, second = free_port(), free_port()
+    while second != first + 1:
+        first, second = second, free_port()
+    return first
 
 
 def at(folder: Path, command: list[str], *more: object) -> list[str]:

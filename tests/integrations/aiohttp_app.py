@@ -57,7 +57,7 @@ def make_app() -> web.Application:
     """Make the application."""
     middleware = problem_middleware(retry_after_s=2.0, upload_grace_s=totals.UPLOAD_GRACE_S)
     app = web.Application(middlewares=[middleware], client_max_size=1 << 30)
-    app.cleanup_ctx.append(client_context(CLIENT, totals.client, drain_s=1.0))
+    app.cleanup_ctx.append(client_context(CLIENT, totals.client, drain_s=totals.DRAIN_S))
     app.add_routes(routes)
     return app
 

@@ -18,7 +18,7 @@ totals.log_errors()
 
 engine = MessageLifespan(
     totals.client,
-    drain_s=1.0,
+    drain_s=totals.DRAIN_S,
     retry_after_s=2.0,
     upload_grace_s=totals.UPLOAD_GRACE_S,
 )

@@ -165,7 +165,7 @@ async def test_a_killed_engine_causes_503_until_its_successor_answers(kind: str,
 
 @pytest.mark.parametrize("kind", SERVERS)
 async def test_sigterm_lets_requests_finish_and_sent_messages_be_taken(kind: str, folder: Path) -> None:
-    async with scene(kind, folder) as on:
+    async with scene(kind, folder, TOTALS_DRAIN_S="60") as on:
         [one] = on.engines
         await one.call(engine.slow_down, 0.2)
         left = await on.http.post("/left", content=UPLOAD)
@@ -189,9 +189,9 @@ async def test_untaken_messages_are_discarded_when_a_server_ends(kind: str, fold
         while not (await one.call(engine.held))[0].unclaimed_tensors:
             pass  # it was sent, and is on its way
         assert (await on.site.stop()) == (0, "")
-        while (held := (await one.call(engine.held))[0]).unclaimed_tensors:
+        while (held := (await one.call(engine.held))[0]).unclaimed_tensors or held.mapped_bytes:
             pass
-        assert (held.messages_discarded, held.senders_lost, held.mapped_bytes) == (1, 0, 0)
+        assert (held.messages_discarded, held.senders_lost) == (1, 0)
 
 
 @pytest.mark.parametrize("kind", ["uvicorn", "aiohttp"])

@@ -36,8 +36,11 @@ async def test_clients_that_stall_lose_their_permits_and_get_408(kind: str, fold
             for reader in readers:
                 assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
             assert is_answered(await on.http.post("/totals", content=UPLOAD))
-            [worker] = (await workers(on.http, 1)).values()
-            assert (worker.in_flight, worker.waiting, worker.bytes_in_use) == (0, 0, 0)
+            while True:  # memory comes back by another way than the answer
+                [worker] = (await workers(on.http, 1)).values()
+                if not (worker.in_flight or worker.bytes_in_use):
+                    break
+            assert worker.waiting == 0
         assert (await on.site.stop())[1] == ""
 
 

@@ -26,6 +26,7 @@ __all__ = [
 
 PERMITS = 4
 IS_IDEMPOTENT = "TOTALS_IDEMPOTENT" in os.environ
+DRAIN_S = float(os.environ.get("TOTALS_DRAIN_S", "1"))
 UPLOAD_GRACE_S = float(os.environ.get("TOTALS_UPLOAD_GRACE_S", "10"))
 _MAX_WAIT_S = float(os.environ.get("TOTALS_MAX_WAIT_S", "20"))
 _GRACE_S = float(os.environ["TOTALS_GRACE_S"]) if "TOTALS_GRACE_S" in os.environ else None

@@ -115,10 +115,30 @@ def test_the_program_may_keep_its_sentinels(folder: Path) -> None:
     assert os.listdir(folder / "tmp") == []
 
 
+def _waiting_to_be_killed(program: str) -> str:
+    """Return a program with more messages, in which a producer and a consumer never finish."""
+    for old, new in (
+        (f"MESSAGES = {MESSAGES}\n", f"import time\n\nMESSAGES = {_MANY}\n"),
+        (
+            "    for number in range(MESSAGES):\n",
+            "    for number in range(MESSAGES):\n"
+            f"        while name == 'a' and number == {_MANY // 2}:\n"
+            "            time.sleep(1)\n",
+        ),
+        (
+            "    for message in queue:\n",
+            "    for message in queue:\n"
+            f"        while name == 'x' and message['number'] >= {_MANY // 2}:\n"
+            "            time.sleep(1)\n",
+        ),
+    ):
+        assert old in program
+        program = program.replace(old, new)
+    return program
+
+
 def test_the_program_survives_a_killed_producer_and_a_killed_consumer(folder: Path) -> None:
-    # So many that the processes are still at work when they are killed.
-    long = AFTER.replace(f"MESSAGES = {MESSAGES}\n", f"MESSAGES = {_MANY}\n")
-    program = Program(long, folder, "spawn")
+    program = Program(_waiting_to_be_killed(AFTER), folder, "spawn")
     watchdog = threading.Timer(100, program.process.kill)
     watchdog.start()
     try:

@@ -101,7 +101,7 @@ async def test_a_message_that_never_fits_is_refused_at_once() -> None:
 
 @in_every_mode
 async def test_a_wait_for_bytes_ends_after_max_wait_s() -> None:
-    async with ends(max_bytes=_BIG_BYTES, max_wait_s=0.5) as (low, high):  # which limits opening, too
+    async with ends(max_bytes=_BIG_BYTES, max_wait_s=2) as (low, high):  # which limits opening, too
         await low.send(pattern(0, BIG))
         receiving = asyncio.ensure_future(low.receive())  # waits at the same time
         with pytest.raises(WouldBlockError, match="not enough bytes were free"):

@@ -52,6 +52,12 @@ async def _exchange(low: RankPipe, high: RankPipe) -> None:
     await high.aclose()
 
 
+async def _cancel(opening: asyncio.Future[Any]) -> None:
+    opening.cancel()
+    await asyncio.wait([opening])
+    assert opening.cancelled()
+
+
 @pytest.mark.parametrize("first", [0, 1])
 async def test_either_end_may_be_opened_first(first: int) -> None:
     store = HashStore()
@@ -69,15 +75,14 @@ async def test_either_end_may_be_opened_first(first: int) -> None:
 async def test_each_pipe_is_connected_to_the_pipe_with_the_same_number() -> None:
     store = HashStore()
     lows = [_end(store, 0) for _ in range(3)]
-    for low in lows:
-        opening = asyncio.ensure_future(low.__aenter__())
-        await until(lambda: store.num_keys() > 0)
-        await asyncio.sleep(0.01)  # the number is taken
-        opening.add_done_callback(lambda _: None)
+    openings = []
+    for taken, low in enumerate(lows, start=1):
+        openings.append(asyncio.ensure_future(low.__aenter__()))
+        await until(lambda taken=taken: store.add("aiotensor/ranks/0-1/0", 0) == taken)  # type: ignore[misc]
     highs = [_end(store, 1) for _ in range(3)]
     for high in highs:
         await high.__aenter__()
-    await until(lambda: all(low.statistics().connected for low in lows))
+    await asyncio.gather(*openings)
     for low, high in zip(lows, highs, strict=True):
         await _exchange(low, high)
 
@@ -128,9 +133,12 @@ async def test_opening_waits_for_the_other_rank_until_it_is_cancelled(
 ) -> None:
     monkeypatch.setattr(meeting, "LONG_WAIT_S", 0.02)
     for rank in (0, 1):
-        with caplog.at_level(logging.WARNING, "aiotensor.ranks"), promptly(), pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await _end(HashStore(), rank).__aenter__()
+        with caplog.at_level(logging.WARNING, "aiotensor.ranks"):
+            opening = asyncio.ensure_future(_end(HashStore(), rank).__aenter__())
+            await until(lambda: bool(caplog.records))
+            await asyncio.sleep(0.1)  # no second line comes
+            with promptly():
+                await _cancel(opening)
         [record] = caplog.records
         assert record.event == "peer_missing"  # type: ignore[attr-defined]
         assert f"rank {1 - rank} has not opened its end" in record.getMessage()
@@ -229,14 +237,10 @@ async def test_a_store_without_a_server_needs_host_between_machines() -> None:
         await opened(low, high)
         await _exchange(low, high)
         return
-    results = await asyncio.gather(
-        _end(store, 0, host=None).__aenter__(),
-        _end(store, 1, host=None, max_wait_s=1).__aenter__(),
-        return_exceptions=True,
-    )
-    assert isinstance(results[0], UsageError)
-    assert "pass the address of that interface as host=" in str(results[0])
-    assert isinstance(results[1], WouldBlockError)
+    opening = asyncio.ensure_future(_end(store, 1, host=None).__aenter__())
+    with pytest.raises(UsageError, match="pass the address of that interface as host="):
+        await _end(store, 0, host=None).__aenter__()
+    await _cancel(opening)
 
 
 async def test_opening_leaves_no_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,14 +257,15 @@ async def test_a_folder_with_a_long_name_is_an_error(folder: Path, monkeypatch: 
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     store = HashStore()
-    low, high = _end(store, 0), _end(store, 1, max_wait_s=0.2)
+    low, high = _end(store, 0), _end(store, 1)
     if not Routes.current.is_local:
         await opened(low, high)
         await _exchange(low, high)
         return
-    results = await asyncio.gather(low.__aenter__(), high.__aenter__(), return_exceptions=True)
-    assert isinstance(results[0], OSError)
-    assert "set TMPDIR to a folder with a shorter name" in str(results[0])
+    opening = asyncio.ensure_future(high.__aenter__())
+    with pytest.raises(OSError, match="set TMPDIR to a folder with a shorter name"):
+        await low.__aenter__()
+    await _cancel(opening)
 
 
 async def _listening(store: HashStore) -> str:

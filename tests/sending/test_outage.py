@@ -96,7 +96,7 @@ async def test_ready_waits_longer_than_the_grace_period() -> None:
 
 async def test_a_connected_receiver_that_is_slow_is_available() -> None:
     with endpoint() as place:
-        async with TensorReceiver(place), TensorSender(place, 1, grace_s=SHORT_S, max_wait_s=0.1) as sender:
+        async with TensorReceiver(place), TensorSender(place, 1, grace_s=SHORT_S, max_wait_s=0.5) as sender:
             await sender.ready()
             await sender.send(pattern(0, 3))
             with pytest.raises(WouldBlockError, match="no permit was free") as caught:

@@ -80,7 +80,7 @@ async def test_a_copy_that_waits_for_another_shows_in_the_statistics() -> None:
 
 
 async def test_a_copy_that_waits_longer_than_max_wait_s_releases_everything() -> None:
-    async with pair(max_wait_s=0.05) as (sender, receiver):
+    async with pair(max_wait_s=0.5) as (sender, receiver):
         async with busy_with_long_work(sender):
             with pytest.raises(WouldBlockError, match="other copies"):
                 await sender.send(LARGE)

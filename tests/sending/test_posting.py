@@ -87,7 +87,7 @@ async def test_a_failed_copy_is_logged_and_counted_once_and_discards_its_message
 
 
 async def test_a_copy_that_waits_for_longer_than_max_wait_s_fails(caplog: pytest.LogCaptureFixture) -> None:
-    async with pair(max_wait_s=0.02) as (sender, receiver), held_back(sender):
+    async with pair(max_wait_s=0.5) as (sender, receiver), held_back(sender):
         handle = sender.post(strided(1, BIG))
         with pytest.raises(WouldBlockError, match="other copies"):
             await sender.copied(handle)
