@@ -50,7 +50,7 @@ async def processes(*hosts: Host) -> AsyncIterator[list[Peer]]:
         yield started
 
 
-async def serve(state: State, address: str, keys: Keys, **options: Any) -> None:
+async def serve(state: State, /, address: str, keys: Keys, **options: Any) -> None:
     """Answer there from now on."""
     server: MessageServer[Question] = MessageServer(address, Question, **keys.of_server(), **options)
     await state.stack.enter_async_context(server)
