@@ -89,16 +89,14 @@ async def ask_for_name(state: State, address: str, keys: Keys) -> tuple[str, lis
     return error, texts
 
 
-_PATIENT = {"heartbeat_timeout_s": 1.5}
-
-
 async def test_a_server_whose_name_is_not_resolved_delays_no_other_server(hosts: Hosts, keys: Keys) -> None:
+    heartbeats = {"heartbeat_timeout_s": 1.5}
     async with processes(hosts.a, hosts.b) as (server, client):
         healthy = f"tcp://{hosts.a.address}:{PORT}"
         # The lookup takes longer than heartbeats take to declare a server lost.
-        await server.call(serve, healthy, keys, **_PATIENT)
+        await server.call(serve, healthy, keys, **heartbeats)
         addresses = [healthy, f"tcp://engine-2.example:{PORT}"]
-        await client.call(open_client, addresses, keys, max_wait_s=20, linger_s=0, **_PATIENT)
+        await client.call(open_client, addresses, keys, max_wait_s=20, linger_s=0, **heartbeats)
         with promptly(3):
             assert await client.call(ask_until_a_name_is_said_to_be_unknown)
         assert await client.call(servers_lost) == 0

@@ -54,11 +54,10 @@ class Workers(NamedTuple):
             except struct.error:  # prometheus_client cannot read a file that it has just created
                 continue
 
-    async def until(self, condition: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+    async def until(self, condition: Callable[[dict[str, float]], bool]) -> None:
         """Wait until the workers have published something."""
-        while not condition(numbers := self.gathered()):
+        while not condition(self.gathered()):
             await asyncio.sleep(0)
-        return numbers
 
 
 @pytest.fixture

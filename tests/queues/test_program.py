@@ -118,18 +118,18 @@ def test_the_program_may_keep_its_sentinels(folder: Path) -> None:
 def _waiting_to_be_killed(program: str) -> str:
     """Return a program with more messages, in which a producer and a consumer never finish."""
     for old, new in (
-        (f"MESSAGES = {MESSAGES}\n", f"import time\n\nMESSAGES = {_MANY}\n"),
+        (f"MESSAGES = {MESSAGES}\n", f"import signal\n\nMESSAGES = {_MANY}\n"),
         (
             "    for number in range(MESSAGES):\n",
             "    for number in range(MESSAGES):\n"
-            f"        while name == 'a' and number == {_MANY // 2}:\n"
-            "            time.sleep(1)\n",
+            f"        if name == 'a' and number == {_MANY // 2}:\n"
+            "            signal.pause()\n",
         ),
         (
             "    for message in queue:\n",
             "    for message in queue:\n"
-            f"        while name == 'x' and message['number'] >= {_MANY // 2}:\n"
-            "            time.sleep(1)\n",
+            f"        if name == 'x' and message['number'] >= {_MANY // 2}:\n"
+            "            signal.pause()\n",
         ),
     ):
         assert old in program

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
 T = TypeVar("T")
 
-SHORT_S = 0.5  # a connection is made within it
+SHORT_S = 0.5  # long enough to connect, which it limits, too
 LONG_S = 3600.0
 
 
