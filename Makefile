@@ -5,11 +5,12 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test lint types unit test-lowest test-vllm docs-tables coverage model chaos fuzz soak bench bench-quick bench-serving \
-        bench-vllm bench-peers clean help
+        bench-vllm bench-peers dist clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
 	@echo "make test    lint, types, and the whole test suite"
+	@echo "make dist    build the wheel, the source distribution and the list of dependencies (SBOM) into dist/"
 	@echo "make test-lowest   the test suite with the lowest supported version of each dependency"
 	@echo "make test-vllm   install vLLM without its CUDA libraries, and test the integration in its own code"
 	@echo "make docs-tables   write the tables of docs/metrics.md from the declared fields of statistics"
@@ -27,15 +28,16 @@ help:
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade 'pip>=25.1' # knows dependency groups since then
 
 # The pinned torch is installed first and separately, so that later version ranges are already satisfied.
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) --editable '.[demo]'
+	$(PIP) --editable . --group demo
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(PIP) --editable '.[test,lint]'
+	$(PIP) --editable . --group test --group lint --group dist
 	@touch $@
 
 demo: $(VENV)/.demo
@@ -51,10 +53,33 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy
 
+# The wheel is built with the pinned hatchling: the same files give the same bytes.
+DIST := dist
+$(DIST)/.built: $(VENV)/.test README.md $(shell find aiotensor -name '*.py')
+	rm -rf $(DIST)
+	$(BIN)/python -m build --no-isolation --outdir $(DIST)
+	@touch $@
+
+# An empty environment with the wheel and its extras, from which the list of dependencies is written. Then come the
+# packages that the programs of the README and of the tutorial need: tests run them there, without the checkout.
+WHEEL := .venv-wheel
+INTO_WHEEL = $(subst pip install,pip --python $(WHEEL)/bin/python install,$(PIP))
+$(WHEEL)/.programs: $(DIST)/.built
+	$(PYTHON) -m venv --clear --without-pip $(WHEEL)
+	$(INTO_WHEEL) "$$(grep '^torch==' constraints.txt)"
+	$(INTO_WHEEL) "aiotensor[aiohttp,cli,fastapi,nixl,prometheus,uvloop] @ file://$$(echo $(abspath $(DIST))/*.whl)"
+	$(BIN)/cyclonedx-py environment $(WHEEL) --output-reproducible --output-file $(WHEEL)/sbom.json
+	$(INTO_WHEEL) av httpx uvicorn
+	@touch $@
+
+dist: $(DIST)/.built $(WHEEL)/.programs
+	$(BIN)/twine check --strict $(DIST)/*.whl $(DIST)/*.tar.gz
+	cp $(WHEEL)/sbom.json $(DIST)/aiotensor.cdx.json
+
 # Most tests wait for processes: with as many workers as there are cores the suite takes half the time. A test
 # that hangs ends its worker and counts as failed; another worker runs the remaining tests (see tests/workers.py).
-unit: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 8 $(ARGS)
+unit: $(VENV)/.test $(WHEEL)/.programs
+	AIOTENSOR_TEST_PYTHON=$(abspath $(WHEEL))/bin/python $(BIN)/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 8 $(ARGS)
 
 # vLLM and its imports lie in a folder of their own, which only this target adds to the path: `make test` runs without
 # them. Its modules take 15 seconds to import, in each process of a test.
@@ -68,8 +93,9 @@ $(VENV)/.vllm: tests/vllm/requirements.txt $(VENV)/.test
 LOWEST := .venv-lowest
 $(LOWEST)/.test: pyproject.toml
 	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	grep -oE '"[a-z0-9-]+>=[0-9.]+' pyproject.toml | sed 's/"//; s/>=/==/' > $(LOWEST)/constraints.txt
-	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt --editable '.[test]'
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt --editable . --group test
 	@touch $@
 
 test-lowest: $(LOWEST)/.test
@@ -94,7 +120,7 @@ soak: SECONDS ?= 60
 FOR = --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 $(VENV)/.fuzz: $(VENV)/.test
-	$(PIP) --editable '.[fuzz]'
+	$(PIP) --editable . --group fuzz
 	@touch $@
 
 model: $(VENV)/.test
@@ -110,7 +136,7 @@ soak: $(VENV)/.test
 	@$(BIN)/python -m verification.soak $(FOR)
 
 $(VENV)/.bench: $(VENV)/.demo
-	$(PIP) --editable '.[bench]'
+	$(PIP) --editable . --group bench
 	@touch $@
 
 bench: $(VENV)/.bench
@@ -129,7 +155,7 @@ bench-vllm: $(VENV)/.bench $(VENV)/.vllm
 	@PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m bench.vllm_broadcast $(ARGS)
 
 bench-peers: $(VENV)/.bench
-	$(PIP) --editable '.[bench-peers]'
+	$(PIP) --editable . --group bench-peers
 
 clean:
-	rm -rf $(VENV) $(LOWEST) .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(WHEEL) $(DIST) .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -32,7 +32,7 @@ from aiotensor.types import (
     Waits,
 )
 
-__version__ = "0.1.0.dev0"
+__version__ = "1.0.0"
 
 __all__ = [
     "AccessDeniedError",

@@ -32,11 +32,20 @@ PAGES = [
 ]
 BROADCAST = "docs/broadcast.md"
 GUIDE = "docs/guide.md"
+# The interpreter that runs the programs: in `make test`, one of an environment that contains only the wheel.
+PYTHON = os.environ.get("AIOTENSOR_TEST_PYTHON", sys.executable)
 FOLDERS = [ROOT, ROOT / "aiotensor"]  # to which paths on a page may be relative
 
 
 def _blocks(kind: str, page: str = "README.md") -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def _environment() -> dict[str, str]:
+    # Without the path of the checkout, without coverage, which writes to standard error, and with buffers,
+    # since processes print in parallel.
+    excluded = ("COVERAGE_", "PYTHONPATH", "PYTHONUNBUFFERED")
+    return {name: value for name, value in os.environ.items() if not name.startswith(excluded)}
 
 
 def _run_program(which: int, folder: Path, page: str) -> str:
@@ -48,10 +57,8 @@ def _run_program(which: int, folder: Path, page: str) -> str:
     program.write_text(
         programs[which].replace("unix:///tmp/", f"unix://{place}/").replace("ipc:///tmp/", f"ipc://{place}/")
     )
-    # Without coverage, which writes to standard error, and with buffers, since processes print in parallel.
-    excluded = ("COVERAGE_", "PYTHONUNBUFFERED")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(excluded)}
-    command = [sys.executable, "-W", "error", str(program)]
+    environment = _environment()
+    command = [PYTHON, "-W", "error", str(program)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=folder, env=environment, timeout=120
     )
@@ -82,10 +89,15 @@ async def test_the_server_and_the_engine_of_the_readme_answer_an_upload(tmp_path
     try:
         for command, more in ((start_engine, []), (start_server, [f"--port={port}", "--log-level=warning"])):
             _, name, *arguments = shlex.split(command.removesuffix("&"))
-            program = [sys.executable] if name == "python" else [sys.executable, "-m", name]
+            program = [PYTHON] if name == "python" else [PYTHON, "-m", name]
             started.append(
                 await asyncio.create_subprocess_exec(
-                    *program, *arguments, *more, cwd=tmp_path, stderr=asyncio.subprocess.PIPE
+                    *program,
+                    *arguments,
+                    *more,
+                    cwd=tmp_path,
+                    env=_environment(),
+                    stderr=asyncio.subprocess.PIPE,
                 )
             )
         url = shlex.split(upload)[-1]

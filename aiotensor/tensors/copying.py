@@ -67,11 +67,13 @@ def copy_in_threads(
     memory = place.segment.memory  # keeps it mapped during the copy
     if not memory:
         raise CopyAbandonedError
-    steps = iter(_copy_steps(source, place))
+    steps = deque(_copy_steps(source, place))  # both threads take steps from it; `popleft` is thread-safe
 
     def share() -> None:
-        for step in steps:  # both threads take steps from one iterator
-            if is_abandoned():
+        while not is_abandoned():
+            try:
+                step = steps.popleft()
+            except IndexError:
                 return
             step()
 
@@ -86,7 +88,7 @@ def copy_in_threads(
         # Cancelling succeeds if the helper is still busy with another copy.
         if other is not None and not other.cancel():
             other.result()
-        deque(steps, maxlen=0)  # a share that is still queued must not keep the source alive
+        steps.clear()  # a share that is still queued must not keep the source alive
     if is_abandoned():
         raise CopyAbandonedError
 

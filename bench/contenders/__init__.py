@@ -315,4 +315,4 @@ def why_not(contender: Contender) -> str | None:
     absent = missing(contender.needs)
     if not absent:
         return None
-    return f"{', '.join(absent)} is not installed; `pip install '.[{contender.extra}]'` installs it"
+    return f"{', '.join(absent)} is not installed; `pip install --group {contender.group}` installs it"

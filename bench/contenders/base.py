@@ -164,7 +164,7 @@ class Contender:
         drives_itself: whether its module has `near` and `far` in place of the workload's.
         in_quick: whether a quick run measures it too.
         needs: the modules that must be installed, and the names of their packages.
-        extra: the extra of this project that installs them.
+        group: the dependency group of this project that installs them.
         largest: the size of the largest tensor that it can carry, in bytes; None for any.
         lacks: the workloads in which it takes no part, with the reasons.
         carries: tensors one way, messages and their answers, publications to several readers, or the videos
@@ -181,7 +181,7 @@ class Contender:
     drives_itself: bool = False
     in_quick: bool = True
     needs: Mapping[str, str] = field(default_factory=dict)
-    extra: str = "bench-peers"
+    group: str = "bench-peers"
     largest: int | None = None
     lacks: Mapping[str, str] = field(default_factory=dict)
     carries: Cargo = "tensors"

@@ -50,7 +50,7 @@ def test_a_contender_that_is_not_installed_is_listed_as_skipped() -> None:
 
 def test_a_missing_module_is_reported_with_what_installs_it() -> None:
     reason = why_not(contender("absent", needs={"no_such_module": "no-such-package", "json": "json"}))
-    assert reason == "no-such-package is not installed; `pip install '.[bench-peers]'` installs it"
+    assert reason == "no-such-package is not installed; `pip install --group bench-peers` installs it"
     assert missing({"json": "json"}) == []
     assert why_not(contender("plain")) is None
 
