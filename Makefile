@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test lint types unit test-lowest test-vllm docs-tables coverage model chaos fuzz soak bench bench-quick bench-serving \
-        bench-vllm bench-peers dist clean help
+        bench-vllm bench-peers docs docs-serve docs-browser dist clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
@@ -13,6 +13,9 @@ help:
 	@echo "make dist    build the wheel, the source distribution and the list of dependencies (SBOM) into dist/"
 	@echo "make test-lowest   the test suite with the lowest supported version of each dependency"
 	@echo "make test-vllm   install vLLM without its CUDA libraries, and test the integration in its own code"
+	@echo "make docs    build the documentation site in site/, and fail on warnings and broken links"
+	@echo "make docs-serve   show the site at http://127.0.0.1:8000, and follow changes of its pages"
+	@echo "make docs-browser   open each page of the site in Chromium, on a phone and on a desktop, and check it"
 	@echo "make docs-tables   write the tables of docs/metrics.md from the declared fields of statistics"
 	@echo "make coverage   the suite again, measured: which branches no test has taken"
 	@echo "make model   run random sequences of operations and compare them with a model, for SECONDS=600 from SEED="
@@ -107,6 +110,25 @@ test-vllm: $(VENV)/.vllm
 docs-tables: $(VENV)/.test
 	$(BIN)/python docs/metrics_tables.py
 
+# The package need not be installed: the reference is made from its sources.
+$(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
+	$(PIP) --group docs
+	@touch $@
+
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+docs-serve: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+$(VENV)/.docs-browser: $(VENV)/.docs
+	$(PIP) --group docs-browser
+	@touch $@
+
+# Not part of `test`: it needs Chromium, in Debian the package `chromium`.
+docs-browser: docs $(VENV)/.docs-browser
+	@$(BIN)/python docs/browse.py $(ARGS)
+
 # Not part of `test`: it takes three times as long.
 coverage: $(VENV)/.test
 	$(BIN)/coverage erase
@@ -158,4 +180,4 @@ bench-peers: $(VENV)/.bench
 	$(PIP) --editable . --group bench-peers
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(WHEEL) $(DIST) .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(WHEEL) $(DIST) site .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

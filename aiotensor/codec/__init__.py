@@ -20,6 +20,5 @@ the function `find`, which returns the tensor.
 from aiotensor.codec.decoder import Find, TensorDecoder
 from aiotensor.codec.encoder import Encoding, Place, TensorEncoder
 from aiotensor.codec.meta import TensorMeta
-from aiotensor.codec.placeholders import PACKED
 
-__all__ = ["PACKED", "Encoding", "Find", "Place", "TensorDecoder", "TensorEncoder", "TensorMeta"]
+__all__ = ["Encoding", "Find", "Place", "TensorDecoder", "TensorEncoder", "TensorMeta"]

@@ -22,6 +22,7 @@ __all__ = ["Find", "TensorDecoder"]
 T = TypeVar("T")
 
 Find: TypeAlias = Callable[[Any], torch.Tensor]
+"""A function that returns the tensor of a handle."""
 
 
 def _nowhere(handle: object) -> torch.Tensor:

@@ -29,6 +29,7 @@ from aiotensor.tensors.source import Sendable, Source, SupportsDLPack, as_source
 __all__ = ["Encoding", "Place", "TensorEncoder"]
 
 Place: TypeAlias = Callable[[torch.Tensor], object | None]
+"""A function that sends a tensor, and returns its handle, or None to encode the tensor in the message."""
 
 Buffers: TypeAlias = list[bytes | memoryview]
 

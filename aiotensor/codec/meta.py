@@ -26,7 +26,7 @@ class TensorMeta(msgspec.Struct, frozen=True):
 
     Use it as ``Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None, None, 3))]``.
 
-    Args:
+    Attributes:
         dtype: the required torch dtype, for arrays as well; None for any dtype.
         shape: the required sizes of the dimensions, in elements, with None for a dimension of any size. None
             instead of a tuple allows any shape.

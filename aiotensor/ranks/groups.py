@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["Group", "Membership", "membership_of"]
 
 Group: TypeAlias = "ProcessGroup | DeviceMesh | Store"
+"""What connects two ranks: a process group, a dimension of a device mesh, or a store."""
 
 
 class Membership(NamedTuple):

@@ -27,9 +27,11 @@ __all__ = [
 
 T = TypeVar("T")
 
-CurveKey: TypeAlias = str | bytes  # as zmq.curve_keypair() makes them
+CurveKey: TypeAlias = str | bytes
+"""A CURVE key, as `zmq.curve_keypair` makes it."""
 
-EngineName: TypeAlias = Literal["nixl"]  # the engines that move large tensors between machines
+EngineName: TypeAlias = Literal["nixl"]
+"""The name of an engine, which moves large tensors between machines."""
 
 # The ranges of numbers and times that are accepted from another process.
 MAX_NUMBER = 2**63 - 1

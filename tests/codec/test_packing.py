@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiotensor.codec import PACKED, Encoding, TensorDecoder
+from aiotensor.codec import Encoding, TensorDecoder
+from aiotensor.codec.placeholders import PACKED
 from aiotensor.codec.placeholders import LENGTH_BYTES
 from aiotensor.errors import ProtocolError
 from aiotensor.tensors.inline import MAX_INLINE_BYTES

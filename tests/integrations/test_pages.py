@@ -97,7 +97,7 @@ async def gunicorn(folder: Path, address: str) -> AsyncIterator[httpx.AsyncClien
 
 def _configuration() -> str:
     [text] = re.findall(
-        r"^  ```python\n(.*?)^  ```", (ROOT / "docs" / "metrics.md").read_text(), re.DOTALL | re.M
+        r"^    ```python\n(.*?)^    ```", (ROOT / "docs" / "metrics.md").read_text(), re.DOTALL | re.M
     )
     return str(text)
 

@@ -1,4 +1,4 @@
-"""The programs of docs/servers.md do what the page says."""
+"""The programs of the pages about FastAPI and aiohttp do what the pages say."""
 
 import re
 from pathlib import Path
@@ -18,17 +18,21 @@ from tests.channel.parties import Place, place
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
-PAGE = Path(__file__).parents[2] / "docs" / "servers.md"
-PROGRAMS: list[str] = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M)
+DOCS = Path(__file__).parents[2] / "docs"
+PROGRAMS: list[str] = [
+    program
+    for page in ("fastapi.md", "aiohttp.md")
+    for program in re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.M)
+]
 
 
 def run(here: Place, *words: str) -> dict[str, Any]:
-    """Run the one program of the page that has all of these words, at a place, and return its names."""
+    """Run the one program of the pages that has all of these words, at a place, and return its names."""
     [text] = [text for text in PROGRAMS if all(word in text for word in words)]
     for kind, address in (("unix", here.tensors), ("ipc", here.messages)):
         text = re.sub(rf'"{kind}://[^"]+"', repr(address), text)
     names: dict[str, Any] = {"__name__": "page"}
-    exec(compile(text, "servers.md", "exec"), names)  # noqa: S102 - it is ours
+    exec(compile(text, "page", "exec"), names)  # noqa: S102 - it is ours
     return names
 
 
