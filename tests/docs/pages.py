@@ -1,0 +1,85 @@
+"""The programs of the pages, and processes that run them."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+__all__ = ["ROOT", "Folder", "blocks", "folder"]
+
+ROOT = Path(__file__).parents[2]
+
+# The interpreter of the programs: another one tests an installed wheel, with the packages that the page installs.
+_PYTHON = os.environ.get("AIOTENSOR_TEST_PYTHON")
+
+
+def blocks(kind: str, page: str) -> list[str]:
+    """Return the blocks of one language on a page."""
+    return re.findall(rf"^```{kind}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+class Folder:
+    """A folder in which the programs of a page are saved and run, as a reader of the page does.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.started: list[subprocess.Popen[str]] = []
+        # Without coverage, which writes to standard error, and without proxies for the addresses of this machine.
+        self._environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("COVERAGE_") and not name.lower().endswith("_proxy")
+        }
+        if _PYTHON is not None:
+            self._environment.pop("PYTHONPATH", None)
+
+    def save(self, name: str, program: str) -> None:
+        """Save a program. Its sockets lie in this folder: several runs of these tests may be in progress."""
+        (self.path / name).write_text(program.replace(":///tmp/", f"://{self.path}/"))
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start a program, or with `-m` a module; its output is one stream."""
+        process = subprocess.Popen(
+            [_PYTHON or sys.executable, *arguments],
+            cwd=self.path,
+            env=self._environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, *arguments: str) -> str:
+        """Run a program to its end, and return its output."""
+        process = self.start(*arguments)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+        return output
+
+
+F = TypeVar("F", bound=Folder)
+
+
+@contextmanager
+def folder(kind: type[F]) -> Iterator[F]:
+    """Make a folder with a path that is short enough for sockets; kill its programs at the end."""
+    path = Path(tempfile.mkdtemp(prefix="aiotensor-"))
+    made = kind(path)
+    try:
+        yield made
+    finally:
+        for process in made.started:
+            process.kill()
+            process.communicate()
+        shutil.rmtree(path)
