@@ -73,14 +73,15 @@ async def test_the_batch_client_prints_a_line_for_each_file_and_fails_if_one_fai
         assert await owner.end(signal.SIGINT) == (0, "")
 
 
-async def test_an_engine_that_batches_requests_answers_each_video(folder: Path) -> None:
+@pytest.mark.parametrize("example", ["batching_engine", "gpu_engine"])
+async def test_an_engine_that_batches_requests_answers_each_video(folder: Path, example: str) -> None:
     _, [*command, _, _, _] = shown("batch_client")
     clips = [str(clip) for clip in sample_clips()] * 2
     async with engine(folder) as owner:
         async with running(command + clips, folder) as program:
             expected, _ = await program.process.communicate()
         assert await owner.end(signal.SIGINT) == (0, "")
-    async with engine(folder, "batching_engine") as owner:
+    async with engine(folder, example) as owner:
         async with running(command + clips, folder) as program:
             output, errors = await program.process.communicate()
         assert (program.process.returncode, errors) == (0, b"")
