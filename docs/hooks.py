@@ -34,6 +34,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> None:
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Rewrite the links of a page, except in its programs."""
+    if page.parent is None:  # a sidebar with one entry
+        page.meta["hide"] = ["navigation"]
     site = page.file.src_uri
     source = _SOURCES.get(site)
     if source is not None:
