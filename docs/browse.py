@@ -1,4 +1,4 @@
-"""Open every page of the built site in Chromium, and report what a reader would notice; run by ``make docs-browser``.
+"""Open every page of the built site in Chromium, and report problems; run by ``make docs-browser``.
 
 A page must load without errors on the console, without requests that fail or go to other hosts, and without
 scrolling sideways. Each page is opened on a phone in light colors, and on a desktop in dark colors.
@@ -11,11 +11,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import ConsoleMessage, Page, Request, Response, sync_playwright
 
 SITE = Path(__file__).parent.parent / "site"
 
@@ -34,7 +35,7 @@ SCREENS = [
     Screen("desktop", 1440, 900, "dark"),
 ]
 
-# The elements that stick out of the page, the outermost ones, unless they are in an element that scrolls or hides them.
+# The outermost elements that stick out of the page and are not in an element that scrolls.
 STICKING_OUT = """() => {
     const width = document.documentElement.clientWidth
     const scrolls = element => {
@@ -74,20 +75,28 @@ def pages(site: Path) -> list[str]:
 def check(page: Page, url: str, root: str) -> list[str]:
     """Open a page, and return what is wrong with it."""
     wrong: list[str] = []
+
+    def console(message: ConsoleMessage) -> None:
+        if message.type in {"error", "warning"}:
+            wrong.append(f"{message.type} on the console: {message.text}")
+
+    def request(request: Request) -> None:
+        if not request.url.startswith(("data:", "blob:", root)):
+            wrong.append(f"request to another host: {request.url}")
+
+    def response(response: Response) -> None:
+        if response.status >= HTTPStatus.BAD_REQUEST:
+            wrong.append(f"status {response.status}: {response.url}")
+
     listeners = {
-        "console": lambda message: message.type in {"error", "warning"} and wrong.append(message.text),
+        "console": console,
         "pageerror": lambda error: wrong.append(f"error: {error}"),
+        "request": request,
         "requestfailed": lambda request: wrong.append(f"failed request: {request.url}"),
-        "request": lambda request: (
-            request.url.startswith(("data:", "blob:", root))
-            or wrong.append(f"request to another host: {request.url}")
-        ),
-        "response": lambda response: (
-            response.status >= 400 and wrong.append(f"status {response.status}: {response.url}")
-        ),
+        "response": response,
     }
     for event, listener in listeners.items():
-        page.on(event, listener)  # type: ignore[call-overload,unused-ignore] # one overload for each event
+        page.on(event, listener)
     page.goto(url, wait_until="networkidle")
     width, available = page.evaluate(
         "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"

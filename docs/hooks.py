@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: publish files from outside of docs/, and turn other links that leave docs/ into links to GitHub."""
+"""Hooks of mkdocs: publish some files outside of docs/, and turn links to others into links to GitHub."""
 
 import re
 from pathlib import Path, PurePosixPath
@@ -34,8 +34,6 @@ def on_files(files: Files, *, config: MkDocsConfig) -> None:
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Rewrite the links of a page, except in its programs."""
-    if page.parent is None:  # a sidebar with one entry
-        page.meta["hide"] = ["navigation"]
     site = page.file.src_uri
     source = _SOURCES.get(site)
     if source is not None:

@@ -28,7 +28,7 @@ __all__ = ["Audience", "Backlog", "Dropped", "Item", "SlowPolicy"]
 S = TypeVar("S", bound=Hashable)
 
 SlowPolicy: TypeAlias = Literal["wait", "drop", "disconnect"]
-"""The effect of a slow subscriber: publishing waits, the subscriber loses publications, or it is disconnected."""
+"""The effect of a slow subscriber: publishing waits, publications are dropped, or it is disconnected."""
 
 
 class Item(NamedTuple):

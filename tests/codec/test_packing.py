@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiotensor.codec import Encoding, TensorDecoder
-from aiotensor.codec.placeholders import PACKED
-from aiotensor.codec.placeholders import LENGTH_BYTES
+from aiotensor.codec.placeholders import LENGTH_BYTES, PACKED
 from aiotensor.errors import ProtocolError
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from tests.codec.messages import Kind, anything, body_of, extension, kinds, plain, sent

@@ -15,7 +15,7 @@ __all__ = ["ROOT", "Folder", "blocks", "folder"]
 
 ROOT = Path(__file__).parents[2]
 
-# The interpreter of the programs: another one tests an installed wheel, with the packages that the page installs.
+# The interpreter of the programs. Another one than ours tests an installed wheel.
 _PYTHON = os.environ.get("AIOTENSOR_TEST_PYTHON")
 
 
@@ -34,7 +34,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.started: list[subprocess.Popen[str]] = []
-        # Without coverage, which writes to standard error, and without proxies for the addresses of this machine.
+        # Without coverage, which writes to standard error, and without proxies for local addresses.
         self._environment = {
             name: value
             for name, value in os.environ.items()

@@ -1,4 +1,4 @@
-"""The page on troubleshooting covers every error and every event that needs an action, and quotes real texts."""
+"""The page on troubleshooting covers all errors and all events that need an action, and quotes real texts."""
 
 import ast
 import re
@@ -14,7 +14,9 @@ LEVELS = ("WARNING", "ERROR", "CRITICAL")  # an event of INFO and DEBUG needs no
 
 def _events() -> set[str]:
     """Return the events of the page about logging at a level that needs an action."""
-    rows = re.findall(r"^\| `(\w+)` \| `[\w.]+` \| ([\w ]+) \|", (ROOT / "docs" / "logging.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| `(\w+)` \| `[\w.]+` \| ([\w ]+) \|", (ROOT / "docs" / "logging.md").read_text(), re.M
+    )
     return {event for event, levels in rows if any(level in levels for level in LEVELS)}
 
 
@@ -26,7 +28,7 @@ def _texts() -> list[str]:
 
 
 def _quoted() -> list[str]:
-    """Return the texts of errors that the page quotes: the code with spaces in the first columns of its tables."""
+    """Return the quoted texts of errors: code with spaces in the first columns of tables."""
     [errors] = re.findall(r"^## Errors$(.*?)^## ", PAGE, re.DOTALL | re.M)
     cells = re.findall(r"^\| (.*?) \|", errors, re.M)
     return [text for cell in cells for text in re.findall(r"`([^`]+)`", cell) if " " in text]

@@ -1,7 +1,7 @@
 """Each step of the tutorial works as a reader performs it, with the programs of the page.
 
-`AIOTENSOR_TEST_PYTHON` is the interpreter that runs the programs: the same tests check an installed wheel in an
-environment with `aiotensor[cli,fastapi,prometheus]`, `av` and `uvicorn`.
+`AIOTENSOR_TEST_PYTHON` is the interpreter that runs the programs: the same tests check an installed wheel in
+an environment with `aiotensor[cli,fastapi,prometheus]`, `av` and `uvicorn`.
 """
 
 import json
@@ -154,7 +154,9 @@ def test_metrics_logs_and_top_show_the_engine_and_its_server(site: Site) -> None
     assert re.search(r"^aiotensor_sender_permits_in_use\{.*\} 0.0$", metrics, re.MULTILINE)
 
     [command] = re.findall(r"^\$ aiotensor (\S+) engine:///tmp/tutorial-\$\(id -u\)$", SHOWN, re.MULTILINE)
-    shown = json.loads(site.run("-m", "aiotensor", command, f"engine://{site.path}/tutorial-{os.getuid()}", "--json"))
+    shown = json.loads(
+        site.run("-m", "aiotensor", command, f"engine://{site.path}/tutorial-{os.getuid()}", "--json")
+    )
     assert [sender["pid"] for sender in shown["senders"]] == [server.pid]
 
     server.terminate()
