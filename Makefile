@@ -116,7 +116,7 @@ $(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 docs: $(VENV)/.docs
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 docs-serve: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
