@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import sys
+import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ async def gunicorn(folder: Path, address: str) -> AsyncIterator[httpx.AsyncClien
     """Start the page's server with two workers, as the page says."""
     text = program("MultiprocessPublisher").replace("unix:///run/user/1000/engine.tensors", address)
     (folder / "server.py").write_text(text.replace("interval_s=5.0", "interval_s=0.05"))
-    (folder / "gunicorn.conf.py").write_text(re.sub("^  ", "", _configuration(), flags=re.M))
+    (folder / "gunicorn.conf.py").write_text(_configuration())
     (folder / "metrics").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         process = await asyncio.create_subprocess_exec(
@@ -99,7 +100,7 @@ def _configuration() -> str:
     [text] = re.findall(
         r"^    ```python\n(.*?)^    ```", (ROOT / "docs" / "metrics.md").read_text(), re.DOTALL | re.M
     )
-    return str(text)
+    return textwrap.dedent(text)
 
 
 async def test_workers_of_gunicorn_are_added_up_and_one_that_is_killed_leaves_no_gauges(
