@@ -23,6 +23,8 @@ PUBLIC = [
     "aiotensor.queues",
     "aiotensor.ranks",
 ]
+# Modules that the public ones are made of.
+INTERNAL = {"limits", "problems", "serving", "totals", "watching"}
 PAGES = {page.name: page.read_text() for page in sorted((ROOT / "docs" / "reference").glob("*.md"))}
 DESCRIBED = re.findall(r"^::: ([\w.]+)$", "\n".join(PAGES.values()), re.MULTILINE)
 
@@ -36,6 +38,13 @@ def test_each_public_name_of_a_module_is_in_the_reference(name: str) -> None:
         assert "`aiotensor.__version__`" in PAGES["tensors.md"]
         public.remove("__version__")
     assert public - described == set()
+
+
+def test_each_integration_is_public_or_internal() -> None:
+    folder = ROOT / "aiotensor" / "integrations"
+    modules = {path.stem for path in folder.iterdir() if not path.stem.startswith("_")}
+    public = {name.rpartition(".")[2] for name in PUBLIC if name.startswith("aiotensor.integrations.")}
+    assert modules == public | INTERNAL
 
 
 def test_no_name_is_in_the_reference_twice() -> None:
