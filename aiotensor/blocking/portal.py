@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from aiotensor.blocking.thread import Call, Loop, borrow, release
 from aiotensor.errors import ClosedError, UsageError
-from aiotensor.runtime.affinity import LoopObject, close_now, warn_unclosed
+from aiotensor.runtime.affinity import LoopObject, ProcessBound, close_now, warn_unclosed
 from aiotensor.runtime.peer_events import LoopObjectWithPeers
 from aiotensor.types import PeerEvent
 
@@ -47,7 +47,7 @@ def parameters_of(
     return decorate
 
 
-class BlockingObject(Generic[A, S]):
+class BlockingObject(ProcessBound, Generic[A, S]):
     """Use an asynchronous object from threads without an event loop; several threads may share it.
 
     Args:

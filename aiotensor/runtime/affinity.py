@@ -12,13 +12,13 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import MethodType, TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, SupportsIndex, TypeVar
 
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.statistics import registry
 
-__all__ = ["FreedItems", "LoopAffinity", "LoopObject", "close_now", "warn_unclosed"]
+__all__ = ["FreedItems", "LoopAffinity", "LoopObject", "ProcessBound", "close_now", "warn_unclosed"]
 
 T = TypeVar("T")
 
@@ -179,7 +179,17 @@ class LoopAffinity:
             )
 
 
-class LoopObject(abc.ABC):
+class ProcessBound:
+    """The base of objects that cannot be pickled, nor copied: a copy would close the resources of the original."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
+        raise UsageError(
+            f"a {type(self).__name__} cannot be pickled or copied, because its sockets and memory belong to "
+            "this process: pass its address or its queue to the other process, and open another one there"
+        )
+
+
+class LoopObject(ProcessBound, abc.ABC):
     """The base of public objects, which belong to an event loop and are closed when garbage-collected.
 
     Objects to which the event loop refers (sockets and their handlers) must not refer to this object, so that
