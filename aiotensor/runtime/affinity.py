@@ -169,7 +169,13 @@ class LoopAffinity:
             return
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(release)
+        self.note_unclosed()
         warn_unclosed(owner)  # last, since it raises if warnings are errors
+
+    def note_unclosed(self) -> None:
+        """Note for the leak check of tests that the object was garbage-collected while it was open."""
+        if self._entry is not None:
+            self._entry.note_unclosed()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -180,7 +186,7 @@ class LoopAffinity:
 
 
 class ProcessBound:
-    """The base of objects that cannot be pickled, nor copied: a copy would close the resources of the original."""
+    """The base of objects that cannot be pickled or copied: a copy would close the original's resources."""
 
     def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
         raise UsageError(
