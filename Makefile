@@ -4,8 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit test-lowest test-vllm docs-tables coverage model chaos fuzz soak bench bench-quick bench-serving \
-        bench-vllm bench-peers dist clean help
+.PHONY: demo test lint types unit test-lowest test-vllm test-ray docs-tables coverage model chaos fuzz soak bench bench-quick \
+        bench-serving bench-vllm bench-peers dist clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
@@ -13,6 +13,7 @@ help:
 	@echo "make dist    build the wheel, the source distribution and the list of dependencies (SBOM) into dist/"
 	@echo "make test-lowest   the test suite with the lowest supported version of each dependency"
 	@echo "make test-vllm   install vLLM without its CUDA libraries, and test the integration in its own code"
+	@echo "make test-ray   install Ray and the wheel, and test the examples for Ray"
 	@echo "make docs-tables   write the tables of docs/metrics.md from the declared fields of statistics"
 	@echo "make coverage   the suite again, measured: which branches no test has taken"
 	@echo "make model   run random sequences of operations and compare them with a model, for SECONDS=600 from SEED="
@@ -104,6 +105,20 @@ test-lowest: $(LOWEST)/.test
 test-vllm: $(VENV)/.vllm
 	PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m pytest tests/vllm tests/integrations/vllm $(ARGS)
 
+# Ray has many dependencies, so it has an environment of its own, with the wheel: the programs that the tests start use
+# it instead of this checkout.
+RAY := .venv-ray
+INTO_RAY = $(subst pip install,pip --python $(RAY)/bin/python install,$(PIP))
+$(RAY)/.test: tests/ray/requirements.txt pyproject.toml constraints.txt $(VENV)/.test
+	$(PYTHON) -m venv --clear --without-pip $(RAY)
+	$(INTO_RAY) "$$(grep '^torch==' constraints.txt)"
+	$(INTO_RAY) . --group test --requirement $<
+	@touch $@
+
+test-ray: $(RAY)/.test $(DIST)/.built
+	$(INTO_RAY) --no-deps --force-reinstall $(DIST)/*.whl
+	$(RAY)/bin/python -m pytest tests/ray $(ARGS)
+
 docs-tables: $(VENV)/.test
 	$(BIN)/python docs/metrics_tables.py
 
@@ -158,4 +173,4 @@ bench-peers: $(VENV)/.bench
 	$(PIP) --editable . --group bench-peers
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(WHEEL) $(DIST) .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(RAY) $(WHEEL) $(DIST) .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
