@@ -20,7 +20,7 @@ SHAPE = (60, 180, 320, 3)  # frames, height, width, channels
 
 
 class Engine:
-    """Owns the model. An actor is a process of its own, so it opens its own receiver and sender."""
+    """Owns the model. It runs in another process than the driver, so it opens its own receiver and sender."""
 
     async def open(self, clips: str, motions: str) -> None:
         """Open both ends. `__init__` cannot do this: it does not run in the event loop of the actor."""

@@ -22,7 +22,7 @@ from aiotensor.types import (
 
 __all__ = ["LeakCheck"]
 
-# What a test must not leave behind, for each kind of object: the fields of its statistics, and their meaning.
+# The resources that a test must release: for each kind of object, fields of its statistics and their meaning.
 _HELD: dict[type, tuple[str, dict[str, str]]] = {
     SenderStatistics: (
         "TensorSender",

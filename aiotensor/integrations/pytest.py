@@ -194,9 +194,9 @@ class Engine(Generic[M]):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let the engine take no further request during a ``with`` block, as if it were busy.
+        """Keep requests waiting during a ``with`` block, like a busy engine.
 
-        Clients stay connected, and keep the permits of requests that the engine has not taken.
+        The engine takes no further request. Clients stay connected, and keep the permits of waiting requests.
         """
         self._portal.call(self._pause)
         try:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-# Imported here, because pytester removes the modules that its tests have imported, and a second import of the
-# library would have a registry of its own.
+# pytester removes the modules that its tests have imported. A second import of the library would have another
+# registry.
 import aiotensor.blocking
 import aiotensor.integrations.pytest  # noqa: F401
 
@@ -29,7 +29,7 @@ filterwarnings =
 
 @pytest.fixture
 def inner(pytester: pytest.Pytester) -> pytest.Pytester:
-    """Make a folder for tests of a user, who has enabled the fixtures."""
+    """Make a folder for the tests of a user, with the fixtures enabled."""
     pytester.makeini(CONFIG)
     pytester.makeconftest(CONFTEST)
     return pytester
