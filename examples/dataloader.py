@@ -12,7 +12,7 @@ comparison, it then lets the DataLoader pass the tensors itself.
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -79,7 +79,7 @@ class Handles(IterableDataset[TensorHandle]):
                     yield sender.send(batch)
 
 
-def received(files: list[Path]) -> Iterator[torch.Tensor]:
+def received(files: list[Path]) -> Generator[torch.Tensor, None, None]:
     """Yield the batches of all files, sent by the workers."""
     with tempfile.TemporaryDirectory(prefix="dataloader-") as folder:
         address = f"unix://{folder}/batches"
