@@ -71,7 +71,10 @@ class LeakCheck:
     def left(self) -> list[str]:
         """Return a line for each resource in use, open object, and object that was never closed."""
         lines = self._settled(lambda _: True)
-        return lines + [f"{name} at {endpoint}: was never closed" for name, endpoint in registry.unclosed]
+        while registry.unclosed:  # not an iteration, during which a finalizer could append
+            name, endpoint = registry.unclosed.popleft()
+            lines.append(f"{name} at {endpoint}: was never closed")
+        return lines
 
     def _settled(self, is_checked: Callable[[str], bool]) -> list[str]:
         end = time.monotonic() + _SETTLE_S

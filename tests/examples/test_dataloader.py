@@ -22,14 +22,17 @@ async def output_of(command: list[str], folder: Path) -> list[str]:
 
 
 async def test_both_ways_load_every_frame_of_every_clip(folder: Path) -> None:
+    clips = [sample_clips()[-1], folder / "one.mkv", folder / "two.mkv"]
+    film(clips[1], 40)
+    film(clips[2], 70, height=180, width=320)
     frames = total = 0
-    for clip in sample_clips():
+    for clip in clips:
         with av.open(str(clip)) as video:
             for frame in video.decode(video=0):
                 frames += 1
                 total += int(frame.to_ndarray(format="rgb24")[::8, ::8].sum(dtype=np.int64))
 
-    lines = await output_of(shown("dataloader")[0], folder)
+    lines = await output_of([*shown("dataloader")[0], *map(str, clips)], folder)
 
     assert [line.partition(f": {frames} frames, sum {total}, ")[0] for line in lines] == [
         "handles",
