@@ -26,7 +26,7 @@ def address() -> Iterator[str]:
 @pytest.fixture
 def engine(address: str) -> Iterator[Any]:
     actor = ray.remote(Engine).remote(address)
-    ray.get(actor.pid.remote(), timeout=60)  # it has opened its receiver
+    ray.get(actor.pid.remote())  # it has opened its receiver
     yield actor
     ray.kill(actor)
 
