@@ -4,8 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit test-lowest test-vllm docs-tables coverage model chaos fuzz soak bench bench-quick bench-serving \
-        bench-vllm bench-peers docs docs-serve docs-browser dist clean help
+.PHONY: demo test lint types unit test-lowest test-vllm test-ray docs-tables coverage model chaos fuzz soak bench bench-quick \
+        bench-serving bench-vllm bench-peers docs docs-serve docs-browser dist clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
@@ -16,6 +16,7 @@ help:
 	@echo "make docs    build the documentation site in site/, and fail on warnings and broken links"
 	@echo "make docs-serve   show the site at http://127.0.0.1:8000, and follow changes of its pages"
 	@echo "make docs-browser   open each page of the site in Chromium, on a phone and on a desktop, and check it"
+	@echo "make test-ray   install Ray and the wheel, and test the examples for Ray"
 	@echo "make docs-tables   write the tables of docs/metrics.md from the declared fields of statistics"
 	@echo "make coverage   the suite again, measured: which branches no test has taken"
 	@echo "make model   run random sequences of operations and compare them with a model, for SECONDS=600 from SEED="
@@ -107,6 +108,20 @@ test-lowest: $(LOWEST)/.test
 test-vllm: $(VENV)/.vllm
 	PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m pytest tests/vllm tests/integrations/vllm $(ARGS)
 
+# Ray has many dependencies, so it has an environment of its own, with the wheel: the programs that the tests start use
+# it instead of this checkout.
+RAY := .venv-ray
+INTO_RAY = $(subst pip install,pip --python $(RAY)/bin/python install,$(PIP))
+$(RAY)/.test: tests/ray/requirements.txt pyproject.toml constraints.txt $(VENV)/.test
+	$(PYTHON) -m venv --clear --without-pip $(RAY)
+	$(INTO_RAY) "$$(grep '^torch==' constraints.txt)"
+	$(INTO_RAY) . --group test --requirement $<
+	@touch $@
+
+test-ray: $(RAY)/.test $(DIST)/.built
+	$(INTO_RAY) --no-deps --force-reinstall $(DIST)/*.whl
+	$(RAY)/bin/python -m pytest tests/ray $(ARGS)
+
 docs-tables: $(VENV)/.test
 	$(BIN)/python docs/metrics_tables.py
 
@@ -180,4 +195,4 @@ bench-peers: $(VENV)/.bench
 	$(PIP) --editable . --group bench-peers
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(WHEEL) $(DIST) site .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(RAY) $(WHEEL) $(DIST) site .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from aiotensor.blocking.thread import Call, Loop, borrow, release
 from aiotensor.errors import ClosedError, UsageError
-from aiotensor.runtime.affinity import LoopObject, close_now, warn_unclosed
+from aiotensor.runtime.affinity import LoopObject, ProcessBound, close_now, warn_unclosed
 from aiotensor.runtime.peer_events import LoopObjectWithPeers
 from aiotensor.types import PeerEvent
 
@@ -47,7 +47,7 @@ def parameters_of(
     return decorate
 
 
-class BlockingObject(Generic[A, S]):
+class BlockingObject(ProcessBound, Generic[A, S]):
     """Use an asynchronous object from threads without an event loop; several threads may share it.
 
     Args:
@@ -81,6 +81,7 @@ class BlockingObject(Generic[A, S]):
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if is_finalizing() or self.__dict__.get("_loop") is None or os.getpid() != self._pid:
             return
+        self.inner.affinity.note_unclosed()
         self.abandon()
         warn_unclosed(self)  # last, because it raises if warnings are errors
 

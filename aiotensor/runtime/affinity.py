@@ -12,13 +12,13 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import MethodType, TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, SupportsIndex, TypeVar
 
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.statistics import registry
 
-__all__ = ["FreedItems", "LoopAffinity", "LoopObject", "close_now", "warn_unclosed"]
+__all__ = ["FreedItems", "LoopAffinity", "LoopObject", "ProcessBound", "close_now", "warn_unclosed"]
 
 T = TypeVar("T")
 
@@ -169,7 +169,13 @@ class LoopAffinity:
             return
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(release)
+        self.note_unclosed()
         warn_unclosed(owner)  # last, since it raises if warnings are errors
+
+    def note_unclosed(self) -> None:
+        """Note for the leak check of tests that the object was garbage-collected while it was open."""
+        if self._entry is not None:
+            self._entry.note_unclosed()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -179,7 +185,17 @@ class LoopAffinity:
             )
 
 
-class LoopObject(abc.ABC):
+class ProcessBound:
+    """The base of objects that cannot be pickled or copied: a copy would close the original's resources."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
+        raise UsageError(
+            f"a {type(self).__name__} cannot be pickled or copied, because its sockets and memory belong to "
+            "this process: pass its address or its queue to the other process, and open another one there"
+        )
+
+
+class LoopObject(ProcessBound, abc.ABC):
     """The base of public objects, which belong to an event loop and are closed when garbage-collected.
 
     Objects to which the event loop refers (sockets and their handlers) must not refer to this object, so that

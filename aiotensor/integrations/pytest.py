@@ -1,0 +1,243 @@
+"""Fixtures of pytest for applications that send tensors to an engine. Requires pytest 8 or later.
+
+    pytest_plugins = ["aiotensor.integrations.pytest"]  # in conftest.py
+
+docs/testing.md describes the fixtures. The package has no entry point for pytest: pytest would then import
+torch at the start of every run in the environment, including runs that test other projects.
+"""
+
+import asyncio
+import copy
+import inspect
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import anyio
+import anyio.abc
+import anyio.from_thread
+import anyio.to_thread
+
+from aiotensor.runtime.extras import not_installed
+
+try:
+    import pytest
+except ModuleNotFoundError as error:
+    raise not_installed(error, __name__) from None
+
+from aiotensor.channel import MessageServer
+from aiotensor.channel.request import Request
+from aiotensor.errors import UsageError
+from aiotensor.integrations.leaks import LeakCheck
+from aiotensor.receiver import TensorReceiver
+
+__all__ = [
+    "Engine",
+    "StartEngine",
+    "aiotensor_leak_check",
+    "engine_address",
+    "socket_folder",
+    "tensor_engine",
+]
+
+M = TypeVar("M")
+
+_HAS_FAILED = pytest.StashKey[bool]()
+_PROBLEMS = pytest.StashKey[list[str]]()
+
+
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Record failed tests, whose traceback keeps the variables of the test alive."""
+    if call.excinfo is not None:
+        item.stash[_HAS_FAILED] = True
+
+
+@pytest.fixture
+def aiotensor_leak_check(request: pytest.FixtureRequest) -> Iterator[LeakCheck]:
+    """Fail a test that leaves objects open, or permits, tensors or requests in use.
+
+    The other fixtures include the check, which follows the teardown of all fixtures that were set up later.
+    Objects that were opened before the test may stay open. Tests that failed are not checked.
+    """
+    check = LeakCheck()
+    problems: list[str] = []
+    request.node.stash[_PROBLEMS] = problems
+    yield check
+    if _HAS_FAILED in request.node.stash:
+        return
+    problems += check.left()
+    if problems:
+        lines = "\n".join(f"- {problem}" for problem in dict.fromkeys(problems))
+        pytest.fail(
+            f"the test has left objects or resources of aiotensor in use:\n{lines}\n"
+            "Close objects with `async with` or `with`, release received tensors, and wait for requests.",
+            pytrace=False,
+        )
+
+
+@pytest.fixture
+def socket_folder(aiotensor_leak_check: LeakCheck) -> Iterator[Path]:
+    """Return an empty folder for sockets, which is removed after the test.
+
+    The path of a socket may have at most 107 bytes, which the folders of `tmp_path` can exceed.
+    """
+    with tempfile.TemporaryDirectory(prefix="aiotensor-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def engine_address(socket_folder: Path) -> str:
+    """Return an ``engine://`` address at which no engine runs yet."""
+    return f"engine://{socket_folder}/engine"
+
+
+class StartEngine(Protocol):
+    """The type of the fixture `tensor_engine`."""
+
+    def __call__(
+        self, message_type: type[M], handler: Callable[[M], Any], *, address: str | None = None
+    ) -> "Engine[M]":
+        """Start an engine, and return it."""
+
+
+@pytest.fixture
+def tensor_engine(
+    request: pytest.FixtureRequest, engine_address: str, aiotensor_leak_check: LeakCheck
+) -> Iterator[StartEngine]:
+    """Return a function that starts an engine at `engine_address`.
+
+    For example, ``engine = tensor_engine(Video, model)``. The arguments are the type of the messages, a
+    handler, which is a function or a coroutine function that returns the answer to a message, and optionally
+    an ``engine://`` address in place of `engine_address`. The engines are stopped after the test.
+    """
+    engines: list[Engine[Any]] = []
+    with anyio.from_thread.start_blocking_portal() as portal:
+
+        def start(
+            message_type: type[M], handler: Callable[[M], Any], *, address: str | None = None
+        ) -> Engine[M]:
+            engine = Engine(portal, address or engine_address, message_type, handler)
+            engines.append(engine)
+            engine.start()
+            return engine
+
+        try:
+            yield start
+            if _HAS_FAILED not in request.node.stash:
+                request.node.stash[_PROBLEMS] += aiotensor_leak_check.in_use()
+        finally:
+            for engine in engines:
+                engine.stop()
+
+
+class Engine(Generic[M]):
+    """An engine in a thread of the test process: a `TensorReceiver` and a `MessageServer` at one address.
+
+    A handler that is a plain function is called in another thread, for one message at a time, as by a
+    blocking engine. A coroutine function is called in a task for each message, and cancelled when its client
+    disconnects. An exception in the handler is raised at the client as `RemoteError`. The methods can be
+    called in any thread, and block it briefly, even in asynchronous tests.
+
+    Attributes:
+        address: the address of the engine.
+        requests: a copy of each message that the engine has taken, in this order. The copies use no shared
+            memory.
+    """
+
+    def __init__(
+        self,
+        portal: anyio.from_thread.BlockingPortal,
+        address: str,
+        message_type: type[M],
+        handler: Callable[[M], Any],
+    ) -> None:
+        self.address = address
+        self.requests: list[M] = []
+        self._portal = portal
+        self._message_type = message_type
+        self._handler = handler
+        self._is_async = inspect.iscoroutinefunction(handler)
+        self._thread = anyio.CapacityLimiter(1)
+        self._running: tuple[anyio.CancelScope, Future[None]] | None = None
+        self._is_paused = False
+        self._resumed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        state = "stopped" if self._running is None else "paused" if self._is_paused else "running"
+        return f"<Engine {state}, at {self.address}, {len(self.requests)} requests>"
+
+    def start(self) -> None:
+        """Start the engine again after `stop`; `tensor_engine` calls it for the first time.
+
+        Raises:
+            UsageError: the engine runs already.
+        """
+        if self._running is not None:
+            raise UsageError(f"the engine at {self.address} runs already: call `stop` first")
+        future, scope = self._portal.start_task(self._run)
+        self._running = scope, future
+
+    def stop(self) -> None:
+        """Stop the engine, as after SIGTERM: unfinished requests raise `PeerLostError` at their clients.
+
+        Stopping a stopped engine has no effect.
+        """
+        if self._running is None:
+            return
+        scope, future = self._running
+        self._running = None
+        self._portal.call(scope.cancel)
+        future.result()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep requests waiting during a ``with`` block, like a busy engine.
+
+        The engine takes no further request. Clients stay connected, and keep the permits of waiting requests.
+        """
+        self._portal.call(self._pause)
+        try:
+            yield
+        finally:
+            self._portal.call(self._resume)
+
+    async def _pause(self) -> None:
+        self._is_paused = True
+        self._resumed.clear()
+
+    async def _resume(self) -> None:
+        self._is_paused = False
+        self._resumed.set()
+
+    async def _run(self, *, task_status: anyio.abc.TaskStatus[anyio.CancelScope]) -> None:
+        async with (
+            TensorReceiver(self.address) as receiver,
+            MessageServer(self.address, self._message_type, receiver=receiver) as server,
+            anyio.create_task_group() as tasks,
+        ):
+            task_status.started(tasks.cancel_scope)
+            while True:
+                await server.arrived()
+                if self._is_paused:
+                    await self._resumed.wait()
+                    continue  # the request may have been cancelled in the meantime
+                request = await anext(server)
+                self.requests.append(copy.deepcopy(request.message))
+                if self._is_async:
+                    tasks.start_soon(self._answer, request)
+                else:
+                    await self._answer(request)
+                del request  # its tensors must not live until the next request
+
+    async def _answer(self, request: Request[M]) -> None:
+        async with request:
+            if self._is_async:
+                answer = await self._handler(request.message)
+            else:
+                answer = await anyio.to_thread.run_sync(
+                    self._handler, request.message, abandon_on_cancel=True, limiter=self._thread
+                )
+            await request.reply(answer)
