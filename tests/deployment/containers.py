@@ -16,9 +16,10 @@ from pathlib import Path
 
 import msgspec
 
+from tests.deployment.groups import MemoryGroup
 from tests.deployment.inside import Spec
 
-__all__ = ["ROOT", "USER", "Container", "container", "problem"]
+__all__ = ["ROOT", "USER", "Container", "container", "party", "problem"]
 
 ROOT = Path(__file__).parents[2]
 USER = 10001
@@ -53,7 +54,7 @@ class Container:
         return "".join(self.output)
 
     async def ends(self) -> int | None:
-        """Wait until it ends, and return its exit status, negative after a signal."""
+        """Wait until it ends, and return its exit status, which is not 0 if it was killed."""
         await self._reading
         return await self._parent.wait()
 
@@ -98,6 +99,26 @@ async def container(spec: Spec) -> AsyncIterator[Container]:
         yield started
     finally:
         await started.close()
+
+
+def party(
+    role: str, where: Path | str, *numbers: int, user: int = USER, group: MemoryGroup | None = None
+) -> Spec:
+    """Return a container with one side of a transfer.
+
+    Args:
+        role: a role of `tests.deployment.party`.
+        where: the folder that both sides share, or an address.
+        numbers: the numbers of the role.
+        user: the user of the container.
+        group: its control group.
+    """
+    address, mounts = where, {}
+    if isinstance(where, Path):
+        address, mounts = "unix:///run/aiotensor/engine.sock", {"/run/aiotensor": str(where)}
+    command = ["python", "-W", "error", "-m", "tests.deployment.party", role, address, *numbers]
+    folder = None if group is None else str(group.folder)
+    return Spec([*map(str, command)], str(ROOT), user=user, mounts=mounts, group=folder)
 
 
 async def _first_child(parent: asyncio.subprocess.Process) -> int:

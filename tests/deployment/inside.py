@@ -33,7 +33,7 @@ class Spec(msgspec.Struct, frozen=True):
         user: the id of its user and group; the process has no capabilities unless this is 0.
         mounts: folders and files of the host by their paths in the container; paths in `/run` may be new.
         host: its network; None for that of the caller.
-        group: the folders of its control groups.
+        group: the folder of its control group for memory; None for that of the caller.
         shm_bytes: the size of its `/dev/shm`.
     """
 
