@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit test-lowest test-vllm docs-tables coverage model chaos fuzz soak bench bench-quick bench-serving \
+.PHONY: demo test lint types unit test-lowest test-vllm test-dashboards docs-tables coverage model chaos fuzz soak bench bench-quick bench-serving \
         bench-vllm bench-peers dist clean help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make dist    build the wheel, the source distribution and the list of dependencies (SBOM) into dist/"
 	@echo "make test-lowest   the test suite with the lowest supported version of each dependency"
 	@echo "make test-vllm   install vLLM without its CUDA libraries, and test the integration in its own code"
+	@echo "make test-dashboards   scrape running examples with Prometheus, and test the dashboard and the alerts"
 	@echo "make docs-tables   write the tables of docs/metrics.md from the declared fields of statistics"
 	@echo "make coverage   the suite again, measured: which branches no test has taken"
 	@echo "make model   run random sequences of operations and compare them with a model, for SECONDS=600 from SEED="
@@ -103,6 +104,11 @@ test-lowest: $(LOWEST)/.test
 
 test-vllm: $(VENV)/.vllm
 	PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m pytest tests/vllm tests/integrations/vllm $(ARGS)
+
+# `make test` skips these tests where Prometheus is not installed.
+test-dashboards: $(VENV)/.test
+	@command -v prometheus promtool > /dev/null || { echo "install Prometheus: the Debian package prometheus"; exit 1; }
+	$(BIN)/python -m pytest tests/dashboards tests/integrations/test_dashboard.py $(ARGS)
 
 docs-tables: $(VENV)/.test
 	$(BIN)/python docs/metrics_tables.py

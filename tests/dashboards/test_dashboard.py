@@ -23,7 +23,7 @@ DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana.json").read_text())
 QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
 ALERTS = DEPLOY / "prometheus" / "alerts.yaml"
 
-# What Grafana replaces in a query. Each rate interval has several scrapes.
+# Grafana replaces these in a query. Each rate interval has several scrapes.
 REPLACED = {"$__rate_interval": "20s", "$job": ".*", "$endpoint": ".*"}
 
 pytestmark = [
@@ -127,7 +127,7 @@ async def test_every_query_of_the_dashboard_returns_data_of_the_examples(folder:
 
 
 async def answers(url: httpx.URL) -> None:
-    """Wait until a page is there."""
+    """Wait until a page is answered."""
     transport = httpx.AsyncHTTPTransport(retries=100)
     async with httpx.AsyncClient(transport=transport, timeout=60, trust_env=False) as http:
         assert (await http.get(url)).status_code == 200

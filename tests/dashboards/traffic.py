@@ -38,7 +38,7 @@ async def publish(publisher: Publisher, subscriber: Subscriber[torch.Tensor]) ->
 async def send(sender: TensorSender, receiver: TensorReceiver) -> None:
     """Send faster than the receiver receives, and fail once per round."""
     while True:
-        # Two permits are there for four messages.
+        # Four messages need more than two permits.
         sending = [asyncio.create_task(sender.send(TENSOR)) for _ in range(4)]
         await asyncio.sleep(WAIT_S)
         with contextlib.suppress(WouldBlockError):
@@ -47,7 +47,7 @@ async def send(sender: TensorSender, receiver: TensorReceiver) -> None:
             await asyncio.sleep(WAIT_S)
             await anext(receiver)
         await asyncio.gather(*sending)
-        # The arena has room for two tensors.
+        # The arena is as large as two tensors.
         kept = [await sender.allocate(TENSOR.shape, TENSOR.dtype) for _ in range(2)]
         third = asyncio.create_task(sender.allocate(TENSOR.shape, TENSOR.dtype))
         await asyncio.sleep(WAIT_S)

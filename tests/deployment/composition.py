@@ -17,7 +17,7 @@ __all__ = ["Composition", "Service"]
 
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 
-# What a container of `tests.deployment.containers` always has.
+# The containers of `tests.deployment.containers` always have these restrictions.
 RESTRICTIONS = {"read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"]}
 
 
@@ -107,4 +107,4 @@ def working_folder() -> Path:
     """Return the folder of the repository that the Dockerfile copies to its working directory."""
     [place] = re.findall(r"^WORKDIR (.*)$", DOCKERFILE.split("\nFROM ")[-1], re.MULTILINE)
     [source] = re.findall(rf"^COPY (\S+) {place}$", DOCKERFILE, re.MULTILINE)
-    return ROOT / source
+    return ROOT / str(source)

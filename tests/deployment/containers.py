@@ -50,7 +50,7 @@ class Container:
 
     @property
     def printed(self) -> str:
-        """What it has printed."""
+        """Its output as one text."""
         return "".join(self.output)
 
     async def ends(self) -> int | None:

@@ -36,7 +36,7 @@ class _Comparison(ctypes.Structure):
 
 
 def forbid_what_docker_forbids() -> None:
-    """Let the calls fail in this process and its children; it needs `no_new_privs`, or to be root.
+    """Forbid the calls in this process and its children. It must have `no_new_privs`, or be root.
 
     Like the profile, it answers `clone3` with ENOSYS, so that the C library uses `clone`.
 

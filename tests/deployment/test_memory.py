@@ -1,4 +1,4 @@
-"""Which container is charged for shared memory, and what happens at its limit."""
+"""The charges of containers for shared memory, and their memory limits."""
 
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack
