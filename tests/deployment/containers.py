@@ -102,7 +102,12 @@ async def container(spec: Spec) -> AsyncIterator[Container]:
 
 
 def party(
-    role: str, where: Path | str, *numbers: int, user: int = USER, group: MemoryGroup | None = None
+    role: str,
+    where: Path | str,
+    *numbers: int,
+    user: int = USER,
+    group: MemoryGroup | None = None,
+    first_user: int | None = None,
 ) -> Spec:
     """Return a container with one side of a transfer.
 
@@ -112,13 +117,16 @@ def party(
         numbers: the numbers of the role.
         user: the user of the container.
         group: its control group.
+        first_user: the user of the machine that is user 0 in its user namespace, if it has its own.
     """
     address, mounts = where, {}
     if isinstance(where, Path):
         address, mounts = "unix:///run/aiotensor/engine.sock", {"/run/aiotensor": str(where)}
     command = ["python", "-W", "error", "-m", "tests.deployment.party", role, address, *numbers]
     folder = None if group is None else str(group.folder)
-    return Spec([*map(str, command)], str(ROOT), user=user, mounts=mounts, group=folder)
+    return Spec(
+        [*map(str, command)], str(ROOT), user=user, mounts=mounts, group=folder, first_user=first_user
+    )
 
 
 async def _first_child(parent: asyncio.subprocess.Process) -> int:

@@ -5,12 +5,15 @@ seccomp profile.
 """
 
 import asyncio
+import os
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.deployment.containers import USER, container, party
+
+OTHER_USERS = 200_000  # the first of the users that a user namespace gets
 
 pytestmark = [
     pytest.mark.usefixtures("needs_containers"),
@@ -70,3 +73,15 @@ async def test_a_container_of_another_user_gets_a_clear_error(sockets: Path) -> 
         await receiver.says("listens")
         async with container(party("send", sockets, 1, 1, user=USER + 1)) as sender:
             await sender.says("AccessDeniedError: this user may not connect to /run/aiotensor/engine.sock")
+
+
+async def test_containers_in_user_namespaces_need_the_same_user_of_the_machine(sockets: Path) -> None:
+    os.chown(sockets, OTHER_USERS + USER, OTHER_USERS + USER)
+    async with container(party("receive", sockets, first_user=OTHER_USERS)) as receiver:
+        await receiver.says("listens")
+        async with container(party("send", sockets, 16, 1, first_user=OTHER_USERS)) as sender:
+            assert await sender.ends() == 0, sender.printed
+        assert await receiver.says("received") == "received 16 True\n"
+        # As with `hostUsers: false`: the same id is another user of the machine.
+        async with container(party("send", sockets, 16, 1, first_user=OTHER_USERS + 65536)) as sender:
+            await sender.says("AccessDeniedError: this user may not connect")
