@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit test-lowest test-vllm test-dashboards docs-tables coverage model chaos fuzz soak bench bench-quick bench-serving \
+.PHONY: demo test lint types unit test-lowest test-vllm test-deployment test-dashboards docs-tables coverage model chaos fuzz soak bench bench-quick bench-serving \
         bench-vllm bench-peers dist clean help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make dist    build the wheel, the source distribution and the list of dependencies (SBOM) into dist/"
 	@echo "make test-lowest   the test suite with the lowest supported version of each dependency"
 	@echo "make test-vllm   install vLLM without its CUDA libraries, and test the integration in its own code"
+	@echo "make test-deployment   test deploy/: as root, also in containers made of namespaces and control groups"
 	@echo "make test-dashboards   scrape running examples with Prometheus, and test the dashboard and the alerts"
 	@echo "make docs-tables   write the tables of docs/metrics.md from the declared fields of statistics"
 	@echo "make coverage   the suite again, measured: which branches no test has taken"
@@ -104,6 +105,11 @@ test-lowest: $(LOWEST)/.test
 
 test-vllm: $(VENV)/.vllm
 	PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m pytest tests/vllm tests/integrations/vllm $(ARGS)
+
+# `make test` includes these tests, but skips the schemas of Kubernetes, which are large.
+test-deployment: $(VENV)/.test
+	$(PIP) --group deployment
+	$(BIN)/python -m pytest tests/deployment $(ARGS)
 
 # `make test` skips these tests where Prometheus is not installed.
 test-dashboards: $(VENV)/.test
