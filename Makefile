@@ -4,8 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit test-lowest test-vllm test-ray docs-tables coverage model chaos fuzz soak bench bench-quick \
-        bench-serving bench-vllm bench-peers docs docs-serve docs-browser dist clean help
+.PHONY: demo test lint types unit test-lowest test-vllm test-ray test-deployment test-dashboards docs-tables coverage model \
+        chaos fuzz soak bench bench-quick bench-serving bench-vllm bench-peers docs docs-serve docs-browser dist clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
@@ -17,6 +17,8 @@ help:
 	@echo "make docs-serve   show the site at http://127.0.0.1:8000, and follow changes of its pages"
 	@echo "make docs-browser   open each page of the site in Chromium, on a phone and on a desktop, and check it"
 	@echo "make test-ray   install Ray and the wheel, and test the examples for Ray"
+	@echo "make test-deployment   test deploy/: as root, also in containers made of namespaces and control groups"
+	@echo "make test-dashboards   scrape running examples with Prometheus, and test the dashboard and the alerts"
 	@echo "make docs-tables   write the tables of docs/metrics.md from the declared fields of statistics"
 	@echo "make coverage   the suite again, measured: which branches no test has taken"
 	@echo "make model   run random sequences of operations and compare them with a model, for SECONDS=600 from SEED="
@@ -121,6 +123,16 @@ $(RAY)/.test: tests/ray/requirements.txt pyproject.toml constraints.txt $(VENV)/
 test-ray: $(RAY)/.test $(DIST)/.built
 	$(INTO_RAY) --no-deps --force-reinstall $(DIST)/*.whl
 	$(RAY)/bin/python -m pytest tests/ray $(ARGS)
+
+# `make test` includes these tests, but skips the schemas of Kubernetes, which are large.
+test-deployment: $(VENV)/.test
+	$(PIP) --group deployment
+	$(BIN)/python -m pytest tests/deployment $(ARGS)
+
+# `make test` skips these tests where Prometheus is not installed.
+test-dashboards: $(VENV)/.test
+	@command -v prometheus promtool > /dev/null || { echo "install Prometheus: the Debian package prometheus"; exit 1; }
+	$(BIN)/python -m pytest tests/dashboards tests/integrations/test_dashboard.py $(ARGS)
 
 docs-tables: $(VENV)/.test
 	$(BIN)/python docs/metrics_tables.py

@@ -13,16 +13,19 @@ import sys
 import prometheus_client
 from aiohttp import web
 
+from addresses import MESSAGES, TENSORS, keys_of
 from aiotensor import TensorSender
 from aiotensor.channel import MessageClient
 from aiotensor.integrations.aiohttp import client_context, problem_middleware
 from aiotensor.integrations.prometheus import AioTensorCollector
-from messages import MESSAGES, TENSORS, Summary
+from messages import Summary
+from two_hosts.keys import ApiKeys
 from uploads import Upload
 from videos import Admission, UnreadableVideoError, colours
 
 # A longer wait is answered with 503.
 VIDEOS_AT_ONCE = 4
+ARENA_BYTES = 512 << 20
 MAX_WAIT_S = 5
 
 ADMISSION = web.AppKey("admission", Admission)
@@ -56,8 +59,9 @@ def make_app() -> web.Application:
     """Make the application."""
 
     def make_client() -> MessageClient[Summary]:
-        sender = TensorSender(TENSORS, VIDEOS_AT_ONCE, arena_bytes=512 << 20, max_wait_s=MAX_WAIT_S)
-        return MessageClient(MESSAGES, sender=sender, reply_type=Summary, max_wait_s=MAX_WAIT_S)
+        keys = keys_of(ApiKeys)
+        sender = TensorSender(TENSORS, VIDEOS_AT_ONCE, arena_bytes=ARENA_BYTES, max_wait_s=MAX_WAIT_S, **keys)
+        return MessageClient(MESSAGES, sender=sender, reply_type=Summary, max_wait_s=MAX_WAIT_S, **keys)
 
     app = web.Application(middlewares=[problem_middleware()])
     app[ADMISSION] = Admission(VIDEOS_AT_ONCE, MAX_WAIT_S)

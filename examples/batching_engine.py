@@ -10,8 +10,10 @@ from collections import defaultdict
 
 import torch
 
+from addresses import MESSAGES, TENSORS, keys_of
 from aiotensor import blocking
-from messages import MESSAGES, TENSORS, Batch, Summary
+from messages import Batch, Summary
+from two_hosts.keys import EngineKeys
 
 MAX_REQUESTS = 8
 MAX_WAIT_S = 0.01
@@ -34,9 +36,10 @@ def model(requests: list[Batch]) -> list[Summary]:
 
 def main() -> None:
     """Answer requests until Ctrl-C. An error of the model is sent to the clients of its batch."""
+    keys = keys_of(EngineKeys)
     with (
-        blocking.TensorReceiver(TENSORS) as receiver,
-        blocking.MessageServer(MESSAGES, Batch, receiver=receiver) as server,
+        blocking.TensorReceiver(TENSORS, **keys) as receiver,
+        blocking.MessageServer(MESSAGES, Batch, receiver=receiver, **keys) as server,
     ):
         print("the engine is ready", flush=True)
         server.serve(model, max_batch=MAX_REQUESTS, batch_wait_s=MAX_WAIT_S)

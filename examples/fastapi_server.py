@@ -13,16 +13,19 @@ from typing import Annotated, TypeAlias
 import prometheus_client
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 
+from addresses import MESSAGES, TENSORS, keys_of
 from aiotensor import TensorSender
 from aiotensor.channel import MessageClient
 from aiotensor.integrations.fastapi import MessageLifespan
 from aiotensor.integrations.prometheus import AioTensorCollector
-from messages import MESSAGES, TENSORS, Summary
+from messages import Summary
+from two_hosts.keys import ApiKeys
 from uploads import Upload
 from videos import Admission, UnreadableVideoError, colours
 
 # Limits of each worker. A longer wait is answered with 503.
 VIDEOS_AT_ONCE = 4
+ARENA_BYTES = 512 << 20
 MAX_WAIT_S = 5
 
 admission = Admission(VIDEOS_AT_ONCE, MAX_WAIT_S)
@@ -30,8 +33,9 @@ admission = Admission(VIDEOS_AT_ONCE, MAX_WAIT_S)
 
 def make_client() -> MessageClient[Summary]:
     """Create the client of a worker."""
-    sender = TensorSender(TENSORS, VIDEOS_AT_ONCE, arena_bytes=512 << 20, max_wait_s=MAX_WAIT_S)
-    return MessageClient(MESSAGES, sender=sender, reply_type=Summary, max_wait_s=MAX_WAIT_S)
+    keys = keys_of(ApiKeys)
+    sender = TensorSender(TENSORS, VIDEOS_AT_ONCE, arena_bytes=ARENA_BYTES, max_wait_s=MAX_WAIT_S, **keys)
+    return MessageClient(MESSAGES, sender=sender, reply_type=Summary, max_wait_s=MAX_WAIT_S, **keys)
 
 
 engine = MessageLifespan(make_client)
@@ -52,6 +56,17 @@ async def post_video(request: Request, client: Client) -> list[list[float]]:
             return await colours(upload, client)
     except UnreadableVideoError as error:
         raise HTTPException(400, str(error)) from error
+
+
+@app.get("/live")
+async def get_live() -> None:
+    """Answer whether this worker runs: a restart of the server would not help a missing engine."""
+
+
+@app.get("/ready")
+async def get_ready() -> None:
+    """Answer with 503 unless an engine is connected and a video could be sent to it within `MAX_WAIT_S`."""
+    await engine.opened_client.ready()
 
 
 @app.get("/metrics")

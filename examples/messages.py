@@ -1,16 +1,11 @@
 """The requests of the servers to the engine, and its answers."""
 
-import os
 from typing import Annotated
 
 import msgspec
 import torch
 
 from aiotensor.codec import TensorMeta
-
-FOLDER = os.environ.get("XDG_RUNTIME_DIR", "/tmp")
-TENSORS = f"unix://{FOLDER}/example-engine.tensors"
-MESSAGES = f"ipc://{FOLDER}/example-engine.messages"
 
 
 class Batch(msgspec.Struct):

@@ -20,9 +20,12 @@ from tests.ranks.pipes import ends
 from verification.places import endpoint
 
 ROOT = Path(__file__).parents[2]
-DASHBOARD: dict[str, Any] = json.loads((ROOT / "examples" / "grafana.json").read_text())
+DASHBOARD: dict[str, Any] = json.loads((ROOT / "deploy" / "grafana.json").read_text())
 PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
+
+ALERTS = (ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text()
+EXPRESSIONS = re.findall(r"^ +expr: \|\n((?: {10}.*\n)+)", ALERTS, re.MULTILINE)
 
 # The labels that Prometheus adds to every series.
 ADDED = {"job", "instance"}
@@ -50,6 +53,10 @@ async def exported() -> dict[str, Metric]:
 
 def labels_of(family: Metric) -> set[str]:
     return {label for sample in family.samples for label in sample.labels}
+
+
+def labels_in(families: dict[str, Metric]) -> list[dict[str, str]]:
+    return [sample.labels for family in families.values() for sample in family.samples]
 
 
 def names_in(query: str) -> set[str]:
@@ -84,6 +91,17 @@ async def test_every_name_that_the_dashboard_asks_for_is_exported() -> None:
     for query in [*QUERIES, *variables]:
         assert names_in(query) - {"aiotensor_"} <= samples, query
     assert all(names_in(query) for query in QUERIES)
+
+
+async def test_every_name_and_type_of_error_that_the_alerts_ask_for_is_exported() -> None:
+    families = await exported()
+    samples = {sample.name for family in families.values() for sample in family.samples}
+    types = {label["type"] for label in labels_in(families) if "type" in label}
+    assert len(EXPRESSIONS) == ALERTS.count("- alert:")
+    for expression in EXPRESSIONS:
+        assert names_in(expression)
+        assert names_in(expression) <= samples, expression
+        assert {*re.findall(r'{type="(\w+)"}', expression)} <= types, expression
 
 
 async def test_every_label_that_the_dashboard_asks_for_is_a_label_of_its_metric() -> None:
