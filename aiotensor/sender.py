@@ -205,7 +205,7 @@ class TensorSender(LoopObjectWithPeers):
             self._failed(error, message, span)
             raise
         if span is not None:
-            span.end(name=f"{handle.message}.{handle.tensor}", nbytes=source.nbytes)
+            span.end(name=f"{handle.sender}.{handle.message}.{handle.tensor}", nbytes=source.nbytes)
         return handle
 
     def send_nowait(self, tensor: Sendable) -> TensorHandle:
@@ -231,7 +231,7 @@ class TensorSender(LoopObjectWithPeers):
             self._failed(error, message, span)
             raise
         if span is not None:
-            span.end(name=f"{handle.message}.{handle.tensor}", nbytes=source.nbytes)
+            span.end(name=f"{handle.sender}.{handle.message}.{handle.tensor}", nbytes=source.nbytes)
         return handle
 
     def post(self, tensor: Sendable) -> TensorHandle:

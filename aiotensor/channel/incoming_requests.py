@@ -234,8 +234,7 @@ class IncomingRequests(Generic[M]):
             return None
         incoming.state = RequestState.IN_HAND
         if incoming.trace_context is not None and tracing.tracer is not None:
-            name, nbytes = str(incoming.number), incoming.nbytes
-            tracing.tracer.delivered("message", incoming.trace_context, name=name, nbytes=nbytes)
+            tracing.tracer.delivered("message", incoming.trace_context, nbytes=incoming.nbytes)
         self._stopped_waiting(incoming)  # last: sending credit may reveal that the client is gone
         return incoming, message
 
@@ -252,8 +251,7 @@ class IncomingRequests(Generic[M]):
             return None
         incoming.state = RequestState.IN_HAND
         if incoming.trace_context is not None and tracing.tracer is not None:
-            name, nbytes = str(incoming.number), incoming.nbytes
-            tracing.tracer.delivered("message", incoming.trace_context, name=name, nbytes=nbytes)
+            tracing.tracer.delivered("message", incoming.trace_context, nbytes=incoming.nbytes)
         self._stopped_waiting(incoming)
         return incoming, message
 

@@ -101,7 +101,7 @@ class Taking:
         nbytes = item.tensor.nbytes
         self._counts["bytes_taken"] += nbytes
         if item.trace_context is not None and tracing.tracer is not None:
-            name = f"{key.message}.{key.tensor}"
+            name = f"{key.sender}.{key.message}.{key.tensor}"
             tracing.tracer.delivered("tensor", item.trace_context, name=name, nbytes=nbytes)
         return item.tensor
 

@@ -68,13 +68,13 @@ class Tracer(Protocol):
     def arrived(self, context: TraceContext) -> Mapping[str, str]:
         """Return the trace context of an item that has just arrived, with the time of its arrival."""
 
-    def delivered(self, item: Item, context: Mapping[str, str], *, name: str, nbytes: int = 0) -> None:
+    def delivered(self, item: Item, context: Mapping[str, str], *, name: str = "", nbytes: int = 0) -> None:
         """Create the span of an item from its arrival until now, when the application takes it.
 
         Args:
             item: the kind of the item.
             context: a result of `arrived`.
-            name: the name of the item.
+            name: the name of the item; "" if it has none.
             nbytes: its size in bytes; 0 if it is unknown.
         """
 

@@ -142,7 +142,7 @@ class OpenMessage:
                 span.end(error)
             raise
         if span is not None:
-            span.end(name=f"{handle.message}.{handle.tensor}", nbytes=source.nbytes)
+            span.end(name=f"{handle.sender}.{handle.message}.{handle.tensor}", nbytes=source.nbytes)
         return handle
 
     def _open_message(self) -> Message:

@@ -91,7 +91,7 @@ class Posts:
                 span.end(error)
             raise
         if span is not None:
-            span.end(name=f"{handle.message}.{handle.tensor}", nbytes=source.nbytes)
+            span.end(name=f"{handle.sender}.{handle.message}.{handle.tensor}", nbytes=source.nbytes)
         return posted, handle
 
     async def copied(self, handle: TensorHandle) -> None:
