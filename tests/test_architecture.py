@@ -23,6 +23,7 @@ APPLICATIONS = [
     "av",
     "skvideo",
     "prometheus_client",
+    "opentelemetry",
 ]
 
 MODULES = [

@@ -13,7 +13,7 @@ from aiotensor.runtime.extras import not_installed
 try:
     from opentelemetry import metrics, trace
 except ModuleNotFoundError as error:
-    raise not_installed(error, __name__) from None
+    raise not_installed(error, __name__, "opentelemetry-api") from None
 
 from aiotensor.errors import UsageError
 from aiotensor.integrations.opentelemetry.metrics import Metrics, metrics_of

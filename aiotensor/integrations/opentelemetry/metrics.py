@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from math import inf
 from typing import get_args
 from weakref import WeakKeyDictionary
 
@@ -95,7 +96,8 @@ class Metrics:
 def _gauges(family: Family, kind: type[Statistics], totals: Totals) -> Iterator[Observation]:
     present, _ = of_kind(kind, totals.present, totals.counts)
     for values, number in gauge_samples(family, present):
-        yield _observation(family, values, number)
+        if number < inf:  # SDKs ignore other numbers, or cannot add them up
+            yield _observation(family, values, number)
 
 
 def _counters(family: Family, kind: type[Statistics], totals: Totals) -> Iterator[Observation]:
