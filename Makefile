@@ -4,8 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit test-lowest test-vllm docs-tables coverage model chaos fuzz soak bench bench-quick bench-serving \
-        bench-vllm bench-peers dist clean help
+.PHONY: demo test lint types unit test-lowest test-vllm docs-tables coverage model chaos fuzz soak bench bench-quick \
+        bench-serving bench-vllm bench-peers dist docs-trace clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-lowest   the test suite with the lowest supported version of each dependency"
 	@echo "make test-vllm   install vLLM without its CUDA libraries, and test the integration in its own code"
 	@echo "make docs-tables   write the tables of docs/metrics.md from the declared fields of statistics"
+	@echo "make docs-trace   trace uploads from a server to an engine, and draw the spans of one as docs/trace.svg"
 	@echo "make coverage   the suite again, measured: which branches no test has taken"
 	@echo "make model   run random sequences of operations and compare them with a model, for SECONDS=600 from SEED="
 	@echo "make chaos   kill, stop and starve processes while tensors travel, for SECONDS=600 from SEED="
@@ -106,6 +107,9 @@ test-vllm: $(VENV)/.vllm
 
 docs-tables: $(VENV)/.test
 	$(BIN)/python docs/metrics_tables.py
+
+docs-trace: $(VENV)/.test
+	$(BIN)/python docs/trace_picture.py
 
 # Not part of `test`: it takes three times as long.
 coverage: $(VENV)/.test

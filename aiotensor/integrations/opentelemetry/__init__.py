@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from aiotensor.runtime.extras import not_installed
 
 try:
-    from opentelemetry import metrics, trace
+    from opentelemetry import trace
+    from opentelemetry.metrics import MeterProvider, get_meter_provider
 except ModuleNotFoundError as error:
     raise not_installed(error, __name__, "opentelemetry-api") from None
 
@@ -27,7 +28,7 @@ _metrics: Metrics | None = None
 
 def instrument(
     tracer_provider: trace.TracerProvider | None = None,
-    meter_provider: metrics.MeterProvider | None = None,
+    meter_provider: MeterProvider | None = None,
 ) -> None:
     """Create spans and metrics for all objects of this process, including those that are already open.
 
@@ -52,7 +53,7 @@ def instrument(
     if tracing.tracer is not None:
         raise UsageError("aiotensor is instrumented already: call uninstrument() first")
     tracing.tracer = SpanTracer(tracer_provider)
-    _metrics = metrics_of(metrics.get_meter_provider() if meter_provider is None else meter_provider)
+    _metrics = metrics_of(get_meter_provider() if meter_provider is None else meter_provider)
     _metrics.is_enabled = True
 
 

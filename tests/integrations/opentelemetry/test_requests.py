@@ -1,6 +1,9 @@
 """The spans of requests: the work of servers, errors, cancellations, batches and threads."""
 
 import asyncio
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -349,6 +352,41 @@ async def test_a_process_that_is_not_instrumented_any_more_creates_no_spans() ->
         with processing() as span:
             assert not span.is_recording()
     assert recorder.seen == []
+
+
+def test_the_global_providers_may_be_set_later() -> None:
+    code = """
+import asyncio, sys
+from opentelemetry import metrics, trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from aiotensor import TensorReceiver, TensorSender
+from aiotensor.integrations.opentelemetry import instrument
+
+instrument()
+exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
+trace.set_tracer_provider(TracerProvider())
+trace.get_tracer_provider().add_span_processor(SimpleSpanProcessor(exporter))
+metrics.set_meter_provider(MeterProvider([reader]))
+
+async def main(address):
+    import torch
+    async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
+        await receiver.receive(await sender.send(torch.zeros(3)))
+        [scope] = reader.get_metrics_data().resource_metrics[0].scope_metrics
+        assert "aiotensor.sender.tensors_sent" in {metric.name for metric in scope.metrics}
+
+asyncio.run(main(sys.argv[1]))
+names = {span.name for span in exporter.get_finished_spans()}
+print(*sorted(names - {"aiotensor wait for a receiver"}), sep=",")
+"""
+    with tempfile.TemporaryDirectory(prefix="aiotensor-") as folder:
+        command = [sys.executable, "-W", "error", "-c", code, f"unix://{folder}/tensors"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("aiotensor deliver tensor,aiotensor send tensor\n", "")
 
 
 async def test_a_request_that_began_before_uninstrumenting_ends_its_spans() -> None:
