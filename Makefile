@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test lint types unit test-lowest test-vllm docs-tables coverage model chaos fuzz soak bench bench-quick \
-        bench-serving bench-vllm bench-peers dist docs-trace clean help
+        bench-serving bench-vllm bench-peers dist docs-trace bench-tracing clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench-quick   the same within a minute, with fewer measurements and alternatives"
 	@echo "make bench-serving   only API servers that send videos to an engine, and write the results into the documents"
 	@echo "make bench-vllm   compare the tensor transport and the broadcast with those of vLLM"
+	@echo "make bench-tracing   measure the cost of tracing with OpenTelemetry"
 	@echo "make bench-peers   install the alternatives that are not installed by default, such as Ray"
 	@echo "make clean   remove the files that the other targets created"
 
@@ -95,7 +96,7 @@ LOWEST := .venv-lowest
 $(LOWEST)/.test: pyproject.toml
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	grep -oE '"[a-z0-9-]+>=[0-9.]+' pyproject.toml | sed 's/"//; s/>=/==/' > $(LOWEST)/constraints.txt
+	grep -oE '"[a-z0-9-]+>=[0-9.]+(b[0-9]+)?' pyproject.toml | sed 's/"//; s/>=/==/' > $(LOWEST)/constraints.txt
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt --editable . --group test
 	@touch $@
 
@@ -157,6 +158,10 @@ bench-serving: $(VENV)/.bench
 bench-vllm: $(VENV)/.bench $(VENV)/.vllm
 	@PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m bench.vllm_hooks $(ARGS)
 	@PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m bench.vllm_broadcast $(ARGS)
+
+# Separate, because its ways need no processes of their own: half a minute.
+bench-tracing: $(VENV)/.bench
+	@$(BIN)/python -m bench.tracing $(ARGS)
 
 bench-peers: $(VENV)/.bench
 	$(PIP) --editable . --group bench-peers

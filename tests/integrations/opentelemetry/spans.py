@@ -10,6 +10,7 @@ from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerPro
 
 from aiotensor.integrations.opentelemetry import instrument, uninstrument
 from verification.processes.peers import State
+from verification.waiting import until
 
 __all__ = ["Recorder", "Seen", "begin_recording", "one", "recorded", "recording", "tree"]
 
@@ -88,9 +89,10 @@ async def begin_recording(state: State) -> None:
 
 
 async def recorded(state: State) -> list[Seen]:
-    """Return the spans of a child process."""
-    seen: list[Seen] = state.others["recorder"].seen
-    return seen
+    """Return the spans of a child process, once all have ended."""
+    recorder: Recorder = state.others["recorder"]
+    await until(lambda: not recorder.unfinished)
+    return recorder.seen
 
 
 def one(spans: Iterable[Seen], name: str) -> Seen:
