@@ -33,9 +33,9 @@ def drawn(spans: list[tuple[int, Row]]) -> str:
         f'  <rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
     ]
     for number, (process, fill) in enumerate(_FILLS.items()):
-        x = 16 + 120 * number
-        parts.append(f'  <rect x="{x}" y="14" width="14" height="14" rx="3" fill="{fill}"/>')
-        parts.append(f'  <text x="{x + 20}" y="26" fill="#0f172a">{process}</text>')
+        x = 16.0 + 120 * number
+        parts.append(f'  <rect x="{x:.0f}" y="14" width="14" height="14" rx="3" fill="{fill}"/>')
+        parts.append(f'  <text x="{x + 20:.0f}" y="26" fill="#0f172a">{process}</text>')
     for at in _ticks((ended - began) / 1e6):
         x = _LEFT + at * 1e6 * scale
         parts.append(f'  <path d="M{x:.1f} {_TOP - 12} V{height - 12}" stroke="#e2e8f0"/>')
