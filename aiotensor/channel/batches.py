@@ -110,6 +110,7 @@ async def answer_batch(
             fail_batch(batch, error)
             if span is not None:
                 span.end(error)
+                span = None
             if not isinstance(error, Exception):
                 raise
         finally:

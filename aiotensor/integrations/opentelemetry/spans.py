@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import Token
 from functools import cached_property, lru_cache
 from typing import Protocol, TypeVar
@@ -88,7 +89,8 @@ class Operation:
 
     def end(self, error: BaseException | None = None, *, name: str = "", nbytes: int = 0) -> None:
         """End the span, as `tracing.Span.end` does."""
-        context.detach(self._token)
+        with suppress(ValueError):  # the block of a request ends in another task or thread than it began
+            self._token.var.reset(self._token)
         span = self.inner
         if name:
             span.set_attribute("messaging.message.id", name)

@@ -1,5 +1,6 @@
 """Spans of this process and of its children, as values that can be compared."""
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -71,16 +72,31 @@ class Recorder(SpanProcessor):
         )
 
 
+class _Complaints(logging.Handler):
+    """Collect what OpenTelemetry logs, such as the second end of a span."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
 @contextmanager
 def recording() -> Iterator[Recorder]:
     """Instrument this process, and record the spans of the block."""
     recorder = Recorder()
+    complaints = _Complaints(logging.WARNING)
+    logging.getLogger("opentelemetry").addHandler(complaints)
     instrument(recorder.provider, NoOpMeterProvider())
     try:
         yield recorder
     finally:
         uninstrument()
+        logging.getLogger("opentelemetry").removeHandler(complaints)
     assert not recorder.unfinished
+    assert not complaints.said
 
 
 async def begin_recording(state: State) -> None:

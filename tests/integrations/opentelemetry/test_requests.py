@@ -254,6 +254,43 @@ async def test_the_span_of_a_batch_and_those_of_its_requests_are_linked(recorder
         assert span.began <= batch.began  # when the request was taken
 
 
+async def test_an_error_of_a_batch_is_recorded_in_its_span(recorder: Recorder) -> None:
+    async def work(questions: list[Question]) -> list[Answer]:
+        raise ValueError("no batch today")
+
+    async with channel() as ends, serving(ends.server, work, max_batch=2):
+        with pytest.raises(RemoteError):
+            await ends.client.request(Question(1))
+    batch = one(recorder.seen, "aiotensor answer batch")
+    assert (batch.status, batch.attributes["error.type"]) == ("ERROR", "builtins.ValueError")
+
+
+async def test_a_cancelled_batch_ends_its_span_without_an_error(recorder: Recorder) -> None:
+    async def work(questions: list[Question]) -> list[Answer]:
+        await asyncio.get_running_loop().create_future()
+        return []
+
+    async with channel() as ends, serving(ends.server, work, max_batch=2):
+        asking = asyncio.create_task(ends.client.request(Question(1)))
+        await until(lambda: ends.server.statistics().in_hand == 1)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await until(lambda: not recorder.unfinished)
+    batch = one(recorder.seen, "aiotensor answer batch")
+    assert (batch.status, batch.attributes["aiotensor.cancelled"]) == ("UNSET", True)
+
+
+async def test_a_block_may_end_in_another_task_than_it_began(recorder: Recorder) -> None:
+    async with channel() as ends:
+        asking = asyncio.create_task(ends.client.request(Question(1)))
+        request = await anext(ends.server)
+        await asyncio.create_task(request.__aenter__())
+        await request.reply(Answer(1))
+        await asyncio.create_task(request.__aexit__(None, None, None))
+        await asking
+    assert one(recorder.seen, "aiotensor answer").status == "UNSET"
+
+
 # Threads
 
 
