@@ -4,8 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit test-lowest test-vllm test-ray test-deployment test-dashboards docs-tables coverage model \
-        chaos fuzz soak bench bench-quick bench-serving bench-vllm bench-peers docs docs-serve docs-browser dist clean help
+.PHONY: demo test lint types unit test-lowest test-vllm test-ray test-deployment test-dashboards docs-tables docs-trace coverage \
+        model chaos fuzz soak bench bench-quick bench-serving bench-vllm bench-tracing bench-peers docs docs-serve docs-browser \
+        dist clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
@@ -20,6 +21,7 @@ help:
 	@echo "make test-deployment   test deploy/: as root, also in containers made of namespaces and control groups"
 	@echo "make test-dashboards   scrape running examples with Prometheus, and test the dashboard and the alerts"
 	@echo "make docs-tables   write the tables of docs/metrics.md from the declared fields of statistics"
+	@echo "make docs-trace   trace uploads from a server to an engine, and draw the spans of one as docs/trace.svg"
 	@echo "make coverage   the suite again, measured: which branches no test has taken"
 	@echo "make model   run random sequences of operations and compare them with a model, for SECONDS=600 from SEED="
 	@echo "make chaos   kill, stop and starve processes while tensors travel, for SECONDS=600 from SEED="
@@ -29,6 +31,7 @@ help:
 	@echo "make bench-quick   the same within a minute, with fewer measurements and alternatives"
 	@echo "make bench-serving   only API servers that send videos to an engine, and write the results into the documents"
 	@echo "make bench-vllm   compare the tensor transport and the broadcast with those of vLLM"
+	@echo "make bench-tracing   measure the cost of tracing with OpenTelemetry"
 	@echo "make bench-peers   install the alternatives that are not installed by default, such as Ray"
 	@echo "make clean   remove the files that the other targets created"
 
@@ -100,7 +103,7 @@ LOWEST := .venv-lowest
 $(LOWEST)/.test: pyproject.toml
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	grep -oE '"[a-z0-9-]+>=[0-9.]+' pyproject.toml | sed 's/"//; s/>=/==/' > $(LOWEST)/constraints.txt
+	grep -oE '"[a-z0-9-]+>=[0-9.]+(b[0-9]+)?' pyproject.toml | sed 's/"//; s/>=/==/' > $(LOWEST)/constraints.txt
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt --editable . --group test
 	@touch $@
 
@@ -156,6 +159,9 @@ $(VENV)/.docs-browser: $(VENV)/.docs
 docs-browser: docs $(VENV)/.docs-browser
 	@$(BIN)/python docs/browse.py $(ARGS)
 
+docs-trace: $(VENV)/.test
+	$(BIN)/python docs/trace_picture.py
+
 # Not part of `test`: it takes three times as long.
 coverage: $(VENV)/.test
 	$(BIN)/coverage erase
@@ -202,6 +208,10 @@ bench-serving: $(VENV)/.bench
 bench-vllm: $(VENV)/.bench $(VENV)/.vllm
 	@PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m bench.vllm_hooks $(ARGS)
 	@PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m bench.vllm_broadcast $(ARGS)
+
+# Separate, because its ways need no processes of their own: half a minute.
+bench-tracing: $(VENV)/.bench
+	@$(BIN)/python -m bench.tracing $(ARGS)
 
 bench-peers: $(VENV)/.bench
 	$(PIP) --editable . --group bench-peers

@@ -248,7 +248,7 @@ class TensorReceiver(LoopObjectWithPeers):
             raise
         key, item, count = found
         taking.take(key, item)
-        return item if count == 1 else Delivery(item.handle, item.tensor, count)
+        return item if count == 1 else Delivery(item.handle, item.tensor, count, item.trace_context)
 
     def discard(self, handle: TensorHandle) -> None:
         """Discard the whole message of a handle, because it is no longer needed.

@@ -8,6 +8,7 @@ from typing import Self
 import torch
 
 from aiotensor.errors import again
+from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import LoopAffinity
 from aiotensor.runtime.cgroups import warn_if_too_large
 from aiotensor.runtime.peer_events import LoopObjectWithPeers, PeerEvents
@@ -192,16 +193,20 @@ class TensorSender(LoopObjectWithPeers):
                 container no error is raised: the kernel kills a process.
         """
         message: Message | None = None
+        span: tracing.Span | None = None
         try:
             pipeline = self._opened()
+            if tracing.tracer is not None:
+                span = tracing.tracer.begin("send tensor", pipeline.label)
             source, plan = pipeline.prepare(tensor)
             message = await pipeline.begin(plan.allocation)
-            return await pipeline.put(message, source, plan, last=True)
+            handle = await pipeline.put(message, source, plan, last=True)
         except BaseException as error:
-            if message is not None and self._pipeline is not None:
-                self._pipeline.abandon(message)
-            self._errors.add(error)
+            self._failed(error, message, span)
             raise
+        if span is not None:
+            span.end(name=f"{handle.sender}.{handle.message}.{handle.tensor}", nbytes=source.nbytes)
+        return handle
 
     def send_nowait(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor without waiting; the copy runs on this thread.
@@ -214,16 +219,20 @@ class TensorSender(LoopObjectWithPeers):
                 receiver is connected, or it is slow to read.
         """
         message: Message | None = None
+        span: tracing.Span | None = None
         try:
             pipeline = self._opened()
+            if tracing.tracer is not None:
+                span = tracing.tracer.begin("send tensor", pipeline.label)
             source, plan = pipeline.prepare(tensor)
             message = pipeline.begin_nowait(plan.new_bytes)
-            return pipeline.put_nowait(message, source, plan)
+            handle = pipeline.put_nowait(message, source, plan)
         except BaseException as error:
-            if message is not None and self._pipeline is not None:
-                self._pipeline.abandon(message)
-            self._errors.add(error)
+            self._failed(error, message, span)
             raise
+        if span is not None:
+            span.end(name=f"{handle.sender}.{handle.message}.{handle.tensor}", nbytes=source.nbytes)
+        return handle
 
     def post(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor without waiting, and copy the tensor in the worker thread afterwards.
@@ -243,7 +252,7 @@ class TensorSender(LoopObjectWithPeers):
         """
         with self._errors:
             self._opened()
-            return self._opened_posts().post(tensor)
+        return self._opened_posts().post_in(None, tensor, last=True)[1]
 
     async def copied(self, handle: TensorHandle) -> None:
         """Wait until a tensor that was sent with `post` is copied, and may be changed or freed.
@@ -386,6 +395,14 @@ class TensorSender(LoopObjectWithPeers):
     def _check_own(self, handle: TensorHandle) -> None:
         if handle.sender != self._id:
             raise ValueError(f"this handle belongs to sender {handle.sender}, not to this one ({self._id})")
+
+    def _failed(self, error: BaseException, message: Message | None, span: tracing.Span | None) -> None:
+        """Discard the message of a failed or cancelled call, and count its error."""
+        if message is not None and self._pipeline is not None:
+            self._pipeline.abandon(message)
+        self._errors.add(error)
+        if span is not None:
+            span.end(error)
 
     def _opened_posts(self) -> Posts:
         if self._posts is None:

@@ -15,7 +15,13 @@ from aiotensor.protocol.frames import (
 )
 from aiotensor.protocol.sender import SenderConnection
 from aiotensor.statistics.counters import WaitCounter
-from aiotensor.types import ReceiverStatistics, SenderStatistics
+from aiotensor.types import (
+    MAX_TRACE_FIELDS,
+    MAX_TRACE_NAME,
+    MAX_TRACE_VALUE,
+    ReceiverStatistics,
+    SenderStatistics,
+)
 
 __all__ = [
     "NO_WAITS",
@@ -71,6 +77,12 @@ def put(**changes: object) -> Put:
         "payload": b"abc",
     }
     return Put(**{**fields, **changes})
+
+
+# A trace context at all its limits.
+LONGEST_TRACE = {
+    str(number).rjust(MAX_TRACE_NAME, "x"): "x" * MAX_TRACE_VALUE for number in range(MAX_TRACE_FIELDS)
+}
 
 
 def record_of(*frames: object) -> bytes:

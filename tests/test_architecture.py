@@ -24,6 +24,7 @@ APPLICATIONS = [
     "skvideo",
     "prometheus_client",
     "pytest",
+    "opentelemetry",
 ]
 
 MODULES = [

@@ -1,7 +1,7 @@
 """Blocking clients and servers of messages."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, overload
 
@@ -15,6 +15,7 @@ from aiotensor.channel.batches import checked_results
 from aiotensor.channel.request import fail_batch, leave, reply_while_wanted
 from aiotensor.channel.server import take_ready
 from aiotensor.errors import ClosedError, UsageError
+from aiotensor.runtime import tracing
 from aiotensor.types import ClientStatistics, CurveKey, ServerStatistics
 
 __all__ = ["MessageClient", "MessageServer", "Permit", "Request"]
@@ -186,6 +187,7 @@ class Request(Generic[M]):
         self._server = server
         self.inner = inner
         self._is_entered = False
+        self._span: tracing.Span | None = None  # of the block
 
     def __repr__(self) -> str:
         return f"<aiotensor.blocking.{repr(self.inner)[1:]}"
@@ -204,6 +206,11 @@ class Request(Generic[M]):
     def is_wanted(self) -> bool:
         """Whether the client still waits for an answer."""
         return self.inner.is_wanted
+
+    @property
+    def trace_context(self) -> Mapping[str, str] | None:
+        """The trace context of the client; None unless tracing is enabled in both processes."""
+        return self.inner.trace_context
 
     def reply(self, answer: object, *, timeout: float | None = None) -> bool:
         """Answer the message, and return whether the client still waited for the answer.
@@ -227,6 +234,8 @@ class Request(Generic[M]):
         if self._is_entered:
             raise UsageError("this request was already entered")
         self._is_entered = True
+        if tracing.tracer is not None:
+            self._span = tracing.tracer.answer(self.trace_context)
         return self
 
     def __exit__(
@@ -234,6 +243,8 @@ class Request(Generic[M]):
     ) -> bool:
         if self._server.inner.affinity.is_left_in_child(error):
             return False
+        if self._span is not None:
+            self._span.end(error)
         try:
             self._server.call(leave, self.inner, error)
         except ClosedError:
@@ -374,9 +385,14 @@ class MessageServer(BlockingObjectWithPeers[channel.MessageServer[M], ServerStat
                 self._answer_batch(handler, batch)
 
     def _answer_batch(self, handler: Callable[[list[M]], Sequence[object]], batch: list[Request[M]]) -> None:
+        span: tracing.Span | None = None
+        if tracing.tracer is not None:
+            span = tracing.tracer.answer_batch([request.trace_context for request in batch])
         try:
             results = checked_results(handler([request.message for request in batch]), len(batch))
         except BaseException as error:
+            if span is not None:
+                span.end(error)
             inner = [request.inner for request in batch]
             try:
                 self.call(fail_batch, inner, error)
@@ -385,6 +401,8 @@ class MessageServer(BlockingObjectWithPeers[channel.MessageServer[M], ServerStat
             if not isinstance(error, Exception):
                 raise
             return
+        if span is not None:
+            span.end()
         for request, result in zip(batch, results, strict=True):
             with request:
                 if isinstance(result, Exception):

@@ -1,6 +1,7 @@
 """One publication at a subscriber, from its arrival until the application has taken it."""
 
 import asyncio
+from collections.abc import Mapping
 
 import torch
 
@@ -10,6 +11,7 @@ from aiotensor.protocol.broadcast import Content, PlacedTensor, Publish
 from aiotensor.protocol.frames import ARENA
 from aiotensor.protocol.subscriber import read_content
 from aiotensor.receiving.mappings import Mappings
+from aiotensor.runtime import tracing
 from aiotensor.runtime.worker import in_thread
 from aiotensor.tensors.placement import open_tensor
 from aiotensor.tensors.views import as_leaf
@@ -39,6 +41,7 @@ class Arrived:
         missed: the number of publications missed before it; None until the application begins to take it.
         is_taken: whether the publication was answered as taken.
         tensors: the tensors that were opened so far.
+        trace_context: the trace context of the publisher; None without tracing.
     """
 
     def __init__(self, session: Session, publish: Publish, mappings: Mappings, order: int) -> None:
@@ -48,6 +51,9 @@ class Arrived:
         self.missed: int | None = None
         self.is_taken = False
         self.tensors: list[torch.Tensor] = []
+        self.trace_context: Mapping[str, str] | None = None
+        if publish.trace is not None and tracing.tracer is not None:
+            self.trace_context = tracing.tracer.arrived(publish.trace)
         self._publish = publish
         self._mappings = mappings
         self._data: memoryview | None = None

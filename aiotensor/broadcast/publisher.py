@@ -13,6 +13,7 @@ from aiotensor.errors import ClosedError
 from aiotensor.protocol.audience import SlowPolicy
 from aiotensor.protocol.frames import MAX_RECORD_BYTES, Subscribe
 from aiotensor.receiving.intake import Intake
+from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import LoopAffinity
 from aiotensor.runtime.cgroups import warn_if_too_large
 from aiotensor.runtime.peer_events import LoopObjectWithPeers, PeerEvents
@@ -169,11 +170,20 @@ class Publisher(LoopObjectWithPeers):
             ClosedError: this publisher was closed, perhaps while waiting.
             OSError: the machine has no shared memory, threads or descriptors left.
         """
+        span: tracing.Span | None = None
         try:
-            return await self._checked().publish(message)
-        except Exception as error:
+            publishing = self._checked()
+            if tracing.tracer is not None:
+                span = tracing.tracer.begin("publish", self._route.label)
+            published = await publishing.publish(message)
+        except BaseException as error:
             self._errors.add(error)
+            if span is not None:
+                span.end(error)
             raise
+        if span is not None:
+            span.end(name=str(published.number))
+        return published
 
     def publish_nowait(self, message: object) -> Published:
         """Publish a message without waiting; it is encoded and copied on this thread.
@@ -184,8 +194,20 @@ class Publisher(LoopObjectWithPeers):
             WouldBlockError: a subscriber is slow, another call is publishing or waiting, or too little memory
                 is free.
         """
-        with self._errors:
-            return self._checked().publish_nowait(message)
+        span: tracing.Span | None = None
+        try:
+            publishing = self._checked()
+            if tracing.tracer is not None:
+                span = tracing.tracer.begin("publish", self._route.label)
+            published = publishing.publish_nowait(message)
+        except BaseException as error:
+            self._errors.add(error)
+            if span is not None:
+                span.end(error)
+            raise
+        if span is not None:
+            span.end(name=str(published.number))
+        return published
 
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in shared memory, which is published without a copy.

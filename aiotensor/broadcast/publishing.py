@@ -26,6 +26,7 @@ from aiotensor.protocol.audience import Item
 from aiotensor.protocol.broadcast import Content, Publish
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import ARENA, INLINE, encode_record
+from aiotensor.runtime import tracing
 from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.runtime.waiting import at_most
 from aiotensor.sending.gates import Gate, StuckError
@@ -104,6 +105,7 @@ class Publishing:
             on_long_wait=lambda _: self._reports.log_wait("slow subscribers, or earlier calls"),
             max_wait_s=settings.max_wait_s,
             overdue=lambda _: self._reports.overdue("subscribers were slow, or earlier calls waited", 0),
+            step="wait for a turn",
         )
         self.subscribers = Subscribers(
             publisher, settings, counts, self.memory, self.statistics, self._subscribers_progressed, events
@@ -335,7 +337,8 @@ class Publishing:
         """Announce a message to all subscribers; from this point on, nothing is rolled back."""
         subscribers = self.subscribers
         number = subscribers.next_number
-        record = encode_record([Publish(number, kind, payload, nbytes, block)])
+        trace = None if tracing.tracer is None else tracing.tracer.context()
+        record = encode_record([Publish(number, kind, payload, nbytes, block, trace)])
         blocks, segments = tuple(placement.blocks), tuple(placement.segments)
         dropped = subscribers.publish(Item(number, record, time.monotonic(), blocks, segments))
         self._counts["published"] += 1

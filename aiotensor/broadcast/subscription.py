@@ -23,6 +23,7 @@ from aiotensor.protocol.broadcast import Publish
 from aiotensor.protocol.connection import Loss
 from aiotensor.protocol.frames import VERSION, Subscribe
 from aiotensor.receiving.mappings import Mappings
+from aiotensor.runtime import tracing
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.runtime.waiting import Waiters, at_most
@@ -220,7 +221,9 @@ class Subscription(Generic[T]):
         self.number = found.number
         self._counts["received"] += 1
         self._counts["missed"] += missed
-        return Publication(message, found.number, missed)
+        if found.trace_context is not None and tracing.tracer is not None:
+            tracing.tracer.delivered("publication", found.trace_context, name=str(found.number))
+        return Publication(message, found.number, missed, found.trace_context)
 
     def _next(self) -> Arrived | Ended | None:
         """Remove the next item from the inbox, and return it; None if the inbox is empty."""

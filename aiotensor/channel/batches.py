@@ -8,6 +8,7 @@ from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.channel.incoming_requests import IncomingRequests
 from aiotensor.channel.options import positive, seconds
 from aiotensor.channel.request import Request, enter_batch, fail_batch, has_ended, leave_batch
+from aiotensor.runtime import tracing
 
 __all__ = ["Batches", "answer_batch", "checked_results"]
 
@@ -97,6 +98,9 @@ async def answer_batch(
 ) -> None:
     """Call a handler with the messages of a batch, and answer each request with its result."""
     results: Sequence[object] = ()
+    span: tracing.Span | None = None
+    if tracing.tracer is not None:
+        span = tracing.tracer.answer_batch([request.trace_context for request in batch])
     with _BatchBlock(len(batch)) as block:
         for request in batch:
             enter_batch(request, block)
@@ -104,11 +108,16 @@ async def answer_batch(
             results = checked_results(await handler([request.message for request in batch]), len(batch))
         except BaseException as error:
             fail_batch(batch, error)
+            if span is not None:
+                span.end(error)
+                span = None
             if not isinstance(error, Exception):
                 raise
         finally:
             for request in batch:
                 leave_batch(request)
+    if span is not None:
+        span.end()
     if results:
         async with asyncio.TaskGroup() as replying:  # a client that does not read delays only its own reply
             for request, result in zip(batch, results, strict=True):

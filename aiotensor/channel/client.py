@@ -15,6 +15,7 @@ from aiotensor.channel.remote_server import RemoteServer
 from aiotensor.codec import TensorDecoder
 from aiotensor.codec.payload import Payload
 from aiotensor.receiver import TensorReceiver
+from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import LoopAffinity
 from aiotensor.runtime.peer_events import LoopObjectWithPeers, PeerEvents
 from aiotensor.runtime.waiting import grace_period, seconds_or_never
@@ -112,6 +113,7 @@ class MessageClient(LoopObjectWithPeers, Generic[R]):
         keys = connecting_keys(secret_key, server_key)
         texts = [address] if isinstance(address, str) else list(address)
         self._addresses = [parse(text, has_keys=bool(keys), is_client=True) for text in texts]
+        self._label = ",".join(label_of(address.text) for address in self._addresses)
         self._senders: list[TensorSender | None] = (
             [sender] if sender is None or isinstance(sender, TensorSender) else list(sender)
         )
@@ -183,7 +185,7 @@ class MessageClient(LoopObjectWithPeers, Generic[R]):
             self._max_wait_s,
             self._counts,
         )
-        self.affinity.settle(self, ",".join(label_of(address.text) for address in self._addresses))
+        self.affinity.settle(self, self._label)
         return self
 
     def _opened(self) -> OutgoingRequests[R]:
@@ -284,18 +286,25 @@ class MessageClient(LoopObjectWithPeers, Generic[R]):
             ClosedError: this client was closed, perhaps during the call.
             ValueError: there is no such target, or `inside` is a message of another sender.
         """
+        span: tracing.Span | None = None
         try:
             box = [message]
             del message  # so that only the caller keeps its tensors alive during the wait
             requests = self._opened()
+            if tracing.tracer is not None:
+                span = tracing.tracer.begin("request", self._label)
             request = requests.request_repeatable if idempotent else requests.request
             answer = await request(box, target, inside)
         except BaseException as error:
             self._errors.add(error)
             self._counts["failures"] += isinstance(error, Exception)
             self._counts["cancelled"] += isinstance(error, asyncio.CancelledError)
+            if span is not None:
+                span.end(error)
             raise
         self._counts["answers"] += 1
+        if span is not None:
+            span.end()
         return answer
 
     async def send(
@@ -307,10 +316,21 @@ class MessageClient(LoopObjectWithPeers, Generic[R]):
         the server. Arguments, waiting and errors are those of `request`, except for the answer. Cancellation
         discards the message unless it was sent.
         """
-        with self._errors:
+        span: tracing.Span | None = None
+        try:
             box = [message]
             del message
-            await self._opened().send(box, target, inside)
+            requests = self._opened()
+            if tracing.tracer is not None:
+                span = tracing.tracer.begin("send message", self._label)
+            await requests.send(box, target, inside)
+        except BaseException as error:
+            self._errors.add(error)
+            if span is not None:
+                span.end(error)
+            raise
+        if span is not None:
+            span.end()
 
     def statistics(self) -> ClientStatistics:
         """Return the current usage and the totals since opening; also available after closing."""
@@ -342,7 +362,7 @@ class MessageClient(LoopObjectWithPeers, Generic[R]):
                     await self._requests.close(self._linger_s)
 
     def _details(self) -> list[str]:
-        details = ["at " + ",".join(label_of(address.text) for address in self._addresses)]
+        details = [f"at {self._label}"]
         if self.affinity.is_open and self._requests is not None:
             in_flight = sum(server.in_flight for server in self._requests.servers)
             details.append(f"{in_flight} messages in flight")

@@ -10,7 +10,7 @@ The states of a request:
 import asyncio
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.channel.payloads import Handles
@@ -19,6 +19,7 @@ from aiotensor.codec.payload import QUICK_BODY_BYTES
 from aiotensor.protocol.exchange import Ask, Cause
 from aiotensor.protocol.parts import Parts
 from aiotensor.protocol.server import ServerConnection
+from aiotensor.runtime import tracing
 from aiotensor.runtime.logs import logger_of
 from aiotensor.sender import TensorSender, capacity_of
 from aiotensor.tensors.copying import QUICK_BYTES
@@ -51,6 +52,7 @@ class IncomingRequest:
         nbytes: the size of the body and the buffers in bytes.
         is_large: whether freeing the decoded message may take a long time.
         is_answered: whether an answer was sent.
+        trace_context: the trace context of the client; None without tracing.
         request: a weak reference to the `Request` of the application, once the message is taken; its callback
             detects that the `Request` was garbage-collected.
         block: cancels the task that answers the message; None until the task enters the `Request`.
@@ -66,6 +68,9 @@ class IncomingRequest:
         self.is_large = self.nbytes > QUICK_BYTES or len(parts[0]) > QUICK_BODY_BYTES
         self.state = RequestState.WAITING
         self.is_answered = False
+        self.trace_context: Mapping[str, str] | None = None
+        if ask.trace is not None and tracing.tracer is not None:
+            self.trace_context = tracing.tracer.arrived(ask.trace)
         self.request: weakref.ref[object] | None = None
         self.block: CancelOnce | None = None
 

@@ -18,6 +18,7 @@ from aiotensor.errors import AioTensorError, ClosedError, ProtocolError, UsageEr
 from aiotensor.protocol.exchange import Cause
 from aiotensor.protocol.parts import Parts, check_parts
 from aiotensor.receiver import TensorReceiver, has_seen
+from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import FreedItems, LoopAffinity
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters
@@ -232,6 +233,8 @@ class IncomingRequests(Generic[M]):
                 self.memory.free(box)
             return None
         incoming.state = RequestState.IN_HAND
+        if incoming.trace_context is not None and tracing.tracer is not None:
+            tracing.tracer.delivered("message", incoming.trace_context, nbytes=incoming.nbytes)
         self._stopped_waiting(incoming)  # last: sending credit may reveal that the client is gone
         return incoming, message
 
@@ -247,6 +250,8 @@ class IncomingRequests(Generic[M]):
             self._refuse(incoming, error)
             return None
         incoming.state = RequestState.IN_HAND
+        if incoming.trace_context is not None and tracing.tracer is not None:
+            tracing.tracer.delivered("message", incoming.trace_context, nbytes=incoming.nbytes)
         self._stopped_waiting(incoming)
         return incoming, message
 

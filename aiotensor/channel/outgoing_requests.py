@@ -33,6 +33,7 @@ from aiotensor.errors import (
 )
 from aiotensor.protocol.parts import check_parts
 from aiotensor.receiver import TensorReceiver, has_seen
+from aiotensor.runtime import tracing
 from aiotensor.sender import OpenMessage, TensorSender, capacity_of
 from aiotensor.sending.open_message import check_unfinished, owner_of
 from aiotensor.statistics import registry
@@ -256,7 +257,7 @@ class OutgoingRequests(Generic[R]):
                 if balancer is None:
                     server = self._server(target, inside)
                     if server.session is None:
-                        await server.ready()
+                        await tracing.step("wait for a server", server.ready())
                 else:
                     needs_permit = self._has_senders and bool(payload.tensors)
                     server = await balancer.choose(Need.TENSORS if needs_permit else Need.MESSAGE)

@@ -2,7 +2,7 @@
 
 import asyncio
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -11,6 +11,7 @@ from aiotensor.channel.client_session import IncomingRequest, RequestState
 from aiotensor.channel.incoming_requests import IncomingRequests, cause_of
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.protocol.exchange import Cause
+from aiotensor.runtime import tracing
 from aiotensor.runtime.logs import logger_of
 
 __all__ = [
@@ -59,6 +60,7 @@ class Request(Generic[M]):
         self._requests = requests
         self._owner = owner  # keeps the server alive as long as its requests
         self._is_answered = False
+        self._span: tracing.Span | None = None  # of the block
         dropped = requests.dropped
         incoming.request = weakref.ref(self, lambda _: dropped(incoming))  # does not keep the server open
 
@@ -84,6 +86,11 @@ class Request(Generic[M]):
     def is_wanted(self) -> bool:
         """Whether the client still waits for an answer."""
         return self._incoming.is_wanted
+
+    @property
+    def trace_context(self) -> Mapping[str, str] | None:
+        """The trace context of the client; None unless tracing is enabled in both processes."""
+        return self._incoming.trace_context
 
     async def reply(self, answer: object) -> bool:
         """Send the answer, and return whether the client still waited for it.
@@ -146,6 +153,8 @@ class Request(Generic[M]):
         block.__enter__()
         if not self._incoming.is_wanted and self._incoming.wants_answer:
             block.cancel()
+        if tracing.tracer is not None:
+            self._span = tracing.tracer.answer(self._incoming.trace_context)
         return self
 
     async def __aexit__(
@@ -157,6 +166,8 @@ class Request(Generic[M]):
         if self._requests.affinity.is_left_in_child(error):
             return False
         was_cancelled = block.__exit__(kind, error, trace)
+        if self._span is not None:
+            self._span.end(error)
         self._leave(None if was_cancelled else error)
         if isinstance(error, asyncio.CancelledError) and not was_cancelled and not _is_being_cancelled():
             self._log_failure(error)  # a future that the handler awaited was cancelled

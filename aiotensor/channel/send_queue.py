@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from aiotensor.errors import WouldBlockError
 from aiotensor.protocol.parts import Parts
+from aiotensor.runtime import tracing
 
 __all__ = ["SendQueue", "flush_all"]
 
@@ -88,7 +89,7 @@ class SendQueue:
         self._pending.append(pending)
         try:
             async with self._wait_limit():
-                return await outcome
+                return await tracing.step("wait for credit", outcome)
         except BaseException as error:
             pending.parts = parts = ()  # the error's traceback refers to this frame
             with suppress(ValueError):  # sent or cleared in this iteration of the loop

@@ -19,6 +19,7 @@ from aiotensor.errors import AioTensorError, PeerLostError, RemoteError, again
 from aiotensor.protocol.client import ClientConnection
 from aiotensor.protocol.exchange import Answer, Credit, Failure
 from aiotensor.protocol.parts import Parts
+from aiotensor.runtime import tracing
 from aiotensor.transports.zeromq.sockets import LoopSocket
 
 __all__ = ["SentRequest", "ServerSession"]
@@ -105,7 +106,8 @@ class ServerSession:
             WouldBlockError: the message could not be sent within `max_wait_s`.
             TooLargeError: the server does not accept a body or a part of this size.
         """
-        number, message = self.connection.ask(parts, handles, wants_answer=wants_answer)
+        trace = None if tracing.tracer is None else tracing.tracer.context()
+        number, message = self.connection.ask(parts, handles, wants_answer=wants_answer, trace=trace)
         answer = asyncio.get_running_loop().create_future() if wants_answer else None
         request = SentRequest(self, number, handles, answer)
         try:

@@ -10,6 +10,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from math import inf
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeAlias, get_args
@@ -26,12 +27,12 @@ except ModuleNotFoundError as error:
     raise not_installed(error, __name__) from None
 
 from aiotensor.errors import UsageError
+from aiotensor.integrations.samples import counter_samples, gauge_samples, of_kind, wait_samples
 from aiotensor.integrations.totals import MAX_ENDPOINTS, EndpointTotals, checked_max_endpoints
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.worker import in_thread
 from aiotensor.statistics import registry
-from aiotensor.statistics.counters import ERROR_NAMES
-from aiotensor.statistics.fields import Family, families_of
+from aiotensor.statistics.fields import families_of
 from aiotensor.statistics.registry import Counts, Group
 from aiotensor.types import Statistics
 
@@ -116,63 +117,25 @@ def _families(
         "aiotensor_scrape_timeouts", "Event loops that did not answer a scrape in time.", timeouts
     )
     for kind in _KINDS:
-        present: dict[str, list[Statistics]] = {}
-        for endpoint, statistics in objects:
-            if isinstance(statistics, kind):
-                present.setdefault(endpoint, []).append(statistics)
-        counted = {endpoint: found for (of, endpoint), found in counts.items() if of is kind}
+        present, counted = of_kind(kind, objects, counts)
         for family in families_of(kind):
+            name, text, labels = family.name, family.text, family.labels
+            metric: Metric
             if family.type == "gauge":
-                yield _gauge(family, present)
+                metric = gauge = GaugeMetricFamily(name, text, labels=labels)
+                for values, amount in gauge_samples(family, present):
+                    gauge.add_metric(values, amount)
             elif family.type == "counter":
-                yield _counter(family, counted)
+                metric = counter = CounterMetricFamily(name, text, labels=labels)
+                for values, amount in counter_samples(family, counted):
+                    counter.add_metric(values, amount)
             else:
-                yield _waits(family, counted)
-
-
-def _gauge(family: Family, present: dict[str, list[Statistics]]) -> Metric:
-    metric = GaugeMetricFamily(family.name, family.text, labels=family.labels)
-    combine = max if family.is_largest else sum
-    for field in family.fields:
-        name, labels = field.name, list(field.labels.values())
-        for endpoint, objects in present.items():
-            metric.add_metric([endpoint, *labels], combine([_amount(getattr(one, name)) for one in objects]))
-    return metric
-
-
-def _amount(value: int | float | tuple[int, ...] | None) -> float:
-    """Return the value of a gauge; a limit of None is exported as infinity."""
-    if isinstance(value, tuple):
-        return sum(value)
-    return inf if value is None else value
-
-
-def _counter(family: Family, counted: dict[str, Counts]) -> Metric:
-    metric = CounterMetricFamily(family.name, family.text, labels=family.labels)
-    for field in family.fields:
-        labels = list(field.labels.values())
-        series = [((field.name, ""), labels)]
-        if field.is_by_type:
-            # Samples exist for all types from the beginning: Prometheus sees no increase in the first one.
-            series = [((field.name, error), [*labels, error]) for error in ERROR_NAMES]
-        for endpoint, counts in counted.items():
-            for key, others in series:
-                metric.add_metric([endpoint, *others], counts.get(key, 0))
-    return metric
-
-
-def _waits(family: Family, counted: dict[str, Counts]) -> Metric:
-    metric = HistogramMetricFamily(family.name, family.text, labels=family.labels)
-    for endpoint, counts in counted.items():
-        for field in family.fields:
-            buckets, below = [], 0.0
-            for (name, bound), number in counts.items():  # in ascending order; the last bound is ""
-                if name == field.name and bound != "total_s":
-                    below += number
-                    buckets.append((bound or "+Inf", below))
-            labels = [endpoint, *field.labels.values()]
-            metric.add_metric(labels, buckets, counts[field.name, "total_s"])
-    return metric
+                metric = waits = HistogramMetricFamily(name, text, labels=labels)
+                for values, buckets, total_s in wait_samples(family, counted):
+                    below = accumulate(number for _, number in buckets)
+                    bounds = [bound or "+Inf" for bound, _ in buckets]
+                    waits.add_metric(values, list(zip(bounds, below, strict=True)), total_s)
+            yield metric
 
 
 # Several processes

@@ -36,7 +36,7 @@ from aiotensor.protocol.frames import (
     Taken,
     Welcome,
 )
-from aiotensor.types import MAX_NUMBER, Number
+from aiotensor.types import MAX_NUMBER, Number, TraceContext
 
 __all__ = [
     "FROM_SUBSCRIBER",
@@ -69,6 +69,7 @@ class Publish(msgspec.Struct, frozen=True, array_like=True, tag="publish"):
     """Announce a publication; `payload` is its content, or the position of the content in a segment.
 
     `nbytes` is the size of the content in bytes, and `block` the number of its block; None if there is none.
+    `trace` is the trace context of the publisher; None without tracing.
     """
 
     number: Number
@@ -76,6 +77,7 @@ class Publish(msgspec.Struct, frozen=True, array_like=True, tag="publish"):
     payload: bytes
     nbytes: Number
     block: Number | None = None
+    trace: TraceContext | None = None
 
 
 class Detach(msgspec.Struct, frozen=True, array_like=True, tag="detach"):

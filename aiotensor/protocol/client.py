@@ -31,7 +31,7 @@ from aiotensor.protocol.exchange import (
 )
 from aiotensor.protocol.parts import MAX_PARTS, PartLimits, Parts, check_parts, parts_of, split
 from aiotensor.protocol.window import SendWindow
-from aiotensor.types import TensorHandle
+from aiotensor.types import TensorHandle, TraceContext
 
 __all__ = ["ClientConnection"]
 
@@ -75,7 +75,12 @@ class ClientConnection(Connection):
         return [write(ClientHello(VERSION, pid, receiver, *self._own_limits))]
 
     def ask(
-        self, parts: Parts, handles: tuple[TensorHandle, ...], *, wants_answer: bool
+        self,
+        parts: Parts,
+        handles: tuple[TensorHandle, ...],
+        *,
+        wants_answer: bool,
+        trace: TraceContext | None = None,
     ) -> tuple[int, Parts]:
         """Number a message, and return its number and the message to send.
 
@@ -86,6 +91,7 @@ class ClientConnection(Connection):
             parts: the body of the message, and the buffers beside it.
             handles: the handles of those tensors of the message that a sender has sent.
             wants_answer: whether the client expects an answer.
+            trace: the trace context of the message; None without tracing.
 
         Raises:
             TooLargeError: the message exceeds a limit of the server.
@@ -93,7 +99,7 @@ class ClientConnection(Connection):
         check_parts(parts, self.limits, "server")
         number, self._next_number = self._next_number, self._next_number + 1
         body, following = split(parts)
-        return number, [write(Ask(number, body, handles, wants_answer)), *following]
+        return number, [write(Ask(number, body, handles, wants_answer, trace)), *following]
 
     def sent(self, number: int, nbytes: int) -> None:
         """Count a message that was sent; `nbytes` is the size of its body and buffers in bytes."""

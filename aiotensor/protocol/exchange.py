@@ -34,7 +34,7 @@ import msgspec
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import MAX_TENSORS, Number
-from aiotensor.types import MAX_NUMBER, TensorHandle
+from aiotensor.types import MAX_NUMBER, TensorHandle, TraceContext
 
 __all__ = [
     "MAX_HEADER_BYTES",
@@ -115,13 +115,15 @@ class ServerHello(msgspec.Struct, frozen=True, array_like=True, tag="server"):
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """Send a message to the server. Numbers increase within a connection, perhaps with gaps.
 
-    If `body` is None, the next part is the body.
+    If `body` is None, the next part is the body. `trace` is the trace context of the client; None without
+    tracing.
     """
 
     number: Number
     body: memoryview | None
     handles: _Handles = ()
     wants_answer: bool = True
+    trace: TraceContext | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):

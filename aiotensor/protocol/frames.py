@@ -45,7 +45,14 @@ from msgspec.structs import asdict, replace
 
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.connection import Close
-from aiotensor.types import MAX_NUMBER, Number, PublisherStatistics, ReceiverStatistics, SenderStatistics
+from aiotensor.types import (
+    MAX_NUMBER,
+    Number,
+    PublisherStatistics,
+    ReceiverStatistics,
+    SenderStatistics,
+    TraceContext,
+)
 
 __all__ = [
     "ARENA",
@@ -195,7 +202,7 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
     """Announce one tensor; `placement` determines the content of the `payload`.
 
     `block` is the number of the block that contains the bytes, for a later `Release`; None if there is no
-    block. `last` makes the message whole.
+    block. `last` makes the message whole. `trace` is the trace context of the sender; None without tracing.
     """
 
     message: Number
@@ -209,6 +216,7 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
     last: bool = False
     requires_grad: bool = False
     is_parameter: bool = False
+    trace: TraceContext | None = None
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):

@@ -88,7 +88,10 @@ class SenderConnection(RecordConnection[ToSender, FromSender]):
         if number == self.next_message:
             self.next_message += 1
         self._messages[number] = _WHOLE if put.last else put.tensor + 1
-        self._send(put, len(put.payload))
+        nbytes = len(put.payload)
+        if put.trace is not None:
+            nbytes += sum(map(len, (*put.trace, *put.trace.values())))
+        self._send(put, nbytes)
 
     def end(self, message: int) -> None:
         """Complete a message that has at least one tensor."""

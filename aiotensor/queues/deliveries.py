@@ -42,7 +42,7 @@ class Deliveries:
 
     def __init__(self, client: MessageClient[None], settings: QueueSettings) -> None:
         self.failure: Exception | None = None
-        self.gate: Gate[None] = Gate(settings.max_messages, stuck_elsewhere=None)
+        self.gate: Gate[None] = Gate(settings.max_messages, stuck_elsewhere=None, step="wait for a permit")
         self.taken = self.redelivered = 0
         self._client = client
         self._settings = settings

@@ -22,6 +22,7 @@ from aiotensor.receiving.arrivals import Arrivals
 from aiotensor.receiving.inspectors import InspectorPeer
 from aiotensor.receiving.mappings import Mappings, PeerMemory
 from aiotensor.receiving.refusals import SenderRefusalLog
+from aiotensor.runtime import tracing
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.runtime.waiting import Waiters
@@ -179,9 +180,12 @@ class SenderPeer:
                 self._release(put.block)
             return ()
         tensor = self._host.mappings.open(self.memory, put)
+        trace = None
+        if put.trace is not None and tracing.tracer is not None:
+            trace = tracing.tracer.arrived(put.trace)
         handle = TensorHandle(sender, put.message, put.tensor, put.dtype, put.shape, put.device)
         key = Key(sender, put.message, put.tensor)
-        return mailbox.put(key, Delivery(handle, tensor), tensor.nbytes, last=put.last)
+        return mailbox.put(key, Delivery(handle, tensor, 1, trace), tensor.nbytes, last=put.last)
 
     def _attach(self, attach: Attach, descriptors: list[int]) -> None:
         try:

@@ -11,6 +11,7 @@ from aiotensor.protocol.mailbox import Key
 from aiotensor.receiving.arrivals import Limit
 from aiotensor.receiving.intake import Intake
 from aiotensor.receiving.senders import Senders
+from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import LoopAffinity
 from aiotensor.transports.base import Listener
 from aiotensor.types import Delivery, TensorHandle, Usage
@@ -97,7 +98,11 @@ class Taking:
                 peer.connection.taken(key.message)
                 self.senders.schedule_flush(peer)
         self._counts["tensors_taken"] += 1
-        self._counts["bytes_taken"] += item.tensor.nbytes
+        nbytes = item.tensor.nbytes
+        self._counts["bytes_taken"] += nbytes
+        if item.trace_context is not None and tracing.tracer is not None:
+            name = f"{key.sender}.{key.message}.{key.tensor}"
+            tracing.tracer.delivered("tensor", item.trace_context, name=name, nbytes=nbytes)
         return item.tensor
 
     def put_back(self, key: Key) -> None:

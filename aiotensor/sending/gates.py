@@ -7,6 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 from aiotensor.errors import AioTensorError
 from aiotensor.protocol.credits import Budget, Space, Ticket
+from aiotensor.runtime import tracing
 from aiotensor.statistics.counters import WaitCounter
 
 __all__ = ["CapacityListener", "Gate", "StuckError"]
@@ -38,6 +39,7 @@ class Gate(Generic[P]):
         on_long_wait: called with the amount, once for each wait that reaches this time.
         max_wait_s: the time in seconds after which a wait ends with an error; None for never.
         overdue: called with the amount of such a wait; returns the error to raise.
+        step: the name of a wait in traces.
 
     Attributes:
         budget: the amounts in use and the queued requests.
@@ -55,10 +57,12 @@ class Gate(Generic[P]):
         on_long_wait: Callable[[int], None] = lambda amount: None,
         max_wait_s: float | None = None,
         overdue: Callable[[int], AioTensorError] = lambda amount: AioTensorError("waited for too long"),
+        step: tracing.Step = "wait for memory",
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.budget: Budget[P] = Budget(limit, space, self._loop.time)
         self.waited = WaitCounter()
+        self._step = step
         self._stuck_elsewhere = stuck_elsewhere
         self._long_wait_s = math.inf if long_wait_s is None else long_wait_s
         self._on_long_wait = on_long_wait
@@ -96,7 +100,8 @@ class Gate(Generic[P]):
             self._set_timer()
         self.refuse_if_stuck()
         try:
-            await future
+            nbytes = amount if self._step == "wait for memory" else 0
+            await tracing.step(self._step, future, nbytes)
             if self._failure is not None:  # set after the grant, in the same iteration of the loop
                 raise self._failure()
         except BaseException:

@@ -93,6 +93,7 @@ class Grants:
             on_long_wait=lambda _: self.holders.log_wait("a permit"),
             max_wait_s=settings.max_wait_s,
             overdue=lambda _: self.holders.overdue("no permit was free", 1, 0),
+            step="wait for a permit",
         )
         self.memory = Memory(
             settings.max_bytes,

@@ -11,6 +11,7 @@ from aiotensor.protocol.blocks import ALIGNMENT
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.leases import Leases
 from aiotensor.protocol.pages import Range
+from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.process_end import ProcessEnd, WatchProcess
 from aiotensor.runtime.worker import Worker
@@ -132,7 +133,7 @@ class Memory:
                 self.unpin_owner(block.number)
                 raise
         else:
-            await self._copies.run(block, holder, source)
+            await tracing.step("copy", self._copies.run(block, holder, source), source.nbytes)
         self._count(source)
 
     async def tensor_over(
@@ -147,7 +148,7 @@ class Memory:
         """
         place = block.place
         if not place.segment.warm.has(place.offset, place.nbytes):
-            await self._copies.run(block, holder, None)
+            await tracing.step("provide memory", self._copies.run(block, holder, None), place.nbytes)
         try:
             if self._is_closed:
                 raise CopyAbandonedError
@@ -173,7 +174,7 @@ class Memory:
             await self.copy(source, block, holder)
             data = block.place.view()[: source.nbytes]
         try:
-            await self.moves.run(mover, block, 0, data, holder)
+            await tracing.step("move", self.moves.run(mover, block, 0, data, holder), len(data))
         except BaseException:
             self.unpin_owner(block.number)
             raise

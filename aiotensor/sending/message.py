@@ -25,6 +25,7 @@ from aiotensor.protocol.frames import Put
 from aiotensor.tensors.dtypes import DTYPE_NAMES
 from aiotensor.tensors.placement import Placed
 from aiotensor.tensors.source import Source
+from aiotensor.types import TraceContext
 
 __all__ = [
     "DISCARDED",
@@ -85,7 +86,14 @@ class Message(msgspec.Struct, eq=False):
 
 
 def put_of(
-    message: int, tensor: int, source: Source, placed: Placed, block: int | None, *, last: bool
+    message: int,
+    tensor: int,
+    source: Source,
+    placed: Placed,
+    block: int | None,
+    *,
+    last: bool,
+    trace: TraceContext | None = None,
 ) -> Put:
     """Return the `Put` frame of a tensor.
 
@@ -96,6 +104,7 @@ def put_of(
         placed: the position of its bytes.
         block: the number of its block; None for a tensor without one.
         last: whether it is the last tensor of the message.
+        trace: the trace context of the call; None without tracing.
     """
     return Put(
         message,
@@ -109,6 +118,7 @@ def put_of(
         last,
         source.requires_grad,
         type(source) is Parameter,
+        trace,
     )
 
 

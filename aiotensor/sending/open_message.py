@@ -11,6 +11,7 @@ import torch
 
 from aiotensor.errors import DiscardedError, TooLargeError, UsageError, again
 from aiotensor.protocol.frames import MAX_TENSORS
+from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import LoopAffinity
 from aiotensor.sending.message import Message, MessageState, enter_block
 from aiotensor.sending.pipeline import Pipeline
@@ -114,10 +115,13 @@ class OpenMessage:
             DiscardedError: the message was discarded, by either side, or its block has ended.
             UsageError: the message has not begun yet.
         """
+        span: tracing.Span | None = None
         try:
             if self._message is None:
                 raise UsageError(_NOT_BEGUN)
             self._check()
+            if tracing.tracer is not None:
+                span = tracing.tracer.begin("send tensor", self._pipeline.label)
             source, plan = self._pipeline.prepare(tensor)
             message = self._open_message()
             if message.count + self._sending >= MAX_TENSORS:
@@ -129,12 +133,17 @@ class OpenMessage:
                 )
             self._sending += 1
             try:
-                return await self._pipeline.put(message, source, plan, last=False)
+                handle = await self._pipeline.put(message, source, plan, last=False)
             finally:
                 self._sending -= 1
-        except Exception as error:
+        except BaseException as error:
             self._errors.add(error)
+            if span is not None:
+                span.end(error)
             raise
+        if span is not None:
+            span.end(name=f"{handle.sender}.{handle.message}.{handle.tensor}", nbytes=source.nbytes)
+        return handle
 
     def _open_message(self) -> Message:
         """Return the message if tensors can be added to it; otherwise, raise an error."""

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import torch
 
 from aiotensor.protocol.frames import ARENA, INLINE, Put
+from aiotensor.runtime import tracing
 from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.sending.gates import CapacityListener
 from aiotensor.sending.grants import Grants
@@ -55,6 +56,7 @@ class Pipeline:
 
     Attributes:
         sender: the id of the sender.
+        label: the address or the name of the endpoint.
         grants: the messages in flight, with their permits and memory.
         sessions: the connections to receivers.
         readiness: the waits for a receiver.
@@ -73,6 +75,7 @@ class Pipeline:
         self.grants = Grants(settings, counts, errors, listeners, lambda: self.sessions.receiver_pid)
         self.sessions = Sessions(sender, route, self.grants, events)
         self.sender = sender
+        self.label = route.label
         self._permits = self.grants.permits
         self._memory = self.grants.memory
         self._max_bytes = settings.max_bytes
@@ -208,7 +211,7 @@ class Pipeline:
         # Only this check bounds the transport's queue: no call adds to the queue while it is not empty.
         session = self.sessions.current
         if session is None or not session.transport.is_writable or self.sessions.needs_admission:
-            await self.readiness.receiver_reads(message)
+            await tracing.step("wait for a receiver", self.readiness.receiver_reads(message))
         if message.state is not OPEN:
             raise self.grants.error(message)
         allocation = plan.allocation
@@ -326,7 +329,7 @@ class Pipeline:
             raise self.grants.error(message) from None
         try:
             if not self.sessions.is_ready:
-                await self.readiness.receiver_reads(message)
+                await tracing.step("wait for a receiver", self.readiness.receiver_reads(message))
             if message.state is not OPEN:
                 raise self.grants.error(message)
             placed = Placed(ARENA, block.place.describe(0))
@@ -342,7 +345,8 @@ class Pipeline:
         offset = source.data_ptr() - allocation.start
         data = allocation.block.place.view()[offset : offset + source.nbytes]
         try:
-            await self._memory.moves.run(mover, allocation.block, offset, data, message)
+            moving = self._memory.moves.run(mover, allocation.block, offset, data, message)
+            await tracing.step("move", moving, len(data))
         except CopyAbandonedError:
             raise self.grants.error(message) from None
         self.grants.check_open(message)
@@ -365,7 +369,8 @@ class Pipeline:
             self.grants.check_open(message)
             return self._announce(message, source, placed, block, last=True)
         message.number = session.begin(message)
-        put = put_of(message.number, message.count, source, placed, block.number, last=True)
+        trace = None if tracing.tracer is None else tracing.tracer.context()
+        put = put_of(message.number, message.count, source, placed, block.number, last=True, trace=trace)
         return self._announced(message, source, put)
 
     def _attach(self, message: Message, block: Block) -> None:
@@ -394,7 +399,8 @@ class Pipeline:
             self._memory.announced(number, message, is_whole=last)
         if message.number is None:
             message.number = session.connection.next_message
-        put = put_of(message.number, message.count, source, placed, number, last=last)
+        trace = None if tracing.tracer is None else tracing.tracer.context()
+        put = put_of(message.number, message.count, source, placed, number, last=last, trace=trace)
         session.put(message, put, flush=last and len(self.grants.messages) <= FEW_MESSAGES)
         if message.state is not OPEN:  # writing the frame failed
             raise self.grants.error(message)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from aiotensor.errors import AioTensorError, DiscardedError, TooLargeError, again
 from aiotensor.protocol.frames import MAX_TENSORS
+from aiotensor.runtime import tracing
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.sending.message import Message
@@ -54,16 +55,6 @@ class Posts:
         self._failures: OrderedDict[int, Exception] = OrderedDict()  # of messages that were not copied
         self._changes = Waiters()
 
-    def post(self, value: Sendable) -> TensorHandle:
-        """Send a message of one tensor; errors are those of `TensorSender.post`."""
-        source, plan = self._pipeline.prepare(value)
-        message = self.message(plan.new_bytes)
-        try:
-            return message.post(source, plan, last=True)
-        except BaseException:
-            message.abandon()
-            raise
-
     def message(self, nbytes: int) -> "PostedMessage":
         """Begin a message of several tensors; errors are those of `PostedMessage`.
 
@@ -73,7 +64,7 @@ class Posts:
         return PostedMessage(self, self._pipeline, nbytes)
 
     def post_in(
-        self, message: "PostedMessage | None", value: Sendable
+        self, message: "PostedMessage | None", value: Sendable, *, last: bool = False
     ) -> "tuple[PostedMessage, TensorHandle]":
         """Post a tensor in a message, and return both the message and the handle.
 
@@ -82,19 +73,26 @@ class Posts:
         Args:
             message: the message; None to begin a new one, which is discarded if this call fails.
             value: the tensor.
+            last: whether it is the last tensor of the message.
         """
+        posted, span = message, None
         try:
+            if tracing.tracer is not None:
+                span = tracing.tracer.begin("send tensor", self._pipeline.label)
             source, plan = self._pipeline.prepare(value)
-            posted = message or self.message(plan.new_bytes)
-            try:
-                return posted, posted.post(source, plan)
-            except BaseException:
-                if message is None:
-                    posted.abandon()
-                raise
+            if posted is None:
+                posted = self.message(plan.new_bytes)
+            handle = posted.post(source, plan, last=last)
         except BaseException as error:
+            if message is None and posted is not None:
+                posted.abandon()
             self._errors.add(error)
+            if span is not None:
+                span.end(error)
             raise
+        if span is not None:
+            span.end(name=f"{handle.sender}.{handle.message}.{handle.tensor}", nbytes=source.nbytes)
+        return posted, handle
 
     async def copied(self, handle: TensorHandle) -> None:
         """Wait until a posted tensor is copied, as `TensorSender.copied` does."""

@@ -13,6 +13,9 @@ from aiotensor.types.statistics import (
 )
 from aiotensor.types.values import (
     MAX_NUMBER,
+    MAX_TRACE_FIELDS,
+    MAX_TRACE_NAME,
+    MAX_TRACE_VALUE,
     CurveKey,
     Delivery,
     EngineName,
@@ -22,6 +25,7 @@ from aiotensor.types.values import (
     Published,
     Seconds,
     TensorHandle,
+    TraceContext,
     Usage,
 )
 
@@ -29,6 +33,9 @@ __all__ = [
     "MAX_BOUNDS",
     "MAX_ERROR_NAMES",
     "MAX_NUMBER",
+    "MAX_TRACE_FIELDS",
+    "MAX_TRACE_NAME",
+    "MAX_TRACE_VALUE",
     "ClientStatistics",
     "CurveKey",
     "Delivery",
@@ -50,6 +57,7 @@ __all__ = [
     "SubscriberLag",
     "SubscriberStatistics",
     "TensorHandle",
+    "TraceContext",
     "Usage",
     "Waits",
     "counter",

@@ -1,6 +1,6 @@
 """The value types of the public API except statistics, such as handles and deliveries."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypeVar
@@ -13,6 +13,9 @@ if TYPE_CHECKING:  # not at runtime: modules that do not need torch import this 
 
 __all__ = [
     "MAX_NUMBER",
+    "MAX_TRACE_FIELDS",
+    "MAX_TRACE_NAME",
+    "MAX_TRACE_VALUE",
     "CurveKey",
     "Delivery",
     "EngineName",
@@ -22,6 +25,7 @@ __all__ = [
     "Published",
     "Seconds",
     "TensorHandle",
+    "TraceContext",
     "Usage",
 ]
 
@@ -37,6 +41,19 @@ EngineName: TypeAlias = Literal["nixl"]
 MAX_NUMBER = 2**63 - 1
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=2.0**63)]
+
+# The limits of a trace context: the number of fields, and the characters of a name and of a value. A `Put`
+# with the longest context and a tensor that is placed inline fits into a record of every receiver.
+MAX_TRACE_FIELDS, MAX_TRACE_NAME, MAX_TRACE_VALUE = 6, 64, 1024
+
+# The fields that tracing adds to a message, as they are added to the headers of an HTTP request.
+TraceContext: TypeAlias = Annotated[
+    dict[
+        Annotated[str, msgspec.Meta(max_length=MAX_TRACE_NAME)],
+        Annotated[str, msgspec.Meta(max_length=MAX_TRACE_VALUE)],
+    ],
+    msgspec.Meta(max_length=MAX_TRACE_FIELDS),
+]
 
 
 class TensorHandle(msgspec.Struct, frozen=True):
@@ -130,11 +147,14 @@ class Delivery(msgspec.Struct, frozen=True):
         tensor: the tensor itself.
         tensors: the number of tensors in the message. They are delivered consecutively, so a consumer can
             collect them: all tensors of a message share `handle.sender` and `handle.message`.
+        trace_context: the trace context of the sender, such as a ``traceparent``; None unless tracing is
+            enabled in both processes.
     """
 
     handle: TensorHandle
     tensor: "torch.Tensor"
     tensors: int = 1
+    trace_context: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +188,13 @@ class Publication(Generic[T]):
         number: the number of the publication, counted by its publisher from 0.
         missed: the number of publications that this subscriber missed immediately before this one, because it
             was slow or not connected.
+        trace_context: the trace context of the publisher; None unless tracing is enabled in both processes.
     """
 
     message: T
     number: int
     missed: int
+    trace_context: Mapping[str, str] | None = None
 
 
 class Published(NamedTuple):

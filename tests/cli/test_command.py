@@ -75,12 +75,14 @@ def test_a_missing_dependency_prints_one_line_with_an_install_command() -> None:
         ("fastapi", "starlette"),
         ("aiohttp", "aiohttp"),
         ("prometheus", "prometheus_client"),
+        ("opentelemetry", "opentelemetry-api"),
     ],
 )
 def test_the_error_of_a_missing_package_names_it_and_the_command_that_installs_it(
     module: str, package: str
 ) -> None:
-    code = f"import sys; sys.modules[{package!r}] = None; import aiotensor.integrations.{module}"
+    imported = package.removesuffix("-api")
+    code = f"import sys; sys.modules[{imported!r}] = None; import aiotensor.integrations.{module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
     assert done.stderr.splitlines()[-1] == (

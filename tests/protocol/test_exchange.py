@@ -28,6 +28,7 @@ from aiotensor.protocol.exchange import (
 from aiotensor.protocol.frames import MAX_DIMENSIONS, MAX_TENSORS
 from aiotensor.protocol.parts import BODY_BYTES
 from aiotensor.types import TensorHandle
+from tests.frames import LONGEST_TRACE
 
 numbers = st.integers(0, 2**63 - 1)
 bodies: st.SearchStrategy[memoryview] = st.binary(max_size=100).map(lambda data: memoryview(data))
@@ -49,7 +50,7 @@ limits = st.none() | counts
 
 from_clients = st.one_of(
     st.builds(ClientHello, st.integers(0, 99), numbers, st.text(max_size=64), limits, limits),
-    st.builds(Ask, numbers, st.none() | bodies, handles, st.booleans()),
+    st.builds(Ask, numbers, st.none() | bodies, handles, st.booleans(), st.none() | st.just(LONGEST_TRACE)),
     st.builds(Cancel, numbers),
 )
 from_servers = st.one_of(
@@ -119,7 +120,7 @@ def test_a_header_out_of_bounds_is_refused(wrong: object) -> None:
 def test_a_header_beyond_the_size_limit_is_refused(
     read: Callable[[bytes], FromClient | FromServer],
 ) -> None:
-    frame = ["ask", 0, None, [], True] if read is read_from_client else ["credit", 0, 0, 0]
+    frame = ["ask", 0, None, [], True, None] if read is read_from_client else ["credit", 0, 0, 0]
     read(msgspec.msgpack.encode([*frame, [1]]))  # a later version may add something
     with pytest.raises(ProtocolError, match=f"more than the limit of {MAX_HEADER_BYTES}"):
         read(msgspec.msgpack.encode([*frame, [1] * MAX_HEADER_BYTES]))
@@ -151,7 +152,7 @@ def test_the_longest_valid_headers_are_within_the_size_limit() -> None:
     body = memoryview(bytes(BODY_BYTES - 1))
     number = 2**63 - 1
     for header in (
-        Ask(number, body, (handle,) * MAX_TENSORS),
+        Ask(number, body, (handle,) * MAX_TENSORS, trace=LONGEST_TRACE),
         Answer(number, body, (handle,) * MAX_TENSORS, number, number),
         failure(number, Cause("x" * 100, "\U0001f4a5" * 20_000, is_loss=True), number, number, number),
     ):

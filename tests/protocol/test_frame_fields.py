@@ -9,6 +9,7 @@ from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import (
     FROM_SENDER,
     LEAST_FRAME_BYTES,
+    MAX_DIMENSIONS,
     MAX_HOLDERS,
     MAX_RECORD_BYTES,
     MAX_ROWS,
@@ -28,16 +29,20 @@ from aiotensor.protocol.frames import (
     encode,
 )
 from aiotensor.statistics.counters import ERROR_NAMES
+from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from aiotensor.types import (
     MAX_BOUNDS,
     MAX_ERROR_NAMES,
     MAX_NUMBER,
+    MAX_TRACE_FIELDS,
+    MAX_TRACE_NAME,
+    MAX_TRACE_VALUE,
     Holder,
     ReceiverStatistics,
     SenderStatistics,
     Waits,
 )
-from tests.frames import receiver_statistics, record_of, sender_statistics
+from tests.frames import LONGEST_TRACE, receiver_statistics, record_of, sender_statistics
 
 HELLO = ["hello", VERSION, 1, "s", 1, 1]
 PUT = ["put", 0, 0, "uint8", [2, 3], "cpu", "inline", b"123456"]
@@ -296,7 +301,7 @@ def test_the_longest_reason_is_decoded() -> None:
 def test_a_put_without_its_optional_fields_has_their_defaults() -> None:
     [frame] = decode(FROM_SENDER, record_of(PUT))
 
-    assert frame == Put(0, 0, "uint8", (2, 3), "cpu", "inline", b"123456", None, False, False, False)
+    assert frame == Put(0, 0, "uint8", (2, 3), "cpu", "inline", b"123456", None, False, False, False, None)
 
 
 @pytest.mark.parametrize(
@@ -324,16 +329,33 @@ def test_a_put_without_its_optional_fields_has_their_defaults() -> None:
         (9, None),
         (10, 1),
         (11, "yes"),
+        (12, "00-trace"),
+        (12, {"traceparent": None}),
+        (12, {"x" * (MAX_TRACE_NAME + 1): ""}),
+        (12, {"traceparent": "x" * (MAX_TRACE_VALUE + 1)}),
+        (12, {str(number): "" for number in range(MAX_TRACE_FIELDS + 1)}),
     ],
     ids=str,
 )
 def test_a_put_with_one_wrong_field_is_refused(field: int, value: object) -> None:
-    items: list[object] = [*PUT, None, False, False, False]
+    items: list[object] = [*PUT, None, False, False, False, LONGEST_TRACE]
     decode(FROM_SENDER, record_of(items))  # valid without the change
 
     items[field] = value
     with pytest.raises(ProtocolError):
         decode(FROM_SENDER, record_of(items))
+
+
+def test_a_put_with_the_longest_fields_fits_into_a_record_of_every_receiver() -> None:
+    name = "\N{GRINNING FACE}" * 64
+    shape = (MAX_NUMBER,) * MAX_DIMENSIONS
+    put = Put(
+        *(MAX_NUMBER, MAX_NUMBER, name, shape, name, name, bytes(MAX_INLINE_BYTES), MAX_NUMBER),
+        trace=LONGEST_TRACE,
+    )
+
+    assert len(encode(put)) <= LEAST_FRAME_BYTES
+    assert decode(FROM_SENDER, encode(put)) == [put]
 
 
 @pytest.mark.parametrize("tag", ["taken", "discarded", "release"])

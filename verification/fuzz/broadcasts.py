@@ -25,6 +25,7 @@ from verification.fuzz.steps import (
     Step,
 )
 from verification.fuzz.things import CONTENT, IMAGE, WHERE
+from verification.fuzz.traces import with_trace
 from verification.fuzz.wire import Frame, Scalar, boundary, broken_bytes, broken_frame, record_of
 
 __all__ = [
@@ -221,7 +222,8 @@ class _Publishing:
             if happens(chooser, self._one_in) or not self._has_content:
                 nbytes = one_of(chooser, (0, 64, 4096, boundary(chooser)))
                 payload = self.segments.place(64, 1)
-            return ["publish", number, "arena", payload, nbytes, self._block()]
+            frame: Frame = ["publish", number, "arena", payload, nbytes, self._block()]
+            return with_trace(chooser, self._one_in, frame, 6)
         content = _content(chooser, self._one_in, self.segments, self._block)
         nbytes = boundary(chooser) if happens(chooser, 2 * self._one_in) else len(content)
         return ["publish", number, "inline", content, nbytes]

@@ -9,6 +9,7 @@ from aiotensor.protocol.exchange import VERSION
 from aiotensor.tensors.dtypes import DTYPES
 from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
 from verification.fuzz.steps import STAND_IN, Step
+from verification.fuzz.traces import with_trace
 from verification.fuzz.wire import Frame, Scalar, boundary, broken_bytes, broken_frame
 
 __all__ = ["SENT_BEFORE", "TO_CLIENT", "TO_SERVER", "body_of", "message_parts", "to_client", "to_server"]
@@ -52,7 +53,8 @@ class _Words:
         body, *buffers = self.message(len(handles))
         number, self._next = self._next, self._next + 1
         wants = not happens(self._chooser, 4)
-        return self._parts(self._with_body(["ask", number, body, handles, wants], buffers))
+        ask = with_trace(self._chooser, self._one_in, ["ask", number, body, handles, wants], 5)
+        return self._parts(self._with_body(ask, buffers))
 
     def cancel(self) -> list[bytes]:
         return [self._header(["cancel", self._chooser.number(0, max(0, self._next - 1))])]

@@ -6,6 +6,7 @@ from aiotensor.protocol.frames import ARENA
 from aiotensor.tensors.dtypes import DTYPES
 from verification.fuzz.choosers import Chooser, happens, one_of
 from verification.fuzz.things import MEMORY_KINDS, OTHER_THINGS, SEGMENT_BYTES, WHERE
+from verification.fuzz.traces import with_trace
 from verification.fuzz.wire import BOUNDARIES, Frame, boundary
 
 __all__ = ["ANYTHING", "BLOCK", "DTYPE_NAMES", "Segments", "put_frame", "small_shape", "with_attributes"]
@@ -101,7 +102,8 @@ def put_frame(
     if happens(chooser, 2 * one_in):
         shape = [boundary(chooser) for _ in range(chooser.number(0, 4))]
     where = [placement, payload, block if in_memory else None]
-    return with_attributes(chooser, one_in, ["put", *names, dtype, shape, "cpu", *where, last])
+    frame = with_attributes(chooser, one_in, ["put", *names, dtype, shape, "cpu", *where, last])
+    return with_trace(chooser, one_in, frame, 12)
 
 
 def with_attributes(chooser: Chooser, one_in: int, put: Frame) -> Frame:

@@ -1,0 +1,275 @@
+"""The spans of messages, and the exchange of their context with peers."""
+
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
+from contextvars import Token
+from functools import cached_property, lru_cache
+from typing import Protocol, TypeVar
+from urllib.parse import urlsplit
+
+from opentelemetry import context, propagate, trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
+
+import aiotensor
+from aiotensor.runtime import tracing
+from aiotensor.runtime.logs import logger_of
+from aiotensor.types import (
+    MAX_TRACE_FIELDS,
+    MAX_TRACE_NAME,
+    MAX_TRACE_VALUE,
+    Publication,
+    TraceContext,
+)
+
+__all__ = ["HasTraceContext", "Operation", "SpanTracer"]
+
+logger = logger_of("integrations")
+
+T = TypeVar("T")
+
+_KINDS: Mapping[tracing.Operation, SpanKind] = {
+    "send tensor": SpanKind.PRODUCER,
+    "send message": SpanKind.PRODUCER,
+    "request": SpanKind.CLIENT,
+    "publish": SpanKind.PRODUCER,
+}
+
+
+class HasTraceContext(Protocol):
+    """A `Delivery`, `Publication` or `Request`."""
+
+    @property
+    def trace_context(self) -> Mapping[str, str] | None:
+        """The trace context of the sender; None if there is none."""
+
+
+class _Arrival(dict[str, str]):
+    """The trace context of an item that has arrived.
+
+    Attributes:
+        arrived_ns: the time of its arrival, in nanoseconds since the epoch.
+        taken_ns: the time at which the application took it; None before that.
+        batch: the span of the batch in which it was processed; None if there was none.
+    """
+
+    def __init__(self, fields: TraceContext) -> None:
+        super().__init__(fields)
+        self.arrived_ns = time.time_ns()
+        self.taken_ns: int | None = None
+        self.batch: SpanContext | None = None
+
+    # A delivery can be hashed, and contains this object.
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    @cached_property
+    def remote(self) -> Context:
+        """The context of the sender, without anything of the current context."""
+        return propagate.extract(self, Context())
+
+
+class Operation:
+    """A span that is current until it ends.
+
+    Args:
+        span: the span.
+        parent: the context in which the span becomes the current one.
+
+    Attributes:
+        inner: the span.
+    """
+
+    __slots__ = ("_token", "inner")
+
+    def __init__(self, span: trace.Span, parent: Context | None = None) -> None:
+        self.inner = span
+        self._token: Token[Context] = context.attach(trace.set_span_in_context(span, parent))
+
+    def end(self, error: BaseException | None = None, *, name: str = "", nbytes: int = 0) -> None:
+        """End the span, as `tracing.Span.end` does."""
+        with suppress(ValueError):  # the block of a request ends in another task or thread than it began
+            self._token.var.reset(self._token)
+        span = self.inner
+        if name:
+            span.set_attribute("messaging.message.id", name)
+        if nbytes:
+            span.set_attribute("messaging.message.body.size", nbytes)
+        _end(span, error)
+
+
+def _end(span: trace.Span, error: BaseException | None) -> None:
+    """End a span, with the error of its operation if there is one."""
+    if error is not None:
+        if isinstance(error, Exception):
+            kind = type(error)
+            span.set_attribute("error.type", f"{kind.__module__}.{kind.__qualname__}")
+            span.record_exception(error)
+            span.set_status(Status(StatusCode.ERROR, f"{kind.__name__}: {error}"))
+        else:  # the client or the application has cancelled it, or the process exits
+            span.set_attribute("aiotensor.cancelled", True)
+    span.end()
+
+
+class SpanTracer:
+    """Create spans with a tracer of OpenTelemetry; it implements `tracing.Tracer`.
+
+    Args:
+        provider: the provider of the tracer; None for the global one.
+    """
+
+    def __init__(self, provider: trace.TracerProvider | None) -> None:
+        self._tracer = trace.get_tracer("aiotensor", aiotensor.__version__, provider)
+        self._omitted: set[str] = set()  # the fields that were too long, and were logged
+
+    def begin(self, operation: tracing.Operation, destination: str) -> Operation:
+        """Begin the span of a call, as `tracing.Tracer.begin` does."""
+        name, kind = f"aiotensor {operation}", _KINDS[operation]
+        return Operation(
+            self._tracer.start_span(name, kind=kind, attributes=_attributes(operation, destination))
+        )
+
+    async def step(self, step: tracing.Step, awaitable: Awaitable[T], nbytes: int = 0) -> T:
+        """Create a span for a wait, as `tracing.Tracer.step` does."""
+        attributes = {"aiotensor.nbytes": nbytes} if nbytes else None
+        span = self._tracer.start_span(f"aiotensor {step}", attributes=attributes)
+        try:
+            result = await awaitable
+        except BaseException as error:
+            _end(span, error)
+            raise
+        finally:
+            # A future refers to its error, whose traceback would keep this frame and those of the callers
+            # alive, with their tensors.
+            del awaitable
+        span.end()
+        return result
+
+    def context(self) -> TraceContext | None:
+        """Return the current trace context, as `tracing.Tracer.context` does."""
+        fields: dict[str, str] = {}
+        propagate.inject(fields)
+        if len(fields) > MAX_TRACE_FIELDS or any(
+            len(name) > MAX_TRACE_NAME or len(value) > MAX_TRACE_VALUE or not value.isascii()
+            for name, value in fields.items()
+        ):
+            fields = self._shortened(fields)
+        return fields or None
+
+    def _shortened(self, fields: TraceContext) -> TraceContext:
+        """Return the fields that fit into a frame, and log the others once."""
+        kept: dict[str, str] = {}
+        for name, value in fields.items():
+            fits = len(name) <= MAX_TRACE_NAME and len(value) <= MAX_TRACE_VALUE and value.isascii()
+            if fits and len(kept) < MAX_TRACE_FIELDS:
+                kept[name] = value
+            elif name not in self._omitted:
+                self._omitted.add(name)
+                logger.warning(
+                    "the field %s of the trace context is not sent because it exceeds a limit",
+                    name,
+                    extra={"event": "trace_field_omitted", "field": name, "length": len(value)},
+                )
+        return kept
+
+    def arrived(self, context: TraceContext) -> Mapping[str, str]:
+        """Return a trace context with the time of its arrival, as `tracing.Tracer.arrived` does."""
+        return _Arrival(context)
+
+    def delivered(
+        self, item: tracing.Item, context: Mapping[str, str], *, name: str = "", nbytes: int = 0
+    ) -> None:
+        """Create the span from the arrival of an item until now, as `tracing.Tracer.delivered` does."""
+        arrival = context if isinstance(context, _Arrival) else _Arrival(dict(context))
+        arrival.taken_ns = time.time_ns()
+        attributes: dict[str, str | int] = {
+            "messaging.system": "aiotensor",
+            "messaging.operation.name": "deliver",
+            "messaging.operation.type": "receive",
+        }
+        if name:
+            attributes["messaging.message.id"] = name
+        if nbytes:
+            attributes["messaging.message.body.size"] = nbytes
+        # Several subscribers receive a publication, each in a trace of its own.
+        is_shared = item == "publication"
+        linked = arrival.remote if is_shared else None
+        span = self._tracer.start_span(
+            f"aiotensor deliver {item}",
+            None if is_shared else arrival.remote,
+            SpanKind.CONSUMER,
+            attributes,
+            _links([trace.get_current_span(linked).get_span_context()]),
+            arrival.arrived_ns,
+        )
+        span.end(arrival.taken_ns)
+
+    def answer(self, context: Mapping[str, str] | None) -> Operation:
+        """Begin the span of the work on a request, as `tracing.Tracer.answer` does."""
+        remote, began = Context(), None
+        links: tuple[Link, ...] = ()
+        if isinstance(context, _Arrival):
+            remote, began, links = context.remote, context.taken_ns, _links([context.batch])
+        attributes = {"messaging.system": "aiotensor", "messaging.operation.name": "answer"}
+        span = self._tracer.start_span("aiotensor answer", remote, SpanKind.SERVER, attributes, links, began)
+        return Operation(span, remote)
+
+    def answer_batch(self, contexts: Sequence[Mapping[str, str] | None]) -> Operation:
+        """Begin the span of the work on a batch, as `tracing.Tracer.answer_batch` does."""
+        arrivals = [one for one in contexts if isinstance(one, _Arrival)]
+        span = self._tracer.start_span(
+            "aiotensor answer batch",
+            Context(),
+            SpanKind.CONSUMER,
+            {
+                "messaging.system": "aiotensor",
+                "messaging.operation.name": "answer",
+                "messaging.operation.type": "process",
+                "messaging.batch.message_count": len(contexts),
+            },
+            _links([_sender_of(one) for one in arrivals]),
+        )
+        for one in arrivals:
+            one.batch = span.get_span_context()
+        return Operation(span, Context())
+
+    def process(self, items: Sequence[HasTraceContext]) -> Operation:
+        """Begin the span of the processing of received items."""
+        arrivals = [one for item in items if isinstance(one := item.trace_context, _Arrival)]
+        parent, links = None, _links([_sender_of(one) for one in arrivals])
+        if len(arrivals) == len(items) == 1 and not isinstance(items[0], Publication):
+            parent, links = arrivals[0].remote, ()
+        attributes: dict[str, str | int] = {
+            "messaging.system": "aiotensor",
+            "messaging.operation.name": "process",
+            "messaging.operation.type": "process",
+        }
+        if len(items) != 1:
+            attributes["messaging.batch.message_count"] = len(items)
+        span = self._tracer.start_span("aiotensor process", parent, SpanKind.CONSUMER, attributes, links)
+        return Operation(span, parent)
+
+
+def _sender_of(arrival: _Arrival) -> SpanContext:
+    return trace.get_current_span(arrival.remote).get_span_context()
+
+
+def _links(contexts: Sequence[SpanContext | None]) -> tuple[Link, ...]:
+    return tuple(Link(one) for one in contexts if one is not None and one.is_valid)
+
+
+@lru_cache(maxsize=256)  # an application has few endpoints
+def _attributes(operation: tracing.Operation, destination: str) -> Mapping[str, str | int]:
+    """Return the attributes of a call; they are not modified."""
+    attributes: dict[str, str | int] = {
+        "messaging.system": "aiotensor",
+        "messaging.operation.name": operation,
+        "messaging.operation.type": "send",
+        "messaging.destination.name": destination,
+    }
+    if destination.startswith("tcp://") and "," not in destination:
+        parts = urlsplit(destination)
+        if parts.hostname and parts.port:
+            attributes |= {"server.address": parts.hostname, "server.port": parts.port}
+    return attributes

@@ -1,0 +1,440 @@
+"""The spans of requests: the work of servers, errors, cancellations, batches and threads."""
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry import baggage, context, trace
+
+from aiotensor import PeerLostError, RemoteError, UsageError, blocking
+from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.integrations.opentelemetry import instrument, processing, uninstrument
+from aiotensor.queues import MessageQueue
+from tests.cancelling import Attempt, cancel_everywhere
+from tests.channel.parties import Answer, Question, answer, channel, settled
+from tests.integrations.opentelemetry.spans import (
+    Recorder,
+    Seen,
+    one,
+    recording,
+    tree,
+)
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.processes.peers import State
+from verification.waiting import until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    """The spans of this process; fails a test that does not end them all, or leaves one current."""
+    with recording() as recorder:
+        yield recorder
+        assert trace.get_current_span() is trace.INVALID_SPAN
+
+
+@asynccontextmanager
+async def serving(server: MessageServer[Question], handler: Any, **options: Any) -> AsyncIterator[None]:
+    """Serve requests in the background."""
+    task = asyncio.create_task(server.serve(handler, **options))
+    yield
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def all_of(spans: Sequence[Seen], name: str) -> list[Seen]:
+    return [span for span in spans if span.name == name]
+
+
+# Work on requests
+
+
+async def test_the_work_on_a_request_is_below_the_span_of_the_client(recorder: Recorder) -> None:
+    async def work(question: Question) -> Answer:
+        assert baggage.get_baggage("user") == "someone"
+        with recorder.tracer.start_as_current_span("forward"):
+            return await answer(question)
+
+    async with channel() as ends, serving(ends.server, work):
+        await ends.client.ready()
+        token = context.attach(baggage.set_baggage("user", "someone"))
+        await ends.client.request(Question(1, pattern(1, BIG)))
+        context.detach(token)
+        await settled(ends)
+
+    assert tree(recorder.seen) == {
+        "aiotensor request": {
+            "aiotensor send tensor": {"aiotensor copy": {}, "aiotensor deliver tensor": {}},
+            "aiotensor deliver message": {},
+            "aiotensor answer": {"forward": {}},
+        }
+    }
+    delivered, answered = (
+        one(recorder.seen, "aiotensor deliver message"),
+        one(recorder.seen, "aiotensor answer"),
+    )
+    assert delivered.ended == answered.began  # the work begins when the request is taken
+
+
+async def test_a_message_without_an_answer_is_traced(recorder: Recorder) -> None:
+    async with channel() as ends:
+        await ends.client.ready()
+        await ends.client.send(Question(1))
+        async with await anext(ends.server) as request:
+            assert request.trace_context is not None
+            await request.reply(Answer(1))
+
+    assert tree(recorder.seen) == {
+        "aiotensor send message": {"aiotensor deliver message": {}, "aiotensor answer": {}}
+    }
+    assert one(recorder.seen, "aiotensor send message").kind == "PRODUCER"
+
+
+async def test_a_request_can_be_processed_outside_of_its_block(recorder: Recorder) -> None:
+    async with channel() as ends:
+        await ends.client.ready()
+        asking = asyncio.create_task(ends.client.request(Question(1)))
+        request = await anext(ends.server)
+        with processing(request) as span:
+            span.set_attribute("model", "a model")
+            await request.reply(Answer(1))
+        await asking
+
+    processed = one(recorder.seen, "aiotensor process")
+    assert processed.parent == one(recorder.seen, "aiotensor request").id
+    assert processed.attributes["model"] == "a model"
+
+
+async def _ask(state: State, address: str) -> int:
+    async with MessageClient(address, reply_type=Answer) as client:
+        return (await client.request(Question(7))).seed
+
+
+async def test_the_work_on_a_request_of_a_client_without_tracing_begins_a_trace(
+    recorder: Recorder, folder: Path
+) -> None:
+    address = f"ipc://{folder}/messages"
+    async with (
+        MessageServer(address, Question) as server,
+        serving(server, answer),
+        peers.peers("", 1) as [peer],
+    ):
+        with recorder.tracer.start_as_current_span("not its parent"):
+            assert await peer.call(_ask, address) == 7
+    answered = one(recorder.seen, "aiotensor answer")
+    assert answered.parent == 0
+    assert answered.kind == "SERVER"
+
+
+async def _serve(state: State, address: str) -> None:
+    server = await state.stack.enter_async_context(MessageServer(address, Question))
+    state.others["serving"] = asyncio.create_task(server.serve(answer))
+
+
+async def test_a_server_without_tracing_answers_a_traced_request(recorder: Recorder, folder: Path) -> None:
+    address = f"ipc://{folder}/messages"
+    async with peers.peers("", 1) as [peer], MessageClient(address, reply_type=Answer) as client:
+        await peer.call(_serve, address)
+        assert (await client.request(Question(7))).seed == 7
+    assert one(recorder.seen, "aiotensor request").status == "UNSET"
+
+
+# Errors and cancellations
+
+
+async def test_an_error_of_a_handler_is_recorded_on_both_sides(recorder: Recorder) -> None:
+    async with channel() as ends, serving(ends.server, answer):
+        with pytest.raises(RemoteError):
+            await ends.client.request(Question(1, wish="raise"))
+
+    answered, asked = one(recorder.seen, "aiotensor answer"), one(recorder.seen, "aiotensor request")
+    assert answered.status == asked.status == "ERROR"
+    assert answered.events == asked.events == ("exception",)
+    assert answered.attributes["error.type"] == "builtins.ValueError"
+    assert asked.attributes["error.type"] == "aiotensor.errors.RemoteError"
+
+
+async def test_the_loss_of_the_server_is_recorded(recorder: Recorder) -> None:
+    async with channel() as ends:
+        asking = asyncio.create_task(ends.client.request(Question(1)))
+        await until(lambda: ends.server.statistics().waiting == 1)
+        await ends.server.aclose()
+        with pytest.raises(PeerLostError):
+            await asking
+    asked = one(recorder.seen, "aiotensor request")
+    assert (asked.status, asked.attributes["error.type"]) == ("ERROR", "aiotensor.errors.PeerLostError")
+
+
+async def test_a_cancelled_request_ends_the_spans_of_both_sides_without_an_error(recorder: Recorder) -> None:
+    async def work(question: Question) -> Answer:
+        await asyncio.get_running_loop().create_future()
+        return Answer(0)
+
+    async with channel() as ends, serving(ends.server, work):
+        asking = asyncio.create_task(ends.client.request(Question(1)))
+        await until(lambda: ends.server.statistics().in_hand == 1)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await settled(ends)
+        await until(lambda: not recorder.unfinished)
+
+    for name in ("aiotensor request", "aiotensor answer"):
+        span = one(recorder.seen, name)
+        assert (span.status, span.attributes.get("aiotensor.cancelled")) == ("UNSET", True)
+
+
+async def test_a_request_cancelled_anywhere_ends_all_its_spans(recorder: Recorder) -> None:
+    async with channel() as ends, serving(ends.server, answer):
+
+        async def attempt(attempt: Attempt) -> None:
+            asking = attempt.start(ends.client.request(Question(1, pattern(1, BIG), wish="3")))
+            await asking.completed()
+            await settled(ends)
+            await until(lambda: not recorder.unfinished)
+
+        assert await cancel_everywhere(attempt, ends.sender, ends.receiver, ends.client, ends.server)
+    assert any(span.attributes.get("aiotensor.cancelled") for span in recorder.seen)
+
+
+async def test_work_cancelled_anywhere_ends_all_its_spans(recorder: Recorder) -> None:
+    async with channel() as ends:
+
+        async def attempt(attempt: Attempt) -> None:
+            asking = asyncio.create_task(ends.client.request(Question(1)))
+            request = await anext(ends.server)
+
+            async def work() -> None:
+                async with request:
+                    await asyncio.sleep(0)
+                    await request.reply(Answer(1))
+
+            working = attempt.start(work())
+            await working.completed()
+            await asyncio.wait([asking])
+            asking.exception()
+            assert not recorder.unfinished
+
+        assert await cancel_everywhere(attempt, ends.client, ends.server)
+
+
+# Batches
+
+
+async def test_the_span_of_a_batch_and_those_of_its_requests_are_linked(recorder: Recorder) -> None:
+    async def work(questions: list[Question]) -> list[Answer | ValueError]:
+        with recorder.tracer.start_as_current_span("forward"):
+            return [Answer(one.seed) if one.seed else ValueError("no seed") for one in questions]
+
+    async with channel() as ends:
+        await ends.client.ready()
+        asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(3)]
+        await until(lambda: ends.server.statistics().waiting == 3)
+        async with serving(ends.server, work, max_batch=3):
+            await asyncio.wait(asking)
+        assert [task.exception() is None for task in asking] == [False, True, True]
+
+    batch, asked = one(recorder.seen, "aiotensor answer batch"), all_of(recorder.seen, "aiotensor request")
+    assert batch.parent == 0
+    assert set(batch.links) == {span.id for span in asked}
+    assert batch.attributes["messaging.batch.message_count"] == 3
+    assert one(recorder.seen, "forward").parent == batch.id
+    answered = all_of(recorder.seen, "aiotensor answer")
+    assert {span.parent for span in answered} == {span.id for span in asked}
+    for span in answered:
+        assert span.links == (batch.id,)
+        assert span.began <= batch.began  # when the request was taken
+
+
+async def test_an_error_of_a_batch_is_recorded_in_its_span(recorder: Recorder) -> None:
+    async def work(questions: list[Question]) -> list[Answer]:
+        raise ValueError("no batch today")
+
+    async with channel() as ends, serving(ends.server, work, max_batch=2):
+        with pytest.raises(RemoteError):
+            await ends.client.request(Question(1))
+    batch = one(recorder.seen, "aiotensor answer batch")
+    assert (batch.status, batch.attributes["error.type"]) == ("ERROR", "builtins.ValueError")
+
+
+async def test_a_cancelled_batch_ends_its_span_without_an_error(recorder: Recorder) -> None:
+    async def work(questions: list[Question]) -> list[Answer]:
+        await asyncio.get_running_loop().create_future()
+        return []
+
+    async with channel() as ends, serving(ends.server, work, max_batch=2):
+        asking = asyncio.create_task(ends.client.request(Question(1)))
+        await until(lambda: ends.server.statistics().in_hand == 1)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await until(lambda: not recorder.unfinished)
+    batch = one(recorder.seen, "aiotensor answer batch")
+    assert (batch.status, batch.attributes["aiotensor.cancelled"]) == ("UNSET", True)
+
+
+async def test_a_block_may_end_in_another_task_than_it_began(recorder: Recorder) -> None:
+    async with channel() as ends:
+        asking = asyncio.create_task(ends.client.request(Question(1)))
+        request = await anext(ends.server)
+        await asyncio.create_task(request.__aenter__())
+        await request.reply(Answer(1))
+        await asyncio.create_task(request.__aexit__(None, None, None))
+        await asking
+    assert one(recorder.seen, "aiotensor answer").status == "UNSET"
+
+
+# Threads
+
+
+def test_the_span_of_a_thread_is_the_parent_of_its_calls(recorder: Recorder, folder: Path) -> None:
+    with (
+        blocking.TensorReceiver(f"unix://{folder}/tensors") as receiver,
+        blocking.TensorSender(f"unix://{folder}/tensors") as sender,
+    ):
+        sender.ready()
+
+        def upload(name: str) -> None:
+            with recorder.tracer.start_as_current_span(name):
+                receiver.receive(sender.send(pattern(0, BIG)))
+                receiver.receive(sender.post(pattern(0, 3)))
+
+        threads = [threading.Thread(target=upload, args=(name,)) for name in ("first", "second")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    found = tree(recorder.seen)
+    assert sorted(found) == ["first", "second"]
+    for name in found:
+        sent = [span for span in recorder.seen if span.parent == one(recorder.seen, name).id]
+        assert [span.name for span in sent] == ["aiotensor send tensor"] * 2
+        delivered = [span for span in recorder.seen if span.parent in {one.id for one in sent}]
+        assert [span.name for span in delivered].count("aiotensor deliver tensor") == 2
+        # The call that received the tensor is linked to the delivery.
+        links = [span.links for span in delivered if span.name == "aiotensor deliver tensor"]
+        assert links == [(one(recorder.seen, name).id,)] * 2
+
+
+@pytest.mark.parametrize("max_batch", [None, 2])
+def test_work_in_a_thread_is_below_the_span_of_the_client(
+    max_batch: int | None, recorder: Recorder, folder: Path
+) -> None:
+    def work(question: Question) -> Answer:
+        with recorder.tracer.start_as_current_span("forward"):
+            if question.wish:
+                raise ValueError(question.wish)
+            return Answer(question.seed)
+
+    def work_on_batch(questions: list[Question]) -> list[Answer]:
+        return [work(question) for question in questions]
+
+    with (
+        blocking.MessageServer(f"ipc://{folder}/messages", Question) as server,
+        blocking.MessageClient(f"ipc://{folder}/messages", reply_type=Answer) as client,
+    ):
+        client.ready()
+        thread = threading.Thread(
+            target=lambda: (
+                server.serve(work_on_batch, max_batch=max_batch) if max_batch else server.serve(work)
+            )
+        )
+        thread.start()
+        assert client.request(Question(3)).seed == 3
+        with pytest.raises(RemoteError):
+            client.request(Question(3, wish="an error"))
+        server.close()
+        thread.join()
+
+    asked, answered = (all_of(recorder.seen, f"aiotensor {name}") for name in ("request", "answer"))
+    forward = all_of(recorder.seen, "forward")
+    if max_batch is None:
+        assert [span.parent for span in answered] == [span.id for span in asked]
+        assert [span.parent for span in forward] == [span.id for span in answered]
+        assert [span.status for span in answered] == ["UNSET", "ERROR"]
+    else:
+        batches = all_of(recorder.seen, "aiotensor answer batch")
+        assert [span.links for span in batches] == [(span.id,) for span in asked]
+        assert [span.parent for span in forward] == [span.id for span in batches]
+        assert [span.status for span in batches] == ["UNSET", "ERROR"]
+    assert [span.status for span in asked] == ["UNSET", "ERROR"]
+
+
+async def test_a_message_of_a_queue_is_delivered_below_the_span_of_put(recorder: Recorder) -> None:
+    queue = MessageQueue(Question)
+    async with queue.consumer() as consumer, queue.producer() as producer:
+        with recorder.tracer.start_as_current_span("upload"):
+            await producer.put(Question(1))
+        assert (await consumer.get()).seed == 1
+    assert one(recorder.seen, "aiotensor deliver message").parent == one(recorder.seen, "upload").id
+
+
+# Instrumenting
+
+
+async def test_a_process_that_is_not_instrumented_any_more_creates_no_spans() -> None:
+    with recording() as recorder, pytest.raises(UsageError, match="call uninstrument"):
+        instrument()
+    uninstrument()
+    async with channel() as ends, serving(ends.server, answer):
+        await ends.client.request(Question(1, pattern(1, 3)))
+        with processing() as span:
+            assert not span.is_recording()
+    assert recorder.seen == []
+
+
+def test_the_global_providers_may_be_set_later() -> None:
+    code = """
+import asyncio, sys
+from opentelemetry import metrics, trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from aiotensor import TensorReceiver, TensorSender
+from aiotensor.integrations.opentelemetry import instrument
+
+instrument()
+exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
+trace.set_tracer_provider(TracerProvider())
+trace.get_tracer_provider().add_span_processor(SimpleSpanProcessor(exporter))
+metrics.set_meter_provider(MeterProvider([reader]))
+
+async def main(address):
+    import torch
+    async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
+        await receiver.receive(await sender.send(torch.zeros(3)))
+        [scope] = reader.get_metrics_data().resource_metrics[0].scope_metrics
+        assert "aiotensor.sender.tensors_sent" in {metric.name for metric in scope.metrics}
+
+asyncio.run(main(sys.argv[1]))
+names = {span.name for span in exporter.get_finished_spans()}
+print(*sorted(names - {"aiotensor wait for a receiver"}), sep=",")
+"""
+    with tempfile.TemporaryDirectory(prefix="aiotensor-") as folder:
+        command = [sys.executable, "-W", "error", "-c", code, f"unix://{folder}/tensors"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("aiotensor deliver tensor,aiotensor send tensor\n", "")
+
+
+async def test_a_request_that_began_before_uninstrumenting_ends_its_spans() -> None:
+    async with channel() as ends:
+        with recording() as recorder:
+            await ends.client.ready()
+            asking = asyncio.create_task(ends.client.request(Question(1)))
+            request = await anext(ends.server)
+            await request.__aenter__()
+            uninstrument()
+            await request.reply(Answer(1))
+            await request.__aexit__(None, None, None)
+            await asking
+    assert {span.name for span in recorder.seen} >= {"aiotensor request", "aiotensor answer"}

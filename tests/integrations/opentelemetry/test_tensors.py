@@ -1,0 +1,319 @@
+"""The spans of tensors and publications: their parents, waits, errors and cancellations, over every link."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opentelemetry import baggage, context, trace
+from opentelemetry.context import Context
+
+from aiotensor import PeerLostError, TensorHandle, TensorReceiver, TensorSender, WouldBlockError
+from aiotensor.broadcast import Publisher, Subscriber
+from aiotensor.integrations.opentelemetry import processing
+from aiotensor.integrations.opentelemetry.spans import SpanTracer
+from aiotensor.types import MAX_TRACE_VALUE
+from tests.integrations.opentelemetry.spans import Recorder, begin_recording, one, recorded, recording, tree
+from tests.pairs import endpoint, is_local, on_one_machine, pair
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+from verification.processes.peers import State
+from verification.waiting import until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+SLOW = 1 << 17  # elements of a tensor that a worker copies
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    """The spans of this process; fails a test that does not end them all, or leaves one current."""
+    with recording() as recorder:
+        yield recorder
+        assert trace.get_current_span() is trace.INVALID_SPAN
+
+
+async def _send(sender: TensorSender, tensor: torch.Tensor) -> TensorHandle:
+    return await sender.send(tensor)
+
+
+async def _send_nowait(sender: TensorSender, tensor: torch.Tensor) -> TensorHandle:
+    return sender.send_nowait(tensor)
+
+
+async def _post(sender: TensorSender, tensor: torch.Tensor) -> TensorHandle:
+    handle = sender.post(tensor)
+    await sender.copied(handle)
+    return handle
+
+
+async def _send_in_message(sender: TensorSender, tensor: torch.Tensor) -> TensorHandle:
+    async with sender.message() as message:
+        return await message.send(tensor)
+
+
+async def _send_allocated(sender: TensorSender, tensor: torch.Tensor) -> TensorHandle:
+    allocated = await sender.allocate(tuple(tensor.shape), tensor.dtype)
+    return await sender.send(allocated.copy_(tensor))
+
+
+Call = Callable[[TensorSender, torch.Tensor], Awaitable[TensorHandle]]
+
+
+@pytest.mark.usefixtures("link")
+@pytest.mark.parametrize("size", [3, BIG])
+@pytest.mark.parametrize("call", [_send, _send_nowait, _post, _send_in_message, _send_allocated])
+async def test_the_call_that_sends_a_tensor_is_the_parent_of_its_delivery(
+    call: Call, size: int, recorder: Recorder
+) -> None:
+    async with pair() as (sender, receiver):
+        await sender.ready()
+        with recorder.tracer.start_as_current_span("upload"):
+            handle = await call(sender, pattern(0, size))
+        assert torch.equal(await receiver.receive(handle), pattern(0, size))
+
+    sent, delivered = (
+        one(recorder.seen, "aiotensor send tensor"),
+        one(recorder.seen, "aiotensor deliver tensor"),
+    )
+    assert sent.parent == one(recorder.seen, "upload").id
+    assert (sent.kind, delivered.kind) == ("PRODUCER", "CONSUMER")
+    assert (delivered.trace, delivered.parent) == (sent.trace, sent.id)
+    name = f"{handle.sender}.{handle.message}.{handle.tensor}"
+    for span in (sent, delivered):
+        assert span.attributes["messaging.message.id"] == name
+        assert span.attributes["messaging.message.body.size"] == size * 8
+    assert sent.began <= delivered.ended
+
+
+@pytest.mark.usefixtures("link")
+async def test_each_tensor_of_a_message_is_delivered_below_its_own_span(recorder: Recorder) -> None:
+    async with pair() as (sender, receiver):
+        with recorder.tracer.start_as_current_span("upload"):
+            async with sender.message() as message:
+                for size in (3, BIG, 5):
+                    await message.send(pattern(0, size))
+        deliveries = [await anext(receiver) for _ in range(3)]
+
+    assert all(delivery.trace_context for delivery in deliveries)
+    sent = [span for span in recorder.seen if span.name == "aiotensor send tensor"]
+    delivered = [span for span in recorder.seen if span.name == "aiotensor deliver tensor"]
+    assert [span.parent for span in delivered] == [span.id for span in sent]
+    assert len({span.trace for span in recorder.seen}) == 1
+
+
+@pytest.mark.usefixtures("link")
+async def test_the_steps_of_a_copied_tensor_have_spans(recorder: Recorder) -> None:
+    async with pair() as (sender, receiver):
+        await sender.ready()
+        handle = await sender.send(pattern(0, SLOW))
+        await receiver.receive(handle)
+
+    step = "aiotensor copy" if is_local() else "aiotensor move"
+    span = one(recorder.seen, step)
+    assert span.parent == one(recorder.seen, "aiotensor send tensor").id
+    assert span.attributes["aiotensor.nbytes"] == SLOW * 8
+
+
+@on_one_machine
+@pytest.mark.usefixtures("link")
+async def test_waits_for_a_permit_and_for_memory_have_spans(recorder: Recorder) -> None:
+    async with pair(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, receiver):
+        first = await sender.send(pattern(0, BIG))
+        second = asyncio.create_task(sender.send(pattern(1, BIG)))
+        await until(lambda: sender.statistics().waiting == 1)
+        tensor = await receiver.receive(first)
+        await until(lambda: recorder.seen[-1].name == "aiotensor wait for a permit")
+        assert sender.statistics().waiting == 1
+        del tensor
+        await receiver.receive(await second)
+
+    sent = [span for span in recorder.seen if span.name == "aiotensor send tensor"]
+    permit = one(recorder.seen, "aiotensor wait for a permit")
+    memory = one(recorder.seen, "aiotensor wait for memory")
+    assert permit.parent == memory.parent == sent[1].id
+    assert permit.ended <= memory.began
+    assert memory.attributes == {"aiotensor.nbytes": BIG * 8}
+
+
+@pytest.mark.parametrize("link", ["unix", "tcp"], indirect=True)
+async def test_a_wait_for_a_receiver_has_a_span(link: str, recorder: Recorder) -> None:
+    with endpoint() as place:
+        async with TensorSender(place) as sender:
+            sending = asyncio.create_task(sender.send(pattern(0, 3)))
+            await until(lambda: "aiotensor wait for a receiver" in recorder.unfinished.values())
+            async with TensorReceiver(place) as receiver:
+                await receiver.receive(await sending)
+
+    waited = one(recorder.seen, "aiotensor wait for a receiver")
+    assert waited.parent == one(recorder.seen, "aiotensor send tensor").id
+
+
+# Other processes
+
+
+async def _publish(state: State, count: int) -> int:
+    async with Publisher(state.endpoint) as publisher:
+        await publisher.wait_for_subscribers(1)
+        for _ in range(count):
+            await publisher.publish(pattern(0, BIG))
+        await publisher.drain()
+    return count
+
+
+@pytest.mark.usefixtures("link")
+async def test_a_received_publication_is_linked_to_the_span_of_its_publisher(recorder: Recorder) -> None:
+    with endpoint() as place:
+        async with peers.peers(place, 1) as [peer]:
+            await peer.call(begin_recording)
+            publishing = peer.start(_publish, 2)
+            async with Subscriber(place, torch.Tensor) as subscriber:
+                first = await subscriber.receive()
+                with processing(first), recorder.tracer.start_as_current_span("forward"):
+                    pass
+                second = await subscriber.receive()
+                del first, second
+                await publishing
+            there = await peer.call(recorded)
+
+    published = [span for span in there if span.name == "aiotensor publish"]
+    delivered = [span for span in recorder.seen if span.name == "aiotensor deliver publication"]
+    assert [span.links for span in delivered] == [(span.id,) for span in published]
+    assert [span.attributes["messaging.message.id"] for span in published] == ["0", "1"]
+    assert {span.kind for span in published} == {"PRODUCER"}
+    assert not {span.trace for span in published} & {span.trace for span in delivered}
+    processed = one(recorder.seen, "aiotensor process")
+    assert processed.links == (published[0].id,)
+    assert one(recorder.seen, "forward").parent == processed.id
+
+
+@pytest.mark.usefixtures("link")
+async def test_a_receiver_without_tracing_ignores_the_trace_context(recorder: Recorder) -> None:
+    with endpoint() as place:
+        async with peers.peers(place, 1) as [peer]:
+            await peer.call(peers.open_receiver)
+            async with TensorSender(place) as sender:
+                assert await peer.call(peers.receive_pattern, await sender.send(pattern(0, BIG)), 0)
+            assert await peer.finish() == 0
+    assert one(recorder.seen, "aiotensor send tensor").status == "UNSET"
+
+
+@pytest.mark.usefixtures("link")
+async def test_a_tensor_of_a_sender_without_tracing_has_no_span(recorder: Recorder) -> None:
+    with endpoint() as place:
+        async with peers.peers(place, 1) as [peer], TensorReceiver(place) as receiver:
+            await peer.call(peers.open_sender, 2, 1 << 30)
+            sending = peer.start(peers.send_pattern, 0, 3)
+            delivery = await anext(receiver)
+            with processing(delivery):
+                pass
+            await sending
+    assert delivery.trace_context is None
+    assert [span.name for span in recorder.seen] == ["aiotensor process"]
+
+
+# Errors and cancellations
+
+
+@on_one_machine
+@pytest.mark.usefixtures("link")
+async def test_errors_are_recorded_in_the_span_of_the_call_and_of_its_wait(recorder: Recorder) -> None:
+    async with pair(max_concurrent_videos=1, max_wait_s=0.5) as (sender, _):
+        await sender.send(pattern(0, 3))
+        with pytest.raises(WouldBlockError):
+            await sender.send(pattern(1, 3))
+        with pytest.raises(WouldBlockError):
+            sender.send_nowait(pattern(2, 3))
+        with pytest.raises(WouldBlockError):
+            sender.post(pattern(2, 3))
+
+    [sent, *failed] = [span for span in recorder.seen if span.name == "aiotensor send tensor"]
+    assert sent.status == "UNSET"
+    assert len(failed) == 3
+    for span in [*failed, one(recorder.seen, "aiotensor wait for a permit")]:
+        assert span.status == "ERROR"
+        assert span.events == ("exception",)
+        assert span.attributes["error.type"] == "aiotensor.errors.WouldBlockError"
+
+
+@pytest.mark.parametrize("link", ["unix", "tcp"], indirect=True)
+async def test_the_loss_of_the_receiver_is_recorded(link: str, recorder: Recorder) -> None:
+    async with pair(max_concurrent_videos=1) as (sender, receiver):
+        await sender.send(pattern(0, 3))
+        sending = asyncio.create_task(sender.send(pattern(1, 3)))
+        await until(lambda: sender.statistics().waiting == 1)
+        await receiver.aclose()
+        with pytest.raises(PeerLostError):
+            await sending
+    failed = [span for span in recorder.seen if span.status == "ERROR"]
+    assert [span.name for span in failed] == ["aiotensor wait for a permit", "aiotensor send tensor"]
+    assert {span.attributes["error.type"] for span in failed} == {"aiotensor.errors.PeerLostError"}
+
+
+@on_one_machine
+@pytest.mark.usefixtures("link")
+async def test_a_cancelled_send_ends_its_spans_without_an_error(recorder: Recorder) -> None:
+    async with pair(max_concurrent_videos=1) as (sender, _):
+        await sender.send(pattern(0, 3))
+        sending = asyncio.create_task(sender.send(pattern(1, 3)))
+        await until(lambda: sender.statistics().waiting == 1)
+        sending.cancel()
+        await asyncio.wait([sending])
+
+    cancelled = [span for span in recorder.seen if span.attributes.get("aiotensor.cancelled")]
+    assert [span.name for span in cancelled] == ["aiotensor wait for a permit", "aiotensor send tensor"]
+    assert [(span.status, span.events) for span in cancelled] == [("UNSET", ())] * 2
+
+
+# The fields of the context
+
+
+@on_one_machine
+@pytest.mark.usefixtures("link")
+async def test_baggage_is_sent_unless_it_is_too_long(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with pair() as (sender, receiver):
+        for length in (10, MAX_TRACE_VALUE, MAX_TRACE_VALUE):
+            token = context.attach(baggage.set_baggage("user", "x" * length))
+            await sender.send(pattern(0, 3))
+            context.detach(token)
+        deliveries = [await anext(receiver) for _ in range(3)]
+
+    with processing(deliveries[0]):
+        assert baggage.get_baggage("user") == "x" * 10
+    with processing(deliveries[1]):
+        assert baggage.get_baggage("user") is None
+    delivered = [span for span in recorder.seen if span.name == "aiotensor deliver tensor"]
+    assert all(span.parent for span in delivered)
+    [record] = [one for one in caplog.records if one.name == "aiotensor.integrations"]
+    assert "baggage" in record.getMessage()
+
+
+@settings(max_examples=200)
+@given(fields=st.dictionaries(st.sampled_from(["traceparent", "tracestate", "baggage", "b3"]), st.text()))
+def test_any_context_of_a_peer_can_be_processed(fields: dict[str, str]) -> None:
+    recorder = Recorder()
+    tracer = SpanTracer(recorder.provider)
+    arrived = tracer.arrived(fields)
+    tracer.delivered("tensor", arrived, name="a name", nbytes=1)
+    tracer.delivered("publication", arrived)
+    tracer.answer(arrived).end()
+    tracer.answer_batch([arrived, None]).end()
+    assert not recorder.unfinished
+    assert len(recorder.seen) == 4
+
+
+async def test_without_a_span_nothing_is_sent(recorder: Recorder) -> None:
+    token = context.attach(Context())
+    assert SpanTracer(recorder.provider).context() is None
+    context.detach(token)
+
+
+async def test_a_call_without_a_surrounding_span_begins_a_trace(recorder: Recorder, address: str) -> None:
+    async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
+        await sender.ready()
+        await receiver.receive(await sender.send(pattern(0, 3)))
+    assert tree(recorder.seen) == {"aiotensor send tensor": {"aiotensor deliver tensor": {}}}
