@@ -76,7 +76,7 @@ INTO_WHEEL = $(subst pip install,pip --python $(WHEEL)/bin/python install,$(PIP)
 $(WHEEL)/.programs: $(DIST)/.built
 	$(PYTHON) -m venv --clear --without-pip $(WHEEL)
 	$(INTO_WHEEL) "$$(grep '^torch==' constraints.txt)"
-	$(INTO_WHEEL) "aiotensor[aiohttp,cli,fastapi,nixl,prometheus,uvloop] @ file://$$(echo $(abspath $(DIST))/*.whl)"
+	$(INTO_WHEEL) "aiotensor[aiohttp,cli,fastapi,nixl,opentelemetry,prometheus,uvloop] @ file://$$(echo $(abspath $(DIST))/*.whl)"
 	$(BIN)/cyclonedx-py environment $(WHEEL) --output-reproducible --output-file $(WHEEL)/sbom.json
 	$(INTO_WHEEL) av httpx uvicorn
 	@touch $@

@@ -18,13 +18,15 @@ PUBLIC = [
     "aiotensor.inspection",
     "aiotensor.integrations.aiohttp",
     "aiotensor.integrations.fastapi",
+    "aiotensor.integrations.opentelemetry",
     "aiotensor.integrations.prometheus",
+    "aiotensor.integrations.pytest",
     "aiotensor.integrations.vllm",
     "aiotensor.queues",
     "aiotensor.ranks",
 ]
 # Modules that the public ones are made of.
-INTERNAL = {"limits", "problems", "serving", "totals", "watching"}
+INTERNAL = {"leaks", "limits", "problems", "samples", "serving", "totals", "watching"}
 PAGES = {page.name: page.read_text() for page in sorted((ROOT / "docs" / "reference").glob("*.md"))}
 DESCRIBED = re.findall(r"^::: ([\w.]+)$", "\n".join(PAGES.values()), re.MULTILINE)
 
