@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["ROOT", "Folder", "blocks", "folder"]
+__all__ = ["LIMIT_S", "ROOT", "Folder", "blocks", "folder"]
 
 ROOT = Path(__file__).parents[2]
+
+LIMIT_S = 300  # each program imports torch, which takes long on a loaded machine
 
 # The interpreter of the programs. Another one than ours tests an installed wheel.
 _PYTHON = os.environ.get("AIOTENSOR_TEST_PYTHON")
@@ -63,7 +65,7 @@ class Folder:
     def run(self, *arguments: str) -> str:
         """Run a program to its end, and return its output."""
         process = self.start(*arguments)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0, output
         return output
 

@@ -9,8 +9,10 @@ import torch
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel.parties import place
-from tests.docs.pages import ROOT, Folder, blocks, folder
+from tests.docs.pages import LIMIT_S, ROOT, Folder, blocks, folder
 from verification.waiting import until
+
+pytestmark = pytest.mark.timeout(LIMIT_S)
 
 PAGE = "docs/gpu.md"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

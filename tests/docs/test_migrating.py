@@ -2,7 +2,9 @@
 
 import pytest
 
-from tests.docs.pages import Folder, blocks, folder
+from tests.docs.pages import LIMIT_S, Folder, blocks, folder
+
+pytestmark = pytest.mark.timeout(LIMIT_S)
 
 PAGE = "docs/migrating-vllm.md"
 

@@ -15,8 +15,10 @@ from http.client import HTTPConnection
 
 import pytest
 
-from tests.docs.pages import ROOT, Folder, blocks, folder
+from tests.docs.pages import LIMIT_S, ROOT, Folder, blocks, folder
 from verification.places import free_port
+
+pytestmark = pytest.mark.timeout(LIMIT_S)
 
 PAGE = "docs/tutorial.md"
 TEXT = (ROOT / PAGE).read_text()
@@ -45,7 +47,7 @@ class Site(Folder):
     def start_server(self) -> subprocess.Popen[str]:
         """Start the server, and wait until it accepts connections."""
         server = self.start("-m", "uvicorn", "server:app", f"--port={self.port}", "--log-level=warning")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT_S
         while True:
             try:
                 assert self.request("GET", "/openapi.json")[0] == 200
@@ -58,7 +60,7 @@ class Site(Folder):
 
     def request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, str]:
         """Send a request, and return the status and the text of its response."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
         try:
             connection.request(method, path, body)
             response = connection.getresponse()
@@ -102,7 +104,7 @@ def test_a_tensor_arrives_in_the_other_process() -> None:
         made.save("send.py", SEND)
         receiver = made.start("receive.py")
         sent = made.run("send.py")
-        received, _ = receiver.communicate(timeout=60)
+        received, _ = receiver.communicate(timeout=LIMIT_S)
     assert receiver.returncode == 0
     assert f"$ python receive.py\n{received}" in SHOWN
     assert f"$ python send.py\n{sent}" in SHOWN
@@ -162,5 +164,5 @@ def test_metrics_logs_and_top_show_the_engine_and_its_server(site: Site) -> None
     server.terminate()
     server.wait()
     site.engine.send_signal(signal.SIGINT)
-    output, _ = site.engine.communicate(timeout=60)
+    output, _ = site.engine.communicate(timeout=LIMIT_S)
     assert "INFO:aiotensor.channel:" in output
