@@ -10,8 +10,9 @@ from itertools import cycle
 
 import torch
 
+from addresses import MESSAGES, TENSORS
 from aiotensor import blocking
-from messages import MESSAGES, TENSORS, Batch, Summary
+from messages import Batch, Summary
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 MAX_REQUESTS = 8

@@ -14,9 +14,10 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 
+from addresses import MESSAGES, TENSORS
 from aiotensor import blocking
 from engine import model
-from messages import MESSAGES, TENSORS, Batch
+from messages import Batch
 
 REPLICAS = 2
 
