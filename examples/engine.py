@@ -6,6 +6,7 @@ With the environment variable `METRICS_PORT`, it answers Prometheus at this port
 `pip install 'aiotensor[prometheus]'`.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -34,6 +35,7 @@ def serve_metrics(port: int) -> None:
 
 def main() -> None:
     """Answer requests until Ctrl-C. Errors of the model are sent to the client, and the engine continues."""
+    logging.basicConfig()
     keys = keys_of(EngineKeys)
     with (
         blocking.TensorReceiver(TENSORS, **keys) as receiver,

@@ -8,6 +8,7 @@ It needs `pip install 'aiotensor[fastapi,prometheus]' av uvicorn`.
 """
 
 import asyncio
+import logging
 from typing import Annotated, TypeAlias
 
 import prometheus_client
@@ -28,6 +29,7 @@ VIDEOS_AT_ONCE = 4
 ARENA_BYTES = 512 << 20
 MAX_WAIT_S = 5
 
+logging.basicConfig()  # uvicorn logs only the requests
 admission = Admission(VIDEOS_AT_ONCE, MAX_WAIT_S)
 
 

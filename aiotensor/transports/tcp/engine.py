@@ -83,7 +83,7 @@ class EngineChoice:
                 self.name,
                 reason,
                 extra={
-                    "event": "engine_unavailable",
+                    "event": "nixl_unavailable",
                     "endpoint": self._endpoint,
                     "engine": self.name,
                     "reason": reason,

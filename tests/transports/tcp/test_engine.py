@@ -38,7 +38,7 @@ def address() -> str:
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the logged lines about engines."""
-    return [one.getMessage() for one in caplog.records if vars(one).get("event") == "engine_unavailable"]
+    return [one.getMessage() for one in caplog.records if vars(one).get("event") == "nixl_unavailable"]
 
 
 async def test_large_tensors_move_with_the_engine_that_both_sides_have_chosen(
