@@ -46,7 +46,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(PIP) --editable . --group test --group lint --group dist
+	$(PIP) --editable . --group test --group lint
 	@touch $@
 
 demo: $(VENV)/.demo
@@ -62,27 +62,39 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy
 
-# The wheel is built with the pinned hatchling: the same files give the same bytes.
-DIST := dist
-$(DIST)/.built: $(VENV)/.test README.md $(shell find aiotensor -name '*.py')
-	rm -rf $(DIST)
-	$(BIN)/python -m build --no-isolation --outdir $(DIST)
+# The packages are built in an environment with nothing but the tools for it, and with the pinned hatchling: the same
+# files give the same bytes. They are built each time, and replaced only if they differ.
+BUILD := .venv-build
+$(BUILD)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(BUILD)
+	$(BUILD)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BUILD)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group dist
 	@touch $@
+
+DIST := dist
+$(DIST)/.built: $(BUILD)/.ready FORCE
+	@rm -rf $(DIST)/.new
+	$(BUILD)/bin/python -m build --no-isolation --outdir $(DIST)/.new
+	@cd $(DIST) && if cmp -s .new/*.whl *.whl && cmp -s .new/*.gz *.gz; then rm -r .new; \
+	else rm -f *.whl *.gz *.json && mv .new/* . && rmdir .new && touch .built; fi
+
+FORCE:
 
 # An empty environment with the wheel and its extras, from which the list of dependencies is written. Then come the
 # packages that the programs of the README and of the tutorial need: tests run them there, without the checkout.
 WHEEL := .venv-wheel
-INTO_WHEEL = $(subst pip install,pip --python $(WHEEL)/bin/python install,$(PIP))
+INTO_WHEEL = $(BUILD)/bin/python -m pip --python $(WHEEL)/bin/python install --quiet --disable-pip-version-check -c constraints.txt
 $(WHEEL)/.programs: $(DIST)/.built
 	$(PYTHON) -m venv --clear --without-pip $(WHEEL)
 	$(INTO_WHEEL) "$$(grep '^torch==' constraints.txt)"
 	$(INTO_WHEEL) "aiotensor[aiohttp,cli,fastapi,nixl,opentelemetry,prometheus,uvloop] @ file://$$(echo $(abspath $(DIST))/*.whl)"
-	$(BIN)/cyclonedx-py environment $(WHEEL) --output-reproducible --output-file $(WHEEL)/sbom.json
+	rm $(WHEEL)/lib/python*/site-packages/aiotensor-*/direct_url.json # the SBOM would contain this path
+	$(BUILD)/bin/cyclonedx-py environment $(WHEEL) --output-reproducible --output-file $(WHEEL)/sbom.json
 	$(INTO_WHEEL) av httpx uvicorn
 	@touch $@
 
 dist: $(DIST)/.built $(WHEEL)/.programs
-	$(BIN)/twine check --strict $(DIST)/*.whl $(DIST)/*.tar.gz
+	$(BUILD)/bin/twine check --strict $(DIST)/*.whl $(DIST)/*.tar.gz
 	cp $(WHEEL)/sbom.json $(DIST)/aiotensor.cdx.json
 
 # Most tests wait for processes: with as many workers as there are cores the suite takes half the time. A test
@@ -134,7 +146,7 @@ test-deployment: $(VENV)/.test
 
 # `make test` skips these tests where Prometheus is not installed.
 test-dashboards: $(VENV)/.test
-	@command -v prometheus promtool > /dev/null || { echo "install Prometheus: the Debian package prometheus"; exit 1; }
+	@command -v prometheus > /dev/null && command -v promtool > /dev/null || { echo "install Prometheus: the Debian package prometheus"; exit 1; }
 	$(BIN)/python -m pytest tests/dashboards tests/integrations/test_dashboard.py $(ARGS)
 
 docs-tables: $(VENV)/.test
@@ -217,4 +229,4 @@ bench-peers: $(VENV)/.bench
 	$(PIP) --editable . --group bench-peers
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(RAY) $(WHEEL) $(DIST) site .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(RAY) $(WHEEL) $(BUILD) $(DIST) site .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -233,6 +233,7 @@ class IncomingRequests(Generic[M]):
                 self.memory.free(box)
             return None
         incoming.state = RequestState.IN_HAND
+        self._counts["messages_taken"] += 1
         if incoming.trace_context is not None and tracing.tracer is not None:
             tracing.tracer.delivered("message", incoming.trace_context, nbytes=incoming.nbytes)
         self._stopped_waiting(incoming)  # last: sending credit may reveal that the client is gone
@@ -250,6 +251,7 @@ class IncomingRequests(Generic[M]):
             self._refuse(incoming, error)
             return None
         incoming.state = RequestState.IN_HAND
+        self._counts["messages_taken"] += 1
         if incoming.trace_context is not None and tracing.tracer is not None:
             tracing.tracer.delivered("message", incoming.trace_context, nbytes=incoming.nbytes)
         self._stopped_waiting(incoming)

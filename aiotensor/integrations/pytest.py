@@ -159,7 +159,7 @@ class Engine(Generic[M]):
         self._portal = portal
         self._message_type = message_type
         self._handler = handler
-        self._is_async = inspect.iscoroutinefunction(handler)
+        self._is_async = any(map(inspect.iscoroutinefunction, (handler, type(handler).__call__)))
         self._thread = anyio.CapacityLimiter(1)
         self._running: tuple[anyio.CancelScope, Future[None]] | None = None
         self._is_paused = False
@@ -225,7 +225,6 @@ class Engine(Generic[M]):
                     await self._resumed.wait()
                     continue  # the request may have been cancelled in the meantime
                 request = await anext(server)
-                self.requests.append(copy.deepcopy(request.message))
                 if self._is_async:
                     tasks.start_soon(self._answer, request)
                 else:
@@ -234,6 +233,7 @@ class Engine(Generic[M]):
 
     async def _answer(self, request: Request[M]) -> None:
         async with request:
+            self.requests.append(copy.deepcopy(request.message))
             if self._is_async:
                 answer = await self._handler(request.message)
             else:

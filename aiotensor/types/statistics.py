@@ -222,6 +222,7 @@ class ServerStatistics(msgspec.Struct, frozen=True):
     clients_refused: Annotated[
         Number, counter("Clients that were refused because of a limit or their version.")
     ]
+    messages_taken: Annotated[Number, counter("Messages that the application has taken.")] = 0
 
 
 class PipeStatistics(msgspec.Struct, frozen=True):

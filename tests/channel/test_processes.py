@@ -142,6 +142,7 @@ async def test_killing_a_client_cancels_its_requests_and_releases_their_resource
             await until(lambda: receiver.statistics().leases == 0 and receiver.statistics().senders == 1)
             seen = server.statistics()
             assert (seen.waiting, seen.in_hand, seen.clients_lost) == (0, 0, 1)
+            assert (seen.messages_received, seen.messages_taken) == (3, 1)
 
             serving = asyncio.create_task(server.serve(answer))
             assert await survivor.call(peers.ask, 9)

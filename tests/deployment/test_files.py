@@ -42,7 +42,7 @@ def programs(pod: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_the_image_copies_files_that_exist_and_installs_extras_that_exist() -> None:
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE)
-    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
     for name in (word for line in copied for word in line.split()):
         assert (ROOT / name).exists(), name
         assert f"!{name}" in ignored, name

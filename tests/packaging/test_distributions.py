@@ -1,6 +1,7 @@
 """The wheel and the source distribution: their content, their metadata, and equal bytes from two builds."""
 
 import email
+import json
 import os
 import re
 import subprocess
@@ -19,6 +20,10 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WHEEL = f"aiotensor-{aiotensor.__version__}-py3-none-any.whl"
 SDIST = f"aiotensor-{aiotensor.__version__}.tar.gz"
+
+needs_environment = pytest.mark.skipif(
+    "AIOTENSOR_TEST_PYTHON" not in os.environ, reason="`make test` makes an environment with the wheel"
+)
 
 
 def _build(source: Path, out: Path) -> None:
@@ -73,7 +78,17 @@ def test_the_source_distribution_contains_what_its_tests_and_documents_need(buil
     with tarfile.open(built / SDIST) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
 
-    for needed in ("Makefile", "README.md", "constraints.txt", "docs/guide.md", "tests/conftest.py"):
+    for needed in (
+        ".github/workflows/test.yml",
+        ".pre-commit-config.yaml",
+        "Makefile",
+        "README.md",
+        "constraints.txt",
+        "deploy/compose.yaml",
+        "docs/guide.md",
+        "mkdocs.yml",
+        "tests/conftest.py",
+    ):
         assert needed in packed
     assert not [name for name in packed if "__pycache__" in name or name.startswith((".venv", "dist"))]
 
@@ -108,9 +123,17 @@ def test_each_extra_has_a_row_in_the_table_of_the_installation_page() -> None:
     assert rows == list(PROJECT["optional-dependencies"])
 
 
-@pytest.mark.skipif(
-    "AIOTENSOR_TEST_PYTHON" not in os.environ, reason="`make test` makes an environment for it"
-)
+@needs_environment
+def test_the_list_of_dependencies_names_the_package_and_no_path_of_the_builder() -> None:
+    listed = (Path(os.environ["AIOTENSOR_TEST_PYTHON"]).parents[1] / "sbom.json").read_text()
+    components = {one["name"]: one["version"] for one in json.loads(listed)["components"]}
+
+    assert components["aiotensor"] == aiotensor.__version__
+    assert {"torch", "pyzmq", "msgspec", "fastapi"} < set(components)
+    assert "file:" not in listed
+
+
+@needs_environment
 def test_the_programs_of_the_documents_run_with_the_wheel_and_not_with_the_checkout(tmp_path: Path) -> None:
     code = "import aiotensor, importlib.metadata as m; print(aiotensor.__file__, m.version('aiotensor'))"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
