@@ -21,7 +21,8 @@ _LAST_CAPABILITY = 40
 _CLONE_NEWUSER, _USERS = 0x10000000, 65536
 
 _ROOT = str(Path(__file__).parents[2])
-_PROGRAM = {_ROOT, sys.prefix, sys.base_prefix}  # the image: what the program consists of
+# The image: what the program consists of. A folder precedes those in it, which may be an environment.
+_PROGRAM = sorted({_ROOT, sys.prefix, sys.base_prefix})
 
 
 class Spec(msgspec.Struct, frozen=True):

@@ -90,7 +90,7 @@ async def test_the_compose_file_for_one_machine_serves_uploads(folder: Path) -> 
     # The containers of this test share the network of the machine.
     port = str(free_port())
     [published] = services["api"].definition["ports"]
-    assert published in {f"{word}:{word}" for word in specs["api"].command}
+    assert published in {f"127.0.0.1:{word}:{word}" for word in specs["api"].command}
     command = [port if published.endswith(f":{word}") else word for word in specs["api"].command]
     specs["api"] = msgspec.structs.replace(specs["api"], command=command)
     specs["engine"].environment["METRICS_PORT"] = str(free_port())

@@ -106,7 +106,7 @@ async def test_uploads_are_served_while_either_side_restarts(hosts: Hosts, folde
     engine_spec = services["engine"].spec(folder, hosts.b, secrets)
     api_spec = services["api"].spec(folder, hosts.a, secrets)
     [published] = services["api"].definition["ports"]
-    url = f"http://127.0.0.1:{published.split(':')[0]}"
+    url = f"http://{published.rpartition(':')[0]}"
 
     async with AsyncExitStack() as stack:
         api = await stack.enter_async_context(container(api_spec))
