@@ -196,8 +196,8 @@ class TensorSender(LoopObjectWithPeers):
         span: tracing.Span | None = None
         try:
             pipeline = self._opened()
-            if tracing.tracer is not None:
-                span = tracing.tracer.begin("send tensor", pipeline.label)
+            if (tracer := tracing.tracer) is not None:
+                span = tracer.begin("send tensor", pipeline.label)
             source, plan = pipeline.prepare(tensor)
             message = await pipeline.begin(plan.allocation)
             handle = await pipeline.put(message, source, plan, last=True)
@@ -222,8 +222,8 @@ class TensorSender(LoopObjectWithPeers):
         span: tracing.Span | None = None
         try:
             pipeline = self._opened()
-            if tracing.tracer is not None:
-                span = tracing.tracer.begin("send tensor", pipeline.label)
+            if (tracer := tracing.tracer) is not None:
+                span = tracer.begin("send tensor", pipeline.label)
             source, plan = pipeline.prepare(tensor)
             message = pipeline.begin_nowait(plan.new_bytes)
             handle = pipeline.put_nowait(message, source, plan)
@@ -398,11 +398,13 @@ class TensorSender(LoopObjectWithPeers):
 
     def _failed(self, error: BaseException, message: Message | None, span: tracing.Span | None) -> None:
         """Discard the message of a failed or cancelled call, and count its error."""
-        if message is not None and self._pipeline is not None:
-            self._pipeline.abandon(message)
-        self._errors.add(error)
-        if span is not None:
-            span.end(error)
+        try:
+            if message is not None and self._pipeline is not None:
+                self._pipeline.abandon(message)
+            self._errors.add(error)
+        finally:
+            if span is not None:
+                span.end(error)
 
     def _opened_posts(self) -> Posts:
         if self._posts is None:

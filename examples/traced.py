@@ -174,6 +174,7 @@ def record() -> list[Row]:
         ours, theirs = spawn.Pipe()
         engine = spawn.Process(target=run_engine, args=(folder, theirs))
         engine.start()
+        theirs.close()  # so that `recv` raises `EOFError` if the engine dies
         try:
             asyncio.run(upload(make_app(folder, provider)))
         finally:

@@ -188,6 +188,7 @@ class Request(Generic[M]):
         self.inner = inner
         self._is_entered = False
         self._span: tracing.Span | None = None  # of the block
+        self._failure: BaseException | None = None  # the error of `fail`, for the span
 
     def __repr__(self) -> str:
         return f"<aiotensor.blocking.{repr(self.inner)[1:]}"
@@ -228,14 +229,17 @@ class Request(Generic[M]):
 
     def fail(self, error: BaseException | str) -> bool:
         """Answer the message with an error, and return whether the client still waited for an answer."""
-        return self._server.wait_for(self.inner.fail, error)
+        was_wanted = self._server.wait_for(self.inner.fail, error)
+        if self._span is not None:
+            self._failure = Exception(error) if isinstance(error, str) else error
+        return was_wanted
 
     def __enter__(self) -> Self:
         if self._is_entered:
             raise UsageError("this request was already entered")
         self._is_entered = True
-        if tracing.tracer is not None:
-            self._span = tracing.tracer.answer(self.trace_context)
+        if (tracer := tracing.tracer) is not None:
+            self._span = tracer.answer(self.trace_context)
         return self
 
     def __exit__(
@@ -244,7 +248,8 @@ class Request(Generic[M]):
         if self._server.inner.affinity.is_left_in_child(error):
             return False
         if self._span is not None:
-            self._span.end(error)
+            failure, self._failure = self._failure, None  # its traceback may refer to this request
+            self._span.end(failure if error is None else error)
         try:
             self._server.call(leave, self.inner, error)
         except ClosedError:
@@ -386,8 +391,8 @@ class MessageServer(BlockingObjectWithPeers[channel.MessageServer[M], ServerStat
 
     def _answer_batch(self, handler: Callable[[list[M]], Sequence[object]], batch: list[Request[M]]) -> None:
         span: tracing.Span | None = None
-        if tracing.tracer is not None:
-            span = tracing.tracer.answer_batch([request.trace_context for request in batch])
+        if (tracer := tracing.tracer) is not None:
+            span = tracer.answer_batch([request.trace_context for request in batch])
         try:
             results = checked_results(handler([request.message for request in batch]), len(batch))
         except BaseException as error:

@@ -52,8 +52,8 @@ class Arrived:
         self.is_taken = False
         self.tensors: list[torch.Tensor] = []
         self.trace_context: Mapping[str, str] | None = None
-        if publish.trace is not None and tracing.tracer is not None:
-            self.trace_context = tracing.tracer.arrived(publish.trace)
+        if publish.trace is not None and (tracer := tracing.tracer) is not None:
+            self.trace_context = tracer.arrived(publish.trace)
         self._publish = publish
         self._mappings = mappings
         self._data: memoryview | None = None

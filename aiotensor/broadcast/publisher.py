@@ -173,8 +173,8 @@ class Publisher(LoopObjectWithPeers):
         span: tracing.Span | None = None
         try:
             publishing = self._checked()
-            if tracing.tracer is not None:
-                span = tracing.tracer.begin("publish", self._route.label)
+            if (tracer := tracing.tracer) is not None:
+                span = tracer.begin("publish", self._route.label)
             published = await publishing.publish(message)
         except BaseException as error:
             self._errors.add(error)
@@ -197,8 +197,8 @@ class Publisher(LoopObjectWithPeers):
         span: tracing.Span | None = None
         try:
             publishing = self._checked()
-            if tracing.tracer is not None:
-                span = tracing.tracer.begin("publish", self._route.label)
+            if (tracer := tracing.tracer) is not None:
+                span = tracer.begin("publish", self._route.label)
             published = publishing.publish_nowait(message)
         except BaseException as error:
             self._errors.add(error)

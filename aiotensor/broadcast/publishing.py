@@ -335,9 +335,9 @@ class Publishing:
         self, placement: Placement, kind: str, payload: bytes, nbytes: int, block: int | None
     ) -> Published:
         """Announce a message to all subscribers; from this point on, nothing is rolled back."""
+        trace = None if (tracer := tracing.tracer) is None else tracer.context()
         subscribers = self.subscribers
         number = subscribers.next_number
-        trace = None if tracing.tracer is None else tracing.tracer.context()
         record = encode_record([Publish(number, kind, payload, nbytes, block, trace)])
         blocks, segments = tuple(placement.blocks), tuple(placement.segments)
         dropped = subscribers.publish(Item(number, record, time.monotonic(), blocks, segments))

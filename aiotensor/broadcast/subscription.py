@@ -221,8 +221,8 @@ class Subscription(Generic[T]):
         self.number = found.number
         self._counts["received"] += 1
         self._counts["missed"] += missed
-        if found.trace_context is not None and tracing.tracer is not None:
-            tracing.tracer.delivered("publication", found.trace_context, name=str(found.number))
+        if found.trace_context is not None and (tracer := tracing.tracer) is not None:
+            tracer.delivered("publication", found.trace_context, name=str(found.number))
         return Publication(message, found.number, missed, found.trace_context)
 
     def _next(self) -> Arrived | Ended | None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from aiotensor.channel.remote_server import RemoteServer
 from aiotensor.errors import AioTensorError, ClosedError, UnavailableError, WouldBlockError
 from aiotensor.runtime import tracing
-from aiotensor.runtime.waiting import at_most
+from aiotensor.runtime.waiting import at_most, within
 from aiotensor.sending.capacity import SenderCapacity
 from aiotensor.types import Usage
 
@@ -180,9 +180,9 @@ class Balancer:
         self.changed()
         try:
             limit_s = self._max_wait_s if need is Need.MESSAGE else self._max_wait_of_permits_s
-            async with at_most(limit_s, lambda: self._timed_out(limit_s)):
-                step: tracing.Step = "wait for a server" if need is Need.MESSAGE else "wait for a permit"
-                grant = await tracing.step(step, wait.future)
+            limit = at_most(limit_s, lambda: self._timed_out(limit_s))
+            step: tracing.Step = "wait for a server" if need is Need.MESSAGE else "wait for a permit"
+            grant = await tracing.step(step, within(limit, wait.future))
         except BaseException as error:
             with suppress(ValueError):  # it was granted in this iteration
                 queue.remove(wait)

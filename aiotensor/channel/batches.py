@@ -99,25 +99,24 @@ async def answer_batch(
     """Call a handler with the messages of a batch, and answer each request with its result."""
     results: Sequence[object] = ()
     span: tracing.Span | None = None
-    if tracing.tracer is not None:
-        span = tracing.tracer.answer_batch([request.trace_context for request in batch])
+    if (tracer := tracing.tracer) is not None:
+        span = tracer.answer_batch([request.trace_context for request in batch])
     with _BatchBlock(len(batch)) as block:
         for request in batch:
             enter_batch(request, block)
         try:
             results = checked_results(await handler([request.message for request in batch]), len(batch))
+            if span is not None:
+                span.end()
         except BaseException as error:
-            fail_batch(batch, error)
             if span is not None:
                 span.end(error)
-                span = None
+            fail_batch(batch, error)
             if not isinstance(error, Exception):
                 raise
         finally:
             for request in batch:
                 leave_batch(request)
-    if span is not None:
-        span.end()
     if results:
         async with asyncio.TaskGroup() as replying:  # a client that does not read delays only its own reply
             for request, result in zip(batch, results, strict=True):

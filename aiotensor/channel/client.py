@@ -291,8 +291,8 @@ class MessageClient(LoopObjectWithPeers, Generic[R]):
             box = [message]
             del message  # so that only the caller keeps its tensors alive during the wait
             requests = self._opened()
-            if tracing.tracer is not None:
-                span = tracing.tracer.begin("request", self._label)
+            if (tracer := tracing.tracer) is not None:
+                span = tracer.begin("request", self._label)
             request = requests.request_repeatable if idempotent else requests.request
             answer = await request(box, target, inside)
         except BaseException as error:
@@ -321,8 +321,8 @@ class MessageClient(LoopObjectWithPeers, Generic[R]):
             box = [message]
             del message
             requests = self._opened()
-            if tracing.tracer is not None:
-                span = tracing.tracer.begin("send message", self._label)
+            if (tracer := tracing.tracer) is not None:
+                span = tracer.begin("send message", self._label)
             await requests.send(box, target, inside)
         except BaseException as error:
             self._errors.add(error)

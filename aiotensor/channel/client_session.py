@@ -69,8 +69,8 @@ class IncomingRequest:
         self.state = RequestState.WAITING
         self.is_answered = False
         self.trace_context: Mapping[str, str] | None = None
-        if ask.trace is not None and tracing.tracer is not None:
-            self.trace_context = tracing.tracer.arrived(ask.trace)
+        if ask.trace is not None and (tracer := tracing.tracer) is not None:
+            self.trace_context = tracer.arrived(ask.trace)
         self.request: weakref.ref[object] | None = None
         self.block: CancelOnce | None = None
 

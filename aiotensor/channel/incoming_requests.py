@@ -234,9 +234,9 @@ class IncomingRequests(Generic[M]):
             return None
         incoming.state = RequestState.IN_HAND
         self._counts["messages_taken"] += 1
-        if incoming.trace_context is not None and tracing.tracer is not None:
-            tracing.tracer.delivered("message", incoming.trace_context, nbytes=incoming.nbytes)
-        self._stopped_waiting(incoming)  # last: sending credit may reveal that the client is gone
+        self._stopped_waiting(incoming)  # after the state: sending credit may reveal that the client is gone
+        if incoming.trace_context is not None and (tracer := tracing.tracer) is not None:
+            tracer.delivered("message", incoming.trace_context, nbytes=incoming.nbytes)
         return incoming, message
 
     def take_now(self) -> tuple[IncomingRequest, M] | None:
@@ -252,9 +252,9 @@ class IncomingRequests(Generic[M]):
             return None
         incoming.state = RequestState.IN_HAND
         self._counts["messages_taken"] += 1
-        if incoming.trace_context is not None and tracing.tracer is not None:
-            tracing.tracer.delivered("message", incoming.trace_context, nbytes=incoming.nbytes)
         self._stopped_waiting(incoming)
+        if incoming.trace_context is not None and (tracer := tracing.tracer) is not None:
+            tracer.delivered("message", incoming.trace_context, nbytes=incoming.nbytes)
         return incoming, message
 
     def _refuse(self, incoming: IncomingRequest, error: Exception) -> None:

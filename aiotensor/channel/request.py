@@ -61,6 +61,7 @@ class Request(Generic[M]):
         self._owner = owner  # keeps the server alive as long as its requests
         self._is_answered = False
         self._span: tracing.Span | None = None  # of the block
+        self._failure: BaseException | None = None  # the error of `fail`, for the span
         dropped = requests.dropped
         incoming.request = weakref.ref(self, lambda _: dropped(incoming))  # does not keep the server open
 
@@ -144,17 +145,19 @@ class Request(Generic[M]):
             ClosedError: the server was closed.
         """
         self._answer_once()
+        if self._span is not None:
+            self._failure = Exception(error) if isinstance(error, str) else error
         return self._fail(error)
 
     async def __aenter__(self) -> Self:
         if self._incoming.block is not None:
             raise UsageError("this request was already entered")
+        if (tracer := tracing.tracer) is not None:
+            self._span = tracer.answer(self._incoming.trace_context)
         block = self._incoming.block = CancelOnce()
         block.__enter__()
         if not self._incoming.is_wanted and self._incoming.wants_answer:
             block.cancel()
-        if tracing.tracer is not None:
-            self._span = tracing.tracer.answer(self._incoming.trace_context)
         return self
 
     async def __aexit__(
@@ -167,7 +170,8 @@ class Request(Generic[M]):
             return False
         was_cancelled = block.__exit__(kind, error, trace)
         if self._span is not None:
-            self._span.end(error)
+            failure, self._failure = self._failure, None  # its traceback may refer to this request
+            self._span.end(failure if error is None else error)
         self._leave(None if was_cancelled else error)
         if isinstance(error, asyncio.CancelledError) and not was_cancelled and not _is_being_cancelled():
             self._log_failure(error)  # a future that the handler awaited was cancelled
@@ -246,6 +250,8 @@ def leave_batch(request: Request[Any]) -> None:
 def fail_batch(batch: Sequence[Request[Any]], error: BaseException) -> None:
     """Answer all requests of a batch with the error of their handler, and log an `Exception` once."""
     for request in batch:
+        if (tracer := tracing.tracer) is not None:
+            tracer.answer(request.trace_context).end(error)
         request._release()
         if not request._is_answered and request.is_wanted:
             request._is_answered = True

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from aiotensor.errors import WouldBlockError
 from aiotensor.protocol.parts import Parts
 from aiotensor.runtime import tracing
+from aiotensor.runtime.waiting import within
 
 __all__ = ["SendQueue", "flush_all"]
 
@@ -88,8 +89,7 @@ class SendQueue:
         pending = _Pending(parts, on_sent, outcome)
         self._pending.append(pending)
         try:
-            async with self._wait_limit():
-                return await tracing.step("wait for credit", outcome)
+            return await tracing.step("wait for credit", within(self._wait_limit(), outcome))
         except BaseException as error:
             pending.parts = parts = ()  # the error's traceback refers to this frame
             with suppress(ValueError):  # sent or cleared in this iteration of the loop

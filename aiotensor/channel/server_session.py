@@ -106,7 +106,7 @@ class ServerSession:
             WouldBlockError: the message could not be sent within `max_wait_s`.
             TooLargeError: the server does not accept a body or a part of this size.
         """
-        trace = None if tracing.tracer is None else tracing.tracer.context()
+        trace = None if (tracer := tracing.tracer) is None else tracer.context()
         number, message = self.connection.ask(parts, handles, wants_answer=wants_answer, trace=trace)
         answer = asyncio.get_running_loop().create_future() if wants_answer else None
         request = SentRequest(self, number, handles, answer)

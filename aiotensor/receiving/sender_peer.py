@@ -181,8 +181,8 @@ class SenderPeer:
             return ()
         tensor = self._host.mappings.open(self.memory, put)
         trace = None
-        if put.trace is not None and tracing.tracer is not None:
-            trace = tracing.tracer.arrived(put.trace)
+        if put.trace is not None and (tracer := tracing.tracer) is not None:
+            trace = tracer.arrived(put.trace)
         handle = TensorHandle(sender, put.message, put.tensor, put.dtype, put.shape, put.device)
         key = Key(sender, put.message, put.tensor)
         return mailbox.put(key, Delivery(handle, tensor, 1, trace), tensor.nbytes, last=put.last)

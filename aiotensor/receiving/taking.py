@@ -100,9 +100,9 @@ class Taking:
         self._counts["tensors_taken"] += 1
         nbytes = item.tensor.nbytes
         self._counts["bytes_taken"] += nbytes
-        if item.trace_context is not None and tracing.tracer is not None:
+        if item.trace_context is not None and (tracer := tracing.tracer) is not None:
             name = f"{key.sender}.{key.message}.{key.tensor}"
-            tracing.tracer.delivered("tensor", item.trace_context, name=name, nbytes=nbytes)
+            tracer.delivered("tensor", item.trace_context, name=name, nbytes=nbytes)
         return item.tensor
 
     def put_back(self, key: Key) -> None:

@@ -1,7 +1,7 @@
 """The interface between the library and a tracing system, which `integrations` implements.
 
-The library reads `tracer` once for each message. While it is None, no trace context is sent, and the steps of
-a message take the same calls as without this module.
+While `tracer` is None, no trace context is sent, and the steps of a message take the same calls as without
+this module. Another thread may set `tracer` at any time, so each function reads it once.
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
@@ -43,7 +43,11 @@ class Span(Protocol):
 
 
 class Tracer(Protocol):
-    """Create spans, and exchange their context with peers. All methods can be called from any thread."""
+    """Create spans, and exchange their context with peers.
+
+    All methods can be called from any thread. Neither they nor the methods of spans raise an error of the
+    tracing system: callers hold permits, memory and requests.
+    """
 
     def begin(self, operation: Operation, destination: str) -> Span:
         """Begin the span of a call, and make it current.
@@ -95,4 +99,4 @@ tracer: Tracer | None = None
 
 def step(step: Step, awaitable: Awaitable[T], nbytes: int = 0) -> Awaitable[T]:
     """Return `awaitable`, with a span for the wait if tracing is enabled; see `Tracer.step`."""
-    return awaitable if tracer is None else tracer.step(step, awaitable, nbytes)
+    return awaitable if (current := tracer) is None else current.step(step, awaitable, nbytes)

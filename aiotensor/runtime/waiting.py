@@ -3,10 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import TypeVar
 
 from aiotensor.errors import AioTensorError
 
-__all__ = ["Waiters", "at_most", "grace_period", "seconds_or_never"]
+__all__ = ["Waiters", "at_most", "grace_period", "seconds_or_never", "within"]
+
+T = TypeVar("T")
 
 _NO_LIMIT: AbstractAsyncContextManager[None] = nullcontext()
 
@@ -64,3 +67,12 @@ async def _at_most(seconds: float, make_error: Callable[[], AioTensorError]) -> 
         if timeout.expired():
             raise make_error() from None
         raise
+
+
+async def within(limit: AbstractAsyncContextManager[None], future: "asyncio.Future[T]") -> T:
+    """Wait for a future in a block that limits the duration, such as `at_most`."""
+    try:
+        async with limit:
+            return await future
+    finally:
+        del future  # it refers to its error, whose traceback would keep the frames of the callers alive

@@ -120,8 +120,8 @@ class OpenMessage:
             if self._message is None:
                 raise UsageError(_NOT_BEGUN)
             self._check()
-            if tracing.tracer is not None:
-                span = tracing.tracer.begin("send tensor", self._pipeline.label)
+            if (tracer := tracing.tracer) is not None:
+                span = tracer.begin("send tensor", self._pipeline.label)
             source, plan = self._pipeline.prepare(tensor)
             message = self._open_message()
             if message.count + self._sending >= MAX_TENSORS:

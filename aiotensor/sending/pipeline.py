@@ -355,6 +355,7 @@ class Pipeline:
         self, mover: Mover, message: Message, source: Source, placed: Placed, block: Block, offset: int
     ) -> TensorHandle:
         """Announce the only tensor of a message once its bytes were moved, possibly during this call."""
+        trace = None if (tracer := tracing.tracer) is None else tracer.context()
         self._attach(message, block)
         session = self._session()
         put: Put | None = None
@@ -369,7 +370,6 @@ class Pipeline:
             self.grants.check_open(message)
             return self._announce(message, source, placed, block, last=True)
         message.number = session.begin(message)
-        trace = None if tracing.tracer is None else tracing.tracer.context()
         put = put_of(message.number, message.count, source, placed, block.number, last=True, trace=trace)
         return self._announced(message, source, put)
 
@@ -389,6 +389,7 @@ class Pipeline:
         self, message: Message, source: Source, placed: Placed, block: Block | None, *, last: bool
     ) -> TensorHandle:
         """Announce a tensor with a `Put` frame, after which the receiver decides when its memory is free."""
+        trace = None if (tracer := tracing.tracer) is None else tracer.context()
         session, number = self.sessions.current, None
         if session is None:
             raise AssertionError("an open message has no session")
@@ -399,7 +400,6 @@ class Pipeline:
             self._memory.announced(number, message, is_whole=last)
         if message.number is None:
             message.number = session.connection.next_message
-        trace = None if tracing.tracer is None else tracing.tracer.context()
         put = put_of(message.number, message.count, source, placed, number, last=last, trace=trace)
         session.put(message, put, flush=last and len(self.grants.messages) <= FEW_MESSAGES)
         if message.state is not OPEN:  # writing the frame failed

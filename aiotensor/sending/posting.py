@@ -7,6 +7,7 @@ A failed copy discards the message: the receiver is notified, and `Posts.copied`
 
 import asyncio
 from collections import OrderedDict, deque
+from contextvars import Context, copy_context
 from typing import NamedTuple
 
 from aiotensor.errors import AioTensorError, DiscardedError, TooLargeError, again
@@ -31,12 +32,18 @@ _REMEMBERED_FAILURES = 256
 
 
 class _Pending(NamedTuple):
-    """A tensor that is still to be announced, with the block for its copy."""
+    """A tensor that is still to be announced.
+
+    Attributes:
+        block: the block for its copy; None if it is not copied.
+        context: the context of the call that posted it, with its span; None without tracing.
+    """
 
     source: Source
     plan: Plan
     block: Block | None
     last: bool
+    context: Context | None
 
 
 class Posts:
@@ -77,18 +84,20 @@ class Posts:
         """
         posted, span = message, None
         try:
-            if tracing.tracer is not None:
-                span = tracing.tracer.begin("send tensor", self._pipeline.label)
+            if (tracer := tracing.tracer) is not None:
+                span = tracer.begin("send tensor", self._pipeline.label)
             source, plan = self._pipeline.prepare(value)
             if posted is None:
                 posted = self.message(plan.new_bytes)
             handle = posted.post(source, plan, last=last)
         except BaseException as error:
-            if message is None and posted is not None:
-                posted.abandon()
-            self._errors.add(error)
-            if span is not None:
-                span.end(error)
+            try:
+                if message is None and posted is not None:
+                    posted.abandon()
+                self._errors.add(error)
+            finally:
+                if span is not None:
+                    span.end(error)
             raise
         if span is not None:
             span.end(name=f"{handle.sender}.{handle.message}.{handle.tensor}", nbytes=source.nbytes)
@@ -223,7 +232,8 @@ class PostedMessage:
         if plan.new_bytes:
             block = pipeline.block_nowait(message, plan.new_bytes)
         number = pipeline.begin_announced(message)
-        self._pending.append(_Pending(source, plan, block, last))
+        context = None if tracing.tracer is None else copy_context()
+        self._pending.append(_Pending(source, plan, block, last, context))
         message.is_finished = last
         tensor, self._count = self._count, self._count + 1
         if not self.is_copying:
@@ -253,7 +263,10 @@ class PostedMessage:
         pipeline, message = self._pipeline, self.message
         last = False
         while self._pending:
-            source, plan, block, last = self._pending.popleft()
+            source, plan, block, last, context = self._pending.popleft()
+            if context is not None:  # only this task uses the context that changes
+                for variable, value in context.items():
+                    variable.set(value)
             if block is None:
                 await pipeline.put(message, source, plan, last=last)
             else:

@@ -52,9 +52,10 @@ def instrument(
     global _metrics
     if tracing.tracer is not None:
         raise UsageError("aiotensor is instrumented already: call uninstrument() first")
-    tracing.tracer = SpanTracer(tracer_provider)
-    _metrics = metrics_of(get_meter_provider() if meter_provider is None else meter_provider)
-    _metrics.is_enabled = True
+    tracer = SpanTracer(tracer_provider)
+    metrics = metrics_of(get_meter_provider() if meter_provider is None else meter_provider)
+    metrics.is_enabled = True
+    tracing.tracer, _metrics = tracer, metrics  # last: a provider may raise an error
 
 
 def uninstrument() -> None:

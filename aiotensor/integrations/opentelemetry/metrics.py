@@ -43,7 +43,8 @@ class Metrics:
 
     def renew(self) -> None:
         """Forget the totals: a forked child has none of the objects of its parent."""
-        self._lock = threading.Lock()
+        # Reentrant: a signal handler that collects metrics may interrupt a collection in its thread.
+        self._lock = threading.RLock()
         self._totals: Totals | None = None
         self._reported: set[str] = set()  # the instruments that have reported these totals
 

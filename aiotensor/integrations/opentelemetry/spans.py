@@ -1,11 +1,10 @@
 """The spans of messages, and the exchange of their context with peers."""
 
 import time
-from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Token
-from functools import cached_property, lru_cache
-from typing import Protocol, TypeVar
+from functools import cached_property, lru_cache, wraps
+from typing import ParamSpec, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from opentelemetry import context, propagate, trace
@@ -28,6 +27,8 @@ __all__ = ["HasTraceContext", "Operation", "SpanTracer"]
 logger = logger_of("integrations")
 
 T = TypeVar("T")
+D = TypeVar("D")
+P = ParamSpec("P")
 
 _KINDS: Mapping[tracing.Operation, SpanKind] = {
     "send tensor": SpanKind.PRODUCER,
@@ -35,6 +36,36 @@ _KINDS: Mapping[tracing.Operation, SpanKind] = {
     "request": SpanKind.CLIENT,
     "publish": SpanKind.PRODUCER,
 }
+
+
+# The types of the errors of the tracing system that were logged.
+_logged: set[type[Exception]] = set()
+
+
+def _guarded(otherwise: D) -> Callable[[Callable[P, T]], Callable[P, T | D]]:
+    """Make a function log the errors of the tracing system, once for each type, and return `otherwise`."""
+
+    def guard(function: Callable[P, T]) -> Callable[P, T | D]:
+        @wraps(function)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> T | D:
+            try:
+                return function(*args, **kwargs)
+            # Samplers, span processors and propagators are third-party code, and may raise any error. It must
+            # not reach the callers: they hold permits, memory and requests.
+            except Exception as error:
+                if type(error) not in _logged:
+                    _logged.add(type(error))
+                    logger.error(
+                        "the tracing system failed, and spans are missing: %s",
+                        error,
+                        exc_info=error,
+                        extra={"event": "trace_failed", "error": type(error).__name__, "reason": str(error)},
+                    )
+                return otherwise
+
+        return guarded
+
+    return guard
 
 
 class HasTraceContext(Protocol):
@@ -54,7 +85,7 @@ class _Arrival(dict[str, str]):
         batch: the span of the batch in which it was processed; None if there was none.
     """
 
-    def __init__(self, fields: TraceContext) -> None:
+    def __init__(self, fields: Mapping[str, str]) -> None:
         super().__init__(fields)
         self.arrived_ns = time.time_ns()
         self.taken_ns: int | None = None
@@ -64,17 +95,26 @@ class _Arrival(dict[str, str]):
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
 
+    # `remote` can be neither pickled nor copied, and the process that unpickles may lack OpenTelemetry.
+    def __reduce__(self) -> tuple[type[dict[str, str]], tuple[dict[str, str]]]:
+        return dict, (dict(self),)
+
     @cached_property
     def remote(self) -> Context:
         """The context of the sender, without anything of the current context."""
         return propagate.extract(self, Context())
 
 
+def _arrival(context: Mapping[str, str]) -> _Arrival:
+    """Return a trace context as it has arrived; a copy, or one of an application, arrives now."""
+    return context if isinstance(context, _Arrival) else _Arrival(context)
+
+
 class Operation:
     """A span that is current until it ends.
 
     Args:
-        span: the span.
+        span: the span; None if there is none, so that nothing becomes current.
         parent: the context in which the span becomes the current one.
 
     Attributes:
@@ -83,37 +123,54 @@ class Operation:
 
     __slots__ = ("_token", "inner")
 
-    def __init__(self, span: trace.Span, parent: Context | None = None) -> None:
-        self.inner = span
-        self._token: Token[Context] = context.attach(trace.set_span_in_context(span, parent))
+    def __init__(self, span: trace.Span | None, parent: Context | None = None) -> None:
+        self.inner = trace.INVALID_SPAN if span is None else span
+        self._token: Token[Context] | None = None
+        if span is not None:
+            self._token = context.attach(trace.set_span_in_context(span, parent))
 
     def end(self, error: BaseException | None = None, *, name: str = "", nbytes: int = 0) -> None:
         """End the span, as `tracing.Span.end` does."""
-        with suppress(ValueError):  # the block of a request ends in another task or thread than it began
-            self._token.var.reset(self._token)
-        span = self.inner
+        if self._token is not None:
+            self._restore(self._token)
+        _end(self.inner, error, name, nbytes)
+
+    def _restore(self, token: Token[Context]) -> None:
+        """Make the span current that was current before."""
+        try:
+            token.var.reset(token)
+        except ValueError:  # the block of a request ends in another task or thread than it began
+            if trace.get_current_span() is self.inner:  # this task inherited it
+                before = token.old_value
+                token.var.set(Context() if before is Token.MISSING else before)
+
+
+_NOTHING = Operation(None)
+
+
+@_guarded(None)
+def _end(span: trace.Span, error: BaseException | None, name: str = "", nbytes: int = 0) -> None:
+    """End a span, with the error of its operation if there is one."""
+    try:
         if name:
             span.set_attribute("messaging.message.id", name)
         if nbytes:
             span.set_attribute("messaging.message.body.size", nbytes)
-        _end(span, error)
-
-
-def _end(span: trace.Span, error: BaseException | None) -> None:
-    """End a span, with the error of its operation if there is one."""
-    if error is not None:
         if isinstance(error, Exception):
             kind = type(error)
             span.set_attribute("error.type", f"{kind.__module__}.{kind.__qualname__}")
             span.record_exception(error)
             span.set_status(Status(StatusCode.ERROR, f"{kind.__name__}: {error}"))
-        else:  # the client or the application has cancelled it, or the process exits
+        elif error is not None:  # the client or the application has cancelled it, or the process exits
             span.set_attribute("aiotensor.cancelled", True)
-    span.end()
+    finally:
+        span.end()
 
 
 class SpanTracer:
     """Create spans with a tracer of OpenTelemetry; it implements `tracing.Tracer`.
+
+    If the tracing system raises an error, the methods log it, and continue without the span or the context.
 
     Args:
         provider: the provider of the tracer; None for the global one.
@@ -123,6 +180,7 @@ class SpanTracer:
         self._tracer = trace.get_tracer("aiotensor", aiotensor.__version__, provider)
         self._omitted: set[str] = set()  # the fields that were too long, and were logged
 
+    @_guarded(_NOTHING)
     def begin(self, operation: tracing.Operation, destination: str) -> Operation:
         """Begin the span of a call, as `tracing.Tracer.begin` does."""
         name, kind = f"aiotensor {operation}", _KINDS[operation]
@@ -132,8 +190,7 @@ class SpanTracer:
 
     async def step(self, step: tracing.Step, awaitable: Awaitable[T], nbytes: int = 0) -> T:
         """Create a span for a wait, as `tracing.Tracer.step` does."""
-        attributes = {"aiotensor.nbytes": nbytes} if nbytes else None
-        span = self._tracer.start_span(f"aiotensor {step}", attributes=attributes)
+        span = self._begin_step(step, nbytes)
         try:
             result = await awaitable
         except BaseException as error:
@@ -143,17 +200,20 @@ class SpanTracer:
             # A future refers to its error, whose traceback would keep this frame and those of the callers
             # alive, with their tensors.
             del awaitable
-        span.end()
+        _end(span, None)
         return result
 
+    @_guarded(trace.INVALID_SPAN)
+    def _begin_step(self, step: tracing.Step, nbytes: int) -> trace.Span:
+        attributes = {"aiotensor.nbytes": nbytes} if nbytes else None
+        return self._tracer.start_span(f"aiotensor {step}", attributes=attributes)
+
+    @_guarded(None)
     def context(self) -> TraceContext | None:
         """Return the current trace context, as `tracing.Tracer.context` does."""
         fields: dict[str, str] = {}
         propagate.inject(fields)
-        if len(fields) > MAX_TRACE_FIELDS or any(
-            len(name) > MAX_TRACE_NAME or len(value) > MAX_TRACE_VALUE or not value.isascii()
-            for name, value in fields.items()
-        ):
+        if len(fields) > MAX_TRACE_FIELDS or not all(_fits(*field) for field in fields.items()):
             fields = self._shortened(fields)
         return fields or None
 
@@ -161,8 +221,7 @@ class SpanTracer:
         """Return the fields that fit into a frame, and log the others once."""
         kept: dict[str, str] = {}
         for name, value in fields.items():
-            fits = len(name) <= MAX_TRACE_NAME and len(value) <= MAX_TRACE_VALUE and value.isascii()
-            if fits and len(kept) < MAX_TRACE_FIELDS:
+            if _fits(name, value) and len(kept) < MAX_TRACE_FIELDS:
                 kept[name] = value
             elif name not in self._omitted:
                 self._omitted.add(name)
@@ -177,11 +236,12 @@ class SpanTracer:
         """Return a trace context with the time of its arrival, as `tracing.Tracer.arrived` does."""
         return _Arrival(context)
 
+    @_guarded(None)
     def delivered(
         self, item: tracing.Item, context: Mapping[str, str], *, name: str = "", nbytes: int = 0
     ) -> None:
         """Create the span from the arrival of an item until now, as `tracing.Tracer.delivered` does."""
-        arrival = context if isinstance(context, _Arrival) else _Arrival(dict(context))
+        arrival = _arrival(context)
         arrival.taken_ns = time.time_ns()
         attributes: dict[str, str | int] = {
             "messaging.system": "aiotensor",
@@ -205,19 +265,22 @@ class SpanTracer:
         )
         span.end(arrival.taken_ns)
 
+    @_guarded(_NOTHING)
     def answer(self, context: Mapping[str, str] | None) -> Operation:
         """Begin the span of the work on a request, as `tracing.Tracer.answer` does."""
         remote, began = Context(), None
         links: tuple[Link, ...] = ()
-        if isinstance(context, _Arrival):
-            remote, began, links = context.remote, context.taken_ns, _links([context.batch])
+        if context is not None:
+            arrival = _arrival(context)
+            remote, began, links = arrival.remote, arrival.taken_ns, _links([arrival.batch])
         attributes = {"messaging.system": "aiotensor", "messaging.operation.name": "answer"}
         span = self._tracer.start_span("aiotensor answer", remote, SpanKind.SERVER, attributes, links, began)
         return Operation(span, remote)
 
+    @_guarded(_NOTHING)
     def answer_batch(self, contexts: Sequence[Mapping[str, str] | None]) -> Operation:
         """Begin the span of the work on a batch, as `tracing.Tracer.answer_batch` does."""
-        arrivals = [one for one in contexts if isinstance(one, _Arrival)]
+        arrivals = [_arrival(one) for one in contexts if one is not None]
         span = self._tracer.start_span(
             "aiotensor answer batch",
             Context(),
@@ -236,19 +299,31 @@ class SpanTracer:
 
     def process(self, items: Sequence[HasTraceContext]) -> Operation:
         """Begin the span of the processing of received items."""
-        arrivals = [one for item in items if isinstance(one := item.trace_context, _Arrival)]
+        contexts = [item.trace_context for item in items]  # not guarded: it fails for an item of another type
+        return self._process(contexts, is_shared=any(isinstance(item, Publication) for item in items))
+
+    @_guarded(_NOTHING)
+    def _process(self, contexts: Sequence[Mapping[str, str] | None], *, is_shared: bool) -> Operation:
+        arrivals = [_arrival(one) for one in contexts if one is not None]
         parent, links = None, _links([_sender_of(one) for one in arrivals])
-        if len(arrivals) == len(items) == 1 and not isinstance(items[0], Publication):
+        if len(arrivals) == len(contexts) == 1 and not is_shared:
             parent, links = arrivals[0].remote, ()
         attributes: dict[str, str | int] = {
             "messaging.system": "aiotensor",
             "messaging.operation.name": "process",
             "messaging.operation.type": "process",
         }
-        if len(items) != 1:
-            attributes["messaging.batch.message_count"] = len(items)
+        if len(contexts) != 1:
+            attributes["messaging.batch.message_count"] = len(contexts)
         span = self._tracer.start_span("aiotensor process", parent, SpanKind.CONSUMER, attributes, links)
         return Operation(span, parent)
+
+
+def _fits(name: str, value: str) -> bool:
+    """Return whether a field of a trace context is within the limits of a frame."""
+    return (
+        len(name) <= MAX_TRACE_NAME and len(value) <= MAX_TRACE_VALUE and name.isascii() and value.isascii()
+    )
 
 
 def _sender_of(arrival: _Arrival) -> SpanContext:
