@@ -43,7 +43,7 @@ _logged: set[type[Exception]] = set()
 
 
 def _guarded(otherwise: D) -> Callable[[Callable[P, T]], Callable[P, T | D]]:
-    """Make a function log the errors of the tracing system, once for each type, and return `otherwise`."""
+    """Return a decorator: a failed function logs its error, once for each type, and returns `otherwise`."""
 
     def guard(function: Callable[P, T]) -> Callable[P, T | D]:
         @wraps(function)
@@ -136,7 +136,7 @@ class Operation:
         _end(self.inner, error, name, nbytes)
 
     def _restore(self, token: Token[Context]) -> None:
-        """Make the span current that was current before."""
+        """Restore the previous span."""
         try:
             token.var.reset(token)
         except ValueError:  # the block of a request ends in another task or thread than it began

@@ -13,7 +13,7 @@ from aiotensor.integrations.opentelemetry import instrument, uninstrument
 from verification.processes.peers import State
 from verification.waiting import until
 
-__all__ = ["Recorder", "Seen", "begin_recording", "one", "recorded", "recording", "tree"]
+__all__ = ["Recorder", "Seen", "all_of", "begin_recording", "one", "recorded", "recording", "tree"]
 
 
 class Seen(NamedTuple):
@@ -115,6 +115,11 @@ def one(spans: Iterable[Seen], name: str) -> Seen:
     """Return the only span with this name."""
     [span] = [span for span in spans if span.name == name]
     return span
+
+
+def all_of(spans: Iterable[Seen], name: str) -> list[Seen]:
+    """Return all spans with this name, in the order of their ends."""
+    return [span for span in spans if span.name == name]
 
 
 def tree(spans: Iterable[Seen], parent: int = 0) -> dict[str, Any]:

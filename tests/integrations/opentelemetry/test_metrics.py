@@ -1,17 +1,24 @@
 """The metrics agree with those of Prometheus, which derive from the same declarations."""
 
 import asyncio
-from collections.abc import Iterator
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
+from types import FrameType
+from typing import Any
+from unittest import mock
 
 import pytest
+from opentelemetry.metrics import CallbackOptions, NoOpMeter, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricsData, NumberDataPoint
 from opentelemetry.trace import NoOpTracerProvider
 
 from aiotensor import TensorReceiver, TensorSender, WouldBlockError, blocking
 from aiotensor.integrations.opentelemetry import instrument, uninstrument
+from aiotensor.integrations.opentelemetry import metrics as metrics_module
 from aiotensor.integrations.prometheus import AioTensorCollector
 from verification.patterns import BIG, pattern
 from verification.waiting import settled
@@ -129,6 +136,58 @@ async def test_the_metrics_of_objects_in_other_threads_are_read(address: str) ->
         found = await asyncio.to_thread(use)
     assert number(found, "aiotensor.sender.tensors_sent") == 1
     assert number(found, "aiotensor.receiver.tensors_taken") == 1
+
+
+class _Callbacks(NoOpMeter):
+    """A meter whose collections take no lock, so that a signal handler may collect."""
+
+    def __init__(self) -> None:
+        super().__init__("a meter")
+        self.callbacks: list[Callable[[CallbackOptions], Iterable[Observation]]] = []
+
+    def create_observable_gauge(self, name: str, callbacks: Any = None, *_: Any) -> Any:
+        """Keep the callbacks."""
+        self.callbacks += callbacks
+
+    create_observable_counter: Any = create_observable_gauge
+    create_observable_up_down_counter: Any = create_observable_gauge
+
+    def collect(self) -> None:
+        """Collect the numbers of a few instruments, which share their totals."""
+        for callback in self.callbacks[:3]:
+            list(callback(CallbackOptions()))
+
+
+def test_a_signal_handler_may_collect_amid_another_collection() -> None:
+    meter = _Callbacks()
+    provider = mock.create_autospec(MeterProvider, instance=True)
+    provider.get_meter.return_value = meter
+    collected = 0
+
+    def handle(*_: object) -> None:
+        nonlocal collected
+        sys.settrace(None)
+        meter.collect()
+        collected += 1
+        sys.settrace(interrupt)
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename != metrics_module.__file__:
+            return None
+        if event == "line":
+            signal.raise_signal(signal.SIGUSR1)
+        return interrupt
+
+    instrument(NoOpTracerProvider(), provider)
+    before, tracing = signal.signal(signal.SIGUSR1, handle), sys.gettrace()
+    try:
+        sys.settrace(interrupt)
+        meter.collect()
+    finally:
+        sys.settrace(tracing)
+        signal.signal(signal.SIGUSR1, before)
+        uninstrument()
+    assert collected > 10  # at each line of each callback
 
 
 async def test_instrumenting_again_with_the_same_provider_exports_each_metric_once(

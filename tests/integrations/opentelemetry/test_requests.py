@@ -1,58 +1,26 @@
 """The spans of requests: the work of servers, errors, cancellations, batches and threads."""
 
 import asyncio
-import subprocess
-import sys
-import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from opentelemetry import baggage, context, trace
+from opentelemetry import baggage, context
 
-from aiotensor import PeerLostError, RemoteError, UsageError, blocking
+from aiotensor import PeerLostError, RemoteError, blocking
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.integrations.opentelemetry import instrument, processing, uninstrument
+from aiotensor.integrations.opentelemetry import processing
 from aiotensor.queues import MessageQueue
 from tests.cancelling import Attempt, cancel_everywhere
 from tests.channel.parties import Answer, Question, answer, channel, settled
-from tests.integrations.opentelemetry.spans import (
-    Recorder,
-    Seen,
-    one,
-    recording,
-    tree,
-)
+from tests.integrations.opentelemetry.calls import serving
+from tests.integrations.opentelemetry.spans import Recorder, all_of, one, tree
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.processes.peers import State
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
-
-
-@pytest.fixture
-def recorder() -> Iterator[Recorder]:
-    """The spans of this process; fails a test that does not end them all, or leaves one current."""
-    with recording() as recorder:
-        yield recorder
-        assert trace.get_current_span() is trace.INVALID_SPAN
-
-
-@asynccontextmanager
-async def serving(server: MessageServer[Question], handler: Any, **options: Any) -> AsyncIterator[None]:
-    """Serve requests in the background."""
-    task = asyncio.create_task(server.serve(handler, **options))
-    yield
-    task.cancel()
-    await asyncio.wait([task])
-
-
-def all_of(spans: Sequence[Seen], name: str) -> list[Seen]:
-    return [span for span in spans if span.name == name]
 
 
 # Work on requests
@@ -226,71 +194,6 @@ async def test_work_cancelled_anywhere_ends_all_its_spans(recorder: Recorder) ->
         assert await cancel_everywhere(attempt, ends.client, ends.server)
 
 
-# Batches
-
-
-async def test_the_span_of_a_batch_and_those_of_its_requests_are_linked(recorder: Recorder) -> None:
-    async def work(questions: list[Question]) -> list[Answer | ValueError]:
-        with recorder.tracer.start_as_current_span("forward"):
-            return [Answer(one.seed) if one.seed else ValueError("no seed") for one in questions]
-
-    async with channel() as ends:
-        await ends.client.ready()
-        asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(3)]
-        await until(lambda: ends.server.statistics().waiting == 3)
-        async with serving(ends.server, work, max_batch=3):
-            await asyncio.wait(asking)
-        assert [task.exception() is None for task in asking] == [False, True, True]
-
-    batch, asked = one(recorder.seen, "aiotensor answer batch"), all_of(recorder.seen, "aiotensor request")
-    assert batch.parent == 0
-    assert set(batch.links) == {span.id for span in asked}
-    assert batch.attributes["messaging.batch.message_count"] == 3
-    assert one(recorder.seen, "forward").parent == batch.id
-    answered = all_of(recorder.seen, "aiotensor answer")
-    assert {span.parent for span in answered} == {span.id for span in asked}
-    for span in answered:
-        assert span.links == (batch.id,)
-        assert span.began <= batch.began  # when the request was taken
-
-
-async def test_an_error_of_a_batch_is_recorded_in_its_span(recorder: Recorder) -> None:
-    async def work(questions: list[Question]) -> list[Answer]:
-        raise ValueError("no batch today")
-
-    async with channel() as ends, serving(ends.server, work, max_batch=2):
-        with pytest.raises(RemoteError):
-            await ends.client.request(Question(1))
-    batch = one(recorder.seen, "aiotensor answer batch")
-    assert (batch.status, batch.attributes["error.type"]) == ("ERROR", "builtins.ValueError")
-
-
-async def test_a_cancelled_batch_ends_its_span_without_an_error(recorder: Recorder) -> None:
-    async def work(questions: list[Question]) -> list[Answer]:
-        await asyncio.get_running_loop().create_future()
-        return []
-
-    async with channel() as ends, serving(ends.server, work, max_batch=2):
-        asking = asyncio.create_task(ends.client.request(Question(1)))
-        await until(lambda: ends.server.statistics().in_hand == 1)
-        asking.cancel()
-        await asyncio.wait([asking])
-        await until(lambda: not recorder.unfinished)
-    batch = one(recorder.seen, "aiotensor answer batch")
-    assert (batch.status, batch.attributes["aiotensor.cancelled"]) == ("UNSET", True)
-
-
-async def test_a_block_may_end_in_another_task_than_it_began(recorder: Recorder) -> None:
-    async with channel() as ends:
-        asking = asyncio.create_task(ends.client.request(Question(1)))
-        request = await anext(ends.server)
-        await asyncio.create_task(request.__aenter__())
-        await request.reply(Answer(1))
-        await asyncio.create_task(request.__aexit__(None, None, None))
-        await asking
-    assert one(recorder.seen, "aiotensor answer").status == "UNSET"
-
-
 # Threads
 
 
@@ -375,66 +278,3 @@ async def test_a_message_of_a_queue_is_delivered_below_the_span_of_put(recorder:
             await producer.put(Question(1))
         assert (await consumer.get()).seed == 1
     assert one(recorder.seen, "aiotensor deliver message").parent == one(recorder.seen, "upload").id
-
-
-# Instrumenting
-
-
-async def test_a_process_that_is_not_instrumented_any_more_creates_no_spans() -> None:
-    with recording() as recorder, pytest.raises(UsageError, match="call uninstrument"):
-        instrument()
-    uninstrument()
-    async with channel() as ends, serving(ends.server, answer):
-        await ends.client.request(Question(1, pattern(1, 3)))
-        with processing() as span:
-            assert not span.is_recording()
-    assert recorder.seen == []
-
-
-def test_the_global_providers_may_be_set_later() -> None:
-    code = """
-import asyncio, sys
-from opentelemetry import metrics, trace
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from aiotensor import TensorReceiver, TensorSender
-from aiotensor.integrations.opentelemetry import instrument
-
-instrument()
-exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
-trace.set_tracer_provider(TracerProvider())
-trace.get_tracer_provider().add_span_processor(SimpleSpanProcessor(exporter))
-metrics.set_meter_provider(MeterProvider([reader]))
-
-async def main(address):
-    import torch
-    async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
-        await receiver.receive(await sender.send(torch.zeros(3)))
-        [scope] = reader.get_metrics_data().resource_metrics[0].scope_metrics
-        assert "aiotensor.sender.tensors_sent" in {metric.name for metric in scope.metrics}
-
-asyncio.run(main(sys.argv[1]))
-names = {span.name for span in exporter.get_finished_spans()}
-print(*sorted(names - {"aiotensor wait for a receiver"}), sep=",")
-"""
-    with tempfile.TemporaryDirectory(prefix="aiotensor-") as folder:
-        command = [sys.executable, "-W", "error", "-c", code, f"unix://{folder}/tensors"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("aiotensor deliver tensor,aiotensor send tensor\n", "")
-
-
-async def test_a_request_that_began_before_uninstrumenting_ends_its_spans() -> None:
-    async with channel() as ends:
-        with recording() as recorder:
-            await ends.client.ready()
-            asking = asyncio.create_task(ends.client.request(Question(1)))
-            request = await anext(ends.server)
-            await request.__aenter__()
-            uninstrument()
-            await request.reply(Answer(1))
-            await request.__aexit__(None, None, None)
-            await asking
-    assert {span.name for span in recorder.seen} >= {"aiotensor request", "aiotensor answer"}

@@ -1,21 +1,28 @@
 """The spans of tensors and publications: their parents, waits, errors and cancellations, over every link."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+import copy
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opentelemetry import baggage, context, trace
+from opentelemetry import baggage, context, propagate
 from opentelemetry.context import Context
+from opentelemetry.propagators.textmap import TextMapPropagator
 
-from aiotensor import PeerLostError, TensorHandle, TensorReceiver, TensorSender, WouldBlockError
+from aiotensor import PeerLostError, TensorReceiver, TensorSender, WouldBlockError
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.integrations.opentelemetry import processing
 from aiotensor.integrations.opentelemetry.spans import SpanTracer
+from aiotensor.sender import posts_of
 from aiotensor.types import MAX_TRACE_VALUE
-from tests.integrations.opentelemetry.spans import Recorder, begin_recording, one, recorded, recording, tree
+from tests.integrations.opentelemetry.calls import CALLS, Call
+from tests.integrations.opentelemetry.spans import Recorder, all_of, begin_recording, one, recorded, tree
 from tests.pairs import endpoint, is_local, on_one_machine, pair
 from verification.patterns import BIG, pattern
 from verification.processes import peers
@@ -27,44 +34,9 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 SLOW = 1 << 17  # elements of a tensor that a worker copies
 
 
-@pytest.fixture
-def recorder() -> Iterator[Recorder]:
-    """The spans of this process; fails a test that does not end them all, or leaves one current."""
-    with recording() as recorder:
-        yield recorder
-        assert trace.get_current_span() is trace.INVALID_SPAN
-
-
-async def _send(sender: TensorSender, tensor: torch.Tensor) -> TensorHandle:
-    return await sender.send(tensor)
-
-
-async def _send_nowait(sender: TensorSender, tensor: torch.Tensor) -> TensorHandle:
-    return sender.send_nowait(tensor)
-
-
-async def _post(sender: TensorSender, tensor: torch.Tensor) -> TensorHandle:
-    handle = sender.post(tensor)
-    await sender.copied(handle)
-    return handle
-
-
-async def _send_in_message(sender: TensorSender, tensor: torch.Tensor) -> TensorHandle:
-    async with sender.message() as message:
-        return await message.send(tensor)
-
-
-async def _send_allocated(sender: TensorSender, tensor: torch.Tensor) -> TensorHandle:
-    allocated = await sender.allocate(tuple(tensor.shape), tensor.dtype)
-    return await sender.send(allocated.copy_(tensor))
-
-
-Call = Callable[[TensorSender, torch.Tensor], Awaitable[TensorHandle]]
-
-
 @pytest.mark.usefixtures("link")
 @pytest.mark.parametrize("size", [3, BIG])
-@pytest.mark.parametrize("call", [_send, _send_nowait, _post, _send_in_message, _send_allocated])
+@pytest.mark.parametrize("call", CALLS)
 async def test_the_call_that_sends_a_tensor_is_the_parent_of_its_delivery(
     call: Call, size: int, recorder: Recorder
 ) -> None:
@@ -102,6 +74,24 @@ async def test_each_tensor_of_a_message_is_delivered_below_its_own_span(recorder
     delivered = [span for span in recorder.seen if span.name == "aiotensor deliver tensor"]
     assert [span.parent for span in delivered] == [span.id for span in sent]
     assert len({span.trace for span in recorder.seen}) == 1
+
+
+@on_one_machine
+@pytest.mark.usefixtures("link")
+async def test_each_posted_tensor_of_a_message_belongs_to_the_call_that_posted_it(recorder: Recorder) -> None:
+    async with pair() as (sender, receiver):
+        posts = posts_of(sender)
+        with recorder.tracer.start_as_current_span("first"):
+            message, first = posts.post_in(None, pattern(0, SLOW))
+        with recorder.tracer.start_as_current_span("second"):
+            _, second = posts.post_in(message, pattern(1, SLOW), last=True)
+        for handle in (first, second):
+            await receiver.receive(handle)
+
+    sent = all_of(recorder.seen, "aiotensor send tensor")
+    assert [span.parent for span in sent] == [one(recorder.seen, name).id for name in ("first", "second")]
+    for name in ("aiotensor copy", "aiotensor deliver tensor"):
+        assert [span.parent for span in all_of(recorder.seen, name)] == [span.id for span in sent]
 
 
 @pytest.mark.usefixtures("link")
@@ -304,6 +294,87 @@ def test_any_context_of_a_peer_can_be_processed(fields: dict[str, str]) -> None:
     tracer.answer_batch([arrived, None]).end()
     assert not recorder.unfinished
     assert len(recorder.seen) == 4
+
+
+class _Foreign(TextMapPropagator):
+    """Add two fields, one of which has a name that is not ASCII."""
+
+    def inject(self, carrier: Any, context: Context | None = None, setter: Any = None) -> None:
+        carrier["état"] = carrier["state"] = "1"
+
+    def extract(self, carrier: Any, context: Context | None = None, getter: Any = None) -> Context:
+        return Context()
+
+    @property
+    def fields(self) -> set[str]:
+        return {"état", "state"}
+
+
+@contextmanager
+def _propagating(propagator: TextMapPropagator) -> Iterator[None]:
+    """Use a propagator for the context of all traces."""
+    before = propagate.get_global_textmap()
+    propagate.set_global_textmap(propagator)
+    yield
+    propagate.set_global_textmap(before)
+
+
+@on_one_machine
+@pytest.mark.usefixtures("link")
+async def test_a_field_whose_name_is_not_ascii_is_omitted(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _propagating(_Foreign()):
+        async with pair() as (sender, receiver):
+            await sender.send(pattern(0, 3))
+            delivery = await anext(receiver)
+    assert delivery.trace_context == {"state": "1"}
+    [record] = [one for one in caplog.records if one.name == "aiotensor.integrations"]
+    assert "état" in record.getMessage()
+
+
+# Copies of the context
+
+
+@on_one_machine
+@pytest.mark.usefixtures("link")
+async def test_a_delivered_context_can_be_copied_and_pickled(recorder: Recorder) -> None:
+    async with pair() as (sender, receiver):
+        await sender.send(pattern(0, 3))
+        delivery = await anext(receiver)
+        copied = copy.deepcopy(delivery)
+        assert torch.equal(copied.tensor, pattern(0, 3))
+    context = delivery.trace_context
+    assert context is not None
+    pickled = pickle.dumps(context)
+    assert b"opentelemetry" not in pickled  # the process that loads it may lack OpenTelemetry
+    assert context == copy.copy(context) == copied.trace_context == pickle.loads(pickled)
+
+    with processing(copied):
+        pass
+    tracer = SpanTracer(recorder.provider)
+    tracer.answer(copied.trace_context).end()
+    tracer.answer_batch([copied.trace_context]).end()
+    sent = one(recorder.seen, "aiotensor send tensor")
+    for name in ("aiotensor process", "aiotensor answer"):
+        assert one(recorder.seen, name).parent == sent.id
+    assert one(recorder.seen, "aiotensor answer batch").links == (sent.id,)
+
+
+async def test_a_received_publication_can_be_copied(recorder: Recorder, address: str) -> None:
+    async with Publisher(address) as publisher, Subscriber(address, torch.Tensor) as subscriber:
+        await publisher.wait_for_subscribers(1)
+        await publisher.publish(pattern(0, 3))
+        received = await subscriber.receive()
+        copied = copy.deepcopy(received)
+    assert copied.trace_context == received.trace_context
+    assert torch.equal(copied.message, pattern(0, 3))
+    with processing(copied):
+        pass
+    assert one(recorder.seen, "aiotensor process").links == (one(recorder.seen, "aiotensor publish").id,)
+
+
+# Without a context
 
 
 async def test_without_a_span_nothing_is_sent(recorder: Recorder) -> None:

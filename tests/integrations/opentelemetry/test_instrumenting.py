@@ -1,0 +1,118 @@
+"""Instrumenting a process, and reverting it, at any time."""
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+import threading
+from typing import Any
+
+import pytest
+from opentelemetry.metrics import Meter, MeterProvider, NoOpMeterProvider
+from opentelemetry.sdk.trace import TracerProvider
+
+from aiotensor import TensorReceiver, TensorSender, UsageError
+from aiotensor.integrations.opentelemetry import instrument, processing, uninstrument
+from tests.channel.parties import Answer, Question, answer, channel
+from tests.integrations.opentelemetry.calls import serving
+from tests.integrations.opentelemetry.spans import recording
+from verification.patterns import pattern
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+async def test_a_process_that_is_not_instrumented_any_more_creates_no_spans() -> None:
+    with recording() as recorder, pytest.raises(UsageError, match="call uninstrument"):
+        instrument()
+    uninstrument()
+    async with channel() as ends, serving(ends.server, answer):
+        await ends.client.request(Question(1, pattern(1, 3)))
+        with processing() as span:
+            assert not span.is_recording()
+    assert recorder.seen == []
+
+
+def test_the_global_providers_may_be_set_later() -> None:
+    code = """
+import asyncio, sys
+from opentelemetry import metrics, trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from aiotensor import TensorReceiver, TensorSender
+from aiotensor.integrations.opentelemetry import instrument
+
+instrument()
+exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
+trace.set_tracer_provider(TracerProvider())
+trace.get_tracer_provider().add_span_processor(SimpleSpanProcessor(exporter))
+metrics.set_meter_provider(MeterProvider([reader]))
+
+async def main(address):
+    import torch
+    async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
+        await receiver.receive(await sender.send(torch.zeros(3)))
+        [scope] = reader.get_metrics_data().resource_metrics[0].scope_metrics
+        assert "aiotensor.sender.tensors_sent" in {metric.name for metric in scope.metrics}
+
+asyncio.run(main(sys.argv[1]))
+names = {span.name for span in exporter.get_finished_spans()}
+print(*sorted(names - {"aiotensor wait for a receiver"}), sep=",")
+"""
+    with tempfile.TemporaryDirectory(prefix="aiotensor-") as folder:
+        command = [sys.executable, "-W", "error", "-c", code, f"unix://{folder}/tensors"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("aiotensor deliver tensor,aiotensor send tensor\n", "")
+
+
+async def test_a_request_that_began_before_uninstrumenting_ends_its_spans() -> None:
+    async with channel() as ends:
+        with recording() as recorder:
+            await ends.client.ready()
+            asking = asyncio.create_task(ends.client.request(Question(1)))
+            request = await anext(ends.server)
+            await request.__aenter__()
+            uninstrument()
+            await request.reply(Answer(1))
+            await request.__aexit__(None, None, None)
+            await asking
+    assert {span.name for span in recorder.seen} >= {"aiotensor request", "aiotensor answer"}
+
+
+class _BrokenMeters(MeterProvider):
+    """A provider without meters."""
+
+    def get_meter(self, *_: Any, **__: Any) -> Meter:
+        raise OSError("there are no meters")
+
+
+def test_a_process_is_not_instrumented_after_an_error_of_a_provider() -> None:
+    with pytest.raises(OSError, match="no meters"):
+        instrument(meter_provider=_BrokenMeters())
+    with recording():  # it would raise `UsageError`
+        pass
+
+
+async def test_a_process_can_be_uninstrumented_during_a_call_in_another_thread(address: str) -> None:
+    provider, has_ended = TracerProvider(shutdown_on_exit=False), threading.Event()
+
+    def alternate() -> None:
+        while not has_ended.is_set():
+            instrument(provider, NoOpMeterProvider())
+            uninstrument()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # the threads alternate often
+    other = threading.Thread(target=alternate)
+    try:
+        async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
+            await sender.ready()
+            other.start()
+            for _ in range(1000):
+                await receiver.receive(await sender.send(pattern(0, 3)))
+    finally:
+        has_ended.set()
+        other.join()
+        sys.setswitchinterval(before)
