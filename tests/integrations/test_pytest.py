@@ -26,6 +26,9 @@ filterwarnings =
     ignore:Using .httpx. with .starlette.testclient. is deprecated
 """
 
+# Without the summary, which repeats the whole text of a failure if the variable CI is set.
+OPTIONS = ("-p", "no:cacheprovider", "-p", "no:xdist", "-rN")
+
 
 @pytest.fixture
 def inner(pytester: pytest.Pytester) -> pytest.Pytester:
@@ -38,7 +41,7 @@ def inner(pytester: pytest.Pytester) -> pytest.Pytester:
 def run(inner: pytest.Pytester, program: str, **counts: int) -> pytest.RunResult:
     """Run the tests of a program, and check the numbers of their outcomes."""
     inner.makepyfile(program)
-    result = inner.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:xdist")
+    result = inner.runpytest_inprocess(*OPTIONS)
     result.assert_outcomes(**counts)
     return result
 
@@ -50,7 +53,7 @@ def lines_of(result: pytest.RunResult) -> list[str]:
 
 def test_the_programs_of_the_page_pass_in_a_new_process(inner: pytest.Pytester) -> None:
     inner.makepyfile(server=SERVER, test_synchronous=SYNCHRONOUS, test_asynchronous=ASYNCHRONOUS)
-    result = inner.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:xdist")
+    result = inner.runpytest_subprocess(*OPTIONS)
     result.assert_outcomes(passed=5)
 
 
