@@ -201,7 +201,9 @@ def test_no_request_refers_to_a_tensor(engine_address, tensor_engine):
     kept.clear()
     tensor_engine(list, len)
     with blocking.TensorSender(engine_address) as sender:
-        sender.send(torch.zeros(10))
+        with blocking.MessageClient(engine_address, sender=sender, reply_type=int) as client:
+            sender.send(torch.zeros(10))
+            client.request([torch.zeros(10_000)])  # its tensor arrives after the other one
 
 
 @pytest.mark.parametrize("which", [1, 2])
