@@ -73,7 +73,7 @@ def pages(site: Path) -> list[str]:
 
 
 def check(page: Page, url: str, root: str) -> list[str]:
-    """Open a page, and return what is wrong with it."""
+    """Open a page, and return its problems."""
     wrong: list[str] = []
 
     def console(message: ConsoleMessage) -> None:

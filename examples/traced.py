@@ -120,7 +120,7 @@ def run_engine(folder: str, parent: Connection) -> None:
 
 
 def make_app(folder: str, provider: TracerProvider) -> FastAPI:
-    """Make the application, which sends each upload to the engine."""
+    """Return the application, which sends each upload to the engine."""
 
     def make_client() -> MessageClient[Colour]:
         sender = TensorSender(f"unix://{folder}/tensors", max_concurrent_videos=1, arena_bytes=VIDEO_BYTES)

@@ -17,9 +17,10 @@ and does not keep the interpreter from exiting.
 """
 
 from aiotensor.blocking.broadcast import Publisher, Subscriber
-from aiotensor.blocking.messages import MessageClient, MessageServer, Permit, Request
+from aiotensor.blocking.messages import MessageClient, MessageServer, Permit
 from aiotensor.blocking.queues import MessageQueue, QueueConsumer, QueueProducer
 from aiotensor.blocking.ranks import KVPipe, RankPipe
+from aiotensor.blocking.requests import Request
 from aiotensor.blocking.tensors import OpenMessage, TensorReceiver, TensorSender
 
 __all__ = [

@@ -117,4 +117,5 @@ def _let_loops_run() -> None:
     for loop in loops:
         if not loop.is_running() and not loop.is_closed():
             loop.run_until_complete(asyncio.sleep(0))
+    # Peers in other threads handle frames in the meantime. No event reports that all statistics have settled.
     time.sleep(_STEP_S)

@@ -173,7 +173,7 @@ class LoopAffinity:
         warn_unclosed(owner)  # last, since it raises if warnings are errors
 
     def note_unclosed(self) -> None:
-        """Note for the leak check of tests that the object was garbage-collected while it was open."""
+        """Record, for the leak check of tests, that the object was garbage-collected while it was open."""
         if self._entry is not None:
             self._entry.note_unclosed()
 

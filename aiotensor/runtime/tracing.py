@@ -13,7 +13,7 @@ __all__ = ["Item", "Operation", "Span", "Step", "Tracer", "step", "tracer"]
 
 T = TypeVar("T")
 
-# The calls of an application, the steps in them that may take long, and what a peer receives.
+# The calls of an application, the steps in them that may take long, and the items that a peer receives.
 Operation: TypeAlias = Literal["send tensor", "send message", "request", "publish"]
 Step: TypeAlias = Literal[
     "wait for a permit",

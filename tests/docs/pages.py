@@ -75,7 +75,7 @@ F = TypeVar("F", bound=Folder)
 
 @contextmanager
 def folder(kind: type[F]) -> Iterator[F]:
-    """Make a folder with a path that is short enough for sockets; kill its programs at the end."""
+    """Create a folder with a path that is short enough for sockets, and kill its programs at the end."""
     path = Path(tempfile.mkdtemp(prefix="aiotensor-"))
     made = kind(path)
     try:

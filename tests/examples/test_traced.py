@@ -11,8 +11,8 @@ from traced import Row
 
 ROOT = Path(__file__).parents[2]
 
-# The processes and the names of the spans, in the order of their beginnings. Each is below the previous one
-# that has less indentation.
+# The processes and the names of the spans, in the order of their beginnings. The parent of a span is
+# the last one before it with less indentation.
 SPANS = [
     ("API server", "POST /videos"),
     ("API server", "  decode"),

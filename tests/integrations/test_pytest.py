@@ -32,7 +32,7 @@ OPTIONS = ("-p", "no:cacheprovider", "-p", "no:xdist", "-rN")
 
 @pytest.fixture
 def inner(pytester: pytest.Pytester) -> pytest.Pytester:
-    """Make a folder for the tests of a user, with the fixtures enabled."""
+    """Return a folder for the tests of a user, with the fixtures enabled."""
     pytester.makeini(CONFIG)
     pytester.makeconftest(CONFTEST)
     return pytester

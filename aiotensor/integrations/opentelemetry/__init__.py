@@ -30,7 +30,7 @@ def instrument(
     tracer_provider: trace.TracerProvider | None = None,
     meter_provider: MeterProvider | None = None,
 ) -> None:
-    """Create spans and metrics for all objects of this process, including those that are already open.
+    """Create spans and metrics for all objects of this process, including open ones.
 
     Call it once in each process, before the first message. Objects of `aiotensor.blocking` are traced, too:
     the span of the calling thread is the parent. A process that is not instrumented ignores the trace context

@@ -252,7 +252,7 @@ class SpanTracer:
             attributes["messaging.message.id"] = name
         if nbytes:
             attributes["messaging.message.body.size"] = nbytes
-        # Several subscribers receive a publication, each in a trace of its own.
+        # A publication has several subscribers. Each receives it in its own trace.
         is_shared = item == "publication"
         linked = arrival.remote if is_shared else None
         span = self._tracer.start_span(

@@ -39,7 +39,7 @@ class Seen(NamedTuple):
 
 
 class Recorder(SpanProcessor):
-    """Record the spans that have ended, and count those that have not."""
+    """Record ended spans, and count open ones."""
 
     def __init__(self) -> None:
         self.seen: list[Seen] = []
