@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 BEFORE, AFTER, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/migrating.md").read_text(), re.DOTALL)
 MESSAGES, _MANY = 50, 300
+LIMIT_S = 100
 ALL = {name: list(range(MESSAGES)) for name in "abc"}
 
 
@@ -59,23 +61,29 @@ class Program:
         (folder / "tmp").mkdir()
         excluded = ("COVERAGE_", "PYTHONUNBUFFERED")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(excluded)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", str(path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**environment, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp")},
-        )
+        self._errors = folder / "errors.txt"
+        with self._errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "error", str(path)],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**environment, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp")},
+            )
+        self._watchdog = threading.Timer(LIMIT_S, self.process.kill)
+        self._watchdog.start()
         self.lines: list[str] = []
 
-    def read_until(self, text: str) -> None:
-        """Read lines until one contains a text."""
+    def _printed(self) -> Iterator[str]:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip())
-            if text in line:
-                return
-        raise AssertionError(f"the program never printed {text!r}: {self.lines}")
+            yield line
+
+    def read_until(self, text: str) -> None:
+        """Read lines until one contains a text."""
+        if not any(text in line for line in self._printed()):
+            raise AssertionError(f"the program never printed {text!r}: {self.lines}")
 
     def kill(self, name: str) -> None:
         """Kill a child."""
@@ -84,8 +92,11 @@ class Program:
 
     def finish(self) -> str:
         """Wait for the end, and return the text of standard error."""
-        output, errors = self.process.communicate(timeout=90)
-        self.lines += output.splitlines()
+        with self.process:
+            for _ in self._printed():
+                pass
+        self._watchdog.cancel()
+        errors = self._errors.read_text()
         assert self.process.returncode == 0, errors
         return errors
 
@@ -139,16 +150,11 @@ def _waiting_to_be_killed(program: str) -> str:
 
 def test_the_program_survives_a_killed_producer_and_a_killed_consumer(folder: Path) -> None:
     program = Program(_waiting_to_be_killed(AFTER), folder, "spawn")
-    watchdog = threading.Timer(100, program.process.kill)
-    watchdog.start()
-    try:
-        program.read_until("took a 3 ")
-        program.kill("a")
-        program.read_until("x took")
-        program.kill("x")
-        errors = program.finish()
-    finally:
-        watchdog.cancel()
+    program.read_until("took a 3 ")
+    program.kill("a")
+    program.read_until("x took")
+    program.kill("x")
+    errors = program.finish()
     taken = program.taken()
     missing = [(name, number) for name in "bc" for number in set(range(_MANY)) - set(taken[name])]
     # The killed consumer may have taken a message that it did not print.

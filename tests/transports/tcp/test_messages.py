@@ -33,6 +33,7 @@ async def test_the_tensors_of_requests_and_answers_use_the_senders_with_the_same
         ) as client,
     ):
         serving = asyncio.create_task(server.serve(answer))
+        await to_client.ready()  # until then, answers contain their tensors
         for seed in range(3):
             request = Question(seed, pattern(seed, BIG), wish=str(BIG + seed))
             answered = await client.request(request)
