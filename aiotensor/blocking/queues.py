@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing import util
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar, overload
 
 from aiotensor import queues
@@ -233,6 +233,7 @@ class _Ends(Generic[M]):
         self._producer: QueueProducer | None = None
         self._consumer: QueueConsumer[M] | None = None
         self._finalizer: util.Finalize[None] | None = None
+        self._main = _frame_of_child()
 
     def producer(self) -> QueueProducer:
         """Return the producer; the first call opens it."""
@@ -260,7 +261,7 @@ class _Ends(Generic[M]):
     def _finish(self) -> None:
         """Close at the end of the process."""
         if self._pid == os.getpid():
-            if _ends_with_an_exception():
+            if _ends_with_an_exception(self._main):
                 self.abort()
             self.close()
 
@@ -282,9 +283,25 @@ class _Ends(Generic[M]):
                 self._producer.close()
 
 
-def _ends_with_an_exception() -> bool:
-    """Return whether an exception, or an exit with a status other than 0, ends this process."""
-    error = sys.exc_info()[1]  # `multiprocessing` runs finalizers while the exception propagates
+def _frame_of_child() -> FrameType | None:
+    """Return the frame in which `multiprocessing` runs this process; None if it did not start the process."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_code.co_name == "_bootstrap" and frame.f_globals["__name__"] == "multiprocessing.process":
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _ends_with_an_exception(main: FrameType | None) -> bool:
+    """Return whether an exception, or an exit with a status other than 0, ends this process.
+
+    Args:
+        main: the frame in which `multiprocessing` runs this process; None if it did not start the process.
+    """
+    if main is not None and main.f_locals.get("exitcode"):
+        return True  # in Python 3.14, nothing else remains of the exception when finalizers run
+    error = sys.exc_info()[1]  # in earlier versions, finalizers run while the exception propagates
     if error is None and not hasattr(sys, "ps1"):  # an interactive session continues after an exception
         error = getattr(sys, "last_value", None)
     return error is not None and not (isinstance(error, SystemExit) and not error.code)

@@ -13,6 +13,7 @@ import pytest
 from aiotensor.blocking import TensorReceiver
 from tests.cli import commands
 
+UNFLUSHED = 120  # the status since Python 3.14, if the interpreter cannot flush standard error at its end
 NO_SPACE = "Error: writing to standard output failed: No space left on device\n"
 
 # The real command line with one more subcommand, whose function consists of the given statement.
@@ -84,10 +85,10 @@ def test_a_broken_pipe_ends_the_command_silently(command: list[str]) -> None:
 
 
 @one_command
-def test_the_status_is_1_if_standard_error_is_full_too(command: list[str], full: IO[bytes]) -> None:
+def test_the_status_is_not_0_if_standard_error_is_full_too(command: list[str], full: IO[bytes]) -> None:
     done = subprocess.run(command, stdout=full, stderr=full, check=False)
 
-    assert done.returncode == 1
+    assert done.returncode in (1, UNFLUSHED)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 
 from tests.examples.programs import ROOT
 
+UNFLUSHED = 120  # the status since Python 3.14, if the interpreter cannot flush standard error at its end
 RED, BLUE = (220, 20, 20), (20, 20, 220)
 
 
@@ -236,7 +237,7 @@ def test_a_full_standard_error_leaves_nothing_behind(temporary: Path) -> None:
     with open("/dev/full", "wb") as full, demo(stderr=full) as process:
         output, _ = process.communicate()
 
-    assert process.returncode == 1
+    assert process.returncode in (1, UNFLUSHED)
     assert output == ""
     assert_all_ended(processes_in_session(process.pid))
     assert list(temporary.iterdir()) == []
