@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, Self, TypeVar, TypeVarTuple
+from typing import Any, Protocol, Self, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.lowlevel
@@ -24,6 +24,9 @@ from aiotensor.channel import MessageClient
 from messages import Batch, Summary
 
 MAX_BATCH_FRAMES = 32
+
+# Before version 19, PyAV refuses a video whose metadata is not UTF-8, unless it may replace the characters.
+LENIENT: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
 
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
@@ -145,7 +148,7 @@ class Decoder:
             self._container = av.open(
                 self._source,
                 "r",
-                metadata_errors="replace",
+                **LENIENT,
                 container_options={"protocol_whitelist": "none"},  # a playlist must not open other files
             )
             if not self._container.streams.video:

@@ -1,4 +1,5 @@
 import copy
+import inspect
 import json
 import pickle
 from typing import Any, get_args
@@ -106,7 +107,7 @@ def test_statistics_contain_the_holders() -> None:
 )
 def test_every_field_of_a_record_is_explained(record: msgspec.Struct) -> None:
     for field in record.__struct_fields__:
-        assert f"\n        {field}: " in str(type(record).__doc__)
+        assert f"\n    {field}: " in str(inspect.getdoc(type(record)))
 
 
 @pytest.mark.parametrize("kind", get_args(Statistics), ids=lambda kind: kind.__name__)

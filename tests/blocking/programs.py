@@ -180,15 +180,14 @@ def begin_a_message_at_a_signal(*place: str) -> None:
 
 def start_slowly(*place: str) -> None:
     """Be interrupted while the thread of the loop starts."""
-    gate = threading.Event()
+    gate, new_event_loop = threading.Event(), asyncio.new_event_loop
 
-    class Slow(asyncio.DefaultEventLoopPolicy):
-        def new_event_loop(self) -> asyncio.AbstractEventLoop:
-            _say("waits")
-            gate.wait()
-            return super().new_event_loop()
+    def slow() -> asyncio.AbstractEventLoop:
+        _say("waits")
+        gate.wait()
+        return new_event_loop()
 
-    asyncio.set_event_loop_policy(Slow())
+    asyncio.events.new_event_loop = slow
     _raise_after(gate.set)
     try:
         with TensorReceiver(Place(*place).tensors):
