@@ -18,15 +18,19 @@ from two_hosts.keys import ApiKeys, EngineKeys, read
 
 _FOLDER = os.environ.get("XDG_RUNTIME_DIR", "/tmp")
 
-TENSORS = os.environ.get("ENGINE", f"unix://{_FOLDER}/example-engine.tensors")
+
+def _addresses() -> tuple[str, str]:
+    """Return the addresses of the tensors and of the messages."""
+    engine = os.environ.get("ENGINE")
+    if engine is None:
+        return f"unix://{_FOLDER}/example-engine.tensors", f"ipc://{_FOLDER}/example-engine.messages"
+    host, _, port = engine.rpartition(":")
+    if not (host.startswith("tcp://") and port.isdecimal()):
+        raise ValueError(f"ENGINE must be tcp://HOST:PORT, such as tcp://engine:7000, not {engine!r}")
+    return engine, f"{host}:{int(port) + 1}"
 
 
-def _next_port(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    return f"{host}:{int(port) + 1}"
-
-
-MESSAGES = _next_port(TENSORS) if TENSORS.startswith("tcp:") else f"ipc://{_FOLDER}/example-engine.messages"
+TENSORS, MESSAGES = _addresses()
 
 
 def keys_of(kind: type[ApiKeys | EngineKeys]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def serve_metrics(port: int) -> None:
 
 def main() -> None:
     """Answer requests until Ctrl-C. Errors of the model are sent to the client, and the engine continues."""
-    logging.basicConfig()
+    logging.basicConfig(level=logging.INFO)
     keys = keys_of(EngineKeys)
     with (
         blocking.TensorReceiver(TENSORS, **keys) as receiver,

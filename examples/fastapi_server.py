@@ -29,7 +29,7 @@ VIDEOS_AT_ONCE = 4
 ARENA_BYTES = 512 << 20
 MAX_WAIT_S = 5
 
-logging.basicConfig()  # uvicorn logs only the requests
+logging.basicConfig(level=logging.INFO)  # uvicorn logs only the requests
 admission = Admission(VIDEOS_AT_ONCE, MAX_WAIT_S)
 
 

@@ -6,6 +6,7 @@ Copy `engine.json` to the machine of the engine and `api.json` to that of the AP
 you trust, such as SSH. Each file has the secret key of one side and the public key of the other.
 """
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -42,7 +43,11 @@ def make(folder: Path) -> None:
 
 def read(file: str, kind: type[K]) -> K:
     """Return the keys in a file."""
-    return msgspec.json.decode(Path(file).read_bytes(), type=kind)
+    try:
+        return msgspec.json.decode(Path(file).read_bytes(), type=kind)
+    except msgspec.DecodeError as error:  # such as the keys of the other side
+        hint = "the engine reads engine.json, and the API server api.json"
+        raise ValueError(f"{file} is not the key file of this side ({error}): {hint}") from error
 
 
 def _write(path: Path, keys: EngineKeys | ApiKeys) -> None:
@@ -52,7 +57,11 @@ def _write(path: Path, keys: EngineKeys | ApiKeys) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="two_hosts.keys")
+    parser.add_argument("folder", type=Path, help="the folder to create")
     try:
-        make(Path(sys.argv[1]))
+        make(parser.parse_args().folder)
     except FileExistsError as error:
         sys.exit(f"{error.filename} exists; its keys may be in use, so they are not replaced")
+    except OSError as error:
+        sys.exit(f"{error.filename} cannot be created: {error.strerror}")

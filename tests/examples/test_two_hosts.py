@@ -99,6 +99,28 @@ async def test_key_files_are_private_and_never_replaced(folder: Path) -> None:
     assert keys.read(f"{folder}/keys/api.json", keys.ApiKeys) == before
 
 
+@pytest.mark.parametrize(
+    ("folders", "status", "text"),
+    [([], 2, "usage: two_hosts.keys"), (["no/keys"], 1, "no/keys cannot be created: No such file or directory")],
+)
+async def test_the_keys_need_a_folder_that_can_be_created(
+    folder: Path, folders: list[str], status: int, text: str
+) -> None:
+    command = [*MAKE_KEYS[:-1], *(f"{folder}/{name}" for name in folders)]
+    async with running(command, folder, **ENVIRONMENT) as program:
+        found, output, errors = await result(program)
+    assert (found, output) == (status, "")
+    assert text in errors
+    assert "Traceback" not in errors
+
+
+def test_the_keys_of_the_other_side_are_refused_with_the_name_of_the_file(folder: Path) -> None:
+    keys.make(folder / "keys")
+    for name, kind in (("api.json", keys.EngineKeys), ("engine.json", keys.ApiKeys)):
+        with pytest.raises(ValueError, match=rf"keys/{name} is not the key file of this side.*missing"):
+            keys.read(f"{folder}/keys/{name}", kind)
+
+
 async def test_the_programs_of_the_guide_print_what_it_shows(folder: Path, port: int) -> None:
     programs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", GUIDE, re.DOTALL)
     assert len(programs) == GUIDE.count("```python") == 2

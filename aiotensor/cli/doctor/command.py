@@ -90,7 +90,8 @@ def doctor(
     `problem` (a requirement is not met). The exit status is 1 if there is a problem, else 0.
 
     With a tcp:// address of a receiver or publisher, on this or another machine, the command also resolves
-    the name of the host, connects to the port, and inspects the process there.
+    the name of the host, connects to the port, and inspects the process there. It is a problem if none
+    listens.
     """
     keys = keys_for(place.port, secret_key, server_key)
     show = None if as_objects else _writer()

@@ -34,6 +34,7 @@ _LEAST_MTU = 1500  # of Ethernet
 _SIOCGIFADDR = 0x8915
 _INTERFACE = struct.Struct("16s24x")  # struct ifreq
 _UNREACHED = "Check the address, and the routes and firewalls between this machine and that one"
+_START = "Start the receiver or publisher"
 _BINDING = {
     errno.EACCES: "Choose a port of at least 1024, or lower net.ipv4.ip_unprivileged_port_start",
     errno.EADDRINUSE: "Choose another port: a process is bound to this one, but does not listen",
@@ -141,9 +142,9 @@ async def _listener(places: Sequence[Place]) -> tuple[Finding, Place | None]:
     if ours:
         return _free(ours), None
     return Finding(
-        Status.NOTE,
+        Status.PROBLEM,
         f"nothing listens there: {reasons}",
-        "Start the receiver or publisher; if it runs, a firewall rejects connections to it",
+        f"{_START}; if it runs, a firewall rejects connections to it",
     ), None
 
 
@@ -175,7 +176,7 @@ def _is_ours(place: Place) -> bool:
 
 
 def _free(places: Sequence[Place]) -> Finding:
-    """Check that a process could listen at a place on this machine, where no process does."""
+    """Report whether a process could listen at a place on this machine, where no process does."""
     reasons = []
     advice = "Choose another address or port"
     for place in places:
@@ -187,7 +188,8 @@ def _free(places: Sequence[Place]) -> Finding:
             reasons.append(f"{place}: {error.strerror}")
             advice = _BINDING.get(error.errno or 0, advice)
         else:
-            return Finding(Status.OK, f"nothing listens there yet, and a process can listen at {place}")
+            found = f"nothing listens there yet, but a process can listen at {place}"
+            return Finding(Status.PROBLEM, found, _START)
     return Finding(Status.PROBLEM, f"no process of this user can listen there: {'; '.join(reasons)}", advice)
 
 
