@@ -181,8 +181,11 @@ def test_systemd_accepts_a_unit(unit: Path, tmp_path: Path) -> None:
     assert not ours
 
 
-def test_the_units_start_the_same_programs_as_the_image() -> None:
-    commands = {service.definition["command"] for service in Composition(COMPOSITIONS[0]).services.values()}
+def test_the_units_start_the_same_programs_as_the_image_at_the_published_addresses() -> None:
+    commands = set()
+    for service in Composition(COMPOSITIONS[0]).services.values():
+        [host] = {port.split(":")[0] for port in service.definition.get("ports", ())} or {""}
+        commands.add(service.definition["command"].replace("--host 0.0.0.0", f"--host {host}"))
     started = set()
     for unit in UNITS:
         [program] = re.findall(r"^ExecStart=\S*/(\w+ .*)$", unit.read_text(), re.MULTILINE)
