@@ -96,6 +96,20 @@ async def test_an_engine_that_batches_requests_answers_each_video(folder: Path, 
         assert await owner.end(signal.SIGINT) == (0, "")
 
 
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0", "tcp://[::1]", "engine:7000", ""])
+async def test_an_address_of_the_engine_without_a_scheme_or_port_is_rejected(
+    folder: Path, address: str
+) -> None:
+    [command] = shown("engine")
+    async with running(command, folder, ENGINE=address) as program:
+        output, errors = await program.process.communicate()
+        assert (program.process.returncode, output) == (1, b"")
+        last = errors.decode().splitlines()[-1]
+        assert (
+            last == f"ValueError: ENGINE must be tcp://HOST:PORT, such as tcp://engine:7000, not {address!r}"
+        )
+
+
 async def test_clients_that_disconnect_during_decoding_do_not_affect_the_server(
     site: Site, folder: Path
 ) -> None:

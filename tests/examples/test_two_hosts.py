@@ -101,7 +101,10 @@ async def test_key_files_are_private_and_never_replaced(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("folders", "status", "text"),
-    [([], 2, "usage: two_hosts.keys"), (["no/keys"], 1, "no/keys cannot be created: No such file or directory")],
+    [
+        ([], 2, "usage: two_hosts.keys"),
+        (["no/keys"], 1, "no/keys cannot be created: No such file or directory"),
+    ],
 )
 async def test_the_keys_need_a_folder_that_can_be_created(
     folder: Path, folders: list[str], status: int, text: str
