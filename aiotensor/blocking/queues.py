@@ -4,7 +4,9 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from multiprocessing import util
 from types import FrameType, TracebackType
@@ -257,6 +259,23 @@ class _Ends(Generic[M]):
             # run before the handler that stops the thread of the event loop.
             self._finalizer = util.Finalize(None, self._finish, exitpriority=_BEFORE_CHILDREN)
             atexit.register(self._finish)
+            # These handlers run after `concurrent.futures` has stopped, so tensors that are not copied yet
+            # could not be sent. There is no public way to run a function earlier.
+            register = getattr(threading, "_register_atexit", None)
+            if register is not None:
+                with suppress(RuntimeError):  # this is an exit handler
+                    register(_call, weakref.WeakMethod(self._settle))
+
+    def _settle(self) -> None:
+        """Wait until the messages were taken, when the main thread ends."""
+        if self._pid != os.getpid() or self._producer is None or _ends_with_an_exception(self._main):
+            return
+        try:
+            with suppress(Exception):  # `_finish` raises it again
+                self._producer.join()
+        except BaseException:  # `KeyboardInterrupt`: otherwise, `_finish` would wait again
+            self.abort()
+            raise
 
     def _finish(self) -> None:
         """Close at the end of the process."""
@@ -281,6 +300,12 @@ class _Ends(Generic[M]):
         finally:
             if self._producer is not None:
                 self._producer.close()
+
+
+def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
+    function = method()
+    if function is not None:
+        function()
 
 
 def _frame_of_child() -> FrameType | None:

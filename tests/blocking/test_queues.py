@@ -3,9 +3,12 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +119,22 @@ def test_the_queue_itself_puts_and_gets(queue: MessageQueue[Any]) -> None:
     assert next(iter(queue)) == 5
 
 
+@contextmanager
+def process(program: str, *arguments: Path) -> Iterator[subprocess.Popen[bytes]]:
+    excluded = ("COVERAGE_", "PYTHONUNBUFFERED")
+    child = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", program, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={name: value for name, value in os.environ.items() if not name.startswith(excluded)},
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
 def _put(queue: MessageQueue[Any], start: int) -> None:
     for number in range(start, start + 5):
         queue.put(pattern(number, BIG))
@@ -142,6 +161,26 @@ def test_the_end_of_a_child_process_closes_its_producer(context: Any, queue: Mes
     for child in children:
         child.join()
         assert child.exitcode == 0
+
+
+PRODUCER = """
+import sys, threading, torch
+from aiotensor.blocking import MessageQueue
+
+queue = MessageQueue(folder=sys.argv[1])
+for number in range(3):
+    queue.put(torch.full((100_000,), number))
+threading._register_atexit(print, "ended", flush=True)  # called first at the end of the main thread
+"""
+
+
+def test_the_end_of_a_program_waits_until_its_messages_were_copied_and_taken(folder: Path) -> None:
+    with MessageQueue(folder=folder / "queue") as queue, process(PRODUCER, folder / "queue") as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == b"ended\n"  # no consumer is open until now
+        assert [int(frames[-1]) for frames in queue] == [0, 1, 2]
+        assert program.communicate(timeout=60) == (b"", b"")
+        assert program.returncode == 0
 
 
 def test_a_child_process_that_raises_is_reported(queue: MessageQueue[Any]) -> None:
