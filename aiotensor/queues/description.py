@@ -50,7 +50,7 @@ class QueueDescription(Generic[M]):
         part_limits(None, max_body_bytes)
         grace_period(grace_s)
         is_private = folder is None
-        path = tempfile.mkdtemp(prefix="aiotensor-") if folder is None else os.path.abspath(os.fspath(folder))
+        path = tempfile.mkdtemp(prefix="aiotensor-") if folder is None else _absolute(folder)
         place = Folder(path, producers, consumers, is_private)
         try:
             place.address(consumers - 1)
@@ -79,10 +79,7 @@ class QueueDescription(Generic[M]):
 
     def __repr__(self) -> str:
         folder = self._settings.folder
-        return (
-            f"<{type(self).__name__} in {folder.path}, for {folder.producers} producers and "
-            f"{folder.consumers} consumers>"
-        )
+        return f"<{type(self).__name__} in {folder.path}, {folder.numbers}>"
 
     def close(self) -> None:
         """Remove the files of the queue, once no producer or consumer of any process is open.
@@ -104,3 +101,12 @@ class QueueDescription(Generic[M]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _absolute(folder: str | os.PathLike[str]) -> str:
+    if not os.path.isabs(folder):
+        raise ValueError(
+            f"the folder {os.fspath(folder)!r} of a queue must be an absolute path, such as "
+            "/run/user/1000/frames: its processes may have different working directories"
+        )
+    return os.path.normpath(folder)

@@ -99,6 +99,11 @@ class Folder(NamedTuple):
     consumers: int
     is_private: bool
 
+    @property
+    def numbers(self) -> str:
+        """The numbers of producers and consumers, as arguments of a `MessageQueue`."""
+        return f"producers={self.producers}, consumers={self.consumers}"
+
     def address(self, consumer: int) -> str:
         """Return the address of a consumer.
 
@@ -124,22 +129,28 @@ class Folder(NamedTuple):
         Raises:
             UsageError: the folder belongs to a queue with other numbers of producers or consumers, or to
                 another user.
-            OSError: the folder cannot be created.
+            OSError: the folder cannot be created; a `FileNotFoundError` if its parent does not exist.
         """
-        with contextlib.suppress(FileExistsError):
+        try:
             os.mkdir(self.path, 0o700)
+        except FileExistsError:
+            pass
+        except FileNotFoundError as error:
+            parent = os.path.dirname(self.path)
+            reason = f"the folder of the queue cannot be created, because {parent} does not exist"
+            raise FileNotFoundError(error.errno, reason, self.path) from None
         found = os.stat(self.path)
         if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
             raise UsageError(f"{self.path} is not a folder of this user: choose another folder for the queue")
-        numbers = f"{self.producers} producers and {self.consumers} consumers"
+        numbers = self.numbers
         content = _UNUSED * (1 + self.producers + self.consumers) + numbers.encode()
         _create(self._slots, content)
         with open(self._slots, "rb") as file:
             existing = file.read().lstrip(_UNUSED + _OPEN + _CLOSED + _REMOVED).decode(errors="replace")
         if existing != numbers:
             raise UsageError(
-                f"the queue in {self.path} has {existing}, not {numbers}: pass the same numbers to each "
-                "MessageQueue of this folder, or choose another folder"
+                f"the queue in {self.path} was created with {existing}, not with {numbers}: pass the same "
+                "numbers to each MessageQueue of this folder, or choose another folder"
             )
         for number in range(self.consumers):
             with contextlib.suppress(FileExistsError):
@@ -222,9 +233,10 @@ class Folder(NamedTuple):
         """
         states = self.states(kind)
         if kind is Kind.PRODUCER and all(state is SlotState.CLOSED for state in states):
+            new = "create a new MessageQueue, or " if self.is_private else ""
             raise UsageError(
                 f"all producers of this queue have closed (producers={len(states)}), so its consumers have "
-                "reached the end: create a new MessageQueue, or pass a larger number of producers"
+                f"reached the end: {new}pass a larger number of producers{self._advice(kind)}"
             )
         file = self._open()
         for wanted in (SlotState.UNUSED, SlotState.DEAD, SlotState.CLOSED):
@@ -237,7 +249,16 @@ class Folder(NamedTuple):
         name = kind.value
         raise UsageError(
             f"the number of {name}s of this queue is {len(states)}, and as many are open or have closed: "
-            f"pass a larger number of {name}s to MessageQueue"
+            f"pass a larger number of {name}s to MessageQueue{self._advice(kind)}"
+        )
+
+    def _advice(self, kind: Kind) -> str:
+        """Return what else to try if no slot is free, since a folder may have been used before."""
+        if self.is_private or kind is Kind.CONSUMER:
+            return ""
+        return (
+            "; if these are the producers of an earlier run, call `close()` at its end, or remove the folder "
+            f"{self.path}"
         )
 
     def states(self, kind: Kind) -> list[SlotState]:

@@ -30,7 +30,8 @@ class MessageQueue(QueueDescription[M]):
     moment when it takes a message, before its producer is notified, the message may be taken a second time.
 
     The queue creates a folder for its sockets and locks. Close the queue, or use it in a ``with`` block, in
-    the process that has created it, after its producers and consumers; or let the end of the process do so.
+    the process that has created it, after its producers and consumers. Without `folder`, the end of this
+    process closes it, too.
 
     Args:
         message_type: the type of the messages, as msgspec accepts it; by default, messages may have any type.
@@ -50,16 +51,18 @@ class MessageQueue(QueueDescription[M]):
         grace_s: the time in seconds for which producers wait for another consumer if all consumers have died
             or closed; then their calls raise `PeerLostError`. None for no limit. Producers wait for the first
             consumer without limit.
-        folder: the folder, for processes that do not inherit the queue: each of them creates a queue with the
-            same arguments. It is created if necessary, for this user only; its parent must exist. By default,
-            the queue creates a new folder in the folder for temporary files, and removes it at the end.
+        folder: the absolute path of the folder, for processes that do not inherit the queue: each of them
+            creates a queue with the same arguments, and closes it at its end. It is created if necessary,
+            for this user only; its parent must exist. By default, the queue creates a new folder in the
+            folder for temporary files, and removes it at the end.
 
     Raises:
         TypeError: an argument has the wrong type, or msgspec cannot decode the message type.
-        ValueError: a limit is not positive, or the path of the folder is too long for a socket.
+        ValueError: a limit is not positive, or the path of the folder is not absolute, or too long for a
+            socket.
         UsageError: the folder belongs to a queue with other numbers of producers and consumers, or to another
             user.
-        OSError: the folder cannot be created.
+        OSError: the folder cannot be created; a `FileNotFoundError` if its parent does not exist.
     """
 
     @overload

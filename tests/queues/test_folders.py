@@ -60,6 +60,32 @@ async def _open_consumer_in(state: Any, path: str) -> None:
     await open_consumer(state, MessageQueue(folder=path, consumers=2))
 
 
+async def test_a_second_run_in_a_folder_needs_the_close_of_the_first(folder: Path) -> None:
+    def run() -> MessageQueue[Any]:
+        return MessageQueue(folder=folder / "queue")
+
+    async def exchange(producing: MessageQueue[Any], consuming: MessageQueue[Any]) -> None:
+        async with consuming.consumer() as consumer:
+            async with producing.producer() as producer:
+                await producer.put(message(1))
+                assert check(await consumer.get()) == 1
+            assert [got async for got in consumer] == []
+
+    first = run(), run()
+    await exchange(*first)
+    with pytest.raises(
+        UsageError, match=rf"earlier run, call `close\(\)`.* remove the folder {folder}/queue$"
+    ):
+        await run().producer().__aenter__()
+    for queue in first:
+        queue.close()
+    second = run(), run()
+    await exchange(*second)
+    for queue in second:
+        queue.close()
+    assert os.listdir(folder / "queue") == []
+
+
 def _files(queue: MessageQueue[Any]) -> list[str]:
     path = queue._settings.folder.path
     return os.listdir(path) if os.path.exists(path) else []
@@ -136,7 +162,7 @@ async def test_too_many_producers_or_consumers_raise_with_a_suggestion() -> None
 
 def test_two_processes_with_different_numbers_do_not_share_a_folder(folder: Path) -> None:
     one = MessageQueue(folder=folder / "queue", producers=2)
-    with pytest.raises(UsageError, match="has 2 producers and 1 consumers, not 3 producers"):
+    with pytest.raises(UsageError, match="created with producers=2, consumers=1, not with producers=3"):
         MessageQueue(folder=folder / "queue", producers=3)
     one.close()
 
@@ -151,7 +177,12 @@ def test_two_processes_with_different_numbers_do_not_share_a_folder(folder: Path
         ({"max_body_bytes": 0}, ValueError, "max_body_bytes"),
         ({"grace_s": -1}, ValueError, "grace_s"),
         ({"folder": "/tmp/" + "x" * 100}, ValueError, "folder with a shorter path"),
-        ({"folder": "/missing/queue"}, FileNotFoundError, "queue"),
+        (
+            {"folder": "/missing/queue"},
+            FileNotFoundError,
+            "cannot be created, because /missing does not exist: '/missing/queue'",
+        ),
+        ({"folder": "queue"}, ValueError, "'queue' of a queue must be an absolute path"),
         ({"producers": "3"}, TypeError, "integer"),
         ({"message_type": 8}, TypeError, "pass the capacity as max_messages=8"),
         ({"message_type": int | list[str] | tuple[int, ...]}, TypeError, "union"),

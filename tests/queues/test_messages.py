@@ -424,6 +424,6 @@ async def _open_and_forget(make: Any) -> None:
 def test_the_representation_names_the_folder_and_the_numbers() -> None:
     with MessageQueue(producers=3, consumers=2) as queue:
         path = queue._settings.folder.path
-        assert repr(queue) == f"<MessageQueue in {path}, for 3 producers and 2 consumers>"
+        assert repr(queue) == f"<MessageQueue in {path}, producers=3, consumers=2>"
         assert repr(queue.producer()) == f"<QueueProducer new, of {path}>"
         assert repr(queue.consumer()) == f"<QueueConsumer new, of {path}>"
