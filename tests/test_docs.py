@@ -54,9 +54,7 @@ def _run_program(which: int, folder: Path, page: str) -> str:
     program = folder / "program.py"
     # At another path than on the page: several runs of these tests may be in progress.
     place = tempfile.mkdtemp(prefix="aiotensor-")
-    program.write_text(
-        programs[which].replace("unix:///tmp/", f"unix://{place}/").replace("ipc:///tmp/", f"ipc://{place}/")
-    )
+    program.write_text(programs[which].replace(":///tmp/", f"://{place}/"))
     environment = _environment()
     command = [PYTHON, "-W", "error", str(program)]
     done = subprocess.run(
@@ -127,7 +125,7 @@ def test_the_programs_of_different_pages_do_not_share_addresses() -> None:
     pages: dict[str, list[str]] = {}
     for page in PAGES:
         text = "".join(_blocks("python", page))
-        for address in set(re.findall(r"(?:unix|ipc):///tmp/[\w.{}()-]+", text)):
+        for address in set(re.findall(r"(?:unix|ipc|engine):///tmp/[\w.{}()-]+", text)):
             pages.setdefault(address, []).append(page)
 
     assert pages

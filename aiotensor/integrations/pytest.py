@@ -112,6 +112,9 @@ def tensor_engine(
     For example, ``engine = tensor_engine(Video, model)``. The arguments are the type of the messages, a
     handler, which is a function or a coroutine function that returns the answer to a message, and optionally
     an ``engine://`` address in place of `engine_address`. The engines are stopped after the test.
+
+    The teardown of the fixture checks the permits and tensors in use, before the objects are closed: request
+    the fixture after those that open the application.
     """
     engines: list[Engine[Any]] = []
     with anyio.from_thread.start_blocking_portal() as portal:
@@ -154,6 +157,11 @@ class Engine(Generic[M]):
         message_type: type[M],
         handler: Callable[[M], Any],
     ) -> None:
+        if inspect.isroutine(message_type):
+            raise TypeError(
+                "message_type must be a type, and the handler is the second argument: "
+                "tensor_engine(Video, model)"
+            )
         self.address = address
         self.requests: list[M] = []
         self._portal = portal

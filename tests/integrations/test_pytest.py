@@ -14,17 +14,19 @@ pytest_plugins = ["pytester"]
 
 PAGE = (Path(__file__).parents[2] / "docs" / "testing.md").read_text()
 CONFTEST, SERVER, SYNCHRONOUS, ASYNCHRONOUS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.M)
+[SETTINGS] = re.findall(r"^```toml\n(.*?)^```", PAGE, re.DOTALL | re.M)
 
 # An earlier test may have imported the plugin before pytest could rewrite it. Starlette prefers httpx2.
-CONFIG = """
-[pytest]
-asyncio_mode = auto
-asyncio_default_fixture_loop_scope = function
-filterwarnings =
-    error
-    ignore:Module already imported:pytest.PytestAssertRewriteWarning
-    ignore:Using .httpx. with .starlette.testclient. is deprecated
+CONFIG = (
+    SETTINGS
+    + """
+filterwarnings = [
+    "error",
+    "ignore:Module already imported:pytest.PytestAssertRewriteWarning",
+    "ignore:Using .httpx. with .starlette.testclient. is deprecated",
+]
 """
+)
 
 # Without the summary, which repeats the whole text of a failure if the variable CI is set.
 OPTIONS = ("-p", "no:cacheprovider", "-p", "no:xdist", "-rN")
@@ -33,7 +35,7 @@ OPTIONS = ("-p", "no:cacheprovider", "-p", "no:xdist", "-rN")
 @pytest.fixture
 def inner(pytester: pytest.Pytester) -> pytest.Pytester:
     """Return a folder for the tests of a user, with the fixtures enabled."""
-    pytester.makeini(CONFIG)
+    pytester.makepyprojecttoml(CONFIG)
     pytester.makeconftest(CONFTEST)
     return pytester
 
@@ -264,6 +266,23 @@ def test_engines(socket_folder, engine_address, tensor_engine):
         second.start()
     assert first.start() is None
     assert ask(engine_address, engine_address) == 1
+""",
+        passed=1,
+    )
+
+
+def test_swapped_arguments_of_an_engine_raise_with_the_right_order(inner: pytest.Pytester) -> None:
+    run(
+        inner,
+        HEAD
+        + """
+def model(message):
+    return 1
+
+
+def test_order(tensor_engine):
+    with pytest.raises(TypeError, match="message_type must be a type, and the handler is the second"):
+        tensor_engine(model, list)
 """,
         passed=1,
     )

