@@ -113,8 +113,8 @@ def tensor_engine(
     handler, which is a function or a coroutine function that returns the answer to a message, and optionally
     an ``engine://`` address in place of `engine_address`. The engines are stopped after the test.
 
-    The teardown of the fixture checks the permits and tensors in use, before the objects are closed: request
-    the fixture after those that open the application.
+    The teardown of the fixture checks the permits and tensors in use, which requires open objects: request
+    the fixture after the fixture that opens the application.
     """
     engines: list[Engine[Any]] = []
     with anyio.from_thread.start_blocking_portal() as portal:
