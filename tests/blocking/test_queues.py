@@ -174,6 +174,9 @@ threading._register_atexit(print, "ended", flush=True)  # called first at the en
 """
 
 
+@pytest.mark.skipif(
+    (3, 12) <= sys.version_info < (3, 12, 2), reason="no thread can be started at the end of a program"
+)
 def test_the_end_of_a_program_waits_until_its_messages_were_copied_and_taken(folder: Path) -> None:
     with MessageQueue(folder=folder / "queue") as queue, process(PRODUCER, folder / "queue") as program:
         assert program.stdout is not None
