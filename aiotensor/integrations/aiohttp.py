@@ -109,8 +109,8 @@ def problem_middleware(
 
     The status is 503 with ``Retry-After`` after a wait longer than the sender's `max_wait_s`, if the receiver
     was lost, or if a call of this library found no descriptors, memory or threads left. It is 500 if the
-    receiver refuses the sender, 502 if the engine could not answer the request, and 413 if a message is too
-    large. Errors of the application propagate.
+    receiver refuses the sender or runs as another user, or if the keys do not match, 502 if the engine could
+    not answer the request, and 413 if a message is too large. Errors of the application propagate.
 
     The limits apply to every request that passes through the middleware. To limit only the requests that use
     the engine, add the middleware to a subapplication.

@@ -102,8 +102,8 @@ class TensorLifespan(_Lifespan):
 
     Errors of this library become problem JSON responses. The status is 503 with ``Retry-After`` after a wait
     longer than the sender's `max_wait_s`, if the receiver was lost, or if no descriptors, memory or threads
-    are left. It is 500 if the receiver refuses the sender, 502 if the engine could not answer the request,
-    and 413 if a message is too large.
+    are left. It is 500 if the receiver refuses the sender or runs as another user, or if the keys do not
+    match, 502 if the engine could not answer the request, and 413 if a message is too large.
 
     Args:
         make_sender: a function that creates the sender, called in each worker when the application starts.

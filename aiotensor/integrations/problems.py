@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from aiotensor.errors import (
+    AccessDeniedError,
     AioTensorError,
     ClosedError,
     DiscardedError,
@@ -119,6 +120,7 @@ ANSWERED_ERRORS: Final = (
     UnavailableError,
     PeerLostError,
     RefusedError,
+    AccessDeniedError,
     DiscardedError,
     ClosedError,
     RemoteError,
@@ -144,7 +146,11 @@ def _answer_to(error: AioTensorError | OSError) -> tuple[HTTPStatus, str, str] |
         case OSError() if error.errno in _EXHAUSTED and _is_of_library(error):
             detail = "the server has no descriptors, memory or threads left: try again later"
             return HTTPStatus.SERVICE_UNAVAILABLE, detail, "exhausted"
-        case RefusedError() | RemoteError(type_name=RefusedError.__name__):
+        case (
+            RefusedError()
+            | AccessDeniedError()
+            | RemoteError(type_name=RefusedError.__name__ | AccessDeniedError.__name__)
+        ):
             detail = "the engine refused this server: see the server's log"
             return HTTPStatus.INTERNAL_SERVER_ERROR, detail, "refused"
         case (

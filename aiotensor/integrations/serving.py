@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 from aiotensor.channel import MessageClient
-from aiotensor.errors import ClosedError, PeerLostError, RefusedError
+from aiotensor.errors import AccessDeniedError, ClosedError, PeerLostError, RefusedError
 from aiotensor.runtime.logs import logger_of
 from aiotensor.sender import TensorSender
 
@@ -61,7 +61,7 @@ async def _drain(senders: Sequence[TensorSender], drain_s: float) -> None:
 
 
 async def _drain_one(sender: TensorSender) -> None:
-    # If the receiver is lost, the sender has logged the loss of its messages. If the application has closed
-    # the sender, nothing is left to drain.
-    with suppress(PeerLostError, RefusedError, ClosedError):
+    # If the receiver is lost, the sender has logged the loss of its messages. If it denies access, no message
+    # was announced to it. If the application has closed the sender, nothing is left to drain.
+    with suppress(PeerLostError, RefusedError, AccessDeniedError, ClosedError):
         await sender.drain()

@@ -28,6 +28,8 @@ WORDS = "pid 77 at /run/secret"
         (errors.ProtocolError(WORDS), 502, "engine_failed"),
         (errors.RefusedError(WORDS, pid=77), 500, "refused"),
         (errors.RemoteError(WORDS, type_name="RefusedError"), 500, "refused"),
+        (errors.AccessDeniedError(WORDS), 500, "refused"),
+        (errors.RemoteError(WORDS, type_name="AccessDeniedError"), 500, "refused"),
         (errors.RemoteError(WORDS, type_name="WouldBlockError"), 503, "busy"),
         (errors.TooLargeError(WORDS, limit=5, requested=7), 413, "too_large"),
     ],
