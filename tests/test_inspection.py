@@ -242,7 +242,7 @@ async def test_inspecting_a_receiver_of_another_version_raises_protocol_error(ad
     async with inspecting_bare_receiver(address) as (looking, rogue):
         await rogue.say(Welcome(VERSION + 1, 7))
         with pytest.raises(
-            ProtocolError, match=rf"pid 7.* uses protocol version {VERSION + 1}.*install the same"
+            ProtocolError, match=rf"pid 7.* the receiver has protocol version {VERSION + 1}.*install the same"
         ):
             await looking
 

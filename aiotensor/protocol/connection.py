@@ -69,12 +69,19 @@ class Loss(NamedTuple):
     is_clean: bool = False
 
 
-def mismatch(theirs: int, ours: int) -> str | None:
-    """Return the reason to refuse a peer because of its version; None if both sides have the same one."""
+def mismatch(theirs: int, ours: int, peer: str, this: str) -> str | None:
+    """Return the reason to refuse a peer because of its version; None if both sides have the same one.
+
+    Args:
+        theirs: the version of the peer.
+        ours: the version of this side.
+        peer: the name of the peer, which both sides understand, since the peer also gets the reason.
+        this: the name of this side, as above.
+    """
     if theirs == ours:
         return None
     return (
-        f"it uses protocol version {theirs}, but this side uses version {ours}: install the same version of "
+        f"{peer} has protocol version {theirs}, and {this} has version {ours}: install the same version of "
         "aiotensor on both sides"
     )
 
@@ -96,6 +103,7 @@ class Connection:
         self.state = OPENING
         self.peer_pid: int | None = None
         self._role = role
+        self._this = f"the {role}"
         self._peer = peer
         self._where = f" at {where}" if where else ""
 
@@ -124,7 +132,7 @@ class Connection:
         if self.peer_pid is not None:
             raise ProtocolError("it sent a second hello")
         self.peer_pid = pid
-        return mismatch(version, ours)
+        return mismatch(version, ours, self._peer, self._this)
 
     def check_open(self) -> None:
         """Check that the peer has sent its hello, and this side has accepted it.

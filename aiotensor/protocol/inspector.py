@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.connection import CLOSED, OPEN, Close, mismatch
+from aiotensor.protocol.connection import CLOSED, OPEN, Close
 from aiotensor.protocol.frames import (
     FROM_SENDER,
     LEAST_FRAME_BYTES,
@@ -109,9 +109,8 @@ class InspectedConnection(RecordConnection[FromSender, ToInspector]):
 
     def __init__(self, inspect: Inspect, welcome: Welcome) -> None:
         super().__init__("receiver", "the inspector", FROM_SENDER, welcome.max_frame_bytes, MAX_RECORD_BYTES)
-        self.peer_pid = inspect.pid
+        self.mismatch = self.record_hello(inspect.version, inspect.pid, VERSION)
         self.state = OPEN
-        self.mismatch = mismatch(inspect.version, VERSION)
         self._send(welcome)
 
     def report_publisher(self, statistics: PublisherStatistics) -> None:

@@ -18,7 +18,7 @@ from aiotensor.protocol.broadcast import (
     FromSubscriber,
     ToSubscriber,
 )
-from aiotensor.protocol.connection import CLOSED, OPEN, OPENING, Close, mismatch
+from aiotensor.protocol.connection import CLOSED, OPEN, OPENING, Close
 from aiotensor.protocol.frames import (
     MAX_RECORD_BYTES,
     VERSION,
@@ -56,8 +56,7 @@ class PublisherConnection(RecordConnection[FromSubscriber, ToSubscriber]):
             "publisher", "the subscriber", FROM_SUBSCRIBER, welcome.max_frame_bytes, MAX_RECORD_BYTES
         )
         self.subscribe = subscribe
-        self.peer_pid = subscribe.pid
-        self.mismatch = mismatch(subscribe.version, VERSION)
+        self.mismatch = self.record_hello(subscribe.version, subscribe.pid, VERSION)
         self.backlog = Backlog(1, None)
         self.freed: list[int] = []
         self._welcome = welcome

@@ -85,6 +85,7 @@ class RankConnection(AnsweringConnection[FromRank, FromRank]):
 
     def __init__(self, join: Join, peer: str) -> None:
         super().__init__("rank", peer, FROM_RANK, MAX_RECORD_BYTES, MAX_RECORD_BYTES)
+        self._this = "this rank"  # each rank checks the version of the other one itself
         self._max_bytes = join.max_bytes
         self._untaken: dict[int, int] = {}  # the bytes counted so far for messages of the peer
         self._untaken_bytes = 0

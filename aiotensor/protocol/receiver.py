@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.answers import AnsweringConnection
-from aiotensor.protocol.connection import CLOSED, OPEN, OPENING, Close, mismatch
+from aiotensor.protocol.connection import CLOSED, OPEN, OPENING, Close
 from aiotensor.protocol.frames import (
     FROM_SENDER,
     MAX_HOLDERS,
@@ -111,8 +111,7 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
     def __init__(self, hello: Hello, welcome: Welcome, max_segment_bytes: int) -> None:
         super().__init__("receiver", "the sender", FROM_SENDER, welcome.max_frame_bytes, MAX_RECORD_BYTES)
         self.hello = hello
-        self.peer_pid = hello.pid
-        self.mismatch = mismatch(hello.version, VERSION)
+        self.mismatch = self.record_hello(hello.version, hello.pid, VERSION)
         self.segments: dict[int, int] = {}
         self._welcome = welcome
         self._max_segment_bytes = max_segment_bytes

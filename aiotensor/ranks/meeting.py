@@ -167,7 +167,7 @@ class Meeting:
 
     def _check(self, entry: Entry) -> None:
         """Check that both ranks have the same version, and agree on encryption."""
-        reason = mismatch(entry.version, VERSION)
+        reason = mismatch(entry.version, VERSION, f"rank {self._peer}", "this rank")
         if reason is None and bool(entry.public_key) != bool(self._network.public_key):
             reason = "only one of the two ranks has encrypt=True: pass the same value at both ranks"
         if reason is not None:

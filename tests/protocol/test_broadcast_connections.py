@@ -108,6 +108,7 @@ def test_a_publisher_admits_a_subscriber() -> None:
 def test_a_refused_subscriber_receives_the_version_and_the_reason() -> None:
     connection = PublisherConnection(subscribe(version=VERSION + 1), WELCOME)
     assert connection.mismatch is not None
+    assert f"the subscriber has protocol version {VERSION + 1}, and the publisher has" in connection.mismatch
     connection.refuse(connection.mismatch)
     welcome, close = sent(connection)
     assert isinstance(welcome, Welcome)
@@ -233,7 +234,7 @@ def test_a_frame_before_the_admission_of_the_subscriber_is_a_violation(frame: ob
 
 
 def test_another_version_is_refused() -> None:
-    with pytest.raises(RefusedError, match="install the same version of aiotensor"):
+    with pytest.raises(RefusedError, match=f"the publisher has protocol version {VERSION + 1}, and the sub"):
         SubscriberConnection(subscribe()).receive(
             record(msgspec.structs.replace(WELCOME, version=VERSION + 1))
         )

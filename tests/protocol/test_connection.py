@@ -42,18 +42,28 @@ def test_a_second_hello_is_a_violation() -> None:
 def test_a_peer_of_another_version_is_refused_with_both_versions_and_a_remedy(version: int) -> None:
     connection = new()
 
-    text = f"uses protocol version {version}, but this side uses version 1: install the same version"
-    with pytest.raises(
-        RefusedError, match=rf"the receiver \(pid 42\) refused this sender: it {text}"
-    ) as caught:
+    text = (
+        rf"the receiver \(pid 42\) refused this sender: the receiver has protocol version {version}, and the "
+        "sender has version 1: install the same version of aiotensor"
+    )
+    with pytest.raises(RefusedError, match=text) as caught:
         connection.accept_hello(version, 42, 1)
     assert caught.value.pid == 42
     assert connection.is_closed
 
 
 def test_only_another_version_is_a_mismatch() -> None:
-    assert mismatch(3, 3) is None
-    assert mismatch(4, 3) is not None
+    assert mismatch(3, 3, "the peer", "this side") is None
+    assert mismatch(4, 3, "the peer", "this side") is not None
+
+
+def test_both_sides_name_the_version_of_each_role() -> None:
+    at_sender = Connection("sender", "the receiver").record_hello(5, 42, 4)
+    at_receiver = Connection("receiver", "the sender").record_hello(4, 43, 5)
+
+    remedy = "install the same version of aiotensor on both sides"
+    assert at_sender == f"the receiver has protocol version 5, and the sender has version 4: {remedy}"
+    assert at_receiver == f"the sender has protocol version 4, and the receiver has version 5: {remedy}"
 
 
 @pytest.mark.parametrize("state", [OPENING, OPEN])

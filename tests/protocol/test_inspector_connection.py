@@ -97,7 +97,7 @@ def test_a_welcome_opens_the_connection_and_identifies_the_receiver() -> None:
 def test_a_receiver_of_another_version_is_refused() -> None:
     connection = inspector()
 
-    with pytest.raises(RefusedError, match=f"refused this inspector: it uses protocol version {VERSION + 1}"):
+    with pytest.raises(RefusedError, match=f"the receiver has protocol version {VERSION + 1}"):
         connection.receive(encode(Welcome(VERSION + 1, 43), Close("and so does it")))
     assert connection.is_closed
 
@@ -172,7 +172,7 @@ def test_an_inspector_of_another_version_gets_the_version_and_the_reason() -> No
     connection = InspectedConnection(Inspect(VERSION + 1, 42), WELCOME)
     reason = connection.mismatch
     assert reason is not None
-    assert f"uses protocol version {VERSION + 1}" in reason
+    assert f"the inspector has protocol version {VERSION + 1}" in reason
     connection.close(Close(reason, is_refusal=True))
 
     assert frames_of(connection) == [WELCOME, Close(reason, is_refusal=True)]

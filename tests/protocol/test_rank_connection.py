@@ -80,9 +80,11 @@ def test_a_peer_with_another_limit_is_refused(max_bytes: int) -> None:
 @pytest.mark.parametrize("max_bytes", [MAX_BYTES, 1])
 def test_a_peer_of_another_version_is_refused_whatever_its_limit(max_bytes: int) -> None:
     connection = new()
-    with pytest.raises(
-        RefusedError, match=r"rank 1 \(pid 43\) refused this rank: it uses protocol version"
-    ) as caught:
+    text = (
+        r"rank 1 \(pid 43\) refused this rank: rank 1 has protocol version "
+        f"{VERSION + 1}, and this rank has version {VERSION}:"
+    )
+    with pytest.raises(RefusedError, match=text) as caught:
         receive(connection, join(max_bytes, VERSION + 1))
 
     assert caught.value.pid == 43

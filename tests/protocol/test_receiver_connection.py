@@ -108,7 +108,7 @@ def test_refusing_an_admitted_sender_sends_pending_answers_and_no_welcome() -> N
 
 def test_the_version_of_the_sender_is_compared() -> None:
     assert new().mismatch is None
-    assert f"uses protocol version {VERSION + 1}" in str(new(version=VERSION + 1).mismatch)
+    assert f"the sender has protocol version {VERSION + 1}" in str(new(version=VERSION + 1).mismatch)
 
 
 def test_either_side_may_close() -> None:

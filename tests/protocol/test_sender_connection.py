@@ -104,7 +104,7 @@ def test_a_sender_that_is_not_admitted_learns_the_reason_from_the_last_frame() -
 def test_a_receiver_of_another_version_is_refused_whatever_it_answers() -> None:
     sender = new()
 
-    with pytest.raises(RefusedError, match=f"uses protocol version {VERSION + 1}"):
+    with pytest.raises(RefusedError, match=f"the receiver has protocol version {VERSION + 1}"):
         sender.receive(encode(Welcome(VERSION + 1, 43, is_admitted=True), Close("it closed too")))
     assert sender.state is CLOSED
     assert sender.state is not ConnectionState.OPEN

@@ -69,7 +69,10 @@ def test_the_refusal_of_a_client_of_another_version_names_both_versions() -> Non
     connection = ServerConnection(LIMITS)
     receive(connection, ClientHello(VERSION + 1, 7))
     assert connection.refusal is not None
-    assert f"protocol version {VERSION + 1}, but this side uses version {VERSION}" in connection.refusal
+    assert (
+        f"the client has protocol version {VERSION + 1}, and the server has version {VERSION}"
+        in connection.refusal
+    )
     assert "install the same version of aiotensor" in connection.refusal
     message = connection.close(connection.refusal, is_refusal=True)
     assert frames(message) == (Close(connection.refusal, is_refusal=True), [])

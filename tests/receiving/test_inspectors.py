@@ -388,5 +388,8 @@ async def test_an_inspector_of_another_version_is_refused_and_logged(
         assert isinstance(close, Close)
         assert close.is_refusal
         assert welcome == Welcome(VERSION, os.getpid(), MAX_RECORD_BYTES, receiver.id)
-        assert f"uses protocol version {VERSION + 1}, but this side uses version {VERSION}" in caplog.text
+        assert (
+            f"the inspector has protocol version {VERSION + 1}, and the receiver has version {VERSION}"
+            in caplog.text
+        )
         await until(lambda: inspector_count(receiver) == 0)
