@@ -145,7 +145,7 @@ class OutgoingRequests(Generic[R]):
         async def only_server() -> RemoteServer:
             [server] = self.servers
             if server.session is None:
-                await server.ready()
+                await tracing.step("wait for a server", server.ready())
             return server
 
         def sender_of(server: RemoteServer) -> TensorSender:

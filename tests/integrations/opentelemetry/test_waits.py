@@ -47,6 +47,32 @@ async def test_a_wait_for_a_server_that_times_out_ends_with_an_error(
     _check(one(recorder.seen, "aiotensor wait for a server"), UnavailableError)
 
 
+async def test_a_permit_that_waits_for_a_server_in_vain_has_a_span_for_the_wait(recorder: Recorder) -> None:
+    with place() as here:
+        sender = TensorSender(here.tensors, 1)
+        async with MessageClient(
+            here.messages, sender=sender, reply_type=Answer, max_wait_s=LIMIT_S
+        ) as client:
+            with pytest.raises(UnavailableError):
+                await client.permit().__aenter__()
+    _check(one(recorder.seen, "aiotensor wait for a server"), UnavailableError)
+
+
+async def test_a_permit_that_waits_until_a_server_connects_has_a_span_for_the_wait(
+    recorder: Recorder,
+) -> None:
+    with place() as here:
+        async with MessageClient(
+            here.messages, sender=TensorSender(here.tensors, 1), reply_type=Answer
+        ) as client:
+            waiting = asyncio.create_task(client.permit().__aenter__())
+            await until(lambda: "aiotensor wait for a server" in recorder.unfinished.values())
+            async with listening(here):
+                permit = await waiting
+                await permit.__aexit__(None, None, None)
+    assert one(recorder.seen, "aiotensor wait for a server").status == "UNSET"
+
+
 async def test_a_wait_for_a_permit_of_several_servers_that_times_out_ends_with_an_error(
     recorder: Recorder,
 ) -> None:
