@@ -65,7 +65,9 @@ async def test_a_malformed_address_is_rejected(address: str) -> None:
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "192.168.1.7", "example.org", "eth0"])  # noqa: S104
 async def test_addresses_of_other_machines_require_keys(host: str) -> None:
     address = f"tcp://{host}:5555"
-    with pytest.raises(ValueError, match=r"could connect.*secret_key and client_keys.*zmq.curve_keypair"):
+    with pytest.raises(
+        ValueError, match=r"could connect.*secret_key and client_keys.*zmq.curve_keypair.*ipc://"
+    ):
         MessageServer(address, Question)
     public, secret = key_pair()
     MessageServer(address, Question, secret_key=secret, client_keys=[public])

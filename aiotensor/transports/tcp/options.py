@@ -57,7 +57,8 @@ def options_of(endpoint: str, given: TcpArguments) -> TcpOptions:
         keys = connecting_keys(given.secret_key, given.server_key)
     else:
         keys, allowed = listening_keys(given.secret_key, given.client_keys)
-    address = parse(endpoint, has_keys=bool(keys or given.token), is_client=given.connects)
+    has_keys = bool(keys or given.token)
+    address = parse(endpoint, has_keys=has_keys, is_client=given.connects, local_scheme="unix")
     if not (address.port or given.token):
         raise ValueError(f"the address {endpoint!r} does not contain a port that others could connect to")
     options: dict[int, int | bytes] = {

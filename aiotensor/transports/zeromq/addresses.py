@@ -55,7 +55,7 @@ class Address(NamedTuple):
     is_local: bool
 
 
-def parse(address: str, *, has_keys: bool, is_client: bool = False) -> Address:
+def parse(address: str, *, has_keys: bool, is_client: bool = False, local_scheme: str = "ipc") -> Address:
     """Parse an address; without keys, reject addresses that other machines can reach.
 
     Args:
@@ -63,6 +63,7 @@ def parse(address: str, *, has_keys: bool, is_client: bool = False) -> Address:
             with a host and a port.
         has_keys: whether there are CURVE keys.
         is_client: whether a client connects to the address; otherwise a server listens there.
+        local_scheme: the scheme of addresses on one machine that errors suggest, ``unix`` for tensors.
 
     Raises:
         TypeError: the address is not a string.
@@ -76,8 +77,9 @@ def parse(address: str, *, has_keys: bool, is_client: bool = False) -> Address:
     host, port = _host_and_port(address)
     if host is None:
         raise ValueError(
-            f"the address {address!r} is not supported: use ipc:// and an absolute path, for example "
-            "ipc:///run/user/1000/messages.sock, engine:// and a folder, or tcp:// with a host and a port"
+            f"the address {address!r} is not supported: use {local_scheme}:// and an absolute path, such as "
+            f"{local_scheme}:///run/user/1000/engine.sock, engine:// and a folder, or tcp:// with a host and "
+            "a port"
         )
     if port is None:
         raise ValueError(
@@ -101,7 +103,7 @@ def parse(address: str, *, has_keys: bool, is_client: bool = False) -> Address:
         keys = "secret_key and server_key" if is_client else "secret_key and client_keys"
         raise ValueError(
             f"any machine that reaches {address} could connect: pass {keys}, created by zmq.curve_keypair(), "
-            "or use ipc:// or the address 127.0.0.1"
+            f"or use {local_scheme}:// or the address 127.0.0.1"
         )
     return Address(address, targets, host, port, None, is_local)
 

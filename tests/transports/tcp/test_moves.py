@@ -307,6 +307,10 @@ def test_invalid_arguments_raise_errors_that_suggest_a_remedy(make: Callable[...
         make("tcp://127.0.0.1:5000", peer_timeout_s=0.0)
     with pytest.raises(ValueError, match=r"does not contain a port|does not specify a server"):
         make("tcp://127.0.0.1:0")
+    with pytest.raises(ValueError, match=r"machine that .* could connect: .* or use unix:// or the address"):
+        make("tcp://192.168.1.7:5000")
+    with pytest.raises(ValueError, match="use unix:// and an absolute path"):
+        make("tcp:/127.0.0.1:5000")
     with pytest.raises(ValueError, match="must be passed together"):
         make("tcp://127.0.0.1:5000", secret_key=secret)
     listens = make in (TensorReceiver, Publisher)
