@@ -138,6 +138,12 @@ async def test_keys_must_be_given_in_pairs_and_errors_do_not_reveal_them() -> No
         MessageServer("ipc:///tmp/s", Question, secret_key=secret, client_keys=[5])  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize("key", [key_pair()[0], key_pair()[0].decode(), b""], ids=["bytes", "str", "empty"])
+async def test_one_key_in_place_of_a_collection_is_rejected(key: bytes | str) -> None:
+    with pytest.raises(TypeError, match=r"a collection of public keys, such as \[key\], got one key"):
+        MessageServer("ipc:///tmp/s", Question, secret_key=key_pair()[1], client_keys=key)  # type: ignore[arg-type]
+
+
 async def test_the_limits_of_a_server_are_checked() -> None:
     limits: list[dict[str, Any]] = [{"max_clients": 0}, {"max_waiting": 0}, {"max_waiting_bytes": 0}]
     for wrong in limits:

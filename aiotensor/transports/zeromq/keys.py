@@ -41,9 +41,11 @@ def listening_keys(
     """Return the CURVE options of a socket that listens, and the public keys of its peers.
 
     Raises:
-        TypeError: a key is neither `str` nor `bytes`.
+        TypeError: a key is neither `str` nor `bytes`, or one key was passed in place of a collection.
         ValueError: a key is invalid, or one of the two is missing.
     """
+    if isinstance(clients, str | bytes):  # a collection of characters
+        raise TypeError("client_keys must be a collection of public keys, such as [key], got one key")
     if secret_key is None and not clients:
         return {}, frozenset()
     if secret_key is None or not clients:

@@ -318,6 +318,9 @@ def test_invalid_arguments_raise_errors_that_suggest_a_remedy(make: Callable[...
     make("tcp://127.0.0.1:5000", secret_key=secret, **keys)
     with pytest.raises(ValueError, match="40 characters"):
         make("tcp://127.0.0.1:5000", secret_key=secret[:5], **keys)
+    if listens:
+        with pytest.raises(TypeError, match=r"such as \[key\], got one key"):
+            make("tcp://127.0.0.1:5000", secret_key=secret, client_keys=public)
 
 
 async def test_a_receiver_is_inspected_over_tcp() -> None:
