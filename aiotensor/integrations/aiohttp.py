@@ -71,7 +71,7 @@ def sender_context(
     """
 
     async def context(app: web.Application) -> AsyncIterator[None]:
-        async with serving(make, drain_s) as app[key]:
+        async with serving(make, drain_s, "sender_context", "client_context") as app[key]:
             yield
 
     return context
@@ -92,7 +92,7 @@ def client_context(
     """
 
     async def context(app: web.Application) -> AsyncIterator[None]:
-        async with serving_client(make, drain_s) as app[key]:
+        async with serving_client(make, drain_s, "client_context", "sender_context") as app[key]:
             yield
 
     return context

@@ -146,10 +146,12 @@ class TensorLifespan(_Lifespan):
 
         Raises:
             UsageError: another application is using this object: create one for each application.
+            TypeError: `make_sender` returned a message client: use `MessageLifespan`.
         """
         if self._sender is not None:
             raise UsageError(_BEGUN)
-        async with serving(self._make_sender, self._drain_s) as self._sender:
+        opened = serving(self._make_sender, self._drain_s, "TensorLifespan", "MessageLifespan")
+        async with opened as self._sender:
             try:
                 yield
             finally:
@@ -228,7 +230,8 @@ class MessageLifespan(_Lifespan, Generic[R]):
         """Open the client while an application runs; see `TensorLifespan.lifespan`."""
         if self._client is not None:
             raise UsageError(_BEGUN)
-        async with serving_client(self._make_client, self._drain_s) as self._client:
+        opened = serving_client(self._make_client, self._drain_s, "MessageLifespan", "TensorLifespan")
+        async with opened as self._client:
             try:
                 yield
             finally:

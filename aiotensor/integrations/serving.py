@@ -18,7 +18,9 @@ R = TypeVar("R")
 
 
 @asynccontextmanager
-async def serving(make: Callable[[], TensorSender], drain_s: float) -> AsyncIterator[TensorSender]:
+async def serving(
+    make: Callable[[], TensorSender], drain_s: float, used: str, instead: str
+) -> AsyncIterator[TensorSender]:
     """Open a sender for as long as a server runs.
 
     At shutdown, the receiver has `drain_s` seconds to take the sent messages; the rest is discarded.
@@ -26,8 +28,14 @@ async def serving(make: Callable[[], TensorSender], drain_s: float) -> AsyncIter
     Args:
         make: a function that creates the sender, called in the process and the event loop of the server.
         drain_s: the time limit for the receiver at shutdown, in seconds.
+        used: the name of the public object that the application passed `make` to.
+        instead: the name of the public object for message clients.
+
+    Raises:
+        TypeError: `make` returned a message client.
     """
-    async with make() as sender:
+    _check(sender := make(), MessageClient, used, instead)
+    async with sender:
         try:
             yield sender
         finally:
@@ -36,14 +44,20 @@ async def serving(make: Callable[[], TensorSender], drain_s: float) -> AsyncIter
 
 @asynccontextmanager
 async def serving_client(
-    make: Callable[[], MessageClient[R]], drain_s: float
+    make: Callable[[], MessageClient[R]], drain_s: float, used: str, instead: str
 ) -> AsyncIterator[MessageClient[R]]:
     """Open a client for as long as a server runs, and drain its senders at shutdown, as `serving` does."""
-    async with make() as client:
+    _check(client := make(), TensorSender, used, instead)
+    async with client:
         try:
             yield client
         finally:
             await _drain(client.senders, drain_s)
+
+
+def _check(made: object, wrong: type, used: str, instead: str) -> None:
+    if isinstance(made, wrong):
+        raise TypeError(f"the function passed to {used} returned a {wrong.__name__}: use {instead}")
 
 
 async def _drain(senders: Sequence[TensorSender], drain_s: float) -> None:

@@ -6,7 +6,7 @@ import logging
 import re
 import weakref
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import httpx
@@ -16,7 +16,8 @@ from aiohttp import ClientSession, web
 from aiohttp.typedefs import Handler
 
 from aiotensor import TensorReceiver, TensorSender, TooLargeError, UnsupportedTensorError, WouldBlockError
-from aiotensor.integrations.aiohttp import problem_middleware, sender_context
+from aiotensor.channel import MessageClient
+from aiotensor.integrations.aiohttp import Context, client_context, problem_middleware, sender_context
 from tests.pairs import endpoint
 from verification.patterns import pattern
 from verification.waiting import until
@@ -58,6 +59,31 @@ async def test_sender_context_opens_a_sender_and_discards_untaken_messages() -> 
                 await until(lambda: receiver.statistics().unclaimed_tensors == 1)
             await until(lambda: receiver.statistics().unclaimed_tensors == 0)
             assert receiver.statistics().messages_discarded == 1
+
+
+@pytest.mark.parametrize(
+    ("context", "make", "text"),
+    [
+        (
+            sender_context,
+            lambda: MessageClient("ipc:///tmp/nobody", reply_type=int),
+            "the function passed to sender_context returned a MessageClient: use client_context",
+        ),
+        (
+            client_context,
+            lambda: TensorSender("unix:///tmp/nobody"),
+            "the function passed to client_context returned a TensorSender: use sender_context",
+        ),
+    ],
+    ids=["client", "sender"],
+)
+async def test_a_function_for_the_other_context_is_rejected_at_the_start(
+    context: Callable[..., Context], make: Callable[[], object], text: str
+) -> None:
+    app = web.Application()
+    app.cleanup_ctx.append(context(SENDER, make))
+    with pytest.raises(TypeError, match=text):
+        await web.AppRunner(app).setup()
 
 
 async def test_errors_are_answered_as_problems_and_bugs_with_status_500() -> None:

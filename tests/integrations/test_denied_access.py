@@ -101,7 +101,7 @@ async def test_a_server_whose_key_is_not_accepted_while_it_drains_ends_without_a
         return TensorSender(address, secret_key=wrong, server_key=key)
 
     async with TensorReceiver(address, secret_key=secret, client_keys=[accepted]):
-        async with serving(make, 3600.0) as sender:
+        async with serving(make, 3600.0, "sender_context", "client_context") as sender:
             message = await sender.message().__aenter__()  # in flight while the server drains
         with pytest.raises(ClosedError):
             await message.send(pattern(1, 5))

@@ -2,9 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import httpx
 import pytest
@@ -116,6 +116,31 @@ async def test_a_lifespan_can_be_entered_again_only_after_its_end() -> None:
                 with pytest.raises(UsageError, match="has already begun"):
                     async with engine.lifespan(None):
                         raise AssertionError("it has begun")
+
+
+@pytest.mark.parametrize(
+    ("lifespan", "make", "text"),
+    [
+        (
+            TensorLifespan,
+            lambda: MessageClient("ipc:///tmp/nobody", reply_type=Answer),
+            "the function passed to TensorLifespan returned a MessageClient: use MessageLifespan",
+        ),
+        (
+            MessageLifespan,
+            lambda: TensorSender("unix:///tmp/nobody"),
+            "the function passed to MessageLifespan returned a TensorSender: use TensorLifespan",
+        ),
+    ],
+    ids=["client", "sender"],
+)
+async def test_a_function_for_the_other_lifespan_is_rejected_at_the_start(
+    lifespan: Callable[[Any], TensorLifespan | MessageLifespan[Any]], make: Callable[[], object], text: str
+) -> None:
+    engine = lifespan(make)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=text):
+            await engine.lifespan(None).__aenter__()
 
 
 async def test_a_request_without_the_lifespan_raises_usage_error() -> None:

@@ -13,12 +13,17 @@ from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
+NAMES = ("TensorLifespan", "MessageLifespan")
+
 
 async def test_a_receiver_lost_while_a_server_ends_is_neither_logged_nor_awaited(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with endpoint() as place:
-        async with TensorReceiver(place) as receiver, serving(lambda: TensorSender(place), 3600.0) as sender:
+        async with (
+            TensorReceiver(place) as receiver,
+            serving(lambda: TensorSender(place), 3600.0, *NAMES) as sender,
+        ):
             await sender.send(pattern(1, 5))
             await until(lambda: receiver.statistics().unclaimed_tensors == 1)
             closing = asyncio.create_task(receiver.aclose())
@@ -29,7 +34,7 @@ async def test_a_receiver_lost_while_a_server_ends_is_neither_logged_nor_awaited
 
 async def test_a_sender_that_its_application_has_closed_ends_without_an_error() -> None:
     with endpoint() as place:
-        async with serving(lambda: TensorSender(place), 3600.0) as sender:
+        async with serving(lambda: TensorSender(place), 3600.0, *NAMES) as sender:
             await sender.aclose()
 
 
@@ -38,7 +43,7 @@ async def test_messages_not_taken_within_the_drain_time_are_discarded_and_logged
 ) -> None:
     with endpoint() as place:
         async with TensorReceiver(place) as receiver:
-            async with serving(lambda: TensorSender(place), 0.01) as sender:
+            async with serving(lambda: TensorSender(place), 0.01, *NAMES) as sender:
                 for seed in range(3):
                     await sender.send(pattern(seed, 5))
                 await until(lambda: receiver.statistics().unclaimed_tensors == 3)
