@@ -51,6 +51,7 @@ class Grants:
         errors: counts the errors of the calls of the sender.
         listeners: the objects to notify when a new message may have become possible.
         receiver_pid: returns the process id of the receiver, or None if none has answered.
+        label: the address or the name of the endpoint.
 
     Attributes:
         failure: the reason why no message can be sent any more; None while messages can be sent.
@@ -70,6 +71,7 @@ class Grants:
         errors: ErrorCounter,
         listeners: "weakref.WeakSet[CapacityListener]",
         receiver_pid: Callable[[], int | None],
+        label: str,
     ) -> None:
         self.settings = settings
         self.counts = counts
@@ -103,7 +105,7 @@ class Grants:
             settings.max_wait_s,
             lambda nbytes: self.holders.overdue("other copies were in progress", 0, nbytes),
         )
-        self.holders = Holders(self.messages, self.permits, self.memory, settings, receiver_pid)
+        self.holders = Holders(self.messages, self.permits, self.memory, settings, receiver_pid, label)
         if listeners:
             self.notify_listeners()
 

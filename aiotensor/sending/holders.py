@@ -28,6 +28,11 @@ class Holders:
         memory: the shared memory of the sender.
         settings: the limits of the sender.
         receiver_pid: returns the process id of the receiver, or None if none has answered.
+        label: the address or the name of the endpoint.
+
+    Attributes:
+        where: the address of the receiver, for errors, such as ``" at unix:///run/engine.sock"``; "" for a
+            queue.
     """
 
     def __init__(
@@ -37,7 +42,9 @@ class Holders:
         memory: Memory,
         settings: Settings,
         receiver_pid: Callable[[], int | None],
+        label: str,
     ) -> None:
+        self.where = f" at {label}" if "://" in label else ""
         self._messages = messages
         self._permits = permits
         self._memory = memory
@@ -110,7 +117,8 @@ class Holders:
         """Return the error of a call that would have to wait; an `UnavailableError` without a receiver.
 
         Args:
-            reason: the reason, with which the text of the error begins.
+            reason: the reason, with which the text of the error begins. Without a receiver, the text also
+                contains `where`.
             messages: the number of permits that the call requested.
             nbytes: the bytes of shared memory that the call requested.
             for_receiver: whether a receiver could end the wait.
@@ -118,6 +126,8 @@ class Holders:
         permits, memory = self._permits.budget, self._memory.gate.budget
         is_available = self._receiver_pid() is not None or not for_receiver
         kind = WouldBlockError if is_available else UnavailableError
+        if not is_available and self.where not in reason:
+            reason += f", and no receiver has answered{self.where}"
         return kind(
             f"{reason} ({permits.in_use} of {permits.limit} messages and {memory.in_use} of {memory.limit} "
             f"bytes in use, {nbytes} bytes requested, {self._memory.largest_free} bytes free in one piece)",

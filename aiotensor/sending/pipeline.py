@@ -72,7 +72,9 @@ class Pipeline:
         listeners: "weakref.WeakSet[CapacityListener]",
         events: PeerEvents,
     ) -> None:
-        self.grants = Grants(settings, counts, errors, listeners, lambda: self.sessions.receiver_pid)
+        self.grants = Grants(
+            settings, counts, errors, listeners, lambda: self.sessions.receiver_pid, route.label
+        )
         self.sessions = Sessions(sender, route, self.grants, events)
         self.sender = sender
         self.label = route.label

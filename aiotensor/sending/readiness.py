@@ -69,11 +69,11 @@ class Readiness:
         Args:
             nbytes: the bytes of shared memory that the call needs, for the text of the error.
         """
-        sessions = self._sessions
+        sessions, where = self._sessions, self._grants.holders.where
         if sessions.current is None:
-            reason = "no receiver is connected"
+            reason = f"no receiver is connected{where}"
         elif sessions.current.transport.is_writable:
-            reason = "the receiver has not answered"
+            reason = f"the receiver{where} has not answered"
         else:
             reason = "the receiver is slow to read"
         return sessions.refusal() or self._grants.holders.would_block(reason, 1, nbytes)
@@ -81,8 +81,10 @@ class Readiness:
     def _obstacle(self, nbytes: int | None) -> str | None:
         """Return the reason why `ready` must wait; None if it need not."""
         if not self._sessions.is_admitted:
-            is_there = self._sessions.is_receiver_there
-            return "the receiver has not answered" if is_there else "no receiver was connected"
+            is_there, where = self._sessions.is_receiver_there, self._grants.holders.where
+            return (
+                f"the receiver{where} has not answered" if is_there else f"no receiver was connected{where}"
+            )
         if nbytes is None:
             return None
         return self._grants.shortage(nbytes) if self._sessions.is_ready else "the receiver read nothing"
@@ -92,7 +94,6 @@ class Readiness:
         return self._grants.holders.overdue(reason, nbytes is not None, nbytes or 0)
 
     def _nothing_read(self) -> WouldBlockError:
-        is_connected = self._sessions.current is not None
-        return self._grants.holders.overdue(
-            "the receiver read nothing" if is_connected else "no receiver was connected", 1, 0
-        )
+        holders, is_connected = self._grants.holders, self._sessions.current is not None
+        reason = "the receiver read nothing" if is_connected else f"no receiver was connected{holders.where}"
+        return holders.overdue(reason, 1, 0)

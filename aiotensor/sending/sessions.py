@@ -103,7 +103,9 @@ class Sessions:
 
     def unavailable(self) -> AioTensorError:
         """Return the error of a call after a long outage: the last refusal, or an `UnavailableError`."""
-        reason = "no receiver is connected" if self.current is None else "the receiver has not answered"
+        where = self._grants.holders.where
+        is_there = self.current is not None
+        reason = f"the receiver{where} has not answered" if is_there else f"no receiver is connected{where}"
         more = f", and none has been for the grace period of {self._grants.settings.grace_s:g} s"
         return self.refusal() or self._grants.holders.would_block(f"{reason}{more}", 1, 0)
 

@@ -137,7 +137,7 @@ async def test_send_without_a_receiver_times_out_after_max_wait_s(send: str) -> 
     with endpoint() as place:
         async with TensorSender(place, 2, max_wait_s=SHORT_S) as sender:
             with pytest.raises(
-                WouldBlockError, match=r"no receiver was connected for 0.5 s \(1 of 2 messages"
+                WouldBlockError, match=rf"no receiver was connected at {place} for 0.5 s \(1 of 2 messages"
             ):
                 match send:
                     case "several":
@@ -165,7 +165,8 @@ async def test_send_times_out_while_the_receiver_does_not_read(size: int) -> Non
     with endpoint() as place, unread(place) as far:
         async with TensorSender(place, 2000, BIG * 8, max_wait_s=SHORT_S) as sender:
             sent = clog(sender)
-            reason = rf"the receiver read nothing for 0.5 s \({sent + 1} of 2000 messages"
+            who = f"no receiver has answered at {place}"
+            reason = rf"the receiver read nothing for 0.5 s, and {who} \({sent + 1} of 2000 messages"
             with pytest.raises(WouldBlockError, match=reason):
                 await sender.send(pattern(sent, size))
             now = sender.statistics()

@@ -37,7 +37,8 @@ async def test_a_call_without_a_receiver_raises_unavailable_error_after_the_grac
     with endpoint() as place:
         async with TensorSender(place, grace_s=SHORT_S) as sender:
             for _ in range(2):  # the second one at once
-                with pytest.raises(UnavailableError, match=r"none has been for the grace period of 0\.02 s"):
+                text = rf"^no receiver is connected at {place}, and none has been for the .* 0\.02 s \("
+                with pytest.raises(UnavailableError, match=text):
                     await CALLS[call](sender)
             await settled(sender)
 
@@ -110,8 +111,22 @@ async def test_a_wait_that_exceeds_max_wait_s_without_a_receiver_raises_unavaila
             sending = [asyncio.create_task(sender.send(pattern(seed, 3))) for seed in range(2)]
             for error in await asyncio.gather(*sending, return_exceptions=True):
                 assert isinstance(error, UnavailableError)
-            with pytest.raises(UnavailableError):
-                sender.send_nowait(pattern(0, 3))
+            for send in (sender.send_nowait, sender.post):
+                with pytest.raises(UnavailableError, match=f"^no receiver is connected at {place} "):
+                    send(pattern(0, 3))
+
+
+async def test_a_call_without_a_permit_or_memory_names_the_address_that_has_not_answered() -> None:
+    with endpoint() as place:
+        more = rf" for 0\.02 s, and no receiver has answered at {place} \("
+        async with TensorSender(place, 1, 8192, max_wait_s=SHORT_S) as sender:
+            kept = await sender.allocate((8192,), torch.uint8)
+            with pytest.raises(UnavailableError, match=f"^not enough shared memory was free{more}"):
+                await sender.allocate((8192,), torch.uint8)
+            del kept
+            async with sender.message():
+                with pytest.raises(UnavailableError, match=f"^no permit was free{more}"):
+                    await sender.message().__aenter__()
 
 
 async def test_a_closed_sender_raises_closed_error_and_not_unavailable_error() -> None:
