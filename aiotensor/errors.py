@@ -116,8 +116,9 @@ class WouldBlockError(AioTensorError):
 class UnavailableError(WouldBlockError):
     """No process at the other side has answered, and the call must not wait for one any longer.
 
-    Calls wait for a receiver or a server for at most `max_wait_s`. If none has been connected for `grace_s`
-    seconds, they fail at once. No process has received anything of the message, so the call can be repeated.
+    Calls wait for a receiver, a publisher or a server for at most `max_wait_s`. If no receiver or server has
+    been connected for `grace_s` seconds, they fail at once. No process has received anything of the message,
+    so the call can be repeated.
     """
 
 

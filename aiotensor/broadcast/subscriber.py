@@ -152,7 +152,8 @@ class Subscriber(LoopObjectWithPeers, Generic[T]):
                 publications that have arrived were received. The next call waits for the next publisher.
             RefusedError: the publisher refused this subscriber because of a limit or its version, or exceeds
                 `max_mapped_bytes`. The next call connects again.
-            WouldBlockError: nothing has arrived within `max_wait_s`.
+            WouldBlockError: nothing has arrived within `max_wait_s`. It is an `UnavailableError` if no
+                publisher has answered.
             ProtocolError: the message does not have the type of this subscriber. The next call returns the
                 next publication.
             AccessDeniedError: the publisher runs as another user.
@@ -176,7 +177,7 @@ class Subscriber(LoopObjectWithPeers, Generic[T]):
         Other errors are those of `receive`.
 
         Raises:
-            WouldBlockError: nothing has arrived.
+            WouldBlockError: nothing has arrived. It is an `UnavailableError` if no publisher has answered.
         """
         with self._errors:
             subscription = self._opened()

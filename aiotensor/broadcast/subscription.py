@@ -18,7 +18,14 @@ from aiotensor.broadcast.arrived import Arrived
 from aiotensor.broadcast.session import Session
 from aiotensor.codec import TensorDecoder
 from aiotensor.codec.payload import unpack, unpack_now
-from aiotensor.errors import AioTensorError, ClosedError, ProtocolError, WouldBlockError, again
+from aiotensor.errors import (
+    AioTensorError,
+    ClosedError,
+    ProtocolError,
+    UnavailableError,
+    WouldBlockError,
+    again,
+)
 from aiotensor.protocol.broadcast import Publish
 from aiotensor.protocol.connection import Loss
 from aiotensor.protocol.frames import VERSION, Subscribe
@@ -188,7 +195,7 @@ class Subscription(Generic[T]):
     def next_would_block(self) -> WouldBlockError:
         """Connect again if necessary, and return the error for a publication that has not arrived."""
         self._search()
-        return WouldBlockError(f"no publication has arrived: {self._state()}", messages=Usage(requested=1))
+        return self._would_block("")
 
     async def _opened(self, found: Arrived) -> Publication[T] | None:
         """Open a publication and decode its message; return None if the publisher broke the protocol."""
@@ -283,19 +290,19 @@ class Subscription(Generic[T]):
         self._connector.connect_now()
 
     def _overdue(self) -> WouldBlockError:
-        return WouldBlockError(
-            f"no publication has arrived within {self._max_wait_s:g} s: {self._state()}",
-            messages=Usage(requested=1),
-        )
+        return self._would_block(f" within {self._max_wait_s:g} s")
 
-    def _state(self) -> str:
+    def _would_block(self, within: str) -> WouldBlockError:
         session = self._session
+        kind: type[WouldBlockError] = UnavailableError
         if session is None or session.is_over:
-            return "no publisher is connected: it is not open, or uses another endpoint"
-        return (
-            f"a publisher (pid {session.connection.peer_pid}) is connected, but has published nothing since "
-            "then"
-        )
+            state = "no publisher is connected: it is not open, or uses another endpoint"
+        elif (pid := session.connection.peer_pid) is None:
+            state = "no publisher has answered"
+        else:
+            kind = WouldBlockError
+            state = f"a publisher (pid {pid}) is connected, but has published nothing since then"
+        return kind(f"no publication has arrived{within}: {state}", messages=Usage(requested=1))
 
     # Events of the connector
 

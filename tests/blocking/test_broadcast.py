@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aiotensor import ClosedError, PeerLostError, WouldBlockError
+from aiotensor import ClosedError, PeerLostError, UnavailableError, WouldBlockError
 from aiotensor.blocking import Publisher, Subscriber
 from aiotensor.transports.endpoints import Endpoint
 from tests.blocking.waiting import in_thread, until
@@ -32,6 +32,13 @@ def test_threads_publish_and_receive(endpoint: Endpoint) -> None:
     assert publisher.statistics().published == 5
     with pytest.raises(ClosedError):
         first.receive()
+
+
+def test_a_subscriber_without_a_publisher_raises_unavailable_error(endpoint: Endpoint) -> None:
+    with Subscriber(endpoint, max_wait_s=0.5) as subscriber:
+        for receive in (subscriber.receive_nowait, subscriber.receive):
+            with pytest.raises(UnavailableError, match="no publisher "):
+                receive()
 
 
 def test_a_timeout_loses_nothing(endpoint: Endpoint) -> None:

@@ -17,6 +17,7 @@ from aiotensor import (
     PeerLostError,
     ProtocolError,
     TooLargeError,
+    UnavailableError,
     UnsupportedTensorError,
     WouldBlockError,
 )
@@ -275,6 +276,24 @@ async def test_receive_nowait_returns_an_arrived_publication_or_raises(broadcast
             await until(lambda: bool(subscriber.statistics().unclaimed))
             assert torch.equal(subscriber.receive_nowait().message, pattern(1, size))
         await idle(publisher)
+
+
+async def test_receiving_without_a_publisher_raises_unavailable_error(endpoint: Endpoint) -> None:
+    async with Subscriber(endpoint, torch.Tensor, max_wait_s=0.5) as subscriber:
+        with pytest.raises(UnavailableError, match=r"^no publication has arrived: no publisher "):
+            subscriber.receive_nowait()
+        with pytest.raises(UnavailableError, match=r"arrived within 0\.5 s: no publisher "):
+            await subscriber.receive()
+        assert subscriber.statistics().errors == {"UnavailableError": 2}
+
+
+async def test_a_publisher_that_has_not_answered_is_unavailable(address: str) -> None:
+    with waiting_at(address):
+        async with Subscriber(address, torch.Tensor) as subscriber:
+            with pytest.raises(
+                UnavailableError, match="no publication has arrived: no publisher has answered"
+            ):
+                subscriber.receive_nowait()
 
 
 async def test_publishing_without_subscribers_returns_immediately(endpoint: Endpoint) -> None:

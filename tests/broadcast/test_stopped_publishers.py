@@ -30,8 +30,9 @@ async def test_subscribers_of_a_stopped_publisher_wait_and_then_miss_nothing(end
             for number in range(2):  # these arrived before
                 assert torch.equal((await subscriber.receive()).message, pattern(number, BIG))
         waiting = asyncio.create_task(patient.receive())
-        with pytest.raises(WouldBlockError, match="is connected, but has published nothing since"):
+        with pytest.raises(WouldBlockError, match="is connected, but has published nothing since") as caught:
             await impatient.receive()
+        assert type(caught.value) is WouldBlockError
         assert not waiting.done()
         publishing = publisher.start(workers.publish, 2, BIG)
         publisher.go_on()
