@@ -121,9 +121,10 @@ class Reports:
         """Return the error for a call that would have to wait, with the bytes that it requested."""
         lags, memory = self._subscribers.lags(), self._memory.gate.budget
         behind = lags[0].behind if lags else 0
+        requested = f"{nbytes} bytes requested, " if nbytes else ""
         return WouldBlockError(
-            f"{reason} ({self._slowest()}; {memory.in_use} of {memory.limit} bytes in use, {nbytes} bytes "
-            f"requested, {self._memory.largest_free} bytes free in one piece)",
+            f"{reason} ({self._slowest()}; {memory.in_use} of {memory.limit} bytes in use, {requested}"
+            f"{self._memory.largest_free} bytes free in one piece)",
             messages=Usage(self._settings.max_behind, behind, 1),
             bytes=Usage(memory.limit, memory.in_use, nbytes),
         )

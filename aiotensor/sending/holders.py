@@ -120,7 +120,7 @@ class Holders:
             reason: the reason, with which the text of the error begins. Without a receiver, the text also
                 contains `where`.
             messages: the number of permits that the call requested.
-            nbytes: the bytes of shared memory that the call requested.
+            nbytes: the bytes of shared memory that the call requested; 0 if it waits for something else.
             for_receiver: whether a receiver could end the wait.
         """
         permits, memory = self._permits.budget, self._memory.gate.budget
@@ -128,9 +128,10 @@ class Holders:
         kind = WouldBlockError if is_available else UnavailableError
         if not is_available and self.where not in reason:
             reason += f", and no receiver has answered{self.where}"
+        requested = f"{nbytes} bytes requested, " if nbytes else ""
         return kind(
             f"{reason} ({permits.in_use} of {permits.limit} messages and {memory.in_use} of {memory.limit} "
-            f"bytes in use, {nbytes} bytes requested, {self._memory.largest_free} bytes free in one piece)",
+            f"bytes in use, {requested}{self._memory.largest_free} bytes free in one piece)",
             messages=Usage(permits.limit, permits.in_use, messages),
             bytes=Usage(memory.limit, memory.in_use, nbytes),
         )

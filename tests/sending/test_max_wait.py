@@ -32,6 +32,7 @@ async def test_a_wait_for_a_permit_times_out_and_reports_the_usage() -> None:
                 WouldBlockError, match=r"no permit was free for 0.5 s \(1 of 1 messages"
             ) as no:
                 await sender.send(pattern(2, BIG))
+            assert "requested" not in str(no.value)  # bytes are not what it waits for
             assert (no.value.messages.limit, no.value.messages.in_use, no.value.messages.requested) == (
                 1,
                 1,
@@ -59,6 +60,7 @@ async def test_a_wait_for_memory_times_out_and_leaves_its_message_unchanged() ->
             with pytest.raises(WouldBlockError, match=r"not enough shared memory was free for 0.5 s") as no:
                 await sender.allocate((BIG,), torch.float64)
             assert no.value.bytes.requested == BIG * 8
+            assert f", {BIG * 8} bytes requested, " in str(no.value)
             async with sender.message() as message:
                 with pytest.raises(WouldBlockError, match="not enough shared memory was free"):
                     await message.send(pattern(2, BIG))
