@@ -471,6 +471,7 @@ async def test_a_client_cannot_forge_a_line_by_its_messages() -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await taking
     refused, broken = _one(events, "message_refused"), _one(events, "protocol_broken")
+    assert broken.message.startswith("a client (pid 4711) broke the protocol and was disconnected: ")
     for event in (refused, broken):
         assert event.fields["peer_pid"] == 4711
         assert "so it is\\n2026-01-01 CRITICAL" in str(event.fields["reason"])

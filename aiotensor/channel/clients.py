@@ -14,7 +14,7 @@ from aiotensor.channel.send_queue import SendQueue, flush_all
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
 from aiotensor.protocol.exchange import Ask, Cancel, ClientHello
 from aiotensor.protocol.server import ClientLimits, ServerConnection
-from aiotensor.runtime.logs import RepeatedEvent, logger_of
+from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
 from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.transports.zeromq.connections import Connections
 from aiotensor.transports.zeromq.monitor import SocketEvents
@@ -227,28 +227,28 @@ class Clients(Connections):
 
 def _log_connection_refused(count: int, reason: str) -> None:
     logger.warning(
-        "%s connections were refused, the latest because %s",
-        count,
+        "a connection was refused because %s%s",
         reason,
+        others(count),
         extra={"event": "connection_refused", "count": count, "reason": reason},
     )
 
 
 def _log_client_refused(count: int, pid: int, reason: str) -> None:
     logger.warning(
-        "%s clients were refused, the latest (pid %s) because %s",
-        count,
+        "a client (pid %s) was refused: %s%s",
         pid,
         reason,
+        others(count),
         extra={"event": "client_refused", "count": count, "peer_pid": pid, "reason": reason},
     )
 
 
 def _log_protocol_broken(count: int, pid: int | None, reason: str) -> None:
     logger.error(
-        "%s clients broke the protocol, the latest (pid %s): %s",
-        count,
+        "a client (pid %s) broke the protocol and was disconnected: %s%s",
         pid,
         reason,
+        others(count),
         extra={"event": "protocol_broken", "count": count, "peer_pid": pid, "reason": reason},
     )

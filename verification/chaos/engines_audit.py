@@ -65,6 +65,6 @@ def audit_engines(plan: Round, accounts: Iterable[Account], tally: Tally, paused
 
 def wrong_with_refusals(lines: Sequence[str], seconds: float) -> list[str]:
     """Return a problem if a process logged more than one line per second about refused connections."""
-    refusals = sum("connections were refused" in line for line in lines)
+    refusals = sum("a connection was refused because" in line for line in lines)
     allowed = _REFUSALS + seconds
     return [f"logged {refusals} refusals in {seconds:.1f} s"] if refusals > allowed else []
