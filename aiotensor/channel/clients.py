@@ -106,7 +106,7 @@ class Clients(Connections):
             frame, body = client.connection.receive([part.buffer for part in parts[1:]])
         except ProtocolError as error:
             self._protocol_broken.add(client.connection.peer_pid, str(error))
-            self._reject(client, f"it broke the protocol: {error}")
+            self._reject(client, f"the client broke the protocol: {error}")
             self._lose(client, error)
             return
         match frame:

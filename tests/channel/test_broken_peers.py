@@ -79,7 +79,7 @@ async def test_a_client_that_violates_the_protocol_gets_the_reason_and_is_discon
         await rogue.send_multipart([b"\xc1noise"])
         close = read_from_server((await rogue.recv_multipart())[0])
         assert isinstance(close, Close)
-        assert close.reason.startswith("it broke the protocol")
+        assert close.reason.startswith("the client broke the protocol: ")
         # The server ignores all further messages of this client.
         await rogue.send_multipart([HELLO])
         await rogue.send_multipart([ask()])
