@@ -32,7 +32,7 @@ async def test_a_wait_for_a_permit_times_out_and_reports_the_usage() -> None:
                 WouldBlockError, match=r"no permit was free for 0.5 s \(1 of 1 messages"
             ) as no:
                 await sender.send(pattern(2, BIG))
-            assert "requested" not in str(no.value)  # bytes are not what it waits for
+            assert "requested" not in str(no.value)  # it waits for no bytes
             assert (no.value.messages.limit, no.value.messages.in_use, no.value.messages.requested) == (
                 1,
                 1,
