@@ -20,7 +20,7 @@ released at once. The gunicorn worker of aiohttp has no such option: pass it a c
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from types import TracebackType
 from typing import TypeAlias, TypeVar
 
 from aiotensor.runtime.extras import not_installed
@@ -134,7 +134,7 @@ def problem_middleware(
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         nonlocal has_warned
         try:
-            async with _limited(request, limits):
+            async with _Limited(request, limits):
                 response = await handler(request)
         except (AioTensorError, OSError) as error:
             if request.writer.output_size:  # another response has begun
@@ -162,44 +162,23 @@ def problem_middleware(
     return middleware
 
 
-@asynccontextmanager
-async def _limited(request: web.Request, limits: RequestLimits) -> AsyncIterator[None]:
-    """Cancel a block when a request reaches a limit, and raise the limit's error.
+class _Limited:
+    """Cancel a block when a request reaches a limit, and raise the limit's error; entered in its task.
+
+    aiohttp does not report when a handler waits for the body. So the transport is checked at intervals:
+    aiohttp pauses reading while the handler has not read the data that arrived, and that time does not count.
 
     Raises:
         SlowUploadError: the client sent the body too slowly.
         OverdueError: the response had not begun at the deadline.
     """
-    watch = _UploadWatch(request, limits)
-    try:
-        async with watch.timeout:
-            yield
-    except TimeoutError:
-        error, watch.error = watch.error, None
-        if error is None or not watch.timeout.expired():
-            raise
-        try:
-            raise error from None
-        finally:
-            del error  # its traceback refers to this frame
-    finally:
-        watch.stop()
 
-
-class _UploadWatch:
-    """Apply the limits to one request. Created in the task of its handler.
-
-    aiohttp does not report when a handler waits for the body. So the transport is checked at intervals:
-    aiohttp pauses reading while the handler has not read the data that arrived, and that time does not count.
-
-    Attributes:
-        timeout: the timeout around the handler.
-        error: the error of the limit that was reached; None before.
-    """
+    # Not a generator: in Python 3.12 and 3.13, its frame and the error would refer to each other, and would
+    # keep the objects of the handler alive.
 
     def __init__(self, request: web.Request, limits: RequestLimits) -> None:
-        self.timeout = asyncio.timeout(None)
-        self.error: TimeoutError | None = None
+        self._timeout = asyncio.timeout(None)
+        self._error: TimeoutError | None = None  # of the limit that was reached
         self._request = request
         self._loop = asyncio.get_running_loop()
         self._looked_at = self._loop.time()
@@ -210,11 +189,25 @@ class _UploadWatch:
         if request.can_read_body and (upload := limits.upload_budget()) is not None:
             self._look_later(upload)
 
-    def stop(self) -> None:
-        """Cancel the timers."""
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for timer in (self._deadline, self._next_look):
             if timer is not None:
                 timer.cancel()
+        try:
+            await self._timeout.__aexit__(kind, raised, trace)
+        except TimeoutError:
+            error, self._error = self._error, None
+            if error is None:
+                raise
+            try:
+                raise error from None
+            finally:
+                del error  # its traceback refers to this frame
 
     def _overdue(self, deadline_s: float) -> None:
         if not self._request.writer.output_size:
@@ -238,6 +231,6 @@ class _UploadWatch:
             self._cancel(upload.error())
 
     def _cancel(self, error: TimeoutError) -> None:
-        if self.error is None:
-            self.error = error
-            self.timeout.reschedule(self._loop.time())
+        if self._error is None:
+            self._error = error
+            self._timeout.reschedule(self._loop.time())
