@@ -49,7 +49,10 @@ def test_requests_without_a_permit_are_serialized_and_answered(
     with serving(config, servers=1, target=servers.send_videos, argument=6) as running:
         [sent] = running.results()
         assert sent.statistics.max_concurrent_videos == 1
-        assert set(sent.declined) == {"WouldBlockError"}
+        # The first of them may be declined before the engine has answered the sender.
+        assert sent.declined.keys() <= {"WouldBlockError", "UnavailableError"}
+        # Each request has three tensors.
+        assert sum(sent.declined.values()) == 3 * (6 - sent.statistics.messages_sent)
         assert sent.statistics.messages_sent < 6
 
 
