@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from aiotensor import queues
 from aiotensor.blocking.portal import BlockingObject
-from aiotensor.errors import ClosedError
+from aiotensor.errors import AioTensorError, ClosedError
 from aiotensor.queues.description import QueueDescription
 from aiotensor.queues.settings import QueueSettings
 
@@ -271,7 +271,7 @@ class _Ends(Generic[M]):
         if self._pid != os.getpid() or self._producer is None or _ends_with_an_exception(self._main):
             return
         try:
-            with suppress(Exception):  # `_finish` raises it again
+            with suppress(AioTensorError, OSError):  # `_finish` raises it again
                 self._producer.join()
         except BaseException:  # `KeyboardInterrupt`: otherwise, `_finish` would wait again
             self.abort()

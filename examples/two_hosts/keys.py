@@ -1,4 +1,4 @@
-"""Make the keys of both sides, in a new folder.
+"""Create the key files of the engine and of the API server, in a new folder.
 
 python -m two_hosts.keys two_hosts/keys
 
