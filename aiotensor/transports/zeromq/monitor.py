@@ -174,7 +174,7 @@ class Monitor:
         So there is little to report during a flood, and only open connections occupy memory.
         """
         receive, waiting = self._socket.recv, self._waiting
-        with contextlib.suppress(zmq.Again):
+        try:
             while not self._is_closed:
                 event, value = _EVENT.unpack(receive(_NOBLOCK))
                 receive(_NOBLOCK)  # the address
@@ -182,6 +182,12 @@ class Monitor:
                     waiting[value] = event, value
                 elif event != _DISCONNECTED or waiting.pop(value, None) is None:
                     waiting[next(self._keys)] = event, value
+        except zmq.Again:
+            pass
+        except BaseException:
+            if self._socket.get(zmq.RCVMORE):  # a signal handler raised between the two parts
+                receive(_NOBLOCK)
+            raise
 
     def _report_next(self) -> None:
         _, first = self._waiting.popitem(last=False)

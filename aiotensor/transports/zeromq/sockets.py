@@ -72,7 +72,7 @@ class LoopSocket:
         self._after_messages: deque[tuple[int, Callable[[], None]]] = deque()
         self._messages_read = 0
         self._retry: asyncio.TimerHandle | None = None
-        self._discards = False  # discarding the rest of a message with too many parts
+        self._discards = False  # discarding the rest of a message: it has too many parts, or was interrupted
         with ExitStack() as made:
             self._socket = made.enter_context(context.socket(kind))
             self._socket.linger = 0
@@ -204,15 +204,20 @@ class LoopSocket:
     def _read_one(self) -> None:
         """Read a message, or discard some remaining parts of a message with too many."""
         parts: list[zmq.Frame] = []
-        for _ in range(MAX_PARTS + 2):  # the identity, and one part too many
-            part = self._socket.recv(_LAST, copy=False)
-            if not self._discards:
-                parts.append(part)
-            if not part.more:
-                self._discards = False
-                break
-        else:
-            self._discards = True
+        try:
+            for _ in range(MAX_PARTS + 2):  # the identity, and one part too many
+                part = self._socket.recv(_LAST, copy=False)
+                if not self._discards:
+                    parts.append(part)
+                if not part.more:
+                    self._discards = False
+                    break
+            else:
+                self._discards = True
+        except BaseException:
+            # A signal handler raised, for example `SystemExit`. The next part does not begin a message.
+            self._discards = bool(self._socket.get(zmq.RCVMORE))
+            raise
         if parts:
             self._messages_read += 1
             self._events.message_arrived(parts)
