@@ -2,15 +2,22 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+WHEEL  := .venv-wheel
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit test-lowest test-vllm test-ray test-deployment test-dashboards docs-tables docs-trace coverage \
+# Most tests wait for processes: with as many workers as there are cores the suite takes half the time. A test
+# that hangs ends its worker and counts as failed; another worker runs the remaining tests (see tests/workers.py).
+XDIST  := --numprocesses auto --dist loadfile --max-worker-restart 8
+PYTEST := $(BIN)/python -m pytest $(XDIST)
+
+.PHONY: demo test test-all lint types unit test-lowest test-vllm test-ray test-deployment test-dashboards docs-tables docs-trace coverage \
         model chaos fuzz soak bench bench-quick bench-serving bench-vllm bench-tracing bench-peers docs docs-serve docs-browser \
         dist clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
-	@echo "make test    lint, types, and the whole test suite"
+	@echo "make test    lint, types, and the test suite: 5 minutes on two cores"
+	@echo "make test-all   the same with all loops, links and modes, the built wheel, deployment, and random faults: 25 minutes"
 	@echo "make dist    build the wheel, the source distribution and the list of dependencies (SBOM) into dist/"
 	@echo "make test-lowest   the test suite with the lowest supported version of each dependency"
 	@echo "make test-vllm   install vLLM without its CUDA libraries, and test the integration in its own code"
@@ -54,6 +61,10 @@ demo: $(VENV)/.demo
 
 test: lint types unit
 
+test-all: lint types $(WHEEL)/.programs $(VENV)/.fuzz
+	AIOTENSOR_TESTS=all AIOTENSOR_TEST_PYTHON=$(abspath $(WHEEL))/bin/python $(PYTEST) $(ARGS)
+	@$(MAKE) --no-print-directory model chaos fuzz SECONDS=60
+
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -82,7 +93,6 @@ FORCE:
 
 # An empty environment with the wheel and its extras, from which the list of dependencies is written. Then come the
 # packages that the programs of the README and of the tutorial need: tests run them there, without the checkout.
-WHEEL := .venv-wheel
 INTO_WHEEL = $(BUILD)/bin/python -m pip --python $(WHEEL)/bin/python install --quiet --disable-pip-version-check -c constraints.txt
 $(WHEEL)/.programs: $(DIST)/.built
 	$(PYTHON) -m venv --clear --without-pip $(WHEEL)
@@ -97,10 +107,8 @@ dist: $(DIST)/.built $(WHEEL)/.programs
 	$(BUILD)/bin/twine check --strict $(DIST)/*.whl $(DIST)/*.tar.gz
 	cp $(WHEEL)/sbom.json $(DIST)/aiotensor.cdx.json
 
-# Most tests wait for processes: with as many workers as there are cores the suite takes half the time. A test
-# that hangs ends its worker and counts as failed; another worker runs the remaining tests (see tests/workers.py).
-unit: $(VENV)/.test $(WHEEL)/.programs
-	AIOTENSOR_TEST_PYTHON=$(abspath $(WHEEL))/bin/python $(BIN)/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 8 $(ARGS)
+unit: $(VENV)/.test
+	$(PYTEST) $(ARGS)
 
 # vLLM and its imports lie in a folder of their own, which only this target adds to the path: `make test` runs without
 # them. Its modules take 15 seconds to import, in each process of a test.
@@ -120,10 +128,10 @@ $(LOWEST)/.test: pyproject.toml
 	@touch $@
 
 test-lowest: $(LOWEST)/.test
-	$(LOWEST)/bin/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 8 $(ARGS)
+	AIOTENSOR_TESTS=all $(LOWEST)/bin/python -m pytest $(XDIST) $(ARGS)
 
 test-vllm: $(VENV)/.vllm
-	PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m pytest tests/vllm tests/integrations/vllm $(ARGS)
+	AIOTENSOR_TESTS=all PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m pytest tests/vllm tests/integrations/vllm $(ARGS)
 
 # Ray has many dependencies, so it has an environment of its own, with the wheel: the programs that the tests start use
 # it instead of this checkout.
@@ -139,15 +147,15 @@ test-ray: $(RAY)/.test $(DIST)/.built
 	$(INTO_RAY) --no-deps --force-reinstall $(DIST)/*.whl
 	$(RAY)/bin/python -m pytest tests/ray $(ARGS)
 
-# `make test` includes these tests, but skips the schemas of Kubernetes, which are large.
+# `make test-all` includes these tests, but skips the schemas of Kubernetes, which are large.
 test-deployment: $(VENV)/.test
 	$(PIP) --group deployment
-	$(BIN)/python -m pytest tests/deployment $(ARGS)
+	AIOTENSOR_TESTS=all $(BIN)/python -m pytest tests/deployment $(ARGS)
 
-# `make test` skips these tests where Prometheus is not installed.
+# `make test-all` skips these tests where Prometheus is not installed.
 test-dashboards: $(VENV)/.test
 	@command -v prometheus > /dev/null && command -v promtool > /dev/null || { echo "install Prometheus: the Debian package prometheus"; exit 1; }
-	$(BIN)/python -m pytest tests/dashboards tests/integrations/test_dashboard.py $(ARGS)
+	AIOTENSOR_TESTS=all $(BIN)/python -m pytest tests/dashboards tests/integrations/test_dashboard.py $(ARGS)
 
 docs-tables: $(VENV)/.test
 	$(BIN)/python docs/metrics_tables.py
@@ -177,7 +185,7 @@ docs-trace: $(VENV)/.test
 # Not part of `test`: it takes three times as long.
 coverage: $(VENV)/.test
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest $(ARGS)
+	AIOTENSOR_TESTS=all $(BIN)/coverage run -m pytest $(ARGS)
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
 

@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 def tell(*words: object) -> None:
     """Print a line."""
-    print(*words, flush=True)  # noqa: T201
+    print(*words, flush=True)
 
 
 async def watch(owner: TensorReceiver | TensorSender | Publisher) -> None:

@@ -137,7 +137,7 @@ async def test_uploads_are_served_while_either_side_restarts(hosts: Hosts, folde
 
         answers = await client.call(_answers)
         assert not uploading.done()
-    print(Counter((answer.status, answer.reason) for answer in answers), len(unanswered))  # noqa: T201
+    print(Counter((answer.status, answer.reason) for answer in answers), len(unanswered))
     for answer in answers:
         if answer.status == 200:
             assert answer.is_right

@@ -55,7 +55,7 @@ def test_no_tensor_is_lost_without_an_error_over_tcp_when_processes_and_the_netw
 
 def _run(seconds: int, *words: str) -> None:
     seed = int(os.environ.get("AIOTENSOR_SEED", "0")) or random.SystemRandom().getrandbits(32)
-    print(f"AIOTENSOR_SEED={seed}")  # noqa: T201 - pytest shows it with a failure
+    print(f"AIOTENSOR_SEED={seed}")
     program = ["-m", "verification.chaos", "--seed", str(seed), *words]
     command = [sys.executable, *program, "--seconds", str(seconds)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
