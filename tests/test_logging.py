@@ -1,4 +1,4 @@
-"""Log records: one line per event, with its facts as fields. The page lists all events; none is printed."""
+"""Log records: one line per event, with its facts as fields; nothing is printed."""
 
 import ast
 import asyncio
@@ -43,7 +43,6 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "aiotensor"
-PAGE = ROOT / "docs" / "logging.md"
 LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
 OF_EVERY_RECORD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
@@ -52,7 +51,7 @@ FORGED = "so it is\n2026-01-01 CRITICAL aiotensor: forged\r\x1b[2J\x85\u2028\u20
 
 
 class Row(NamedTuple):
-    """An event, as a call in the package logs it or as the page lists it."""
+    """An event, as a call in the package logs it."""
 
     event: str
     logger: str
@@ -120,28 +119,18 @@ def _logged() -> set[Row]:
     return rows
 
 
-# The table of the page
-
-
-def _listed() -> list[Row]:
-    """Read the table of events."""
-    rows = []
-    for line in PAGE.read_text().splitlines():
-        if line.startswith("| `"):
-            event, logger, levels, when, fields = (cell.strip() for cell in line.strip("|").split("|"))
-            assert when
-            names = frozenset(re.findall("`(.+?)`", fields))
-            rows.append(Row(event.strip("`"), logger.strip("`"), frozenset(levels.split(" or ")), names))
+def _by_event() -> dict[tuple[str, str], Row]:
+    """Return the logged events by their names and loggers, with the levels of all calls."""
+    rows: dict[tuple[str, str], Row] = {}
+    for row in _logged():
+        known = rows.setdefault((row.event, row.logger), row)
+        assert known.fields == row.fields, "an event of one logger has the same fields wherever it is logged"
+        rows[row.event, row.logger] = known._replace(levels=known.levels | row.levels)
     return rows
 
 
-def test_the_table_lists_exactly_the_logged_events() -> None:
-    logged, listed = _logged(), _listed()
-    assert len(logged) > 20
-    assert not logged - set(listed), "events that the page does not list so"
-    assert not set(listed) - logged, "rows of the page that nothing logs so"
-    keys = [(row.event, row.logger) for row in listed]
-    assert len(set(keys)) == len(keys), "an event of one logger has the same fields wherever it is logged"
+def test_an_event_of_one_logger_has_the_same_fields_wherever_it_is_logged() -> None:
+    assert len(_by_event()) > 20
 
 
 def test_no_field_overrides_a_standard_attribute_of_log_records() -> None:
@@ -182,7 +171,7 @@ class Event(NamedTuple):
 
 @contextmanager
 def heard() -> Iterator[list[Event]]:
-    """Collect the log records, and check that each is one line of plain text and matches the page."""
+    """Collect the log records, and check that each is one line of plain text and matches its call."""
     events: list[Event] = []
 
     class Listener(logging.Handler):
@@ -203,9 +192,9 @@ def heard() -> Iterator[list[Event]]:
         logger.propagate = True
         logger.setLevel(level)
         logger.removeHandler(listener)
-    listed = {(row.event, row.logger): row for row in _listed()}
+    logged = _by_event()
     for event in events:
-        row = listed[event.event, event.logger]
+        row = logged[event.event, event.logger]
         assert event.level in row.levels
         assert set(event.fields) == row.fields
         assert event.message.isprintable()
@@ -649,24 +638,39 @@ def test_a_program_that_has_not_set_logging_up_prints_nothing() -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 
-def test_the_json_of_the_page_is_one_object_for_one_event() -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    done = _run(snippet + PROGRAM)
+# Writes the records as JSON, with the standard library only.
+JSON = """
+import json, logging
+
+USUAL = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
+
+class JsonLines(logging.Formatter):
+    def format(self, record):
+        line = {"level": record.levelname, "logger": record.name, "message": record.getMessage()}
+        line.update((name, value) for name, value in vars(record).items() if name not in USUAL)
+        if record.exc_text:
+            line["traceback"] = record.exc_text
+        return json.dumps(line, default=str)
+
+handler = logging.StreamHandler()
+handler.setFormatter(JsonLines())
+logging.getLogger("aiotensor").addHandler(handler)
+logging.getLogger("aiotensor").setLevel(logging.INFO)
+"""
+
+
+def test_a_formatter_writes_one_json_object_for_each_event() -> None:
+    done = _run(JSON + PROGRAM)
     assert (done.stdout, done.returncode) == ("", 0), done.stderr
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert [line["event"] for line in lines] == ["long_wait", "receiver_lost"]
     for line in lines:
-        row = next(row for row in _listed() if row.event == line["event"])
-        assert {"time", "level", "logger", "message", "event"} | row.fields == set(line)
-    assert (lines[1]["messages_lost"], lines[1]["level"], lines[1]["logger"]) == (
-        1,
-        "WARNING",
-        "aiotensor.sender",
-    )
+        row = _by_event()[line["event"], line["logger"]]
+        assert {"level", "logger", "message", "event"} | row.fields == set(line)
+    assert (lines[1]["messages_lost"], lines[1]["level"]) == (1, "WARNING")
 
 
-def test_the_json_of_the_page_keeps_a_traceback_in_its_line() -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def test_a_traceback_stays_in_the_line_of_its_event() -> None:
     logs = """
 from aiotensor.runtime.logs import logger_of
 try:
@@ -674,7 +678,7 @@ try:
 except ValueError as error:
     logger_of("worker").error("it failed: %s", error, exc_info=error, extra={"event": "work_failed"})
 """
-    done = _run(snippet + logs)
+    done = _run(JSON + logs)
     (line,) = [json.loads(line) for line in done.stderr.splitlines()]
     assert line["message"] == "it failed: two\\nlines"
     assert line["traceback"].startswith("Traceback")
