@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from email.message import Message
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 import aiotensor
 
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WHEEL = f"aiotensor-{aiotensor.__version__}-py3-none-any.whl"
 SDIST = f"aiotensor-{aiotensor.__version__}.tar.gz"
 
@@ -114,13 +112,6 @@ def test_the_metadata_lists_the_tested_versions_of_python(metadata: Message) -> 
     assert tested is not None
     assert re.findall(r"3\.\d+(?!\d*t)", tested[1]) == classified
     assert metadata["Requires-Python"] == f">={classified[0]}"
-
-
-def test_each_extra_has_a_row_in_the_table_of_the_installation_page() -> None:
-    page = (ROOT / "docs/installation.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
-
-    assert rows == list(PROJECT["optional-dependencies"])
 
 
 @needs_environment
