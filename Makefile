@@ -10,8 +10,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 XDIST  := --numprocesses auto --dist loadfile --max-worker-restart 8
 PYTEST := $(BIN)/python -m pytest $(XDIST)
 
-.PHONY: demo test test-all lint types unit test-lowest test-vllm test-ray test-deployment test-dashboards docs-tables docs-trace coverage \
-        model chaos fuzz soak bench bench-quick bench-serving bench-vllm bench-tracing bench-peers docs docs-serve docs-browser \
+.PHONY: demo test test-all lint types unit test-lowest test-vllm test-ray test-deployment test-dashboards coverage \
+        model chaos fuzz soak bench bench-quick bench-serving bench-vllm bench-tracing bench-peers docs docs-serve \
         dist clean help
 
 help:
@@ -23,12 +23,9 @@ help:
 	@echo "make test-vllm   install vLLM without its CUDA libraries, and test the integration in its own code"
 	@echo "make docs    build the documentation site in site/, and fail on warnings and broken links"
 	@echo "make docs-serve   show the site at http://127.0.0.1:8000, and follow changes of its pages"
-	@echo "make docs-browser   open each page of the site in Chromium, on a phone and on a desktop, and check it"
 	@echo "make test-ray   install Ray and the wheel, and test the examples for Ray"
 	@echo "make test-deployment   test deploy/: as root, also in containers made of namespaces and control groups"
 	@echo "make test-dashboards   scrape running examples with Prometheus, and test the dashboard and the alerts"
-	@echo "make docs-tables   write the tables of docs/metrics.md from the declared fields of statistics"
-	@echo "make docs-trace   trace uploads from a server to an engine, and draw the spans of one as docs/trace.svg"
 	@echo "make coverage   the suite again, measured: which branches no test has taken"
 	@echo "make model   run random sequences of operations and compare them with a model, for SECONDS=600 from SEED="
 	@echo "make chaos   kill, stop and starve processes while tensors travel, for SECONDS=600 from SEED="
@@ -36,7 +33,7 @@ help:
 	@echo "make soak    start and end processes for SECONDS=60, or for hours, and check that no resource grows"
 	@echo "make bench   compare the speed of aiotensor with its alternatives and its goals: up to an hour"
 	@echo "make bench-quick   the same within a minute, with fewer measurements and alternatives"
-	@echo "make bench-serving   only API servers that send videos to an engine, and write the results into the documents"
+	@echo "make bench-serving   only API servers that send videos to an engine, and write the result into the README"
 	@echo "make bench-vllm   compare the tensor transport and the broadcast with those of vLLM"
 	@echo "make bench-tracing   measure the cost of tracing with OpenTelemetry"
 	@echo "make bench-peers   install the alternatives that are not installed by default, such as Ray"
@@ -69,6 +66,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/python docs/check.py
 
 types: $(VENV)/.test
 	$(BIN)/mypy
@@ -157,9 +155,6 @@ test-dashboards: $(VENV)/.test
 	@command -v prometheus > /dev/null && command -v promtool > /dev/null || { echo "install Prometheus: the Debian package prometheus"; exit 1; }
 	AIOTENSOR_TESTS=all $(BIN)/python -m pytest tests/dashboards tests/integrations/test_dashboard.py $(ARGS)
 
-docs-tables: $(VENV)/.test
-	$(BIN)/python docs/metrics_tables.py
-
 # The package need not be installed: the reference is made from its sources.
 $(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
 	$(PIP) --group docs
@@ -170,17 +165,6 @@ docs: $(VENV)/.docs
 
 docs-serve: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
-
-$(VENV)/.docs-browser: $(VENV)/.docs
-	$(PIP) --group docs-browser
-	@touch $@
-
-# Not part of `test`: it needs Chromium, in Debian the package `chromium`.
-docs-browser: docs $(VENV)/.docs-browser
-	@$(BIN)/python docs/browse.py $(ARGS)
-
-docs-trace: $(VENV)/.test
-	$(BIN)/python docs/trace_picture.py
 
 # Not part of `test`: it takes three times as long.
 coverage: $(VENV)/.test
