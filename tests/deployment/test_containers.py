@@ -28,10 +28,9 @@ async def test_tensors_larger_than_dev_shm_move_between_containers(sockets: Path
     ):
         await receiver.says("listens as 1")
         assert await sender.ends() == 0, sender.printed
-        assert sender.output == ["connected 1 \n", "taken 0\n", "taken 1\n"]
+        assert sender.output == ["taken 0\n", "taken 1\n"]
         for _ in range(2):
             assert await receiver.says("received") == "received 150 True\n"
-        await receiver.says("disconnected 1")
 
 
 async def test_each_side_is_notified_when_the_container_of_the_other_is_killed(sockets: Path) -> None:
@@ -41,15 +40,14 @@ async def test_each_side_is_notified_when_the_container_of_the_other_is_killed(s
         keeper = await stack.enter_async_context(container(party("keep", sockets, 16)))
         await keeper.says("filled")
         await keeper.kill()
-        assert await receiver.says("disconnected") == "disconnected 1 PeerLostError\n"
+        await receiver.says("lost a peer")
 
         sender = await stack.enter_async_context(container(party("send", sockets, 16, 1000)))
         await sender.says("taken 3")
         await receiver.kill()
-        await sender.says("disconnected 1 PeerLostError")
+        await sender.says("lost a peer")
         other = await stack.enter_async_context(container(party("receive", sockets)))
         await other.says("received 16")
-        await sender.says("connected 1")
         await sender.says("taken")
 
 
