@@ -78,7 +78,6 @@ class BlockingObject(ProcessBound, Generic[A, S]):
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if is_finalizing() or self.__dict__.get("_loop") is None or os.getpid() != self._pid:
             return
-        self.inner.affinity.note_unclosed()
         self.abandon()
         warn_unclosed(self)  # last, because it raises if warnings are errors
 

@@ -165,13 +165,7 @@ class LoopAffinity:
             return
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(release)
-        self.note_unclosed()
         warn_unclosed(owner)  # last, since it raises if warnings are errors
-
-    def note_unclosed(self) -> None:
-        """Record, for the leak check of tests, that the object was garbage-collected while it was open."""
-        if self._entry is not None:
-            self._entry.note_unclosed()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
