@@ -246,9 +246,9 @@ class MessageClient(LoopObject, Generic[R]):
             message: a msgspec Struct, a dataclass, a list or a dict, with tensors and arrays anywhere in it.
                 Do not change any part of it before the call returns. A large message is encoded in a thread,
                 which continues for a moment if the call is cancelled.
-            target: the index of the server among several, from 0; by default, the least loaded connected
-                server that can take the message immediately. While there is none, the message waits for the
-                first one; if that server is lost before the message is sent, it waits for the next.
+            target: the index of the server among several, from 0; by default, the connected server
+                with the most free credit. While no server has credit, the message waits for the first one; if
+                that server is lost before the message is sent, it waits for the next.
             inside: a permit of this client, for callers that acquire it before they create the tensors, so
                 that permits also limit video decoding, for example: ``async with client.permit() as permit:
                 ... await client.request(message, inside=permit)``; or an open message of the sender. The

@@ -112,24 +112,18 @@ class RemoteServer:
         self.outage = Outage(grace_s, self._unavailable_for_long)
         self._drop = drop
         self._changed: Callable[[], object] | None = None
-        self._reported: Callable[[RemoteServer, int], object] | None = None
         self._waiters = Waiters()
         self._dialer = Dialer(address, self._dial)
         self._failure: AioTensorError | None = None  # why no attempt is made
         self._attempt: ServerSession | None = None
 
-    def connect(
-        self,
-        changed: Callable[[], object] | None = None,
-        reported: Callable[["RemoteServer", int], object] | None = None,
-    ) -> None:
+    def connect(self, changed: Callable[[], object] | None = None) -> None:
         """Begin to connect, and keep trying until a server is reached or an attempt fails permanently.
 
         Args:
             changed: called when a server was connected or lost, or may take a message again.
-            reported: called with this server and the number of messages of other clients there.
         """
-        self._changed, self._reported = changed, reported
+        self._changed = changed
         self.outage.begin()
         self._connect()
 
@@ -317,14 +311,12 @@ class RemoteServer:
                 self.session = attempt
                 self.outage.end()
                 self._waiters.wake()
-                if self._reported is not None:
-                    self._reported(self, 0)
+                self._notify()
             case Close():
                 self._lose(connection.closed(frame), _LINGER_S)
             case _:
                 attempt.handle(frame, following)
-                if self._reported is not None:
-                    self._reported(self, frame.others)
+                self._notify()
 
     # Ends
 
