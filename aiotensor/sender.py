@@ -22,7 +22,7 @@ from aiotensor.sending.settings import Settings
 from aiotensor.statistics.counters import ErrorCounter, new_counts
 from aiotensor.tensors.source import Sendable
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
-from aiotensor.types import CurveKey, EngineName, SenderStatistics, TensorHandle
+from aiotensor.types import CurveKey, SenderStatistics, TensorHandle
 
 __all__ = ["OpenMessage", "TensorSender", "capacity_of", "posts_of"]
 
@@ -60,8 +60,6 @@ class TensorSender(LoopObjectWithPeers):
         server_key: the CURVE public key of that receiver.
         peer_timeout_s: the time in seconds without an answer after which the receiver at ``tcp://`` is lost;
             None means 2 s, or no limit at a loopback address.
-        engine: "nixl" to move tensors of more than 1 MiB at ``tcp://`` with NIXL, provided that the receiver
-            has chosen NIXL as well and that it works; otherwise, and with None, ZeroMQ carries all tensors.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type.
@@ -81,14 +79,11 @@ class TensorSender(LoopObjectWithPeers):
         secret_key: CurveKey | None = None,
         server_key: CurveKey | None = None,
         peer_timeout_s: float | None = None,
-        engine: EngineName | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("TensorSender")
         self._peers = PeerEvents(self.affinity)
-        self._route = route_to(
-            endpoint, TcpArguments(True, secret_key, server_key, (), peer_timeout_s, engine)
-        )
+        self._route = route_to(endpoint, TcpArguments(True, secret_key, server_key, (), peer_timeout_s))
         self._settings = Settings.checked(
             max_concurrent_videos, arena_bytes, keep_warm_s, long_wait_s, max_wait_s, grace_s
         )

@@ -23,7 +23,6 @@ from tests.broadcast import workers
 from tests.channel import peers as channel_peers
 from tests.channel.parties import Answer, Place, Question, place
 from tests.pairs import comes_back, endpoint
-from verification.parties import receiver_at, sender_at
 from verification.processes import peers
 from verification.promptly import promptly
 
@@ -52,7 +51,7 @@ async def test_a_receiver_reports_that_a_sender_connects_and_closes() -> None:
 @pytest.mark.usefixtures("link")
 async def test_a_receiver_reports_that_a_sender_is_killed() -> None:
     with endpoint() as here:
-        async with peers.peers(here, 1) as [child], receiver_at(here) as receiver:
+        async with peers.peers(here, 1) as [child], TensorReceiver(here) as receiver:
             events = receiver.peer_events()
             name = await child.call(peers.open_sender)
             assert await anext(events) == PeerEvent("connected", name, child.pid)
@@ -66,7 +65,7 @@ async def test_a_receiver_reports_that_a_sender_is_killed() -> None:
 @pytest.mark.usefixtures("link")
 async def test_a_sender_reports_that_a_receiver_is_killed_and_that_another_replaces_it() -> None:
     with endpoint() as here:
-        async with peers.peers(here, 1) as [child], sender_at(here, 2, 1 << 20) as sender:
+        async with peers.peers(here, 1) as [child], TensorSender(here, 2, 1 << 20) as sender:
             events = sender.peer_events()
             await child.call(peers.open_receiver)
             connected = await anext(events)
@@ -79,7 +78,7 @@ async def test_a_sender_reports_that_a_receiver_is_killed_and_that_another_repla
             assert isinstance(lost.error, PeerLostError)
             await child.ended()  # its listening socket may outlive its connections
             if comes_back():
-                async with receiver_at(here) as receiver:
+                async with TensorReceiver(here) as receiver:
                     next_one = await anext(events)
                     assert (next_one.kind, next_one.peer) == ("connected", receiver.id)
 

@@ -43,7 +43,6 @@ NO_LIMITS = [
     "world_size",
     "host",
     "encrypt",
-    "engine",
     "type",
     "slow",
     "endpoint",

@@ -18,7 +18,6 @@ __all__ = [
     "MAX_TRACE_VALUE",
     "CurveKey",
     "Delivery",
-    "EngineName",
     "Number",
     "PeerEvent",
     "Publication",
@@ -33,9 +32,6 @@ T = TypeVar("T")
 
 CurveKey: TypeAlias = str | bytes
 """A CURVE key, as `zmq.curve_keypair` makes it."""
-
-EngineName: TypeAlias = Literal["nixl"]
-"""The name of an engine, which moves large tensors between machines."""
 
 # The ranges of numbers and times that are accepted from another process.
 MAX_NUMBER = 2**63 - 1

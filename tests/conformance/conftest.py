@@ -9,21 +9,19 @@ from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker, pairs_over
 from tests.modes import in_mode, leave_out
 from verification import loops
-from verification.places import CONFORMING
+from verification.places import LINKS
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run tests over an engine or a stock queue in one mode of the loop, except those of test_arriving.py.
+    """Run tests over a stock queue in one mode of the loop, except those of test_arriving.py.
 
-    The code for engines and for stock queues depends on the mode no more than that of other links.
+    The code for stock queues depends on the mode no more than that of other links.
     """
     leave_out(
         config,
         items,
         Path(__file__).parent,
-        lambda path, params: (
-            path.name != "test_arriving.py" and not {"nixl", "stock"}.isdisjoint(map(str, params.values()))
-        ),
+        lambda path, params: path.name != "test_arriving.py" and "stock" in map(str, params.values()),
     )
 
 
@@ -34,7 +32,7 @@ async def mode(request: pytest.FixtureRequest, nothing_left_behind: None) -> Asy
         yield request.param
 
 
-@pytest.fixture(params=CONFORMING)
+@pytest.fixture(params=LINKS)
 def pairs(request: pytest.FixtureRequest) -> Iterator[PairMaker]:
     """Make pairs over each kind of endpoint."""
     with pairs_over(request.param) as pairs:

@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol import direct, moves, network
+from aiotensor.protocol import moves, network
 from verification.fuzz.exploring import said_at_random
 from verification.fuzz.grammar import TO_PUBLISHER, TO_RANK, TO_RECEIVER, TO_SENDER, TO_SUBSCRIBER
 from verification.fuzz.hearing import Inbox
@@ -24,15 +24,6 @@ KINDS = {
     network.ACK: "acknowledgements",
     network.BYE: "last messages",
     network.DATA: "records with data",
-}
-ENGINES = {
-    direct.Chosen: "chosen engines",
-    direct.Offer: "offered engines",
-    direct.Refused: "refused engines",
-    direct.Proved: "proved engines",
-    direct.Reserve: "reservations",
-    direct.Reserved: "reserved blocks",
-    direct.Written: "written blocks",
 }
 
 
@@ -63,8 +54,6 @@ def _kinds(message: bytes) -> list[str]:
                 network.read_ack(message)
             case network.DATA:
                 network.read_data(memoryview(message))
-            case network.DIRECT:
-                return [ENGINES[type(direct.read_direct(memoryview(message)))]]
             case network.BATCH:
                 return ["batches", *chain(*map(_kinds, map(bytes, network.read_batch(memoryview(message)))))]
     except ProtocolError:
@@ -75,11 +64,11 @@ def _kinds(message: bytes) -> list[str]:
 @pytest.mark.parametrize(
     ("to", "kinds"),
     [
-        (TO_RECEIVER, {*KINDS.values(), *ENGINES.values(), "batches", "invalid", _OPENINGS}),
+        (TO_RECEIVER, {*KINDS.values(), "batches", "invalid", _OPENINGS}),
         (TO_SENDER, {"batches", "acknowledgements", "last messages", "invalid"}),
         (TO_PUBLISHER, {"batches", "acknowledgements", "steps", "last messages", "invalid", _OPENINGS}),
-        (TO_SUBSCRIBER, {*KINDS.values(), *ENGINES.values(), "batches", "invalid", _OPENINGS}),
-        (TO_RANK, {*KINDS.values(), *ENGINES.values(), "batches", "invalid", _OPENINGS}),
+        (TO_SUBSCRIBER, {*KINDS.values(), "batches", "invalid", _OPENINGS}),
+        (TO_RANK, {*KINDS.values(), "batches", "invalid", _OPENINGS}),
     ],
 )
 def test_every_kind_of_message_about_moves_is_sent_and_some_are_invalid(to: str, kinds: set[str]) -> None:

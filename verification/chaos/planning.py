@@ -232,9 +232,6 @@ def _plan_faults(rng: random.Random, family: str) -> tuple[Fault, ...]:
         # ZeroMQ ends the process of a server that has no descriptor for a new connection.
         starved = (FaultKind.NO_DESCRIPTORS, None)
         faults = [fault for fault in faults if (fault.kind, fault.target) != starved]
-    if FAMILIES[family].has_engine:
-        # UCX ends a process that has no descriptor for a new connection.
-        faults = [fault for fault in faults if fault.kind is not FaultKind.NO_DESCRIPTORS]
     return tuple(faults)
 
 
