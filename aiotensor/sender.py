@@ -206,28 +206,17 @@ class TensorSender(LoopObjectWithPeers):
     def send_nowait(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor without waiting; the copy runs on this thread.
 
-        Use it for small tensors, or if an error is better than a wait. Arguments and other errors are those
-        of `send`.
+        Use it for small tensors, or if an error is better than a wait. To a receiver at ``tcp://``, the copy
+        is moved after the call, so later messages may arrive before this one, and a failure has the same
+        effects as after `post`. Arguments and other errors are those of `send`.
 
         Raises:
             WouldBlockError: no permit or too few bytes are free, other calls already wait for them, no
                 receiver is connected, or it is slow to read.
         """
-        message: Message | None = None
-        span: tracing.Span | None = None
-        try:
-            pipeline = self._opened()
-            if (tracer := tracing.tracer) is not None:
-                span = tracer.begin("send tensor", pipeline.label)
-            source, plan = pipeline.prepare(tensor)
-            message = pipeline.begin_nowait(plan.new_bytes)
-            handle = pipeline.put_nowait(message, source, plan)
-        except BaseException as error:
-            self._failed(error, message, span)
-            raise
-        if span is not None:
-            span.end(name=f"{handle.sender}.{handle.message}.{handle.tensor}", nbytes=source.nbytes)
-        return handle
+        with self._errors:
+            self._opened()
+        return self._opened_posts().post_in(None, tensor, last=True, copies_now=True)[1]
 
     def post(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor without waiting, and copy the tensor in the worker thread afterwards.
