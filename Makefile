@@ -95,7 +95,7 @@ INTO_WHEEL = $(BUILD)/bin/python -m pip --python $(WHEEL)/bin/python install --q
 $(WHEEL)/.programs: $(DIST)/.built
 	$(PYTHON) -m venv --clear --without-pip $(WHEEL)
 	$(INTO_WHEEL) "$$(grep '^torch==' constraints.txt)"
-	$(INTO_WHEEL) "aiotensor[aiohttp,cli,fastapi,nixl,opentelemetry,prometheus,uvloop] @ file://$$(echo $(abspath $(DIST))/*.whl)"
+	$(INTO_WHEEL) "aiotensor[aiohttp,cli,fastapi,opentelemetry,prometheus,uvloop] @ file://$$(echo $(abspath $(DIST))/*.whl)"
 	rm $(WHEEL)/lib/python*/site-packages/aiotensor-*/direct_url.json # the SBOM would contain this path
 	$(BUILD)/bin/cyclonedx-py environment $(WHEEL) --output-reproducible --output-file $(WHEEL)/sbom.json
 	$(INTO_WHEEL) av httpx uvicorn

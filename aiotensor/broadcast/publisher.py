@@ -20,7 +20,7 @@ from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
 from aiotensor.transports.base import Listener
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
-from aiotensor.types import MAX_NUMBER, CurveKey, EngineName, Published, PublisherStatistics
+from aiotensor.types import MAX_NUMBER, CurveKey, Published, PublisherStatistics
 
 __all__ = ["Publisher"]
 
@@ -70,8 +70,6 @@ class Publisher(LoopObject):
             endpoint.
         peer_timeout_s: the time in seconds without an answer after which a subscriber at a ``tcp://``
             endpoint is lost; None means 2 s, or no limit at a loopback address.
-        engine: "nixl" to move tensors of more than 1 MiB with NIXL over ``tcp://``, provided that NIXL works
-            and the subscriber has chosen it as well; otherwise, and with None, ZeroMQ carries all tensors.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type.
@@ -94,13 +92,10 @@ class Publisher(LoopObject):
         secret_key: CurveKey | None = None,
         client_keys: Collection[CurveKey] = (),
         peer_timeout_s: float | None = None,
-        engine: EngineName | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("Publisher")
-        self._route = route_to(
-            endpoint, TcpArguments(False, secret_key, None, client_keys, peer_timeout_s, engine)
-        )
+        self._route = route_to(endpoint, TcpArguments(False, secret_key, None, client_keys, peer_timeout_s))
         self._settings = PublisherSettings(
             _at_least("arena_bytes", arena_bytes, 1),
             _at_least("max_behind", max_behind, 1),

@@ -1,6 +1,6 @@
 """Format numbers and texts for the output of the subcommands."""
 
-__all__ = ["brief", "by_engine", "counted", "in_words", "of_limit", "printable", "short"]
+__all__ = ["brief", "counted", "in_words", "of_limit", "printable", "short"]
 
 _LEAST_WITHOUT_POINT = 99.95  # rounds to 100.0
 
@@ -27,11 +27,6 @@ def brief(amount: float) -> str:
 def counted(count: int, noun: str) -> str:
     """Format a count with its noun, in the plural unless the count is 1."""
     return f"{count} {noun}" + ("" if count == 1 else "s")
-
-
-def by_engine(connections: int) -> list[str]:
-    """Return a list with the number of connections that use an engine; an empty list if there are none."""
-    return [f"{connections} by NIXL"] if connections else []
 
 
 def of_limit(value: object, limit: object | None, of: str = " of ") -> str:

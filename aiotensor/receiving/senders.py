@@ -29,7 +29,7 @@ from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.statistics.counters import ErrorCounter, snapshot
 from aiotensor.tensors.arena import segment_bytes
-from aiotensor.transports.base import Transport, engine_connections
+from aiotensor.transports.base import Transport
 from aiotensor.types import Delivery, ReceiverStatistics
 
 __all__ = ["Senders"]
@@ -93,7 +93,6 @@ class Senders:
             self.counts,
             senders=len(self.connected),
             max_senders=limits.senders,
-            engine_connections=engine_connections(transport.mover for transport in self.transports()),
             waiting=self.arrivals.waiting,
             unclaimed_tensors=mailbox.unclaimed_tensors,
             unclaimed_bytes=mailbox.unclaimed_bytes,

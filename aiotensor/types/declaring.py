@@ -12,7 +12,6 @@ __all__ = [
     "MAX_BOUNDS",
     "MAX_ERROR_NAMES",
     "MAX_HOLDERS",
-    "EngineConnections",
     "Errors",
     "Export",
     "Holder",
@@ -119,8 +118,3 @@ def gauge(text: str, *, metric: str = "", largest: bool = False) -> msgspec.Meta
         largest: whether the largest value is exported, instead of the sum; see `Export.is_largest`.
     """
     return msgspec.Meta(description=text, extra={"export": Export("gauge", metric, is_largest=largest)})
-
-
-EngineConnections: TypeAlias = Annotated[
-    Number, gauge("Connections whose large tensors an engine such as NIXL moves.")
-]

@@ -1,6 +1,5 @@
 """The checks of Python, torch and GPUs."""
 
-import resource
 import subprocess
 import sys
 import warnings
@@ -11,17 +10,15 @@ import pytest
 import torch
 
 from aiotensor.cli.doctor import software
-from aiotensor.cli.doctor.finding import Finding, Status
+from aiotensor.cli.doctor.finding import Status
 from aiotensor.cli.doctor.software import (
     cuda,
     event_loop,
-    nixl,
     release_of,
     start_method,
     torch_build,
     torch_version,
 )
-from aiotensor.engines import Engine, EngineError
 
 Cuda = Callable[..., None]
 
@@ -155,48 +152,3 @@ def test_the_check_for_gpus_does_not_initialize_cuda() -> None:
 )
 def test_the_first_two_numbers_of_a_version_count(version: str, numbers: tuple[int, int]) -> None:
     assert release_of(version) == numbers
-
-
-# NIXL
-
-
-@pytest.fixture
-def with_rdma(tmp_path: Path) -> Path:
-    """The root of a machine with an RDMA device."""
-    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    return tmp_path
-
-
-def test_nixl_works_without_rdma(tmp_path: Path) -> None:
-    assert nixl(0, tmp_path) == Finding(Status.OK, "works; this machine has no RDMA device")
-
-
-def test_rdma_devices_need_locked_memory(with_rdma: Path) -> None:
-    assert nixl(resource.RLIM_INFINITY, with_rdma) == Finding(Status.OK, "works; RDMA devices: mlx5_0")
-    finding = nixl(8 << 20, with_rdma)
-    assert (finding.status, finding.advice) == (
-        Status.NOTE,
-        "Raise the limit to the arena_bytes of all senders: ulimit -l",
-    )
-    assert "may lock 8.0 MiB" in finding.found
-
-
-def test_missing_nixl_is_a_note_only_with_an_rdma_device(
-    tmp_path: Path, with_rdma: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(name: str) -> Callable[[], Engine]:
-        raise EngineError(f"{name} is not installed")
-
-    monkeypatch.setattr(software, "engine_maker", missing)
-    assert nixl(0, with_rdma).status is Status.NOTE
-    (with_rdma / "sys/class/infiniband/mlx5_0").rmdir()
-    found = "not usable, and not needed: this machine has no RDMA device; nixl is not installed"
-    assert nixl(0, with_rdma) == Finding(Status.OK, found)
-
-
-@pytest.mark.parametrize("ended", [[], [(0, "no route")], [(0, "")]])
-def test_a_write_that_fails_is_a_note(
-    ended: list[tuple[int, str]], with_rdma: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("aiotensor.engines.nixl.NixlEngine.poll", lambda *_: ended)
-    assert nixl(0, with_rdma, trial_s=0.1).found.startswith("not usable: a write ")

@@ -324,7 +324,7 @@ HOLDERS = (
     Holder(8, "taken, its tensors still in use", 42 << 20, 3.12),
 )
 RECEIVER = ReceiverStatistics(
-    *(3, 64, 1, 2, 0, 0, 1100, 3 << 30, 3 << 30, 64 << 30, 13, 1024, 7, 300 << 20, 1, 1, 1, 1, 0, 0, {})
+    *(3, 64, 1, 2, 0, 1100, 3 << 30, 3 << 30, 64 << 30, 13, 1024, 7, 300 << 20, 1, 1, 1, 1, 0, 0, {})
 )
 
 
@@ -333,7 +333,7 @@ def _of_sender(
 ) -> SenderInspection:
     statistics = SenderStatistics(
         *(8, 8 if waiting else 2, 8, waiting, longest_wait_s, holders),
-        *(1 << 30, 700 << 20, 700 << 20, 700 << 20, 300 << 20, 0, sent, 0, sent, sent << 20, 0),
+        *(1 << 30, 700 << 20, 700 << 20, 700 << 20, 300 << 20, sent, 0, sent, sent << 20, 0),
         *(NO_WAITS, NO_WAITS, 0, 0, {}),
     )
     return SenderInspection(sender * 32, 4194303, 8, 1 << 30, 999, 999 << 20, 3, 100 << 20, statistics, at)
@@ -436,7 +436,7 @@ def test_senders_are_omitted_only_if_they_do_not_fit_on_the_screen(height: int, 
 
 
 def test_a_receiver_without_senders_or_limits_is_displayed() -> None:
-    statistics = ReceiverStatistics(0, None, 0, 0, 0, 0, 0, 0, 0, None, 0, None, 0, 0, 0, 0, 0, 0, 0, 0, {})
+    statistics = ReceiverStatistics(0, None, 0, 0, 0, 0, 0, 0, None, 0, None, 0, 0, 0, 0, 0, 0, 0, 0, {})
     now = Inspection("d" * 32, 7, statistics, ())
 
     assert _drawn(now, width=80)[1:] == [

@@ -12,12 +12,13 @@ from aiotensor import (
     AlreadyTakenError,
     DiscardedError,
     TensorHandle,
+    TensorReceiver,
+    TensorSender,
     TooLargeError,
     UnsupportedTensorError,
 )
 from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker
-from verification.parties import receiver_at, sender_at
 from verification.patterns import BIG, pattern
 from verification.processes import peers, watch
 from verification.waiting import settled, until
@@ -190,7 +191,7 @@ async def _settled(state: peers.State) -> None:
 async def test_senders_in_several_processes_feed_one_receiver_in_any_order(endpoint: Endpoint) -> None:
     async with (
         peers.peers(endpoint, 3, "spawn") as children,
-        receiver_at(endpoint) as receiver,
+        TensorReceiver(endpoint) as receiver,
     ):
         for child in children:
             await child.call(peers.open_sender, 64)
@@ -212,7 +213,7 @@ async def test_senders_in_several_processes_feed_one_receiver_in_any_order(endpo
 async def test_a_receiver_in_a_child_takes_from_senders_in_parent_and_child(endpoint: Endpoint) -> None:
     async with (
         peers.peers(endpoint, 2) as [engine, api],
-        sender_at(endpoint) as sender,
+        TensorSender(endpoint) as sender,
     ):
         await engine.call(peers.open_receiver)
         await api.call(peers.open_sender)

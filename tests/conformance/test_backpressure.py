@@ -10,7 +10,6 @@ import torch
 from aiotensor import DiscardedError, RefusedError, TensorHandle, TensorReceiver, WouldBlockError
 from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker
-from verification.parties import receiver_at
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.processes.peers import Peer
@@ -91,9 +90,9 @@ def _bytes_of_memfds() -> int:
 
 
 _LIMITS: dict[str, Callable[[Endpoint], TensorReceiver]] = {
-    "max_senders=1": lambda endpoint: receiver_at(endpoint, max_senders=1),
-    "max_mapped_bytes=1073741824": lambda endpoint: receiver_at(endpoint, max_mapped_bytes=1 << 30),
-    "max_unclaimed_messages=15": lambda endpoint: receiver_at(endpoint, max_unclaimed_messages=15),
+    "max_senders=1": lambda endpoint: TensorReceiver(endpoint, max_senders=1),
+    "max_mapped_bytes=1073741824": lambda endpoint: TensorReceiver(endpoint, max_mapped_bytes=1 << 30),
+    "max_unclaimed_messages=15": lambda endpoint: TensorReceiver(endpoint, max_unclaimed_messages=15),
 }
 
 

@@ -14,7 +14,6 @@ from aiotensor.transports.endpoints import Endpoint
 from tests.broadcast import workers
 from tests.broadcast.audiences import audience, idle
 from tests.runtime.test_affinity import forks, in_a_fork
-from verification.parties import publisher_at, subscriber_at
 from verification.patterns import BIG, pattern
 from verification.processes.peers import fork_and_sleep, peers
 from verification.promptly import promptly
@@ -60,7 +59,7 @@ async def test_views_stay_valid_while_memory_is_reused_and_after_both_ends_ended
 ) -> None:
     async with (
         peers(endpoint, 1) as [child],
-        subscriber_at(endpoint, torch.Tensor) as subscriber,
+        Subscriber(endpoint, torch.Tensor) as subscriber,
     ):
         await child.call(workers.start, 1, arena_bytes=8 << 20)
         publishing = child.start(workers.publish, 40, BIG)
@@ -84,8 +83,8 @@ async def test_views_stay_valid_while_memory_is_reused_and_after_both_ends_ended
 
 
 async def test_all_objects_are_opened_in_one_task_and_closed_in_another(endpoint: Endpoint) -> None:
-    publisher = publisher_at(endpoint)
-    subscribers = [subscriber_at(endpoint, torch.Tensor) for _ in range(2)]
+    publisher = Publisher(endpoint)
+    subscribers = [Subscriber(endpoint, torch.Tensor) for _ in range(2)]
     await asyncio.create_task(publisher.__aenter__())
     for subscriber in subscribers:
         await asyncio.create_task(subscriber.__aenter__())
@@ -123,8 +122,8 @@ async def test_every_use_in_another_thread_or_loop_raises_at_once(endpoint: Endp
         use()
 
     async with (
-        publisher_at(endpoint) as publisher,
-        subscriber_at(endpoint, torch.Tensor) as subscriber,
+        Publisher(endpoint) as publisher,
+        Subscriber(endpoint, torch.Tensor) as subscriber,
     ):
         await publisher.wait_for_subscribers(1)
         for use in _uses(publisher, subscriber):
@@ -139,8 +138,8 @@ async def test_every_use_in_another_thread_or_loop_raises_at_once(endpoint: Endp
 @forks
 async def test_every_use_in_a_forked_child_raises_at_once(endpoint: Endpoint) -> None:
     async with (
-        publisher_at(endpoint) as publisher,
-        subscriber_at(endpoint, torch.Tensor) as subscriber,
+        Publisher(endpoint) as publisher,
+        Subscriber(endpoint, torch.Tensor) as subscriber,
     ):
         await publisher.wait_for_subscribers(1)
         for use in _uses(publisher, subscriber):
@@ -166,7 +165,7 @@ async def test_a_subscribers_forked_child_does_not_keep_its_memory(endpoint: End
 async def test_a_publishers_forked_child_does_not_keep_its_subscribers_waiting(endpoint: Endpoint) -> None:
     async with (
         peers(endpoint, 1) as [child],
-        subscriber_at(endpoint, torch.Tensor) as subscriber,
+        Subscriber(endpoint, torch.Tensor) as subscriber,
     ):
         await child.call(workers.start, 1)
         grandchild = await child.call(fork_and_sleep)

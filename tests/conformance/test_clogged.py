@@ -10,12 +10,12 @@ from aiotensor import (
     ClosedError,
     DiscardedError,
     PeerLostError,
+    TensorReceiver,
     TensorSender,
     WouldBlockError,
 )
 from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import Clogged, PairMaker, stopped
-from verification.parties import receiver_at, sender_at
 from verification.patterns import BIG, pattern
 from verification.processes import peers, watch
 from verification.processes.allocator import forget_free_memory
@@ -209,7 +209,7 @@ async def test_closing_ends_within_a_second_when_the_receiver_that_did_not_read_
 async def test_a_stopped_sender_delays_no_other_and_loses_nothing(endpoint: Endpoint) -> None:
     async with (
         peers.peers(endpoint, 2) as [stopped, other],
-        receiver_at(endpoint) as receiver,
+        TensorReceiver(endpoint) as receiver,
     ):
         handles = {}
         for child in (stopped, other):
@@ -233,14 +233,14 @@ async def test_senders_do_not_reconnect_to_a_receiver_that_is_closing(
     answers = 900  # more than the way back holds
     async with (
         peers.peers(pairs.endpoint, 1) as [api],
-        receiver_at(pairs.endpoint) as receiver,
+        TensorReceiver(pairs.endpoint) as receiver,
     ):
         await api.call(peers.open_sender, answers)
         assert await api.call(_send_small, answers) == answers
         await until(lambda: receiver.statistics().unclaimed_tensors == answers)
         await api.stop()
         try:
-            async with sender_at(pairs.endpoint) as sender:
+            async with TensorSender(pairs.endpoint) as sender:
                 await receiver.receive(await sender.send(pattern(0, BIG)))
                 for _ in range(answers):
                     await anext(receiver)
@@ -266,7 +266,7 @@ async def test_senders_wait_for_a_receiver_that_opens_later_and_lose_nothing(
         sending = api.start(_send_small, count)
         await api.call(peers.forget_tensors)
         assert not sending.done()  # no process reads
-        async with receiver_at(endpoint) as receiver:
+        async with TensorReceiver(endpoint) as receiver:
             seen = set()
             for _ in range(count):
                 seen.add(int((await anext(receiver)).tensor[0]))

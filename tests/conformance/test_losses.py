@@ -14,12 +14,13 @@ from aiotensor import (
     DiscardedError,
     PeerLostError,
     TensorHandle,
+    TensorReceiver,
+    TensorSender,
     WouldBlockError,
 )
 from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker
 from tests.pairs import beyond
-from verification.parties import receiver_at, sender_at
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.processes.peers import Peer
@@ -45,7 +46,7 @@ async def test_a_killed_sender_ends_every_wait_for_its_tensors_within_a_second(p
         assert torch.equal(taken, pattern(1, BIG))
         assert receiver.statistics().senders_lost == 1
         assert receiver.statistics().senders == 0
-        async with sender_at(pairs.endpoint) as other:
+        async with TensorSender(pairs.endpoint) as other:
             assert torch.equal(await receiver.receive(await other.send(pattern(5, 9))), pattern(5, 9))
 
 
@@ -149,7 +150,7 @@ async def test_a_view_stays_valid_when_its_sender_was_killed_and_its_receiver_cl
     endpoint: Endpoint,
 ) -> None:
     async with peers.peers(endpoint, 2) as children:
-        async with receiver_at(endpoint) as receiver:
+        async with TensorReceiver(endpoint) as receiver:
             views = []
             for seed, child in enumerate(children):
                 await child.call(peers.open_sender)
@@ -168,7 +169,7 @@ async def test_a_view_stays_valid_when_its_sender_was_killed_and_its_receiver_cl
 async def test_a_killed_sender_does_not_affect_other_senders(endpoint: Endpoint) -> None:
     async with (
         peers.peers(endpoint, 3) as children,
-        receiver_at(endpoint) as receiver,
+        TensorReceiver(endpoint) as receiver,
     ):
         names = [await child.call(peers.open_sender) for child in children]
         victim, *others = children
@@ -193,7 +194,7 @@ async def _send_many(state: peers.State, count: int) -> int:
 
 
 async def test_a_sender_killed_at_any_moment_leaks_no_memory(endpoint: Endpoint) -> None:
-    async with receiver_at(endpoint) as receiver:
+    async with TensorReceiver(endpoint) as receiver:
         for moment in range(6):
             async with peers.peers(endpoint, 1) as [child]:
                 await child.call(peers.open_sender)

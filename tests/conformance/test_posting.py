@@ -15,6 +15,7 @@ from aiotensor import (
     SenderStatistics,
     TensorHandle,
     TensorQueue,
+    TensorReceiver,
     TensorSender,
     TooLargeError,
     UnsupportedTensorError,
@@ -24,7 +25,6 @@ from aiotensor.transports.endpoints import Endpoint
 from tests.cancellation.situations import held_back, strided
 from tests.conformance.makers import PairMaker
 from verification.internals import worker_of
-from verification.parties import receiver_at, sender_at
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.promptly import promptly
@@ -119,7 +119,7 @@ async def test_post_raises_would_block_error_if_the_receiver_does_not_read(pairs
 async def test_post_without_a_receiver_raises_except_on_a_queue(
     endpoint: Endpoint,
 ) -> None:
-    async with sender_at(endpoint) as sender:
+    async with TensorSender(endpoint) as sender:
         if not isinstance(endpoint, TensorQueue):
             with pytest.raises(WouldBlockError, match=r"no receiver is connected|has not answered"):
                 sender.post(pattern(1, BIG))
@@ -127,7 +127,7 @@ async def test_post_without_a_receiver_raises_except_on_a_queue(
             return
         handle = sender.post(pattern(1, BIG))
         await sender.copied(handle)
-        async with receiver_at(endpoint) as receiver:
+        async with TensorReceiver(endpoint) as receiver:
             assert torch.equal(await receiver.receive(handle), pattern(1, BIG))
             await settled(sender)
 

@@ -12,7 +12,6 @@ import torch
 from aiotensor import PeerLostError, TensorHandle, TensorQueue, TensorReceiver, TensorSender, UsageError
 from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import PairMaker
-from verification.parties import receiver_at, sender_at
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.waiting import settled, until
@@ -77,8 +76,8 @@ async def test_a_receive_cancelled_at_any_turn_of_the_loop_loses_nothing(
 
 async def test_both_ends_are_opened_in_one_task_and_closed_in_another(endpoint: Endpoint) -> None:
     receiver, sender = (
-        receiver_at(endpoint),
-        sender_at(endpoint),
+        TensorReceiver(endpoint),
+        TensorSender(endpoint),
     )
     await asyncio.create_task(receiver.__aenter__())
     await asyncio.create_task(sender.__aenter__())
@@ -92,8 +91,8 @@ async def test_both_ends_are_opened_in_one_task_and_closed_in_another(endpoint: 
 
 async def test_use_in_another_thread_or_loop_raises_usage_error(endpoint: Endpoint) -> None:
     async with (
-        receiver_at(endpoint) as receiver,
-        sender_at(endpoint) as sender,
+        TensorReceiver(endpoint) as receiver,
+        TensorSender(endpoint) as sender,
     ):
         handle = await sender.send(pattern(0, 3))
         for use in (
@@ -111,8 +110,8 @@ async def test_use_in_another_thread_or_loop_raises_usage_error(endpoint: Endpoi
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 async def test_use_in_a_forked_child_raises_usage_error(endpoint: Endpoint) -> None:
     async with (
-        receiver_at(endpoint) as receiver,
-        sender_at(endpoint) as sender,
+        TensorReceiver(endpoint) as receiver,
+        TensorSender(endpoint) as sender,
     ):
         handle = await sender.send(pattern(1, BIG))
         read, write = os.pipe()

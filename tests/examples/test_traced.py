@@ -7,6 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from docs.trace_picture import PICTURE, drawn
+
 from traced import Row
 
 ROOT = Path(__file__).parents[2]

@@ -101,18 +101,6 @@ async def test_two_hosts_exchange_messages_by_the_interface_of_the_store(
         assert "0.0.0.0" not in await low.call(sockets)  # noqa: S104
 
 
-async def has_engine(state: State) -> None:
-    """Wait until an engine moves the large tensors of the end."""
-    await until(lambda: state.others["pipe"].statistics().engine_connections == 1)
-
-
-async def test_two_hosts_exchange_messages_with_an_engine(hosts: Hosts) -> None:
-    async with _ends(hosts, 0, engine="nixl") as (low, high):
-        await asyncio.gather(low.call(has_engine), high.call(has_engine))
-        high.start(echo)
-        assert await low.call(exchange, [10, 5_000, BIG, 4 * BIG, 5 * BIG, 10, 4 * BIG])
-
-
 @pytest.mark.parametrize("count", [10, 4 * BIG])
 async def test_a_host_that_does_not_answer_is_lost_within_the_timeout(count: int, hosts: Hosts) -> None:
     async with _ends(hosts, 0, peer_timeout_s=_TIMEOUT_S) as ends:

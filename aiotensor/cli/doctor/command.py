@@ -168,7 +168,6 @@ def _examine(arena_bytes: int, subscribers: int, place: _Place, keys: Keys) -> I
     yield "uvloop", software.event_loop()
     yield "torch", software.torch_version()
     yield "CUDA", software.cuda()
-    yield "NIXL", software.nixl(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     # Last, because the mappings of torch use some of the addresses.
     limits = memory.process_limits(arena_bytes, address_space, memory.mapped_bytes(), file_size)
     yield "process limits", limits

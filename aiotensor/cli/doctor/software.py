@@ -1,24 +1,19 @@
-"""Checks of the software: Python's start method, torch, CUDA, uvloop and NIXL."""
+"""Checks of the software: Python's start method, torch, CUDA and uvloop."""
 
 import re
-import resource
-import time
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
 from aiotensor.cli.doctor.finding import Finding, Status, read
-from aiotensor.cli.words import counted, in_words
-from aiotensor.engines import EngineError, engine_maker
+from aiotensor.cli.words import counted
 
-__all__ = ["cuda", "event_loop", "nixl", "release_of", "start_method", "torch_build", "torch_version"]
+__all__ = ["cuda", "event_loop", "release_of", "start_method", "torch_build", "torch_version"]
 
 _OLDEST_TORCH = (2, 6)
 _OLDEST_UVLOOP = (0, 21)
-_TRIAL_BYTES = 1 << 20
 
 
 def release_of(version: str) -> tuple[int, int]:
@@ -93,49 +88,6 @@ def cuda(root: Path = Path("/")) -> Finding:
         advice = "To use a GPU, install a build of torch with CUDA, and check CUDA_VISIBLE_DEVICES"
         return Finding(Status.NOTE, found, advice)
     return Finding(Status.OK, found)
-
-
-def nixl(locked_bytes: int, root: Path = Path("/"), trial_s: float = 5.0) -> Finding:
-    """Write from one engine of NIXL to another, and look for RDMA devices.
-
-    Args:
-        locked_bytes: the limit of locked memory in bytes; RDMA devices require that memory is locked.
-        root: the root of the file system.
-        trial_s: the time limit for the write in seconds.
-    """
-    devices = sorted(path.name for path in root.glob("sys/class/infiniband/*"))
-    what = f"RDMA devices: {', '.join(devices)}" if devices else "this machine has no RDMA device"
-    try:
-        _try_nixl(trial_s)
-    except EngineError as error:
-        if not devices:
-            return Finding(Status.OK, f"not usable, and not needed: {what}; {error}")
-        return Finding(Status.NOTE, f"not usable: {error}; {what}", "For RDMA: pip install nixl-cu12")
-    if devices and locked_bytes != resource.RLIM_INFINITY:
-        found = f"works; {what}; a process may lock {in_words(locked_bytes)} of memory for them"
-        return Finding(Status.NOTE, found, "Raise the limit to the arena_bytes of all senders: ulimit -l")
-    return Finding(Status.OK, f"works; {what}")
-
-
-def _try_nixl(trial_s: float) -> None:
-    make = engine_maker("nixl")
-    with ExitStack() as closing:
-        engines = []
-        for _ in range(2):
-            engines.append(make())
-            closing.callback(engines[-1].close)
-        writer, reader = engines
-        writer.connect(reader.address)
-        reader.connect(writer.address)
-        memory = bytearray(_TRIAL_BYTES)
-        writer.write(memoryview(b"x" * _TRIAL_BYTES), reader.register(memoryview(memory)), 0)
-        end = time.monotonic() + trial_s
-        while not (ended := writer.poll()):
-            reader.poll()
-            if time.monotonic() > end:
-                raise EngineError("a write did not finish")
-        if ended[0][1] or not all(memory[:: _TRIAL_BYTES - 1]):
-            raise EngineError(f"a write failed: {ended[0][1]}")
 
 
 def _names_of_gpus(root: Path) -> list[str]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from aiotensor.cli.words import brief, by_engine, counted, in_words, of_limit, printable, short
+from aiotensor.cli.words import brief, counted, in_words, of_limit, printable, short
 from aiotensor.inspection import PublisherInspection
 from aiotensor.types import SubscriberLag
 
@@ -56,7 +56,6 @@ def as_lines(address: str, now: PublisherInspection) -> str:
         waiting = f"{statistics.waiting} waiting for up to {statistics.longest_wait_s:.1f} s"
     parts = [
         f"{of_limit(statistics.subscribers, statistics.max_subscribers)} subscribers",
-        *by_engine(statistics.engine_connections),
         f"{in_words(statistics.bytes_in_use)} of {in_words(statistics.arena_bytes)} in use",
         waiting,
         f"{counted(statistics.published, 'publication')} ({in_words(statistics.bytes_published)})",
@@ -106,8 +105,6 @@ def as_screen(
         "dropped": str(statistics.dropped),
         "lost": str(statistics.subscribers_lost),
     }
-    if statistics.engine_connections:
-        facts["by NIXL"] = str(statistics.engine_connections)
     line = Text(no_wrap=True, overflow="ellipsis")
     for name, value in facts.items():
         line.append(f"{name} ", style="dim").append(f"{value}   ")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from aiotensor.cli.words import by_engine, counted, in_words, of_limit, printable
+from aiotensor.cli.words import counted, in_words, of_limit, printable
 from aiotensor.inspection import Inspection, PublisherInspection, SenderInspection
 from aiotensor.types import Holder, SenderStatistics
 
@@ -97,7 +97,6 @@ def _receiver(address: str, now: Inspection) -> str:
     limit = statistics.max_mapped_bytes
     parts = [
         f"{of_limit(statistics.senders, statistics.max_senders)} senders",
-        *by_engine(statistics.engine_connections),
         f"{of_limit(in_words(statistics.mapped_bytes), None if limit is None else in_words(limit))} mapped",
         f"{_tensors(statistics.unclaimed_tensors, statistics.unclaimed_bytes)} unclaimed",
         f"{counted(statistics.leases, 'lease')} ({in_words(statistics.leased_bytes)})",
@@ -125,7 +124,6 @@ def _usage(statistics: SenderStatistics) -> list[str]:
         f"{in_words(statistics.bytes_in_use)} of {in_words(statistics.arena_bytes)} in use",
         waiting,
         f"{counted(statistics.messages_sent, 'message')} ({in_words(statistics.bytes_sent)}) sent",
-        *(["by NIXL"] if statistics.engine_connections else []),
     ]
 
 

@@ -120,8 +120,6 @@ def _header(address: str, now: Inspection) -> RenderableType:
         "lost": str(statistics.senders_lost),
         "refused": str(statistics.senders_refused),
     }
-    if statistics.engine_connections:
-        of_senders["by NIXL"] = str(statistics.engine_connections)
     of_memory = {
         "mapped": _over(short(statistics.mapped_bytes), None if limit is None else short(limit)),
         "unclaimed": _with_bytes(statistics.unclaimed_tensors, statistics.unclaimed_bytes),

@@ -25,7 +25,6 @@ def report(pid: int, *, peak_in_flight: int = 2, videos: int = 4) -> WorkerRepor
         peak_bytes_in_use=700_000_000,
         warm_bytes=0,
         largest_free_bytes=1_000_000_000,
-        engine_connections=0,
         messages_sent=videos,
         messages_discarded=0,
         tensors_sent=2 * videos,
