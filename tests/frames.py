@@ -10,7 +10,6 @@ from aiotensor.protocol.frames import (
     FromSender,
     Hello,
     Put,
-    StatisticsReply,
     decode,
 )
 from aiotensor.protocol.sender import SenderConnection
@@ -25,7 +24,6 @@ from aiotensor.types import (
 
 __all__ = [
     "NO_WAITS",
-    "REPLY",
     "frames_of",
     "hello",
     "put",
@@ -48,9 +46,6 @@ def receiver_statistics(**changes: object) -> ReceiverStatistics:
     """Return the statistics of an unused receiver, with some fields changed."""
     fields: dict[str, Any] = {**dict.fromkeys(ReceiverStatistics.__struct_fields__, 0), "errors": {}}
     return ReceiverStatistics(**{**fields, **changes})
-
-
-REPLY = StatisticsReply(sender_statistics())
 
 
 def hello(**changes: object) -> Hello:
