@@ -19,7 +19,6 @@ from aiotensor.types import (
     MAX_TRACE_NAME,
     MAX_TRACE_VALUE,
     ReceiverStatistics,
-    SenderStatistics,
 )
 
 __all__ = [
@@ -29,17 +28,9 @@ __all__ = [
     "put",
     "receiver_statistics",
     "record_of",
-    "sender_statistics",
 ]
 
 NO_WAITS = WaitCounter().waits()
-
-
-def sender_statistics(**changes: object) -> SenderStatistics:
-    """Return the statistics of an unused sender, with some fields changed."""
-    fields: dict[str, Any] = dict.fromkeys(SenderStatistics.__struct_fields__, 0)
-    fields |= {"permit_waits": NO_WAITS, "memory_waits": NO_WAITS, "errors": {}, "holders": ()}
-    return SenderStatistics(**{**fields, **changes})
 
 
 def receiver_statistics(**changes: object) -> ReceiverStatistics:
