@@ -374,13 +374,6 @@ def test_the_memory_limit_must_cover_the_arena_and_the_processes(tmp_path: Path)
     check(container(GIB + 1, root), Status.NOTE, "too little", "MemoryMax=")
 
 
-async def test_the_size_of_the_arena_can_be_given() -> None:
-    status, findings = await doctor("--arena-bytes", str(1 << 55))
-
-    assert (status, findings["memory"]["status"]) == (0, "note")
-    assert "an arena of 32.0 PiB" in findings["memory"]["found"]
-
-
 def test_descriptors_are_compared_with_the_number_of_subscribers() -> None:
     check(open_files(192, 192, 64), Status.OK, "64 subscribers")
     check(open_files(RLIM_INFINITY, RLIM_INFINITY, 10_000), Status.OK, "10000 subscribers")
