@@ -10,7 +10,6 @@ import torch
 from aiotensor.errors import again
 from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
-from aiotensor.runtime.cgroups import warn_if_too_large
 from aiotensor.sending.capacity import SenderCapacity
 from aiotensor.sending.grants import unopened_statistics
 from aiotensor.sending.message import Message
@@ -105,7 +104,6 @@ class TensorSender(LoopObject):
     async def __aenter__(self) -> Self:
         self.affinity.enter()
         try:
-            warn_if_too_large(self._id, self._settings.max_bytes)
             self._pipeline = self._capacity.pipeline = Pipeline(
                 self._id,
                 self._route,

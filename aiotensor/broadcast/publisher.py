@@ -15,7 +15,6 @@ from aiotensor.protocol.frames import MAX_RECORD_BYTES, Subscribe
 from aiotensor.receiving.intake import Intake
 from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
-from aiotensor.runtime.cgroups import warn_if_too_large
 from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
 from aiotensor.transports.base import Listener
@@ -122,7 +121,6 @@ class Publisher(LoopObject):
     async def __aenter__(self) -> Self:
         self.affinity.enter()
         try:
-            warn_if_too_large(self._id, self._settings.max_bytes)
             publishing = Publishing(self._id, self._settings, self._counts, self._errors)
             self._publishing = publishing
             self._intake = Intake(self._id, MAX_RECORD_BYTES, publishing.subscribers)

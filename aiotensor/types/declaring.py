@@ -11,7 +11,6 @@ from aiotensor.types.values import Number, Seconds
 __all__ = [
     "MAX_BOUNDS",
     "MAX_ERROR_NAMES",
-    "MAX_HOLDERS",
     "Errors",
     "Export",
     "Holder",
@@ -20,11 +19,9 @@ __all__ = [
     "gauge",
 ]
 
-# Limits on values that come from another process: the bounds of a `Waits`, the types of errors, and holders.
-# A sender reports far fewer holders to an inspector, but users may store and load all of its statistics.
+# Limits on values that come from another process: the bounds of a `Waits`, and the types of errors.
 MAX_BOUNDS = 64
 MAX_ERROR_NAMES = 32
-MAX_HOLDERS = 1024
 
 Errors: TypeAlias = Annotated[
     dict[Annotated[str, msgspec.Meta(max_length=64)], Number],
@@ -44,7 +41,7 @@ class Holder(msgspec.Struct, frozen=True):
     """
 
     message: Number | None
-    state: Annotated[str, msgspec.Meta(max_length=64)]
+    state: str
     bytes: Number
     seconds: Seconds
 

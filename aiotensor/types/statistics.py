@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from aiotensor.types.broadcast_statistics import PublisherStatistics, SubscriberStatistics
-from aiotensor.types.declaring import MAX_HOLDERS, Errors, Holder, Waits, counter, gauge
+from aiotensor.types.declaring import Errors, Holder, Waits, counter, gauge
 from aiotensor.types.values import Number, Seconds
 
 __all__ = [
@@ -51,7 +51,7 @@ class SenderStatistics(msgspec.Struct, frozen=True):
     ]
     holders: Annotated[
         tuple[Holder, ...],
-        msgspec.Meta(max_length=MAX_HOLDERS, description="Holders of permits and memory, longest first."),
+        msgspec.Meta(description="Holders of permits and memory, longest first."),
     ]
     arena_bytes: Annotated[Number, gauge("Limit of shared memory in use.", metric="memory_limit_bytes")]
     bytes_in_use: Annotated[

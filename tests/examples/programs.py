@@ -158,7 +158,8 @@ async def taken(folder: Path) -> int:
     ).statistics.tensors_taken
 
 
-async def in_use(folder: Path) -> int:
-    """Return the bytes of shared memory that the servers use."""
-    senders = (await inspect_receiver(f"unix://{folder}/example-engine.tensors", patience_s=5)).senders
-    return sum(one.statistics.bytes_in_use for one in senders if one.statistics is not None)
+async def in_use(site: Site) -> float:
+    """Return the bytes of shared memory that a server of one process uses."""
+    page = (await site.http.get("/metrics")).text
+    lines = [line for line in page.splitlines() if line.startswith("aiotensor_sender_memory_in_use_bytes{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)

@@ -19,15 +19,13 @@ from aiotensor.protocol.frames import (
     Hello,
     Put,
     Release,
-    StatisticsReply,
-    StatisticsRequest,
     Taken,
     Welcome,
     decode,
 )
 from aiotensor.protocol.receiver import ReceiverConnection
 from aiotensor.protocol.sender import SenderConnection
-from tests.frames import hello, put, sender_statistics
+from tests.frames import hello, put
 
 SEGMENT_BYTES = 1 << 20
 
@@ -70,11 +68,10 @@ class TwoEnds(RuleBasedStateMachine):
         self.receiver: ReceiverConnection | None = None
         self.to_receiver: deque[bytes] = deque()
         self.to_sender: deque[bytes] = deque()
-        # The sender's books: messages with a permit, announced tensors by blocks, and pending requests.
+        # The sender's books: messages with a permit, and announced tensors by blocks.
         self.sent: dict[int, Sent] = {}
         self.pins: Counter[int] = Counter()
         self.segments = 0
-        self.requests = 0
         # The receiver's books: messages, living tensors by blocks, and messages discarded before they came.
         self.arrived: dict[int, Arrived] = {}
         self.leases: list[int] = []
@@ -135,12 +132,6 @@ class TwoEnds(RuleBasedStateMachine):
         self.to_receiver.append(self.sender.attach(self.segments, "arena", 4096))
         self.segments += 1
 
-    @precondition(lambda self: self.requests)
-    @rule()
-    def reply(self) -> None:
-        self.sender.reply(sender_statistics())
-        self.requests -= 1
-
     @rule()
     def flush_sender(self) -> None:
         self.to_receiver += self.sender.data_to_send()
@@ -181,12 +172,6 @@ class TwoEnds(RuleBasedStateMachine):
         assert self.receiver is not None
         for block in released:
             self.receiver.release(block)
-
-    @precondition(lambda self: self.receiver is not None)
-    @rule()
-    def request_statistics(self) -> None:
-        assert self.receiver is not None
-        self.receiver.request_statistics()
 
     @precondition(lambda self: self.receiver is not None)
     @rule()
@@ -232,7 +217,7 @@ class TwoEnds(RuleBasedStateMachine):
                     if message is not None:
                         self.release_all(message.blocks)
                     self.unwanted.add(frame.message)
-                case Attach() | StatisticsReply() | Close():
+                case Attach() | Close():
                     pass
 
     def store(self, receiver: ReceiverConnection, frame: Put) -> None:
@@ -258,16 +243,10 @@ class TwoEnds(RuleBasedStateMachine):
                     for block in frame.blocks:
                         self.pins[block] -= 1
                         assert self.pins[block] >= 0, "a block was released more often than it was announced"
-                case StatisticsRequest():
-                    self.requests += 1
                 case Welcome() | Close():
                     pass
 
     # Invariants, and the balance in the end
-
-    @invariant()
-    def the_sender_owes_at_most_one_reply(self) -> None:
-        assert self.requests <= 1
 
     @invariant()
     def messages_in_flight_stay_within_the_limit(self) -> None:

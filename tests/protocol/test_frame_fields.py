@@ -10,7 +10,6 @@ from aiotensor.protocol.frames import (
     FROM_SENDER,
     LEAST_FRAME_BYTES,
     MAX_DIMENSIONS,
-    MAX_HOLDERS,
     MAX_RECORD_BYTES,
     MAX_ROWS,
     OPENING,
@@ -22,7 +21,6 @@ from aiotensor.protocol.frames import (
     Put,
     ReceiverReport,
     SenderSummary,
-    StatisticsReply,
     Welcome,
     bounded,
     decode,
@@ -37,12 +35,11 @@ from aiotensor.types import (
     MAX_TRACE_FIELDS,
     MAX_TRACE_NAME,
     MAX_TRACE_VALUE,
-    Holder,
+    PublisherStatistics,
     ReceiverStatistics,
-    SenderStatistics,
-    Waits,
+    SubscriberLag,
 )
-from tests.frames import LONGEST_TRACE, receiver_statistics, record_of, sender_statistics
+from tests.frames import LONGEST_TRACE, NO_WAITS, receiver_statistics, record_of
 
 HELLO = ["hello", VERSION, 1, "s", 1, 1]
 PUT = ["put", 0, 0, "uint8", [2, 3], "cpu", "inline", b"123456"]
@@ -60,44 +57,20 @@ def fields_of(statistics: object) -> dict[str, Any]:
 def test_a_report_of_the_most_senders_with_any_names_fits_into_a_record() -> None:
     largest: dict[str, Any] = dict.fromkeys(ReceiverStatistics.__struct_fields__, MAX_NUMBER)
     largest["errors"] = dict.fromkeys(ERROR_NAMES, MAX_NUMBER)
-    row = SenderSummary("\N{GRINNING FACE}" * 64, *[MAX_NUMBER] * 7)
+    row = SenderSummary("\N{GRINNING FACE}" * 64, *[MAX_NUMBER] * 9)
     report = ReceiverReport(ReceiverStatistics(**largest), (row,) * MAX_ROWS)
 
     assert len(encode(report)) <= MAX_RECORD_BYTES
     assert decode(TO_INSPECTOR, encode(report)) == [report]
 
 
-def test_the_longest_reply_fits_into_the_shortest_record_that_every_receiver_accepts() -> None:
-    bounds = tuple(2.0**63 - 2048 * (MAX_BOUNDS - number) for number in range(MAX_BOUNDS))
-    longest_waits = Waits(bounds, (MAX_NUMBER,) * (MAX_BOUNDS + 1), 2.0**63)
-    error_names = [f"{number:02}" + "\N{GRINNING FACE}" * 62 for number in range(MAX_ERROR_NAMES)]
-    holder = Holder(MAX_NUMBER, "\N{GRINNING FACE}" * 64, MAX_NUMBER, 2.0**63)
-    largest: dict[str, Any] = {
-        **dict.fromkeys(SenderStatistics.__struct_fields__, MAX_NUMBER),
-        "longest_wait_s": 2.0**63,
-        "permit_waits": longest_waits,
-        "memory_waits": longest_waits,
-        "errors": dict.fromkeys(error_names, MAX_NUMBER),
-        "holders": (holder,) * MAX_HOLDERS,
-    }
-    reply = StatisticsReply(SenderStatistics(**largest), "\N{GRINNING FACE}" * 64)
-
-    assert len(encode(reply)) <= LEAST_FRAME_BYTES
-    assert decode(FROM_SENDER, encode(reply)) == [reply]
-
-
 def test_numbers_beyond_the_range_of_frames_are_bounded() -> None:
-    statistics = bounded(sender_statistics(arena_bytes=2**70, waiting=3))
-    assert statistics == sender_statistics(arena_bytes=MAX_NUMBER, waiting=3)
     unlimited = receiver_statistics(max_senders=None, mapped_bytes=2**63)
     assert bounded(unlimited) == receiver_statistics(max_senders=None, mapped_bytes=MAX_NUMBER)
 
 
 WRONG_SECONDS = (float("nan"), float("inf"), -0.5, 2.0**64, None)
-NUMBERS_OF_SENDERS = sorted(
-    set(SenderStatistics.__struct_fields__)
-    - {"longest_wait_s", "permit_waits", "memory_waits", "errors", "holders"}
-)
+LAG = SubscriberLag("s", 1, 0, 0.0, 0, 0, 0)
 
 
 def _waited(**changes: object) -> dict[str, object]:
@@ -105,23 +78,22 @@ def _waited(**changes: object) -> dict[str, object]:
     return {"bounds_s": [0.5], "counts": [1, 2], "total_s": 3.0, **changes}
 
 
-def _holder(*changes: tuple[str, object]) -> dict[str, object]:
-    return {"message": 0, "state": "open", "bytes": 0, "seconds": 0.0, **dict(changes)}
+def _lag(**changes: object) -> dict[str, object]:
+    return {**fields_of(LAG), **changes}
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *((field, wrong) for field in NUMBERS_OF_SENDERS for wrong in (-1, 2**63, None)),
+        *(("published", wrong) for wrong in (-1, 2**63, None)),
         *(("longest_wait_s", wrong) for wrong in WRONG_SECONDS),
-        ("permit_waits", None),
+        ("memory_waits", None),
         (
             "memory_waits",
             _waited(bounds_s=[float(n) for n in range(MAX_BOUNDS + 1)], counts=[0] * (MAX_BOUNDS + 2)),
         ),
-        ("memory_waits", {"bounds_s": [], "counts": [0]}),
         *(
-            ("permit_waits", _waited(counts=counts))
+            ("memory_waits", _waited(counts=counts))
             for counts in ([], [1], [1, 2, 3], [1, -2], [1, 2**63], [1, None])
         ),
         *(("memory_waits", _waited(bounds_s=[wrong])) for wrong in WRONG_SECONDS),
@@ -131,29 +103,24 @@ def _holder(*changes: tuple[str, object]) -> dict[str, object]:
         ("errors", {"OSError": -1}),
         ("errors", {f"E{number}": 1 for number in range(MAX_ERROR_NAMES + 1)}),
         ("errors", None),
-        ("holders", [_holder()] * 1025),
-        ("holders", [_holder(("message", -1))]),
-        ("holders", [_holder(("state", "x" * 65))]),
-        ("holders", [_holder(("bytes", -1))]),
-        ("holders", [_holder(("seconds", -0.5))]),
-        ("holders", [{"message": 0}]),
-        ("holders", None),
+        ("lags", [_lag(subscriber="x" * 65)]),
+        ("lags", [_lag(behind=-1)]),
+        ("lags", [_lag(behind_s=-0.5)]),
+        ("lags", [{"subscriber": "s"}]),
+        ("lags", None),
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_a_reply_with_one_wrong_field_is_refused(field: str, value: object) -> None:
-    fields = fields_of(sender_statistics(holders=(Holder(None, "allocated", 1, 0.5),), errors={"OSError": 1}))
-    decode(FROM_SENDER, record_of(["statistics reply", fields, "s"]))  # valid without the change
+def test_a_publisher_report_with_one_wrong_field_is_refused(field: str, value: object) -> None:
+    waits = dict.fromkeys(("subscriber_waits", "memory_waits"), NO_WAITS)
+    changed = {"errors": {"OSError": 1}, "lags": (LAG,), **waits}
+    statistics = {**dict.fromkeys(PublisherStatistics.__struct_fields__, 0), **changed}
+    fields = fields_of(PublisherStatistics(**statistics))  # type: ignore[arg-type]
+    decode(TO_INSPECTOR, record_of(["publisher report", fields]))  # valid without the change
 
     fields[field] = value
     with pytest.raises(ProtocolError):
-        decode(FROM_SENDER, record_of(["statistics reply", fields, "s"]))
-
-
-@pytest.mark.parametrize("sender", ["x" * 65, None, 0], ids=repr)
-def test_a_reply_with_a_wrong_sender_is_refused(sender: object) -> None:
-    with pytest.raises(ProtocolError):
-        decode(FROM_SENDER, record_of(["statistics reply", fields_of(sender_statistics()), sender]))
+        decode(TO_INSPECTOR, record_of(["publisher report", fields]))
 
 
 NOTHING = fields_of(receiver_statistics())
@@ -164,9 +131,9 @@ NOTHING = fields_of(receiver_statistics())
     [
         ["receiver report", {}, []],
         ["receiver report", None, []],
-        ["receiver report", NOTHING, [["s", *[0] * 7]] * (MAX_ROWS + 1)],
-        ["receiver report", NOTHING, [["", *[0] * 7]]],
-        ["receiver report", NOTHING, [["s", -1, *[0] * 6]]],
+        ["receiver report", NOTHING, [["s", *[0] * 9]] * (MAX_ROWS + 1)],
+        ["receiver report", NOTHING, [["", *[0] * 9]]],
+        ["receiver report", NOTHING, [["s", -1, *[0] * 8]]],
         ["receiver report", dict.fromkeys(NOTHING, "0"), []],
         ["receiver report", NOTHING, [], None],
         *(["receiver report", {**NOTHING, field: -1}, []] for field in NOTHING),
@@ -180,7 +147,7 @@ NOTHING = fields_of(receiver_statistics())
 )
 def test_a_report_with_one_wrong_field_is_refused(items: object) -> None:
     decode(
-        TO_INSPECTOR, record_of(["receiver report", NOTHING, [["s", *[0] * 7]], True])
+        TO_INSPECTOR, record_of(["receiver report", NOTHING, [["s", *[0] * 9]], True])
     )  # this one is valid
 
     with pytest.raises(ProtocolError):
@@ -241,7 +208,6 @@ def test_a_first_frame_with_a_wrong_field_is_refused(items: object) -> None:
         ["discard"],
         ["discarded", [0]],
         ["detach", 0],
-        ["statistics reply"],
         ["close", "x" * 1025],
         ["close", 0],
         ["close", None],

@@ -32,8 +32,6 @@ from aiotensor.protocol.frames import (
     ReceiverReport,
     Release,
     SenderSummary,
-    StatisticsReply,
-    StatisticsRequest,
     Taken,
     ToInspector,
     ToSender,
@@ -41,14 +39,8 @@ from aiotensor.protocol.frames import (
     decode,
     encode,
 )
-from aiotensor.types import (
-    MAX_NUMBER,
-    Holder,
-    ReceiverStatistics,
-    SenderStatistics,
-    Waits,
-)
-from tests.frames import REPLY, hello, receiver_statistics, record_of
+from aiotensor.types import MAX_NUMBER, ReceiverStatistics
+from tests.frames import hello, receiver_statistics, record_of
 
 Frames = list[FromSender] | list[ToSender] | list[ToInspector] | list[Opening]
 Decode = Callable[[bytes], Frames]
@@ -57,7 +49,6 @@ numbers = st.integers(0, MAX_NUMBER)
 pids = st.integers(0, 2**31 - 1)
 names = st.text(min_size=1, max_size=64)
 versions = st.integers(-(2**63), MAX_NUMBER)
-seconds = st.floats(0, 2.0**63)
 closes = st.builds(Close, st.text(max_size=100), st.booleans(), st.booleans(), st.booleans())
 
 puts = st.builds(
@@ -74,25 +65,7 @@ puts = st.builds(
     requires_grad=st.booleans(),
     is_parameter=st.booleans(),
 )
-holders = st.builds(Holder, st.none() | numbers, names, numbers, seconds)
-waits = st.lists(seconds, max_size=5, unique=True).flatmap(
-    lambda bounds: st.builds(
-        Waits,
-        st.just(tuple(sorted(bounds))),
-        st.tuples(*[numbers] * (len(bounds) + 1)),
-        seconds,
-    )
-)
 errors = st.dictionaries(names, numbers, max_size=4)
-sender_fields: dict[str, st.SearchStrategy[Any]] = {
-    **dict.fromkeys(SenderStatistics.__struct_fields__, numbers),
-    "longest_wait_s": seconds,
-    "permit_waits": waits,
-    "memory_waits": waits,
-    "errors": errors,
-    "holders": st.lists(holders, max_size=4).map(tuple),
-}
-replies = st.builds(StatisticsReply, st.builds(SenderStatistics, **sender_fields), st.text(max_size=64))
 receiver_fields: dict[str, st.SearchStrategy[Any]] = {
     **{
         field: st.none() | numbers if field.startswith("max_") else numbers
@@ -100,7 +73,7 @@ receiver_fields: dict[str, st.SearchStrategy[Any]] = {
     },
     "errors": errors,
 }
-summaries = st.builds(SenderSummary, names, *[numbers] * 7)
+summaries = st.builds(SenderSummary, names, *[numbers] * 9)
 many_numbers = st.lists(numbers, max_size=20).map(tuple)
 welcomes = st.builds(
     Welcome,
@@ -120,7 +93,6 @@ frames_from_sender = st.one_of(
     puts,
     st.builds(End, numbers, numbers),
     st.builds(Discard, numbers),
-    replies,
     closes,
 )
 frames_to_sender = st.one_of(
@@ -128,7 +100,6 @@ frames_to_sender = st.one_of(
     st.builds(Taken, many_numbers),
     st.builds(Discarded, many_numbers),
     st.builds(Release, many_numbers),
-    st.just(StatisticsRequest()),
     closes,
 )
 frames_to_inspector = st.one_of(
@@ -139,7 +110,6 @@ frames_to_inspector = st.one_of(
         st.lists(summaries, max_size=4).map(tuple),
         st.booleans(),
     ),
-    replies,
     closes,
 )
 records_from_sender = st.lists(frames_from_sender, max_size=4)
@@ -304,20 +274,18 @@ SAMPLES: dict[type, Any] = {
     Put: Put(0, 0, "uint8", (3,), "cpu", "inline", b"abc"),
     End: End(0, 1),
     Discard: Discard(0),
-    StatisticsReply: REPLY,
     Welcome: Welcome(VERSION, 1),
     Taken: Taken((0,)),
     Discarded: Discarded((0,)),
     Release: Release((0,)),
-    StatisticsRequest: StatisticsRequest(),
     ReceiverReport: ReceiverReport(receiver_statistics(), ()),
     Close: Close(),
 }
 DIRECTIONS: dict[str, set[type]] = {
     "opening": {Hello, Inspect},
-    "from sender": {Attach, Put, End, Discard, StatisticsReply, Close},
-    "to sender": {Welcome, Taken, Discarded, Release, StatisticsRequest, Close},
-    "to inspector": {Welcome, ReceiverReport, StatisticsReply, Close},
+    "from sender": {Attach, Put, End, Discard, Close},
+    "to sender": {Welcome, Taken, Discarded, Release, Close},
+    "to inspector": {Welcome, ReceiverReport, Close},
 }
 
 

@@ -1,12 +1,10 @@
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from aiotensor.errors import PeerLostError, ProtocolError, RefusedError
 from aiotensor.protocol.connection import Close, ConnectionState
 from aiotensor.protocol.frames import (
-    MAX_HOLDERS,
     MAX_RECORD_BYTES,
     MAX_ROWS,
     OPENING,
@@ -18,30 +16,25 @@ from aiotensor.protocol.frames import (
     Inspect,
     ReceiverReport,
     SenderSummary,
-    StatisticsReply,
     ToInspector,
     Welcome,
     decode,
     encode,
 )
 from aiotensor.protocol.inspector import InspectedConnection, InspectorConnection
-from aiotensor.types import MAX_NUMBER, Holder
-from tests.frames import REPLY, hello, put, receiver_statistics, sender_statistics
+from aiotensor.types import MAX_NUMBER
+from tests.frames import hello, put, receiver_statistics
 
 INSPECT = Inspect(VERSION, 42)
 WELCOME = Welcome(VERSION, 43, receiver="r", is_admitted=True)
 
 
 def summary(sender: str = "s") -> SenderSummary:
-    return SenderSummary(sender, *[0] * 7)
+    return SenderSummary(sender, *[0] * 9)
 
 
 def report(*senders: str, last: bool = True, **changes: object) -> ReceiverReport:
     return ReceiverReport(receiver_statistics(**changes), tuple(map(summary, senders)), last)
-
-
-def reply(sender: str) -> StatisticsReply:
-    return replace(REPLY, sender=sender)
 
 
 def inspector(*received: ToInspector) -> InspectorConnection:
@@ -90,8 +83,7 @@ def test_a_welcome_opens_the_connection_and_identifies_the_receiver() -> None:
     assert connection.state is ConnectionState.OPEN
     assert (connection.receiver_id, connection.peer_pid) == ("r", 43)
     assert connection.statistics is None
-    assert not connection.has_reports
-    assert not connection.has_replies
+    assert not connection.is_complete
 
 
 def test_a_receiver_of_another_version_is_refused() -> None:
@@ -107,46 +99,26 @@ def test_the_receiver_may_close_in_every_state(received: tuple[ToInspector, ...]
     connection = inspector(*received)
     close = Close("a newer connection replaced it", retry=True)
 
-    assert connection.receive(encode(close, REPLY)) == [close]
+    assert connection.receive(encode(close, report())) == [close]
     assert connection.is_closed
     assert isinstance(connection.closed(close).error, PeerLostError)
 
 
 def test_reports_accumulate_up_to_the_last_one() -> None:
     first, last = report("a", "b", last=False, senders=3), report("c", senders=3)
-    assert not inspector(WELCOME, first).has_reports
+    assert not inspector(WELCOME, first).is_complete
 
     connection = inspector(WELCOME, first, last)
-    assert connection.has_reports
+    assert connection.is_complete
     assert connection.senders == {sender: summary(sender) for sender in "abc"}
     assert connection.statistics == receiver_statistics(senders=3)
-
-
-def test_each_sender_replies_once_in_any_order() -> None:
-    connection = inspector(WELCOME, report("a", "b"))
-    for sender in "ba":
-        assert not connection.has_replies
-        assert connection.receive(encode(reply(sender))) == [reply(sender)]
-
-    assert connection.has_replies
-    assert connection.replies == {sender: reply(sender) for sender in "ab"}
-
-
-def test_no_reply_is_expected_without_senders() -> None:
-    assert inspector(WELCOME, report()).has_replies
 
 
 @pytest.mark.parametrize(
     ("received", "frame", "reason"),
     [
         ((), report(), "a frame before its hello"),
-        ((), REPLY, "a sender that it did not report"),
         ((WELCOME,), WELCOME, "a second hello"),
-        ((WELCOME,), reply("s"), "a sender that it did not report"),
-        ((WELCOME, report("s", last=False)), reply("s"), "a sender that it did not report"),
-        ((WELCOME, report("s")), reply("another"), "a sender that it did not report"),
-        ((WELCOME, report("s")), reply(""), "a sender that it did not report"),
-        ((WELCOME, report("s"), reply("s")), reply("s"), "two replies of one sender"),
         ((WELCOME, report("s")), report("s"), "a report after the last one"),
     ],
 )
@@ -180,7 +152,7 @@ def test_an_inspector_of_another_version_gets_the_version_and_the_reason() -> No
 
 @pytest.mark.parametrize(
     "frame",
-    [put(), Discard(0), Attach(0, "arena", 1), REPLY, Close()],
+    [put(), Discard(0), Attach(0, "arena", 1), Close()],
     ids=lambda frame: type(frame).__name__,
 )
 def test_an_inspector_sends_no_other_frame(frame: FromSender) -> None:
@@ -209,13 +181,10 @@ def test_many_senders_are_split_into_reports_and_the_last_one_is_marked(count: i
     assert [one.last for one in reports] == [False] * (len(reports) - 1) + [True]
 
 
-def test_reports_and_replies_of_the_longest_names_stay_within_the_limit_of_records() -> None:
+def test_reports_of_the_longest_names_stay_within_the_limit_of_records() -> None:
     name = "\N{GRINNING FACE}" * 64
-    holders = (Holder(MAX_NUMBER, name, MAX_NUMBER, 2.0**63),) * MAX_HOLDERS
     connection = inspected()
-    connection.report(receiver_statistics(), [SenderSummary(name, *[MAX_NUMBER] * 7)] * (2 * MAX_ROWS))
-    for _ in range(50):
-        connection.forward(StatisticsReply(sender_statistics(holders=holders), name))
+    connection.report(receiver_statistics(), [SenderSummary(name, *[MAX_NUMBER] * 9)] * (2 * MAX_ROWS))
     connection.close(Close("x" * 1024))
 
     records = connection.data_to_send()
@@ -235,24 +204,21 @@ def test_nothing_is_sent_after_the_last_frame() -> None:
     connection = inspected()
     connection.close(Close("a newer connection replaced it", retry=True))
     connection.report(receiver_statistics(), [])
-    connection.forward(REPLY)
 
     assert frames_of(connection) == [Close("a newer connection replaced it", retry=True)]
     assert connection.receive(encode(put())) == []
 
 
 @pytest.mark.parametrize("count", [0, 1, 2 * MAX_ROWS + 1])
-def test_an_inspector_decodes_the_reports_and_replies_of_a_receiver(count: int) -> None:
+def test_an_inspector_decodes_the_reports_of_a_receiver(count: int) -> None:
     ours = InspectorConnection(42)
     [opening] = (frame for record in ours.data_to_send() for frame in decode(OPENING, record))
     assert isinstance(opening, Inspect)
     theirs = InspectedConnection(opening, WELCOME)
     names = [f"{number}" for number in range(count)]
     theirs.report(receiver_statistics(senders=count), [summary(name) for name in names])
-    for name in names:
-        theirs.forward(reply(name))
     for record in theirs.data_to_send():
         ours.receive(record)
 
-    assert ours.has_replies
-    assert list(ours.senders) == list(ours.replies) == names
+    assert ours.is_complete
+    assert list(ours.senders) == names

@@ -7,7 +7,6 @@ from aiotensor.errors import ProtocolError
 from aiotensor.protocol.connection import Close, ConnectionState
 from aiotensor.protocol.frames import (
     MAX_FRAMES,
-    MAX_HOLDERS,
     MAX_RECORD_BYTES,
     MAX_TENSORS,
     TO_SENDER,
@@ -18,8 +17,6 @@ from aiotensor.protocol.frames import (
     End,
     FromSender,
     Release,
-    StatisticsReply,
-    StatisticsRequest,
     Taken,
     ToSender,
     Welcome,
@@ -28,8 +25,7 @@ from aiotensor.protocol.frames import (
 )
 from aiotensor.protocol.receiver import ReceiverConnection
 from aiotensor.protocol.segments import MAX_SEGMENTS
-from aiotensor.types import Holder
-from tests.frames import REPLY, hello, put, sender_statistics
+from tests.frames import hello, put
 
 OPENING, OPEN, CLOSED = ConnectionState
 
@@ -81,7 +77,7 @@ def test_a_sender_is_admitted_with_a_welcome() -> None:
     assert frames_of(receiver) == [WELCOME]
 
 
-@pytest.mark.parametrize("frame", [put(), End(0, 1), Discard(0), Attach(0, "arena", 1), REPLY])
+@pytest.mark.parametrize("frame", [put(), End(0, 1), Discard(0), Attach(0, "arena", 1)])
 def test_a_frame_before_the_admission_is_a_violation(frame: FromSender) -> None:
     assert "before its hello" in violation(new(), frame)
 
@@ -308,37 +304,6 @@ def test_answers_precede_the_last_frame() -> None:
     receiver.close(Close())
 
     assert frames_of(receiver) == [Taken((0,)), Discarded((1,)), Release((0,)), Close()]
-
-
-# Statistics
-
-
-def test_statistics_are_not_requested_again_before_the_reply() -> None:
-    receiver = admitted()
-    assert receiver.request_statistics()
-    assert not receiver.request_statistics()
-    assert frames_of(receiver) == [StatisticsRequest()]
-
-    assert receive(receiver, REPLY) == [REPLY]
-    assert receiver.request_statistics()
-    assert frames_of(receiver) == [StatisticsRequest()]
-
-
-def test_statistics_without_a_request_are_a_violation() -> None:
-    assert "statistics without a request" in violation(admitted(), REPLY)
-
-    receiver = admitted()
-    receiver.request_statistics()
-    assert "statistics without a request" in violation(receiver, REPLY, REPLY)
-
-
-def test_a_reply_with_more_holders_than_can_be_forwarded_is_a_violation() -> None:
-    holders = (Holder(None, "open", 0, 0.0),) * (MAX_HOLDERS + 1)
-    receiver = admitted()
-    receiver.request_statistics()
-
-    reply = StatisticsReply(sender_statistics(holders=holders))
-    assert f"statistics with more than {MAX_HOLDERS} holders" in violation(receiver, reply)
 
 
 # Segments

@@ -18,7 +18,6 @@ from aiotensor.protocol.frames import (
     Discarded,
     Put,
     Release,
-    StatisticsRequest,
     Taken,
     Welcome,
     decode,
@@ -26,10 +25,8 @@ from aiotensor.protocol.frames import (
 )
 from aiotensor.protocol.receiver import ReceiverConnection
 from aiotensor.protocol.sender import SenderConnection
-from aiotensor.statistics.counters import ERROR_NAMES
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
-from aiotensor.types import MAX_NUMBER, Holder, SenderStatistics, Waits
-from tests.frames import NO_WAITS, frames_of, hello, put, sender_statistics
+from tests.frames import frames_of, hello, put
 
 
 def welcome(max_frame_bytes: int = MAX_RECORD_BYTES) -> Welcome:
@@ -154,26 +151,6 @@ def test_a_tensor_of_the_largest_inline_size_fits_into_a_record_of_every_receive
     assert len(record) <= LEAST_FRAME_BYTES
 
 
-def test_the_longest_replies_stay_within_the_limit() -> None:
-    bounds = NO_WAITS.bounds_s
-    longest = Waits(bounds, (MAX_NUMBER,) * (len(bounds) + 1), 2.0**63)
-    fields: dict[str, object] = {
-        **dict.fromkeys(SenderStatistics.__struct_fields__, MAX_NUMBER),
-        "longest_wait_s": 2.0**63,
-        "permit_waits": longest,
-        "memory_waits": longest,
-        "errors": dict.fromkeys(ERROR_NAMES, MAX_NUMBER),
-        "holders": (Holder(MAX_NUMBER, "allocated, and sent by message 12345678", MAX_NUMBER, 1.0),) * 100,
-    }
-    sender = new_sender(LEAST_FRAME_BYTES)
-    for _ in range(10):
-        sender.reply(sender_statistics(**fields))
-
-    records = sender.data_to_send()
-    assert all(len(record) <= LEAST_FRAME_BYTES for record in records)
-    assert sum(len(decode(FROM_SENDER, record)) for record in records) == 10
-
-
 @pytest.mark.parametrize("count", [0, 1, MAX_NUMBERS, MAX_NUMBERS + 1, 100 * MAX_NUMBERS])
 def test_answers_are_split_into_frames_and_records_within_every_limit(count: int) -> None:
     receiver = new_receiver(max_messages=2**63 - 1)
@@ -195,10 +172,9 @@ def test_answers_follow_the_frames_of_earlier_commands_and_are_sent_once() -> No
     receiver.release(7)
     receiver.discard(1)
     receiver.taken(0)
-    assert receiver.request_statistics()
 
     [record] = receiver.data_to_send()
-    assert decode(TO_SENDER, record) == [StatisticsRequest(), Taken((0,)), Discarded((1,)), Release((7,))]
+    assert decode(TO_SENDER, record) == [Taken((0,)), Discarded((1,)), Release((7,))]
     assert list(receiver.data_to_send()) == []
 
 
@@ -270,7 +246,6 @@ def test_nothing_is_sent_by_a_sender_after_its_last_frame() -> None:
     sender.put(put())
     sender.close(Close(uses_memory=False))
     sender.end(0)
-    sender.reply(sender_statistics())
     sender.put(put(message=1))
     sender.discard(0)
     sender.close(Close(uses_memory=True))
@@ -289,7 +264,6 @@ def test_nothing_is_sent_by_a_receiver_after_its_last_frame() -> None:
     receiver.close(Close())
     receiver.taken(1)
     receiver.release(8)
-    receiver.request_statistics()
     receiver.refuse("too late")
 
     [record] = receiver.data_to_send()

@@ -5,15 +5,12 @@ from aiotensor.protocol.connection import Close, ConnectionState
 from aiotensor.protocol.frames import (
     FROM_SENDER,
     LEAST_FRAME_BYTES,
-    MAX_HOLDERS,
     VERSION,
     Attach,
     Discard,
     Discarded,
     End,
     Release,
-    StatisticsReply,
-    StatisticsRequest,
     Taken,
     ToSender,
     Welcome,
@@ -21,8 +18,8 @@ from aiotensor.protocol.frames import (
     encode,
 )
 from aiotensor.protocol.sender import SenderConnection
-from aiotensor.types import MAX_NUMBER, Holder
-from tests.frames import frames_of, hello, put, sender_statistics
+from aiotensor.types import MAX_NUMBER
+from tests.frames import frames_of, hello, put
 
 OPENING, OPEN, CLOSED = ConnectionState
 
@@ -123,7 +120,7 @@ def test_a_second_welcome_is_a_violation(first: Welcome, second: Welcome) -> Non
 @pytest.mark.parametrize("received", [(), (NOT_ADMITTED,)], ids=["no welcome", "not admitted"])
 @pytest.mark.parametrize(
     "frame",
-    [Taken((0,)), Taken(()), Discarded((0,)), Release((0,)), StatisticsRequest()],
+    [Taken((0,)), Taken(()), Discarded((0,)), Release((0,))],
     ids=repr,
 )
 def test_only_a_welcome_admits_other_frames(received: tuple[Welcome, ...], frame: ToSender) -> None:
@@ -246,7 +243,7 @@ def test_the_end_of_a_message_states_the_number_of_its_tensors() -> None:
     assert [frame for frame in frames_of(sender) if isinstance(frame, End)] == [End(0, 3), End(1, 4)]
 
 
-# Segments and statistics
+# Segments
 
 
 def test_a_segment_is_shared_in_a_record_of_its_own() -> None:
@@ -257,16 +254,5 @@ def test_a_segment_is_shared_in_a_record_of_its_own() -> None:
     assert frames_of(sender) == [put()]
 
 
-def test_a_reply_names_the_first_holders_only_and_stays_within_the_range_of_numbers() -> None:
-    holders = tuple(Holder(number, "open", 0, 0.0) for number in range(100))
-    sender = admitted()
-    sender.reply(sender_statistics(holders=holders, arena_bytes=2**70, waiting=3))
-
-    statistics = sender_statistics(holders=holders[:MAX_HOLDERS], arena_bytes=MAX_NUMBER, waiting=3)
-    assert frames_of(sender) == [StatisticsReply(statistics)]
-
-
-def test_releases_and_statistics_requests_are_passed_to_the_owner() -> None:
-    frames: list[ToSender] = [Release((5, 5)), StatisticsRequest(), StatisticsRequest()]
-
-    assert admitted().receive(encode(*frames)) == frames
+def test_releases_are_passed_to_the_owner() -> None:
+    assert admitted().receive(encode(Release((5, 5)))) == [Release((5, 5))]

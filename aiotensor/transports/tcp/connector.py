@@ -87,7 +87,7 @@ class TcpConnector:
         if self._is_closed:
             return
         self._is_closed = True
-        self._dialer.close()
+        self._dialer.end()
         for attempt in [attempt for attempt in self._attempts if attempt.transport is None]:
             attempt.close()
         self._end_if_unused()
