@@ -1,4 +1,4 @@
-"""The fixtures for tests of applications, and the programs of docs/testing.md."""
+"""The fixtures for tests of applications, and the tests that docs/guide.md shows."""
 
 import re
 from pathlib import Path
@@ -12,21 +12,22 @@ import aiotensor.integrations.pytest  # noqa: F401
 
 pytest_plugins = ["pytester"]
 
-PAGE = (Path(__file__).parents[2] / "docs" / "testing.md").read_text()
-CONFTEST, SERVER, SYNCHRONOUS, ASYNCHRONOUS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.M)
-[SETTINGS] = re.findall(r"^```toml\n(.*?)^```", PAGE, re.DOTALL | re.M)
+PAGE = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
+[SECTION] = re.findall(r"^## Test an application\n(.*?)^## ", PAGE, re.DOTALL | re.M)
+CONFTEST, SERVER, TESTS = re.findall(r"^```python\n(.*?)^```", SECTION, re.DOTALL | re.M)
 
 # An earlier test may have imported the plugin before pytest could rewrite it. Starlette prefers httpx2.
-CONFIG = (
-    SETTINGS
-    + """
+CONFIG = """
+[tool.pytest.ini_options]
+pythonpath = ["."]
+asyncio_mode = "auto"
+asyncio_default_fixture_loop_scope = "function"
 filterwarnings = [
     "error",
     "ignore:Module already imported:pytest.PytestAssertRewriteWarning",
     "ignore:Using .httpx. with .starlette.testclient. is deprecated",
 ]
 """
-)
 
 # Without the summary, which repeats the whole text of a failure if the variable CI is set.
 OPTIONS = ("-p", "no:cacheprovider", "-p", "no:xdist", "-rN")
@@ -53,10 +54,10 @@ def lines_of(result: pytest.RunResult) -> list[str]:
     return [re.sub(r"\w+://\S+:", "X:", line[2:]) for line in result.outlines if line.startswith("- ")]
 
 
-def test_the_programs_of_the_page_pass_in_a_new_process(inner: pytest.Pytester) -> None:
-    inner.makepyfile(server=SERVER, test_synchronous=SYNCHRONOUS, test_asynchronous=ASYNCHRONOUS)
+def test_the_tests_of_the_guide_pass_in_a_new_process(inner: pytest.Pytester) -> None:
+    inner.makepyfile(server=SERVER, test_server=TESTS)
     result = inner.runpytest_subprocess(*OPTIONS)
-    result.assert_outcomes(passed=5)
+    result.assert_outcomes(passed=3)
 
 
 HEAD = """
