@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit test-lowest test-vllm test-ray test-deployment test-dashboards docs-tables docs-trace coverage \
+.PHONY: demo test lint types unit test-lowest test-vllm test-ray test-deployment test-dashboards docs-tables coverage \
         model chaos fuzz soak bench bench-quick bench-serving bench-vllm bench-tracing bench-peers docs docs-serve docs-browser \
         dist clean help
 
@@ -21,7 +21,6 @@ help:
 	@echo "make test-deployment   test deploy/: as root, also in containers made of namespaces and control groups"
 	@echo "make test-dashboards   scrape running examples with Prometheus, and test the dashboard and the alerts"
 	@echo "make docs-tables   write the tables of docs/metrics.md from the declared fields of statistics"
-	@echo "make docs-trace   trace uploads from a server to an engine, and draw the spans of one as docs/trace.svg"
 	@echo "make coverage   the suite again, measured: which branches no test has taken"
 	@echo "make model   run random sequences of operations and compare them with a model, for SECONDS=600 from SEED="
 	@echo "make chaos   kill, stop and starve processes while tensors travel, for SECONDS=600 from SEED="
@@ -170,9 +169,6 @@ $(VENV)/.docs-browser: $(VENV)/.docs
 # Not part of `test`: it needs Chromium, in Debian the package `chromium`.
 docs-browser: docs $(VENV)/.docs-browser
 	@$(BIN)/python docs/browse.py $(ARGS)
-
-docs-trace: $(VENV)/.test
-	$(BIN)/python docs/trace_picture.py
 
 # Not part of `test`: it takes three times as long.
 coverage: $(VENV)/.test

@@ -97,6 +97,18 @@ async def test_the_copies_to_a_gpu_are_compared_if_there_is_one(folder: Path) ->
     assert first.startswith("150 MiB to " if torch.cuda.is_available() else "there is no GPU")
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this machine")
+def test_uploads_of_different_sizes_arrive_on_the_gpu_in_order() -> None:
+    import gpu_engine  # the GPU is needed to create its events
+
+    uploader = gpu_engine.Uploader(torch.device("cuda:0"))
+    for number in range(50):
+        source = torch.full((1 + number % 7, 1 << 20), number, dtype=torch.uint8)
+        on_gpu = uploader.upload(source)
+        source.fill_(255)  # as a sender does with the memory of a tensor that was freed
+        assert bool((on_gpu == number).all())
+
+
 async def test_a_trace_contains_the_spans_of_the_server_and_of_the_engine(folder: Path) -> None:
     lines = await output_of(shown("traced")[0], folder)
     spans = [re.fullmatch(r" *[\d.]+ ms +[\d.]+ ms  (.{10})  ( *)(.*)", line) for line in lines]

@@ -97,7 +97,7 @@ def test_the_links_of_the_description_on_the_package_index_are_absolute(metadata
     description = re.sub(r"```.*?```", "", str(metadata.get_payload()), flags=re.DOTALL)
     links = re.findall(r"\]\(([^)]+)\)", description)
 
-    assert len(links) > 20
+    assert len(links) > 10
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
     for link in links:
         # A link to the repository names a file in it, at the tag of the release.
@@ -114,13 +114,6 @@ def test_the_metadata_lists_the_tested_versions_of_python(metadata: Message) -> 
     assert tested is not None
     assert re.findall(r"3\.\d+(?!\d*t)", tested[1]) == classified
     assert metadata["Requires-Python"] == f">={classified[0]}"
-
-
-def test_each_extra_has_a_row_in_the_table_of_the_installation_page() -> None:
-    page = (ROOT / "docs/installation.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
-
-    assert rows == list(PROJECT["optional-dependencies"])
 
 
 @needs_environment
