@@ -2,25 +2,30 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+WHEEL  := .venv-wheel
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit test-lowest test-vllm test-ray test-deployment test-dashboards docs-tables coverage \
-        model chaos fuzz soak bench bench-quick bench-serving bench-vllm bench-tracing bench-peers docs docs-serve docs-browser \
+# Most tests wait for processes: with as many workers as there are cores the suite takes half the time. A test
+# that hangs ends its worker and counts as failed; another worker runs the remaining tests (see tests/workers.py).
+XDIST  := --numprocesses auto --dist loadfile --max-worker-restart 8
+PYTEST := $(BIN)/python -m pytest $(XDIST)
+
+.PHONY: demo test test-all lint types unit test-lowest test-vllm test-ray test-deployment test-dashboards coverage \
+        model chaos fuzz soak bench bench-quick bench-serving bench-vllm bench-tracing bench-peers docs docs-serve \
         dist clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
-	@echo "make test    lint, types, and the whole test suite"
+	@echo "make test    lint, types, and the test suite: 5 minutes on two cores"
+	@echo "make test-all   the same with all loops, links and modes, the built wheel, deployment, and random faults: 25 minutes"
 	@echo "make dist    build the wheel, the source distribution and the list of dependencies (SBOM) into dist/"
 	@echo "make test-lowest   the test suite with the lowest supported version of each dependency"
 	@echo "make test-vllm   install vLLM without its CUDA libraries, and test the integration in its own code"
 	@echo "make docs    build the documentation site in site/, and fail on warnings and broken links"
 	@echo "make docs-serve   show the site at http://127.0.0.1:8000, and follow changes of its pages"
-	@echo "make docs-browser   open each page of the site in Chromium, on a phone and on a desktop, and check it"
 	@echo "make test-ray   install Ray and the wheel, and test the examples for Ray"
 	@echo "make test-deployment   test deploy/: as root, also in containers made of namespaces and control groups"
 	@echo "make test-dashboards   scrape running examples with Prometheus, and test the dashboard and the alerts"
-	@echo "make docs-tables   write the tables of docs/metrics.md from the declared fields of statistics"
 	@echo "make coverage   the suite again, measured: which branches no test has taken"
 	@echo "make model   run random sequences of operations and compare them with a model, for SECONDS=600 from SEED="
 	@echo "make chaos   kill, stop and starve processes while tensors travel, for SECONDS=600 from SEED="
@@ -28,7 +33,7 @@ help:
 	@echo "make soak    start and end processes for SECONDS=60, or for hours, and check that no resource grows"
 	@echo "make bench   compare the speed of aiotensor with its alternatives and its goals: up to an hour"
 	@echo "make bench-quick   the same within a minute, with fewer measurements and alternatives"
-	@echo "make bench-serving   only API servers that send videos to an engine, and write the results into the documents"
+	@echo "make bench-serving   only API servers that send videos to an engine, and write the result into the README"
 	@echo "make bench-vllm   compare the tensor transport and the broadcast with those of vLLM"
 	@echo "make bench-tracing   measure the cost of tracing with OpenTelemetry"
 	@echo "make bench-peers   install the alternatives that are not installed by default, such as Ray"
@@ -53,10 +58,15 @@ demo: $(VENV)/.demo
 
 test: lint types unit
 
+test-all: lint types $(WHEEL)/.programs $(VENV)/.fuzz
+	AIOTENSOR_TESTS=all AIOTENSOR_TEST_PYTHON=$(abspath $(WHEEL))/bin/python $(PYTEST) $(ARGS)
+	@$(MAKE) --no-print-directory model chaos fuzz SECONDS=60
+
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/python docs/check.py
 
 types: $(VENV)/.test
 	$(BIN)/mypy
@@ -81,7 +91,6 @@ FORCE:
 
 # An empty environment with the wheel and its extras, from which the list of dependencies is written. Then come the
 # packages that the programs of the README and of the tutorial need: tests run them there, without the checkout.
-WHEEL := .venv-wheel
 INTO_WHEEL = $(BUILD)/bin/python -m pip --python $(WHEEL)/bin/python install --quiet --disable-pip-version-check -c constraints.txt
 $(WHEEL)/.programs: $(DIST)/.built
 	$(PYTHON) -m venv --clear --without-pip $(WHEEL)
@@ -96,10 +105,8 @@ dist: $(DIST)/.built $(WHEEL)/.programs
 	$(BUILD)/bin/twine check --strict $(DIST)/*.whl $(DIST)/*.tar.gz
 	cp $(WHEEL)/sbom.json $(DIST)/aiotensor.cdx.json
 
-# Most tests wait for processes: with as many workers as there are cores the suite takes half the time. A test
-# that hangs ends its worker and counts as failed; another worker runs the remaining tests (see tests/workers.py).
-unit: $(VENV)/.test $(WHEEL)/.programs
-	AIOTENSOR_TEST_PYTHON=$(abspath $(WHEEL))/bin/python $(BIN)/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 8 $(ARGS)
+unit: $(VENV)/.test
+	$(PYTEST) $(ARGS)
 
 # vLLM and its imports lie in a folder of their own, which only this target adds to the path: `make test` runs without
 # them. Its modules take 15 seconds to import, in each process of a test.
@@ -119,10 +126,10 @@ $(LOWEST)/.test: pyproject.toml
 	@touch $@
 
 test-lowest: $(LOWEST)/.test
-	$(LOWEST)/bin/python -m pytest --numprocesses auto --dist loadfile --max-worker-restart 8 $(ARGS)
+	AIOTENSOR_TESTS=all $(LOWEST)/bin/python -m pytest $(XDIST) $(ARGS)
 
 test-vllm: $(VENV)/.vllm
-	PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m pytest tests/vllm tests/integrations/vllm $(ARGS)
+	AIOTENSOR_TESTS=all PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m pytest tests/vllm tests/integrations/vllm $(ARGS)
 
 # Ray has many dependencies, so it has an environment of its own, with the wheel: the programs that the tests start use
 # it instead of this checkout.
@@ -138,18 +145,15 @@ test-ray: $(RAY)/.test $(DIST)/.built
 	$(INTO_RAY) --no-deps --force-reinstall $(DIST)/*.whl
 	$(RAY)/bin/python -m pytest tests/ray $(ARGS)
 
-# `make test` includes these tests, but skips the schemas of Kubernetes, which are large.
+# `make test-all` includes these tests, but skips the schemas of Kubernetes, which are large.
 test-deployment: $(VENV)/.test
 	$(PIP) --group deployment
-	$(BIN)/python -m pytest tests/deployment $(ARGS)
+	AIOTENSOR_TESTS=all $(BIN)/python -m pytest tests/deployment $(ARGS)
 
-# `make test` skips these tests where Prometheus is not installed.
+# `make test-all` skips these tests where Prometheus is not installed.
 test-dashboards: $(VENV)/.test
 	@command -v prometheus > /dev/null && command -v promtool > /dev/null || { echo "install Prometheus: the Debian package prometheus"; exit 1; }
-	$(BIN)/python -m pytest tests/dashboards tests/integrations/test_dashboard.py $(ARGS)
-
-docs-tables: $(VENV)/.test
-	$(BIN)/python docs/metrics_tables.py
+	AIOTENSOR_TESTS=all $(BIN)/python -m pytest tests/dashboards tests/integrations/test_dashboard.py $(ARGS)
 
 # The package need not be installed: the reference is made from its sources.
 $(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
@@ -162,18 +166,10 @@ docs: $(VENV)/.docs
 docs-serve: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-$(VENV)/.docs-browser: $(VENV)/.docs
-	$(PIP) --group docs-browser
-	@touch $@
-
-# Not part of `test`: it needs Chromium, in Debian the package `chromium`.
-docs-browser: docs $(VENV)/.docs-browser
-	@$(BIN)/python docs/browse.py $(ARGS)
-
 # Not part of `test`: it takes three times as long.
 coverage: $(VENV)/.test
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest $(ARGS)
+	AIOTENSOR_TESTS=all $(BIN)/coverage run -m pytest $(ARGS)
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
 

@@ -3,9 +3,10 @@
 import asyncio
 import gc
 import os
+import random
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,17 +14,16 @@ import hypothesis
 import pytest
 import torch
 
-from tests import workers
+from tests import selection, workers
 from tests.pairs import Links
-from verification import loops
 from verification.descriptors import our_descriptors
 from verification.networks import Hosts, NoNamespacesError, two_hosts
 from verification.places import LINKS
 from verification.processes import watch
 
-# A loaded machine must not make a test fail.
-hypothesis.settings.register_profile("without deadline", deadline=None)
-hypothesis.settings.load_profile("without deadline")
+# A loaded machine must not make a test fail, so examples have no deadline. `make test` has fixed examples.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=not selection.COMPLETE)
+hypothesis.settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,12 +40,19 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run async tests on asyncio's own loop and on uvloop, unless a folder chooses one of them."""
-    return loops.FACTORIES
+def pytest_asyncio_loop_factories(
+    item: pytest.Function,
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Choose the loops of an async test, unless its folder does so."""
+    return selection.loop_factories(item)
 
 
-@pytest.fixture(params=LINKS)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that this run does not include."""
+    selection.select(config, items)
+
+
+@pytest.fixture(params=selection.LINKS)
 def link(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run a test over every link."""
     before, Links.current = Links.current, request.param
@@ -77,6 +84,16 @@ def hosts() -> Iterator[Hosts]:
         except NoNamespacesError as error:
             pytest.skip(str(error))
         yield hosts
+
+
+@pytest.fixture
+def moments() -> random.Random:
+    """Choose moments at random: always the same in `make test`, and others in each run of `make test-all`."""
+    seed = int(os.environ.get("AIOTENSOR_SEED", "0"))
+    if not seed and selection.COMPLETE:
+        seed = random.SystemRandom().getrandbits(32)
+    print(f"AIOTENSOR_SEED={seed}")  # pytest shows it if the test fails
+    return random.Random(seed)
 
 
 @pytest.fixture

@@ -8,13 +8,16 @@ import pytest
 
 from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from aiotensor.transports.endpoints import Endpoint
+from tests import selection
 from verification import places
 
 # The links within one machine, for tests of shared memory, and of peers that the kernel identifies.
-on_one_machine = pytest.mark.parametrize("link", places.LOCAL, indirect=True)
+on_one_machine = pytest.mark.parametrize("link", selection.LOCAL_LINKS, indirect=True)
 
 # The links for tests whose senders need no running receiver.
-at_once = pytest.mark.parametrize("link", places.AT_ONCE, indirect=True)
+at_once = pytest.mark.parametrize(
+    "link", [link for link in selection.LINKS if places.LINKS[link].connects_at_once], indirect=True
+)
 
 
 class Pair(NamedTuple):

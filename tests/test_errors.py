@@ -27,10 +27,6 @@ def test_every_error_is_an_exported_and_documented_aiotensor_error(
     assert inspect.getdoc(kind)
 
 
-def test_all_of_the_errors_module_lists_exactly_the_error_classes() -> None:
-    assert sorted(errors.__all__) == sorted(kind.__name__ for kind in KINDS)
-
-
 CARRYING = [
     errors.PeerLostError("gone", pid=42),
     errors.WouldBlockError("full", messages=Usage(8, 8, 1), bytes=Usage(100, 90, 20)),
@@ -53,21 +49,6 @@ def test_an_error_of_a_text_alone_survives_pickle(kind: type[Exception]) -> None
 
     assert type(again) is kind
     assert again.args == ("a text",)
-
-
-def test_limits_carry_their_numbers() -> None:
-    error = errors.WouldBlockError("full", messages=Usage(8, 8, 1), bytes=Usage(100, 90, 20))
-
-    assert (error.messages.limit, error.messages.in_use, error.messages.requested) == (8, 8, 1)
-    assert (error.bytes.limit, error.bytes.in_use, error.bytes.requested) == (100, 90, 20)
-    assert errors.TooLargeError("large", limit=10, requested=20).requested == 20
-
-
-def test_unknown_attributes_of_errors_have_defaults() -> None:
-    assert errors.PeerLostError("gone").pid is None
-    assert errors.WouldBlockError("full").bytes == Usage(None, 0, 0)
-    assert errors.TooLargeError("large").limit == 0
-    assert errors.RemoteError("it raised").type_name == ""
 
 
 @pytest.mark.parametrize(

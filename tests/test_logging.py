@@ -1,10 +1,8 @@
-"""Log records: one line per event, with its facts as fields. The page lists all events; none is printed."""
+"""Log records: one line of plain text per event, with its facts as fields."""
 
-import ast
 import asyncio
 import contextlib
 import io
-import json
 import logging
 import os
 import re
@@ -21,20 +19,15 @@ from typing import NamedTuple
 import msgspec
 import pytest
 import zmq
-from starlette.types import Message, Receive, Scope, Send
 
-from aiotensor import AccessDeniedError, PeerLostError, RemoteError, TensorReceiver, TensorSender
-from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.integrations.limits import RequestLimits
-from aiotensor.integrations.problems import problem_of
-from aiotensor.integrations.watching import WatchRequests, watch
+from aiotensor import PeerLostError, RemoteError, TensorReceiver, TensorSender
+from aiotensor.channel import MessageServer
 from aiotensor.protocol import exchange
 from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import VERSION, Hello, Welcome, encode
 from aiotensor.runtime.logs import MAX_TEXT, logger_of, one_line
-from aiotensor.transports import unix
 from tests.channel.parties import Question, channel, place
-from tests.channel.rogues import hear, raw
+from tests.channel.rogues import raw
 from verification.patterns import BIG, pattern
 from verification.processes.peers import Peer, close_receiver, open_receiver, peers
 from verification.waiting import until
@@ -42,131 +35,10 @@ from verification.waiting import until
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "aiotensor"
-PAGE = ROOT / "docs" / "logging.md"
-LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
 OF_EVERY_RECORD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
 # A text with which a peer could forge a log line or control a terminal.
 FORGED = "so it is\n2026-01-01 CRITICAL aiotensor: forged\r\x1b[2J\x85\u2028\u202e"
-
-
-class Row(NamedTuple):
-    """An event, as a call in the package logs it or as the page lists it."""
-
-    event: str
-    logger: str
-    levels: frozenset[str]
-    fields: frozenset[str]
-
-
-# The calls in the package
-
-
-def _modules() -> dict[str, ast.Module]:
-    """Read the package."""
-    paths = sorted(PACKAGE.rglob("*.py"))
-    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in paths}
-
-
-def _calls(tree: ast.AST) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-
-
-def _name_of(call: ast.Call) -> str:
-    return ast.unparse(call.func)
-
-
-def _logs(call: ast.Call) -> bool:
-    """Return whether a call logs, judging by the name of its object."""
-    whose, _, name = _name_of(call).rpartition(".")
-    return name in LEVELS and whose.rpartition(".")[2].strip("_").startswith("log")
-
-
-def _logger_in(tree: ast.Module) -> str:
-    """Find the name of a module's logger."""
-    rooms = [call.args[0] for call in _calls(tree) if _name_of(call) == "logger_of"]
-    assert len(rooms) == 1
-    return f"aiotensor.{_text(rooms[0])}"
-
-
-def _text(node: ast.expr | None) -> str:
-    assert isinstance(node, ast.Constant), "it is a literal"
-    assert isinstance(node.value, str)
-    return node.value
-
-
-def _row_of(call: ast.Call, logger: str) -> Row:
-    """Return the event that a call logs."""
-    extra = next(keyword.value for keyword in call.keywords if keyword.arg == "extra")
-    assert isinstance(extra, ast.Dict), "extra is a literal"
-    fields = dict(zip(map(_text, extra.keys), extra.values, strict=True))
-    event = _text(fields.pop("event"))
-    assert re.fullmatch("[a-z]+(_[a-z]+)+", event)
-    level = _name_of(call).rpartition(".")[2]
-    if level == "log":
-        levels = re.findall(r"logging\.([A-Z]+)", ast.unparse(call.args[0]))
-    else:
-        levels = [level.upper()]
-    return Row(event, logger, frozenset(levels), frozenset(fields))
-
-
-def _logged() -> set[Row]:
-    rows = set()
-    for name, tree in _modules().items():
-        for call in filter(_logs, _calls(tree)):
-            assert _name_of(call).startswith("logger."), name
-            rows.add(_row_of(call, _logger_in(tree)))
-    return rows
-
-
-# The table of the page
-
-
-def _listed() -> list[Row]:
-    """Read the table of events."""
-    rows = []
-    for line in PAGE.read_text().splitlines():
-        if line.startswith("| `"):
-            event, logger, levels, when, fields = (cell.strip() for cell in line.strip("|").split("|"))
-            assert when
-            names = frozenset(re.findall("`(.+?)`", fields))
-            rows.append(Row(event.strip("`"), logger.strip("`"), frozenset(levels.split(" or ")), names))
-    return rows
-
-
-def test_the_table_lists_exactly_the_logged_events() -> None:
-    logged, listed = _logged(), _listed()
-    assert len(logged) > 20
-    assert not logged - set(listed), "events that the page does not list so"
-    assert not set(listed) - logged, "rows of the page that nothing logs so"
-    keys = [(row.event, row.logger) for row in listed]
-    assert len(set(keys)) == len(keys), "an event of one logger has the same fields wherever it is logged"
-
-
-def test_no_field_overrides_a_standard_attribute_of_log_records() -> None:
-    assert not {field for row in _logged() for field in row.fields} & OF_EVERY_RECORD
-
-
-def test_loggers_of_events_are_created_in_one_module() -> None:
-    modules = _modules()
-    makers = {name for name, tree in modules.items() if "logging.getLogger" in map(_name_of, _calls(tree))}
-    assert makers == {"__init__.py", "runtime/logs.py"}  # the first has the handler that does nothing
-
-
-def test_nothing_but_the_commands_prints() -> None:
-    forbidden = {"print", "warnings.warn", "sys.stdout.write", "sys.stderr.write", "traceback.print_exc"}
-    printing = {
-        name: _name_of(call)
-        for name, tree in _modules().items()
-        for call in _calls(tree)
-        if not name.startswith("cli/") and _name_of(call) in forbidden
-    }
-    # A ResourceWarning for unclosed objects, which Python shows only if its warning filters allow it.
-    assert printing == {"runtime/affinity.py": "warnings.warn"}
-
-
-# Events at run time
 
 
 class Event(NamedTuple):
@@ -182,7 +54,7 @@ class Event(NamedTuple):
 
 @contextmanager
 def heard() -> Iterator[list[Event]]:
-    """Collect the log records, and check that each is one line of plain text and matches the page."""
+    """Collect the log records, and check that each is one line of plain text."""
     events: list[Event] = []
 
     class Listener(logging.Handler):
@@ -203,11 +75,7 @@ def heard() -> Iterator[list[Event]]:
         logger.propagate = True
         logger.setLevel(level)
         logger.removeHandler(listener)
-    listed = {(row.event, row.logger): row for row in _listed()}
     for event in events:
-        row = listed[event.event, event.logger]
-        assert event.level in row.levels
-        assert set(event.fields) == row.fields
         assert event.message.isprintable()
         for value in (*event.fields.values(), *event.parts):
             assert isinstance(value, int | float | str | None)
@@ -348,25 +216,6 @@ async def test_repeated_refusals_share_a_log_line_with_their_count(address: str)
     assert re.search(r" \(the latest of \d+ since the last such line\)$", text)
 
 
-async def test_repeated_connections_of_other_users_share_a_log_line_with_their_count(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(sock: socket.socket) -> int:
-        refused.append(sock.fileno())
-        raise AccessDeniedError("it is another user")
-
-    refused: list[int] = []
-    monkeypatch.setattr(unix, "check_user", refuse)
-    with heard() as events:
-        async with TensorReceiver(address):
-            for _ in range(10):
-                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-                    sock.connect(address.removeprefix("unix://"))
-            await until(lambda: len(refused) == 10)
-    lines = [event.fields["count"] for event in events if event.event == "sender_refused"]
-    assert lines == [1, 9]
-
-
 @pytest.mark.parametrize("says", ["goodbye", "nonsense"])
 async def test_a_receiver_cannot_forge_a_line_by_its_reasons(says: str) -> None:
     with (
@@ -389,9 +238,6 @@ async def test_a_receiver_cannot_forge_a_line_by_its_reasons(says: str) -> None:
     assert "so it is\\n2026-01-01 CRITICAL aiotensor: forged\\r\\x1b[2J\\x85\\u2028\\u202e" in lost.message
     names = {event.event for event in events}
     assert names == {"receiver_lost", *({"protocol_broken"} if says == "nonsense" else ())}
-
-
-# The channel
 
 
 class Wish(Enum):
@@ -437,23 +283,6 @@ async def test_a_lost_server_is_logged_with_the_number_of_lost_messages() -> Non
     }
 
 
-async def test_a_lost_client_is_logged_with_the_number_of_lost_messages() -> None:
-    hello = exchange.write(exchange.ClientHello(exchange.VERSION, 4711))
-    ask = exchange.write(exchange.Ask(0, memoryview(msgspec.msgpack.encode(Question(1)))))
-    with heard() as events, place() as here:
-        async with MessageServer(here.messages, Question) as server:
-            async with raw(zmq.DEALER, here.messages) as client:
-                await client.send_multipart([hello])
-                await client.send_multipart([ask])
-                request = await anext(server)
-            await until(lambda: bool(events))
-            assert not request.is_wanted
-            del request
-    lost = _one(events, "client_lost")
-    assert (lost.logger, lost.level) == ("aiotensor.channel", "WARNING")
-    assert lost.fields == {"peer_pid": 4711, "messages_lost": 1}
-
-
 async def test_a_client_cannot_forge_a_line_by_its_messages() -> None:
     hello = exchange.write(exchange.ClientHello(exchange.VERSION, 4711))
     ask = exchange.write(exchange.Ask(0, memoryview(msgspec.msgpack.encode({"wish": FORGED}))))
@@ -476,62 +305,6 @@ async def test_a_client_cannot_forge_a_line_by_its_messages() -> None:
         assert event.fields["peer_pid"] == 4711
         assert "so it is\\n2026-01-01 CRITICAL" in str(event.fields["reason"])
     assert (refused.fields["error"], refused.level) == ("ProtocolError", "ERROR")
-
-
-async def test_a_server_cannot_forge_a_line_by_its_close() -> None:
-    with heard() as events, place() as here:
-        async with (
-            raw(zmq.ROUTER, here.messages, binds=True) as rogue,
-            MessageClient(here.messages, reply_type=Question),
-        ):
-            identity, _ = await hear(rogue)
-            close = exchange.write(Close(FORGED))
-            await rogue.send_multipart([identity, close])
-            await until(lambda: bool(events))
-    lost = _one(events, "server_lost")
-    assert str(lost.fields["reason"]).startswith("it closed the connection: so it is\\n2026-01-01 CRITICAL")
-
-
-# Requests over HTTP
-
-
-async def test_a_client_of_http_cannot_forge_a_line_by_its_path() -> None:
-    begun = asyncio.Event()
-
-    async def handle(scope: Scope, receive: Receive, send: Send) -> None:
-        await receive()
-        watch(scope, RequestLimits(None, 10, None))
-        begun.set()
-        await asyncio.get_running_loop().create_future()
-
-    said = iter(("http.request", "http.disconnect"))
-
-    async def hear() -> Message:
-        kind = next(said)
-        if kind == "http.disconnect":
-            await begun.wait()
-        return {"type": kind}
-
-    async def send(message: Message) -> None:
-        pass
-
-    scope: Scope = {"type": "http", "method": "POST", "path": f"/{FORGED}"}  # as a server reads /%0A
-    with heard() as events:
-        await WatchRequests(handle, 7)(scope, hear, send)
-    cancelled = _one(events, "request_cancelled")
-    assert str(cancelled.fields["path"]).startswith("/so it is\\n2026-01-01 CRITICAL")
-    assert cancelled.fields["method"] == "POST"
-
-
-def test_an_engine_cannot_forge_a_line_by_the_text_of_its_error() -> None:
-    with heard() as events:
-        assert problem_of(RemoteError(FORGED, type_name="ValueError"), 1.0) is not None
-    refused = _one(events, "request_refused")
-    assert (refused.fields["status"], refused.fields["error"], refused.level) == (502, "RemoteError", "ERROR")
-    assert "so it is\\n2026-01-01 CRITICAL" in refused.message
-
-
-# Texts
 
 
 @pytest.mark.parametrize(
@@ -598,8 +371,6 @@ def test_a_log_record_keeps_no_reference_to_an_error_argument() -> None:
     assert records[0].getMessage() == "it broke: why, 0.5 s, None"
 
 
-# Programs
-
 # A receiver is lost while a message is in flight, and a send waits for a long time. A program that observes
 # records through a filter configures no logging.
 PROGRAM = """
@@ -647,35 +418,3 @@ def _run(program: str) -> "subprocess.CompletedProcess[str]":
 def test_a_program_that_has_not_set_logging_up_prints_nothing() -> None:
     done = _run(PROGRAM)
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
-
-
-def test_the_json_of_the_page_is_one_object_for_one_event() -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    done = _run(snippet + PROGRAM)
-    assert (done.stdout, done.returncode) == ("", 0), done.stderr
-    lines = [json.loads(line) for line in done.stderr.splitlines()]
-    assert [line["event"] for line in lines] == ["long_wait", "receiver_lost"]
-    for line in lines:
-        row = next(row for row in _listed() if row.event == line["event"])
-        assert {"time", "level", "logger", "message", "event"} | row.fields == set(line)
-    assert (lines[1]["messages_lost"], lines[1]["level"], lines[1]["logger"]) == (
-        1,
-        "WARNING",
-        "aiotensor.sender",
-    )
-
-
-def test_the_json_of_the_page_keeps_a_traceback_in_its_line() -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    logs = """
-from aiotensor.runtime.logs import logger_of
-try:
-    raise ValueError("two\\nlines")
-except ValueError as error:
-    logger_of("worker").error("it failed: %s", error, exc_info=error, extra={"event": "work_failed"})
-"""
-    done = _run(snippet + logs)
-    (line,) = [json.loads(line) for line in done.stderr.splitlines()]
-    assert line["message"] == "it failed: two\\nlines"
-    assert line["traceback"].startswith("Traceback")
-    assert line["traceback"].endswith("ValueError: two\\nlines")

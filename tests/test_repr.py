@@ -11,8 +11,6 @@ import zmq
 
 from aiotensor import TensorQueue, TensorReceiver, TensorSender, blocking
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.integrations.fastapi import MessageLifespan, TensorLifespan
-from aiotensor.integrations.prometheus import AioTensorCollector
 from tests.channel.parties import Answer, Place, Question, place
 from tests.runtime.test_affinity import forks, in_a_fork
 from verification.patterns import BIG, pattern
@@ -91,13 +89,6 @@ async def test_an_object_shows_that_it_is_unusable_after_a_fork() -> None:
     assert repr(queue) == "<TensorQueue closed>"
 
 
-def test_an_uninitialized_object_has_a_repr() -> None:
-    for kind in (TensorSender, TensorReceiver, MessageServer, MessageClient):
-        assert repr(kind.__new__(kind)) == f"<{kind.__name__} new>"
-    one = blocking.TensorSender.__new__(blocking.TensorSender)
-    assert repr(one) == "<aiotensor.blocking.TensorSender new>"
-
-
 def test_an_object_shows_no_keys() -> None:
     public, secret = zmq.curve_keypair()
     server = MessageServer("tcp://127.0.0.1:7000", int, secret_key=secret, client_keys=[public])
@@ -117,20 +108,3 @@ def test_an_object_for_threads_shows_the_same() -> None:
                 message.send(pattern(1, 3))
                 assert repr(message).startswith("<aiotensor.blocking.OpenMessage being sent, 1 tensors, of <")
         assert repr(sender) == f"<aiotensor.blocking.TensorSender closed, at {here.tensors}>"
-
-
-async def test_a_lifespan_shows_what_it_has_opened() -> None:
-    with place() as here:
-        tensors = TensorLifespan(lambda: TensorSender(here.tensors))
-        assert repr(tensors) == "<TensorLifespan not running>"
-        async with tensors.lifespan(None):
-            assert repr(tensors) == f"<TensorLifespan {tensors.opened_sender!r}>"
-        messages = MessageLifespan(lambda: MessageClient(here.messages, reply_type=Answer))
-        async with messages.lifespan(None):
-            assert repr(messages) == f"<MessageLifespan {messages.opened_client!r}>"
-        assert repr(messages) == "<MessageLifespan not running>"
-
-
-def test_a_collector_shows_its_limits() -> None:
-    shown = "<AioTensorCollector timeout_s=0.5, max_endpoints=7, 0 timeouts>"
-    assert repr(AioTensorCollector(timeout_s=0.5, max_endpoints=7)) == shown

@@ -1,22 +1,18 @@
 import copy
-import inspect
 import json
 import pickle
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aiotensor.types import (
     MAX_NUMBER,
-    Delivery,
     Holder,
     ReceiverStatistics,
     SenderStatistics,
-    Statistics,
     TensorHandle,
     Usage,
     Waits,
@@ -47,16 +43,7 @@ def test_any_handle_is_unchanged_by_msgpack_json_and_pickle(handle: TensorHandle
 
     assert again == [handle] * 5
     assert all(type(one.shape) is tuple for one in again)
-
-
-def test_a_handle_is_a_few_dozen_bytes() -> None:
-    assert len(msgspec.msgpack.encode(HANDLE)) < 128
-
-
-def test_a_handle_can_be_a_key() -> None:
-    same = msgspec.msgpack.decode(msgspec.msgpack.encode(HANDLE), type=TensorHandle)
-
-    assert {HANDLE: "found"}[same] == "found"
+    assert {handle: "found"}[again[0]] == "found"
 
 
 HOLDER = Holder(3, "open", 100, 0.5)
@@ -71,52 +58,11 @@ RECORDS = [HANDLE, Usage(1, 2, 3), HOLDER, WAITS, SENT, RECEIVED]
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
-def test_a_record_cannot_be_changed(record: msgspec.Struct) -> None:
-    field = record.__struct_fields__[0]
-
-    with pytest.raises(AttributeError):
-        setattr(record, field, "changed")
-
-
-def test_a_delivery_is_a_handle_and_its_tensor_and_cannot_be_changed() -> None:
-    tensor = torch.zeros(3)
-    delivery = Delivery(HANDLE, tensor)
-
-    assert delivery.handle is HANDLE
-    assert delivery.tensor is tensor
-    with pytest.raises(AttributeError):
-        delivery.tensor = torch.ones(3)  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
 def test_a_record_survives_json(record: msgspec.Struct) -> None:
     told = json.loads(json.dumps(msgspec.to_builtins(record)))
 
     assert list(told) == list(record.__struct_fields__)
     assert msgspec.convert(told, type(record)) == record
-
-
-def test_statistics_contain_the_holders() -> None:
-    assert SENT.holders[0].bytes == 100
-    assert SENT.holders[0].message == 3
-    assert msgspec.structs.replace(HOLDER, message=None).message is None
-
-
-@pytest.mark.parametrize(
-    "record", [HANDLE, Usage(1, 2, 3), HOLDER, WAITS], ids=lambda one: type(one).__name__
-)
-def test_every_field_of_a_record_is_explained(record: msgspec.Struct) -> None:
-    for field in record.__struct_fields__:
-        assert f"\n    {field}: " in str(inspect.getdoc(type(record)))
-
-
-@pytest.mark.parametrize("kind", get_args(Statistics), ids=lambda kind: kind.__name__)
-def test_every_field_of_statistics_is_declared_with_its_help_text(kind: type[Statistics]) -> None:
-    declared = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
-
-    assert declared.keys() == set(kind.__struct_fields__)
-    for name, field in declared.items():
-        assert field["description"].endswith("."), name
 
 
 @pytest.mark.parametrize("value", [-1, 2 * MAX_NUMBER, {"other": -1}, {"E" * 65: 1}], ids=repr)

@@ -6,8 +6,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from aiotensor import UnsupportedTensorError
 from aiotensor.tensors.dtypes import DTYPES
@@ -38,16 +36,18 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*as_bytes)
 
 
-@pytest.mark.parametrize("name", DTYPES)
-async def test_every_dtype_arrives_bit_for_bit(name: str) -> None:
+@pytest.mark.promise(7)
+@pytest.mark.usefixtures("link")
+async def test_every_dtype_arrives_bit_for_bit() -> None:
     async with pair() as (sender, receiver):
-        for shape in (SMALL, LARGE, (0, 3), ()):
-            source = random_bits(DTYPES[name], shape)
-            handle = await sender.send(source)
-            received = await receiver.receive(handle)
-            assert handle.dtype == name
-            assert type(received) is torch.Tensor
-            assert same_bits(received, source)
+        for name, dtype in DTYPES.items():
+            for shape in (SMALL, LARGE, (0, 3), ()):
+                source = random_bits(dtype, shape)
+                handle = await sender.send(source)
+                received = await receiver.receive(handle)
+                assert handle.dtype == name
+                assert type(received) is torch.Tensor
+                assert same_bits(received, source), name
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -62,19 +62,17 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.promise(7)
 @pytest.mark.parametrize("shape", [(6, 4), LARGE], ids=str)
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize(
-    "dtype", [torch.uint8, torch.bfloat16, torch.complex64, torch.float8_e4m3fn], ids=str
-)
-async def test_views_of_any_strides_arrive_bit_for_bit(
-    view: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+async def test_views_of_any_strides_arrive_bit_for_bit(shape: tuple[int, ...]) -> None:
     async with pair() as (sender, receiver):
-        source = VIEWS[view](random_bits(dtype, shape))
-        assert same_bits(await receiver.receive(await sender.send(source)), source)
+        for name, view in VIEWS.items():
+            for dtype in (torch.uint8, torch.bfloat16, torch.complex64):
+                source = view(random_bits(dtype, shape))
+                assert same_bits(await receiver.receive(await sender.send(source)), source), name
 
 
+@pytest.mark.promise(7)
 @pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
 async def test_conjugate_and_negative_views_arrive_with_their_values(shape: tuple[int, ...]) -> None:
     async with pair() as (sender, receiver):
@@ -151,31 +149,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-async def test_unsupported_values_are_refused_before_a_permit_is_acquired(name: str) -> None:
-    make, remedy = REFUSED[name]
+@pytest.mark.promise(7)
+async def test_unsupported_values_are_refused_before_a_permit_is_acquired() -> None:
     async with pair(max_concurrent_videos=1) as (sender, receiver):
         held = await sender.send(torch.zeros(1))  # no permit is free: a refusal does not wait for one
-        with pytest.raises(UnsupportedTensorError, match=remedy):
-            await sender.send(make())  # type: ignore[arg-type]
+        for make, remedy in REFUSED.values():
+            with pytest.raises(UnsupportedTensorError, match=remedy):
+                await sender.send(make())  # type: ignore[arg-type]
         await receiver.receive(held)
         await settled(sender)
         handle = await sender.send(torch.ones(2))  # the connection still works
         assert torch.equal(await receiver.receive(handle), torch.ones(2))
-
-
-@settings(max_examples=25)
-@given(data=st.data())
-async def test_any_strided_view_of_any_dtype_arrives_bit_for_bit(data: st.DataObject) -> None:
-    dtype = data.draw(
-        st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.complex64, torch.float64])
-    )
-    shape = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
-    source = random_bits(dtype, tuple(shape))
-    source = source.permute(*data.draw(st.permutations(range(source.dim()))))
-    for axis, size in enumerate(source.shape):
-        start = data.draw(st.integers(0, size - 1))
-        step = data.draw(st.integers(1, 3))
-        source = source.narrow(axis, start, size - start)[(slice(None),) * axis + (slice(None, None, step),)]
-    async with pair() as (sender, receiver):
-        assert same_bits(await receiver.receive(await sender.send(source)), source)

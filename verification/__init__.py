@@ -5,6 +5,6 @@
 - `python -m verification.soak` runs a long load, and checks that no resource grows.
 - `python -m verification.model` compares random sequences of operations with a model.
 
-Each takes `--seconds` and `--seed`, and ends with status 1 if it finds an error. `tests/verification` has a
-short run of each.
+Each takes `--seconds` and `--seed`, and ends with status 1 if it finds an error. `make test-all` runs
+each but the soak for a minute.
 """

@@ -2,7 +2,7 @@
 
     REGISTRY.register(AioTensorCollector())
 
-docs/metrics.md lists the metrics. The statistics of all objects at one endpoint are added up, so the number
+docs/operation.md lists the metrics. The statistics of all objects at one endpoint are added up, so the number
 of series depends on the number of endpoints, which is limited, and not on the number of objects.
 """
 

@@ -34,7 +34,9 @@ Opened = TypeVar("Opened", bound=Hello | Subscribe)  # the first frame of a peer
 
 # The maximum number of connections that are not admitted: unidentified ones and those of inspectors. A peer
 # of this library sends its first frame right after connecting, so the oldest unidentified connection is the
-# least likely to belong to one. Inspectors are disconnected first, because they can connect again.
+# least likely to belong to one. Inspectors are disconnected first, because they can connect again. A time
+# limit for the first frame would close the connections of suspended processes, and would not help against a
+# flood, which takes all places within milliseconds.
 MAX_UNIDENTIFIED = 64
 
 

@@ -27,6 +27,7 @@ Box: TypeAlias = tuple[slice, ...]
 Array: TypeAlias = npt.NDArray[Any]
 
 # Elements are copied as numbers of their size, which `np.positive` returns unchanged, bit for bit.
+# `np.copyto` for each tile takes less processor time, but more time while another thread runs Python code.
 _RAW: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 # The dtypes whose negative and conjugate views differ from their memory only in sign bits, and the types of

@@ -28,7 +28,8 @@ _ACCEPTS_A_TURN = 16  # a flood of connections must not block the loop
 _FIRST_RETRY_S = 0.005
 _LAST_RETRY_S = 0.25
 
-# A full backlog has free entries only briefly, and other processes may compete for them.
+# A full backlog has free entries only briefly, and other processes may compete for them. During a flood of
+# connections, no sender connected within 3 s with delays that grow to `_LAST_RETRY_S`.
 _FULL_RETRY_S = 0.01
 
 # With no descriptor left, a listening socket would stay readable and keep the loop busy.

@@ -98,8 +98,8 @@ class Export(NamedTuple):
 def counter(text: str, *, metric: str = "", labels: Mapping[str, str] | None = None) -> msgspec.Meta:
     """Declare a field that only grows: a number, the durations of waits, or errors by type.
 
-    The statistics frame, the Prometheus metrics, the counts of closed objects and the tables of
-    docs/metrics.md are derived from the declaration.
+    The statistics frame, the Prometheus metrics and the counts of closed objects are derived from the
+    declaration.
 
     Args:
         text: the help text, one or more sentences.

@@ -35,7 +35,7 @@ left_open: list[Any] = []
 
 
 def _say(*words: object) -> None:
-    print(*words, flush=True)  # noqa: T201
+    print(*words, flush=True)
 
 
 def _say_when(condition: Callable[[], object], word: str) -> None:

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from aiotensor.transports.endpoints import Endpoint
+from tests import selection
 from tests.broadcast.audiences import Broadcasts
 from verification import loops, places
-from verification.places import LINKS
 from verification.processes import watch
 
 
@@ -28,7 +28,7 @@ async def mode(nothing_left_behind: None) -> AsyncIterator[None]:
 
 
 # The conformance suite covers broadcasts over a stock queue; these tests concern the layers above transports.
-@pytest.fixture(params=[link for link in LINKS if link != "stock"])
+@pytest.fixture(params=[link for link in selection.LINKS if link != "stock"])
 def endpoint(request: pytest.FixtureRequest) -> Iterator[Endpoint]:
     """Return an endpoint for a publisher, of most kinds."""
     with places.endpoint(request.param) as place:

@@ -23,14 +23,6 @@ from verification.waiting import until
 _KILLS = int(os.environ.get("AIOTENSOR_KILLS", "40")) // 8
 
 
-@pytest.fixture
-def moments() -> random.Random:
-    """Choose when to kill; pytest shows the seed of a test that failed."""
-    seed = int(os.environ.get("AIOTENSOR_SEED", "0")) or random.SystemRandom().getrandbits(32)
-    print(f"AIOTENSOR_SEED={seed}")  # noqa: T201
-    return random.Random(seed)
-
-
 async def test_a_killed_subscriber_releases_its_memory_within_a_second(
     endpoint: Endpoint, moments: random.Random
 ) -> None:

@@ -24,11 +24,11 @@ from aiotensor import (
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.tensors.dtypes import DTYPES
 from aiotensor.transports.endpoints import Endpoint
+from tests import selection
 from tests.broadcast.audiences import Batch, Broadcasts, idle, received, turns
 from verification.fuzz.listening import waiting_at
 from verification.internals import worker_of
 from verification.patterns import BIG, pattern
-from verification.places import LOCAL
 from verification.processes import watch
 from verification.promptly import promptly
 from verification.waiting import until
@@ -476,7 +476,7 @@ async def test_closing_a_subscriber_ends_its_calls(broadcasts: Broadcasts) -> No
         await until(lambda: not publisher.statistics().subscribers)
 
 
-@pytest.mark.parametrize("endpoint", LOCAL, indirect=True)
+@pytest.mark.parametrize("endpoint", selection.LOCAL_LINKS, indirect=True)
 async def test_a_publication_on_its_way_to_a_closed_subscriber_uses_no_memory(broadcasts: Broadcasts) -> None:
     async with broadcasts.open(2) as (publisher, [closed, other]):
         await closed.aclose()
@@ -486,7 +486,7 @@ async def test_a_publication_on_its_way_to_a_closed_subscriber_uses_no_memory(br
         await idle(publisher)
 
 
-@pytest.mark.parametrize("endpoint", LOCAL, indirect=True)
+@pytest.mark.parametrize("endpoint", selection.LOCAL_LINKS, indirect=True)
 async def test_a_closing_subscriber_keeps_no_memory_of_a_publisher_that_closes(
     broadcasts: Broadcasts, no_collections: None
 ) -> None:

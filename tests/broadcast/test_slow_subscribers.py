@@ -11,6 +11,7 @@ import torch
 from aiotensor import PeerLostError, RefusedError, TooLargeError, WouldBlockError
 from aiotensor.broadcast import Publisher, SlowPolicy, Subscriber
 from aiotensor.transports.endpoints import Endpoint
+from tests import selection
 from tests.broadcast.audiences import Broadcasts, idle, received, taken, turns
 from verification.internals import (
     backlogs_of,
@@ -20,7 +21,6 @@ from verification.internals import (
     transports_between,
 )
 from verification.patterns import BIG, pattern
-from verification.places import LOCAL
 from verification.waiting import until
 
 
@@ -232,7 +232,7 @@ def test_settings_that_contradict_each_other_are_rejected(
         Publisher("unix:///nowhere/s", **limits)
 
 
-@pytest.mark.parametrize("endpoint", LOCAL, indirect=True)
+@pytest.mark.parametrize("endpoint", selection.LOCAL_LINKS, indirect=True)
 async def test_closing_waits_as_long_as_subscribers_read(broadcasts: Broadcasts) -> None:
     """A subscriber that reads nothing for a second is cut off; this one takes longer in all."""
     async with broadcasts.open(1, max_behind=1000) as (publisher, [slow]):

@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.channel.parties import Places
+from tests.selection import MODES
 from verification import loops
 
 # Every mode over one kind of address, and only the plain one over the other: just the socket differs.
-_WAYS = {f"{mode} tasks": ("ipc", mode) for mode in loops.MODES} | {"tcp": ("tcp", "plain")}
+_WAYS = {f"{mode} tasks": ("ipc", mode) for mode in MODES} | {"tcp": ("tcp", "plain")}
 
 
 @pytest.fixture(params=_WAYS)

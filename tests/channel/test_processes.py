@@ -343,10 +343,7 @@ async def test_a_stopped_server_is_lost_after_the_heartbeat_timeout() -> None:
             assert await client.call(peers.ask, 3)
 
 
-async def test_client_and_server_survive_repeated_kills_of_each_other() -> None:
-    seed = int(os.environ.get("AIOTENSOR_SEED", "0")) or random.SystemRandom().getrandbits(32)
-    print(f"AIOTENSOR_SEED={seed}")  # noqa: T201 - pytest shows it of a test that failed
-    moments = random.Random(seed)
+async def test_client_and_server_survive_repeated_kills_of_each_other(moments: random.Random) -> None:
     with place() as here, said():
         async with peers.process(here) as client:
             await client.call(peers.open_client, here)

@@ -9,7 +9,7 @@ from aiotensor import TensorHandle, TensorReceiver, TensorSender, WouldBlockErro
 from aiotensor.transports.endpoints import Endpoint
 from verification.parties import receiver_at, sender_at
 from verification.patterns import pattern
-from verification.places import CONFORMING
+from verification.places import LINKS
 from verification.processes import peers
 from verification.processes.peers import Peer
 from verification.waiting import settled, until
@@ -106,8 +106,8 @@ class PairMaker:
 @contextmanager
 def pairs_over(link: str) -> Iterator[PairMaker]:
     """Create an endpoint for pairs, and check at the end that no file of it is left."""
-    with CONFORMING[link].place() as place:
-        yield PairMaker(place.endpoint, CONFORMING[link].comes_back, CONFORMING[link].has_engine)
+    with LINKS[link].place() as place:
+        yield PairMaker(place.endpoint, LINKS[link].comes_back, LINKS[link].has_engine)
         assert len(place.names()) <= 1  # the socket of a receiver that was killed
 
 

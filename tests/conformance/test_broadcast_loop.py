@@ -9,10 +9,10 @@ import torch
 
 from aiotensor.broadcast import Subscriber
 from aiotensor.transports.endpoints import Endpoint
+from tests import selection
 from tests.broadcast.audiences import audience, idle
 from tests.conformance.makers import pairs_over
 from tests.conformance.turns import Lengths, measured, some_turns, too_long
-from verification.places import CONFORMING
 from verification.processes import peers
 from verification.waiting import until
 
@@ -21,7 +21,7 @@ _PAGE = 4096
 _SUBSCRIBERS = 4
 
 pytestmark = [
-    pytest.mark.parametrize("link", CONFORMING),
+    pytest.mark.parametrize("link", selection.LINKS),
     pytest.mark.parametrize("mode", ["plain"], indirect=True),  # the calls take as long in every mode
 ]
 

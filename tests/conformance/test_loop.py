@@ -8,9 +8,9 @@ import torch
 
 from aiotensor import TensorHandle
 from aiotensor.transports.endpoints import Endpoint
+from tests import selection
 from tests.conformance.makers import PairMaker, pairs_over
 from tests.conformance.turns import Lengths, measured, some_turns, too_long
-from verification.places import CONFORMING
 from verification.processes import peers, watch
 from verification.waiting import settled, until
 
@@ -27,7 +27,7 @@ async def _too_long(link: str, measure: Callable[[PairMaker], Awaitable[Lengths]
     return await too_long(attempt)
 
 
-_everywhere = pytest.mark.parametrize("link", CONFORMING)
+_everywhere = pytest.mark.parametrize("link", selection.LINKS)
 _once = pytest.mark.parametrize(
     "mode", ["plain"], indirect=True
 )  # what takes long takes as long in every mode

@@ -16,31 +16,24 @@ from pathlib import Path
 
 import msgspec
 
-from tests.deployment.groups import MemoryGroup
 from tests.deployment.inside import Spec
 
-__all__ = ["ROOT", "USER", "Container", "container", "party", "problem"]
+__all__ = ["ROOT", "Container", "container", "problem"]
 
 ROOT = Path(__file__).parents[2]
-USER = 10001
 
 _NAMESPACES = ("--mount", "--pid", "--ipc", "--uts", "--fork", "--mount-proc")
 
 
 class Container:
-    """A running container.
-
-    Attributes:
-        pid: the id of its first process in the PID namespace of this process.
-        output: the lines that it has printed.
-    """
+    """A running container."""
 
     def __init__(self, parent: asyncio.subprocess.Process, pid: int) -> None:
         self._parent = parent  # `unshare`, which ends like its child
         self._lines: asyncio.Queue[str] = asyncio.Queue()
         self._reading = asyncio.create_task(self._read())
-        self.pid = pid
-        self.output: list[str] = []
+        self._pid = pid  # in the PID namespace of this process
+        self._output: list[str] = []
 
     async def says(self, text: str) -> str:
         """Wait until it has printed a line with a text, and return the line."""
@@ -51,7 +44,7 @@ class Container:
     @property
     def printed(self) -> str:
         """Its output as one text."""
-        return "".join(self.output)
+        return "".join(self._output)
 
     async def ends(self) -> int | None:
         """Wait until it ends, and return its exit status, which is not 0 if it was killed."""
@@ -59,29 +52,24 @@ class Container:
         return await self._parent.wait()
 
     async def close(self) -> None:
-        """Kill it unless it has ended."""
+        """Kill it, as the kernel does when memory runs out, unless it has ended."""
         if self._parent.returncode is None:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(self._pid, signal.SIGKILL)
         await self.ends()
 
     async def _read(self) -> None:
         assert self._parent.stdout is not None
         while line := (await self._parent.stdout.readline()).decode():
-            self.output.append(line)
+            self._output.append(line)
             self._lines.put_nowait(line)
         self._lines.put_nowait("")
 
     async def stop(self, grace_s: float) -> int | None:
         """End it with SIGTERM, as a container runtime does; raise `TimeoutError` after `grace_s` seconds."""
-        os.kill(self.pid, signal.SIGTERM)
+        os.kill(self._pid, signal.SIGTERM)
         async with asyncio.timeout(grace_s):
             return await self.ends()
-
-    async def kill(self) -> None:
-        """End it as the kernel does when memory runs out."""
-        os.kill(self.pid, signal.SIGKILL)
-        await self.ends()
 
 
 @asynccontextmanager
@@ -99,34 +87,6 @@ async def container(spec: Spec) -> AsyncIterator[Container]:
         yield started
     finally:
         await started.close()
-
-
-def party(
-    role: str,
-    where: Path | str,
-    *numbers: int,
-    user: int = USER,
-    group: MemoryGroup | None = None,
-    first_user: int | None = None,
-) -> Spec:
-    """Return a container with one side of a transfer.
-
-    Args:
-        role: a role of `tests.deployment.party`.
-        where: the folder that both sides share, or an address.
-        numbers: the numbers of the role.
-        user: the user of the container.
-        group: its control group.
-        first_user: the user of the machine that is user 0 in its user namespace, if it has its own.
-    """
-    address, mounts = where, {}
-    if isinstance(where, Path):
-        address, mounts = "unix:///run/aiotensor/engine.sock", {"/run/aiotensor": str(where)}
-    command = ["python", "-W", "error", "-m", "tests.deployment.party", role, address, *numbers]
-    folder = None if group is None else str(group.folder)
-    return Spec(
-        [*map(str, command)], str(ROOT), user=user, mounts=mounts, group=folder, first_user=first_user
-    )
 
 
 async def _first_child(parent: asyncio.subprocess.Process) -> int:

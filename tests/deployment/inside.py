@@ -18,7 +18,7 @@ from verification.networks import Host
 
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
 _LAST_CAPABILITY = 40
-_CLONE_NEWUSER, _USERS = 0x10000000, 65536
+_SHM_BYTES = 64 << 20  # of `/dev/shm`, as in Docker
 
 _ROOT = str(Path(__file__).parents[2])
 # The image: what the program consists of. A folder precedes those in it, which may be an environment.
@@ -35,9 +35,6 @@ class Spec(msgspec.Struct, frozen=True):
         user: the id of its user and group; the process has no capabilities unless this is 0.
         mounts: folders and files of the host by their paths in the container; paths in `/run` may be new.
         host: its network; None for that of the caller.
-        group: the folder of its control group for memory; None for that of the caller.
-        shm_bytes: the size of its `/dev/shm`.
-        first_user: the user of the machine that is user 0 in its user namespace; None without a namespace.
     """
 
     command: list[str]
@@ -46,19 +43,14 @@ class Spec(msgspec.Struct, frozen=True):
     user: int = 10001
     mounts: dict[str, str] = {}
     host: Host | None = None
-    group: str | None = None
-    shm_bytes: int = 64 << 20
-    first_user: int | None = None
 
 
 def main(spec: Spec) -> None:
     """Set up the container, and replace this process by the program."""
-    if spec.group is not None:
-        Path(spec.group, "cgroup.procs").write_text("0")  # this process
     if spec.host is not None:
         spec.host.enter()
     _mount("--make-rprivate", "/")
-    _mount("-t", "tmpfs", "-o", f"size={spec.shm_bytes}", "shm", "/dev/shm")
+    _mount("-t", "tmpfs", "-o", f"size={_SHM_BYTES}", "shm", "/dev/shm")
     # Where the home of root is closed, only the folders of the program are visible there.
     hidden = {"/run", *filter(None, (_closed(Path(folder)) for folder in _PROGRAM))}
     covered = [Path(place) for place in (*hidden, *spec.mounts)]
@@ -75,8 +67,6 @@ def main(spec: Spec) -> None:
     for folder in (*hidden, *program, "/"):
         _mount("-o", "remount,bind,ro", folder)
     os.chdir(spec.folder)
-    if spec.first_user is not None:
-        _enter_user_namespace(spec.first_user)
     _drop_privileges(spec.user)
     forbid_what_docker_forbids()
     os.execvpe(spec.command[0], spec.command, {**os.environ, **spec.environment})  # noqa: S606
@@ -100,25 +90,6 @@ def _bind(source: int, target: Path) -> None:
         target.touch()
     _mount("--no-canonicalize", "--bind", path, str(target), pass_fds=[source])
     os.close(source)
-
-
-def _enter_user_namespace(first_user: int) -> None:
-    """Create a user namespace, and let another process map its users, as only privileged ones may."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    created_read, created_write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(created_write)
-        os.read(created_read, 1)  # at its end, the namespace exists
-        for name in ("uid_map", "gid_map"):
-            Path(f"/proc/{os.getppid()}/{name}").write_text(f"0 {first_user} {_USERS}")
-        os._exit(0)
-    if libc.unshare(_CLONE_NEWUSER) != 0:
-        raise OSError(ctypes.get_errno(), "unshare(CLONE_NEWUSER)")
-    os.close(created_write)
-    if os.waitpid(child, 0)[1] != 0:
-        raise RuntimeError("the users of the namespace could not be mapped")
-    os.close(created_read)
 
 
 def _drop_privileges(user: int) -> None:

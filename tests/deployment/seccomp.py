@@ -4,11 +4,11 @@ import ctypes
 import ctypes.util
 import errno
 
-__all__ = ["FORBIDDEN", "forbid_what_docker_forbids"]
+__all__ = ["forbid_what_docker_forbids"]
 
 # Calls that versions of the default profile allow to no process, or only to processes with capabilities:
 # https://docs.docker.com/engine/security/seccomp/
-FORBIDDEN = """
+_FORBIDDEN = """
 acct add_key bpf chroot clock_adjtime clock_settime clone3 create_module delete_module fanotify_init
 finit_module fsconfig fsmount fsopen fspick get_kernel_syms get_mempolicy init_module io_uring_enter
 io_uring_register io_uring_setup ioperm iopl kcmp kexec_file_load kexec_load keyctl lookup_dcookie
@@ -47,7 +47,7 @@ def forbid_what_docker_forbids() -> None:
     library = ctypes.CDLL(name)
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ALLOW)))
-    for call in FORBIDDEN:
+    for call in _FORBIDDEN:
         number = library.seccomp_syscall_resolve_name(call.encode())
         if number != _UNKNOWN:
             answer = _ERRNO | (errno.ENOSYS if call == "clone3" else errno.EPERM)

@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.deployment.composition import Composition
-from tests.deployment.containers import USER, container
+from tests.deployment.composition import Composition, image_user
+from tests.deployment.containers import container
 from tests.examples.films import film, is_right
 from two_hosts import keys
 from verification.networks import Hosts
@@ -25,6 +25,7 @@ AT_ONCE = 3
 REASONS = {"engine_lost", "engine_unavailable", "busy"}  # of documented 503s
 
 pytestmark = [
+    pytest.mark.extended,
     pytest.mark.usefixtures("needs_containers"),
     pytest.mark.asyncio(loop_factories=["asyncio"]),  # of the test; the programs have their own
     pytest.mark.timeout(300),
@@ -98,7 +99,7 @@ async def test_uploads_are_served_while_either_side_restarts(hosts: Hosts, folde
     secrets = folder / "keys"
     keys.make(secrets)
     for file in secrets.iterdir():
-        os.chown(file, USER, USER)
+        os.chown(file, image_user(), image_user())
     film(folder / "film.mkv", 40, height=180, width=320)
     # Like a container runtime: the names of the other services, and the name of the host itself.
     hosts.a.know({"engine": hosts.b.address, socket.gethostname(): hosts.a.address})
@@ -118,7 +119,7 @@ async def test_uploads_are_served_while_either_side_restarts(hosts: Hosts, folde
         await client.call(_succeed)
 
         for _ in range(2):
-            await engine.kill()
+            await engine.close()
             engine = await stack.enter_async_context(container(engine_spec))
             await client.call(_succeed)
         assert await engine.stop(services["engine"].grace_s) == 0, engine.printed
@@ -137,7 +138,7 @@ async def test_uploads_are_served_while_either_side_restarts(hosts: Hosts, folde
 
         answers = await client.call(_answers)
         assert not uploading.done()
-    print(Counter((answer.status, answer.reason) for answer in answers), len(unanswered))  # noqa: T201
+    print(Counter((answer.status, answer.reason) for answer in answers), len(unanswered))
     for answer in answers:
         if answer.status == 200:
             assert answer.is_right

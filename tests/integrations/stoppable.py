@@ -55,7 +55,7 @@ class Model:
 
 
 def _report(word: str) -> None:
-    print(word, flush=True)  # noqa: T201
+    print(word, flush=True)
 
 
 def _serve_blocking(tensors: str, messages: str, model: Model) -> None:

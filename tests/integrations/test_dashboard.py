@@ -1,20 +1,16 @@
-"""The dashboard and the page on metrics name the exported metrics, and no others."""
+"""The dashboard and the alerts name only exported metrics."""
 
-import difflib
 import json
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import pytest
 from prometheus_client import Metric
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.integrations.prometheus import AioTensorCollector
-from aiotensor.types import Statistics
-from docs.metrics_tables import PAGE, updated
 from tests.channel.parties import Answer, Question, place
 from tests.ranks.pipes import ends
 from verification.places import endpoint
@@ -128,31 +124,3 @@ async def test_counters_are_shown_as_rates_and_gauges_as_they_are() -> None:
         family = families.get(name) or families[name.removesuffix("_bucket")]
         assert bool(re.search(r"\b(rate|increase)\(", query)) == (family.type != "gauge"), query
         assert ("histogram_quantile(" in query) == (family.type == "histogram"), query
-
-
-async def test_the_page_on_metrics_lists_each_with_its_type_and_labels() -> None:
-    text = (ROOT / "docs" / "metrics.md").read_text()
-    rows = re.findall(r"^\| `(aiotensor_\w+)` \| (\w+) \| ([^|]*) \| [^|]+ \|$", text, re.MULTILINE)
-    listed = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
-    assert len(listed) == len(rows)
-    exported_now = {
-        name: (family.type, labels_of(family) - {"le"}) for name, family in (await exported()).items()
-    }
-    assert listed == exported_now
-
-
-def test_the_tables_of_the_page_on_metrics_are_those_of_the_declared_fields() -> None:
-    page = PAGE.read_text()
-    change = difflib.unified_diff(
-        page.splitlines(), updated(page).splitlines(), "docs/metrics.md", "make docs-tables", n=0, lineterm=""
-    )
-    assert "\n".join(change) == ""
-    assert page.count("<!-- table of") == len(get_args(Statistics))
-
-
-@pytest.mark.parametrize("name", ["README.md", "docs/metrics.md"])
-async def test_names_of_metrics_in_the_documents_are_exported(name: str) -> None:
-    families = await exported()
-    samples = {sample.name for family in families.values() for sample in family.samples}
-    for found in names_in((ROOT / name).read_text()):
-        assert found in samples or found in families, found

@@ -20,4 +20,4 @@ async def _open(address: str, timeout_s: float) -> str:
 
 
 if __name__ == "__main__":
-    print(asyncio.run(_open(sys.argv[1], float(sys.argv[2]))), flush=True)  # noqa: T201
+    print(asyncio.run(_open(sys.argv[1], float(sys.argv[2]))), flush=True)

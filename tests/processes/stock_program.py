@@ -21,7 +21,7 @@ left_open: list[TensorSender] = []
 
 
 def _say(*words: object) -> None:
-    print(*words, flush=True)  # noqa: T201
+    print(*words, flush=True)
 
 
 async def _receive(queue: StockQueue, *, loses: bool) -> None:

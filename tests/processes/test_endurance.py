@@ -87,7 +87,7 @@ async def test_many_sends_within_128_descriptors_and_a_small_shm_leave_memory_fl
         memory, descriptors = await many(_SENDS // 10)
         began = time.monotonic()
         memory_after, descriptors_after = await many(_SENDS)
-        print(f"{(time.monotonic() - began) * 100_000 / _SENDS:.1f} s for 100,000 sends")  # noqa: T201
+        print(f"{(time.monotonic() - began) * 100_000 / _SENDS:.1f} s for 100,000 sends")
         assert descriptors_after == descriptors
         for before, after in zip(memory, memory_after, strict=True):
             assert after - before < _GROWTH_KIB, (memory, memory_after)

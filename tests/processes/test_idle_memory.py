@@ -10,8 +10,9 @@ import torch
 
 from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from aiotensor.transports.endpoints import Endpoint
+from tests import selection
 from verification.patterns import pattern
-from verification.places import LINKS, LOCAL
+from verification.places import LINKS
 from verification.processes import peers, watch
 from verification.processes.peers import Peer, State
 from verification.waiting import settled, until
@@ -23,7 +24,7 @@ ARENA = 64 * MIB
 LARGE, SMALL = 48 * MIB // 8, 16 * 1024 // 8  # elements of int64
 
 
-@pytest.fixture(params=LINKS)
+@pytest.fixture(params=selection.LINKS)
 def place(request: pytest.FixtureRequest) -> Iterator[Endpoint]:
     """Name a place for a receiver on each transport."""
     with LINKS[request.param].place() as place:
@@ -101,7 +102,7 @@ async def test_each_tensor_of_a_closed_sender_returns_its_memory_when_freed(plac
             assert all(torch.equal(tensor, pattern(seed, 2 * MIB)) for seed, tensor in kept.items())
 
 
-@pytest.mark.parametrize("place", LOCAL, indirect=True)
+@pytest.mark.parametrize("place", selection.LOCAL_LINKS, indirect=True)
 @pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "unsent"])
 async def test_a_tensor_in_use_by_a_closed_sender_is_kept_until_its_process_ends(
     place: Endpoint, is_sent: bool

@@ -25,14 +25,6 @@ _ARENA = 8 << 20
 _LONGEST_MOMENT_S = 0.03
 
 
-@pytest.fixture
-def moments() -> random.Random:
-    """Choose when to kill; pytest shows the seed of a test that failed."""
-    seed = int(os.environ.get("AIOTENSOR_SEED", "0")) or random.SystemRandom().getrandbits(32)
-    print(f"AIOTENSOR_SEED={seed}")  # noqa: T201
-    return random.Random(seed)
-
-
 async def _send_for_ever(state: peers.State) -> None:
     seed = 0
     while True:

@@ -13,7 +13,7 @@ from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
 from aiotensor import PeerLostError
 from aiotensor.ranks import RankPipe, entries
-from verification import loops
+from tests.selection import MODES
 from verification.patterns import pattern
 from verification.processes.peers import Peer, State
 
@@ -57,7 +57,7 @@ ROUTES = {
 
 
 # Run a test, or all tests of a module, in each mode of the loop.
-in_every_mode = pytest.mark.parametrize("mode", loops.MODES, indirect=True)
+in_every_mode = pytest.mark.parametrize("mode", MODES, indirect=True)
 
 
 class Routes:

@@ -25,14 +25,6 @@ _SOME = 5_000
 _KILLS = int(os.environ.get("AIOTENSOR_KILLS", "40")) // 8
 
 
-@pytest.fixture
-def moments() -> random.Random:
-    """Choose when to kill; pytest shows the seed of a test that failed."""
-    seed = int(os.environ.get("AIOTENSOR_SEED", "0")) or random.SystemRandom().getrandbits(32)
-    print(f"AIOTENSOR_SEED={seed}")  # noqa: T201
-    return random.Random(seed)
-
-
 @in_every_mode
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_messages_pass_between_two_processes(folder: Path, rank: int) -> None:

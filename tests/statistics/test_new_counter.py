@@ -1,4 +1,4 @@
-"""One line declares a counter, for its objects, for Prometheus and for the documentation."""
+"""One line declares a counter, for its objects and for Prometheus."""
 
 import json
 import os
@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 
 BEFORE = "\n\nclass ReceiverStatistics("  # the class that follows the statistics of senders
 LINE = '    tensors_retried: Annotated[Number, counter("Tensors that were sent again.")] = 0\n'
-ROW = "| `aiotensor_sender_tensors_retried_total` | counter | `endpoint` | Tensors that were sent again. |"
 
 # Where it is counted: for each message that was sent.
 COUNTED = '        self.counts["messages_sent"] += 1\n'
@@ -69,12 +68,9 @@ print(json.dumps([before.tensors_retried, msgspec.msgpack.encode(after).hex()]))
 
 @pytest.fixture(scope="module")
 def copy_with_a_line_more(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the package and the page on metrics, and declare a counter."""
+    """Copy the package, and declare a counter."""
     folder = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "aiotensor", folder / "aiotensor", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "docs").mkdir()
-    for name in ("metrics.md", "metrics_tables.py"):
-        shutil.copy(ROOT / "docs" / name, folder / "docs")
     types = folder / "aiotensor" / "types" / "statistics.py"
     before, found, after = types.read_text().partition(BEFORE)
     assert found
@@ -121,12 +117,3 @@ def test_peers_with_and_without_the_counter_read_the_statistics_of_each_other(
     read, sent = json.loads(later)
     assert read == 0
     assert msgspec.msgpack.decode(bytes.fromhex(sent), type=SenderStatistics) == before
-
-
-def test_a_counter_that_one_line_declares_is_documented(copy_with_a_line_more: Path) -> None:
-    page = copy_with_a_line_more / "docs" / "metrics.md"
-    before = page.read_text().splitlines()
-    run(copy_with_a_line_more, "docs/metrics_tables.py")
-    after = page.read_text().splitlines()
-    assert after.count(ROW) == 1
-    assert [line for line in after if line != ROW] == before

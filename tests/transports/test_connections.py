@@ -11,14 +11,15 @@ import pytest
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.transports.base import MAX_UNREAD_BYTES
 from aiotensor.transports.endpoints import Endpoint
+from tests import selection
 from tests.transports.ends import End, fill, is_open, turns
 from tests.transports.parties import connected_over
-from verification.places import LINKS, LOCAL
+from verification.places import LINKS
 
 _NUMBER_BYTES = 4  # of a record that `fill` writes
 
 
-@pytest.fixture(params=LINKS)
+@pytest.fixture(params=selection.LINKS)
 def endpoint(request: pytest.FixtureRequest) -> Iterator[Endpoint]:
     with LINKS[request.param].place() as place:
         yield place.endpoint
@@ -31,7 +32,7 @@ async def both_ways(endpoint: Endpoint, writer: str) -> AsyncIterator[tuple[End,
         yield (connecting, accepted) if writer == "connecting" else (accepted, connecting)
 
 
-on_one_machine = pytest.mark.parametrize("endpoint", LOCAL, indirect=True)
+on_one_machine = pytest.mark.parametrize("endpoint", selection.LOCAL_LINKS, indirect=True)
 directions = pytest.mark.parametrize("writer", ["connecting", "accepted"])
 
 

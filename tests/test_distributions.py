@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from email.message import Message
 from pathlib import Path
@@ -16,13 +15,14 @@ import pytest
 
 import aiotensor
 
-ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ROOT = Path(__file__).parents[1]
 WHEEL = f"aiotensor-{aiotensor.__version__}-py3-none-any.whl"
 SDIST = f"aiotensor-{aiotensor.__version__}.tar.gz"
 
+pytestmark = pytest.mark.extended
+
 needs_environment = pytest.mark.skipif(
-    "AIOTENSOR_TEST_PYTHON" not in os.environ, reason="`make test` makes an environment with the wheel"
+    "AIOTENSOR_TEST_PYTHON" not in os.environ, reason="`make test-all` makes an environment with the wheel"
 )
 
 

@@ -1,0 +1,146 @@
+"""Check the documents against the repository, with the standard library only; run by ``make lint``.
+
+- Relative links in all Markdown files lead to files and headings that exist.
+- The tables of docs/operation.md list exactly the log events and the metrics that the package declares.
+- The tests that docs/promises.md names exist.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+import unicodedata
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "aiotensor"
+
+_FENCE = re.compile(r"^ *(```|~~~).*?^ *\1", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"`[^`\n]*`")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_TYPES = ("counter", "gauge", "histogram")
+
+
+def documents() -> list[Path]:
+    """Return the Markdown files that git tracks, or does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.md"]
+    listed = subprocess.check_output(command, cwd=ROOT, text=True)
+    paths = {ROOT / name for name in listed.split("\0") if name}
+    return sorted(path for path in paths if path.is_file())
+
+
+@cache
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of the headings of a page, as MkDocs and GitHub derive them."""
+    found = set()
+    for title in re.findall(r"^#+ +(.+?) *#*$", _FENCE.sub("", path.read_text()), re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)
+        letters = unicodedata.normalize("NFKD", plain).encode("ascii", "ignore").decode()
+        found.add(re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", letters).strip().lower()))
+    return found
+
+
+def broken_links(path: Path) -> Iterator[str]:
+    """Yield the problems of the links in a page."""
+    text = _CODE.sub("", _FENCE.sub("", path.read_text()))
+    for link in _LINK.findall(text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        if not target.exists():
+            yield f"{path.relative_to(ROOT)}: there is no file {file}"
+        elif anchor and (target.suffix != ".md" or anchor not in anchors(target)):
+            yield f"{path.relative_to(ROOT)}: there is no heading {link}"
+
+
+@cache
+def modules() -> list[ast.Module]:
+    """Parse the package."""
+    return [ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """Yield the calls in a tree with the last parts of their names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func).rpartition(".")[2], node
+
+
+def logged_events() -> set[str]:
+    """Return the loggers and the events of all log calls: ``extra`` is a literal with the key ``event``."""
+    found = set()
+    for tree in modules():
+        loggers = [ast.literal_eval(call.args[0]) for name, call in calls(tree) if name == "logger_of"]
+        for _, call in calls(tree):
+            for keyword in call.keywords:
+                if keyword.arg == "extra" and isinstance(keyword.value, ast.Dict):
+                    for key, value in zip(keyword.value.keys, keyword.value.values, strict=True):
+                        if isinstance(key, ast.Constant) and key.value == "event":
+                            found.add(f"{loggers[0]} {ast.literal_eval(value)}")
+    return found
+
+
+def declared_metrics() -> set[str]:
+    """Return the objects, names and types of the metrics that the classes of statistics declare."""
+    found = set()
+    for tree in modules():
+        for kind in ast.walk(tree):
+            if not isinstance(kind, ast.ClassDef) or not kind.name.endswith("Statistics"):
+                continue
+            role = kind.name.removesuffix("Statistics").lower()
+            for field in kind.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    for name, call in calls(field.annotation):
+                        if name in _TYPES:
+                            given = [
+                                ast.literal_eval(word.value) for word in call.keywords if word.arg == "metric"
+                            ]
+                            metric = (given or [field.target.id])[0]
+                            is_histogram = "Waits" in ast.unparse(field.annotation)
+                            found.add(f"{role} {metric} {'histogram' if is_histogram else name}")
+    return found
+
+
+def listed(page: str, column: tuple[str, ...]) -> set[str]:
+    """Return the names in the first two cells of all rows whose third cell begins with one of some words."""
+    found = set()
+    for row in re.findall(r"^\| (`.+?) \| (.+?) \| (.+?) \|", page, re.MULTILINE):
+        if row[2].split()[0] in column:
+            names, objects = re.findall(r"`(\w+)`", row[0]), row[1].split(", ")
+            suffix = f" {row[2]}" if column is _TYPES else ""
+            found |= {f"{one} {name}{suffix}" for one, name in product(objects, names)}
+    return found
+
+
+def missing_tests(page: Path) -> Iterator[str]:
+    """Yield the tests that a page names and that do not exist."""
+    for file, name in re.findall(r"`(tests/[\w/.-]+)(?:::(\w+))?`", page.read_text()):
+        path = ROOT / file
+        if not path.exists() or (
+            name and not re.search(rf"^(async )?def {name}\(", path.read_text(), re.MULTILINE)
+        ):
+            yield f"{page.relative_to(ROOT)}: there is no test {file}{'::' if name else ''}{name}"
+
+
+def main() -> int:
+    """Print all problems, and return whether there is one."""
+    problems = [problem for path in documents() for problem in broken_links(path)]
+    operation = (ROOT / "docs" / "operation.md").read_text()
+    for what, ours, theirs in (
+        ("event", logged_events(), listed(operation, _LEVELS)),
+        ("metric", declared_metrics(), listed(operation, _TYPES)),
+    ):
+        problems += [f"docs/operation.md: no row has the {what} {one}" for one in sorted(ours - theirs)]
+        problems += [f"docs/operation.md: the package has no {what} {one}" for one in sorted(theirs - ours)]
+    problems += missing_tests(ROOT / "docs" / "promises.md")
+    sys.stdout.writelines(f"{problem}\n" for problem in problems)
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
