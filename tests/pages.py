@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 
-__all__ = ["LIMIT_S", "READY", "Folder", "blocks", "folder", "upload"]
+__all__ = ["LIMIT_S", "READY", "ROOT", "Folder", "blocks", "folder", "upload"]
 
 LIMIT_S = 300  # each program imports torch, which takes long on a loaded machine
 READY = "the engine is ready\n"
 
-_ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent
 
 # The interpreter of the programs. Another one than ours tests an installed wheel.
 _PYTHON = os.environ.get("AIOTENSOR_TEST_PYTHON")
@@ -24,7 +24,7 @@ _PYTHON = os.environ.get("AIOTENSOR_TEST_PYTHON")
 
 def blocks(kind: str, page: str) -> list[str]:
     """Return the blocks of one language on a page."""
-    return re.findall(rf"^```{kind}\n(.*?)^```", (_ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{kind}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
 class Folder:

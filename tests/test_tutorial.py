@@ -1,4 +1,4 @@
-"""Each step of the tutorial works as a reader performs it, with the programs of the page.
+"""Each step of the tutorial works as a reader performs it, and the tests of the guide pass.
 
 `AIOTENSOR_TEST_PYTHON` is the interpreter that runs the programs: the same tests check an installed wheel in
 an environment with `aiotensor[cli,fastapi,prometheus]`, `av` and `uvicorn`.
@@ -11,11 +11,10 @@ import subprocess
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
-from tests.pages import LIMIT_S, READY, Folder, blocks, folder, upload
+from tests.pages import LIMIT_S, READY, ROOT, Folder, blocks, folder, upload
 from verification.places import free_port
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(LIMIT_S)]
@@ -81,7 +80,7 @@ def test_the_server_answers_an_upload_and_survives_a_restart_of_the_engine(site:
 
 
 def test_uploads_beyond_the_permits_wait_and_are_answered_with_503(site: Site) -> None:
-    assert "`time.sleep(1)` as the first line of\n`model`" in Path(PAGE).read_text()
+    assert "`time.sleep(1)` as the first line of\n`model`" in (ROOT / PAGE).read_text()
     slow = ENGINE.replace("def model(video):\n", "def model(video):\n    time.sleep(1)\n")
     site.folder.save("engine.py", f"import time\n{slow}")
     site.start_engine()
@@ -107,3 +106,14 @@ def test_metrics_and_top_show_the_engine_and_its_server(site: Site) -> None:
     address = f"engine://{site.folder.path}/tutorial-{os.getuid()}"
     shown = json.loads(site.folder.run("-m", "aiotensor", "top", address, "--json"))
     assert [sender["pid"] for sender in shown["senders"]] == [server.pid]
+
+
+def test_the_tests_of_the_guide_pass() -> None:
+    programs = [
+        text for text in blocks("python", "docs/guide.md") if re.search("make_app|pytest_plugins", text)
+    ]
+    with folder() as here:
+        for name, program in zip(("conftest.py", "server.py", "test_server.py"), programs, strict=True):
+            here.save(name, program)
+        here.save("pytest.ini", "[pytest]\nasyncio_default_fixture_loop_scope = function\n")
+        assert "3 passed" in here.run("-m", "pytest", "-p", "no:cacheprovider")
