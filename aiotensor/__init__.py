@@ -24,7 +24,6 @@ from aiotensor.transports.tensor_queue import TensorQueue
 from aiotensor.types import (
     Delivery,
     Holder,
-    PeerEvent,
     ReceiverStatistics,
     SenderStatistics,
     TensorHandle,
@@ -43,7 +42,6 @@ __all__ = [
     "DiscardedError",
     "Holder",
     "OpenMessage",
-    "PeerEvent",
     "PeerLostError",
     "ProtocolError",
     "ReceiverStatistics",

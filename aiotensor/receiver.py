@@ -14,8 +14,7 @@ from aiotensor.protocol.receiver import AdmissionLimits
 from aiotensor.receiving.intake import Intake
 from aiotensor.receiving.senders import Senders
 from aiotensor.receiving.taking import Taking, key_of
-from aiotensor.runtime.affinity import LoopAffinity
-from aiotensor.runtime.peer_events import LoopObjectWithPeers, PeerEvents
+from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.runtime.worker import in_thread
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
@@ -26,7 +25,7 @@ from aiotensor.types import CurveKey, Delivery, EngineName, ReceiverStatistics, 
 __all__ = ["TensorReceiver", "has_seen"]
 
 
-class TensorReceiver(LoopObjectWithPeers):
+class TensorReceiver(LoopObject):
     """Receive tensors from the senders of an endpoint, in any order.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. An endpoint has
@@ -89,7 +88,6 @@ class TensorReceiver(LoopObjectWithPeers):
     ) -> None:
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("TensorReceiver")
-        self._peers = PeerEvents(self.affinity)
         self._route = route_to(
             endpoint, TcpArguments(False, secret_key, None, client_keys, peer_timeout_s, engine)
         )
@@ -128,7 +126,7 @@ class TensorReceiver(LoopObjectWithPeers):
         return self
 
     async def _open(self) -> Taking:
-        senders = Senders(self._limits, self._counts, self._errors, self._peers)
+        senders = Senders(self._limits, self._counts, self._errors)
         intake = Intake(self._id, self._limits.frame_bytes, senders)
         try:
             listener = await self._route.listen(intake, self._limits.frame_bytes)

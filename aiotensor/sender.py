@@ -9,9 +9,8 @@ import torch
 
 from aiotensor.errors import again
 from aiotensor.runtime import tracing
-from aiotensor.runtime.affinity import LoopAffinity
+from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.cgroups import warn_if_too_large
-from aiotensor.runtime.peer_events import LoopObjectWithPeers, PeerEvents
 from aiotensor.sending.capacity import SenderCapacity
 from aiotensor.sending.grants import unopened_statistics
 from aiotensor.sending.message import Message
@@ -27,7 +26,7 @@ from aiotensor.types import CurveKey, EngineName, SenderStatistics, TensorHandle
 __all__ = ["OpenMessage", "TensorSender", "capacity_of", "posts_of"]
 
 
-class TensorSender(LoopObjectWithPeers):
+class TensorSender(LoopObject):
     """Send tensors to the receiver at the other end of an endpoint.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. Opening does not
@@ -85,7 +84,6 @@ class TensorSender(LoopObjectWithPeers):
     ) -> None:
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("TensorSender")
-        self._peers = PeerEvents(self.affinity)
         self._route = route_to(
             endpoint, TcpArguments(True, secret_key, server_key, (), peer_timeout_s, engine)
         )
@@ -120,7 +118,6 @@ class TensorSender(LoopObjectWithPeers):
                 self._counts,
                 self._errors,
                 self._capacity.listeners,
-                self._peers,
             )
             self._posts = Posts(self._pipeline, self._errors)
             self._pipeline.open()

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import click
 import uvloop
-from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
@@ -44,7 +43,7 @@ def _traced(sampler: Sampler | None) -> Iterator[None]:
         return
     provider = TracerProvider(sampler, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(_Discarding()))
-    instrument(provider, NoOpMeterProvider())
+    instrument(provider)
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar, overload
 import torch
 
 from aiotensor import broadcast
-from aiotensor.blocking.portal import BlockingObjectWithPeers, parameters_of
+from aiotensor.blocking.portal import BlockingObject, parameters_of
 from aiotensor.errors import ClosedError
 from aiotensor.transports.endpoints import Endpoint
 from aiotensor.types import (
@@ -23,7 +23,7 @@ __all__ = ["Publisher", "Subscriber"]
 T = TypeVar("T")
 
 
-class Publisher(BlockingObjectWithPeers[broadcast.Publisher, PublisherStatistics]):
+class Publisher(BlockingObject[broadcast.Publisher, PublisherStatistics]):
     """Publish messages from threads; open it with ``with``, and share it between the threads.
 
     Arguments and errors are those of `aiotensor.broadcast.Publisher`.
@@ -67,7 +67,7 @@ class Publisher(BlockingObjectWithPeers[broadcast.Publisher, PublisherStatistics
         self.wait_for(self.inner.drain, timeout=timeout)
 
 
-class Subscriber(BlockingObjectWithPeers[broadcast.Subscriber[T], SubscriberStatistics], Generic[T]):
+class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], Generic[T]):
     """Receive publications in threads; open it with ``with``, and share it between the threads.
 
     Arguments and errors are those of `aiotensor.broadcast.Subscriber`.

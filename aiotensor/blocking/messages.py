@@ -9,7 +9,7 @@ import torch
 
 import aiotensor
 from aiotensor import channel
-from aiotensor.blocking.portal import BlockingObjectWithPeers, until_closed
+from aiotensor.blocking.portal import BlockingObject, until_closed
 from aiotensor.blocking.requests import Request
 from aiotensor.blocking.tensors import OpenMessage, TensorReceiver, TensorSender
 from aiotensor.channel.batches import checked_results
@@ -25,7 +25,7 @@ M = TypeVar("M")
 R = TypeVar("R")
 
 
-class MessageClient(BlockingObjectWithPeers[channel.MessageClient[R], ClientStatistics], Generic[R]):
+class MessageClient(BlockingObject[channel.MessageClient[R], ClientStatistics], Generic[R]):
     """Send messages with tensors to a server; open it with ``with``, and share it between threads.
 
     Arguments and errors are those of `aiotensor.channel.MessageClient`, but `sender` and `receiver` are
@@ -175,7 +175,7 @@ class Permit:
                 raise
 
 
-class MessageServer(BlockingObjectWithPeers[channel.MessageServer[M], ServerStatistics], Generic[M]):
+class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], Generic[M]):
     """Receive messages with tensors, and answer them in any order.
 
     Open it with ``with``, and iterate over it in any number of threads. Arguments and errors are those of

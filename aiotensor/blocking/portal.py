@@ -14,13 +14,10 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 from aiotensor.blocking.thread import Call, Loop, borrow, release
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.runtime.affinity import LoopObject, ProcessBound, close_now, warn_unclosed
-from aiotensor.runtime.peer_events import LoopObjectWithPeers
-from aiotensor.types import PeerEvent
 
-__all__ = ["BlockingObject", "BlockingObjectWithPeers", "parameters_of", "until_closed"]
+__all__ = ["BlockingObject", "parameters_of", "until_closed"]
 
 A = TypeVar("A", bound=LoopObject)
-AP = TypeVar("AP", bound=LoopObjectWithPeers)
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
@@ -81,7 +78,6 @@ class BlockingObject(ProcessBound, Generic[A, S]):
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if is_finalizing() or self.__dict__.get("_loop") is None or os.getpid() != self._pid:
             return
-        self.inner.affinity.note_unclosed()
         self.abandon()
         warn_unclosed(self)  # last, because it raises if warnings are errors
 
@@ -267,19 +263,6 @@ class BlockingObject(ProcessBound, Generic[A, S]):
                 f"this {self._name} was inherited by a forked process, in which its thread does not run: "
                 "start processes with multiprocessing.get_context('spawn') and open one in each"
             )
-
-
-class BlockingObjectWithPeers(BlockingObject[AP, S]):
-    """Use an asynchronous object to which peers connect, or which connects to peers, from threads."""
-
-    def peer_events(self) -> Iterator[PeerEvent]:
-        """Return an iterator over connects and disconnects: ``for event in thing.peer_events()``.
-
-        The iteration waits for the next event in this thread, and ends when this object is closed. Events,
-        limits and errors are those of the asynchronous class.
-        """
-        events = self.call(self.inner.peer_events)
-        return until_closed(lambda: self.wait_for(self._next, events))
 
 
 def until_closed(next_item: Callable[[], R]) -> Iterator[R]:

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 
 import aiotensor
-from aiotensor.blocking.portal import BlockingObjectWithPeers, parameters_of, until_closed
+from aiotensor.blocking.portal import BlockingObject, parameters_of, until_closed
 from aiotensor.errors import ClosedError
 from aiotensor.sending.open_message import enter_in_thread
 from aiotensor.tensors.source import Sendable
@@ -16,7 +16,7 @@ from aiotensor.types import Delivery, ReceiverStatistics, SenderStatistics, Tens
 __all__ = ["OpenMessage", "TensorReceiver", "TensorSender"]
 
 
-class TensorSender(BlockingObjectWithPeers[aiotensor.TensorSender, SenderStatistics]):
+class TensorSender(BlockingObject[aiotensor.TensorSender, SenderStatistics]):
     """Send tensors from threads; open it with ``with``, and share it between the threads.
 
     Arguments and errors are those of `aiotensor.TensorSender`.
@@ -143,7 +143,7 @@ class OpenMessage:
                 raise
 
 
-class TensorReceiver(BlockingObjectWithPeers[aiotensor.TensorReceiver, ReceiverStatistics]):
+class TensorReceiver(BlockingObject[aiotensor.TensorReceiver, ReceiverStatistics]):
     """Receive tensors in threads; open it with ``with``, and share it between the threads.
 
     Arguments and errors are those of `aiotensor.TensorReceiver`.

@@ -14,9 +14,8 @@ from aiotensor.protocol.audience import SlowPolicy
 from aiotensor.protocol.frames import MAX_RECORD_BYTES, Subscribe
 from aiotensor.receiving.intake import Intake
 from aiotensor.runtime import tracing
-from aiotensor.runtime.affinity import LoopAffinity
+from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.cgroups import warn_if_too_large
-from aiotensor.runtime.peer_events import LoopObjectWithPeers, PeerEvents
 from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
 from aiotensor.transports.base import Listener
@@ -26,7 +25,7 @@ from aiotensor.types import MAX_NUMBER, CurveKey, EngineName, Published, Publish
 __all__ = ["Publisher"]
 
 
-class Publisher(LoopObjectWithPeers):
+class Publisher(LoopObject):
     """Publish messages to the subscribers that connect to an endpoint.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. Subscribers may
@@ -99,7 +98,6 @@ class Publisher(LoopObjectWithPeers):
     ) -> None:
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("Publisher")
-        self._peers = PeerEvents(self.affinity)
         self._route = route_to(
             endpoint, TcpArguments(False, secret_key, None, client_keys, peer_timeout_s, engine)
         )
@@ -130,7 +128,7 @@ class Publisher(LoopObjectWithPeers):
         self.affinity.enter()
         try:
             warn_if_too_large(self._id, self._settings.max_bytes)
-            publishing = Publishing(self._id, self._settings, self._counts, self._errors, self._peers)
+            publishing = Publishing(self._id, self._settings, self._counts, self._errors)
             self._publishing = publishing
             self._intake = Intake(self._id, MAX_RECORD_BYTES, publishing.subscribers)
             try:

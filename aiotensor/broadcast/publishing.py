@@ -27,7 +27,6 @@ from aiotensor.protocol.broadcast import Content, Publish
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import ARENA, INLINE, encode_record
 from aiotensor.runtime import tracing
-from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.runtime.waiting import at_most
 from aiotensor.sending.gates import Gate, StuckError
 from aiotensor.sending.memory import Memory
@@ -66,7 +65,6 @@ class Publishing:
         settings: its limits.
         counts: its counters.
         errors: counts the errors of its calls.
-        events: records which subscribers are connected.
 
     Attributes:
         memory: its shared memory.
@@ -80,7 +78,6 @@ class Publishing:
         settings: PublisherSettings,
         counts: dict[str, int],
         errors: ErrorCounter,
-        events: PeerEvents,
     ) -> None:
         self.is_closed = False
         self._loop = asyncio.get_running_loop()
@@ -108,7 +105,7 @@ class Publishing:
             step="wait for a turn",
         )
         self.subscribers = Subscribers(
-            publisher, settings, counts, self.memory, self.statistics, self._subscribers_progressed, events
+            publisher, settings, counts, self.memory, self.statistics, self._subscribers_progressed
         )
         self._reports = Reports(settings, counts, errors, self._turns, self.memory, self.subscribers)
 

@@ -7,8 +7,7 @@ from typing import Any, Generic, Self, TypeVar, overload
 from aiotensor.broadcast.subscription import Ended, Subscription
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import AioTensorError, again
-from aiotensor.runtime.affinity import LoopAffinity
-from aiotensor.runtime.peer_events import LoopObjectWithPeers, PeerEvents
+from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
@@ -19,7 +18,7 @@ __all__ = ["Subscriber"]
 T = TypeVar("T")
 
 
-class Subscriber(LoopObjectWithPeers, Generic[T]):
+class Subscriber(LoopObject, Generic[T]):
     """Receive the messages of a publisher, in order.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. Opening does not
@@ -94,7 +93,6 @@ class Subscriber(LoopObjectWithPeers, Generic[T]):
     ) -> None:
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("Subscriber")
-        self._peers = PeerEvents(self.affinity)
         self._route = route_to(
             endpoint, TcpArguments(True, secret_key, server_key, (), peer_timeout_s, engine)
         )
@@ -133,7 +131,6 @@ class Subscriber(LoopObjectWithPeers, Generic[T]):
                 self._max_wait_s,
                 self._counts,
                 self._errors,
-                self._peers,
             )
             self._subscription.open()
         except BaseException:

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from aiotensor.broadcast.refusals import SubscriberRefusalLog
-from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
+from aiotensor.errors import ProtocolError
 from aiotensor.protocol.audience import Backlog, Item
 from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import ARENA
@@ -38,8 +38,8 @@ class PeerHost(Protocol):
     changes: Waiters
     refusals: SubscriberRefusalLog
 
-    def lose(self, peer: "SubscriberPeer", error: AioTensorError | None) -> None:
-        """Remove a subscriber that is gone; the error is None if it has closed."""
+    def lose(self, peer: "SubscriberPeer", *, has_closed: bool = False) -> None:
+        """Remove a subscriber that is gone."""
 
     def progress(self) -> None:
         """Wake the calls that wait for subscribers, after an answer."""
@@ -218,16 +218,11 @@ class SubscriberPeer:
     def _unwritable(self, error: OSError) -> None:
         reason = f"writing to it failed: {error}"
         self._host.refusals.disconnected.add(self.name, self.pid, reason)
-        self._lose(reason)
+        self._host.lose(self)
 
     def _violated(self, error: ProtocolError) -> None:
         self._host.refusals.broken.add(self.name, self.pid, str(error))
-        self._host.lose(self, error)
-
-    def _lose(self, reason: str) -> None:
-        self._host.lose(
-            self, PeerLostError(f"the connection to the subscriber was lost: {reason}", pid=self.pid)
-        )
+        self._host.lose(self)
 
     # Events of the transport
 
@@ -246,11 +241,7 @@ class SubscriberPeer:
             if freed:
                 host.memory.unpin(freed)
         if frames and isinstance(frames[-1], Close):
-            reason = frames[-1].reason
-            if reason:
-                self._lose(reason)
-            else:
-                host.lose(self, None)
+            host.lose(self, has_closed=not frames[-1].reason)
             return
         self.announce()
         host.progress()
@@ -260,7 +251,7 @@ class SubscriberPeer:
         if isinstance(reason, ProtocolError):
             self._violated(reason)
         else:
-            self._lose(reason)
+            self._host.lose(self)
 
     def resume_writing(self) -> None:
         """Announce more publications, because the transport accepts records again."""

@@ -17,7 +17,6 @@ from aiotensor.broadcast.departures import Departures
 from aiotensor.broadcast.refusals import SubscriberRefusalLog
 from aiotensor.broadcast.settings import PublisherSettings
 from aiotensor.broadcast.subscriber_peer import SubscriberPeer
-from aiotensor.errors import AioTensorError, PeerLostError
 from aiotensor.protocol.audience import Audience, Dropped, Item
 from aiotensor.protocol.broadcast import Admit
 from aiotensor.protocol.connection import Close
@@ -25,7 +24,6 @@ from aiotensor.protocol.frames import Hello, Subscribe, Welcome
 from aiotensor.protocol.publisher import PublisherConnection
 from aiotensor.receiving.inspectors import InspectorPeer
 from aiotensor.runtime.logs import logger_of
-from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.sending.memory import Memory
 from aiotensor.tensors.segments import Segment
@@ -50,7 +48,6 @@ class Subscribers:
         memory: its memory.
         statistics: returns the statistics of the publisher.
         progressed: called when a subscriber has joined, has answered, or is gone.
-        events: records which subscribers are connected.
 
     Attributes:
         connected: the connected subscribers, by their ids.
@@ -75,7 +72,6 @@ class Subscribers:
         memory: Memory,
         statistics: Callable[[], PublisherStatistics],
         progressed: Callable[[], object],
-        events: PeerEvents,
     ) -> None:
         self.connected: dict[str, SubscriberPeer] = {}
         self.audience: Audience[SubscriberPeer] = Audience(
@@ -92,7 +88,6 @@ class Subscribers:
         self._history: deque[Item] = deque()
         self._statistics = statistics
         self._progressed = progressed
-        self._events = events
 
     @property
     def kept(self) -> int:
@@ -164,7 +159,7 @@ class Subscribers:
         if refusal is None:
             earlier = self.connected.get(subscribe.subscriber)
             if earlier is not None:  # it has reconnected, and the end of its old connection is still unread
-                self.lose(earlier, PeerLostError("the subscriber connected again", pid=earlier.pid))
+                self.lose(earlier)
             limit = self._settings.max_subscribers
             if limit is not None and len(self.connected) >= limit:
                 refusal = (
@@ -187,7 +182,6 @@ class Subscribers:
             for block, _ in item.blocks:
                 self.memory.leases.pin(block)
         self.connected[subscribe.subscriber] = peer
-        self._events.connected(peer.name, peer.name, peer.pid)
         if peer.transport.mover is not None:
             self.memory.movers.add(peer.transport.mover)
         backlog = peer.backlog = self.audience.join(peer, items)
@@ -248,15 +242,14 @@ class Subscribers:
         self.refusals.disconnected.add(peer.name, peer.pid, reason)
         peer.connection.close(Close(reason))
         peer.flush()
-        self.lose(peer, PeerLostError(f"the subscriber was disconnected: {reason}", pid=peer.pid))
+        self.lose(peer)
 
-    def lose(self, peer: SubscriberPeer, error: AioTensorError | None) -> None:
-        """Remove a subscriber that is gone; the error is None if it has closed."""
+    def lose(self, peer: SubscriberPeer, *, has_closed: bool = False) -> None:
+        """Remove a subscriber that is gone."""
         if self.connected.get(peer.name) is peer:
             self._forget(peer)
-            self._events.disconnected(peer.name, error)
-            self._counts["subscribers_lost"] += error is not None
-            if error is None:
+            self._counts["subscribers_lost"] += not has_closed
+            if has_closed:
                 self.memory.unpin(peer.backlog.close())
             # Blocks that the subscriber may still read stay pinned until its process has ended.
             self.departures.add(list(peer.backlog.pins()), peer.watch)

@@ -32,7 +32,6 @@ from aiotensor.protocol.frames import VERSION, Subscribe
 from aiotensor.receiving.mappings import Mappings
 from aiotensor.runtime import tracing
 from aiotensor.runtime.logs import logger_of
-from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.runtime.waiting import Waiters, at_most
 from aiotensor.statistics.counters import ErrorCounter, snapshot
 from aiotensor.transports.base import Connector, ConnectorEvents, Transport, engine_connections
@@ -68,7 +67,6 @@ class Subscription(Generic[T]):
         max_wait_s: the limit on waiting for a publication in seconds; None for no limit.
         counts: the counters of the subscriber.
         errors: counts the errors of its calls.
-        events: records whether a publisher has admitted the subscriber and is connected.
 
     Attributes:
         number: the number of the publication that was received last; None before the first.
@@ -84,7 +82,6 @@ class Subscription(Generic[T]):
         max_wait_s: float | None,
         counts: dict[str, int],
         errors: ErrorCounter,
-        events: PeerEvents,
     ) -> None:
         self.number: int | None = None
         self.is_closed = False
@@ -95,7 +92,6 @@ class Subscription(Generic[T]):
         self._max_wait_s = max_wait_s
         self._counts = counts
         self._errors = errors
-        self._events = events
         self._mappings = Mappings(are_private=True)
         self._session: Session | None = None
         self._inbox: deque[Arrived | Ended] = deque()
@@ -330,7 +326,6 @@ class Subscription(Generic[T]):
             self._publisher, self._next_to_arrive = session.publisher, session.first
             self._first = session.first
         session.first = self._first  # earlier sessions may have ended before a publication arrived
-        self._events.connected(self._subscriber, session.publisher, session.connection.peer_pid)
 
     def arrived(self, session: Session, publish: Publish) -> None:
         """Queue a publication; a closing subscriber drops it."""
@@ -354,7 +349,6 @@ class Subscription(Generic[T]):
 
     def ended(self, session: Session, loss: Loss) -> None:
         """Queue the end of a session, and connect again if that is possible."""
-        self._events.disconnected(self._subscriber, None if loss.is_clean else loss.error)
         if loss.is_retried and self._connector.reconnects:
             self._connector.reconnect()
             if not session.publisher:

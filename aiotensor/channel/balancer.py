@@ -1,9 +1,8 @@
 """Choose among the servers of a client.
 
-A message is sent to the server with the least load: the number of this client's messages there, plus the
-number of other clients' messages in the latest report of the server. Only a server that can take the message
-immediately is chosen; otherwise the message waits for the first server that can. So no message waits for a
-busy server while another one is free, and no message is sent to two servers.
+A message is sent to the server with the most free credit, in rotation among equals. Only a server that can
+take the message immediately is chosen; otherwise the message waits for the first server that can. So no
+message waits for a busy server while another one is free, and no message is sent to two servers.
 
 A permit that is acquired before its tensors exist is reserved without a choice: as many permits remain free,
 at any of the servers, as there are reservations. A server is chosen when the first tensor is placed.
@@ -28,11 +27,6 @@ __all__ = ["Balancer", "Need"]
 
 # The minimum time between two attempts to connect to a server or a receiver that has refused this client.
 _AT_MOST_EVERY_S = 1.0
-
-# Each later report of another server multiplies the weight of a report by `_AGES_BY`. A report that counts as
-# less than a tenth of a message is ignored: otherwise a server that was busy once might never be chosen
-# again. In a simulation, the shares of three servers differed by at most 12 % with 1, 4 and 8 clients.
-_AGES_BY, _COUNTS_FROM = 0.7, 0.1
 
 
 class Need(enum.Enum):
@@ -82,10 +76,7 @@ class Balancer:
         self._queues: tuple[deque[_Wait], ...] = deque(), deque(), deque()
         self._reserved = 0  # the number of reserved permits
         self._granted = Counter[RemoteServer]()  # the number of calls that have not continued yet
-        self._reports = 0
-        # The number of messages of other clients at each server, and the number of the last report.
-        self._others: dict[RemoteServer, tuple[int, int]] = {}
-        # Among servers with the same load, the least recently used one is chosen. The initial order is
+        # Among servers with the same free credit, the least recently used one is chosen. The initial order is
         # random, so that it differs between clients.
         self._rotation = random.sample(self._servers, len(self._servers))
         # The server that is tried again, because no server has accepted this client.
@@ -103,7 +94,7 @@ class Balancer:
         return sum(map(len, self._queues))
 
     async def choose(self, need: Need) -> RemoteServer:
-        """Wait until a server can take a message, and return the one with the least load.
+        """Wait until a server can take a message, and return the one with the most free credit.
 
         The caller must begin to send the message, and count it, before its next await. Cancellation grants
         the chosen server to the next call.
@@ -158,12 +149,6 @@ class Balancer:
             self._soon = asyncio.get_running_loop().call_soon(self._serve)
 
     capacity_changed = changed  # the capacity of a sender
-
-    def reported(self, server: RemoteServer, others: int) -> None:
-        """Record the load of a server: the number of messages of other clients there."""
-        self._reports += 1
-        self._others[server] = others, self._reports
-        self.changed()
 
     def close(self) -> None:
         """Fail the waiting calls; called after all servers were closed."""
@@ -287,7 +272,7 @@ class Balancer:
         return [sender for sender in self._senders.values() if sender is not None and sender.has_failed]
 
     def _try(self, need: Need) -> _Grant | None:
-        """Return what a call needs, if it is available now: the least loaded server, or a permit."""
+        """Return what a call needs, if it is available now: a server, or a permit."""
         ready = [server for server in self._rotation if server.session is not None]
         if need is not Need.MESSAGE:
             working = [one for one in ready if (sender := self._senders[one]) and not sender.has_failed]
@@ -299,27 +284,20 @@ class Balancer:
             if need is Need.PERMIT:
                 return _Grant(None)
             ready = [server for server in ready if self._free_permits(server)]
-        able = [server for server in ready if self._has_credit(server)]
-        chosen = min(able, key=self._load_of, default=None)
-        if chosen is None:
+        chosen = max(ready, key=self._free_credit, default=None)
+        if chosen is None or self._free_credit(chosen) <= 0:
             return None
         self._rotation.remove(chosen)
         self._rotation.append(chosen)
         return _Grant(chosen)
 
-    def _has_credit(self, server: RemoteServer) -> bool:
+    def _free_credit(self, server: RemoteServer) -> int:
         session = server.session
-        return session is not None and session.credit > server.being_sent + self._granted[server]
+        return 0 if session is None else session.credit - server.being_sent - self._granted[server]
 
     def _free_permits(self, server: RemoteServer) -> int:
         sender = self._senders[server]
         return 0 if sender is None else max(0, sender.free_permits - self._granted[server])
-
-    def _load_of(self, server: RemoteServer) -> float:
-        others, report = self._others.get(server, (0, 0))
-        aged = others * _AGES_BY ** (self._reports - report)
-        own = server.in_flight + self._granted[server]
-        return own + (aged if aged >= _COUNTS_FROM else 0.0)
 
     def _unavailable(self) -> UnavailableError:
         return UnavailableError(

@@ -16,8 +16,7 @@ from aiotensor.codec import TensorDecoder
 from aiotensor.codec.payload import Payload
 from aiotensor.receiver import TensorReceiver
 from aiotensor.runtime import tracing
-from aiotensor.runtime.affinity import LoopAffinity
-from aiotensor.runtime.peer_events import LoopObjectWithPeers, PeerEvents
+from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.waiting import grace_period, seconds_or_never
 from aiotensor.sender import OpenMessage, TensorSender, capacity_of
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
@@ -32,7 +31,7 @@ __all__ = ["MessageClient", "request_encoded"]
 R = TypeVar("R")
 
 
-class MessageClient(LoopObjectWithPeers, Generic[R]):
+class MessageClient(LoopObject, Generic[R]):
     """Send messages that contain tensors to a server, and await its answers.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. Opening does not
@@ -108,7 +107,6 @@ class MessageClient(LoopObjectWithPeers, Generic[R]):
         linger_s: float = 1.0,
     ) -> None:
         self.affinity = LoopAffinity("MessageClient")
-        self._peers = PeerEvents(self.affinity)
         self._errors = ErrorCounter()
         keys = connecting_keys(secret_key, server_key)
         texts = [address] if isinstance(address, str) else list(address)
@@ -172,7 +170,6 @@ class MessageClient(LoopObjectWithPeers, Generic[R]):
                 self._max_wait_s,
                 self._grace_s,
                 partial(drop_answer, memory, self._receiver),
-                self._peers,
             )
             for address in self._addresses
         ]
@@ -249,9 +246,9 @@ class MessageClient(LoopObjectWithPeers, Generic[R]):
             message: a msgspec Struct, a dataclass, a list or a dict, with tensors and arrays anywhere in it.
                 Do not change any part of it before the call returns. A large message is encoded in a thread,
                 which continues for a moment if the call is cancelled.
-            target: the index of the server among several, from 0; by default, the least loaded connected
-                server that can take the message immediately. While there is none, the message waits for the
-                first one; if that server is lost before the message is sent, it waits for the next.
+            target: the index of the server among several, from 0; by default, the connected server
+                with the most free credit. While no server has credit, the message waits for the first one; if
+                that server is lost before the message is sent, it waits for the next.
             inside: a permit of this client, for callers that acquire it before they create the tensors, so
                 that permits also limit video decoding, for example: ``async with client.permit() as permit:
                 ... await client.request(message, inside=permit)``; or an open message of the sender. The

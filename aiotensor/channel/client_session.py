@@ -118,11 +118,6 @@ class ClientSession:
         """The process id of the client, as the client states it."""
         return self.connection.peer_pid or 0
 
-    @property
-    def _others(self) -> int:
-        """The number of unfinished requests of other clients."""
-        return len(self._unfinished) - len(self.requests)
-
     def add(self, ask: Ask, parts: list[memoryview]) -> IncomingRequest:
         """Add a request that has arrived, with its body and the buffers beside it."""
         incoming = self.requests[ask.number] = IncomingRequest(self, ask, parts)
@@ -133,7 +128,7 @@ class ClientSession:
         """Return the credit for a request that no longer waits, because it was taken or never will be."""
         incoming.parts = []
         if self.connection.take(incoming.nbytes):
-            self.post(self.connection.credit(self._others))
+            self.post(self.connection.credit())
 
     def end(self, incoming: IncomingRequest) -> None:
         """Mark a request as finished."""
@@ -158,7 +153,7 @@ class ClientSession:
         """
         if not incoming.is_wanted:
             return False
-        answer, message = self.connection.answer(incoming.number, parts, handles, self._others)
+        answer, message = self.connection.answer(incoming.number, parts, handles)
 
         def sent() -> None:  # not called if the answering task is cancelled first
             self.connection.answered(answer)
@@ -172,7 +167,7 @@ class ClientSession:
         if not incoming.is_wanted:
             self.end(incoming)
             return False
-        answer, message = self.connection.answer(incoming.number, parts, (), self._others)
+        answer, message = self.connection.answer(incoming.number, parts, ())
         self.connection.answered(answer)
         incoming.is_answered = True
         self.end(incoming)
@@ -184,7 +179,7 @@ class ClientSession:
         was_wanted = incoming.is_wanted
         self.end(incoming)
         if was_wanted:
-            self.post(self.connection.fail(incoming.number, cause, self._others))
+            self.post(self.connection.fail(incoming.number, cause))
         return was_wanted
 
     def post(self, message: Parts) -> None:

@@ -11,11 +11,10 @@ import zmq
 from aiotensor.channel.client_session import ClientSession
 from aiotensor.channel.incoming_requests import IncomingRequests
 from aiotensor.channel.send_queue import SendQueue, flush_all
-from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
+from aiotensor.errors import ProtocolError
 from aiotensor.protocol.exchange import Ask, Cancel, ClientHello
 from aiotensor.protocol.server import ClientLimits, ServerConnection
 from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
-from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.transports.zeromq.connections import Connections
 from aiotensor.transports.zeromq.monitor import SocketEvents
 from aiotensor.transports.zeromq.sockets import LoopSocket
@@ -36,7 +35,6 @@ class Clients(Connections):
         requests: the requests of the clients. The event loop refers to them through this object, so a task
             that waits for a request keeps the server alive.
         counts: the counters of the server, in which lost and refused clients are counted.
-        events: records which clients are connected.
         listen: called with this object; opens and returns the socket, which calls its callbacks.
     """
 
@@ -46,14 +44,12 @@ class Clients(Connections):
         receiver: str,
         requests: IncomingRequests[Any],
         counts: dict[str, int],
-        events: PeerEvents,
         listen: Callable[[SocketEvents], LoopSocket],
     ) -> None:
         self._limits = limits
         self._receiver = receiver
         self.requests = requests
         self._counts = counts
-        self._events = events
         self._clients: dict[bytes, ClientSession] = {}
         self._leftovers: dict[ClientSession, None] = {}  # disconnected clients whose requests may still wait
         # The lines are written by functions, not by methods: a pending timer would keep the server alive.
@@ -107,7 +103,7 @@ class Clients(Connections):
         except ProtocolError as error:
             self._protocol_broken.add(client.connection.peer_pid, str(error))
             self._reject(client, f"the client broke the protocol: {error}")
-            self._lose(client, error)
+            self._lose(client)
             return
         match frame:
             case Ask():
@@ -124,7 +120,6 @@ class Clients(Connections):
         reason = connection.refusal or self._full()
         if reason is None:
             self._clients[client.identity] = client
-            self._events.connected(client.identity, client.identity.hex(), client.pid)
             client.post(connection.accept(os.getpid(), self._receiver))
         else:
             self._clients_refused.add(client.pid, reason)
@@ -187,7 +182,7 @@ class Clients(Connections):
         )
         client.queue.clear()
         self._reject(client, _UNREAD)
-        self._lose(client, PeerLostError(f"the client was disconnected: {_UNREAD}", pid=client.pid))
+        self._lose(client)
 
     def ended(self, identity: bytes) -> None:
         """Handle the end of the connection with this identity."""
@@ -195,16 +190,13 @@ class Clients(Connections):
         client = self._clients.get(identity)
         if client is not None:
             client.connection.disconnected()
-            self._lose(
-                client, PeerLostError("the client closed or died, or the network failed", pid=client.pid)
-            )
+            self._lose(client)
 
-    def _lose(self, client: ClientSession, error: AioTensorError) -> None:
+    def _lose(self, client: ClientSession) -> None:
         """Remove a client, and cancel its requests that want an answer."""
         if self._clients.pop(client.identity, None) is None:
             return  # it was removed before, when a send found that it is gone
         self._counts["clients_lost"] += 1
-        self._events.disconnected(client.identity, error)
         wanted = sum(incoming.wants_answer for incoming in client.requests.values())
         logger.log(
             logging.WARNING if wanted else logging.INFO,

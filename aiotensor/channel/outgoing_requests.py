@@ -86,10 +86,7 @@ class OutgoingRequests(Generic[R]):
         }
         self._balancer = Balancer(capacities, max_wait_s) if len(senders) > 1 else None
         for server in self.servers:
-            if self._balancer is None:
-                server.connect()
-            else:
-                server.connect(self._balancer.changed, self._balancer.reported)
+            server.connect(None if self._balancer is None else self._balancer.changed)
         loop = asyncio.get_running_loop()
         self._entries = [registry.add(one, label_of(one.address.text), loop) for one in self.servers]
 

@@ -28,8 +28,7 @@ class Permit:
             answer = await client.request(Video(await decode(file)), inside=permit)
 
     With several servers, the permit belongs to none of them until `allocate` or `request` places the first
-    tensor: only then the least loaded server is chosen. If the block ends without a request, the permit is
-    released.
+    tensor: only then a server is chosen. If the block ends without a request, the permit is released.
     """
 
     def __init__(

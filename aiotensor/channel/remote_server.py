@@ -39,7 +39,6 @@ from aiotensor.protocol.exchange import ServerHello
 from aiotensor.protocol.parts import PartLimits
 from aiotensor.runtime.descriptors import copy_of
 from aiotensor.runtime.outage import Outage
-from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.runtime.waiting import Waiters, at_most
 from aiotensor.statistics.counters import WaitCounter, new_counts, snapshot
 from aiotensor.transports.address import label_of
@@ -73,7 +72,6 @@ class RemoteServer:
             limit.
         grace_s: the time in seconds without a server after which no call waits for it; None for no limit.
         drop: called with an answer whose request was cancelled.
-        events: records whether a server is connected.
 
     Attributes:
         address: the address of the server.
@@ -98,7 +96,6 @@ class RemoteServer:
         max_wait_s: float | None,
         grace_s: float | None,
         drop: Callable[[ReceivedAnswer], None],
-        events: PeerEvents,
     ) -> None:
         self.session: ServerSession | None = None
         self.in_flight = self.being_sent = self.lost = 0
@@ -114,26 +111,19 @@ class RemoteServer:
         self._grace_s = grace_s
         self.outage = Outage(grace_s, self._unavailable_for_long)
         self._drop = drop
-        self._events = events
         self._changed: Callable[[], object] | None = None
-        self._reported: Callable[[RemoteServer, int], object] | None = None
         self._waiters = Waiters()
         self._dialer = Dialer(address, self._dial)
         self._failure: AioTensorError | None = None  # why no attempt is made
         self._attempt: ServerSession | None = None
 
-    def connect(
-        self,
-        changed: Callable[[], object] | None = None,
-        reported: Callable[["RemoteServer", int], object] | None = None,
-    ) -> None:
+    def connect(self, changed: Callable[[], object] | None = None) -> None:
         """Begin to connect, and keep trying until a server is reached or an attempt fails permanently.
 
         Args:
             changed: called when a server was connected or lost, or may take a message again.
-            reported: called with this server and the number of messages of other clients there.
         """
-        self._changed, self._reported = changed, reported
+        self._changed = changed
         self.outage.begin()
         self._connect()
 
@@ -319,17 +309,14 @@ class RemoteServer:
         match frame:
             case ServerHello():
                 self.session = attempt
-                self._events.connected(id(self), label_of(self.address.text), connection.peer_pid)
                 self.outage.end()
                 self._waiters.wake()
-                if self._reported is not None:
-                    self._reported(self, 0)
+                self._notify()
             case Close():
                 self._lose(connection.closed(frame), _LINGER_S)
             case _:
                 attempt.handle(frame, following)
-                if self._reported is not None:
-                    self._reported(self, frame.others)
+                self._notify()
 
     # Ends
 
@@ -341,7 +328,6 @@ class RemoteServer:
         is_refusal = isinstance(loss.error, RefusedError)
         self.counts["refusals" if is_refusal else "losses"] += is_refusal or was_ready
         self._end(loss.error, linger_s)
-        self._events.disconnected(id(self), None if loss.is_clean else loss.error)
         log_loss(loss, self.address.text, unanswered)
         if loss.is_retried:
             self._failure = None

@@ -17,8 +17,7 @@ from aiotensor.errors import UsageError
 from aiotensor.protocol.parts import Parts
 from aiotensor.protocol.server import ClientLimits
 from aiotensor.receiver import TensorReceiver
-from aiotensor.runtime.affinity import LoopAffinity
-from aiotensor.runtime.peer_events import LoopObjectWithPeers, PeerEvents
+from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.sender import TensorSender
 from aiotensor.statistics.counters import new_counts, snapshot
 from aiotensor.transports.address import label_of
@@ -32,7 +31,7 @@ __all__ = ["MessageServer", "changed", "receive_now", "receive_ready", "take_rea
 M = TypeVar("M")
 
 
-class MessageServer(LoopObjectWithPeers, Generic[M]):
+class MessageServer(LoopObject, Generic[M]):
     """Receive messages that contain tensors from many clients, and answer them in any order.
 
     Open it with ``async with``, once, and iterate in one or several tasks: ``async for request in server``.
@@ -108,7 +107,6 @@ class MessageServer(LoopObjectWithPeers, Generic[M]):
         linger_s: float = 1.0,
     ) -> None:
         self.affinity = LoopAffinity("MessageServer")
-        self._peers = PeerEvents(self.affinity)
         keys, allowed = listening_keys(secret_key, client_keys)
         parsed = parse(address, has_keys=bool(keys))
         parts = options.part_limits(max_part_bytes, max_body_bytes)
@@ -143,9 +141,7 @@ class MessageServer(LoopObjectWithPeers, Generic[M]):
             requests = IncomingRequests(
                 self._decoder, self._receiver, self._senders, self.affinity, self._counts
             )
-            self._clients = Clients(
-                self._limits, receiver, requests, self._counts, self._peers, self._listener.listen
-            )
+            self._clients = Clients(self._limits, receiver, requests, self._counts, self._listener.listen)
         except BaseException:
             await self._listener.close(0.0)
             self.affinity.close()

@@ -97,10 +97,10 @@ class TensorDecoder(Generic[T]):
     threads may use a decoder at the same time.
 
     A field of type `torch.Tensor` or `numpy.ndarray` accepts both, and converts the value to its own type.
-    The dtype of an annotation such as ``NDArray[np.uint8]`` is checked. `TensorMeta` annotations, such as
-    ``Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None, None, 3))]``, are checked at
-    any depth. A union may contain a tensor or an array only together with None: annotate a field for several
-    types, such as ``torch.Tensor | list[torch.Tensor]``, as `Any`.
+    The dtype of an annotation such as ``NDArray[np.uint8]`` is checked, and so are `TensorMeta` annotations,
+    such as ``Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None, None, 3))]``, of the
+    fields of Structs. A union may contain a tensor or an array only together with None: annotate a field for
+    several types, such as ``torch.Tensor | list[torch.Tensor]``, as `Any`.
 
     Args:
         type: the type of the messages, as for a decoder of msgspec.
@@ -109,7 +109,8 @@ class TensorDecoder(Generic[T]):
             `ProtocolError` for a handle.
 
     Raises:
-        TypeError: msgspec cannot decode this type, or a `TensorMeta` annotates a type other than a tensor.
+        TypeError: msgspec cannot decode this type, or a `TensorMeta` annotates a type other than a tensor, or
+            a tensor that is neither a field of a Struct nor the message.
     """
 
     def __init__(self, type: type[T], find: Find = _nowhere) -> None:  # noqa: A002

@@ -1,15 +1,13 @@
 """The check of `TensorMeta` annotations, which is derived once from each type and called for each message.
 
-msgspec checks all types but ignores `TensorMeta`. This module therefore checks a message after decoding, but
-only those parts that can contain an annotated tensor.
+msgspec checks all types but ignores `TensorMeta`. This module therefore checks the annotated fields after
+decoding.
 """
 
 import dataclasses
-import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import repeat
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Final, TypeAlias, TypeVar, get_args, get_origin
 
 import msgspec
@@ -23,8 +21,6 @@ __all__ = ["Check", "arms", "check_decodable", "expectations"]
 Check: TypeAlias = Callable[[Any], None]
 
 _SAME = (typing.Required, typing.NotRequired, Final)  # equivalent to the type in their brackets
-_SEQUENCES = (list, tuple, set, frozenset)
-_MAX_KEY = 64  # the maximum number of characters of a key in a path
 
 
 def expectations(type_: Any) -> Check | None:
@@ -33,7 +29,7 @@ def expectations(type_: Any) -> Check | None:
     The function raises `MismatchError`.
 
     Raises:
-        TypeError: a `TensorMeta` annotates a type other than a tensor.
+        TypeError: a `TensorMeta` annotates a type other than a tensor, or a part of a container.
     """
     walk = _Walk()
     check = walk.check_of(type_)
@@ -74,37 +70,15 @@ def check_decodable(type_: Any) -> None:
 # same value. The path of a mismatch is only assembled once the mismatch is found.
 
 
-def _parts(
-    kinds: type | tuple[type, ...],
-    items_of: Callable[[Any], Iterable[tuple[object, Any]]],
-    checks: Iterable[Check | None],
-) -> Check:
-    """Return the check of a container; `items_of` returns its items with their keys or indices."""
-
-    def check_parts(value: Any) -> None:
-        if not isinstance(value, kinds):
-            return
-        for (key, item), check in zip(items_of(value), checks, strict=False):
-            try:
-                if check is not None:
-                    check(item)
-            except MismatchError as error:
-                error.path = f"[{repr(key)[:_MAX_KEY]}]{error.path}"
-                raise
-
-    return check_parts
-
-
-def _fields(kind: Any, checks: list[tuple[str, Check]]) -> Check:
-    """Return the check of a class; `checks` may be filled later, since a class may contain itself."""
-    kind = dict if typing.is_typeddict(kind) else kind
+def _fields(kind: type, checks: list[tuple[str, Check]]) -> Check:
+    """Return the check of a Struct; `checks` may be filled later, since a Struct may contain itself."""
 
     def check_fields(value: Any) -> None:
         if type(value) is not kind:  # a subclass may annotate the same field differently
             return
         for name, check in checks:
             try:
-                check(value.get(name) if kind is dict else getattr(value, name))
+                check(getattr(value, name))
             except MismatchError as error:
                 error.path = f".{name}{error.path}"
                 raise
@@ -113,11 +87,11 @@ def _fields(kind: Any, checks: list[tuple[str, Check]]) -> Check:
 
 
 class _Walk:
-    """Derive the check of a type, visiting each class in it once."""
+    """Derive the check of a type, visiting each Struct in it once."""
 
     def __init__(self) -> None:
         self.has_meta = False  # whether a `TensorMeta` was found
-        self._classes: dict[Any, Check | None] = {}
+        self._structs: dict[Any, Check | None] = {}
 
     def check_of(self, type_: Any) -> Check | None:
         """Return the check of a type without type variables; None if there is nothing to check."""
@@ -128,22 +102,10 @@ class _Walk:
         if origin in (typing.Union, types.UnionType):
             return _all_of([self.check_of(arm) for arm in args])
         kind = origin or type_
-        if not isinstance(kind, type) or _is_tensor(kind):
-            return None
-        if _field_names(kind) is not None:
-            return self._class(kind, type_)
-        if not args:
-            return None
-        if kind is tuple and args[-1] is not Ellipsis:
-            checks = [self.check_of(arm) for arm in args]
-            return _parts(tuple, enumerate, checks) if any(checks) else None
-        if not issubclass(kind, Mapping):
-            inner = self.check_of(args[0])
-            return None if inner is None else _parts(_SEQUENCES, enumerate, repeat(inner))
-        if self.check_of(args[0]) is not None:
-            raise TypeError(f"a TensorMeta describes a tensor, but the keys of {type_!r} are not tensors")
-        inner = self.check_of(args[1])
-        return None if inner is None else _parts(dict, dict.items, repeat(inner))
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            return self._struct(kind, type_)
+        _refuse_metas(type_)
+        return None
 
     def _annotated(self, inner: Any, metas: tuple[Any, ...]) -> Check | None:
         checks = [self.check_of(inner)]
@@ -157,77 +119,50 @@ class _Walk:
                 checks.append(meta.check)
         return _all_of(checks)
 
-    def _class(self, kind: type, type_: Any) -> Check | None:
-        """Return the check of a class; None if there is nothing to check in its fields."""
-        if type_ not in self._classes:
+    def _struct(self, kind: type, type_: Any) -> Check | None:
+        """Return the check of a Struct; None if there is nothing to check in its fields."""
+        if type_ not in self._structs:
             checks: list[tuple[str, Check]] = []
-            self._classes[type_] = _fields(kind, checks)  # for fields that contain the class itself
-            for name, hint in _hints(type_):
-                check = self.check_of(hint)
+            self._structs[type_] = _fields(kind, checks)  # for fields that contain the Struct itself
+            for field in msgspec.structs.fields(type_):
+                check = self.check_of(field.type)
                 if check is not None:
-                    checks.append((name, check))
+                    checks.append((field.name, check))
             if not checks:
-                self._classes[type_] = None
-        return self._classes[type_]
+                self._structs[type_] = None
+        return self._structs[type_]
 
 
-def _hints(type_: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a class and their types, with type variables replaced."""
-    kind = get_origin(type_) or type_
-    said: dict[Any, dict[str, Any]] = {}
-    _collect(type_, said)
-    # The first class in the method resolution order takes precedence; a TypedDict has no such order.
-    order = said if typing.is_typeddict(kind) else reversed(kind.__mro__)
-    found: dict[str, Any] = {}
-    for one in order:
-        found |= said.get(one, {})
-    for name in _field_names(kind) or ():
-        if name in found:
-            yield name, found[name]
+def _refuse_metas(type_: Any) -> None:
+    """Check that no part of a container or of another class is annotated, since its values are not checked.
+
+    Raises:
+        TypeError: it contains a `TensorMeta`.
+    """
+    seen: set[type] = set()
+    parts = [type_]
+    for part in parts:  # the loop appends to it
+        if isinstance(part, TensorMeta):
+            raise TypeError(
+                f"{type_!r} contains a TensorMeta: it can annotate a tensor that is a field of a "
+                "msgspec.Struct, or the whole message, but not one in a container or another kind of class"
+            )
+        plain = _plain(part)
+        parts += get_args(plain)
+        kind = get_origin(plain) or plain
+        if isinstance(kind, type) and kind not in seen and _has_fields(kind):
+            seen.add(kind)
+            parts += typing.get_type_hints(kind, include_extras=True).values()
 
 
-def _collect(type_: Any, said: dict[Any, dict[str, Any]]) -> None:
-    """Collect the annotations of a class and of each of its base classes."""
-    kind = get_origin(type_) or type_
-    variables = getattr(kind, "__parameters__", ())
-    given = get_args(type_) or tuple(map(_default, variables))
-    bindings = dict(zip(variables, given, strict=False))
-    own = inspect.get_annotations(kind)
-    # Not `getattr`, which returns the inherited attribute if a class has no generic bases.
-    for base in reversed(vars(kind).get("__orig_bases__", kind.__bases__)):
-        plain = get_origin(base) or base
-        if isinstance(plain, type) and plain is not object and plain is not typing.Generic:
-            _collect(_bound(base, bindings), said)
-            if typing.is_typeddict(kind):  # its annotations include those of its bases
-                above = inspect.get_annotations(plain)
-                own = {name: hint for name, hint in own.items() if above.get(name) is not hint}
-    if own:
-        hints = typing.get_type_hints(kind, include_extras=True)
-        said[kind] = {name: _bound(hints[name], bindings) for name in own if name in hints}
-
-
-def _field_names(kind: Any) -> Iterable[str] | None:
-    """Return the names of the fields of a class; None if it has no fields, even if it has annotations."""
-    names: Iterable[str] | None = None
-    if issubclass(kind, msgspec.Struct):
-        names = kind.__struct_fields__
-    elif dataclasses.is_dataclass(kind):
-        names = [field.name for field in dataclasses.fields(kind)]
-    elif typing.is_typeddict(kind):
-        names = kind.__annotations__
-    elif hasattr(kind, "__attrs_attrs__"):
-        names = [attribute.name for attribute in kind.__attrs_attrs__]
-    elif issubclass(kind, tuple):
-        names = getattr(kind, "_fields", None)
-    return names
-
-
-def _bound(hint: Any, bindings: Mapping[Any, Any]) -> Any:
-    """Replace the type variables in an annotation with their types."""
-    if isinstance(hint, TypeVar):
-        return bindings.get(hint, _default(hint))
-    variables = () if isinstance(hint, type) and not get_origin(hint) else getattr(hint, "__parameters__", ())
-    return hint[tuple(bindings.get(one, _default(one)) for one in variables)] if variables else hint
+def _has_fields(kind: type) -> bool:
+    return (
+        issubclass(kind, msgspec.Struct)
+        or dataclasses.is_dataclass(kind)
+        or typing.is_typeddict(kind)
+        or hasattr(kind, "__attrs_attrs__")
+        or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+    )
 
 
 def _default(variable: Any) -> Any:

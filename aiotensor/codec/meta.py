@@ -13,7 +13,7 @@ class MismatchError(Exception):
     """A tensor does not match its annotation.
 
     Attributes:
-        path: the path of the tensor in the message; the check of each container prepends one element.
+        path: the path of the tensor in the message; the check of each Struct prepends one element.
     """
 
     def __init__(self, text: str) -> None:
@@ -24,7 +24,9 @@ class MismatchError(Exception):
 class TensorMeta(msgspec.Struct, frozen=True):
     """State the dtype and the shape of a tensor or an array in a message.
 
-    Use it as ``Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None, None, 3))]``.
+    Use it as ``Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None, None, 3))]``, for a
+    field of a `msgspec.Struct` or for a message that is a bare tensor. It cannot annotate the items of a list
+    or a dict, nor the fields of other classes.
 
     Attributes:
         dtype: the required torch dtype, for arrays as well; None for any dtype.

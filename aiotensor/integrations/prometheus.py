@@ -9,7 +9,7 @@ of series depends on the number of endpoints, which is limited, and not on the n
 import asyncio
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import inf
 from types import TracebackType
@@ -27,12 +27,12 @@ except ModuleNotFoundError as error:
     raise not_installed(error, __name__) from None
 
 from aiotensor.errors import UsageError
-from aiotensor.integrations.samples import counter_samples, gauge_samples, of_kind, wait_samples
 from aiotensor.integrations.totals import MAX_ENDPOINTS, EndpointTotals, checked_max_endpoints
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.worker import in_thread
 from aiotensor.statistics import registry
-from aiotensor.statistics.fields import families_of
+from aiotensor.statistics.counters import ERROR_NAMES
+from aiotensor.statistics.fields import Family, families_of
 from aiotensor.statistics.registry import Counts, Group
 from aiotensor.types import Statistics
 
@@ -117,25 +117,61 @@ def _families(
         "aiotensor_scrape_timeouts", "Event loops that did not answer a scrape in time.", timeouts
     )
     for kind in _KINDS:
-        present, counted = of_kind(kind, objects, counts)
+        present: dict[str, list[Statistics]] = {}
+        for endpoint, statistics in objects:
+            if isinstance(statistics, kind):
+                present.setdefault(endpoint, []).append(statistics)
+        counted = {endpoint: found for (of, endpoint), found in counts.items() if of is kind}
         for family in families_of(kind):
-            name, text, labels = family.name, family.text, family.labels
-            metric: Metric
             if family.type == "gauge":
-                metric = gauge = GaugeMetricFamily(name, text, labels=labels)
-                for values, amount in gauge_samples(family, present):
-                    gauge.add_metric(values, amount)
+                yield _gauge(family, present)
             elif family.type == "counter":
-                metric = counter = CounterMetricFamily(name, text, labels=labels)
-                for values, amount in counter_samples(family, counted):
-                    counter.add_metric(values, amount)
+                yield _counter(family, counted)
             else:
-                metric = waits = HistogramMetricFamily(name, text, labels=labels)
-                for values, buckets, total_s in wait_samples(family, counted):
-                    below = accumulate(number for _, number in buckets)
-                    bounds = [bound or "+Inf" for bound, _ in buckets]
-                    waits.add_metric(values, list(zip(bounds, below, strict=True)), total_s)
-            yield metric
+                yield _histogram(family, counted)
+
+
+def _gauge(family: Family, present: Mapping[str, Sequence[Statistics]]) -> Metric:
+    metric = GaugeMetricFamily(family.name, family.text, labels=family.labels)
+    combine = max if family.is_largest else sum
+    for field in family.fields:
+        for endpoint, objects in present.items():
+            number = combine([_amount(getattr(one, field.name)) for one in objects])
+            metric.add_metric([endpoint, *field.labels.values()], number)
+    return metric
+
+
+def _amount(value: int | float | tuple[int, ...] | None) -> float:
+    """Return the value of a gauge; a limit of None is exported as infinity."""
+    if isinstance(value, tuple):
+        return sum(value)
+    return inf if value is None else value
+
+
+def _counter(family: Family, counted: Mapping[str, Counts]) -> Metric:
+    metric = CounterMetricFamily(family.name, family.text, labels=family.labels)
+    for field in family.fields:
+        labels = list(field.labels.values())
+        series = [("", labels)]
+        if field.is_by_type:
+            # Samples exist for all types from the beginning: Prometheus sees no increase in the first one.
+            series = [(error, [*labels, error]) for error in ERROR_NAMES]
+        for endpoint, counts in counted.items():
+            for part, others in series:
+                metric.add_metric([endpoint, *others], counts.get((field.name, part), 0))
+    return metric
+
+
+def _histogram(family: Family, counted: Mapping[str, Counts]) -> Metric:
+    metric = HistogramMetricFamily(family.name, family.text, labels=family.labels)
+    for endpoint, counts in counted.items():
+        for field in family.fields:
+            waits = {bound: number for (name, bound), number in counts.items() if name == field.name}
+            total_s = waits.pop("total_s")
+            bounds = [bound or "+Inf" for bound in waits]
+            buckets = list(zip(bounds, accumulate(waits.values()), strict=True))
+            metric.add_metric([endpoint, *field.labels.values()], buckets, total_s)
+    return metric
 
 
 # Several processes

@@ -31,13 +31,11 @@ except ModuleNotFoundError as error:
 from aiotensor.channel import MessageServer
 from aiotensor.channel.request import Request
 from aiotensor.errors import UsageError
-from aiotensor.integrations.leaks import LeakCheck
 from aiotensor.receiver import TensorReceiver
 
 __all__ = [
     "Engine",
     "StartEngine",
-    "aiotensor_leak_check",
     "engine_address",
     "socket_folder",
     "tensor_engine",
@@ -45,41 +43,9 @@ __all__ = [
 
 M = TypeVar("M")
 
-_HAS_FAILED = pytest.StashKey[bool]()
-_PROBLEMS = pytest.StashKey[list[str]]()
-
-
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Record failed tests, whose traceback keeps the variables of the test alive."""
-    if call.excinfo is not None:
-        item.stash[_HAS_FAILED] = True
-
 
 @pytest.fixture
-def aiotensor_leak_check(request: pytest.FixtureRequest) -> Iterator[LeakCheck]:
-    """Fail a test that leaves objects open, or permits, tensors or requests in use.
-
-    The other fixtures include the check, which follows the teardown of all fixtures that were set up later.
-    Objects that were opened before the test may stay open. Tests that failed are not checked.
-    """
-    check = LeakCheck()
-    problems: list[str] = []
-    request.node.stash[_PROBLEMS] = problems
-    yield check
-    if _HAS_FAILED in request.node.stash:
-        return
-    problems += check.left()
-    if problems:
-        lines = "\n".join(f"- {problem}" for problem in dict.fromkeys(problems))
-        pytest.fail(
-            f"the test has left objects or resources of aiotensor in use:\n{lines}\n"
-            "Close objects with `async with` or `with`, release received tensors, and wait for requests.",
-            pytrace=False,
-        )
-
-
-@pytest.fixture
-def socket_folder(aiotensor_leak_check: LeakCheck) -> Iterator[Path]:
+def socket_folder() -> Iterator[Path]:
     """Return an empty folder for sockets, which is removed after the test.
 
     The path of a socket may have at most 107 bytes, which the folders of `tmp_path` can exceed.
@@ -104,17 +70,12 @@ class StartEngine(Protocol):
 
 
 @pytest.fixture
-def tensor_engine(
-    request: pytest.FixtureRequest, engine_address: str, aiotensor_leak_check: LeakCheck
-) -> Iterator[StartEngine]:
+def tensor_engine(engine_address: str) -> Iterator[StartEngine]:
     """Return a function that starts an engine at `engine_address`.
 
     For example, ``engine = tensor_engine(Video, model)``. The arguments are the type of the messages, a
     handler, which is a function or a coroutine function that returns the answer to a message, and optionally
     an ``engine://`` address in place of `engine_address`. The engines are stopped after the test.
-
-    The teardown of the fixture checks the permits and tensors in use, which requires open objects: request
-    the fixture after the fixture that opens the application.
     """
     engines: list[Engine[Any]] = []
     with anyio.from_thread.start_blocking_portal() as portal:
@@ -129,8 +90,6 @@ def tensor_engine(
 
         try:
             yield start
-            if _HAS_FAILED not in request.node.stash:
-                request.node.stash[_PROBLEMS] += aiotensor_leak_check.in_use()
         finally:
             for engine in engines:
                 engine.stop()

@@ -17,8 +17,7 @@
 The server never stops reading. Its hello limits the number and the bytes of a client's messages that wait at
 the server. The server counts the messages that no longer wait, and their bytes, from the beginning of the
 connection, and returns the credit for them: in every answer, and in a `Credit` once half of the credit is to
-be returned. These frames also contain the number of unfinished messages of other clients (`others`), so that
-clients of several servers can choose the server with the least load. A client closes without a frame.
+be returned. A client closes without a frame.
 
 Each frame is the first part of a ZeroMQ message, the *header*; `parts.py` describes the other parts. The
 `handles` name those tensors of the message that a sender has sent, and the body refers to them by their
@@ -140,7 +139,6 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     handles: _Handles = ()
     taken: Number = 0
     taken_bytes: Number = 0
-    others: Number = 0
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
@@ -151,20 +149,17 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     text: _Text
     taken: Number = 0
     taken_bytes: Number = 0
-    others: Number = 0
     is_loss: bool = False
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag="credit"):
     """Return credit.
 
-    `taken` and `taken_bytes` count all messages of the connection that no longer wait. `others` is the number
-    of unfinished messages of other clients.
+    `taken` and `taken_bytes` count all messages of the connection that no longer wait.
     """
 
     taken: Number
     taken_bytes: Number
-    others: Number = 0
 
 
 FromClient = ClientHello | Ask | Cancel
@@ -175,10 +170,10 @@ T = TypeVar("T")
 write: Callable[[FromClient | FromServer], bytes] = msgspec.msgpack.Encoder().encode
 
 
-def failure(number: int, cause: Cause, taken: int = 0, taken_bytes: int = 0, others: int = 0) -> Failure:
+def failure(number: int, cause: Cause, taken: int = 0, taken_bytes: int = 0) -> Failure:
     """Return a `Failure` with the name and the text of an error, shortened and escaped as needed."""
     type_name, text = _plain(cause.type_name, _MAX_NAME), _plain(cause.text, _MAX_TEXT)
-    return Failure(number, type_name, text, taken, taken_bytes, others, cause.is_loss)
+    return Failure(number, type_name, text, taken, taken_bytes, cause.is_loss)
 
 
 def _plain(text: str, length: int) -> str:

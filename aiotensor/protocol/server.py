@@ -115,15 +115,13 @@ class ServerConnection(Connection):
         """Count a message of `nbytes` bytes that no longer waits, and return whether to send a `credit`."""
         return self.window.take(nbytes) and self.state is OPEN
 
-    def credit(self, others: int) -> Parts:
-        """Return the credit for the messages that no longer wait; `others` is as in `answer`."""
+    def credit(self) -> Parts:
+        """Return the credit for the messages that no longer wait."""
         window = self.window
         window.reported(window.taken, window.taken_bytes)
-        return [write(Credit(window.taken, window.taken_bytes, others))]
+        return [write(Credit(window.taken, window.taken_bytes))]
 
-    def answer(
-        self, number: int, parts: Parts, handles: tuple[TensorHandle, ...], others: int
-    ) -> tuple[Answer, Parts]:
+    def answer(self, number: int, parts: Parts, handles: tuple[TensorHandle, ...]) -> tuple[Answer, Parts]:
         """Answer a message, and return the frame of the answer and the message to send.
 
         The caller passes the frame to `answered` once the message was sent.
@@ -132,25 +130,24 @@ class ServerConnection(Connection):
             number: the number of the message to answer.
             parts: the body of the answer, and the buffers beside it.
             handles: the handles of those tensors of the answer that a sender has sent.
-            others: the number of unfinished messages of other clients.
 
         Raises:
             TooLargeError: the answer exceeds a limit of the client.
         """
         check_parts(parts, self.limits, "client")
         body, following = split(parts)
-        frame = Answer(number, body, handles, self.window.taken, self.window.taken_bytes, others)
+        frame = Answer(number, body, handles, self.window.taken, self.window.taken_bytes)
         return frame, [write(frame), *following]
 
     def answered(self, answer: Answer) -> None:
         """Record that an answer was sent, and the credit in it."""
         self.window.reported(answer.taken, answer.taken_bytes)
 
-    def fail(self, number: int, cause: Cause, others: int) -> Parts:
-        """Answer a message with an error; `number` and `others` are as in `answer`."""
+    def fail(self, number: int, cause: Cause) -> Parts:
+        """Answer a message with an error; `number` is as in `answer`."""
         window = self.window
         window.reported(window.taken, window.taken_bytes)
-        return [write(failure(number, cause, window.taken, window.taken_bytes, others))]
+        return [write(failure(number, cause, window.taken, window.taken_bytes))]
 
     # Messages of the client
 

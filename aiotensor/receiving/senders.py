@@ -26,7 +26,6 @@ from aiotensor.receiving.mappings import Mappings
 from aiotensor.receiving.refusals import SenderRefusalLog
 from aiotensor.receiving.sender_peer import SenderPeer
 from aiotensor.runtime.logs import logger_of
-from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.statistics.counters import ErrorCounter, snapshot
 from aiotensor.tensors.arena import segment_bytes
@@ -45,7 +44,6 @@ class Senders:
         limits: the limits for all senders together.
         counts: the counters of the receiver.
         errors: counts the errors of the receiver's calls.
-        events: records which senders are connected.
 
     Attributes:
         connected: the connected senders, by their ids.
@@ -56,9 +54,7 @@ class Senders:
         writing_resumed: the tasks that wait until a transport accepts records again, or is closed.
     """
 
-    def __init__(
-        self, limits: AdmissionLimits, counts: dict[str, int], errors: ErrorCounter, events: PeerEvents
-    ) -> None:
+    def __init__(self, limits: AdmissionLimits, counts: dict[str, int], errors: ErrorCounter) -> None:
         self.connected: dict[str, SenderPeer] = {}
         self.mailbox: Mailbox[Delivery] = Mailbox()
         self.arrivals = Arrivals()
@@ -68,7 +64,6 @@ class Senders:
         self.counts = counts
         self._limits = limits
         self._errors = errors
-        self._events = events
         self._loop = asyncio.get_running_loop()
         self._answered: dict[SenderPeer, None] = {}  # with answers to write at the end of this iteration
 
@@ -191,7 +186,6 @@ class Senders:
             transport.close()
             return
         self.connected[sender] = peer
-        self._events.connected(sender, sender, hello.pid)
         connection.admit()
         peer.flush()
         self.arrivals.wake(keys)
@@ -211,7 +205,6 @@ class Senders:
             self.writing_resumed.wake()
             return  # it was not admitted, or this receiver is closing
         self._forget(peer)
-        self._events.disconnected(peer.sender, error)
         self.counts["senders_lost"] += not was_refused
         self.arrivals.wake(self.mailbox.lose(peer.sender, error))
         self.mappings.freed.collect_all()  # the mailbox has just freed the tensors of the sender
@@ -222,7 +215,6 @@ class Senders:
         """Remove a sender that has closed, and keep its whole messages."""
         keys = self.mailbox.leave(peer.sender)
         self._forget(peer)
-        self._events.disconnected(peer.sender, None)
         if close.uses_memory:
             self.mappings.take_over_after(peer.memory, peer.watch)
         else:

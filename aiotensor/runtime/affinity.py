@@ -15,7 +15,6 @@ from types import MethodType, TracebackType
 from typing import Any, Generic, NoReturn, Self, SupportsIndex, TypeVar
 
 from aiotensor.errors import ClosedError, UsageError
-from aiotensor.runtime.waiting import Waiters
 from aiotensor.statistics import registry
 
 __all__ = ["FreedItems", "LoopAffinity", "LoopObject", "ProcessBound", "close_now", "warn_unclosed"]
@@ -37,7 +36,6 @@ class LoopAffinity:
         open_in: the loop of the object while it is open, to compare it with the running loop; `check` is
             needed only if the two differ.
         has_guardian: whether another object closes this one when both are garbage-collected.
-        waiters: the tasks that wait for an event or until the object is closed.
     """
 
     def __init__(self, name: str) -> None:
@@ -48,7 +46,6 @@ class LoopAffinity:
         self._thread = 0
         self.is_closed = False
         self.has_guardian = False
-        self.waiters = Waiters()
         self._entry: registry.Entry | None = None
 
     @property
@@ -97,7 +94,6 @@ class LoopAffinity:
         """Record that the object is closed, and return whether it was open."""
         was_open = self.is_open
         self.is_closed, self.open_in = True, _NO_LOOP
-        self.waiters.wake()
         return was_open
 
     def settle(self, owner: registry.HasStatistics, endpoint: str) -> None:
@@ -169,13 +165,7 @@ class LoopAffinity:
             return
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(release)
-        self.note_unclosed()
         warn_unclosed(owner)  # last, since it raises if warnings are errors
-
-    def note_unclosed(self) -> None:
-        """Record, for the leak check of tests, that the object was garbage-collected while it was open."""
-        if self._entry is not None:
-            self._entry.note_unclosed()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -12,7 +12,6 @@ import torch
 
 from aiotensor.protocol.frames import ARENA, INLINE, Put
 from aiotensor.runtime import tracing
-from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.sending.gates import CapacityListener
 from aiotensor.sending.grants import Grants
 from aiotensor.sending.message import OPEN, Message, MessageState, put_of
@@ -52,7 +51,6 @@ class Pipeline:
         counts: the counters of the sender.
         errors: counts the errors of the calls of the sender.
         listeners: the objects to notify when a new message may have become possible.
-        events: records whether a receiver is connected.
 
     Attributes:
         sender: the id of the sender.
@@ -70,12 +68,11 @@ class Pipeline:
         counts: dict[str, int],
         errors: ErrorCounter,
         listeners: "weakref.WeakSet[CapacityListener]",
-        events: PeerEvents,
     ) -> None:
         self.grants = Grants(
             settings, counts, errors, listeners, lambda: self.sessions.receiver_pid, route.label
         )
-        self.sessions = Sessions(sender, route, self.grants, events)
+        self.sessions = Sessions(sender, route, self.grants)
         self.sender = sender
         self.label = route.label
         self._permits = self.grants.permits

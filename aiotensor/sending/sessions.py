@@ -15,7 +15,6 @@ from aiotensor.protocol.connection import Close, ConnectionState, Loss
 from aiotensor.protocol.frames import VERSION, Hello
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.outage import Outage
-from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.sending.grants import Grants
 from aiotensor.sending.session import Session
 from aiotensor.transports.base import Mover, Transport
@@ -33,7 +32,6 @@ class Sessions:
         sender: the id of the sender.
         route: makes the connector to the receiver.
         grants: the messages and their resources.
-        events: records whether a receiver has admitted this sender and is connected.
 
     Attributes:
         current: the session; None while there is none.
@@ -49,7 +47,6 @@ class Sessions:
         sender: str,
         route: Route,
         grants: Grants,
-        events: PeerEvents,
     ) -> None:
         self.current: Session | None = None
         self.mover: Mover | None = None
@@ -59,7 +56,6 @@ class Sessions:
         self._sender = sender
         self._grants = grants
         self._changes = grants.changes
-        self._events = events
         self._label = route.label
         self._connector = route.connector(sender, self)
         self._refusal: RefusedError | None = None  # from a receiver that may still be running
@@ -202,7 +198,6 @@ class Sessions:
         """Let messages be announced, because the receiver has admitted this sender."""
         self._refusal, self.needs_admission = None, False
         self.outage.end()
-        self._events.connected(self._sender, self.receiver_id or "", self.receiver_pid)
         self._changes.wake()
         self._grants.capacity_changed()
 
@@ -224,7 +219,6 @@ class Sessions:
         watch = partial(session.transport.watch_peer, pid or 0)
         lost = self._grants.receiver_lost(error, watch, is_final=not reconnects)
         self._grants.counts["receivers_lost"] += 1
-        self._events.disconnected(self._sender, None if loss.is_clean else error)
         logger.log(
             logging.WARNING if lost or self._refusal is not None else logging.INFO,
             "%s; messages in flight that were lost: %s",

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
@@ -32,7 +31,6 @@ __all__ = [
     "collect",
     "owners",
     "remove",
-    "unclosed",
 ]
 
 # The kind and the endpoint of objects whose counts are added up.
@@ -43,10 +41,6 @@ _MAX_CLOSED_GROUPS = 256
 
 # How often a waiting thread checks whether a loop has ended without an answer. Other threads do not poll.
 _CHECK_INTERVAL_S = 0.05
-
-# The type and the endpoint of objects that ended without being closed; finalizers append to it. The leak
-# check of `integrations.pytest` reads it.
-unclosed: deque[tuple[str, str]] = deque(maxlen=64)
 
 # Numbers the objects and snapshots in the order of their creation.
 _numbers = itertools.count(1)
@@ -98,7 +92,6 @@ class Entry:
     def __init__(
         self, owner: HasStatistics, endpoint: str, loop: asyncio.AbstractEventLoop, number: int
     ) -> None:
-        self.type_name = type(owner).__name__
         self.endpoint = endpoint
         self.loop = loop
         self.number = number
@@ -112,11 +105,6 @@ class Entry:
     def _free(self, _: object) -> None:
         # The garbage collector calls this in any thread and at any moment, so it must not take a lock.
         self._is_freed = True
-
-    def note_unclosed(self) -> None:
-        """Note in `unclosed` that the object ended without being closed, unless this was noted before."""
-        if not self.is_removed:
-            unclosed.append((self.type_name, self.endpoint))
 
     @property
     def is_over(self) -> bool:
@@ -157,8 +145,6 @@ class _Registry:
         """Remove objects that ended without being closed. The caller holds the lock."""
         for entry in list(self.entries):
             if entry.is_over:
-                if not entry._is_freed and not entry.is_closed:
-                    entry.note_unclosed()  # its loop is closed; `LoopAffinity` notes objects that are freed
                 self.remove(entry)
 
     def remove(self, entry: Entry) -> None:

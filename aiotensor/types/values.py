@@ -20,7 +20,6 @@ __all__ = [
     "Delivery",
     "EngineName",
     "Number",
-    "PeerEvent",
     "Publication",
     "Published",
     "Seconds",
@@ -155,28 +154,6 @@ class Delivery(msgspec.Struct, frozen=True):
     tensor: "torch.Tensor"
     tensors: int = 1
     trace_context: Mapping[str, str] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PeerEvent:
-    """A peer has connected or disconnected.
-
-    Attributes:
-        kind: whether the peer has connected or disconnected.
-        peer: the id of the sender, receiver, publisher or subscriber; the address of a server; a name for the
-            connection of a message client, which has no id.
-        pid: the process id that the peer has stated; None if it is unknown.
-        error: an `AioTensorError`, the reason of a disconnect; None if the peer has connected, or has closed.
-            A message client does not announce that it closes, so its disconnects always have an error.
-        missed: the number of events that the iterator has lost immediately before this one, because it was
-            slow.
-    """
-
-    kind: Literal["connected", "disconnected"]
-    peer: str
-    pid: int | None
-    error: Exception | None = None
-    missed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,6 @@ def _uses(thing: Object) -> Uses:
         case TensorSender() as sender:
             return {
                 "ready": lambda: sender.ready(nbytes=0),
-                "peer_events": sender.peer_events,
                 "send": lambda: sender.send(pattern(0, 3)),
                 "send_nowait": lambda: sender.send_nowait(pattern(0, 3)),
                 "post": lambda: sender.post(pattern(0, 3)),
@@ -59,19 +58,17 @@ def _uses(thing: Object) -> Uses:
                 "receive_nowait": lambda: receiver.receive_nowait(_HANDLE),
                 "arrived": lambda: receiver.arrived(_HANDLE),
                 "next": receiver.next,
-                "peer_events": receiver.peer_events,
                 "discard": lambda: receiver.discard(_HANDLE),
             }
         case MessageClient() as client:
             return {
                 "permit": client.permit,
                 "ready": client.ready,
-                "peer_events": client.peer_events,
                 "request": lambda: client.request(Question(1)),
                 "send": lambda: client.send(Question(1)),
             }
         case MessageServer() as server:
-            return {"next": server.next, "arrived": server.arrived, "peer_events": server.peer_events}
+            return {"next": server.next, "arrived": server.arrived}
     raise AssertionError(thing)
 
 

@@ -235,15 +235,6 @@ def _iterate_over_tensors(place: Place) -> Iterator[Wait]:
         yield _receiving(receiver, lambda: list(receiver))
 
 
-@contextmanager
-def _iterate_over_peers(place: Place) -> Iterator[Wait]:
-    with TensorReceiver(place.tensors) as receiver:
-        wait = _receiving(receiver, lambda: [event for event in receiver.peer_events() if event.error])
-        yield wait._replace(
-            is_waiting=lambda: receiver.inner.affinity.waiters and receiver.statistics().senders
-        )
-
-
 def _asking_for(
     client: MessageClient[Answer], call: Callable[..., object], is_waiting: Callable[[], object]
 ) -> Wait:
@@ -363,7 +354,6 @@ WAITS = {
     "arrived": Row(_arrived, _sender),
     "next tensor": Row(_next_tensor, _sender),
     "iterate over tensors": Row(_iterate_over_tensors, _sender, takes_timeout=False, ends=True),
-    "iterate over peers": Row(_iterate_over_peers, _sender, takes_timeout=False, ends=True),
     "ready client": Row(_ready_client, _nobody),
     "request": Row(_request, _server),
     "request, for a permit": Row(_request_for_a_permit, _nobody),

@@ -1,4 +1,4 @@
-"""A client of several servers: equal shares, and no message waits for one while another is free."""
+"""A client of several servers: no message waits for one while another is free."""
 
 import asyncio
 import gc
@@ -127,42 +127,8 @@ async def _give_up(tasks: Sequence[asyncio.Task[Answer]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Uneven(NamedTuple):
-    """A client of two servers, and a function that ends the work of the busy one."""
-
-    client: MessageClient[Answer]
-    busy: MessageServer[Question]
-    idle: MessageServer[Question]
-    free: Callable[[], Awaitable[None]]
-
-
-@asynccontextmanager
-async def _uneven() -> AsyncIterator[Uneven]:
-    """Keep eight messages of another client at a server, which reports them in an answer to this one."""
-    async with (
-        _places(2) as places,
-        _servers(places) as ([busy, idle], _),
-        _client(places[:1]) as other,
-        _asking(other, map(Question, range(100, 108))) as asking,
-    ):
-        await until(lambda: busy.statistics().waiting == 8)
-        held = [await anext(busy) for _ in range(8)]
-
-        async def free() -> None:
-            for request in held:
-                await request.reply(Answer(request.message.seed))
-            assert [got.seed for got in await asyncio.gather(*asking)] == list(range(100, 108))
-
-        async with _client(places) as client, _serving(busy, idle):
-            await until(lambda: client.statistics().servers == 2)
-            await client.request(Question(0), target=0)
-            yield Uneven(client, busy, idle, free)
-
-
-@pytest.mark.parametrize("clients", [1, 4, 8])
-async def test_sequential_requests_are_distributed_equally_among_servers(
-    clients: int,
-) -> None:
+@pytest.mark.parametrize("clients", [1, 8])
+async def test_sequential_requests_are_distributed_equally_among_servers(clients: int) -> None:
     questions = 240 // clients
     shares: Counter[int] = Counter()
 
@@ -186,25 +152,17 @@ async def test_sequential_requests_are_distributed_equally_among_servers(
         ]
         await until(lambda: all(client.statistics().servers == SEVERAL for client in asking))
         await asyncio.gather(*map(ask, asking))
-    equal = shares.total() / SEVERAL
-    assert max(abs(share - equal) for share in (shares[number] for number in range(SEVERAL))) <= 0.2 * equal
+    assert shares == dict.fromkeys(range(SEVERAL), 240 // SEVERAL)
 
 
-async def test_a_client_prefers_the_server_with_less_load_from_other_clients() -> None:
-    async with _uneven() as ends:
-        for seed in range(6):
-            await ends.client.request(Question(seed))
-        assert ends.idle.statistics().answers == 6
-        await ends.free()
-
-
-async def test_a_formerly_busy_server_gets_requests_without_a_new_load_report() -> None:
-    async with _uneven() as ends:
-        await ends.free()
-        before = ends.busy.statistics().answers
-        for seed in range(40):
-            await ends.client.request(Question(seed))
-        assert ends.busy.statistics().answers - before >= 10
+async def test_a_server_with_more_free_credit_is_preferred() -> None:
+    async with _places(2) as places, _servers(places) as ([busy, idle], _), _client(places) as client:
+        await until(lambda: client.statistics().servers == 2)
+        async with _asking(client, map(Question, range(8)), target=0), _serving(idle):
+            await until(lambda: busy.statistics().waiting == 8)
+            for seed in range(6):
+                await client.request(Question(seed))
+            assert idle.statistics().answers == 6
 
 
 async def test_a_server_that_was_busy_and_restarts_gets_its_share() -> None:
@@ -212,18 +170,14 @@ async def test_a_server_that_was_busy_and_restarts_gets_its_share() -> None:
         _places(2) as places,
         _servers(places[1:]) as ([steady], _),
         _serving(steady),
-        _client(places[:1]) as other,
         _client(places) as client,
     ):
+        await until(lambda: client.statistics().servers == 1)
         async with (
             MessageServer(places[0].messages, Question) as busy,
-            _asking(other, map(Question, range(8))),
+            _asking(client, map(Question, range(8)), target=0),
         ):
             await until(lambda: busy.statistics().waiting == 8)
-            held = [await anext(busy) for _ in range(8)]
-            async with _serving(busy):
-                await client.request(Question(0), target=0)  # the answer reports the load
-        del held
         await until(lambda: client.statistics().servers == 1)
         async with MessageServer(places[0].messages, Question) as fresh, _serving(fresh):
             await until(lambda: client.statistics().servers == 2)

@@ -179,13 +179,13 @@ def test_a_message_beyond_the_byte_credit_is_a_violation() -> None:
         receive(connection, ask(1))
 
 
-def test_credit_is_due_when_half_of_it_was_taken_and_states_the_load_of_others() -> None:
+def test_credit_is_due_when_half_of_it_was_taken() -> None:
     connection = opened()
     for number in range(4):
         receive(connection, ask(number))
     assert not connection.take(1)
     assert connection.take(1)
-    assert frames(connection.credit(9)) == (Credit(2, 2, 9), [])
+    assert frames(connection.credit()) == (Credit(2, 2), [])
     assert not connection.take(1)
 
 
@@ -194,8 +194,8 @@ def test_an_answer_returns_credit_once_it_was_sent() -> None:
     for number in range(4):
         receive(connection, ask(number))
     assert not connection.take(1)
-    frame, message = connection.answer(0, [BODY, b"buffer"], (HANDLE,), 9)
-    assert frames(message) == (Answer(0, memoryview(BODY), (HANDLE,), 1, 1, 9), [b"buffer"])
+    frame, message = connection.answer(0, [BODY, b"buffer"], (HANDLE,))
+    assert frames(message) == (Answer(0, memoryview(BODY), (HANDLE,), 1, 1), [b"buffer"])
     assert connection.take(1)  # the answer was not sent yet
     connection.answered(frame)
     receive(connection, ask(4))
@@ -204,7 +204,7 @@ def test_an_answer_returns_credit_once_it_was_sent() -> None:
 
 def test_a_large_body_of_an_answer_is_a_separate_part() -> None:
     body = bytes(BODY_BYTES)
-    _, message = opened().answer(0, [body, b"buffer"], (), 0)
+    _, message = opened().answer(0, [body, b"buffer"], ())
     assert frames(message) == (Answer(0, None), [body, b"buffer"])
 
 
@@ -213,8 +213,8 @@ def test_a_failure_returns_credit() -> None:
     for number in range(4):
         receive(connection, ask(number))
     assert not connection.take(1)
-    message = connection.fail(0, Cause("ValueError", "no", is_loss=True), 9)
-    assert frames(message) == (Failure(0, "ValueError", "no", 1, 1, 9, is_loss=True), [])
+    message = connection.fail(0, Cause("ValueError", "no", is_loss=True))
+    assert frames(message) == (Failure(0, "ValueError", "no", 1, 1, is_loss=True), [])
     assert not connection.take(1)
 
 
@@ -240,5 +240,5 @@ def test_no_credit_is_due_on_a_closed_connection(end: str) -> None:
 )
 def test_an_answer_beyond_a_limit_of_the_client_is_refused(parts: Parts, limit: int) -> None:
     with pytest.raises(TooLargeError, match="the client accepts") as caught:
-        opened().answer(0, parts, (), 0)
+        opened().answer(0, parts, ())
     assert caught.value.limit == limit

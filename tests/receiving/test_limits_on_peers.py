@@ -23,8 +23,6 @@ from aiotensor.protocol.frames import MAX_FRAMES, MAX_RECORD_BYTES, Discard, enc
 from aiotensor.protocol.receiver import AdmissionLimits
 from aiotensor.receiving.intake import MAX_UNIDENTIFIED, Intake
 from aiotensor.receiving.senders import Senders
-from aiotensor.runtime.affinity import LoopAffinity
-from aiotensor.runtime.peer_events import PeerEvents
 from aiotensor.statistics.counters import ErrorCounter, new_counts
 from aiotensor.transports import queue, unix
 from aiotensor.transports.endpoints import Endpoint
@@ -113,8 +111,7 @@ async def test_sending_to_a_receiver_that_does_not_read_waits_in_bounded_memory(
 @on_sockets
 async def test_a_sender_to_which_nothing_can_be_written_is_not_admitted() -> None:
     counts = new_counts(ReceiverStatistics)
-    events = PeerEvents(LoopAffinity("TensorReceiver"))
-    senders = Senders(AdmissionLimits(64, None, None, MAX_RECORD_BYTES), counts, ErrorCounter(), events)
+    senders = Senders(AdmissionLimits(64, None, None, MAX_RECORD_BYTES), counts, ErrorCounter())
     intake = Intake("r", MAX_RECORD_BYTES, senders)
     near, far = record_pair()
     with far:

@@ -2,7 +2,7 @@
 
 import multiprocessing.queues
 from collections.abc import Sequence
-from typing import Literal, assert_never, assert_type
+from typing import assert_never, assert_type
 
 import msgspec
 import numpy as np
@@ -16,7 +16,6 @@ from aiotensor import (
     Delivery,
     Holder,
     OpenMessage,
-    PeerEvent,
     ReceiverStatistics,
     SenderStatistics,
     TensorHandle,
@@ -51,14 +50,6 @@ async def send_one(queue: TensorQueue, tensor: torch.Tensor, array: npt.NDArray[
         assert_type(await sender.copied(handle), None)
         await sender.ready()
         await sender.ready(nbytes=1 << 20)
-        async for event in sender.peer_events():
-            assert_type(event, PeerEvent)
-            assert_type(event.kind, Literal["connected", "disconnected"])
-            assert_type(event.peer, str)
-            assert_type(event.pid, int | None)
-            assert_type(event.error, Exception | None)
-            assert_type(event.missed, int)
-
         await sender.send([tensor])  # type: ignore[arg-type]
         await sender.send(b"bytes")  # type: ignore[arg-type]
         await sender.send(None)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import assert_type
 
-from opentelemetry import metrics, trace
+from opentelemetry import trace
 
 from aiotensor import Delivery, blocking
 from aiotensor.broadcast import Publication
@@ -11,10 +11,9 @@ from aiotensor.channel import Request
 from aiotensor.integrations.opentelemetry import instrument, processing, uninstrument
 
 
-def set_up(tracers: trace.TracerProvider, meters: metrics.MeterProvider) -> None:
+def set_up(tracers: trace.TracerProvider) -> None:
     instrument()
     instrument(tracers)
-    instrument(tracer_provider=tracers, meter_provider=meters)
     uninstrument()
 
 

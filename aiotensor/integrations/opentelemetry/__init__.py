@@ -1,8 +1,8 @@
-"""Trace messages, and export statistics as metrics, with OpenTelemetry. Requires opentelemetry-api.
+"""Trace messages with OpenTelemetry. Requires opentelemetry-api.
 
     aiotensor.integrations.opentelemetry.instrument()
 
-docs/tracing.md describes the spans, their attributes and the metrics.
+docs/tracing.md describes the spans and their attributes.
 """
 
 from collections.abc import Iterator
@@ -12,25 +12,18 @@ from aiotensor.runtime.extras import not_installed
 
 try:
     from opentelemetry import trace
-    from opentelemetry.metrics import MeterProvider, get_meter_provider
 except ModuleNotFoundError as error:
     raise not_installed(error, __name__, "opentelemetry-api") from None
 
 from aiotensor.errors import UsageError
-from aiotensor.integrations.opentelemetry.metrics import Metrics, metrics_of
 from aiotensor.integrations.opentelemetry.spans import HasTraceContext, SpanTracer
 from aiotensor.runtime import tracing
 
 __all__ = ["HasTraceContext", "instrument", "processing", "uninstrument"]
 
-_metrics: Metrics | None = None
 
-
-def instrument(
-    tracer_provider: trace.TracerProvider | None = None,
-    meter_provider: MeterProvider | None = None,
-) -> None:
-    """Create spans and metrics for all objects of this process, including open ones.
+def instrument(tracer_provider: trace.TracerProvider | None = None) -> None:
+    """Create spans for all objects of this process, including open ones.
 
     Call it once in each process, before the first message. Objects of `aiotensor.blocking` are traced, too:
     the span of the calling thread is the parent. A process that is not instrumented ignores the trace context
@@ -41,33 +34,22 @@ def instrument(
     fields are omitted, and logged once.
 
     Args:
-        tracer_provider: the provider of the tracer; None for the global one, which may be set later. With
-            `opentelemetry.trace.NoOpTracerProvider`, no spans are created.
-        meter_provider: the provider of the meter; None for the global one, which may be set later. With
-            `opentelemetry.metrics.NoOpMeterProvider`, no metrics are exported.
+        tracer_provider: the provider of the tracer; None for the global one, which may be set later.
 
     Raises:
         UsageError: this process is instrumented already.
     """
-    global _metrics
     if tracing.tracer is not None:
         raise UsageError("aiotensor is instrumented already: call uninstrument() first")
-    tracer = SpanTracer(tracer_provider)
-    metrics = metrics_of(get_meter_provider() if meter_provider is None else meter_provider)
-    metrics.is_enabled = True
-    tracing.tracer, _metrics = tracer, metrics  # last: a provider may raise an error
+    tracing.tracer = SpanTracer(tracer_provider)
 
 
 def uninstrument() -> None:
-    """Create no more spans and metrics; this has no effect if the process is not instrumented.
+    """Create no more spans; this has no effect if the process is not instrumented.
 
     Spans that have begun still end with their operation.
     """
-    global _metrics
     tracing.tracer = None
-    if _metrics is not None:
-        _metrics.is_enabled = False
-        _metrics = None
 
 
 @contextmanager

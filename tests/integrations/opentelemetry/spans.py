@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from opentelemetry.context import Context
-from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 
 from aiotensor.integrations.opentelemetry import instrument, uninstrument
@@ -89,7 +88,7 @@ def recording() -> Iterator[Recorder]:
     recorder = Recorder()
     complaints = _Complaints(logging.WARNING)
     logging.getLogger("opentelemetry").addHandler(complaints)
-    instrument(recorder.provider, NoOpMeterProvider())
+    instrument(recorder.provider)
     try:
         yield recorder
     finally:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
-from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.propagators.textmap import TextMapPropagator
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import Sampler, SamplingResult
@@ -102,7 +101,7 @@ def faulty_tracing(method: str) -> Iterator[Fault]:
     provider = TracerProvider(sampler=faulty if method == "should_sample" else None, shutdown_on_exit=False)
     provider.add_span_processor(faulty)
     propagate.set_global_textmap(faulty)
-    instrument(provider, NoOpMeterProvider())
+    instrument(provider)
     try:
         yield fault
     finally:

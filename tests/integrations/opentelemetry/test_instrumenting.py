@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from opentelemetry.metrics import Meter, MeterProvider, NoOpMeterProvider
+from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
 from aiotensor import TensorReceiver, TensorSender, UsageError
@@ -35,9 +35,7 @@ async def test_a_process_that_is_not_instrumented_any_more_creates_no_spans() ->
 def test_the_global_providers_may_be_set_later() -> None:
     code = """
 import asyncio, sys
-from opentelemetry import metrics, trace
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -45,17 +43,14 @@ from aiotensor import TensorReceiver, TensorSender
 from aiotensor.integrations.opentelemetry import instrument
 
 instrument()
-exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
+exporter = InMemorySpanExporter()
 trace.set_tracer_provider(TracerProvider())
 trace.get_tracer_provider().add_span_processor(SimpleSpanProcessor(exporter))
-metrics.set_meter_provider(MeterProvider([reader]))
 
 async def main(address):
     import torch
     async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
         await receiver.receive(await sender.send(torch.zeros(3)))
-        [scope] = reader.get_metrics_data().resource_metrics[0].scope_metrics
-        assert "aiotensor.sender.tensors_sent" in {metric.name for metric in scope.metrics}
 
 asyncio.run(main(sys.argv[1]))
 names = {span.name for span in exporter.get_finished_spans()}
@@ -81,16 +76,16 @@ async def test_a_request_that_began_before_uninstrumenting_ends_its_spans() -> N
     assert {span.name for span in recorder.seen} >= {"aiotensor request", "aiotensor answer"}
 
 
-class _BrokenMeters(MeterProvider):
-    """A provider without meters."""
+class _BrokenTracers(TracerProvider):
+    """A provider without tracers."""
 
-    def get_meter(self, *_: Any, **__: Any) -> Meter:
-        raise OSError("there are no meters")
+    def get_tracer(self, *_: Any, **__: Any) -> trace.Tracer:
+        raise OSError("there are no tracers")
 
 
 def test_a_process_is_not_instrumented_after_an_error_of_a_provider() -> None:
-    with pytest.raises(OSError, match="no meters"):
-        instrument(meter_provider=_BrokenMeters())
+    with pytest.raises(OSError, match="no tracers"):
+        instrument(_BrokenTracers())
     with recording():  # it would raise `UsageError`
         pass
 
@@ -100,7 +95,7 @@ async def test_a_process_can_be_uninstrumented_during_a_call_in_another_thread(a
 
     def alternate() -> None:
         while not has_ended.is_set():
-            instrument(provider, NoOpMeterProvider())
+            instrument(provider)
             uninstrument()
 
     before = sys.getswitchinterval()
