@@ -369,18 +369,6 @@ async def test_a_message_that_is_being_decoded_is_released_on_close() -> None:
             assert (server.statistics().waiting, len(inside.ready(server)), inside.found(server)) == (0, 0, 0)
 
 
-async def test_a_tensor_that_is_removed_from_its_message_frees_its_memory_before_the_answer() -> None:
-    async with channel() as ends:
-        asking = asyncio.create_task(ends.client.request(Question(1, pattern(1, BIG))))
-        request = await anext(ends.server)
-        assert ends.sender.statistics().bytes_in_use > 0
-        request.message.tensor = None
-        await until(lambda: ends.sender.statistics().bytes_in_use == 0)
-        assert not asking.done()
-        await request.reply(Answer(1))
-        assert (await asking).seed == 1
-
-
 async def test_clients_and_servers_can_be_opened_only_once() -> None:
     async with channel() as ends:
         for opening in (ends.client.__aenter__(), ends.server.__aenter__()):
