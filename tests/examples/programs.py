@@ -62,7 +62,7 @@ async def running(command: list[str], folder: Path, **environment: str) -> Async
             **os.environ,
             "XDG_RUNTIME_DIR": str(folder),
             "TMPDIR": str(folder),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
             "PYTHONUNBUFFERED": "1",
             **environment,
         },
@@ -156,10 +156,3 @@ async def taken(folder: Path) -> int:
     return (
         await inspect_receiver(f"unix://{folder}/example-engine.tensors", patience_s=5)
     ).statistics.tensors_taken
-
-
-async def in_use(site: Site) -> float:
-    """Return the bytes of shared memory that a server of one process uses."""
-    page = (await site.http.get("/metrics")).text
-    lines = [line for line in page.splitlines() if line.startswith("aiotensor_sender_memory_in_use_bytes{")]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)

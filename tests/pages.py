@@ -1,4 +1,4 @@
-"""The programs of the pages, and processes that run them."""
+"""The programs of the documents, and processes that run them as a reader does."""
 
 import os
 import re
@@ -8,14 +8,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
-from typing import TypeVar
 
-__all__ = ["LIMIT_S", "ROOT", "Folder", "blocks", "folder"]
-
-ROOT = Path(__file__).parents[2]
+__all__ = ["LIMIT_S", "READY", "ROOT", "Folder", "blocks", "folder", "upload"]
 
 LIMIT_S = 300  # each program imports torch, which takes long on a loaded machine
+READY = "the engine is ready\n"
+
+ROOT = Path(__file__).parent.parent
 
 # The interpreter of the programs. Another one than ours tests an installed wheel.
 _PYTHON = os.environ.get("AIOTENSOR_TEST_PYTHON")
@@ -27,11 +28,7 @@ def blocks(kind: str, page: str) -> list[str]:
 
 
 class Folder:
-    """A folder in which the programs of a page are saved and run, as a reader of the page does.
-
-    Args:
-        path: the folder.
-    """
+    """An empty folder in which a reader saves and runs the programs of a page."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,6 +59,15 @@ class Folder:
         self.started.append(process)
         return process
 
+    def start_until(self, line: str, *arguments: str) -> subprocess.Popen[str]:
+        """Start a program, and wait until it has printed a line that contains a text."""
+        process, printed = self.start(*arguments), ""
+        assert process.stdout is not None
+        while line not in (last := process.stdout.readline()):
+            printed += last
+            assert last, printed
+        return process
+
     def run(self, *arguments: str) -> str:
         """Run a program to its end, and return its output."""
         process = self.start(*arguments)
@@ -70,14 +76,22 @@ class Folder:
         return output
 
 
-F = TypeVar("F", bound=Folder)
+def upload(port: int, body: bytes) -> tuple[int, str]:
+    """Upload a file, as curl does on the pages, and return the status and the text of the response."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+    try:
+        connection.request("POST", "/videos", body)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
 
 
 @contextmanager
-def folder(kind: type[F]) -> Iterator[F]:
+def folder() -> Iterator[Folder]:
     """Create a folder with a path that is short enough for sockets, and kill its programs at the end."""
     path = Path(tempfile.mkdtemp(prefix="aiotensor-"))
-    made = kind(path)
+    made = Folder(path)
     try:
         yield made
     finally:
