@@ -334,8 +334,8 @@ async def test_tensors_do_not_count_towards_max_body_bytes(make: Callable[[], li
     total = sum(float(tensor.sum()) for tensor in tensors)
     with place() as here:
         async with (
-            MessageServer(here.messages, list[torch.Tensor], max_body_bytes=100_000) as server,
-            MessageClient(here.messages, reply_type=list[torch.Tensor], max_body_bytes=100_000) as client,
+            MessageServer(here.messages, list[torch.Tensor], max_body_bytes=120_000) as server,
+            MessageClient(here.messages, reply_type=list[torch.Tensor], max_body_bytes=120_000) as client,
         ):
             asking = asyncio.create_task(client.request(tensors))
             async with await anext(server) as request:
