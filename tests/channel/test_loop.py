@@ -1,35 +1,53 @@
-"""The channel does not block the event loop for long, whatever a message contains."""
+"""Messages do not occupy the event loop for long, and need no threads of the application."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
+import anyio.from_thread
+import anyio.to_thread
+import httpx
 import msgspec
 import pytest
 import torch
+import uvicorn
+from fastapi import FastAPI
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel import peers
-from tests.channel.parties import Answer, Question, place
+from tests.channel.parties import Answer, Place, Question, answer, channel, place
 from tests.conformance.turns import Calls, Changes, Lengths, Turns, too_long
 from verification import inside
+from verification.patterns import pattern
 from verification.processes import watch
 from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
-MESSAGES: dict[str, Callable[[], list[torch.Tensor]]] = {
-    "150 MiB": lambda: [torch.zeros(150 << 20, dtype=torch.uint8)],
-    "150 MiB that do not lie flat": lambda: [torch.zeros(150 << 10, 1 << 10, dtype=torch.uint8).t()],
-    "150 MiB in pieces that do not lie flat": lambda: [torch.zeros(512, 1024)[:, ::2]] * 150,
-    "300 MiB that are not aligned on arrival": lambda: [torch.zeros(300 << 16, dtype=torch.complex128)],
-    "three thousand tiny tensors": lambda: [torch.zeros(3)] * 3000,
-}
+
+Tensors = Callable[[], list[torch.Tensor]]
+MESSAGES = [
+    pytest.param(
+        lambda: [torch.zeros(150 << 10, 1 << 10, dtype=torch.uint8).t()], id="150 MiB, not contiguous"
+    ),
+    pytest.param(lambda: [torch.zeros(3)] * 3000, id="three thousand tiny tensors"),
+    *[
+        pytest.param(make, id=name, marks=pytest.mark.extended)
+        for name, make in {
+            "150 MiB": lambda: [torch.zeros(150 << 20, dtype=torch.uint8)],
+            "150 MiB in pieces that are not contiguous": lambda: [torch.zeros(512, 1024)[:, ::2]] * 150,
+            "300 MiB that are not aligned on arrival": lambda: [
+                torch.zeros(300 << 16, dtype=torch.complex128)
+            ],
+        }.items()
+    ],
+]
 
 
-@pytest.mark.parametrize("make", MESSAGES.values(), ids=MESSAGES)
+@pytest.mark.promise(19)
+@pytest.mark.parametrize("make", MESSAGES)
 async def test_no_message_keeps_the_loop_busy_for_long(make: Callable[[], list[torch.Tensor]]) -> None:
     tensors = make()
     # Freeing this much memory takes the kernel a while, and happens in the thread of the caller.
@@ -59,7 +77,7 @@ ANSWERS: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("fate", ANSWERS)
+@pytest.mark.parametrize("fate", ["taken", pytest.param("given up", marks=pytest.mark.extended)])
 async def test_no_answer_keeps_the_loop_busy_for_long(fate: str) -> None:
     tensor = ANSWERS[fate]()
     kept: list[object] = []
@@ -212,6 +230,7 @@ async def test_a_request_of_many_tensors_that_is_cancelled_between_two_iteration
             assert (receiver.statistics().unclaimed_tensors, receiver.statistics().leases) == (0, 0)
 
 
+@pytest.mark.promise(20)
 async def test_an_idle_client_and_its_server_use_no_processor_time() -> None:
     with place() as here:
         async with peers.process(here) as engine, peers.process(here) as api:
@@ -222,3 +241,116 @@ async def test_an_idle_client_and_its_server_use_no_processor_time() -> None:
             for peer in (api, engine):
                 await peer.call(peers.held)
             assert await watch.become_idle([engine.pid, api.pid])
+
+
+# Threads
+
+
+_LIMIT_S = 60  # for steps that take less than a second, and hung before
+
+
+_REQUESTS = 60
+
+
+_COUNT = 200_000  # elements of int64 in an answer: more than 1 MiB
+
+
+@contextmanager
+def no_threads_left() -> Iterator[None]:
+    """Hold every token of anyio's default limiter, as busy handlers of an application do."""
+    limiter = anyio.to_thread.current_default_thread_limiter()
+    tokens = [object() for _ in range(int(limiter.total_tokens))]
+    for token in tokens:
+        limiter.acquire_on_behalf_of_nowait(token)
+    try:
+        yield
+    finally:
+        for token in tokens:
+            limiter.release_on_behalf_of(token)
+
+
+@pytest.mark.promise(28)
+async def test_large_replies_arrive_while_all_threads_of_anyio_are_blocked() -> None:
+    with place() as here:
+        async with (
+            asyncio.timeout(_LIMIT_S),
+            peers.process(here) as engine,
+            MessageClient(here.messages, reply_type=Answer) as client,
+        ):
+            await engine.call(peers.open_server, here, answers=False)
+            app = FastAPI()
+
+            @app.get("/{seed}")
+            def get(seed: int) -> int:
+                got = anyio.from_thread.run(client.request, Question(seed, wish=str(_COUNT)))
+                assert got.tensor is not None
+                return int(got.tensor[-1])
+
+            web = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
+            serving = asyncio.create_task(web.serve())
+            await until(lambda: web.started)
+            [listener] = web.servers[0].sockets
+            port = listener.getsockname()[1]
+            try:
+                async with httpx.AsyncClient(
+                    base_url=f"http://127.0.0.1:{port}", timeout=_LIMIT_S, trust_env=False
+                ) as http:
+                    asking = [asyncio.create_task(http.get(f"/{seed}")) for seed in range(_REQUESTS)]
+                    threads = anyio.to_thread.current_default_thread_limiter()
+                    await until(lambda: client.statistics().in_flight == (threads.total_tokens,))
+                    await engine.call(peers.begin_to_answer)
+                    got = [int((await one).text) for one in asking]
+            finally:
+                web.should_exit = web.force_exit = True
+                await serving
+    assert got == [int(pattern(seed, _COUNT)[-1]) for seed in range(_REQUESTS)]
+
+
+async def send_and_receive_a_copy(here: Place) -> None:
+    async with (
+        TensorReceiver(here.tensors) as receiver,
+        TensorSender(here.tensors, arena_bytes=64 << 20) as sender,
+    ):
+        allocated = await sender.allocate((1 << 20,), torch.uint8)
+        allocated.fill_(7)
+        for tensor in (allocated, pattern(1, 1 << 20), torch.zeros(1 << 10, 1 << 10).t()):
+            handle = await sender.send(tensor)
+            assert torch.equal(await receiver.receive(handle, copy=True), tensor)
+
+
+async def ask_with_a_large_body(here: Place) -> None:
+    more = {str(number): [] for number in range(10_000)}  # type: dict[str, list[torch.Tensor]]
+    async with (
+        MessageServer(here.messages, Question) as server,
+        MessageClient(here.messages, reply_type=Answer) as client,
+    ):
+        asking = asyncio.create_task(client.request(Question(1, more=more)))
+        request = await anext(server)
+        assert request.message.more == more
+        await request.reply(Answer(1, tensor=torch.zeros(1 << 10, 1 << 10).t()))
+        assert (await asking).seed == 1
+
+
+async def ask_with_tensors_by_a_sender(here: Place) -> None:
+    async with channel() as ends:
+        serving = asyncio.create_task(ends.server.serve(answer))
+        got = await ends.client.request(Question(2, pattern(2, _COUNT), wish=str(_COUNT)))
+        assert got.total == int(pattern(2, _COUNT).sum())
+        serving.cancel()
+
+
+WORKS: dict[str, Callable[[Place], Awaitable[None]]] = {
+    "send and receive(copy=True)": send_and_receive_a_copy,
+    "a large body and a large reply": ask_with_a_large_body,
+    "tensors by a sender": ask_with_tensors_by_a_sender,
+}
+
+
+@pytest.mark.promise(28)
+@pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
+async def test_operations_need_no_thread_of_the_application(
+    work: Callable[[Place], Awaitable[None]],
+) -> None:
+    with place() as here, no_threads_left():
+        async with asyncio.timeout(_LIMIT_S):
+            await work(here)

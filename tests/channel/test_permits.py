@@ -87,9 +87,8 @@ async def test_memory_for_the_request_is_allocated_where_it_is_sent_from(servers
 
 
 @pytest.mark.parametrize("count", [3, BIG])
-@one_or_two
-async def test_a_permit_is_for_one_request_in_its_block(servers: int, count: int) -> None:
-    async with _ends(servers, 1) as ends, _serving(ends.servers):
+async def test_a_permit_is_for_one_request_in_its_block(count: int) -> None:
+    async with _ends(2, 1) as ends, _serving(ends.servers):
         async with ends.client.permit() as permit:
             await ends.client.request(Question(1, pattern(1, count)), inside=permit)
             with pytest.raises(UsageError, match="begin another one for each request"):
@@ -98,9 +97,10 @@ async def test_a_permit_is_for_one_request_in_its_block(servers: int, count: int
             await ends.client.request(Question(3, pattern(3, count)), inside=permit)
 
 
+@pytest.mark.promise(14)
 @one_or_two
 async def test_there_are_as_many_permits_as_the_senders_have(servers: int) -> None:
-    async with _ends(servers, 2, max_wait_s=0.5) as ends, AsyncExitStack() as held:
+    async with _ends(servers, 2, max_wait_s=0.1) as ends, AsyncExitStack() as held:
         for _ in range(2 * servers):
             await held.enter_async_context(ends.client.permit())
         with pytest.raises(WouldBlockError):
@@ -182,6 +182,7 @@ async def test_permits_from_before_the_death_of_a_server_are_used_at_the_others(
                 assert await asyncio.gather(*asking) == [0, 1, 2, 3]
 
 
+@pytest.mark.promise(15)
 @one_or_two
 async def test_a_permit_that_is_released_goes_to_the_call_that_has_waited_longest(servers: int) -> None:
     async with _ends(servers, 1) as ends, AsyncExitStack() as held:
@@ -208,10 +209,9 @@ async def test_a_permit_that_is_released_goes_to_the_call_that_has_waited_longes
         assert order == [0, 1, 2]
 
 
-@one_or_two
-async def test_an_exception_in_the_block_of_a_permit_releases_it(servers: int) -> None:
-    async with _ends(servers, 1, max_wait_s=5) as ends:
-        for _ in range(3 * servers):
+async def test_an_exception_in_the_block_of_a_permit_releases_it() -> None:
+    async with _ends(2, 1, max_wait_s=5) as ends:
+        for _ in range(6):
             with pytest.raises(KeyError):
                 async with ends.client.permit() as permit:
                     await permit.allocate((BIG,), torch.int64)
@@ -221,10 +221,9 @@ async def test_an_exception_in_the_block_of_a_permit_releases_it(servers: int) -
                     raise KeyError
 
 
-@one_or_two
-async def test_a_permit_without_a_server_raises_unavailable_error(servers: int) -> None:
+async def test_a_permit_without_a_server_raises_unavailable_error() -> None:
     with place() as one, place() as another:
-        places = [one, another][:servers]
+        places = [one, another]
         async with MessageClient(
             [here.messages for here in places],
             sender=[TensorSender(here.tensors) for here in places],
