@@ -9,11 +9,11 @@ import torch
 import zmq
 import zmq.asyncio
 
-from aiotensor import ClosedError, RefusedError, TensorHandle, TensorReceiver, TensorSender
+from aiotensor import RefusedError, TensorHandle, TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.protocol.exchange import VERSION, Ask, ClientHello, write
 from tests.channel import peers
-from tests.channel.parties import Answer, Question, answer, channel, place, said, settled
+from tests.channel.parties import Answer, Question, answer, channel, place, settled
 from tests.channel.rogues import raw
 from verification import inside
 from verification.patterns import BIG, pattern
@@ -139,41 +139,6 @@ async def test_answers_to_a_client_that_does_not_read_wait_and_delay_no_other() 
             assert await other.call(peers.ask, 2)
             await server.aclose()
             await serving
-
-
-async def test_answers_that_wait_for_capacity_fail_when_their_server_closes() -> None:
-    with place() as here, said():
-        async with (
-            MessageServer(here.messages, Question, high_water_mark=1, linger_s=0.01) as server,
-            raw(zmq.DEALER, here.messages, high_water_mark=1) as client,
-        ):
-            await client.send_multipart([write(ClientHello(VERSION, 1))])
-            body = memoryview(msgspec.msgpack.encode(Question(1)))
-            for number in range(20):
-                await client.send_multipart([write(Ask(number, body))])
-            requests = [await anext(server) for _ in range(20)]
-            large = Answer(1, tensor=pattern(1, BIG))
-            replying = [asyncio.create_task(request.reply(large)) for request in requests]
-            [one] = inside.clients_of(server)
-            await until(lambda: len(one.queue) > 5)
-            await server.aclose()
-            ended = await asyncio.gather(*replying, return_exceptions=True)
-            assert {True, "ClosedError"} >= {end if end is True else type(end).__name__ for end in ended}
-            assert sum(isinstance(end, ClosedError) for end in ended) > 5
-
-
-async def test_closing_a_server_releases_messages_of_disconnected_clients() -> None:
-    with place() as here:
-        async with TensorReceiver(here.tensors) as receiver, TensorSender(here.tensors, 2) as sender:
-            async with MessageServer(here.messages, Question, receiver=receiver) as server:
-                async with MessageClient(here.messages, sender=sender, reply_type=Answer) as client:
-                    for seed in range(2):
-                        await client.send(Question(seed, pattern(seed, BIG)))
-                    await until(lambda: len(inside.ready(server)) == 2)
-                await until(lambda: server.statistics().clients == 0)
-                assert server.statistics().waiting == 2
-            assert server.statistics().waiting == 0
-            await until(lambda: sender.statistics().in_flight == 0 and sender.statistics().bytes_in_use == 0)
 
 
 async def test_untaken_messages_of_disconnected_clients_count_against_max_clients() -> None:

@@ -216,18 +216,6 @@ async def test_the_iteration_ends_when_the_server_is_closed() -> None:
         await serving
 
 
-async def test_messages_that_want_no_answer_are_part_of_batches() -> None:
-    async with channel() as ends:
-        for seed in range(3):
-            await ends.client.send(Question(seed))
-        batch = await anext(ends.server.batches(3, batch_wait_s=_LONG_S))
-        assert [request.message.seed for request in batch] == [0, 1, 2]
-        for request in batch:
-            assert not await request.reply(None)
-        del request, batch
-        await settled(ends)
-
-
 async def test_an_invalid_limit_raises_value_error() -> None:
     with place() as here:
         async with MessageServer(here.messages, Question) as server:

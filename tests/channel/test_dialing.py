@@ -3,8 +3,6 @@
 import asyncio
 import errno
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -87,14 +85,6 @@ async def test_localhost_leads_to_a_server_at_either_loopback_address(resolver: 
     assert resolver.asked == []  # a resolver may know another machine by this name
 
 
-async def test_a_server_at_localhost_listens_on_the_loopback_alone() -> None:
-    async with serving("tcp://localhost:0") as server:
-        assert server.address == f"tcp://127.0.0.1:{port_of(server)}"
-        with pytest.raises(UsageError, match="another server already listens"):
-            async with MessageServer(f"tcp://localhost:{port_of(server)}", Question):
-                pass
-
-
 async def test_a_client_finds_a_moved_server_at_its_new_address(
     resolver: Resolver, keys: tuple[Keys, Keys]
 ) -> None:
@@ -113,29 +103,6 @@ async def test_a_client_finds_a_moved_server_at_its_new_address(
             assert (await client.request(Question(2))).seed == 2
 
 
-@pytest.mark.extended
-def test_a_process_ends_while_a_name_is_being_resolved() -> None:
-    code = """
-import asyncio, socket, threading, zmq
-from aiotensor.channel import MessageClient
-begun = threading.Event()
-def stuck(*arguments, **options):
-    begun.set()
-    threading.Event().wait()
-socket.getaddrinfo = stuck
-async def main():
-    public, secret = zmq.curve_keypair()
-    keys = {"secret_key": secret, "server_key": public}
-    async with MessageClient("tcp://engine.example:5555", reply_type=int, linger_s=0, **keys):
-        while not begun.is_set():
-            await asyncio.sleep(0.01)
-asyncio.run(main())
-"""
-    command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
 async def test_a_server_listens_at_the_local_address_of_its_name(
     resolver: Resolver, keys: tuple[Keys, Keys]
 ) -> None:
@@ -148,16 +115,6 @@ async def test_a_server_listens_at_the_local_address_of_its_name(
         with pytest.raises(UsageError, match="another server already listens"):
             async with MessageServer(f"tcp://engine.example:{port_of(server)}", Question, **of_server):
                 pass
-
-
-async def test_a_server_listens_at_the_address_of_an_interface(keys: tuple[Keys, Keys]) -> None:
-    of_server, of_client = keys
-    async with (
-        serving("tcp://lo:0", **of_server) as server,
-        MessageClient(server.address, reply_type=Answer, max_wait_s=10, **of_client) as client,
-    ):
-        assert server.address.startswith("tcp://127.0.0.1:")
-        assert (await client.request(Question(1))).seed == 1
 
 
 async def test_a_server_name_that_leads_nowhere_here_raises_os_error_with_a_hint(

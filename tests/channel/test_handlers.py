@@ -93,26 +93,6 @@ async def test_a_cancelled_future_in_the_handler_is_logged_as_its_failure() -> N
         assert text.startswith(f"answering a request from process {os.getpid()} failed")
 
 
-async def test_a_handler_cancelled_with_serve_is_not_logged_as_a_failure() -> None:
-    begun = asyncio.Event()
-
-    async def wait(question: Question) -> None:
-        begun.set()
-        await asyncio.Event().wait()
-
-    with said() as texts:
-        async with channel() as ends:
-            serving = asyncio.create_task(ends.server.serve(wait))
-            asking = asyncio.create_task(ends.client.request(Question(1)))
-            await begun.wait()
-            serving.cancel()
-            with pytest.raises(PeerLostError):
-                await asking
-            await asyncio.wait([serving])
-            await settled(ends)
-    assert not texts
-
-
 async def test_serve_runs_at_most_max_concurrent_handlers() -> None:
     async with channel() as ends:
         running = most = 0
@@ -233,28 +213,6 @@ async def test_cancelling_serve_cancels_each_handler_once_and_waits_for_all(by: 
         await settled(ends)
 
 
-async def test_a_request_that_was_taken_just_before_serve_is_cancelled_fails_as_cancelled() -> None:
-    async with channel() as ends:
-        begun = 0
-
-        async def never(question: Question) -> Answer:
-            nonlocal begun
-            begun += 1
-            await asyncio.get_running_loop().create_future()
-            raise AssertionError("nothing sets that")
-
-        serving = asyncio.create_task(ends.server.serve(never))
-        asking = asyncio.create_task(ends.client.request(Question(1)))
-        await until(lambda: ends.server.statistics().in_hand == 1)
-        serving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await serving
-        with pytest.raises(PeerLostError, match="CancelledError"):
-            await asking
-        assert begun <= 1
-        await settled(ends)
-
-
 async def wanted(ends: Channel) -> tuple["asyncio.Task[Answer]", Request[Question]]:
     """Ask something, and take it."""
     asking = asyncio.create_task(ends.client.request(Question(1)))
@@ -360,17 +318,6 @@ async def test_a_simultaneous_cancellation_of_the_task_propagates(first: str) ->
     assert working.cancelled()
 
 
-async def test_a_simultaneous_timeout_around_the_block_raises_timeout_error() -> None:
-    block = CancelOnce()
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(None) as limit:
-            with block:
-                block.cancel()
-                limit.reschedule(0)
-                await asyncio.get_running_loop().create_future()
-    assert cancelling() == 0
-
-
 # Closing an end, or losing the other one, ends every call that waits there
 
 
@@ -414,17 +361,6 @@ async def test_closing_a_client_ends_a_request_that_waits_for_a_permit_at_once()
         await settled(ends)
 
 
-async def test_closing_a_client_while_it_sends_a_tensor_raises_closed_error() -> None:
-    async with channel(1) as ends:
-        handle, asking = await ask_without_a_permit(ends)
-        closing = asyncio.create_task(ends.client.aclose())
-        await ends.receiver.receive(handle)  # returns the permit: the tensor of the request may be sent
-        with pytest.raises(ClosedError, match="this MessageClient was closed"):
-            await asking
-        await closing
-        await settled(ends)
-
-
 async def test_losing_a_server_ends_a_request_that_waits_for_a_permit() -> None:
     async with channel(1) as ends:
         handle, asking = await ask_without_a_permit(ends)
@@ -452,23 +388,3 @@ async def test_serving_returns_when_the_server_is_closed_at_its_limit_of_running
             await asking
         await serving
         await settled(ends)
-
-
-async def test_closing_a_server_cancels_the_block_of_a_message_whose_client_is_gone() -> None:
-    async with channel() as ends:
-        has_begun = asyncio.Event()
-
-        async def handle() -> None:
-            async with await anext(ends.server):
-                has_begun.set()
-                await asyncio.get_running_loop().create_future()
-
-        handling = asyncio.create_task(handle())
-        await ends.client.send(Question(1))
-        await has_begun.wait()
-        await ends.client.aclose()
-        await until(lambda: ends.server.statistics().clients == 0)
-        assert ends.server.statistics().in_hand == 1  # a message without an answer is still valid
-        await ends.server.aclose()
-        await handling
-        assert ends.server.statistics().in_hand == 0

@@ -1,24 +1,18 @@
 """A client of several servers: equal shares, no message waits for one while another is free, and retries."""
 
 import asyncio
-import gc
-import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
-from aiotensor import ClosedError, PeerLostError, RefusedError, TensorReceiver, TensorSender
+from aiotensor import PeerLostError, RefusedError, TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.codec import payload
-from aiotensor.runtime.worker import in_thread
 from tests.channel.parties import Answer, Place, Question, answer, place
 from tests.channel.peers import listening, open_server, process
 from verification.patterns import BIG, pattern
-from verification.processes.peers import Peer
 from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -230,19 +224,6 @@ async def test_messages_that_wait_are_sent_in_the_order_of_their_calls() -> None
     assert heard == sorted(heard)
 
 
-async def test_a_stalled_server_does_not_delay_messages_for_others() -> None:
-    async with (
-        _places(2) as places,
-        _servers(places, max_waiting=1) as ([stalled, good], _),
-        _client(places) as client,
-    ):
-        await until(lambda: client.statistics().servers == 2)
-        async with _serving(good):
-            for seed in range(6):
-                await client.send(Question(seed))
-            assert stalled.statistics().waiting <= 1
-
-
 async def test_requests_pass_a_server_whose_sender_has_no_permit_left() -> None:
     async with _limited(permits=1) as (client, servers, senders), _serving(*servers), senders[0].message():
         for seed in range(4):
@@ -270,32 +251,6 @@ async def test_a_waiting_request_is_sent_to_the_server_that_becomes_idle() -> No
             assert client.statistics().waiting == 1
             async with _serving(servers[0]):
                 await until(lambda: sum(task.done() for task in asking) == 2)
-
-
-async def test_requests_that_wait_are_sent_when_others_are_cancelled() -> None:
-    begun: list[int] = []
-    is_free = asyncio.Event()
-
-    async def handle(question: Question) -> Answer:
-        begun.append(question.seed)
-        await is_free.wait()
-        return Answer(question.seed)
-
-    async with (
-        _places(2) as places,
-        _servers(places, max_waiting=4) as ([_, taking], _),
-        _client(places) as client,
-        _serving(taking, handler=handle),
-    ):
-        await until(lambda: client.statistics().servers == 2)
-        async with _asking(client, map(Question, range(20)), target=1) as first:
-            await until(lambda: len(begun) == 20)
-            async with _asking(client, map(Question, range(100, 116))) as waiting:
-                await until(lambda: client.statistics().messages_sent >= 24)
-                is_free.set()
-                await _give_up(first)
-                # Four are at the other server.
-                await until(lambda: sum(task.done() for task in waiting) >= 12)
 
 
 # Servers that start, end and refuse
@@ -343,124 +298,6 @@ async def test_messages_that_wait_for_a_killed_server_are_sent_to_another(permit
         assert len(answers) + len(lost) == 40
 
 
-@pytest.mark.extended
-async def test_engines_that_are_killed_and_replaced_under_load_leave_no_message_waiting() -> None:
-    outcomes: Counter[str] = Counter()
-    is_over = False
-
-    async def ask(client: MessageClient[Answer], first: int) -> None:
-        seed = first
-        while not is_over:
-            seed += 100
-            try:
-                got = await client.request(_large(seed))
-            except PeerLostError:
-                outcomes["lost"] += 1
-            else:
-                assert got.seed == seed
-                outcomes["answered"] += 1
-
-    async def thirty_more_answers() -> None:
-        enough = outcomes["answered"] + 30
-        await until(lambda: outcomes["answered"] >= enough)
-
-    async with _places(SEVERAL) as places, AsyncExitStack() as stack:
-
-        async def start(here: Place) -> Peer:
-            engine = await stack.enter_async_context(process(here))
-            await engine.call(open_server, here, max_waiting=2)
-            return engine
-
-        engines = [await start(here) for here in places]
-        async with _client(places, permits=2) as client:
-            await until(lambda: client.statistics().servers == SEVERAL)
-            asking = [asyncio.create_task(ask(client, first)) for first in range(24)]
-            for here, engine in zip(places, engines, strict=True):
-                await thirty_more_answers()
-                engine.kill()
-                await thirty_more_answers()
-                await start(here)
-                await until(lambda: client.statistics().servers == SEVERAL)
-            is_over = True
-            await asyncio.gather(*asking)
-            assert outcomes["lost"] < outcomes["answered"]
-            assert client.statistics().in_flight == (0,) * SEVERAL
-
-
-@pytest.fixture
-def encoding(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
-    """Suspend the encoding of large messages; return events for its beginning and its end."""
-    has_begun, may_end = asyncio.Event(), asyncio.Event()
-
-    async def late(*work: Any) -> Any:
-        has_begun.set()
-        await may_end.wait()
-        return await in_thread(*work)
-
-    monkeypatch.setattr(payload, "in_thread", late)
-    return has_begun, may_end
-
-
-async def test_closing_a_client_during_encoding_fails_the_request(
-    encoding: tuple[asyncio.Event, asyncio.Event],
-) -> None:
-    is_encoding, is_closed = encoding
-    async with _places(2) as places, _servers(places), _client(places, permits=2) as client:
-        await until(lambda: client.statistics().servers == 2)
-        question = Question(1, pattern(1, BIG), wish="7" * (900 << 10))
-        async with _asking(client, [question]) as [asked]:
-            await is_encoding.wait()
-            await client.aclose()
-            is_closed.set()
-            with pytest.raises(ClosedError):
-                await asked
-
-
-async def test_a_message_goes_to_another_server_if_one_is_lost_during_encoding(
-    encoding: tuple[asyncio.Event, asyncio.Event],
-) -> None:
-    is_encoding, has_gone = encoding
-    async with (
-        _places(2) as places,
-        _servers(places) as (servers, receivers),
-        _client(places, permits=2) as client,
-    ):
-        await until(lambda: client.statistics().servers == 2)
-        question = Question(1, pattern(1, BIG), wish="7" * (900 << 10))
-        async with _asking(client, [question]) as [asked]:
-            await is_encoding.wait()
-            await receivers[0].aclose()
-            await servers[0].aclose()
-            await until(lambda: client.statistics().servers == 1)
-            has_gone.set()
-            request = await anext(servers[1])
-            await request.reply(Answer(1))
-            assert (await asked).seed == 1
-
-
-@pytest.mark.promise(29)
-async def test_the_error_of_a_message_that_no_server_took_keeps_no_tensor() -> None:
-    tensors: list[weakref.ref[torch.Tensor]] = []
-
-    async def ask(client: MessageClient[Answer]) -> None:
-        tensor = pattern(1, BIG)
-        tensors.append(weakref.ref(tensor))
-        await client.request(Question(1, tensor))
-
-    gc.disable()  # the error must not be part of a cycle
-    try:
-        async with _places(2) as places, _client(places) as client:
-            asked = asyncio.create_task(ask(client))
-            await until(lambda: client.statistics().waiting == 1)
-            await client.aclose()
-            await asyncio.wait([asked])
-            assert isinstance(asked.exception(), ClosedError)
-            del asked
-            await until(lambda: tensors[0]() is None)
-    finally:
-        gc.enable()
-
-
 async def test_a_client_that_all_servers_refuse_raises_refused_error() -> None:
     with place() as here, place() as there:
         async with (
@@ -473,23 +310,6 @@ async def test_a_client_that_all_servers_refuse_raises_refused_error() -> None:
                 for _ in range(3):
                     with pytest.raises(RefusedError, match="max_clients=1"):
                         await second.request(Question(1))
-
-
-async def test_a_server_that_refused_a_client_serves_it_once_it_has_capacity() -> None:
-    with place() as here, place() as there:
-        async with (
-            MessageServer(there.messages, Question, max_clients=1) as server,
-            MessageClient(there.messages, reply_type=Answer) as first,
-        ):
-            serving = asyncio.create_task(server.serve(answer))
-            await first.request(Question(1))
-            async with MessageClient([here.messages, there.messages], reply_type=Answer) as second:
-                asking = asyncio.create_task(second.request(Question(2)))  # the address has no server
-                await until(lambda: server.statistics().clients_refused > 0)
-                await first.aclose()
-                assert (await asking).seed == 2
-            await server.aclose()
-            await serving
 
 
 # Idempotent requests are sent once more if their server is lost
@@ -513,26 +333,6 @@ async def test_another_server_answers_the_requests_of_a_killed_one(permits: int 
             assert client.statistics().retries == untaken
             for sender in client.senders:
                 await settled(sender)
-
-
-async def test_a_request_with_a_permit_is_sent_again_with_a_new_one() -> None:
-    with place() as here:
-        async with TensorSender(here.tensors, 1) as sender:
-            async with MessageClient(here.messages, sender=sender, reply_type=Answer) as client:
-
-                async def ask() -> Answer:
-                    async with sender.message() as permit:
-                        return await client.request(_large(5), inside=permit, idempotent=True)
-
-                async with listening(here) as (first, _):
-                    asking = asyncio.create_task(ask())
-                    await anext(first)
-                async with listening(here) as (second, _):
-                    serving = asyncio.create_task(second.serve(answer))
-                    assert (await asking).seed == 5
-                    del asking
-                await serving
-            await settled(sender)
 
 
 @pytest.mark.parametrize("idempotent", [False, True])

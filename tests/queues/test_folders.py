@@ -153,13 +153,6 @@ async def test_too_many_producers_or_consumers_raise_with_a_suggestion() -> None
             await queue.producer().__aenter__()
 
 
-def test_two_processes_with_different_numbers_do_not_share_a_folder(folder: Path) -> None:
-    one = MessageQueue(folder=folder / "queue", producers=2)
-    with pytest.raises(UsageError, match="created with producers=2, consumers=1, not with producers=3"):
-        MessageQueue(folder=folder / "queue", producers=3)
-    one.close()
-
-
 INVALID: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"producers": 0}, ValueError, "producers must be at least 1"),
     ({"consumers": 0}, ValueError, "consumers must be at least 1"),

@@ -18,7 +18,7 @@ from aiotensor import (
     UsageError,
     WouldBlockError,
 )
-from aiotensor.queues import ConsumerStatistics, MessageQueue, ProducerStatistics, deliveries
+from aiotensor.queues import ConsumerStatistics, ProducerStatistics, deliveries
 from aiotensor.queues import consumer as consumers
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, cancel_everywhere
@@ -214,24 +214,6 @@ async def test_messages_of_a_consumer_that_closes_go_to_another_one() -> None:
             assert producer.statistics().redelivered >= 1
 
 
-async def test_without_redelivery_the_loss_of_a_message_raises() -> None:
-    with queue_of(consumers=2, redeliver=False) as queue:
-        async with queue.consumer() as staying:
-            producer = await queue.producer().__aenter__()
-            async with queue.consumer() as leaving:
-                for number in range(2):
-                    await producer.put(message(number))
-                await until(lambda: leaving.statistics().messages == staying.statistics().messages == 1)
-            with pytest.raises(PeerLostError):
-                await producer.join()
-            for call in (producer.put(1), producer.join(), producer.aclose()):
-                with pytest.raises(PeerLostError):
-                    await call
-            with pytest.raises(PeerLostError, match="1 of the 1 producers"):
-                while True:
-                    await staying.get()
-
-
 async def test_a_producer_block_that_raises_drops_its_messages_and_is_reported() -> None:
     with queue_of(producers=2) as queue:
         async with queue.consumer() as consumer:
@@ -326,20 +308,6 @@ async def test_cancelling_the_close_of_a_producer_drops_its_messages() -> None:
                 await consumer.get()
 
 
-async def test_a_put_that_waits_raises_when_its_producer_closes() -> None:
-    with queue_of(max_messages=1) as queue:
-        async with queue.consumer() as consumer:
-            producer = await queue.producer().__aenter__()
-            await producer.put(message(1))
-            putting = asyncio.create_task(producer.put(message(2)))
-            await until(lambda: producer.statistics().waiting == 1)
-            closing = asyncio.create_task(producer.aclose())
-            with pytest.raises(ClosedError):
-                await putting
-            assert check(await consumer.get()) == 1
-            await closing
-
-
 async def test_a_get_that_waits_raises_when_its_consumer_closes() -> None:
     with queue_of() as queue:
         consumer = await queue.consumer().__aenter__()
@@ -396,11 +364,3 @@ async def _open_and_forget(make: Any) -> None:
     gc.collect()
     for _ in range(5):
         await asyncio.sleep(0)
-
-
-def test_the_representation_names_the_folder_and_the_numbers() -> None:
-    with MessageQueue(producers=3, consumers=2) as queue:
-        path = queue._settings.folder.path
-        assert repr(queue) == f"<MessageQueue in {path}, producers=3, consumers=2>"
-        assert repr(queue.producer()) == f"<QueueProducer new, of {path}>"
-        assert repr(queue.consumer()) == f"<QueueConsumer new, of {path}>"
