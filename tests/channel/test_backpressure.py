@@ -63,28 +63,6 @@ async def test_waiting_messages_are_bounded_in_bytes_too() -> None:
             await serving
 
 
-@pytest.mark.promise(16)
-async def test_a_waiting_request_that_is_cancelled_leaves_no_trace_at_the_server() -> None:
-    limits = {"max_waiting": 1, "high_water_mark": 1}
-    async with channel(server=limits, client={"high_water_mark": 1}) as ends:
-        asking = [
-            asyncio.create_task(ends.client.request(Question(seed, pattern(seed, 900))))
-            for seed in range(400)
-        ]
-        await until(lambda: ends.server.statistics().waiting == 1)
-        for task in asking[:-1]:
-            task.cancel()
-        await asyncio.wait(asking[:-1])
-        seeds = []
-        while 399 not in seeds:
-            async with await anext(ends.server) as request:
-                seeds.append(request.message.seed)
-                await request.reply(Answer(request.message.seed))
-        await asking[-1]
-        assert len(seeds) < 300
-        await settled(ends)
-
-
 @pytest.mark.promise(15)
 async def test_clients_take_turns_however_many_messages_each_has_waiting() -> None:
     amounts = [40, 1, 3, 10]

@@ -13,7 +13,7 @@ from aiotensor import PeerLostError, RemoteError, TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, cancel_everywhere
-from tests.channel.parties import Answer, Channel, Question, channel, place, settled
+from tests.channel.parties import Answer, Channel, Question, answer, channel, place, settled
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -98,24 +98,6 @@ async def test_entering_the_block_of_a_cancelled_request_cancels_the_block() -> 
         await settled(ends)
 
 
-async def test_a_handler_cancelled_by_the_server_fails_its_request() -> None:
-    async with channel() as ends:
-
-        async def serve_one() -> None:
-            async with await anext(ends.server):
-                await asyncio.get_running_loop().create_future()
-
-        asking = asyncio.create_task(ends.client.request(Question(1, pattern(1, BIG))))
-        serving = asyncio.create_task(serve_one())
-        await until(lambda: ends.server.statistics().in_hand == 1)
-        serving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await serving
-        with pytest.raises(PeerLostError, match="CancelledError: the server's handler was cancelled"):
-            await asking
-        await settled(ends)
-
-
 @pytest.mark.promise(21)
 @pytest.mark.parametrize("has_tensor", [False, True])
 async def test_a_request_can_be_cancelled_at_each_suspension(has_tensor: bool) -> None:
@@ -173,7 +155,7 @@ async def test_a_request_cancelled_while_no_server_is_there_leaves_nothing() -> 
 
             async def attempt(attempt: Attempt) -> None:
                 async with MessageServer(here.messages, Question) as server:
-                    serving = asyncio.create_task(server.serve(_answer))
+                    serving = asyncio.create_task(server.serve(answer))
                     asking = attempt.start(client.request(Question(1)))
                     if await asking.completed():
                         assert asking.value.seed == 1
@@ -244,9 +226,9 @@ async def test_a_reply_cancelled_at_any_suspension_can_be_repeated(
                     assert replying.value
                 elif request.is_wanted:
                     assert await request.reply(Answer(1, 5, pattern(1, SLOW)))
-                answer = await asking
-                assert answer.tensor is not None
-                assert torch.equal(answer.tensor, pattern(1, SLOW))
+                got = await asking
+                assert got.tensor is not None
+                assert torch.equal(got.tensor, pattern(1, SLOW))
 
             assert await cancel_everywhere(attempt, sender, receiver, client, server)
 
@@ -305,7 +287,3 @@ async def test_opening_and_closing_can_be_cancelled_at_each_suspension() -> None
             assert await cancel_everywhere(operation)
         async with MessageServer(here.messages, Question):
             pass
-
-
-async def _answer(question: Question) -> Answer:
-    return Answer(question.seed)

@@ -284,21 +284,6 @@ async def test_leaving_a_block_before_its_cancellation_arrives_removes_it() -> N
         await settled(ends)
 
 
-async def test_closing_the_server_inside_a_block_cancels_the_rest_of_the_block_only() -> None:
-    async with channel() as ends:
-        asking, request = await wanted(ends)
-        asking_again = asyncio.create_task(ends.client.request(Question(2)))
-        another = await anext(ends.server)
-        async with request, another:
-            await ends.server.aclose()
-            await asyncio.get_running_loop().create_future()
-        assert cancelling() == 0
-        await asyncio.sleep(0)
-        await asyncio.wait([asking, asking_again])
-        assert asking.exception()
-        assert asking_again.exception()
-
-
 @pytest.mark.parametrize("first", ["client", "task"])
 async def test_a_simultaneous_cancellation_of_the_task_propagates(first: str) -> None:
     begun, block = asyncio.Event(), CancelOnce()
@@ -368,23 +353,4 @@ async def test_losing_a_server_ends_a_request_that_waits_for_a_permit() -> None:
         with pytest.raises(PeerLostError, match="lost while the tensors of a message"):
             await asking
         await ends.receiver.receive(handle)
-        await settled(ends)
-
-
-async def test_serving_returns_when_the_server_is_closed_at_its_limit_of_running_tasks() -> None:
-    async with channel() as ends:
-        has_begun = asyncio.Event()
-
-        async def never(question: Question) -> Answer:
-            has_begun.set()
-            await asyncio.get_running_loop().create_future()
-            raise AssertionError(f"the answer to {question} was never decided")
-
-        serving = asyncio.create_task(ends.server.serve(never, max_concurrent=1))
-        asking = asyncio.create_task(ends.client.request(Question(1)))
-        await has_begun.wait()
-        await ends.server.aclose()
-        with pytest.raises(PeerLostError):
-            await asking
-        await serving
         await settled(ends)

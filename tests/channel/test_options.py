@@ -1,9 +1,12 @@
 """Addresses and keys of servers, and options that are rejected before any connection is made."""
 
 import asyncio
+import errno
 import os
 import socket
 import stat
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from aiotensor import (
     UsageError,
 )
 from aiotensor.channel import MessageClient, MessageServer
-from tests.channel.parties import Answer, Question, channel, place
+from tests.channel.parties import Answer, Question, answer, channel, key_options, place
 from tests.transports.unix_ends import NOBODY, in_child, needs_root, squatting
 from verification.waiting import until
 
@@ -179,14 +182,6 @@ async def test_the_socket_file_of_a_dead_server_is_replaced_but_not_of_a_live_on
                 await until(lambda: client.statistics().servers == 1)
 
 
-async def test_a_port_in_use_is_a_usage_error() -> None:
-    async with MessageServer("tcp://127.0.0.1:0", Question) as server:
-        assert not server.address.endswith(":0")
-        with pytest.raises(UsageError, match=r"another server already listens at tcp://127\.0\.0\.1"):
-            async with MessageServer(server.address, Question):
-                pass
-
-
 @pytest.fixture
 def keys() -> dict[str, tuple[bytes, bytes]]:
     return {"server": key_pair(), "client": key_pair(), "stranger": key_pair()}
@@ -286,3 +281,111 @@ async def test_a_client_beyond_max_clients_is_refused() -> None:
             await until(lambda: ends.server.statistics().clients == 0)
             await other.send(Question(3))
             assert (await anext(ends.server)).message.seed == 3
+
+
+# Names
+
+
+class Resolver:
+    """Stand for the system's resolver."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, list[str]] = {}
+        self.asked: list[str] = []
+
+    def getaddrinfo(self, host: str, port: int, **options: object) -> list[tuple[Any, ...]]:
+        self.asked.append(host)
+        if host not in self.names:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [
+            (socket.AF_INET6, socket.SOCK_STREAM, 6, "", (number, port, 0, 0))
+            if ":" in number
+            else (socket.AF_INET, socket.SOCK_STREAM, 6, "", (number, port))
+            for number in self.names[host]
+        ]
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Resolver:
+    made = Resolver()
+    monkeypatch.setattr(socket, "getaddrinfo", made.getaddrinfo)
+    return made
+
+
+@asynccontextmanager
+async def serving(address: str, **options: Any) -> AsyncIterator[MessageServer[Question]]:
+    """Open a server, and have it answer."""
+    async with MessageServer(address, Question, **options) as server:
+        task = asyncio.create_task(server.serve(answer))
+        yield server
+        await server.aclose()
+        await task
+
+
+def port_of(server: MessageServer[Question]) -> int:
+    return int(server.address.rpartition(":")[2])
+
+
+async def test_localhost_leads_to_a_server_at_either_loopback_address(resolver: Resolver) -> None:
+    for host in ("127.0.0.1", "[::1]"):
+        async with (
+            serving(f"tcp://{host}:0") as server,
+            MessageClient(f"tcp://localhost:{port_of(server)}", reply_type=Answer, max_wait_s=10) as client,
+        ):
+            assert (await client.request(Question(1))).seed == 1
+    assert resolver.asked == []  # a resolver may know another machine by this name
+
+
+async def test_a_client_finds_a_moved_server_at_its_new_address(resolver: Resolver) -> None:
+    of_server, of_client = key_options()
+    resolver.names["engine.example"] = ["127.0.0.6", "::1", "127.0.0.5"]  # nobody listens at the first two
+    async with AsyncExitStack() as stack:
+        async with serving("tcp://127.0.0.5:0", **of_server) as server:
+            port = port_of(server)
+            client = await stack.enter_async_context(
+                MessageClient(f"tcp://engine.example:{port}", reply_type=Answer, max_wait_s=10, **of_client)
+            )
+            assert (await client.request(Question(1))).seed == 1
+        await until(lambda: client.statistics().servers == 0)  # or the request would be lost with it
+        resolver.names["engine.example"] = ["127.0.0.7"]
+        async with serving(f"tcp://127.0.0.7:{port}", **of_server):
+            assert (await client.request(Question(2))).seed == 2
+
+
+async def test_a_server_listens_at_the_local_address_of_its_name(resolver: Resolver) -> None:
+    of_server, of_client = key_options()
+    resolver.names["engine.example"] = ["192.0.2.1", "127.0.0.5"]  # the first is of another machine
+    async with serving("tcp://engine.example:0", **of_server) as server:
+        assert server.address == f"tcp://127.0.0.5:{port_of(server)}"
+        async with MessageClient(server.address, reply_type=Answer, max_wait_s=10, **of_client) as client:
+            assert (await client.request(Question(1))).seed == 1
+        with pytest.raises(UsageError, match="another server already listens"):
+            async with MessageServer(f"tcp://engine.example:{port_of(server)}", Question, **of_server):
+                pass
+
+
+async def test_a_server_name_that_leads_nowhere_here_raises_os_error_with_a_hint(resolver: Resolver) -> None:
+    for addresses, hint in (
+        (
+            [],
+            r"engine\.example cannot be resolved \(Name or service not known\); use an address .* tcp://\*:5555",
+        ),
+        (["192.0.2.1"], r"does not have the address tcp://192\.0\.2\.1:5555: use"),
+    ):
+        if addresses:
+            resolver.names["engine.example"] = addresses
+        with pytest.raises(OSError, match=hint) as caught:
+            async with MessageServer("tcp://engine.example:5555", Question, **key_options()[0]):
+                pass
+        assert caught.value.errno in (errno.EADDRNOTAVAIL, errno.ENODEV)
+
+
+async def test_handshakes_that_the_server_ends_raise_access_denied_error() -> None:
+    async def end(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(end, "127.0.0.1", 0) as impostor:
+        address = f"tcp://127.0.0.1:{impostor.sockets[0].getsockname()[1]}"
+        async with MessageClient(address, reply_type=Answer, max_wait_s=10, **key_options()[1]) as client:
+            with pytest.raises(AccessDeniedError, match="the keys of this client and of the server"):
+                await client.request(Question(1))

@@ -7,10 +7,10 @@ import signal
 
 import pytest
 
-from aiotensor import PeerLostError, RemoteError
+from aiotensor import PeerLostError
 from aiotensor.channel import MessageServer
 from tests.channel import peers
-from tests.channel.parties import Place, Question, answer, place, said
+from tests.channel.parties import Place, Question, answer, place
 from tests.selection import COMPLETE
 from tests.transports.unix_ends import no_descriptors
 from verification.processes.peers import Peer
@@ -172,47 +172,6 @@ async def test_a_stopped_server_is_lost_after_the_heartbeat_timeout() -> None:
 async def _open_at_and_answer_nothing(state: peers.State, where: Place) -> str:
     await peers.open_server(state, where, answers=False)
     return str(state.others["server"].address)
-
-
-@pytest.mark.extended
-async def test_client_and_server_survive_repeated_kills_of_each_other(moments: random.Random) -> None:
-    with place() as here, said():
-        async with peers.process(here) as client:
-            await client.call(peers.open_client, here)
-            for _ in range(5):
-                async with peers.process(here) as server:
-                    await server.call(peers.open_server, here)
-                    await client.call(peers.begin_to_ask, list(range(1, 30)))
-                    await asyncio.sleep(moments.random() * 0.05)
-                    server.kill()
-                    for result in await client.call(_outcomes_until_lost):
-                        assert result is True or isinstance(result, PeerLostError | RemoteError), result
-        async with peers.listening(here) as (server, receiver):
-            serving = asyncio.create_task(server.serve(answer))
-            for _ in range(5):
-                async with peers.process(here) as client:
-                    await client.call(peers.open_client, here)
-                    await client.call(peers.begin_to_ask, list(range(1, 30)))
-                    await asyncio.sleep(moments.random() * 0.05)
-                    client.kill()
-                    await client.ended()
-                await until(lambda: server.statistics().clients == 0)
-                await until(lambda: server.statistics().waiting + server.statistics().in_hand == 0)
-                await until(lambda: receiver.statistics().leases + receiver.statistics().senders == 0)
-            await server.aclose()
-            await serving
-
-
-async def _outcomes_until_lost(state: peers.State) -> list[bool | Exception]:
-    """Return how everything ended, and wait for no next server."""
-    asking: list[asyncio.Task[bool]] = state.others["asking"]
-    await _until_lost(state)
-    await until(lambda: state.others["client"].statistics().servers == 0)
-    for task in asking:
-        task.cancel()
-    results = await peers.outcomes(state)
-    await peers.held(state)
-    return [result for result in results if not isinstance(result, asyncio.CancelledError)]
 
 
 async def _until_lost(state: peers.State) -> None:

@@ -13,7 +13,6 @@ from aiotensor import (
     PeerLostError,
     ProtocolError,
     RemoteError,
-    TensorHandle,
     TensorReceiver,
     TensorSender,
     TooLargeError,
@@ -22,7 +21,6 @@ from aiotensor import (
 )
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel.parties import Answer, Channel, Question, answer, channel, place, said, settled
-from verification import inside
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -175,30 +173,6 @@ async def test_tensors_are_taken_together_with_their_request() -> None:
         await settled(ends)
 
 
-async def test_a_request_can_use_a_permit_acquired_earlier() -> None:
-    async with served(max_concurrent_videos=1) as ends:
-        async with ends.sender.message() as permit:
-            assert ends.sender.statistics().in_flight == 1
-            tensor = await ends.sender.allocate((BIG,), torch.int64)
-            tensor.copy_(pattern(1, BIG))
-            got = await ends.client.request(Question(1, tensor), inside=permit)
-            assert got.total == int(pattern(1, BIG).sum())
-            del tensor
-        async with ends.sender.message() as permit:
-            await ends.client.request(Question(2, pattern(2, 3)), inside=permit)  # which needs none
-        with pytest.raises(LookupError):
-            async with ends.sender.message() as permit:
-                raise LookupError
-        await settled(ends)
-        assert ends.sender.statistics().bytes_sent == BIG * 8
-
-
-async def test_a_request_inside_a_message_of_another_sender_is_rejected() -> None:
-    async with channel() as ends, channel() as others, others.sender.message() as permit:
-        with pytest.raises(ValueError, match="this client's sender"):
-            await ends.client.request(Question(1, pattern(1, BIG)), inside=permit)
-
-
 async def test_an_exception_of_the_handler_arrives_with_its_type_and_text() -> None:
     with said() as texts:
         async with served() as ends:
@@ -345,20 +319,6 @@ async def test_clients_and_servers_can_be_opened_only_once() -> None:
     unopened = MessageClient("ipc:///tmp/nowhere", reply_type=Answer)
     with pytest.raises(UsageError, match="not open yet"):
         await unopened.request(Question(1))
-
-
-async def test_a_message_that_waits_for_its_tensors_delays_no_other() -> None:
-    async with channel() as ends:
-        late = TensorHandle("f" * 32, 0, 0, "int64", (1,), "cpu")
-        session = await inside.servers_of(ends.client)[0].ready()
-        await session.ask((late,), [b"\x81\xa4seed\x01"], wants_answer=False)
-        asking = asyncio.create_task(ends.client.request(Question(2)))
-
-        request = await anext(ends.server)
-        assert request.message.seed == 2
-        await request.reply(Answer(2))
-        await asking
-        assert ends.server.statistics().waiting == 1
 
 
 async def test_a_sender_is_used_only_for_answers_to_the_client_of_its_receiver() -> None:

@@ -207,21 +207,6 @@ async def test_a_server_that_returns_ends_the_outage() -> None:
                 await until(lambda: client.statistics().servers == 0)
 
 
-async def test_requests_are_answered_while_one_of_several_servers_is_available() -> None:
-    with place() as one, place() as another:
-        addresses = [one.messages, another.messages]
-        async with (
-            MessageClient(addresses, reply_type=Answer, grace_s=SHORT_S) as client,
-            MessageServer(another.messages, Question) as server,
-        ):
-            serving = asyncio.create_task(server.serve(answer))
-            await until(lambda: client.statistics().servers == 1)
-            with pytest.raises(UnavailableError):
-                await client.request(Question(0), target=0)
-            assert (await client.request(Question(1))).seed == 1
-        await serving
-
-
 async def test_requests_wait_for_the_next_server_during_the_grace_period() -> None:
     with place() as here:
         async with MessageClient(here.messages, reply_type=Answer, grace_s=60) as client:

@@ -85,21 +85,6 @@ async def test_without_redelivery_a_killed_consumer_raises_at_its_producer() -> 
                     await producer.aclose()
 
 
-async def test_a_restarted_consumer_gets_the_messages_of_a_killed_one() -> None:
-    with queue_of() as queue:
-        async with process() as killed, process() as restarted, queue.producer() as producer:
-            await killed.call(open_consumer, queue)
-            for number in range(3):
-                await producer.put(message(number))
-            await killed.call(_waiting, 1)
-            killed.kill()
-            await killed.ended()
-            await restarted.call(open_consumer, queue)
-            assert sorted(await restarted.call(get, 3)) == [0, 1, 2]
-            await producer.join()
-            await restarted.call(close)
-
-
 @pytest.mark.promise(10)
 async def test_a_killed_producer_is_reported_after_the_messages_of_the_others() -> None:
     with queue_of(producers=2) as queue:
