@@ -372,7 +372,7 @@ class MailboxMachine(RuleBasedStateMachine):
 
 
 TestAnyOrderOfEvents = pytest.mark.promise(12, 13)(MailboxMachine.TestCase)
-TestAnyOrderOfEvents.settings = settings(max_examples=400 if COMPLETE else 50, stateful_step_count=50)
+TestAnyOrderOfEvents.settings = settings(max_examples=400 if COMPLETE else 60, stateful_step_count=50)
 
 
 # Errors, and what is forgotten
@@ -436,6 +436,7 @@ def test_errors_state_the_process_and_the_reason() -> None:
     mailbox.join("other", 42, 1)
     put(mailbox, 0, 0, sender="other")
     mailbox.leave("other")
+    assert mailbox.lose("other", again) == [], "it has closed"
     with pytest.raises(DiscardedError, match="was discarded"):
         mailbox.hold(Key("other", 0, 0))
     with pytest.raises(DiscardedError, match=r"never sent: its sender \(pid 42\) closed"):

@@ -21,11 +21,11 @@ from aiotensor import (
 )
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from aiotensor.transports.records import SocketTransport
-from tests.pairs import at_once, pair
+from tests.pairs import pair
 from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
 
-pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
 async def test_send_and_drain_succeed_if_the_receiver_takes_everything_and_closes() -> None:
@@ -114,7 +114,6 @@ async def test_messages_in_flight_are_lost_and_later_sends_reach_the_next_receiv
 FULL = MAX_INLINE_BYTES // 8  # elements; so few of such tensors fill a record that one message fills several
 
 
-@at_once
 @pytest.mark.parametrize(
     "counts",
     [[3], [FULL] * 9, [3, BIG]],
@@ -160,6 +159,7 @@ async def test_send_writes_the_only_message_in_flight_immediately() -> None:
                 assert b"inline" in connection.recv(1 << 16, socket.MSG_DONTWAIT)
 
 
+@pytest.mark.promise(5, 29)
 @pytest.mark.parametrize(
     ("waits", "end"),
     [

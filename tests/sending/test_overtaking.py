@@ -106,6 +106,7 @@ async def test_cancelling_a_waiting_copy_releases_everything() -> None:
         assert sender.statistics().waiting == 0
 
 
+@pytest.mark.promise(16)
 async def test_discarding_a_message_ends_its_waiting_copy() -> None:
     async with pair() as (sender, _), busy_with_long_work(sender):
         with pytest.raises(DiscardedError):
