@@ -1,12 +1,11 @@
 """An iteration delivers the tensors of a message consecutively, with their number, in any order of events."""
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 import torch
 
-from aiotensor import Delivery, TensorHandle, TensorReceiver, TensorSender, blocking
+from aiotensor import Delivery, TensorHandle, TensorReceiver, TensorSender
 from tests.pairs import endpoint, pair
 from verification.patterns import BIG, pattern
 from verification.waiting import until
@@ -28,6 +27,7 @@ def _place(delivery: Delivery) -> tuple[int, int]:
     return delivery.handle.message, delivery.handle.tensor
 
 
+@pytest.mark.promise(12)
 @pytest.mark.usefixtures("link")
 async def test_deliveries_state_the_number_of_tensors_of_their_message() -> None:
     async with pair() as (sender, receiver):
@@ -108,18 +108,3 @@ async def test_remaining_tensors_of_a_discarded_message_are_not_delivered() -> N
             sender.discard(first[0])
             await until(lambda: receiver.statistics().messages_discarded == 1)
             assert await _take(receiver, 2) == [(1, 0), (1, 1)]
-
-
-async def test_next_of_a_blocking_receiver_delivers_whole_messages() -> None:
-    with endpoint("unix") as place:
-
-        def collect() -> Sequence[tuple[int, int, int]]:
-            with blocking.TensorReceiver(place) as receiver:
-                found = [receiver.next() for _ in range(3)]
-                return [(one.handle.message, one.handle.tensor, one.tensors) for one in found]
-
-        async with TensorSender(place) as sender:
-            collecting = asyncio.create_task(asyncio.to_thread(collect))
-            await _send(sender, 2)
-            await _send(sender, 1)
-            assert await collecting == [(0, 0, 2), (0, 1, 2), (1, 0, 1)]
