@@ -1,7 +1,7 @@
 """The tensors that have arrived, compared with plain sets and lists, and what is remembered of senders."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import settings
@@ -402,22 +402,6 @@ def with_message(count: int = 1) -> Mailbox[str]:
     return mailbox
 
 
-def forget_oldest(mailbox: Mailbox[str]) -> None:
-    """Let many senders connect and close, so that earlier ones without remaining tensors are forgotten."""
-    for number in range(REMEMBERED_SENDERS):
-        mailbox.join(f"other {number}", 1, 1)
-        mailbox.leave(f"other {number}")
-
-
-def lost(count: int = 1) -> Mailbox[str]:
-    """Return a mailbox whose sender was lost after so many messages."""
-    mailbox = joined()
-    for number in range(count):
-        send(mailbox, number)
-    mailbox.lose("s", PeerLostError("killed"))
-    return mailbox
-
-
 def test_errors_state_the_process_and_the_reason() -> None:
     mailbox = with_message()
     reason = ProtocolError("it broke the protocol")
@@ -443,64 +427,33 @@ def test_errors_state_the_process_and_the_reason() -> None:
         mailbox.hold(Key("other", 1, 0))
 
 
-def test_a_sender_that_was_not_admitted_is_lost_until_it_connects() -> None:
-    mailbox: Mailbox[str] = Mailbox()
-    mailbox.claims.add(Key("s", 1, 0))
+@pytest.mark.parametrize("end", ["closed", "lost"])
+def test_old_senders_are_forgotten_unless_their_tensors_can_still_be_taken_or_are_held(end: str) -> None:
+    mailbox = with_message(count=3)
+    for tensor in (1, 2):
+        mailbox.hold(Key("s", 0, tensor))
+    mailbox.join("connected", 1, 1)
+    mailbox.lose("connected", PeerLostError("killed"))
+    mailbox.join("connected", 1, 8, 1)
+    for sender in ("s", *(f"other {number}" for number in range(REMEMBERED_SENDERS))):
+        if sender != "s":
+            mailbox.join(sender, 1, 1)
+        if end == "closed":
+            mailbox.leave(sender)
+        else:
+            mailbox.lose(sender, PeerLostError("killed"))
 
-    assert mailbox.lose("s", PeerLostError("refused")) == [Key("s", 1, 0)]
-    with pytest.raises(PeerLostError, match="refused"):
-        mailbox.hold(Key("s", 1, 0))
-    mailbox.join("s", 42, 1)
-    assert mailbox.hold(Key("s", 1, 0)) is None
-
-
-def test_old_lost_senders_are_forgotten() -> None:
-    mailbox = lost()
-    mailbox.join("another", 43, 1)
-    mailbox.lose("another", PeerLostError("killed"))
-    for number in range(REMEMBERED_SENDERS - 1):
-        mailbox.join(f"other {number}", 1, 1)
-        mailbox.lose(f"other {number}", PeerLostError("killed"))
-
-    assert mailbox.hold(Key("s", 0, 0)) is None, "a forgotten sender is like one that has not connected yet"
+    with pytest.raises(DiscardedError if end == "closed" else PeerLostError):
+        mailbox.hold(Key("other 9", 0, 0))
     with pytest.raises(PeerLostError):
-        mailbox.hold(Key("another", 0, 0))
-
-
-def test_old_senders_are_forgotten_unless_their_tensors_can_still_be_taken() -> None:
-    mailbox = with_message()
-    mailbox.join("a", 1, 1)
-    mailbox.leave("a")
-    mailbox.leave("s")
-    forget_oldest(mailbox)
-
-    assert mailbox.hold(Key("a", 0, 0)) is None, "a forgotten sender is like one that has not connected yet"
-    with pytest.raises(DiscardedError):
-        mailbox.hold(Key(f"other {REMEMBERED_SENDERS - 1}", 0, 0))
-    assert mailbox.hold(Key("s", 0, 0)) == "tensor 0"
-
-
-@pytest.mark.parametrize("how", [Mailbox.finish, Mailbox.put_back])
-def test_a_held_tensor_can_be_finished_after_its_sender_was_forgotten(
-    how: Callable[[Mailbox[str], Key], object],
-) -> None:
-    mailbox = with_message()
-    mailbox.hold(Key("s", 0, 0))
-    mailbox.lose("s", PeerLostError("killed"))
-    forget_oldest(mailbox)
-
-    assert not mailbox.has_joined("s")
-    assert not how(mailbox, Key("s", 0, 0))
-
-
-def test_a_sender_that_has_reconnected_is_not_forgotten() -> None:
-    mailbox = lost(1)
-    mailbox.join("s", 43, 8, 1)
-    forget_oldest(mailbox)
-
-    send(mailbox, 1)
-    with pytest.raises(PeerLostError):
-        mailbox.hold(Key("s", 0, 0))
+        mailbox.hold(Key("connected", 0, 0))
+    if end == "closed":
+        assert mailbox.hold(Key("s", 0, 0)) == "tensor 0"
+        assert mailbox.hold(Key("other 0", 0, 0)) is None, "a forgotten sender is like an unknown one"
+    else:
+        assert not mailbox.has_joined("s")
+        assert not mailbox.finish(Key("s", 0, 1))
+        assert mailbox.put_back(Key("s", 0, 2)) == []
 
 
 def test_a_discard_before_its_sender_connects_is_remembered_while_others_are_forgotten() -> None:

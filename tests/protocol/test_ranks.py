@@ -36,7 +36,6 @@ from aiotensor.protocol.ranks import (
 )
 from aiotensor.protocol.segments import LARGEST_PAGE_BYTES, MAX_SEGMENTS
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
-from aiotensor.types import MAX_NUMBER
 from tests.frames import put
 from tests.selection import COMPLETE
 
@@ -380,32 +379,6 @@ def test_answers_share_a_record_with_the_messages_before_them() -> None:
     [record] = connection.data_to_send()
     assert FROM_RANK.decode(record) == [inline(0, 3), PutNone(1), Taken((1, 0)), Release((7, 7))]
     assert sent(connection) == []
-
-
-@settings(max_examples=30)
-@given(st.lists(st.sampled_from([0, 3, 2048, 6 * 1024, MAX_INLINE_BYTES]), max_size=100), st.integers(0, 300))
-def test_records_stay_within_every_limit_and_keep_the_order_of_frames(sizes: list[int], answers: int) -> None:
-    connection = joined(max_bytes=1 << 30)
-    for start in range(0, answers, MAX_FRAMES):
-        receive(connection, *map(PutNone, range(start, min(start + MAX_FRAMES, answers))))
-    messages = [inline(number, nbytes) if nbytes else PutNone(number) for number, nbytes in enumerate(sizes)]
-    for message in messages:
-        connection.put(message)
-    for number in range(answers):
-        connection.taken(number)
-        connection.release(MAX_NUMBER - number)
-
-    records = connection.data_to_send()
-    frames = [FROM_RANK.decode(record) for record in records]
-    assert all(len(record) <= MAX_RECORD_BYTES for record in records)
-    assert all(len(each) <= MAX_FRAMES for each in frames)
-    every = [frame for each in frames for frame in each]
-    assert every[: len(messages)] == messages
-    taken = [number for frame in every if isinstance(frame, Taken) for number in frame.messages]
-    blocks = [number for frame in every if isinstance(frame, Release) for number in frame.blocks]
-    assert taken == list(range(answers))
-    assert blocks == [MAX_NUMBER - number for number in range(answers)]
-    assert len(every) - len(messages) == 2 * -(-answers // MAX_NUMBERS)
 
 
 @settings(max_examples=30)

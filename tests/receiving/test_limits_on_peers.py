@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import os
-import secrets
 import socket
-import tempfile
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from aiotensor import (
     PeerLostError,
     RefusedError,
     TensorHandle,
-    TensorQueue,
     TensorReceiver,
     TensorSender,
     WouldBlockError,
@@ -182,33 +179,3 @@ async def test_a_burst_of_connections_yields_to_the_loop_and_replaces_the_oldest
                     sock.recv(1)
             await check_serving(place, receiver)
             assert receiver.statistics().senders == 1
-
-
-@pytest.mark.parametrize("descriptor", ["none", "a pipe", "a file", "a listener"])
-async def test_a_record_on_a_queue_without_a_valid_prefix_and_pipe_affects_no_sender(descriptor: str) -> None:
-    with endpoint("queue") as place, contextlib.ExitStack() as stack:
-        assert isinstance(place, TensorQueue)
-        async with TensorReceiver(place) as receiver:
-            descriptors = []
-            match descriptor:
-                case "a pipe":
-                    read, write = os.pipe()
-                    stack.callback(os.close, read)
-                    stack.callback(os.close, write)
-                    descriptors = [write]
-                case "a file":
-                    descriptors = [stack.enter_context(tempfile.TemporaryFile()).fileno()]
-                case "a listener":
-                    listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                    listener.bind("")
-                    listener.listen()
-                    descriptors = [listener.fileno()]
-            with place.open_writer() as writer:
-                sender = secrets.token_hex(16)
-                for kind in (b"H", b"F", b"X", b""):
-                    prefix = kind + sender.encode() if kind else b""
-                    for record in (b"", b"nonsense", encode(hello(sender=sender))):
-                        socket.send_fds(writer, [prefix + record], descriptors)
-                        await asyncio.sleep(0)
-            await check_serving(place, receiver)
-            assert receiver.statistics().senders == 0

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
 def on_links(names: Iterable[str], *on_all: str, links: Iterable[str] = LINKS) -> pytest.MarkDecorator:
-    """Run a test with each name over Unix sockets, and with some names over every link in `make test`, too."""
+    """Run a test with each name over Unix sockets in `make test`, and with some names over every link."""
     cases = [
         pytest.param(link, name, id=f"{link}-{name}")
         for link in links

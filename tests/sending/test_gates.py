@@ -79,33 +79,6 @@ async def test_a_waiter_cancelled_after_a_failure_leaves_no_unretrieved_exceptio
     assert gate.budget.waiting == 0
 
 
-async def test_the_latest_waiter_of_a_deadlock_is_refused() -> None:
-    gate = gate_of(10)
-    await gate.acquire(5, "a")
-    of_b = await gate.acquire(5, "b")
-    first = await begin(gate, 5, "a")
-
-    with pytest.raises(StuckError, match="held by waiting calls"):
-        await gate.acquire(5, "b")
-    assert not first.done()
-    gate.release(of_b)
-    await first
-    assert gate.budget.in_use == 10
-
-
-async def test_an_earlier_waiter_is_refused_if_it_causes_the_deadlock() -> None:
-    gate = gate_of(10)
-    await gate.acquire(5, "a")
-    other = await gate.acquire(5)
-    greedy, patient = await begin(gate, 6, "a"), await begin(gate, 1, "new")
-
-    gate.release(other)  # the first waiter owns all used bytes, and requests more
-    with pytest.raises(StuckError):
-        await greedy
-    await patient
-    assert gate.budget.in_use == 6
-
-
 async def test_deadlocked_waiters_are_refused_one_by_one_from_the_latest() -> None:
     gate = gate_of(10)
     refused: list[str] = []
@@ -154,21 +127,6 @@ async def test_fail_waiting_ends_present_waits_but_not_later_ones() -> None:
     gate.release(held)
     await later
     assert gate.budget.in_use == 1
-
-
-async def test_a_grant_in_the_iteration_of_fail_waiting_stays_granted() -> None:
-    gate = gate_of(10)
-    held = await gate.acquire(10)
-    first, second = await begin(gate, 10), await begin(gate, 10)
-
-    gate.release(held)
-    gate.fail_waiting(lambda: PeerLostError("gone"))
-    granted = await first
-    with pytest.raises(PeerLostError):
-        await second
-    assert (gate.budget.in_use, gate.budget.waiting) == (10, 0)
-    gate.release(granted)
-    assert gate.budget.in_use == 0
 
 
 async def test_a_release_in_the_iteration_of_fail_waiting_is_granted_to_later_waiters() -> None:

@@ -17,7 +17,6 @@ from aiotensor import (
     TensorQueue,
     TensorReceiver,
     TensorSender,
-    WouldBlockError,
 )
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from aiotensor.transports.records import SocketTransport
@@ -62,21 +61,6 @@ async def test_a_permit_granted_as_the_receiver_closes_raises_peer_lost_error(co
         with pytest.raises(PeerLostError):
             await waiting
         await settled(sender)
-
-
-async def test_send_waits_until_a_receiver_connects() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        place = f"unix://{folder}/socket"
-        async with TensorSender(place) as sender:
-            with pytest.raises(WouldBlockError, match="no receiver is connected"):
-                sender.send_nowait(pattern(0, 3))
-            waiting = [asyncio.create_task(sender.send(pattern(0, count))) for count in (3, BIG)]
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.01):
-                    await sender.send(pattern(1, 3))
-            async with TensorReceiver(place) as receiver:
-                for sending, count in zip(waiting, (3, BIG), strict=True):
-                    assert torch.equal(await receiver.receive(await sending), pattern(0, count))
 
 
 async def test_messages_in_flight_are_lost_and_later_sends_reach_the_next_receiver() -> None:

@@ -92,27 +92,6 @@ async def test_an_overdue_large_wait_lets_smaller_waits_proceed() -> None:
             assert held.numel() == BIG // 2
 
 
-async def test_waits_become_overdue_in_the_order_in_which_they_began() -> None:
-    with endpoint() as place:
-        async with TensorReceiver(place) as receiver, TensorSender(place, 1, max_wait_s=SHORT_S) as sender:
-            handle = await sender.send(pattern(0, 5))
-            begun: list[int] = []
-            ended: list[int] = []
-
-            async def wait(number: int) -> None:
-                begun.append(number)
-                with pytest.raises(WouldBlockError):
-                    await sender.send(pattern(number, 5))
-                ended.append(number)
-
-            async with asyncio.TaskGroup() as group:
-                for number in range(1, 6):
-                    group.create_task(wait(number))
-                    await until(lambda number=number: number in begun)  # type: ignore[misc]
-            assert ended == [1, 2, 3, 4, 5]
-            await receiver.receive(handle)
-
-
 def test_an_invalid_max_wait_s_raises_value_error() -> None:
     for seconds in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="max_wait_s must be positive, or None"):

@@ -8,7 +8,6 @@ import threading
 import pytest
 import torch
 
-from aiotensor.runtime.worker import Worker
 from aiotensor.sending.gates import Gate
 from aiotensor.sending.memory import Memory
 from aiotensor.statistics.counters import new_counts
@@ -36,16 +35,6 @@ async def test_idle_memory_is_returned_to_the_system_and_the_timer_ends() -> Non
     await until(lambda: os.fstat(descriptor).st_blocks == 0)
     assert memory.warm_bytes == 0
     assert not is_trimming(memory)
-    await memory.aclose()
-
-
-async def test_memory_stays_warm_forever_without_keep_warm_s() -> None:
-    memory = new_memory(MIB, None)
-    block = await memory.acquire(MIB)
-    await memory.copy(torch.full((MIB,), 7, dtype=torch.uint8), block, None)
-    memory.unpin_owner(block.number)
-    assert not is_trimming(memory)
-    assert memory.warm_bytes == MIB
     await memory.aclose()
 
 
@@ -127,17 +116,3 @@ async def test_a_large_copy_is_made_by_one_thread_if_no_second_one_can_be_starte
     for one in (block, other):
         memory.unpin_owner(one.number)
     await memory.aclose()
-
-
-async def test_background_work_runs_on_the_loop_if_no_thread_can_be_started(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    worker, done = Worker("worker under test"), list[int]()
-    with monkeypatch.context() as patched:
-        patched.setattr(threading, "Thread", _NoThread)
-        worker.begin("something", lambda: done.append(1))
-        assert done == [1]
-    worker.begin("something", lambda: done.append(2))
-    await worker.settle()
-    assert done == [1, 2]
-    worker.close()

@@ -55,16 +55,6 @@ async def test_without_a_grace_period_no_call_waits_for_a_receiver_but_ready_doe
                 await waiting
 
 
-async def test_calls_that_wait_for_permits_fail_with_the_others() -> None:
-    with endpoint("unix") as place:
-        async with TensorSender(place, 1, grace_s=SHORT_S) as sender:
-            sending = [asyncio.create_task(sender.send(pattern(seed, 3))) for seed in range(4)]
-            for error in await asyncio.gather(*sending, return_exceptions=True):
-                assert isinstance(error, UnavailableError)
-            del sending
-            await settled(sender)
-
-
 async def test_a_receiver_that_returns_ends_the_outage() -> None:
     with endpoint("unix") as place:
         async with TensorSender(place, grace_s=SHORT_S) as sender:

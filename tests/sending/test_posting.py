@@ -20,11 +20,8 @@ from aiotensor import (
     TensorHandle,
     TensorReceiver,
     TensorSender,
-    TooLargeError,
     WouldBlockError,
 )
-from aiotensor.protocol.frames import MAX_TENSORS
-from aiotensor.sending import posting
 from aiotensor.sending.posting import PostedMessage
 from tests.cancellation.situations import SLOW, HeldUp, clog, held_back, strided, unread
 from tests.pairs import endpoint, pair
@@ -119,19 +116,6 @@ async def test_a_copied_tensor_waits_for_a_receiver_that_reads_for_at_most_max_w
             while not closing.done():
                 far.read()
                 await asyncio.sleep(0)
-
-
-async def test_only_the_latest_failures_are_remembered(
-    no_memory: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(posting, "_REMEMBERED_FAILURES", 2)
-    async with pair() as (sender, _):
-        handles = [sender.post(strided(seed, BIG)) for seed in range(3)]
-        await settled(sender)
-        await sender.copied(handles[0])
-        for handle in handles[1:]:
-            with pytest.raises(OSError, match="No space left"):
-                await sender.copied(handle)
 
 
 async def test_cancelling_the_task_of_a_posted_message_discards_it() -> None:
@@ -306,18 +290,6 @@ async def test_abandoning_a_message_releases_everything_immediately() -> None:
         assert sender.statistics().messages_discarded == 1
 
 
-async def test_a_message_without_tensors_only_returns_its_permit() -> None:
-    async with pair(max_concurrent_videos=1) as (sender, receiver):
-        message = posts_of(sender).message(0)
-        with pytest.raises(WouldBlockError, match="no permit"):
-            posts_of(sender).message(BIG)
-        message.finish()
-        handle = sender.post(pattern(1, 3))
-        assert handle.message == 0
-        assert torch.equal(await receiver.receive(handle), pattern(1, 3))
-        await settled(sender)
-
-
 async def test_closing_discards_a_message_that_was_not_finished() -> None:
     async with pair() as (sender, receiver):
         message = posts_of(sender).message(0)
@@ -331,21 +303,6 @@ async def test_closing_discards_a_message_that_was_not_finished() -> None:
                 await copying
         with pytest.raises(DiscardedError):
             await receiver.receive(handles[0])
-
-
-async def test_a_message_has_a_limited_number_of_tensors() -> None:
-    async with pair() as (sender, receiver):
-        message = posts_of(sender).message(0)
-        async with held_back(sender):
-            _post(sender, message, strided(0, BIG))
-            for seed in range(1, MAX_TENSORS):
-                _post(sender, message, pattern(seed, 1))
-            with pytest.raises(TooLargeError, match=f"at most {MAX_TENSORS} tensors"):
-                _post(sender, message, pattern(0, 1))
-            message.finish()
-        for _ in range(MAX_TENSORS):
-            await anext(receiver)
-        await settled(sender)
 
 
 # Memory

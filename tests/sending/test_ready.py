@@ -6,9 +6,7 @@ import pytest
 
 from aiotensor import (
     ClosedError,
-    PeerLostError,
     RefusedError,
-    TensorQueue,
     TensorReceiver,
     TensorSender,
     TooLargeError,
@@ -114,18 +112,6 @@ async def test_closing_and_cancelling_end_ready(address: str) -> None:
                     await closed
 
 
-async def test_ready_on_a_closed_queue_raises_peer_lost_error() -> None:
-    queue = TensorQueue()
-    receiver = TensorReceiver(queue)
-    async with receiver, TensorSender(queue) as sender:
-        await sender.ready()
-        queue.close()
-        await receiver.aclose()
-        await until(lambda: sender.receiver_id is None)
-        with pytest.raises(PeerLostError):
-            await sender.ready()
-
-
 async def _still_waits(task: "asyncio.Task[None]") -> bool:
     for _ in range(10):
         await asyncio.sleep(0)
@@ -176,21 +162,6 @@ async def test_ready_waits_until_calls_that_waited_before_have_a_permit() -> Non
         assert await _still_waits(ready)
         await receiver.receive(second)
         await ready
-
-
-async def test_ready_with_bytes_waits_for_a_receiver_and_for_its_successor(address: str) -> None:
-    async with TensorSender(address, 1) as sender:
-        ready = asyncio.create_task(sender.ready(nbytes=1))
-        assert await _still_waits(ready)
-        async with TensorReceiver(address):
-            await ready
-            await sender.send(pattern(0, 3))
-            ready = asyncio.create_task(sender.ready(nbytes=1))
-            assert await _still_waits(ready)
-        await until(lambda: sender.receiver_id is None)
-        assert await _still_waits(ready)
-        async with TensorReceiver(address):
-            await ready
 
 
 async def test_ready_waits_until_the_receiver_reads(address: str) -> None:
