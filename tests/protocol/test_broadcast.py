@@ -143,25 +143,6 @@ def test_closing_a_backlog_keeps_only_the_blocks_of_taken_publications() -> None
     assert one.held_bytes == 0
 
 
-def test_a_block_is_held_until_its_last_tensor_was_freed() -> None:
-    one = backlog(3, None, item(0, 1, 1, 2), item(1, 2))
-    assert announced(one) == [0, 1]
-    assert one.held_bytes == SIZES[1] + SIZES[2]
-    assert sorted(one.pins()) == [1, 1, 2, 2]
-    with pytest.raises(ProtocolError, match="released block 1 more often"):
-        one.released(1)
-    one.taken(0)
-    one.released(1)
-    one.released(2)
-    assert one.held_bytes == SIZES[1] + SIZES[2]
-    one.released(1)
-    assert one.held_bytes == SIZES[2]
-    with pytest.raises(ProtocolError, match="released block 2 more often"):
-        one.released(2)  # the other tensor there was not taken
-    one.discarded(1)
-    assert (one.held_bytes, list(one.pins())) == (0, [])
-
-
 def test_publications_wait_for_the_memory_that_a_subscriber_may_use() -> None:
     one = backlog(5, SIZES[0] + SIZES[1], item(0, 0), item(1, 1), item(2, 0), item(3, 2), item(4))
     assert announced(one) == [0, 1, 2]  # the third uses the block of the first

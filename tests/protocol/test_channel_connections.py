@@ -206,8 +206,8 @@ def test_both_hellos_state_the_receiver_and_the_limits_of_their_side() -> None:
     frame, _ = far.receive(views(near.hello(7, "near")))
     assert frame == ClientHello(VERSION, 7, "near", 10, 20)
     assert (far.refusal, far.peer_pid, far.receiver, far.limits) == (None, 7, "near", PartLimits(10, 20))
-    frame, _ = near.receive(views(far.accept(77, "far")))
-    assert frame == ServerHello(VERSION, 77, "far", 4, 1000, 50_000, 40_000)
+    answer, _ = near.receive(views(far.accept(77, "far")))
+    assert answer == ServerHello(VERSION, 77, "far", 4, 1000, 50_000, 40_000)
     assert (near.peer_pid, near.receiver, near.limits) == (77, "far", PartLimits(50_000, 40_000))
     assert (near.state, near.window.credit, far.state) == (OPEN, 4, OPEN)
 
@@ -287,8 +287,8 @@ def test_a_large_body_is_a_separate_part_in_both_directions() -> None:
         assert frame == Ask(number, memoryview(BODY) if is_small else None, (HANDLE,), is_small)
         assert far.receive(views(message))[1] == parts
         message = answer(far, number, parts, HANDLE)
-        frame = read_from_server(message[0])
-        assert frame == Answer(number, memoryview(BODY) if is_small else None, (HANDLE,))
+        answered = read_from_server(message[0])
+        assert answered == Answer(number, memoryview(BODY) if is_small else None, (HANDLE,))
         assert list(message[1:]) == parts[is_small:]
 
 
@@ -335,7 +335,7 @@ def test_a_message_beyond_a_limit_of_the_peer_is_not_sent(parts: Parts, reason: 
             refused()
         assert caught.value.limit == limit
     # Packed tensors do not count as a large one.
-    packed = [BODY, *[memoryview(b"x")] * MAX_TENSORS, b"packed"]
+    packed: Parts = [BODY, *[memoryview(b"x")] * MAX_TENSORS, b"packed"]
     assert connection.ask(packed, (), wants_answer=True)[0] == 0
 
 

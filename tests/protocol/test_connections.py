@@ -249,8 +249,8 @@ def test_a_message_is_answered_once_and_makes_room_for_another_one(end: str) -> 
         done(99)  # it has not arrived
     receiver.release(7)
     receiver.release(7)  # once for each tensor in it
-    answer = {"taken": [Taken((FIRST,))], "discarded": [Discarded((FIRST,))], "Discard": []}[end]
-    assert answers_of(receiver) == [*answer, Release((7, 7))]
+    answers: dict[str, list[ToSender]] = {"taken": [Taken((FIRST,))], "discarded": [Discarded((FIRST,))]}
+    assert answers_of(receiver) == [*answers.get(end, []), Release((7, 7))]
     assert receiver.in_flight == 1
     receiver.receive(encode(Begin(FIRST + 2)))
     assert receiver.in_flight == 2
@@ -304,14 +304,15 @@ def test_each_frame_is_valid_in_some_states_of_its_message_only(state: str) -> N
 
 
 def test_answers_to_messages_that_the_sender_has_ended_have_no_effect() -> None:
-    for answer in (Taken((FIRST,)), Discarded((FIRST,))):
-        for end in ("discard", "Taken", "Discarded"):
+    answers: list[ToSender] = [Taken((FIRST,)), Discarded((FIRST,))]
+    for answer in answers:
+        for end in (None, *answers):
             sender = new_sender(welcome())
             sender.put(message(last=True))
-            if end == "discard":
+            if end is None:
                 sender.discard(FIRST)
             else:
-                sender.receive(encode({"Taken": Taken, "Discarded": Discarded}[end]((FIRST,))))
+                sender.receive(encode(end))
             assert sender.receive(encode(answer)) == [answer]
             assert sender.state is OPEN
 

@@ -321,7 +321,8 @@ def test_records_with_an_invalid_structure_are_refused(direction: Direction) -> 
     for depth in (10, 1_000, 60_000):
         decode_or_refuse(direction, b"\x91\x96" + close + b"\xa0\xc2\xc2\xc2" + b"\x91" * depth + b"\xc0")
     decode_or_refuse(direction, b"\x91\x96" + close + b"\xa0\xc2\xc2\xc2\xa1\xff")  # text that is not UTF-8
-    for structure in ({}, {"type": "close"}, "close", None, 0, [["nonsense"]], [[]]):
+    structures: list[object] = [{}, {"type": "close"}, "close", None, 0, [["nonsense"]], [[]]]
+    for structure in structures:
         with pytest.raises(ProtocolError):
             direction.read(msgspec.msgpack.encode(structure))
     [valid, *_] = [

@@ -14,6 +14,7 @@ from aiotensor.errors import (
     DiscardedError,
     PeerLostError,
     ProtocolError,
+    RefusedError,
 )
 from aiotensor.protocol.arrived import REMEMBERED_DISCARDS
 from aiotensor.protocol.mailbox import REMEMBERED_RANGES, REMEMBERED_SENDERS, Key, Mailbox
@@ -302,11 +303,6 @@ class MailboxMachine(RuleBasedStateMachine):
     def hold_what_has_ended(self, data: st.DataObject, tensor: int) -> None:
         self.hold(Key(*data.draw(st.sampled_from(sorted(self.ended))), tensor))
 
-    @precondition(lambda self: self.taken)
-    @rule(data=st.data())
-    def hold_what_was_taken(self, data: st.DataObject) -> None:
-        self.hold(data.draw(st.sampled_from(sorted(self.taken))))
-
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
@@ -416,6 +412,11 @@ def test_errors_state_the_process_and_the_reason() -> None:
         with pytest.raises(PeerLostError, match=r"pid 43\).*killed again") as caught:
             mailbox.hold(Key("s", number, 0))
         assert (caught.value.pid, caught.value.__cause__) == (43, again)
+    mailbox.lose("s", RefusedError("max_senders=1"), 44)
+    with pytest.raises(PeerLostError):  # it was sent on an earlier connection
+        mailbox.hold(Key("s", 1, 0))
+    with pytest.raises(RefusedError, match=r"s \(pid 44\) was refused: max_senders=1"):
+        mailbox.hold(Key("s", 2, 0))
 
     mailbox.join("other", 42, 1)
     put(mailbox, 0, 0, sender="other")

@@ -442,14 +442,6 @@ def test_messages_are_accepted_exactly_within_the_limit(steps: list[tuple[int, b
         assert sum(untaken.values()) <= MAX_BYTES
 
 
-def test_a_message_is_taken_once() -> None:
-    connection = joined(PutNone(0))
-    connection.taken(0)
-    for unknown in (0, 1):
-        with pytest.raises(KeyError):
-            connection.taken(unknown)
-
-
 # Violations
 
 FOUR = [PutNone(number) for number in range(4)]

@@ -6,18 +6,14 @@ import pytest
 import torch
 
 from aiotensor import (
-    RemoteError,
     TensorHandle,
     TensorReceiver,
     TensorSender,
     WouldBlockError,
 )
-from aiotensor.channel import MessageClient, MessageServer
-from tests.channel.parties import Answer, Question, answer, place
 from tests.pairs import beyond, endpoint
-from verification import inside
 from verification.patterns import BIG, pattern
-from verification.waiting import settled, until
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -93,32 +89,6 @@ async def test_a_tensor_that_arrives_in_the_iteration_of_the_timeout_is_received
             waiting = asyncio.create_task(receiver.receive(coming))
             loop.call_soon(send_and_hold_up)  # in the turn in which the wait begins: it is not over then
             assert torch.equal(await waiting, pattern(0, 3))
-
-
-async def test_a_request_whose_tensors_do_not_arrive_fails_after_max_wait_s() -> None:
-    with place() as here, endpoint("unix") as elsewhere:
-        async with (
-            TensorReceiver(here.tensors, max_wait_s=SHORT_S) as receiver,
-            TensorReceiver(elsewhere),
-            TensorSender(elsewhere) as astray,
-            MessageServer(here.messages, Question, receiver=receiver) as server,
-            MessageClient(here.messages, reply_type=Answer) as client,
-        ):
-            serving = asyncio.create_task(server.serve(answer))
-            session = await inside.servers_of(client)[0].ready()
-            handle = await astray.send(pattern(0, BIG))
-            request = await session.ask((handle,), [b"\x80"], wants_answer=True)
-            assert request is not None
-            assert request.answer is not None
-            with pytest.raises(RemoteError, match="no sender with this id has connected") as no:
-                await request.answer
-            assert no.value.type_name == "WouldBlockError"
-            assert (server.statistics().waiting, server.statistics().failures) == (0, 1)
-            assert receiver.statistics().messages_discarded == 1
-            astray.discard(handle)
-            await settled(astray)
-            await server.aclose()
-            await serving
 
 
 def test_an_invalid_max_wait_s_raises_value_error() -> None:

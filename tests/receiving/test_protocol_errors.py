@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aiotensor import DiscardedError, PeerLostError, ProtocolError, TensorHandle, TensorReceiver, TensorSender
-from aiotensor.protocol.connection import Close
+from aiotensor import PeerLostError, ProtocolError, TensorHandle, TensorReceiver, TensorSender
 from aiotensor.protocol.frames import (
     MAX_HELLO_BYTES,
     MAX_RECORD_BYTES,
@@ -208,19 +207,6 @@ async def test_the_descriptors_of_a_rogue_are_closed() -> None:
         await rogue.is_lost.wait()
         assert await asyncio.to_thread(os.read, read, 1) == b"", "every writing end is closed"
         os.close(read)
-
-
-@pytest.mark.usefixtures("link")
-async def test_frames_after_the_last_one_are_ignored() -> None:
-    async with beside_an_honest_sender() as (place, receiver), rogue_sender(place) as rogue:
-        rogue.write(encode(put(last=True), Close(), put(message=1, last=True)))
-        rogue.write(b"nonsense")
-        await rogue.is_lost.wait()
-        taken = await receiver.receive(TensorHandle(rogue.id, 0, 0, "uint8", (3,), "cpu"))
-        assert bytes(taken.numpy()) == b"abc"
-        with pytest.raises(DiscardedError, match="never sent"):
-            await receiver.receive(TensorHandle(rogue.id, 1, 0, "uint8", (3,), "cpu"))
-        assert receiver.statistics().senders_lost == 0
 
 
 @pytest.mark.usefixtures("link")

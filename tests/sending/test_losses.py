@@ -4,7 +4,6 @@ import asyncio
 import errno
 import gc
 import os
-import socket
 import tempfile
 import weakref
 
@@ -124,23 +123,6 @@ async def test_a_record_that_the_kernel_refuses_fails_the_send(
         await settled(sender)
         assert (sender.statistics().messages_sent, sender.statistics().receivers_lost) == (1, 1)
     assert not errors
-
-
-async def test_send_writes_the_only_message_in_flight_immediately() -> None:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening,
-    ):
-        listening.bind(f"{folder}/socket")
-        listening.listen()
-        async with TensorSender(f"unix://{folder}/socket") as sender:
-            connection, _ = listening.accept()
-            with connection:
-                connection.recv(1 << 16)  # the introduction
-                sending = sender.send(pattern(0, 3))
-                with pytest.raises(StopIteration):
-                    sending.send(None)  # it waits for nothing, and the loop does not turn
-                assert b"inline" in connection.recv(1 << 16, socket.MSG_DONTWAIT)
 
 
 @pytest.mark.promise(5, 29)

@@ -239,34 +239,6 @@ async def test_several_tensors_of_any_placement_arrive_in_order_as_one_message(f
     assert sender.statistics().messages_discarded == 0
 
 
-async def test_tensors_can_be_posted_while_and_after_earlier_ones_are_copied() -> None:
-    async with pair() as (sender, receiver):
-        message = posts_of(sender).message(0)
-        async with held_back(sender):
-            handles = [_post(sender, message, strided(0, BIG)), _post(sender, message, pattern(1, 3))]
-        await sender.copied(handles[1])
-        handles.append(_post(sender, message, pattern(2, 3)))
-        handles.append(_post(sender, message, strided(3, BIG)))
-        await sender.copied(handles[3])
-        message.finish()
-        for seed, handle in enumerate(handles):
-            assert torch.equal(await receiver.receive(handle), pattern(seed, handle.shape[0]))
-        await settled(sender)
-
-
-async def test_a_post_without_free_memory_leaves_its_message_unchanged() -> None:
-    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
-        message = posts_of(sender).message(0)
-        handle = _post(sender, message, pattern(0, BIG))
-        with pytest.raises(WouldBlockError, match="not enough shared memory"):
-            _post(sender, message, pattern(1, BIG))
-        small = _post(sender, message, pattern(2, 3))
-        message.finish()
-        assert torch.equal(await receiver.receive(handle), pattern(0, BIG))
-        assert torch.equal(await receiver.receive(small), pattern(2, 3))
-        await settled(sender)
-
-
 async def test_abandoning_a_message_releases_everything_immediately() -> None:
     async with pair() as (sender, receiver):
         tensors = await _mixed(sender)
