@@ -306,16 +306,6 @@ def test_credit_is_returned_once_half_of_it_was_taken_or_with_an_answer() -> Non
     assert not connection.take(1)
 
 
-def test_the_last_message_of_a_window_may_exceed_its_byte_limit() -> None:
-    connection = client(SERVER_HELLO)
-    for size, credit in ((999, 2), (2, 0)):
-        number, _ = connection.ask([bytes(size)], (), wants_answer=True)
-        connection.sent(number, size)
-        assert connection.window.credit == credit
-    connection.receive([memoryview(write(Credit(1, 999)))])
-    assert connection.window.credit == 2
-
-
 @pytest.mark.parametrize(
     ("parts", "reason", "limit"),
     [

@@ -234,20 +234,9 @@ class MailboxMachine(RuleBasedStateMachine):
     def discard_what_is_there(self, data: st.DataObject) -> None:
         self.discard(*data.draw(st.sampled_from(sorted(self.messages))))
 
-    @precondition(lambda self: +self.claims)
-    @rule(data=st.data())
-    def discard_what_is_claimed(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(+self.claims)))
-        self.discard(key.sender, key.message)
-
     @rule(sender=senders, ahead=st.integers(0, 2))
     def discard_what_is_to_come(self, sender: str, ahead: int) -> None:
         self.discard(sender, self.next[sender] + ahead)
-
-    @precondition(lambda self: "lost" in self.state.values())
-    @rule(data=st.data(), ahead=st.integers(-2, 2))
-    def reconnect(self, data: st.DataObject, ahead: int) -> None:
-        self.join(data.draw(st.sampled_from([s for s in "abc" if self.state[s] == "lost"])), ahead)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), is_all=seldom)

@@ -367,20 +367,6 @@ def test_messages_and_answers_precede_a_close_and_nothing_follows_it() -> None:
 # Records and segments
 
 
-def test_answers_share_a_record_with_the_messages_before_them() -> None:
-    connection = joined(PutNone(0), PutNone(1))
-    connection.taken(1)
-    connection.put(inline(0, 3))
-    connection.release(7)
-    connection.put(PutNone(1))
-    connection.taken(0)
-    connection.release(7)
-
-    [record] = connection.data_to_send()
-    assert FROM_RANK.decode(record) == [inline(0, 3), PutNone(1), Taken((1, 0)), Release((7, 7))]
-    assert sent(connection) == []
-
-
 @settings(max_examples=30)
 @given(
     st.lists(st.sampled_from([0, 3, 2048, MAX_INLINE_BYTES]), max_size=2 * MAX_FRAMES),
@@ -410,13 +396,6 @@ def test_a_message_whose_bytes_the_transport_carries_is_in_the_last_record(
     assert all(len(each) <= MAX_FRAMES for each in frames)
     assert sent(connection) == []
     receive(connection, Taken((len(messages),)))
-
-
-def test_a_segment_is_attached_by_a_record_of_its_own() -> None:
-    connection = joined()
-    connection.put(PutNone(0))
-    assert FROM_RANK.decode(connection.attach(2, ARENA, 4096)) == [Attach(2, ARENA, 4096)]
-    assert sent(connection) == [PutNone(0)]
 
 
 # The limit on bytes
@@ -489,10 +468,3 @@ def test_a_frame_before_the_join_is_a_violation() -> None:
     for frame in (put(), PutNone(0), Taken(()), Release((0,)), Attach(0, ARENA, 1)):
         with pytest.raises(ProtocolError, match="before its hello"):
             receive(new(), frame, join())
-
-
-def test_carried_bytes_beyond_the_limit_are_a_violation() -> None:
-    connection = joined(PutNone(0), with_data(1))
-    with pytest.raises(ProtocolError, match=f"more than its limit of {MAX_BYTES} bytes"):
-        connection.count_data(1, MAX_BYTES - LEAST_MESSAGE_BYTES + 1)
-    connection.count_data(1, MAX_BYTES - LEAST_MESSAGE_BYTES)

@@ -45,42 +45,6 @@ async def test_deliveries_state_the_number_of_tensors_of_their_message() -> None
             del first, rest, delivery
 
 
-async def test_arrived_does_not_change_the_order_of_iteration() -> None:
-    async with pair() as (sender, receiver):
-        first, second = await _send(sender, 3), await _send(sender, 2)
-        await receiver.arrived(second[1])
-        assert await _take(receiver, 1) == [(0, 0)]
-        for handle in (second[0], first[2], first[1]):
-            await receiver.arrived(handle)
-        assert await _take(receiver, 4) == [(0, 1), (0, 2), (1, 0), (1, 1)]
-
-
-async def test_a_cancelled_copy_does_not_change_the_order_of_iteration() -> None:
-    async with pair() as (sender, receiver):
-        [_, last], _ = await _send(sender, 2, BIG), await _send(sender, 2)
-        await until(lambda: receiver.statistics().unclaimed_tensors == 4)
-        copying = asyncio.create_task(receiver.receive(last, copy=True))
-        assert await _take(receiver, 1) == [(0, 0)]
-        copying.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await copying
-        assert await _take(receiver, 3) == [(0, 1), (1, 0), (1, 1)]
-
-
-async def test_iteration_skips_tensors_that_a_call_awaits_by_handle() -> None:
-    async with pair() as (sender, receiver):
-        # The sender numbers its messages from 0, so their handles are known before they are sent.
-        awaited = [TensorHandle(sender.id, 0, number, "int64", (3,), "cpu") for number in (0, 1)]
-        waiting = [asyncio.create_task(receiver.receive(handle)) for handle in awaited]
-        await asyncio.sleep(0)
-        await _send(sender, 3)
-        await _send(sender, 2)
-        assert await _take(receiver, 2) == [(0, 2), (1, 0)]
-        for seed, receiving in enumerate(waiting):
-            assert torch.equal(await receiving, pattern(seed, 3))
-        assert await _take(receiver, 1) == [(1, 1)]
-
-
 async def test_several_iterations_share_the_order() -> None:
     async with pair() as (sender, receiver):
         taken: list[tuple[int, int]] = []

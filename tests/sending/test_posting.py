@@ -6,7 +6,6 @@ import errno
 import gc
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Iterator
 
@@ -18,14 +17,13 @@ from aiotensor import (
     DiscardedError,
     PeerLostError,
     TensorHandle,
-    TensorReceiver,
     TensorSender,
     WouldBlockError,
 )
 from aiotensor.sending.posting import PostedMessage
 from tests.cancellation.situations import SLOW, HeldUp, clog, held_back, strided, unread
 from tests.pairs import endpoint, pair
-from verification.internals import pipeline_of, posts_of, worker_of
+from verification.internals import pipeline_of, posts_of
 from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
 
@@ -342,20 +340,3 @@ async def test_a_post_that_was_refused_keeps_no_tensor() -> None:
             gc.enable()
         del allocated
         await settled(sender)
-
-
-async def test_a_sender_that_is_dropped_while_it_copies_releases_everything() -> None:
-    with endpoint() as place:
-        async with TensorReceiver(place) as receiver:
-            sender = await TensorSender(place).__aenter__()
-            await sender.ready()
-            go_on = threading.Event()
-            worker_of(sender).submit(go_on.wait)
-            handle = sender.post(strided(1, BIG))
-            unclosed = [sender]
-            del sender
-            with pytest.warns(ResourceWarning, match="unclosed"):
-                unclosed.clear()
-            go_on.set()
-            with pytest.raises(PeerLostError):
-                await receiver.receive(handle)
