@@ -39,8 +39,9 @@ class Folder:
             for name, value in os.environ.items()
             if not name.startswith("COVERAGE_") and not name.lower().endswith("_proxy")
         }
+        self._environment["PYTHONPATH"] = str(ROOT)
         if _PYTHON is not None:
-            self._environment.pop("PYTHONPATH", None)
+            del self._environment["PYTHONPATH"]
 
     def save(self, name: str, program: str) -> None:
         """Save a program. Its sockets lie in this folder: several runs of these tests may be in progress."""
