@@ -183,7 +183,7 @@ class BudgetMachine(RuleBasedStateMachine):
 
 
 TestAnyOrderOfRequests = pytest.mark.promise(15)(BudgetMachine.TestCase)
-TestAnyOrderOfRequests.settings = settings(max_examples=300 if COMPLETE else 40, stateful_step_count=40)
+TestAnyOrderOfRequests.settings = settings(max_examples=200 if COMPLETE else 40, stateful_step_count=40)
 
 
 # Pins of blocks
@@ -384,7 +384,7 @@ class BlocksMachine(RuleBasedStateMachine):
 
 
 TestAnyOrderOfBlocks = BlocksMachine.TestCase
-TestAnyOrderOfBlocks.settings = settings(max_examples=300 if COMPLETE else 40, stateful_step_count=40)
+TestAnyOrderOfBlocks.settings = settings(max_examples=200 if COMPLETE else 40, stateful_step_count=40)
 
 
 # Pages that have memory

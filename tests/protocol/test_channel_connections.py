@@ -166,7 +166,7 @@ class TwoEnds(RuleBasedStateMachine):
 
 
 TestHonestEnds = pytest.mark.promise(27)(TwoEnds.TestCase)
-TestHonestEnds.settings = settings(max_examples=300 if COMPLETE else 40, stateful_step_count=40)
+TestHonestEnds.settings = settings(max_examples=200 if COMPLETE else 40, stateful_step_count=40)
 
 
 # Opening and closing

@@ -304,4 +304,4 @@ class TwoEnds(RuleBasedStateMachine):
 
 
 TestHonestEnds = pytest.mark.promise(27)(TwoEnds.TestCase)
-TestHonestEnds.settings = settings(max_examples=300 if COMPLETE else 40, stateful_step_count=50)
+TestHonestEnds.settings = settings(max_examples=200 if COMPLETE else 40, stateful_step_count=50)

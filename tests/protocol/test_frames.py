@@ -234,7 +234,7 @@ DIRECTIONS = {
 ANY_STRUCT = {tag: one for direction in DIRECTIONS.values() for tag, one in direction.structs.items()}
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
 any_direction = st.sampled_from(list(DIRECTIONS.values()))
-examples = settings(max_examples=1000 if COMPLETE else 60)
+examples = settings(max_examples=500 if COMPLETE else 60)
 
 
 @examples

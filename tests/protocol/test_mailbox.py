@@ -357,7 +357,7 @@ class MailboxMachine(RuleBasedStateMachine):
 
 
 TestAnyOrderOfEvents = pytest.mark.promise(12, 13)(MailboxMachine.TestCase)
-TestAnyOrderOfEvents.settings = settings(max_examples=400 if COMPLETE else 60, stateful_step_count=50)
+TestAnyOrderOfEvents.settings = settings(max_examples=200 if COMPLETE else 60, stateful_step_count=50)
 
 
 # Errors, and what is forgotten
