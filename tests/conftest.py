@@ -50,11 +50,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def signals_for_children() -> None:
-    """Let tests interrupt the programs that they start when the run ignores signals, as `nohup make test &` does."""
+    """Let tests interrupt the programs that they start when the run ignores signals: `nohup make test &`."""
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
         if signal.getsignal(number) is signal.SIG_IGN:
-            # A new program inherits SIG_IGN, and Python would install no handler for Ctrl-C. A handler that does
-            # nothing has the same effect here, and is reset to the default by `exec`.
+            # A new program inherits SIG_IGN, and Python would install no handler for Ctrl-C. A handler that
+            # does nothing has the same effect here, and is reset to the default by `exec`.
             signal.signal(number, lambda *_: None)
 
 
