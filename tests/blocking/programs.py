@@ -18,9 +18,9 @@ import torch
 
 import aiotensor
 from aiotensor import ClosedError, TensorHandle, WouldBlockError
-from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
+from aiotensor.blocking import MessageClient, MessageQueue, MessageServer, TensorReceiver, TensorSender
 from tests.blocking import fork_server
-from tests.blocking.waiting import running, until
+from tests.blocking.waiting import answer, running, until
 from tests.blocking.waits import WAITS
 from tests.channel.parties import Answer, Place, Question
 from tests.transports.unix_ends import no_descriptors
@@ -61,6 +61,46 @@ def _raise_after(step: Callable[[], object]) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, handle)
+
+
+# The other side of a test, which the test kills or stops
+
+
+def receive(*place: str) -> None:
+    """Print the number of each received message, and whether it is the pattern with this number."""
+    with TensorReceiver(Place(*place).tensors) as receiver:
+        _say("ready")
+        for delivery in receiver:
+            number, tensor = delivery.handle.message, delivery.tensor
+            _say(number, torch.equal(tensor, pattern(number, tensor.numel())))
+
+
+def send(*place: str) -> None:
+    """Send one tensor, and print the id of the sender."""
+    with TensorSender(Place(*place).tensors) as sender:
+        sender.send(pattern(0, BIG))
+        _say(sender.id)
+        signal.pause()
+
+
+def serve(*place: str) -> None:
+    """Answer requests."""
+    with (
+        TensorReceiver(Place(*place).tensors) as receiver,
+        MessageServer(Place(*place).messages, Question, receiver=receiver) as server,
+    ):
+        _say("ready")
+        server.serve(answer)
+
+
+def put_and_end(folder: str) -> None:
+    """Put messages into a queue, and end at once."""
+    queue: MessageQueue[torch.Tensor] = MessageQueue(folder=folder)
+    left_open.append(queue)
+    for number in range(3):
+        queue.put(torch.full((100_000,), number))
+    # Called first at the end of the main thread.
+    threading._register_atexit(_say, "ended")  # type: ignore[attr-defined]
 
 
 # Signals

@@ -11,7 +11,7 @@ import pytest
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
 from tests.blocking.fork_server import Ended, ForkServer
 from tests.channel.parties import Answer, Place, Question
-from tests.forked_blocks import by_each_exception, check_told_of_fork, in_each_block_of
+from tests.forked_blocks import check_told_of_fork, in_each_block_of
 from tests.runtime.test_affinity import forks, in_a_fork
 
 pytestmark = forks
@@ -77,26 +77,19 @@ def _fall_off(block: Block) -> None:
     block.__exit__(None, None, None)
 
 
-@by_each_exception
+@pytest.mark.promise(23)
 @each_block
-def test_an_exception_in_a_forked_child_propagates_out_of_the_block(
-    make: Callable[[Place], AbstractContextManager[Block]], error: BaseException, place: Place
-) -> None:
-    with make(place) as entered:
-        assert in_a_fork(partial(_leave, entered, error)) == f"{type(error).__name__}: {error}"
-
-
-@each_block
-def test_a_forked_child_that_reaches_the_end_of_a_block_raises_usage_error(
+def test_a_forked_child_leaves_a_block_by_an_exception_only(
     make: Callable[[Place], AbstractContextManager[Block]], place: Place
 ) -> None:
     with make(place) as entered:
+        for error in (SystemExit(3), KeyboardInterrupt("3"), LookupError("3")):
+            assert in_a_fork(partial(_leave, entered, error)) == f"{type(error).__name__}: {error}"
         check_told_of_fork(in_a_fork(partial(_fall_off, entered)))
 
 
-@pytest.mark.parametrize(("status", "child"), [(0, "0"), (7, "7")])
 def test_sys_exit_in_a_forked_child_leaves_all_blocks_silently_with_its_status(
-    status: int, child: str, fork_server: ForkServer, place: Place
+    fork_server: ForkServer, place: Place
 ) -> None:
-    with fork_server.program("leave_in_a_child", status, *place) as program:
-        assert program.ended() == Ended(0, [child], "")
+    with fork_server.program("leave_in_a_child", 7, *place) as program:
+        assert program.ended() == Ended(0, ["7"], "")

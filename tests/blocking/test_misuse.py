@@ -42,7 +42,6 @@ def _uses(thing: Object) -> Uses:
         case TensorSender() as sender:
             return {
                 "ready": lambda: sender.ready(nbytes=0),
-                "peer_events": sender.peer_events,
                 "send": lambda: sender.send(pattern(0, 3)),
                 "send_nowait": lambda: sender.send_nowait(pattern(0, 3)),
                 "post": lambda: sender.post(pattern(0, 3)),
@@ -59,19 +58,17 @@ def _uses(thing: Object) -> Uses:
                 "receive_nowait": lambda: receiver.receive_nowait(_HANDLE),
                 "arrived": lambda: receiver.arrived(_HANDLE),
                 "next": receiver.next,
-                "peer_events": receiver.peer_events,
                 "discard": lambda: receiver.discard(_HANDLE),
             }
         case MessageClient() as client:
             return {
                 "permit": client.permit,
                 "ready": client.ready,
-                "peer_events": client.peer_events,
                 "request": lambda: client.request(Question(1)),
                 "send": lambda: client.send(Question(1)),
             }
         case MessageServer() as server:
-            return {"next": server.next, "arrived": server.arrived, "peer_events": server.peer_events}
+            return {"next": server.next, "arrived": server.arrived}
     raise AssertionError(thing)
 
 
@@ -109,16 +106,6 @@ def test_calls_after_closing_raise_closed_error(thing: Object) -> None:
     thing.close()
 
 
-def test_an_unopened_object_can_be_closed_but_not_opened_afterwards(thing: Object) -> None:
-    thing.close()
-    thing.close()
-    for use in _uses(thing).values():
-        with pytest.raises(ClosedError, match="was closed"):
-            use()
-    with pytest.raises(ClosedError, match="was closed: create a new one"), thing:
-        pass
-
-
 def test_an_object_can_be_opened_only_once(thing: Object) -> None:
     with thing:
         with pytest.raises(UsageError, match="was already opened: create a new one"), thing:
@@ -126,6 +113,16 @@ def test_an_object_can_be_opened_only_once(thing: Object) -> None:
         thing.call(lambda: None)  # it is as open as it was
     with pytest.raises(ClosedError, match="was closed: create a new one"), thing:
         pass
+
+
+def test_an_unopened_object_can_be_closed_but_not_opened_afterwards(place: Place) -> None:
+    sender = TensorSender(place.tensors)
+    sender.close()
+    sender.close()
+    with pytest.raises(ClosedError, match="was closed: create a new one"), sender:
+        pass
+    with pytest.raises(ClosedError, match="was closed"):
+        sender.send(pattern(0, 3))
 
 
 def test_waiting_calls_in_the_thread_of_an_event_loop_raise_usage_error(thing: Object) -> None:
@@ -200,38 +197,14 @@ _WRONG: list[tuple[str, tuple[object, ...], dict[str, object]]] = [
     ("TensorSender", ("nowhere",), {}),
     ("TensorSender", (5,), {}),
     ("TensorSender", ("unix:///tmp/s", 0), {}),
-    ("TensorSender", ("unix:///tmp/s", 1, "many"), {}),
     ("TensorSender", ("unix:///tmp/s",), {"keep_warm_s": 0}),
-    ("TensorSender", ("unix:///tmp/s",), {"long_wait_s": -1}),
-    ("TensorReceiver", ("nowhere",), {}),
     ("TensorReceiver", ("unix:///tmp/s",), {"max_senders": 0}),
-    ("TensorReceiver", ("unix:///tmp/s",), {"max_mapped_bytes": 0}),
-    ("TensorReceiver", ("unix:///tmp/s",), {"max_unclaimed_messages": 0}),
-    ("TensorReceiver", ("unix:///tmp/s",), {"max_frame_bytes": 1}),
     ("MessageClient", ("ipc://relative",), {"reply_type": int}),
-    ("MessageClient", ([],), {"reply_type": int}),
     ("MessageClient", ("ipc:///tmp/m",), {"reply_type": int, "sender": []}),
-    ("MessageClient", ("ipc:///tmp/m",), {"reply_type": int, "high_water_mark": 0}),
-    ("MessageClient", ("ipc:///tmp/m",), {"reply_type": int, "max_part_bytes": 0}),
     ("MessageClient", ("ipc:///tmp/m",), {"reply_type": int, "max_body_bytes": 0}),
-    ("MessageClient", ("ipc:///tmp/m",), {"reply_type": int, "heartbeat_interval_s": -1}),
-    ("MessageClient", ("ipc:///tmp/m",), {"reply_type": int, "heartbeat_timeout_s": -1}),
-    ("MessageClient", ("ipc:///tmp/m",), {"reply_type": int, "secret_key": "x"}),
-    ("MessageClient", ("ipc:///tmp/m",), {"reply_type": int, "server_key": "x"}),
-    ("MessageClient", ("ipc:///tmp/m",), {"reply_type": int, "linger_s": -1}),
-    ("MessageServer", ("tcp://*:1", int), {}),
     ("MessageServer", (7, int), {}),
     ("MessageServer", ("ipc:///tmp/m", int), {"max_clients": 0}),
-    ("MessageServer", ("ipc:///tmp/m", int), {"max_waiting": 0}),
-    ("MessageServer", ("ipc:///tmp/m", int), {"max_waiting_bytes": 0}),
-    ("MessageServer", ("ipc:///tmp/m", int), {"high_water_mark": 0}),
-    ("MessageServer", ("ipc:///tmp/m", int), {"max_part_bytes": 0}),
-    ("MessageServer", ("ipc:///tmp/m", int), {"max_body_bytes": 0}),
-    ("MessageServer", ("ipc:///tmp/m", int), {"heartbeat_interval_s": -1}),
-    ("MessageServer", ("ipc:///tmp/m", int), {"heartbeat_timeout_s": -1}),
-    ("MessageServer", ("ipc:///tmp/m", int), {"secret_key": "x"}),
     ("MessageServer", ("ipc:///tmp/m", int), {"client_keys": ["x"]}),
-    ("MessageServer", ("ipc:///tmp/m", int), {"linger_s": -1}),
 ]
 
 
@@ -243,30 +216,29 @@ def _async_class(name: str) -> Any:
     return next(getattr(place, name) for place in places if hasattr(place, name))
 
 
-@pytest.mark.parametrize(("name", "arguments", "options"), _WRONG)
-def test_wrong_arguments_raise_the_same_error_as_in_the_async_api(
-    name: str, arguments: tuple[object, ...], options: dict[str, object]
-) -> None:
-    with pytest.raises((TypeError, ValueError)) as expected:
-        _async_class(name)(*arguments, **options)
-    with pytest.raises(type(expected.value), match=f"^{re.escape(str(expected.value))}$"):
-        getattr(blocking, name)(*arguments, **options)
+def test_wrong_arguments_raise_the_same_error_as_in_the_async_api() -> None:
+    for name, arguments, options in _WRONG:
+        with pytest.raises((TypeError, ValueError)) as expected:
+            _async_class(name)(*arguments, **options)
+        with pytest.raises(type(expected.value), match=f"^{re.escape(str(expected.value))}$"):
+            getattr(blocking, name)(*arguments, **options)
 
 
-@pytest.mark.parametrize("name", [name for name in blocking.__all__ if name != "KVPipe"])
-def test_names_arguments_and_defaults_are_those_of_the_async_api(name: str) -> None:
-    theirs, ours = _async_class(name), getattr(blocking, name)
-    if name not in _MADE_BY_METHODS:
-        assert _arguments(ours) == _arguments(theirs)
-    public = [one for one in vars(theirs) if not one.startswith("_")]
-    for method in public:
-        there, here = getattr(theirs, method), getattr(ours, "close" if method == "aclose" else method)
-        if callable(there):
-            expected, found = _arguments(there), _arguments(here)
-            if "timeout" not in expected:
-                found.pop("timeout", None)
-            expected.pop("max_concurrent", None)  # of tasks, which there are none of here
-            assert found == expected
+def test_names_arguments_and_defaults_are_those_of_the_async_api() -> None:
+    for name in blocking.__all__:
+        if name == "KVPipe":  # which has the interface of vLLM
+            continue
+        theirs, ours = _async_class(name), getattr(blocking, name)
+        if name not in _MADE_BY_METHODS:
+            assert _arguments(ours) == _arguments(theirs), name
+        for method in [one for one in vars(theirs) if not one.startswith("_")]:
+            there, here = getattr(theirs, method), getattr(ours, "close" if method == "aclose" else method)
+            if callable(there):
+                expected, found = _arguments(there), _arguments(here)
+                if "timeout" not in expected:
+                    found.pop("timeout", None)
+                expected.pop("max_concurrent", None)  # of tasks, which there are none of here
+                assert found == expected, (name, method)
 
 
 def _arguments(function: Callable[..., object]) -> dict[str, object]:
@@ -285,7 +257,7 @@ def test_an_object_that_could_not_be_opened_is_closed(place: Place) -> None:
 
 
 def test_only_one_of_several_threads_can_open_an_object(place: Place) -> None:
-    for _ in range(20):
+    for _ in range(5):
         sender = TensorSender(place.tensors)
         opening = [in_thread(sender.__enter__) for _ in range(4)]
         errors = [one.exception() for one in opening]

@@ -7,10 +7,10 @@ import pytest
 
 from aiotensor.blocking import MessageClient
 from tests.blocking.fork_server import Ended, ForkServer
-from tests.blocking.others import other
 from tests.blocking.waiting import nobody_listens_in, until
 from tests.blocking.waits import WAITS
 from tests.channel.parties import Answer, Place, Question
+from tests.selection import COMPLETE
 
 
 def _was_interrupted(ended: Ended) -> bool:
@@ -20,7 +20,10 @@ def _was_interrupted(ended: Ended) -> bool:
     return ended.status == -signal.SIGINT
 
 
-@pytest.mark.parametrize("name", WAITS)
+# All calls wait in the same place; what they wait for differs.
+@pytest.mark.parametrize(
+    "name", WAITS if COMPLETE else ["send, for memory", "receive", "request", "serve", "reply"]
+)
 def test_an_interrupt_ends_a_waiting_call(name: str, fork_server: ForkServer, place: Place) -> None:
     with WAITS[name].far(place) as hear, fork_server.program("wait", name, *place) as program:
         assert program.line() == "waits"
@@ -55,14 +58,11 @@ def test_an_interrupt_ends_an_opening_that_waits_for_another_process(
     assert not os.listdir(folder)
 
 
-@pytest.mark.parametrize("name", ["receiver", "server"])
-def test_a_signal_handler_may_close_an_object_that_is_opening(
-    name: str, fork_server: ForkServer, place: Place
-) -> None:
+def test_a_signal_handler_may_close_an_object_that_is_opening(fork_server: ForkServer, place: Place) -> None:
     folder = os.path.dirname(place.messages.removeprefix("ipc://"))
     with (
         nobody_listens_in(folder),
-        fork_server.program("open_where_somebody_else_does", name, *place) as program,
+        fork_server.program("open_where_somebody_else_does", "receiver", *place) as program,
     ):
         assert program.line() == "waits"
         program.signal(signal.SIGTERM)
@@ -140,34 +140,31 @@ def test_a_signal_handler_may_close_an_object_just_before_a_call(
 
 
 def test_a_second_interrupt_ends_the_closing(fork_server: ForkServer, place: Place) -> None:
-    with other("blocking", place.tensors) as engine:
-        engine.call("open_receiver")
-        with fork_server.program("send_into_a_full_link", engine.pid, *place) as program:
-            assert program.line() == "connected"
-            engine.stop()
-            try:
-                assert program.line() == "waits"
-                program.signal()
-                assert program.line() == "closes"  # and would not end before the engine reads
-                program.signal()
-                ended = program.ended()
-            finally:
-                engine.go_on()
-            assert ended.status == -signal.SIGINT
-            assert ended.errors.count("KeyboardInterrupt\n") == 2
-            assert "Exception ignored" not in ended.errors
+    with (
+        fork_server.program("receive", *place) as engine,
+        fork_server.program("send_into_a_full_link", engine.pid, *place) as program,
+    ):
+        assert program.line() == "connected"
+        engine.stop()
+        assert program.line() == "waits"
+        program.signal()
+        assert program.line() == "closes"  # and would not end before the engine reads
+        program.signal()
+        ended = program.ended()
+        assert ended.status == -signal.SIGINT
+        assert ended.errors.count("KeyboardInterrupt\n") == 2
+        assert "Exception ignored" not in ended.errors
 
 
 def test_an_interrupt_ends_the_linger_of_a_closing_client(fork_server: ForkServer, place: Place) -> None:
-    with other("blocking", place.tensors) as engine:
-        engine.call("open_server", place)
-        with fork_server.program("linger", engine.pid, *place) as program:
-            assert program.line() == "connected"
-            engine.stop()
-            try:
-                assert program.line() == "closes"
-                program.signal()
-                assert program.line() == "closed"
-            finally:
-                engine.go_on()
-            assert _was_interrupted(program.ended())
+    with (
+        fork_server.program("serve", *place) as engine,
+        fork_server.program("linger", engine.pid, *place) as program,
+    ):
+        assert program.line() == "connected"
+        engine.stop()
+        assert program.line() == "closes"
+        program.signal()
+        assert program.line() == "closed"
+        engine.go_on()
+        assert _was_interrupted(program.ended())
