@@ -17,12 +17,14 @@ from aiotensor.protocol.frames import MAX_RECORD_BYTES, TO_SENDER, VERSION, Hell
 from aiotensor.receiving.intake import MAX_UNIDENTIFIED
 from aiotensor.sending.session import Session
 from tests.repeated import check_rate
+from tests.selection import COMPLETE
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
+_KINDS = ["silence", "closing", "nonsense", "many frames", "a hello"]
 _OPEN = 3 * MAX_UNIDENTIFIED  # connections that a flood keeps
 
 
@@ -52,14 +54,15 @@ async def flood(state: peers.State, kind: str) -> None:
     for number in itertools.count():
         if number % 32 == 0:
             await asyncio.sleep(0)
+        said = _KINDS[number % len(_KINDS)] if kind == "everything" else kind
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         kept.append(sock)
         with contextlib.suppress(OSError):
             sock.connect(path)
             state.others["connected"] += 1
-            if (record := _record(kind)) is not None:
+            if (record := _record(said)) is not None:
                 sock.send(record)
-        if kind != "silence" or len(kept) > _OPEN:
+        if said != "silence" or len(kept) > _OPEN:
             kept.pop(0).close()
 
 
@@ -75,7 +78,8 @@ async def receivers_lost(state: peers.State) -> int:
     return state.sender.statistics().receivers_lost
 
 
-@pytest.mark.parametrize("kind", ["silence", "closing", "nonsense", "many frames", "a hello"])
+@pytest.mark.promise(26)
+@pytest.mark.parametrize("kind", ["everything", *(_KINDS if COMPLETE else [])])
 async def test_a_flood_of_connections_does_not_affect_senders(
     kind: str, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
