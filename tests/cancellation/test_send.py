@@ -70,7 +70,7 @@ async def test_calls_with_free_resources_do_not_suspend() -> None:
         async def leave(attempt: Attempt, error: Exception | None) -> None:
             message = await sender.message().__aenter__()
             handle = await message.send(pattern(0, BIG))
-            await attempt.start(message.__aexit__(error and type(error), error, None)).completed()
+            await attempt.start(message.__aexit__(type(error) if error else None, error, None)).completed()
             if error is None:
                 assert torch.equal(await receiver.receive(handle), pattern(0, BIG))
 
