@@ -28,14 +28,6 @@ def test_busy_daemon_threads_do_not_crash_the_exit(
         assert program.ended() == Ended(0, [], "")
 
 
-@pytest.mark.parametrize("attempt", range(3 if COMPLETE else 1))
-def test_copies_in_daemon_threads_do_not_crash_the_exit(
-    attempt: int, fork_server: ForkServer, place: Place
-) -> None:
-    with fork_server.program("copy_to_the_end", *place) as program:
-        assert program.ended() == Ended(0, [], "")
-
-
 def test_sys_exit_inside_a_block_keeps_its_status(fork_server: ForkServer, place: Place) -> None:
     with fork_server.program("end_in_the_middle", *place) as program:
         assert program.ended() == Ended(3, [], "")

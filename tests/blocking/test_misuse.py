@@ -17,6 +17,7 @@ from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, Ten
 from aiotensor.blocking.portal import BlockingObject
 from tests.blocking.waiting import in_thread
 from tests.channel.parties import Answer, Place, Question
+from tests.runtime.test_affinity import forks, in_a_fork
 from verification.patterns import pattern
 
 _CHILD_S = 20  # the limit for a child that hangs
@@ -142,39 +143,18 @@ def test_waiting_calls_in_the_thread_of_an_event_loop_raise_usage_error(thing: O
         assert asyncio.run(asyncio.to_thread(thing.statistics)) is not None
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@forks
+@pytest.mark.promise(23)
 def test_every_use_in_a_forked_child_raises_usage_error(thing: Object) -> None:
     with thing:
         uses = {**_uses(thing), **_iterations(thing), "close": thing.close, "open": thing.__enter__}
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            _report_from_fork(write, list(uses.values()))
-        os.close(write)
-        with os.fdopen(read) as report:
-            told = report.read()
-        assert os.waitpid(child, 0)[1] == 0
-        assert told.split() == ["UsageError"] * len(uses)
+        for use in uses.values():
+            report = in_a_fork(use)
+            assert report.startswith("UsageError")
+            assert "was inherited by a forked process" in report
         if isinstance(thing, TensorSender):
             with pytest.raises(TimeoutError):  # the parent still works
                 thing.send(pattern(1, 3), timeout=0.01)
-
-
-def _report_from_fork(write: int, uses: list[Callable[[], object]]) -> None:
-    signal.alarm(_CHILD_S)
-    try:
-        names = []
-        for use in uses:
-            try:
-                use()
-            except UsageError as error:
-                names.append(
-                    type(error).__name__ if "was inherited by a forked process" in str(error) else str(error)
-                )
-        os.write(write, " ".join(names).encode())
-        os._exit(0)
-    finally:
-        os._exit(1)  # after any error, the child must not continue the tests
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

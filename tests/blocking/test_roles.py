@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from aiotensor import ClosedError, PeerLostError, UnavailableError, UsageError, WouldBlockError
+from aiotensor import ClosedError, PeerLostError, UnavailableError, WouldBlockError
 from aiotensor.blocking import KVPipe, MessageQueue, Publisher, RankPipe, Subscriber
 from aiotensor.queues import ConsumerStatistics
 from aiotensor.transports.endpoints import Endpoint
@@ -250,11 +250,6 @@ def test_a_killed_child_process_is_reported(queue: MessageQueue[Any]) -> None:
     with pytest.raises(PeerLostError, match="1 of the 2 producers"):
         list(queue)
     killed.join()
-
-
-def test_too_many_producers_raise_with_a_suggestion(queue: MessageQueue[Any]) -> None:
-    with queue.producer(), queue.producer(), pytest.raises(UsageError, match="pass a larger number"):
-        queue.put(1)
 
 
 def test_closing_the_queue_closes_its_producer_and_consumer(queue: MessageQueue[Any]) -> None:

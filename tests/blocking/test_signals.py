@@ -20,7 +20,6 @@ def _was_interrupted(ended: Ended) -> bool:
     return ended.status == -signal.SIGINT
 
 
-# All calls wait in the same place; what they wait for differs.
 @pytest.mark.parametrize(
     "name", WAITS if COMPLETE else ["send, for memory", "receive", "request", "serve", "reply"]
 )
@@ -70,13 +69,6 @@ def test_a_signal_handler_may_close_an_object_that_is_opening(fork_server: ForkS
     assert not os.listdir(folder)
 
 
-def test_a_signal_handler_may_close_an_object_before_the_loop_opens_it(
-    fork_server: ForkServer, place: Place
-) -> None:
-    with fork_server.program("close_what_is_handed_to_the_loop", *place) as program:
-        assert program.ended() == Ended(0, ["closed", "0"], "")
-
-
 def test_an_interrupt_before_the_loop_begins_to_close_still_closes(
     fork_server: ForkServer, place: Place
 ) -> None:
@@ -104,22 +96,6 @@ def test_an_interrupted_send_releases_its_permit_before_it_raises(
         assert program.ended() == Ended(0, ["1 2"], "")
 
 
-def test_an_interrupt_while_a_message_begins_releases_its_permit(
-    fork_server: ForkServer, place: Place
-) -> None:
-    with fork_server.program("begin_a_message_at_a_signal", *place) as program:
-        assert program.ended() == Ended(0, ["in flight 0"], "")
-
-
-def test_an_interrupt_while_the_loop_starts_stops_the_loop(fork_server: ForkServer, place: Place) -> None:
-    with fork_server.program("start_slowly", *place) as program:
-        assert program.line() == "waits"
-        program.signal()
-        ended = program.ended()
-        assert _was_interrupted(ended)
-        assert ended.lines == ["[]"]
-
-
 def test_a_signal_handler_may_close_a_server_that_serves(fork_server: ForkServer, place: Place) -> None:
     with (
         fork_server.program("close_at_a_signal", *place) as program,
@@ -130,13 +106,6 @@ def test_a_signal_handler_may_close_a_server_that_serves(fork_server: ForkServer
         program.signal(signal.SIGTERM)
         assert program.ended() == Ended(0, ["served 1"], "")
         until(lambda: client.statistics().servers_lost == 1)
-
-
-def test_a_signal_handler_may_close_an_object_just_before_a_call(
-    fork_server: ForkServer, place: Place
-) -> None:
-    with fork_server.program("close_in_the_middle_of_a_call", *place) as program:
-        assert program.ended() == Ended(0, ["closed"], "")
 
 
 def test_a_second_interrupt_ends_the_closing(fork_server: ForkServer, place: Place) -> None:

@@ -19,7 +19,6 @@ from aiotensor import (
     DiscardedError,
     PeerLostError,
     TensorHandle,
-    TooLargeError,
     UnsupportedTensorError,
     UsageError,
     WouldBlockError,
@@ -115,20 +114,6 @@ def test_a_message_of_several_tensors_has_one_permit_and_is_sent_whole_or_not_at
         assert sender.statistics().messages_discarded == 1
 
 
-def test_an_allocated_tensor_is_not_copied(place: Place) -> None:
-    with (
-        TensorReceiver(place.tensors) as receiver,
-        TensorSender(place.tensors, arena_bytes=8 * BIG) as sender,
-    ):
-        tensor = sender.allocate((BIG,), torch.int64)
-        tensor.copy_(pattern(5, BIG))
-        handle = sender.send(tensor)  # there is no memory for a copy of it
-        assert torch.equal(receiver.receive(handle), pattern(5, BIG))
-        assert sender.statistics().bytes_in_use == 8 * BIG
-        del tensor
-        until(lambda: settled(sender, receiver))
-
-
 @pytest.mark.parametrize("by_message", [True, False], ids=["message.allocate", "sender.allocate"])
 def test_a_deadlock_of_two_threads_over_memory_raises_would_block_error(
     by_message: bool, place: Place
@@ -195,20 +180,6 @@ def test_several_threads_iterate_in_order_until_the_receiver_is_closed(place: Pl
     assert all(one == sorted(one) for one in taken)
 
 
-def test_freeing_the_last_view_releases_the_memory_of_the_sender(place: Place) -> None:
-    with (
-        TensorReceiver(place.tensors) as receiver,
-        TensorSender(place.tensors, 8, 8 * BIG) as sender,  # memory for one
-    ):
-        for seed in range(5):
-            tensor = receiver.receive(sender.send(pattern(seed, BIG), timeout=30))
-            view = tensor[1:]
-            del tensor
-            assert int(view[0]) == 31 + seed
-            del view
-        until(lambda: settled(sender, receiver))
-
-
 def test_a_killed_receiver_raises_peer_lost_error(fork_server: ForkServer, place: Place) -> None:
     with fork_server.program("receive", *place) as engine, TensorSender(place.tensors, 1) as sender:
         assert engine.line() == "ready"
@@ -243,22 +214,6 @@ def test_a_killed_sender_raises_peer_lost_error(fork_server: ForkServer, place: 
         assert isinstance(error, PeerLostError)
         assert error.pid == engine.pid
         assert receiver.statistics().senders_lost == 1
-
-
-def test_a_failed_call_does_not_affect_the_sender(place: Place) -> None:
-    with TensorReceiver(place.tensors) as receiver, TensorSender(place.tensors, 1) as sender:
-        with pytest.raises(UnsupportedTensorError):
-            sender.send(torch.empty(3, device="meta"))
-        with pytest.raises(ValueError, match="not be negative"):
-            sender.allocate((-1,), torch.int64)
-        with pytest.raises(TooLargeError):
-            sender.allocate((0, 2**63), torch.int64)
-        with sender.message() as message, pytest.raises(TooLargeError):
-            message.allocate((0, 2**62, 2**62), torch.int64)
-        with pytest.raises(TypeError):
-            sender.send("no tensor")  # type: ignore[arg-type]
-        assert settled(sender, receiver)
-        assert torch.equal(receiver.receive(sender.send(pattern(1, 3))), pattern(1, 3))
 
 
 # Posted tensors

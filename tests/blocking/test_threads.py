@@ -119,16 +119,6 @@ def test_objects_are_opened_and_closed_in_many_threads_at_once(place: Place) -> 
     assert not _loops()
 
 
-def test_an_object_is_opened_in_one_thread_and_closed_in_another(place: Place) -> None:
-    receiver, sender = TensorReceiver(place.tensors), TensorSender(place.tensors)
-    for each in (receiver, sender):
-        in_thread(each.__enter__).result()
-    handle = in_thread(lambda: sender.send(pattern(1, BIG))).result()
-    assert torch.equal(in_thread(lambda: receiver.receive(handle)).result(), pattern(1, BIG))
-    for each in (receiver, sender):
-        in_thread(each.close).result()
-
-
 def test_concurrent_calls_of_other_threads_raise_closed_error_during_close(place: Place) -> None:
     def look(server: MessageServer[Question], started: threading.Barrier) -> bool:
         started.wait()

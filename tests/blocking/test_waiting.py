@@ -12,7 +12,6 @@ from tests.channel.parties import Place
 from verification.promptly import promptly
 
 _LIMITED = [name for name, row in WAITS.items() if row.takes_timeout]
-_CLOSED = [name for name in WAITS if name != "request, for a permit"]  # the permit is another's to give
 
 
 @pytest.mark.parametrize("name", _LIMITED)
@@ -29,7 +28,7 @@ def test_a_call_that_times_out_releases_its_resources(name: str, place: Place) -
 
 
 @pytest.mark.parametrize(
-    ("name", "timeout"), [*((name, None) for name in _CLOSED), ("send, for a permit", 0), ("serve", 0)]
+    ("name", "timeout"), [*((name, None) for name in WAITS), ("send, for a permit", 0), ("serve", 0)]
 )
 def test_closing_ends_waiting_calls_of_other_threads(name: str, timeout: float | None, place: Place) -> None:
     row = WAITS[name]

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from aiotensor import ClosedError, DiscardedError, PeerLostError, TensorReceiver, TensorSender
-from aiotensor.tensors.mapping import MappedSegment
 from tests.cancellation.situations import SLOW, HeldUp, clog, held_back, strided, unread
 from tests.cancelling import Attempt, Way, cancel_everywhere
 from tests.pairs import at_once, endpoint, is_local, on_one_machine, pair
@@ -20,7 +19,6 @@ from verification.internals import (
     pause_reading,
     pipeline_of,
     resume_reading,
-    segment_of,
     senders_of,
     session_of,
     shrink_send_buffer,
@@ -129,42 +127,6 @@ async def _next(receiver: TensorReceiver) -> bool:
 
 
 @on_one_machine
-async def test_closing_a_receiver_cancelled_while_it_unmaps_leaves_that_to_the_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    go_on = threading.Event()
-    close = MappedSegment.close
-
-    def slow_close(segment: MappedSegment) -> None:
-        go_on.wait()
-        close(segment)
-
-    monkeypatch.setattr(MappedSegment, "close", slow_close)
-
-    async def attempt(attempt: Attempt) -> None:
-        go_on.clear()
-        with endpoint() as place:
-            receiver = await TensorReceiver(place).__aenter__()
-            async with TensorSender(place) as sender:
-                tensor = await receiver.receive(await sender.send(pattern(0, BIG)))
-            await until(lambda: receiver.statistics().senders == 0)
-            assert receiver.statistics().mapped_bytes > 0
-            del tensor
-            await until(lambda: receiver.statistics().mapped_bytes == 0)
-            closing = attempt.start(receiver.aclose())
-            await closing.bring(go_on.set)
-            go_on.set()
-            await closing.completed()
-            # A reference to the receiver still exists.
-            await until(
-                lambda: not any(thread.name.startswith("aiotensor-r") for thread in threading.enumerate())
-            )
-            await receiver.aclose()
-
-    assert await cancel_everywhere(attempt)
-
-
-@on_one_machine
 async def test_closing_a_receiver_cancelled_while_a_sender_does_not_read_closes_at_once() -> None:
     async def attempt(attempt: Attempt) -> None:
         with endpoint() as place:
@@ -256,14 +218,6 @@ async def test_closing_a_sender_cancelled_during_copies_ends_them_and_keeps_earl
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held_up = HeldUp(monkeypatch)
-    closed_by: dict[int, str] = {}
-    close = os.close
-
-    def noted_close(descriptor: int) -> None:
-        closed_by[descriptor] = threading.current_thread().name
-        close(descriptor)
-
-    monkeypatch.setattr(os, "close", noted_close)
 
     async def attempt(attempt: Attempt) -> None:
         with endpoint() as place:
@@ -278,11 +232,9 @@ async def test_closing_a_sender_cancelled_during_copies_ends_them_and_keeps_earl
                     asyncio.create_task(sender.drain()),
                 ]
                 await until(held_up.is_copying)
-                memory = segment_of(sender).descriptor
                 closing = attempt.start(sender.aclose())
                 await closing.bring(held_up.go_on)
-                if is_closed := await closing.completed():
-                    assert closed_by[memory].startswith("aiotensor-sender")  # it takes milliseconds
+                is_closed = await closing.completed()
                 for result in await asyncio.gather(*others, return_exceptions=True):
                     assert isinstance(result, ClosedError)
                 with loss_allowed(is_closed=is_closed):
@@ -306,40 +258,6 @@ async def test_closing_a_sender_cancelled_while_the_link_is_full_closes_immediat
             with pytest.raises(ClosedError):
                 await waiting
             await _closed(sender)
-
-    assert await cancel_everywhere(attempt)
-
-
-@on_one_machine
-async def test_closing_a_sender_cancelled_during_unmapping_frees_the_memory_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    unmapping, go_on = threading.Event(), threading.Event()
-    close = os.close
-
-    def slow_close(descriptor: int) -> None:
-        close(descriptor)
-        if threading.current_thread().name.startswith("aiotensor-sender"):
-            unmapping.set()
-            go_on.wait()
-
-    monkeypatch.setattr(os, "close", slow_close)
-
-    async def attempt(attempt: Attempt) -> None:
-        unmapping.clear()
-        go_on.clear()
-        with endpoint() as place:
-            async with TensorReceiver(place) as receiver:
-                sender = await TensorSender(place).__aenter__()
-                handle = await sender.send(pattern(0, BIG))
-                closing = attempt.start(sender.aclose())
-                await closing.until(unmapping.is_set)
-                await closing.bring(go_on.set)
-                go_on.set()
-                is_closed = await closing.completed()
-                with loss_allowed(is_closed=is_closed):
-                    assert torch.equal(await receiver.receive(handle), pattern(0, BIG))
-                await _closed(sender)
 
     assert await cancel_everywhere(attempt)
 

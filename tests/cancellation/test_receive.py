@@ -117,25 +117,6 @@ async def test_a_receive_cancelled_before_its_sender_connects_leaves_it_claimabl
 
 
 @on_one_machine
-async def test_a_receive_cancelled_before_its_message_was_whole_leaves_the_tensor_claimable() -> None:
-    async with pair() as (sender, receiver):
-
-        async def attempt(attempt: Attempt) -> None:
-            message = await sender.message().__aenter__()
-            handle = await message.send(pattern(BIG, BIG))
-            await until(lambda: receiver.statistics().unclaimed_tensors == 1)
-            receiving = attempt.start(receiver.receive(handle))
-            ending: list[asyncio.Task[None]] = []
-            await receiving.bring(
-                lambda: ending.append(asyncio.create_task(message.__aexit__(None, None, None)))
-            )
-            await ending[0]
-            await _received(receiving, receiver, handle)
-
-        assert await cancel_everywhere(attempt, sender, receiver)
-
-
-@on_one_machine
 @pytest.mark.parametrize("by", ["sender", "receiver"])
 async def test_a_receive_of_a_discarded_tensor_is_cancelled_or_raises_discarded_error(by: str) -> None:
     async with pair() as (sender, receiver):
@@ -201,28 +182,6 @@ async def test_a_cancelled_iteration_leaves_its_tensor_to_the_next_iteration() -
 
         found = await cancel_everywhere(attempt, sender, receiver)
         assert found[Way.WITH_RESULT] == 1
-
-
-@on_one_machine
-async def test_iteration_yields_the_tensor_of_a_cancelled_receive() -> None:
-    async with pair() as (sender, receiver):
-
-        async def attempt(attempt: Attempt) -> None:
-            message = await sender.message().__aenter__()
-            handle = await message.send(pattern(5, 5))
-            receiving = attempt.start(receiver.receive(handle, copy=True))
-            iterating = asyncio.create_task(anext(receiver))
-            ending: list[asyncio.Task[None]] = []
-            await receiving.bring(
-                lambda: ending.append(asyncio.create_task(message.__aexit__(None, None, None)))
-            )
-            await ending[0]
-            if await receiving.completed():
-                assert torch.equal(receiving.value, pattern(5, 5))
-                sender.send_nowait(pattern(5, 5))
-            assert torch.equal((await iterating).tensor, pattern(5, 5))
-
-        assert await cancel_everywhere(attempt, sender, receiver)
 
 
 # Waits that take no resource

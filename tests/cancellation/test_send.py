@@ -360,26 +360,6 @@ async def test_an_allocate_cancelled_during_page_allocation_releases_its_block()
 
 
 @on_one_machine
-async def test_an_allocate_cancelled_while_it_waits_for_bytes_lets_the_next_call_run() -> None:
-    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
-
-        async def attempt(attempt: Attempt) -> None:
-            held = [await sender.allocate((BIG,), torch.int64)]
-            allocating = attempt.start(sender.allocate((BIG,), torch.int64))
-            await allocating.until(lambda: sender.statistics().waiting == 1)
-            behind = await in_line(sender, sender.send(pattern(2, BIG // 2)))
-            await allocating.bring(_freeing(sender, held))
-            if await allocating.completed():
-                assert not behind.done()
-                assert sender.statistics().bytes_in_use == BIG * 8
-                allocating.value.fill_(7)
-            del allocating
-            assert torch.equal(await receiver.receive(await behind), pattern(2, BIG // 2))
-
-        assert await cancel_everywhere(attempt, sender, receiver)
-
-
-@on_one_machine
 async def test_an_allocate_cancelled_in_a_message_returns_its_bytes_only() -> None:
     async with pair(arena_bytes=BIG * 8) as (sender, receiver):
 

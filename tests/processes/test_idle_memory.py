@@ -197,25 +197,3 @@ def kept_by(pid: int) -> list[str]:
     """List the memory, sockets and files that a process has because of the library."""
     found = [target for target in watch.targets(pid) if "memfd" in target]
     return found + ["memory"] * watch.memfds(pid)
-
-
-@pytest.mark.parametrize("place", selection.LOCAL_LINKS, indirect=True)
-async def test_a_large_tensor_can_be_allocated_from_fragmented_free_memory(place: Endpoint) -> None:
-    piece = 10 * MIB
-    async with TensorReceiver(place), TensorSender(place, arena_bytes=6 * piece) as sender:
-        blocks = [await sender.allocate((piece,), torch.uint8) for _ in range(6)]
-        for number, block in enumerate(blocks):
-            block.fill_(number)
-        del block
-        kept = blocks[::2]
-        blocks.clear()
-        await until(lambda: sender.statistics().bytes_in_use == 3 * piece)
-        statistics = sender.statistics()
-        assert statistics.largest_free_bytes == 3 * piece
-        large = await asyncio.wait_for(sender.allocate((2 * piece,), torch.uint8), 60)
-        large.fill_(7)
-        small = sender.send_nowait(torch.zeros(MIB, dtype=torch.uint8))
-        assert sender.statistics().warm_bytes <= 6 * piece
-        assert [int(block.min()) for block in kept] == [0, 2, 4]
-        assert bool((large == 7).all())
-        sender.discard(small)

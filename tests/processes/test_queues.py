@@ -3,11 +3,7 @@
 import asyncio
 import os
 import pickle
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from multiprocessing import get_context
 from typing import Any
 
@@ -23,13 +19,11 @@ from aiotensor import (
     UsageError,
     WouldBlockError,
 )
-from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from tests.pairs import beyond
-from tests.selection import COMPLETE
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.promptly import promptly
-from verification.waiting import settled, until
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -150,67 +144,6 @@ async def test_a_receiver_does_not_open_if_a_process_was_killed_in_get(queue: An
             await TensorReceiver(queue).__aenter__()
 
 
-@pytest.mark.extended
-async def test_a_sender_killed_while_it_sends_delays_no_other(queue: Any) -> None:
-    async with TensorReceiver(queue) as receiver, TensorSender(queue, 64) as sender:
-        for _ in range(5):
-            async with peers.peers(queue, 1) as [api]:
-                name = await api.call(peers.open_sender, 64)
-                api.start(_send_for_ever)
-                delivery = await anext(receiver)
-                while delivery.handle.sender != name:
-                    delivery = await anext(receiver)
-                sent = [asyncio.create_task(sender.send(pattern(seed, 1000))) for seed in range(30)]
-                api.kill()
-                with promptly(), pytest.raises(PeerLostError) as caught:
-                    await receiver.receive(beyond(delivery.handle))
-                assert caught.value.pid == api.pid
-                for seed, sending in enumerate(sent):
-                    assert torch.equal(await receiver.receive(await sending), pattern(seed, 1000))
-            await settled(sender)
-
-
-async def _send_for_ever(state: peers.State) -> None:
-    seed = 0
-    while True:
-        await state.sender.send(pattern(seed, (3, 1000, BIG)[seed % 3]))
-        seed += 1
-
-
-async def _clog(state: peers.State) -> int:
-    """Send messages whose records have many parts, until one of them is not written completely."""
-    sent = 0
-    with suppress(WouldBlockError):
-        while True:
-            state.sender.send_nowait(pattern(sent, 1000))
-            sent += 1
-            if sent % 16 == 0:
-                await asyncio.sleep(0)  # at the end of the iteration, the announcements are written together
-    return sent
-
-
-async def test_a_sender_killed_during_a_record_affects_no_other(queue: Any) -> None:
-    assert MAX_RECORD_BYTES < 16 * 8000
-    async with (
-        peers.peers(queue, 2) as [engine, api],
-        TensorSender(queue) as sender,
-    ):
-        await engine.call(peers.open_receiver)
-        await sender.ready()
-        await api.call(peers.open_sender, 1000)
-        handle = await api.call(peers.send_pattern, 0, 3)
-        assert await engine.call(peers.receive_pattern, handle, 0)
-        await engine.stop()
-        assert await api.call(_clog) > 0
-        api.kill()
-        await api.ended()
-        engine.go_on()
-        with promptly(), pytest.raises(PeerLostError):
-            await engine.call(peers.receive_pattern, beyond(handle), 0)
-        assert await engine.call(peers.receive_pattern, await sender.send(pattern(1, BIG)), 1)
-        await settled(sender)
-
-
 async def _put_half(state: peers.State) -> None:
     """Write half of an object as multiprocessing does, with the lock."""
     endpoint: Any = state.endpoint
@@ -268,37 +201,3 @@ async def test_a_queue_serves_a_new_receiver_and_sender_after_a_killed_receiver(
             await next_engine.call(peers.open_receiver)
             handle = await later.send(pattern(1, BIG))
             assert await next_engine.call(peers.receive_pattern, handle, 1)
-
-
-# Programs
-
-_NO_WARNING_OF_FORKS = (
-    "-W",
-    "ignore:.*fork:DeprecationWarning",
-)  # since Python 3.12, with threads
-
-
-@pytest.mark.promise(4)
-@pytest.mark.parametrize("method", ["fork", *(["spawn", "forkserver"] if COMPLETE else [])])
-def test_a_parent_and_its_child_exit_silently_with_an_open_sender(method: str) -> None:
-    program = _program(method, "exit")
-    output, errors = program.communicate()
-    assert output.split("\n") == ["True", "True", "status 0", ""]
-    assert (program.returncode, errors) == (0, "")
-
-
-@pytest.mark.extended
-def test_a_child_detects_that_its_parent_was_killed() -> None:
-    program = _program("spawn", "kill")
-    output, _ = program.communicate()  # up to the end of the child
-    assert output.split("\n") == ["True", "True", "lost", ""]
-    assert program.returncode == -signal.SIGKILL
-
-
-def _program(*arguments: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, *_NO_WARNING_OF_FORKS, "-m", "tests.processes.stock_program", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )

@@ -19,10 +19,8 @@ import zmq
 
 from aiotensor import PeerLostError, TensorHandle, TensorQueue, TensorReceiver, TensorSender, blocking
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.protocol.exchange import VERSION, Ask, ClientHello, write
 from tests.blocking import waiting
 from tests.channel.parties import Answer, Place, Question, answer, place
-from tests.channel.rogues import raw
 from tests.pairs import endpoint
 from tests.selection import COMPLETE
 from verification import loops
@@ -163,19 +161,6 @@ async def test_a_dropped_server_warns_and_disconnects_its_clients() -> None:
             await serving
 
 
-async def test_a_dropped_server_that_waits_for_tensors_is_released() -> None:
-    with place() as here:
-        async with TensorReceiver(here.tensors) as receiver, raw(zmq.DEALER, here.messages) as client:
-            server = await opened(MessageServer(here.messages, Question, receiver=receiver))
-            await client.send(write(ClientHello(VERSION, os.getpid(), "")))
-            never = TensorHandle("nobody", 0, 0, "int64", (1,), "cpu")
-            await client.send(write(Ask(0, memoryview(b""), (never,), wants_answer=True)))
-            await until(lambda: receiver.statistics().waiting == 1)
-            with unclosed("MessageServer"):
-                del server
-            await until(lambda: receiver.statistics().waiting == 0)
-
-
 async def test_a_dropped_open_message_returns_its_permit(address: str) -> None:
     async with TensorReceiver(address), TensorSender(address, max_concurrent_videos=1) as sender:
         message = await opened(sender.message())
@@ -226,48 +211,6 @@ async def test_calls_that_wait_keep_their_objects_alive() -> None:
         assert torch.equal(outcomes[0], pattern(1, 3))
         del taking
         await until(lambda: seen() is None)
-
-
-async def test_an_iteration_and_a_request_that_wait_keep_server_and_client_alive() -> None:
-    with place() as here:
-        outcomes: list[int] = []
-
-        async def serve(server: MessageServer[Question]) -> None:
-            async for request in server:
-                async with request:
-                    await request.reply(await answer(request.message))
-                break
-            await until(lambda: bool(outcomes))
-            await server.aclose()
-            outcomes.append(0)
-
-        async def ask(client: MessageClient[Answer]) -> None:
-            reply = await client.request(Question(5))
-            await client.aclose()
-            outcomes.append(reply.seed)
-
-        # Nothing here refers to the tasks: the futures that they wait for do.
-        asyncio.create_task(serve(await opened(MessageServer(here.messages, Question))))  # noqa: RUF006
-        await asyncio.sleep(0)
-        collect()
-        asyncio.create_task(ask(await opened(MessageClient(here.messages, reply_type=Answer))))  # noqa: RUF006
-        await asyncio.sleep(0)
-        collect()
-        await until(lambda: outcomes == [5, 0])
-
-
-async def test_an_object_collected_in_another_thread_is_released_in_its_own_loop(address: str) -> None:
-    async with TensorReceiver(address) as receiver:
-        sender = await opened(TensorSender(address, arena_bytes=ARENA))
-        await until(lambda: receiver.statistics().senders == 1)
-        cycle: list[Any] = [sender]
-        cycle.append(cycle)
-        del sender, cycle
-        with unclosed("TensorSender"):
-            thread = threading.Thread(target=gc.collect)
-            thread.start()
-            thread.join()
-        await until(lambda: receiver.statistics().senders == 0)
 
 
 @pytest.mark.usefixtures("no_collections")

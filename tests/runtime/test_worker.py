@@ -1,13 +1,10 @@
 """Worker threads: results, failures and abandoned work."""
 
 import asyncio
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 
 import anyio
 import pytest
@@ -68,20 +65,6 @@ async def test_cancelled_work_that_has_begun_runs_to_its_end() -> None:
     worker.close()
 
 
-async def test_an_error_of_the_callback_does_not_lose_the_result() -> None:
-    worker = Worker("worker under test")
-    errors: list[dict[str, object]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    assert await worker.submit(lambda: 7, fail) == 7
-    await worker.settle()
-    worker.close()
-    assert len(errors) == 1
-
-
 async def test_an_error_of_background_work_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker("worker under test")
 
@@ -104,49 +87,6 @@ async def test_work_that_takes_long_delays_no_other() -> None:
     go_on.set()
     assert await asyncio.gather(*long) == [True, True]
     worker.close()
-
-
-async def test_background_work_runs_after_all_earlier_work() -> None:
-    worker, go_on = Worker("worker under test"), threading.Event()
-    done: list[str] = []
-
-    def work(name: str) -> None:
-        go_on.wait()
-        done.append(name)
-
-    for takes_long in (False, True, False):
-        worker.submit(partial(work, "work"), takes_long=takes_long)
-    worker.begin("tidying up", lambda: done.append("tidied"))
-    assert done == []
-    go_on.set()
-    await worker.settle()
-    assert done == ["work", "work", "work", "tidied"]
-    worker.close()
-
-
-async def test_background_work_shares_a_thread_if_no_thread_can_be_started(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    worker, go_on = Worker("worker under test"), threading.Event()
-    done: list[str] = []
-
-    def work() -> None:
-        go_on.wait()
-        done.append("work")
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    worker.submit(work)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        worker.begin("tidying up", lambda: done.append("tidied"))
-    assert done == []
-    go_on.set()
-    await worker.settle()
-    assert done == ["work", "tidied"]
-    worker.close()
-    assert not caplog.records
 
 
 async def test_work_of_both_kinds_can_use_the_helper_after_the_worker_was_closed() -> None:
@@ -238,24 +178,3 @@ async def test_a_cancelled_call_runs_to_its_end_and_then_frees_its_arguments() -
     go_on.set()
     await asyncio.to_thread(over.wait)
     await until(lambda: alive() is None)
-
-
-@pytest.mark.extended
-def test_a_worker_can_be_closed_when_the_interpreter_ends() -> None:
-    code = """
-import asyncio, atexit, threading
-from aiotensor.runtime.worker import Worker
-
-async def main():
-    worker = Worker("test")
-    worker.submit(go_on.wait)
-    atexit.register(worker.close)
-
-go_on = threading.Event()
-asyncio.run(main())
-go_on.set()  # the loop does not know that the work has ended
-"""
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True
-    )
-    assert not ended.stderr
