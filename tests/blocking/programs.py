@@ -224,22 +224,6 @@ def send_into_a_full_link(receiver: int, *place: str) -> None:
             _say_when(lambda: sender.is_closed and _waits(main), "closes")
 
 
-def linger(server: int, *place: str) -> None:
-    """Close a client that would wait for minutes until its messages are transmitted."""
-    main = threading.get_ident()
-    try:
-        with MessageClient(Place(*place).messages, reply_type=Answer, linger_s=600) as client:
-            client.send(Question(0))
-            _say("connected")
-            until(lambda: watch.is_stopped(server))
-            with suppress(TimeoutError):
-                while True:
-                    client.send(Question(1, pattern(1, 4000)), timeout=0.1)
-            _say_when(lambda: client.is_closed and _waits(main), "closes")
-    finally:
-        _say("closed")
-
-
 # The end of the interpreter
 
 

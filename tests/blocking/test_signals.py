@@ -123,17 +123,3 @@ def test_a_second_interrupt_ends_the_closing(fork_server: ForkServer, place: Pla
         assert ended.status == -signal.SIGINT
         assert ended.errors.count("KeyboardInterrupt\n") == 2
         assert "Exception ignored" not in ended.errors
-
-
-def test_an_interrupt_ends_the_linger_of_a_closing_client(fork_server: ForkServer, place: Place) -> None:
-    with (
-        fork_server.program("serve", *place) as engine,
-        fork_server.program("linger", engine.pid, *place) as program,
-    ):
-        assert program.line() == "connected"
-        engine.stop()
-        assert program.line() == "closes"
-        program.signal()
-        assert program.line() == "closed"
-        engine.go_on()
-        assert _was_interrupted(program.ended())

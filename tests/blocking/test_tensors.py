@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
@@ -112,29 +111,6 @@ def test_a_message_of_several_tensors_has_one_permit_and_is_sent_whole_or_not_at
             pass
         until(lambda: settled(sender, receiver))
         assert sender.statistics().messages_discarded == 1
-
-
-@pytest.mark.parametrize("by_message", [True, False], ids=["message.allocate", "sender.allocate"])
-def test_a_deadlock_of_two_threads_over_memory_raises_would_block_error(
-    by_message: bool, place: Place
-) -> None:
-    def allocate_twice(sender: TensorSender, both: threading.Barrier) -> str:
-        try:
-            with sender.message() as message:
-                allocate = message.allocate if by_message else sender.allocate
-                message.send(allocate((4 * BIG,), torch.int64))
-                both.wait()
-                message.send(allocate((4 * BIG,), torch.int64))
-        except WouldBlockError as error:
-            return str(error)
-        return "sent"
-
-    with TensorReceiver(place.tensors), TensorSender(place.tensors, arena_bytes=10 * 8 * BIG) as sender:
-        both = threading.Barrier(2)
-        threads = [in_thread(partial(allocate_twice, sender, both)) for _ in range(2)]
-        refused, sent = sorted(thread.result() for thread in threads)
-        assert "so the wait would never end" in refused
-        assert sent == "sent"
 
 
 def test_discarding_a_message_at_either_end_releases_its_permit(place: Place) -> None:

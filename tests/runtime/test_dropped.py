@@ -233,22 +233,6 @@ async def test_dropped_objects_are_released_without_the_garbage_collector() -> N
             assert len(texts) == len(seen)
 
 
-@pytest.mark.parametrize("loop", _LOOPS)
-def test_dropped_objects_are_released_when_another_thread_runs_their_loop(loop: str) -> None:
-    with place() as here, asyncio.Runner(loop_factory=loops.FACTORIES[loop]) as runner:
-        complaints: list[object] = []
-        runner.get_loop().set_exception_handler(lambda _, context: complaints.append(context))
-        receiver = runner.run(opened(TensorReceiver(here.tensors)))
-        server = runner.run(opened(MessageServer(here.messages, Question)))
-        with unclosed():
-            del receiver, server
-        thread = threading.Thread(target=runner.get_loop().run_until_complete, args=[asyncio.sleep(0)])
-        thread.start()
-        thread.join()
-        assert not complaints
-        assert not os.listdir(os.path.dirname(here.tensors.removeprefix("unix://")))
-
-
 @pytest.mark.promise(5)
 def test_a_tensor_freed_after_its_loop_was_closed_returns_its_memory(no_collections: None) -> None:
     async def receive(at: str) -> torch.Tensor:
@@ -287,13 +271,15 @@ def test_clients_and_servers_dropped_without_a_running_loop_are_released(loop: s
     # In a separate process, which can be killed if it hangs.
     process = peers.contexts["forkserver"].Process(target=_drop_clients_and_servers, args=(loop,))
     process.start()
-    process.join(60)
+    process.join(100)
     process.kill()
     process.join()
     assert process.exitcode == 0
 
 
 def _drop_clients_and_servers(loop: str) -> None:
+    gc.freeze()  # later collections skip the imported modules
+
     def drop(*, has_keys: bool, is_connected: bool, is_closed: bool, is_cycle: bool) -> None:
         with place() as here, loops.complaints():  # of the authenticator's task
             running = loops.FACTORIES[loop]()
@@ -310,8 +296,8 @@ def _drop_clients_and_servers(loop: str) -> None:
 
     drop(has_keys=True, is_connected=True, is_closed=True, is_cycle=False)  # objects created once remain
     before = _held()
-    for has_keys, is_connected, is_closed, is_cycle in itertools.product((False, True), repeat=4):
-        drop(has_keys=has_keys, is_connected=is_connected, is_closed=is_closed, is_cycle=is_cycle)
+    for has_keys, is_connected, is_closed in itertools.product((False, True), repeat=3):
+        drop(has_keys=has_keys, is_connected=is_connected, is_closed=is_closed, is_cycle=not is_closed)
         assert _held() == before
 
 
