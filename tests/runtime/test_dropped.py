@@ -296,8 +296,8 @@ def _drop_clients_and_servers(loop: str) -> None:
 
     drop(has_keys=True, is_connected=True, is_closed=True, is_cycle=False)  # objects created once remain
     before = _held()
-    for has_keys, is_connected, is_closed in itertools.product((False, True), repeat=3):
-        drop(has_keys=has_keys, is_connected=is_connected, is_closed=is_closed, is_cycle=not is_closed)
+    for has_keys, is_connected, is_closed, is_cycle in itertools.product((False, True), repeat=4):
+        drop(has_keys=has_keys, is_connected=is_connected, is_closed=is_closed, is_cycle=is_cycle)
         assert _held() == before
 
 
