@@ -6,7 +6,7 @@ WHEEL  := .venv-wheel
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Most tests wait for processes: with as many workers as there are cores the suite takes half the time. A test
-# that hangs ends its worker and counts as failed; another worker runs the remaining tests (see tests/workers.py).
+# that hangs ends its worker and counts as failed; a new worker runs the remaining tests.
 XDIST  := --numprocesses auto --dist loadfile --max-worker-restart 8
 PYTEST := $(BIN)/python -m pytest $(XDIST)
 
