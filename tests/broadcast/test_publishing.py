@@ -22,10 +22,10 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor.broadcast import Publisher, Subscriber
-from aiotensor.tensors.dtypes import DTYPES
 from aiotensor.transports.endpoints import Endpoint
 from tests import selection
 from tests.broadcast.audiences import Batch, Broadcasts, idle, received, turns
+from tests.selection import DTYPES
 from verification.fuzz.listening import waiting_at
 from verification.internals import worker_of
 from verification.patterns import BIG, pattern

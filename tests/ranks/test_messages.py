@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from aiotensor import TooLargeError, UnsupportedTensorError
-from aiotensor.tensors.dtypes import DTYPES
 from aiotensor.transports.base import MAX_DATA_BYTES
 from tests.ranks.pipes import Route, ends, in_every_mode
+from tests.selection import DTYPES
 from tests.test_values import VIEWS, random_bits, same_bits
 from verification.patterns import BIG, pattern
 
