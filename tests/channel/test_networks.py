@@ -139,18 +139,6 @@ async def test_a_server_that_moved_to_another_address_is_found_by_its_name(hosts
                 assert await asking == 1
 
 
-async def test_a_client_reconnects_to_a_name_while_no_name_server_answers(hosts: Hosts, keys: Keys) -> None:
-    hosts.b.know({"engine.example": hosts.a.address})
-    async with processes(hosts.b) as (client,):
-        await client.call(open_client, [f"tcp://engine.example:{PORT}"], keys)
-        for _ in range(2):
-            async with processes(hosts.a) as (server,):
-                await server.call(serve, address_of(hosts), keys)
-                with promptly(3):
-                    assert await client.call(ask) == 1
-            hosts.b.know({})
-
-
 def address_of(hosts: Hosts) -> str:
     return f"tcp://{hosts.a.address}:{PORT}"
 
