@@ -373,9 +373,7 @@ def test_a_segment_is_shared_by_a_record_of_its_own_and_counted_by_its_size() ->
     record = sender.attach(3, "arena", SEGMENT_BYTES - 4096)
     assert decode(FROM_SENDER, record) == [Attach(3, "arena", SEGMENT_BYTES - 4096)]
     assert frames_of(sender) == [message()]
-    receiver = new_receiver()
-    receiver.receive(record)
-    receiver.receive(sender.attach(0, "arena", 4096))
+    receiver = new_receiver(Attach(3, "arena", SEGMENT_BYTES - 4096), Attach(0, "arena", 4096))
     assert receiver.segments == {3: SEGMENT_BYTES - 4096, 0: 4096}
 
 
