@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -193,6 +194,7 @@ def main(
     if first is not None:
         first()
     torch.set_num_threads(1)
+    gc.freeze()  # collections skip the imported modules, which take a tenth of a second each time
     with loops.complaints() as complaints, asyncio.Runner(loop_factory=kind.make) as runner:
         runner.run(_serve(State(endpoint), connection, complaints))
 
