@@ -24,6 +24,9 @@ pytestmark = pytest.mark.timeout(LIMIT_S)
 PIXELS = 132 * 1280 * 720 + 250 * 640 * 272 + 120 * 176 * 144
 
 
+pytestmark = pytest.mark.extended
+
+
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return the folder of the demo's temporary files, and check at the end that it is empty."""
@@ -80,9 +83,7 @@ def wait_for_all(session: int) -> None:
             continue
 
 
-@pytest.mark.parametrize(
-    ("link", "workers"), [("unix", 2), pytest.param("queue", 1, marks=pytest.mark.extended)]
-)
+@pytest.mark.parametrize(("link", "workers"), [("unix", 2), ("queue", 1)])
 def test_the_demo_transfers_every_video_without_a_copy(temporary: Path, link: str, workers: int) -> None:
     status, last, output = run(
         *("--requests", "3", "--concurrency", "3", "--max-concurrent-videos", "1"),
@@ -101,7 +102,6 @@ def test_the_demo_transfers_every_video_without_a_copy(temporary: Path, link: st
     assert "30 (1.20 s), 76 (3.04 s), 137 (5.48 s), 187 (7.48 s), 242 (9.68 s)" in output
 
 
-@pytest.mark.extended
 def test_files_that_are_not_videos_are_refused_and_others_are_processed(
     temporary: Path, tmp_path: Path
 ) -> None:
@@ -117,7 +117,6 @@ def test_files_that_are_not_videos_are_refused_and_others_are_processed(
     assert "not a video" in output
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     ("victim", "number", "status", "text"),
     [
