@@ -18,13 +18,10 @@ from demo.clips import sample_clips
 from tests.examples.programs import ROOT
 from tests.pages import LIMIT_S
 
-pytestmark = pytest.mark.timeout(LIMIT_S)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(LIMIT_S)]
 
 # 132, 250 and 120 frames of three clips.
 PIXELS = 132 * 1280 * 720 + 250 * 640 * 272 + 120 * 176 * 144
-
-
-pytestmark = pytest.mark.extended
 
 
 @pytest.fixture
