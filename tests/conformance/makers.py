@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 from aiotensor import TensorHandle, TensorReceiver, TensorSender, WouldBlockError
 from aiotensor.transports.endpoints import Endpoint
-from verification.parties import receiver_at, sender_at
 from verification.patterns import pattern
 from verification.places import LINKS
 from verification.processes import peers
 from verification.processes.peers import Peer
-from verification.waiting import settled, until
+from verification.waiting import settled
 
 __all__ = ["Clogged", "NearReceiver", "NearSender", "PairMaker", "pairs_over", "stopped"]
 
@@ -49,32 +48,24 @@ class PairMaker:
     Attributes:
         endpoint: the endpoint of both; no other test uses it.
         comes_back: whether a sender that lost its receiver connects to the next one.
-        has_engine: whether an engine moves the tensors.
     """
 
     endpoint: Endpoint
     comes_back: bool
-    has_engine: bool
 
     @asynccontextmanager
     async def near_sender(
-        self,
-        max_concurrent_videos: int = 8,
-        arena_bytes: int = 1 << 30,
-        *,
-        long_wait_s: float | None = 10.0,
+        self, max_concurrent_videos: int = 8, arena_bytes: int = 1 << 30
     ) -> AsyncIterator[NearSender]:
         """Open a sender here and its receiver in another process."""
         async with (
             peers.peers(self.endpoint, 1) as [engine],
-            sender_at(self.endpoint, max_concurrent_videos, arena_bytes, long_wait_s=long_wait_s) as sender,
+            TensorSender(self.endpoint, max_concurrent_videos, arena_bytes) as sender,
         ):
             await engine.call(peers.open_receiver)
             # Both have received frames of each other, so the handshake is complete.
             assert await engine.call(peers.receive_pattern, await sender.send(pattern(0, 1)), 0)
             await settled(sender)
-            if self.has_engine:
-                await until(lambda: sender.statistics().engine_connections == 1)
             yield NearSender(sender, engine)
 
     @asynccontextmanager
@@ -84,11 +75,9 @@ class PairMaker:
         """Open a receiver here and its sender in another process."""
         async with (
             peers.peers(self.endpoint, 1) as [api],
-            receiver_at(self.endpoint) as receiver,
+            TensorReceiver(self.endpoint) as receiver,
         ):
             name = await api.call(peers.open_sender, max_concurrent_videos, arena_bytes)
-            if self.has_engine:
-                await until(lambda: receiver.statistics().engine_connections == 1)
             yield NearReceiver(receiver, api, name)
 
     @asynccontextmanager
@@ -107,7 +96,7 @@ class PairMaker:
 def pairs_over(link: str) -> Iterator[PairMaker]:
     """Create an endpoint for pairs, and check at the end that no file of it is left."""
     with LINKS[link].place() as place:
-        yield PairMaker(place.endpoint, LINKS[link].comes_back, LINKS[link].has_engine)
+        yield PairMaker(place.endpoint, LINKS[link].comes_back)
         assert len(place.names()) <= 1  # the socket of a receiver that was killed
 
 
