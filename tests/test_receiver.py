@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import pickle
 import threading
 from collections.abc import Awaitable
 from typing import Any
@@ -34,11 +35,14 @@ from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
+once = pytest.mark.parametrize("link", ["unix"], indirect=True)  # for what does not depend on the link
+
 
 def _one(name: str, value: int) -> dict[str, Any]:
     return {name: value}
 
 
+@once
 async def test_invalid_arguments_raise_errors_that_suggest_a_remedy() -> None:
     queue = TensorQueue()
     for limit in ("max_senders", "max_mapped_bytes", "max_unclaimed_messages"):
@@ -47,6 +51,8 @@ async def test_invalid_arguments_raise_errors_that_suggest_a_remedy() -> None:
     for frame_bytes in (1, 1 << 30):
         with pytest.raises(ValueError, match="max_frame_bytes must be between"):
             TensorReceiver(queue, max_frame_bytes=frame_bytes)
+    with pytest.raises(TypeError, match="TensorQueue"):
+        TensorReceiver(object())  # type: ignore[arg-type]
     async with pair() as (sender, receiver):
         for wrong in (
             TensorHandle(sender.id, -1, 0, "int64", (3,), "cpu"),
@@ -54,8 +60,21 @@ async def test_invalid_arguments_raise_errors_that_suggest_a_remedy() -> None:
         ):
             with pytest.raises(ValueError, match="negative"):
                 await receiver.receive(wrong)
+        with pytest.raises(TypeError, match="decode it with its type"):
+            await receiver.receive({"message": 0})  # type: ignore[arg-type]
 
 
+@once
+async def test_using_an_unopened_receiver_or_reopening_a_closed_one_raises() -> None:
+    receiver = TensorReceiver(TensorQueue())
+    with pytest.raises(UsageError, match="not open yet"):
+        await anext(receiver)
+    await receiver.aclose()
+    with pytest.raises(ClosedError):
+        await receiver.__aenter__()
+
+
+@once
 async def test_receives_fail_with_the_cause_after_listening_has_failed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -80,8 +99,9 @@ async def test_handles_are_received_in_any_order() -> None:
             assert torch.equal(tensor, pattern(seed, tensor.numel()))
 
 
+@once
 async def test_more_answers_in_one_turn_than_a_frame_may_hold_all_arrive() -> None:
-    messages = 2 * 4096 + 1
+    messages = 4096 + 1
     with endpoint() as place:
         async with (
             TensorReceiver(place, max_unclaimed_messages=None) as receiver,
@@ -95,6 +115,7 @@ async def test_more_answers_in_one_turn_than_a_frame_may_hold_all_arrive() -> No
             assert torch.equal(await receiver.receive(await sender.send(pattern(1, 3))), pattern(1, 3))
 
 
+@once
 async def test_a_handle_can_be_awaited_before_its_tensor_and_its_sender_arrive() -> None:
     queue = TensorQueue()
     async with TensorReceiver(queue) as receiver:
@@ -109,9 +130,8 @@ async def test_a_handle_can_be_awaited_before_its_tensor_and_its_sender_arrive()
                 assert torch.equal(await wait, pattern(seed, 3))
 
 
-async def test_a_handle_survives_msgpack_json_and_pickle() -> None:
-    import pickle
-
+@once
+def test_a_handle_survives_msgpack_json_and_pickle() -> None:
     handle = TensorHandle("a" * 32, 3, 1, "float8_e4m3fn", (2, 0, 5), "cpu")
     for codec in (msgspec.msgpack, msgspec.json):
         assert codec.decode(codec.encode(handle), type=TensorHandle) == handle
@@ -119,6 +139,7 @@ async def test_a_handle_survives_msgpack_json_and_pickle() -> None:
     assert hash(handle) == hash(TensorHandle("a" * 32, 3, 1, "float8_e4m3fn", (2, 0, 5), "cpu"))
 
 
+@pytest.mark.promise(13)
 async def test_receiving_a_handle_twice_raises_already_taken_error() -> None:
     async with pair() as (sender, receiver):
         handle = await sender.send(pattern(0, 3))
@@ -130,6 +151,7 @@ async def test_receiving_a_handle_twice_raises_already_taken_error() -> None:
             receiver.receive_nowait(handle)
 
 
+@pytest.mark.promise(29)
 async def test_the_error_of_a_cancelled_copy_keeps_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
     copying, go_on = threading.Event(), threading.Event()
 
@@ -165,6 +187,7 @@ async def _occupy_thread(begun: threading.Semaphore, go_on: threading.Event) -> 
     await anyio.to_thread.run_sync(wait)
 
 
+@once
 async def test_a_copy_for_which_no_thread_can_be_started_leaves_the_tensor_claimable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -232,23 +255,8 @@ async def test_iteration_delivers_whole_messages_and_skips_awaited_tensors() -> 
         assert torch.equal(await waiting, pattern(2, 2))
 
 
-async def test_a_tensor_whose_receive_was_cancelled_is_delivered_by_iteration() -> None:
-    async with pair() as (sender, receiver):
-        waiting = asyncio.create_task(receiver.receive(TensorHandle(sender.id, 0, 0, "int64", (1,), "cpu")))
-        following = asyncio.create_task(anext(receiver))
-        await until(lambda: receiver.statistics().waiting == 2)
-        waiting.cancel()
-        await sender.send(pattern(6, 1))
-        assert torch.equal((await following).tensor, pattern(6, 1))
-
-
-async def test_a_cancelled_iteration_loses_no_tensor_and_closing_ends_iteration() -> None:
-    async with pair() as (sender, receiver):
-        cancelled, following = (asyncio.create_task(anext(receiver)) for _ in range(2))
-        await until(lambda: receiver.statistics().waiting == 2)
-        sender.send_nowait(pattern(1, 3))
-        cancelled.cancel()
-        assert torch.equal((await following).tensor, pattern(1, 3))
+async def test_closing_ends_iteration() -> None:
+    async with pair() as (_, receiver):
         ending = asyncio.create_task(_count(receiver))
         await until(lambda: receiver.statistics().waiting == 1)
         await receiver.aclose()
@@ -260,6 +268,7 @@ async def _count(receiver: TensorReceiver) -> int:
     return len([delivery async for delivery in receiver])
 
 
+@pytest.mark.promise(12)
 async def test_a_message_that_is_not_whole_cannot_be_taken() -> None:
     async with pair() as (sender, receiver):
         async with sender.message() as message:
@@ -270,6 +279,8 @@ async def test_a_message_that_is_not_whole_cannot_be_taken() -> None:
         assert torch.equal(await receiver.receive(handle), pattern(0, 3))
 
 
+@once
+@pytest.mark.promise(16)
 async def test_a_message_discarded_before_it_arrives_is_dropped_when_it_does() -> None:
     queue = TensorQueue()
     async with TensorReceiver(queue) as receiver:
@@ -303,16 +314,6 @@ async def test_discarding_a_message_fails_its_pending_receives() -> None:
                     await message.send(pattern(0, 3))
 
 
-async def test_discarding_a_taken_message_has_no_effect() -> None:
-    async with pair() as (sender, receiver):
-        handle = await sender.send(pattern(0, BIG))
-        tensor = await receiver.receive(handle)
-        receiver.discard(handle)
-        sender.discard(handle)
-        assert torch.equal(tensor, pattern(0, BIG))
-        assert receiver.statistics().messages_discarded == 0
-
-
 async def test_a_tensor_beyond_the_end_of_its_message_was_never_sent() -> None:
     async with pair() as (sender, receiver):
         beyond = TensorHandle(sender.id, 0, 1, "int64", (3,), "cpu")
@@ -324,6 +325,7 @@ async def test_a_tensor_beyond_the_end_of_its_message_was_never_sent() -> None:
         await receiver.receive(handle)
 
 
+@once
 async def test_only_whole_messages_of_a_closed_sender_can_be_received() -> None:
     queue = TensorQueue()
     async with TensorReceiver(queue) as receiver:
@@ -342,6 +344,7 @@ async def test_only_whole_messages_of_a_closed_sender_can_be_received() -> None:
         assert receiver.statistics().senders_lost == 0
 
 
+@pytest.mark.promise(9)
 async def test_a_received_tensor_outlives_both_ends() -> None:
     async with pair() as (sender, receiver):
         tensor = await receiver.receive(await sender.send(pattern(0, BIG)))
@@ -370,52 +373,49 @@ async def test_closing_a_receiver_fails_pending_receives_and_sends() -> None:
         await settled(sender)
 
 
-async def test_a_queue_can_be_used_by_the_next_receiver() -> None:
-    queue = TensorQueue()
-    async with TensorReceiver(queue):
-        pass
-    async with TensorSender(queue) as sender, TensorReceiver(queue) as receiver:
-        handle = await sender.send(pattern(0, BIG))
-        assert torch.equal(await receiver.receive(handle), pattern(0, BIG))
-
-
-async def test_a_second_receiver_on_the_same_queue_is_refused() -> None:
-    queue = TensorQueue()
-    async with TensorReceiver(queue) as first:
-        with pytest.raises(UsageError, match="already has a receiver"):
-            await TensorReceiver(queue).__aenter__()
-        async with TensorSender(queue) as sender:
-            assert torch.equal(await first.receive(await sender.send(pattern(0, 3))), pattern(0, 3))
-
-
+@pytest.mark.promise(14, 26)
 @pytest.mark.parametrize(
     ("limit", "enough_for_one"),
     [("max_senders", 1), ("max_mapped_bytes", 1 << 30), ("max_unclaimed_messages", 8)],
 )
-async def test_receives_from_a_refused_sender_raise_refused_error(limit: str, enough_for_one: int) -> None:
+async def test_a_sender_beyond_a_limit_over_all_senders_is_refused(limit: str, enough_for_one: int) -> None:
     with endpoint() as place:
-        async with (
-            TensorReceiver(place, **_one(limit, enough_for_one)) as receiver,
-            TensorSender(place) as first,
-        ):
-            await receiver.receive(await first.send(pattern(0, 3)))
-            sender = TensorSender(place)
-            beyond = TensorHandle(sender.id, 1, 0, "int64", (1,), "cpu")
-            receiver.discard(TensorHandle(sender.id, 2, 0, "int64", (1,), "cpu"))  # it was reported before
-            waiting = asyncio.create_task(receiver.receive(beyond))
-            await asyncio.sleep(0)
-            async with sender:
-                calls: list[Awaitable[object]] = [waiting]
-                if is_local():
-                    calls.append(receiver.receive(await sender.send(pattern(0, 3))))
-                else:
-                    calls.append(sender.send(pattern(0, 3)))  # which waits until it is admitted
-                for call in calls:
-                    with pytest.raises(RefusedError, match=limit) as caught:
-                        await call
-                    assert caught.value.pid == os.getpid()
+        async with TensorReceiver(place, **_one(limit, enough_for_one)) as receiver:
+            async with TensorSender(place) as first:
+                await receiver.receive(await first.send(pattern(0, 3)))
+                sender = TensorSender(place)
+                beyond = TensorHandle(sender.id, 1, 0, "int64", (1,), "cpu")
+                receiver.discard(
+                    TensorHandle(sender.id, 2, 0, "int64", (1,), "cpu")
+                )  # it was reported before
+                waiting = asyncio.create_task(receiver.receive(beyond))
+                await asyncio.sleep(0)
+                async with sender:
+                    calls: list[Awaitable[object]] = [waiting]
+                    if is_local():
+                        calls.append(receiver.receive(await sender.send(pattern(0, 3))))
+                    else:
+                        calls.append(sender.send(pattern(0, 3)))  # which waits until it is admitted
+                    for call in calls:
+                        with pytest.raises(RefusedError, match=limit) as caught:
+                            await call
+                        assert caught.value.pid == os.getpid()
+                assert receiver.statistics().senders_refused > 0
+                received = await receiver.receive(await first.send(pattern(1, BIG)))
+                assert torch.equal(received, pattern(1, BIG))
+                del received
+                await settled(first)
+                assert receiver.statistics().senders == 1
+            await until(lambda: receiver.statistics().senders == 0)
+            async with TensorSender(place) as second:
+                await second.ready()
+                assert torch.equal(
+                    await receiver.receive(await second.send(pattern(2, BIG))), pattern(2, BIG)
+                )
+            assert receiver.statistics().senders_lost == 0
 
 
+@once
 async def test_a_handle_can_be_awaited_before_its_sender_has_reconnected() -> None:
     with endpoint("unix") as place:
         async with TensorReceiver(place, max_unclaimed_messages=8) as receiver, TensorSender(place) as first:
@@ -428,6 +428,7 @@ async def test_a_handle_can_be_awaited_before_its_sender_has_reconnected() -> No
                 assert torch.equal(await receiver.receive(handle), pattern(0, 3))
 
 
+@pytest.mark.promise(5)
 async def test_memory_returns_when_the_last_view_is_freed_in_whatever_thread() -> None:
     async with pair() as (sender, receiver):
         holder: list[Any] = [await receiver.receive(await sender.send(pattern(0, BIG)))]
@@ -443,6 +444,7 @@ async def test_memory_returns_when_the_last_view_is_freed_in_whatever_thread() -
         assert receiver.statistics().peak_leased_bytes == BIG * 8
 
 
+@once
 async def test_a_tensor_in_a_cycle_returns_its_memory_inside_the_garbage_collector() -> None:
     async with pair() as (sender, receiver):
         cycle: list[Any] = [await receiver.receive(await sender.send(pattern(0, BIG)))]
@@ -452,18 +454,31 @@ async def test_a_tensor_in_a_cycle_returns_its_memory_inside_the_garbage_collect
         await settled(sender)
 
 
-async def test_invalid_handles_and_endpoints_raise_type_error() -> None:
-    async with pair() as (_, receiver):
-        with pytest.raises(TypeError, match="decode it with its type"):
-            await receiver.receive({"message": 0})  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="TensorQueue"):
-            TensorReceiver(object())  # type: ignore[arg-type]
-
-
-async def test_using_an_unopened_receiver_or_reopening_a_closed_one_raises() -> None:
-    receiver = TensorReceiver(TensorQueue())
-    with pytest.raises(UsageError, match="not open yet"):
+@once
+async def test_copies_and_errors_are_counted_and_cancelling_is_no_error() -> None:
+    async with pair() as (sender, receiver):
+        for count in (3, BIG):
+            handle = await sender.send(pattern(0, count))
+            assert torch.equal(await receiver.receive(handle, copy=True), pattern(0, count))
+            handle = await sender.send(pattern(0, count))
+            await receiver.receive(handle)
+        now = receiver.statistics()
+        assert (now.tensors_taken, now.tensors_copied, now.bytes_copied) == (4, 2, (3 + BIG) * 8)
+        for call in (receiver.receive, receiver.arrived):
+            with pytest.raises(AlreadyTakenError):
+                await call(handle)
+        with pytest.raises(AlreadyTakenError):
+            receiver.receive_nowait(handle)
+        with pytest.raises(WouldBlockError):
+            receiver.receive_nowait(beyond(handle))
+        waiting = asyncio.create_task(receiver.receive(beyond(handle)))
+        await until(lambda: receiver.statistics().waiting == 1)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        with pytest.raises(TypeError):
+            await receiver.receive("a name")  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            receiver.discard("a name")  # type: ignore[arg-type]
+    with pytest.raises(StopAsyncIteration):  # which is no error
         await anext(receiver)
-    await receiver.aclose()
-    with pytest.raises(ClosedError):
-        await receiver.__aenter__()
+    assert receiver.statistics().errors == {"AlreadyTakenError": 3, "WouldBlockError": 1, "other": 2}
