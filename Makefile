@@ -6,7 +6,7 @@ WHEEL  := .venv-wheel
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Most tests wait for processes: with as many workers as there are cores the suite takes half the time. A test
-# that hangs ends its worker and counts as failed; another worker runs the remaining tests (see tests/workers.py).
+# that hangs ends its worker and counts as failed; a new worker runs the remaining tests.
 XDIST  := --numprocesses auto --dist loadfile --max-worker-restart 8
 PYTEST := $(BIN)/python -m pytest $(XDIST)
 
@@ -95,7 +95,7 @@ INTO_WHEEL = $(BUILD)/bin/python -m pip --python $(WHEEL)/bin/python install --q
 $(WHEEL)/.programs: $(DIST)/.built
 	$(PYTHON) -m venv --clear --without-pip $(WHEEL)
 	$(INTO_WHEEL) "$$(grep '^torch==' constraints.txt)"
-	$(INTO_WHEEL) "aiotensor[aiohttp,cli,fastapi,nixl,opentelemetry,prometheus,uvloop] @ file://$$(echo $(abspath $(DIST))/*.whl)"
+	$(INTO_WHEEL) "aiotensor[aiohttp,cli,fastapi,opentelemetry,prometheus,uvloop] @ file://$$(echo $(abspath $(DIST))/*.whl)"
 	rm $(WHEEL)/lib/python*/site-packages/aiotensor-*/direct_url.json # the SBOM would contain this path
 	$(BUILD)/bin/cyclonedx-py environment $(WHEEL) --output-reproducible --output-file $(WHEEL)/sbom.json
 	$(INTO_WHEEL) av httpx uvicorn

@@ -1,7 +1,6 @@
-"""Inspect a running receiver and its senders, or a running publisher."""
+"""Inspect a running receiver or publisher."""
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from msgspec.structs import asdict
 
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError, RefusedError, again
 from aiotensor.protocol.connection import Close
-from aiotensor.protocol.frames import SenderSummary, StatisticsReply
+from aiotensor.protocol.frames import SenderSummary
 from aiotensor.protocol.inspector import InspectorConnection
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.runtime.waiting import Waiters
@@ -20,29 +19,26 @@ from aiotensor.transports.address import socket_path
 from aiotensor.transports.base import Transport
 from aiotensor.transports.endpoints import TcpArguments, route_to
 from aiotensor.transports.tensor_queue import TensorQueue
-from aiotensor.types import CurveKey, PublisherStatistics, ReceiverStatistics, SenderStatistics
+from aiotensor.types import CurveKey, PublisherStatistics, ReceiverStatistics
 
 __all__ = ["Inspection", "PublisherInspection", "SenderInspection", "inspect"]
 
 
 class SenderInspection(SenderSummary, frozen=True, array_like=False):
-    """One sender of an inspected receiver, as reported by the receiver and by the sender itself.
+    """One sender of an inspected receiver, as far as the receiver knows it.
 
     Attributes:
         sender: the id of the sender.
         pid: the process id of the sender.
         max_concurrent_videos: the limit on its messages in flight.
         arena_bytes: the limit on its bytes of shared memory.
+        messages: the number of messages that it has announced, on all its connections.
+        in_flight: the number of its messages that were announced, and neither taken nor discarded.
         unclaimed_tensors: the number of its tensors that have arrived and were not taken.
         unclaimed_bytes: the bytes of the unclaimed tensors.
         leases: the number of living tensors at the receiver that pin blocks of its memory.
         leased_bytes: the bytes of these tensors.
-        statistics: the result of its `statistics()`, with at most 8 holders; None if it did not reply.
-        answered_at: the time of its reply, by `time.monotonic`; None if it did not reply.
     """
-
-    statistics: SenderStatistics | None
-    answered_at: float | None
 
 
 class Inspection(msgspec.Struct, frozen=True):
@@ -53,12 +49,14 @@ class Inspection(msgspec.Struct, frozen=True):
         pid: the process id of the receiver.
         statistics: the result of its `statistics()`; numbers above 2^63 - 1 are reported as 2^63 - 1.
         senders: the connected senders, in the order in which they connected.
+        answered_at: the time of the answer, by `time.monotonic`.
     """
 
     receiver: str
     pid: int
     statistics: ReceiverStatistics
     senders: tuple[SenderInspection, ...]
+    answered_at: float
 
 
 class PublisherInspection(msgspec.Struct, frozen=True):
@@ -69,7 +67,7 @@ class PublisherInspection(msgspec.Struct, frozen=True):
         pid: the process id of the publisher.
         statistics: the result of its `statistics()`, with at most 128 subscribers; numbers above 2^63 - 1 are
             reported as 2^63 - 1.
-        answered_at: the time of its answer, by `time.monotonic`.
+        answered_at: the time of the answer, by `time.monotonic`.
     """
 
     publisher: str
@@ -88,18 +86,15 @@ async def inspect(
     """Inspect the receiver or publisher that listens at an address, and return its statistics.
 
     An inspection changes nothing in the inspected process, and does not count towards its limits on senders
-    or subscribers. A receiver requests the statistics of its senders. A sender that is stopped or busy is
-    reported without statistics.
+    or subscribers. The result contains what that process knows; its senders or subscribers are not asked.
 
     Args:
         address: the address, such as ``unix:///run/user/1000/engine.sock``.
-        patience_s: the time limit in seconds for the answer of the receiver or publisher, and then again for
-            the replies of its senders.
+        patience_s: the time limit in seconds for the answer.
         secret_key: the CURVE secret key of this process, for a ``tcp://`` address on another machine.
         server_key: the CURVE public key of the receiver or publisher at that address.
 
-    Waits for the receiver or publisher, and then until each of its senders has replied or the time limit is
-    reached. Cancellation has no side effects.
+    Cancellation has no side effects.
 
     Raises:
         TypeError: `address` is not an address; a queue has none, so it cannot be inspected.
@@ -125,7 +120,7 @@ async def inspect(
             raise _not_listening(address)
         try:
             async with asyncio.timeout(patience_s):
-                await inspector.until(lambda: inspector.connection.has_reports)
+                await inspector.until(lambda: inspector.connection.is_complete)
         except TimeoutError:
             if not (inspector.is_connected or connector.is_backlogged):
                 raise _not_listening(address) from None  # no process has accepted the connection
@@ -134,9 +129,6 @@ async def inspect(
                 "or its event loop is busy; try again, or wait longer",
                 pid=inspector.connection.peer_pid,
             ) from None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
-                await inspector.until(lambda: inspector.connection.has_replies)
         return inspector.inspection()
     finally:
         connector.close()
@@ -153,12 +145,11 @@ def _not_listening(address: str) -> PeerLostError:
 
 
 class _Inspector:
-    """One inspection: its connection, and the reports and replies that arrive on it."""
+    """One inspection: its connection, and the reports that arrive on it."""
 
     def __init__(self) -> None:
         self.connection = InspectorConnection(os.getpid())
         self._transport: Transport | None = None
-        self._replied_at: dict[str, float] = {}
         self._failure: AioTensorError | None = None
         self._changes = Waiters()
 
@@ -175,20 +166,15 @@ class _Inspector:
             await self._changes.wait()
 
     def inspection(self) -> Inspection | PublisherInspection:
-        """Return the reports and replies that have arrived."""
+        """Return the reports that have arrived."""
         connection = self.connection
         if connection.statistics is None or connection.peer_pid is None:
             raise AssertionError("an inspection ends after the last report")
-        statistics = connection.statistics
+        statistics, now = connection.statistics, time.monotonic()
         if isinstance(statistics, PublisherStatistics):
-            now = time.monotonic()
             return PublisherInspection(connection.receiver_id, connection.peer_pid, statistics, now)
-        senders = []
-        for sender, summary in connection.senders.items():
-            reply, replied_at = connection.replies.get(sender), self._replied_at.get(sender)
-            replied = None if reply is None else reply.statistics
-            senders.append(SenderInspection(**asdict(summary), statistics=replied, answered_at=replied_at))
-        return Inspection(connection.receiver_id, connection.peer_pid, statistics, tuple(senders))
+        senders = tuple(SenderInspection(**asdict(row)) for row in connection.senders.values())
+        return Inspection(connection.receiver_id, connection.peer_pid, statistics, senders, now)
 
     def close(self) -> None:
         """Close the connection."""
@@ -213,11 +199,8 @@ class _Inspector:
         close_all(descriptors)  # none are expected
         try:
             for frame in self.connection.receive(data):
-                match frame:
-                    case StatisticsReply():
-                        self._replied_at[frame.sender] = time.monotonic()
-                    case Close():
-                        self._fail(self.connection.closed(frame).error)
+                if isinstance(frame, Close):
+                    self._fail(self.connection.closed(frame).error)
         except (RefusedError, ProtocolError) as error:
             self._fail(again(error))
         self._changes.wake()

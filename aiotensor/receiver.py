@@ -20,7 +20,7 @@ from aiotensor.runtime.worker import in_thread
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.tensors.views import own_copy
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
-from aiotensor.types import CurveKey, Delivery, EngineName, ReceiverStatistics, TensorHandle
+from aiotensor.types import CurveKey, Delivery, ReceiverStatistics, TensorHandle
 
 __all__ = ["TensorReceiver", "has_seen"]
 
@@ -63,9 +63,6 @@ class TensorReceiver(LoopObject):
         client_keys: the CURVE public keys of the senders and inspectors that may connect there.
         peer_timeout_s: the time in seconds without an answer after which a sender at ``tcp://`` is lost; None
             means 2 s, or no limit at a loopback address.
-        engine: "nixl" to receive tensors of more than 1 MiB at ``tcp://`` with NIXL, provided that their
-            sender has chosen NIXL as well and that it works; otherwise, and with None, ZeroMQ carries all
-            tensors. NIXL writes to the memory of this process: see "RDMA" in the documentation.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type.
@@ -84,13 +81,10 @@ class TensorReceiver(LoopObject):
         secret_key: CurveKey | None = None,
         client_keys: Collection[CurveKey] = (),
         peer_timeout_s: float | None = None,
-        engine: EngineName | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("TensorReceiver")
-        self._route = route_to(
-            endpoint, TcpArguments(False, secret_key, None, client_keys, peer_timeout_s, engine)
-        )
+        self._route = route_to(endpoint, TcpArguments(False, secret_key, None, client_keys, peer_timeout_s))
         self._limits = AdmissionLimits(
             _limit("max_senders", max_senders),
             _limit("max_mapped_bytes", max_mapped_bytes),

@@ -10,7 +10,6 @@ import torch
 from aiotensor.errors import again
 from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
-from aiotensor.runtime.cgroups import warn_if_too_large
 from aiotensor.sending.capacity import SenderCapacity
 from aiotensor.sending.grants import unopened_statistics
 from aiotensor.sending.message import Message
@@ -21,7 +20,7 @@ from aiotensor.sending.settings import Settings
 from aiotensor.statistics.counters import ErrorCounter, new_counts
 from aiotensor.tensors.source import Sendable
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
-from aiotensor.types import CurveKey, EngineName, SenderStatistics, TensorHandle
+from aiotensor.types import CurveKey, SenderStatistics, TensorHandle
 
 __all__ = ["OpenMessage", "TensorSender", "capacity_of", "posts_of"]
 
@@ -59,8 +58,6 @@ class TensorSender(LoopObject):
         server_key: the CURVE public key of that receiver.
         peer_timeout_s: the time in seconds without an answer after which the receiver at ``tcp://`` is lost;
             None means 2 s, or no limit at a loopback address.
-        engine: "nixl" to move tensors of more than 1 MiB at ``tcp://`` with NIXL, provided that the receiver
-            has chosen NIXL as well and that it works; otherwise, and with None, ZeroMQ carries all tensors.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type.
@@ -80,13 +77,10 @@ class TensorSender(LoopObject):
         secret_key: CurveKey | None = None,
         server_key: CurveKey | None = None,
         peer_timeout_s: float | None = None,
-        engine: EngineName | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("TensorSender")
-        self._route = route_to(
-            endpoint, TcpArguments(True, secret_key, server_key, (), peer_timeout_s, engine)
-        )
+        self._route = route_to(endpoint, TcpArguments(True, secret_key, server_key, (), peer_timeout_s))
         self._settings = Settings.checked(
             max_concurrent_videos, arena_bytes, keep_warm_s, long_wait_s, max_wait_s, grace_s
         )
@@ -110,7 +104,6 @@ class TensorSender(LoopObject):
     async def __aenter__(self) -> Self:
         self.affinity.enter()
         try:
-            warn_if_too_large(self._id, self._settings.max_bytes)
             self._pipeline = self._capacity.pipeline = Pipeline(
                 self._id,
                 self._route,
@@ -208,28 +201,17 @@ class TensorSender(LoopObject):
     def send_nowait(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor without waiting; the copy runs on this thread.
 
-        Use it for small tensors, or if an error is better than a wait. Arguments and other errors are those
-        of `send`.
+        Use it for small tensors, or if an error is better than a wait. To a receiver at ``tcp://``, the copy
+        is moved after the call, so later messages may arrive before this one, and a failure has the same
+        effects as after `post`. Arguments and other errors are those of `send`.
 
         Raises:
             WouldBlockError: no permit or too few bytes are free, other calls already wait for them, no
                 receiver is connected, or it is slow to read.
         """
-        message: Message | None = None
-        span: tracing.Span | None = None
-        try:
-            pipeline = self._opened()
-            if (tracer := tracing.tracer) is not None:
-                span = tracer.begin("send tensor", pipeline.label)
-            source, plan = pipeline.prepare(tensor)
-            message = pipeline.begin_nowait(plan.new_bytes)
-            handle = pipeline.put_nowait(message, source, plan)
-        except BaseException as error:
-            self._failed(error, message, span)
-            raise
-        if span is not None:
-            span.end(name=f"{handle.sender}.{handle.message}.{handle.tensor}", nbytes=source.nbytes)
-        return handle
+        with self._errors:
+            self._opened()
+        return self._opened_posts().post_in(None, tensor, last=True, copies_now=True)[1]
 
     def post(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor without waiting, and copy the tensor in the worker thread afterwards.

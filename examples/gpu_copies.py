@@ -4,6 +4,11 @@ python examples/gpu_copies.py
 
 It receives one tensor of 150 MiB in shared memory, and copies it several times in each way. Each time is the
 time until the GPU has all bytes. Without a GPU, it says so and ends.
+
+On an H200 with 16 CPU cores, these were the times as multiples of a copy from a pinned buffer that was filled
+before: 2.5 through a pinned buffer, 2.6 with ``frames.pin_memory()`` (which copies into new pinned memory),
+7.7 to 9.3 with ``frames.to(device)``, with or without `non_blocking=True`, and 3.4 to 4.4 with memory that is
+registered for the copy. The copy into the buffer uses several threads, so measure on your machine.
 """
 
 import asyncio
@@ -25,7 +30,7 @@ ROUNDS = 20
 
 @contextmanager
 def registered(tensor: torch.Tensor) -> Iterator[None]:
-    """Pin the memory of a tensor in place while it lives; see "Pinned memory" on the page about GPUs."""
+    """Pin the memory of a tensor in place while it lives; unregister it before the tensor is freed."""
     cuda: Any = torch.cuda.cudart()
     torch.cuda.check_error(cuda.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
     try:

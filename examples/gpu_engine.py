@@ -4,6 +4,26 @@ python examples/gpu_engine.py
 
 It processes the requests that are ready in one batch. While the GPU works on one video, the processor copies
 the next one into pinned memory, from which the GPU fetches it.
+
+aiotensor sends CPU tensors, and a received tensor is in ordinary shared memory. The simplest way to a GPU is
+``frames.to(device)``, in asyncio code ``await asyncio.to_thread(frames.to, device)``, because the copy blocks
+its thread. It can take several times as long as this program, which needs three things:
+
+- A pinned buffer. A GPU reads asynchronously only from pinned memory. Pin memory of your own once, as here:
+  do not register the memory of received tensors (`cudaHostRegister`), which the sender returns to the system
+  when it is idle, and which a `Subscriber` maps privately. examples/gpu_copies.py compares the ways to copy.
+- A stream for copies, which overlap with the computations of other streams.
+- Events. The stream of the model waits for the event of the copy, and the processor waits for it before it
+  writes to the buffer again.
+
+A received tensor must live until its bytes are copied. Without a pinned buffer of your own, that is certain
+only after the event of a copy with `non_blocking=True`: the sender would otherwise write the next tensor into
+the memory that the GPU reads. Remove a tensor from its message to free the memory before the answer.
+
+Send `uint8`, and convert to floats on the GPU: this moves a quarter of the bytes. To send a result, use
+``.cpu()``, or copy it into a tensor from `allocate`, and wait for the copy before `send`. With several GPUs,
+start an engine for each, with its own address and `CUDA_VISIBLE_DEVICES`. CUDA cannot be used in a forked
+process, so start processes with `spawn`.
 """
 
 from itertools import cycle

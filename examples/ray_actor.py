@@ -3,6 +3,20 @@
 python examples/ray_actor.py
 
 It needs `pip install aiotensor ray`.
+
+- Addresses, handles and `MessageQueue` can be arguments of remote calls. Senders, receivers, clients and
+  servers belong to the process that has opened them, so pass an address, and open another object there: in an
+  async actor in a method, because `__init__` does not run in its event loop; in a plain actor with the
+  classes of `aiotensor.blocking`. Ray copies the bytes of a tensor that is an argument.
+- ``unix://`` and ``engine://`` connect processes on one machine, and containers on it need a common folder
+  for the sockets. Between machines, use ``tcp://`` addresses with keys.
+- When an actor is killed, calls of aiotensor that wait for it raise `PeerLostError` within a second, and Ray
+  raises `RayActorError`. An actor with `max_restarts` opens its receiver again at the same address; set
+  `max_task_retries`, too, if a method opens it.
+
+With a tensor of 150 MiB, Ray's object store is as fast as aiotensor for NumPy arrays, and takes 35 to 42
+times as long for torch tensors, which it pickles unless `RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1`. Use the store
+for objects with many readers, and aiotensor for its backpressure, bounded memory and asyncio interface.
 """
 
 import asyncio

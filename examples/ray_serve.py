@@ -4,6 +4,11 @@ python examples/ray_serve.py [PORT]
 curl --data-binary @video.mp4 http://127.0.0.1:8000/videos
 
 It needs `pip install 'aiotensor[fastapi,prometheus]' av 'ray[serve]'`.
+
+- `serve.ingress` gets a function, because Ray Serve would otherwise pickle the application in the driver.
+  `MessageLifespan` opens a client in each replica, and drains it when the replica stops.
+- Each replica has its own permits: four replicas with `max_concurrent_videos=4` may have 16 videos in flight.
+- The engine could also be a deployment of Ray Serve. Each of its replicas then needs its own address.
 """
 
 import signal

@@ -6,22 +6,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from aiotensor import TensorReceiver, TensorSender
-from aiotensor.errors import ProtocolError
+from aiotensor import TensorReceiver
 from aiotensor.inspection import Inspection
 from aiotensor.protocol.frames import (
-    FROM_SENDER,
     MAX_RECORD_BYTES,
     OPENING,
     TO_INSPECTOR,
     VERSION,
-    FromSender,
     Inspect,
-    Opening,
     ReceiverReport,
-    StatisticsReply,
     ToInspector,
-    Welcome,
     decode,
     encode,
 )
@@ -35,7 +29,6 @@ __all__ = [
     "BareInspector",
     "BareReceiver",
     "bare_inspector",
-    "bare_receiver",
     "inspect_patiently",
     "inspecting_bare_receiver",
     "inspector_count",
@@ -45,7 +38,7 @@ PATIENCE_S = 20.0  # longer than any reply takes
 
 
 async def inspect_patiently(address: str) -> Inspection:
-    """Inspect a receiver; all of its senders must reply."""
+    """Inspect a receiver."""
     return await inspect_receiver(address, patience_s=PATIENCE_S)
 
 
@@ -108,16 +101,8 @@ async def bare_inspector(address: str, *, inspects: bool = True) -> AsyncIterato
         yield observer
 
 
-def read_record(record: bytes) -> list[Opening | FromSender]:
-    """Decode a record of a sender or an inspector, the first or a later one."""
-    try:
-        return [*decode(OPENING, record)]
-    except ProtocolError:
-        return [*decode(FROM_SENDER, record)]
-
-
 class BareReceiver:
-    """A receiver on a bare socket, with one sender or inspector."""
+    """A receiver on a bare socket, with one inspector."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -125,34 +110,6 @@ class BareReceiver:
     async def say(self, *frames: Any) -> None:
         """Write frames in one record."""
         assert await say(self.sock, encode(*frames))
-
-    async def replies(self, count: int) -> list[StatisticsReply]:
-        """Read a number of statistics replies."""
-        found: list[StatisticsReply] = []
-        while len(found) < count:
-            record = await asyncio.get_running_loop().sock_recv(self.sock, MAX_RECORD_BYTES)
-            found += [frame for frame in read_record(record) if isinstance(frame, StatisticsReply)]
-        return found
-
-    async def read_all(self) -> list[Opening | FromSender]:
-        """Return all frames until the sender has closed."""
-        found: list[Opening | FromSender] = []
-        while record := await asyncio.get_running_loop().sock_recv(self.sock, MAX_RECORD_BYTES):
-            found += read_record(record)
-        return found
-
-
-@asynccontextmanager
-async def bare_receiver(address: str) -> AsyncIterator[tuple[TensorSender, BareReceiver]]:
-    """Connect a sender to a bare receiver, which admits it."""
-    with waiting_at(address) as listener:
-        async with TensorSender(address, 2000) as sender:
-            sock, _ = await asyncio.get_running_loop().sock_accept(listener)
-            with sock:
-                sock.setblocking(False)
-                receiver = BareReceiver(sock)
-                await receiver.say(Welcome(VERSION, 1, is_admitted=True))
-                yield sender, receiver
 
 
 @asynccontextmanager
@@ -166,6 +123,6 @@ async def inspecting_bare_receiver(
         sock, _ = await loop.sock_accept(listener)
         with sock:
             sock.setblocking(False)
-            [first] = read_record(await loop.sock_recv(sock, MAX_RECORD_BYTES))
+            [first] = decode(OPENING, await loop.sock_recv(sock, MAX_RECORD_BYTES))
             assert isinstance(first, Inspect)
             yield inspecting, BareReceiver(sock)

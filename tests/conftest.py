@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import random
+import signal
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -14,7 +15,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests import selection, workers
+from tests import selection
 from tests.pairs import Links
 from verification.descriptors import our_descriptors
 from verification.networks import Hosts, NoNamespacesError, two_hosts
@@ -24,11 +25,6 @@ from verification.processes import watch
 # A loaded machine must not make a test fail, so examples have no deadline. `make test` has fixed examples.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=not selection.COMPLETE)
 hypothesis.settings.load_profile("tests")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Let tests send signals to the processes that they start, and handle workers that die."""
-    workers.configure(config)
 
 
 def pytest_collection_finish() -> None:
@@ -50,6 +46,16 @@ def pytest_asyncio_loop_factories(
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests that this run does not include."""
     selection.select(config, items)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_for_children() -> None:
+    """Let tests interrupt the programs that they start when the run ignores signals: `nohup make test &`."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            # A new program inherits SIG_IGN, and Python would install no handler for Ctrl-C. A handler that
+            # does nothing has the same effect here, and is reset to the default by `exec`.
+            signal.signal(number, lambda *_: None)
 
 
 @pytest.fixture(params=selection.LINKS)

@@ -10,7 +10,6 @@ from aiotensor.protocol.frames import (
     FromSender,
     Hello,
     Put,
-    StatisticsReply,
     decode,
 )
 from aiotensor.protocol.sender import SenderConnection
@@ -20,37 +19,24 @@ from aiotensor.types import (
     MAX_TRACE_NAME,
     MAX_TRACE_VALUE,
     ReceiverStatistics,
-    SenderStatistics,
 )
 
 __all__ = [
     "NO_WAITS",
-    "REPLY",
     "frames_of",
     "hello",
     "put",
     "receiver_statistics",
     "record_of",
-    "sender_statistics",
 ]
 
 NO_WAITS = WaitCounter().waits()
-
-
-def sender_statistics(**changes: object) -> SenderStatistics:
-    """Return the statistics of an unused sender, with some fields changed."""
-    fields: dict[str, Any] = dict.fromkeys(SenderStatistics.__struct_fields__, 0)
-    fields |= {"permit_waits": NO_WAITS, "memory_waits": NO_WAITS, "errors": {}, "holders": ()}
-    return SenderStatistics(**{**fields, **changes})
 
 
 def receiver_statistics(**changes: object) -> ReceiverStatistics:
     """Return the statistics of an unused receiver, with some fields changed."""
     fields: dict[str, Any] = {**dict.fromkeys(ReceiverStatistics.__struct_fields__, 0), "errors": {}}
     return ReceiverStatistics(**{**fields, **changes})
-
-
-REPLY = StatisticsReply(sender_statistics())
 
 
 def hello(**changes: object) -> Hello:

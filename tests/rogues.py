@@ -21,7 +21,6 @@ from aiotensor.protocol.frames import (
     decode,
     encode,
 )
-from aiotensor.protocol.pages import Range
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.transports.base import Transport
 from aiotensor.transports.endpoints import Endpoint, route_to
@@ -136,12 +135,6 @@ class _Nowhere:
         self, block: int, nbytes: int, start: int, data: memoryview, resume: Callable[[str], None]
     ) -> bool:
         return True
-
-    def reserve(
-        self, block: int, nbytes: int, reserved: Callable[[memoryview | None, str], None]
-    ) -> None: ...
-
-    def watch(self, returned: Callable[[Sequence[Range]], None]) -> None: ...
 
     def free(self, block: int) -> None: ...
 

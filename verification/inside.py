@@ -7,7 +7,6 @@ from typing import Any
 import zmq
 
 from aiotensor.blocking.portal import BlockingObject
-from aiotensor.blocking.thread import Call
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.channel.client_session import ClientSession, IncomingRequest
 from aiotensor.channel.remote_server import RemoteServer
@@ -18,8 +17,6 @@ from aiotensor.transports.zeromq.sockets import LoopSocket
 __all__ = [
     "after_next_lock",
     "arriving",
-    "before_next_call",
-    "before_next_handover",
     "blocked",
     "clients_of",
     "found",
@@ -129,34 +126,6 @@ def worker_of(one: MessageClient[Any] | MessageServer[Any]) -> Worker:
 def is_opening(blocking: BlockingObject[Any, Any]) -> bool:
     """Return whether the event loop has begun to open an object."""
     return blocking._opening._is_running
-
-
-def before_next_call(blocking: BlockingObject[Any, Any], step: Callable[[], object]) -> None:
-    """Call a function when a blocking object is about to begin its next call in the loop."""
-    loop = blocking._loop
-    assert loop is not None
-    begin = loop.begin
-
-    def interrupted(call: Call[Any]) -> None:
-        loop.begin = begin  # type: ignore[method-assign]
-        step()
-        begin(call)
-
-    loop.begin = interrupted  # type: ignore[method-assign]
-
-
-def before_next_handover(blocking: BlockingObject[Any, Any], step: Callable[[], object]) -> None:
-    """Call a function when a thread is about to hand a call over to the loop of a blocking object."""
-    assert blocking._loop is not None
-    loop: Any = blocking._loop._loop
-    hand_over = loop.call_soon_threadsafe
-
-    def interrupted(*args: Any) -> object:
-        loop.call_soon_threadsafe = hand_over
-        step()
-        return hand_over(*args)
-
-    loop.call_soon_threadsafe = interrupted
 
 
 def after_next_lock(blocking: BlockingObject[Any, Any], step: Callable[[], object]) -> None:

@@ -15,8 +15,7 @@ from aiotensor.protocol.audience import Backlog
 from aiotensor.protocol.blocks import Blocks
 from aiotensor.protocol.frames import Hello
 from aiotensor.ranks import RankPipe
-from aiotensor.receiving.inspectors import InspectorPeer
-from aiotensor.receiving.intake import Intake
+from aiotensor.receiving.intake import InspectorPeer, Intake
 from aiotensor.receiving.senders import Senders
 from aiotensor.runtime.descriptors import copy_of, file_of
 from aiotensor.runtime.worker import Worker
@@ -34,7 +33,6 @@ from aiotensor.transports.unix import UnixListener
 
 __all__ = [
     "arrived_at",
-    "awaited_replies",
     "backlogs_of",
     "blocks_of",
     "connections_at",
@@ -288,12 +286,6 @@ def held_by_receiver(receiver: TensorReceiver) -> dict[str, int]:
 def inspectors_of(receiver: TensorReceiver) -> list[InspectorPeer]:
     """List the inspectors of a receiver, the oldest first."""
     return list(intake_of(receiver)._inspectors)
-
-
-def awaited_replies(receiver: TensorReceiver) -> list[set[InspectorPeer]]:
-    """List the inspectors that wait for the statistics of each sender."""
-    peers = senders_of(receiver).connected.values()
-    return [peer.inspectors for peer in peers if peer.connection._awaits_statistics]
 
 
 def listener_of(receiver: TensorReceiver) -> Listener:

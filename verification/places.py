@@ -7,26 +7,21 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 from aiotensor import TensorQueue
 from aiotensor.transports.endpoints import Endpoint
-from aiotensor.transports.tcp import direct
 
 __all__ = [
     "AT_ONCE",
-    "CONFORMING",
     "LINKS",
     "LOCAL",
-    "WITH_ENGINE",
     "Link",
     "Place",
-    "arguments_of",
     "endpoint",
     "free_port",
-    "use_engine_for_all",
 ]
 
 # Below the ports that the kernel gives to outgoing connections. Each worker of a test run has its own: a port
@@ -34,9 +29,6 @@ __all__ = [
 _FIRST_PORT, _PORTS = 20000, 1000
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 10
 _next_port = itertools.count(secrets.randbelow(_PORTS))
-
-WITH_ENGINE = {"engine": "nixl"}  # arguments
-_ENGINE_HOST = "127.0.0.2"  # distinguishes these endpoints from others
 
 
 class Place(NamedTuple):
@@ -60,14 +52,12 @@ class Link(NamedTuple):
         comes_back: whether a sender that lost its receiver connects to the next one at the same endpoint.
         is_local: whether both sides share memory.
         connects_at_once: whether connecting to a receiver that listens takes no time.
-        has_engine: whether an engine moves the tensors.
     """
 
     place: Callable[[], AbstractContextManager[Place]]
     comes_back: bool
     is_local: bool = True
     connects_at_once: bool = True
-    has_engine: bool = False
 
 
 @contextmanager
@@ -104,24 +94,6 @@ def _at_a_port() -> Iterator[Place]:
     yield Place(f"tcp://127.0.0.1:{free_port()}", list)
 
 
-@contextmanager
-def _with_an_engine() -> Iterator[Place]:
-    yield Place(f"tcp://{_ENGINE_HOST}:{free_port()}", list)
-
-
-def arguments_of(endpoint: Endpoint) -> Mapping[str, Any]:
-    """Return the arguments of senders, receivers, publishers and subscribers at an endpoint of a link."""
-    if not str(endpoint).startswith(f"tcp://{_ENGINE_HOST}:"):
-        return {}
-    use_engine_for_all()
-    return WITH_ENGINE
-
-
-def use_engine_for_all() -> None:
-    """Let engines of this process move all tensors that are copied, also short ones."""
-    direct.LEAST_BYTES = 1
-
-
 def free_port() -> int:
     """Return a free port that no outgoing connection gets."""
     while True:
@@ -139,12 +111,6 @@ LINKS = {
     "stock": Link(_on_a_stock_queue, comes_back=False, connects_at_once=False),
     "tcp": Link(_at_a_port, comes_back=True, is_local=False, connects_at_once=False),
     "unix": Link(_at_an_address, comes_back=True),
-}
-
-# The links of the conformance tests.
-CONFORMING = {
-    **LINKS,
-    "nixl": Link(_with_an_engine, comes_back=True, is_local=False, connects_at_once=False, has_engine=True),
 }
 
 LOCAL = [name for name, link in LINKS.items() if link.is_local]

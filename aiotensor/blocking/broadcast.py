@@ -11,7 +11,6 @@ from aiotensor.errors import ClosedError
 from aiotensor.transports.endpoints import Endpoint
 from aiotensor.types import (
     CurveKey,
-    EngineName,
     Publication,
     Published,
     PublisherStatistics,
@@ -83,7 +82,6 @@ class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], 
         secret_key: CurveKey | None = ...,
         server_key: CurveKey | None = ...,
         peer_timeout_s: float | None = ...,
-        engine: EngineName | None = ...,
     ) -> None: ...
 
     @overload
@@ -97,7 +95,6 @@ class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], 
         secret_key: CurveKey | None = ...,
         server_key: CurveKey | None = ...,
         peer_timeout_s: float | None = ...,
-        engine: EngineName | None = ...,
     ) -> None: ...
 
     def __init__(
@@ -110,7 +107,6 @@ class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], 
         secret_key: CurveKey | None = None,
         server_key: CurveKey | None = None,
         peer_timeout_s: float | None = None,
-        engine: EngineName | None = None,
     ) -> None:
         super().__init__(
             broadcast.Subscriber(
@@ -121,7 +117,6 @@ class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], 
                 secret_key=secret_key,
                 server_key=server_key,
                 peer_timeout_s=peer_timeout_s,
-                engine=engine,
             )
         )
 

@@ -15,12 +15,11 @@ from aiotensor.protocol.frames import MAX_RECORD_BYTES, Subscribe
 from aiotensor.receiving.intake import Intake
 from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
-from aiotensor.runtime.cgroups import warn_if_too_large
 from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
 from aiotensor.transports.base import Listener
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
-from aiotensor.types import MAX_NUMBER, CurveKey, EngineName, Published, PublisherStatistics
+from aiotensor.types import MAX_NUMBER, CurveKey, Published, PublisherStatistics
 
 __all__ = ["Publisher"]
 
@@ -70,8 +69,6 @@ class Publisher(LoopObject):
             endpoint.
         peer_timeout_s: the time in seconds without an answer after which a subscriber at a ``tcp://``
             endpoint is lost; None means 2 s, or no limit at a loopback address.
-        engine: "nixl" to move tensors of more than 1 MiB with NIXL over ``tcp://``, provided that NIXL works
-            and the subscriber has chosen it as well; otherwise, and with None, ZeroMQ carries all tensors.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type.
@@ -94,13 +91,10 @@ class Publisher(LoopObject):
         secret_key: CurveKey | None = None,
         client_keys: Collection[CurveKey] = (),
         peer_timeout_s: float | None = None,
-        engine: EngineName | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("Publisher")
-        self._route = route_to(
-            endpoint, TcpArguments(False, secret_key, None, client_keys, peer_timeout_s, engine)
-        )
+        self._route = route_to(endpoint, TcpArguments(False, secret_key, None, client_keys, peer_timeout_s))
         self._settings = PublisherSettings(
             _at_least("arena_bytes", arena_bytes, 1),
             _at_least("max_behind", max_behind, 1),
@@ -127,7 +121,6 @@ class Publisher(LoopObject):
     async def __aenter__(self) -> Self:
         self.affinity.enter()
         try:
-            warn_if_too_large(self._id, self._settings.max_bytes)
             publishing = Publishing(self._id, self._settings, self._counts, self._errors)
             self._publishing = publishing
             self._intake = Intake(self._id, MAX_RECORD_BYTES, publishing.subscribers)

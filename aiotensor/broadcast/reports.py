@@ -9,7 +9,6 @@ from aiotensor.runtime.logs import logger_of
 from aiotensor.sending.gates import Gate
 from aiotensor.sending.memory import Memory
 from aiotensor.statistics.counters import ErrorCounter, snapshot
-from aiotensor.transports.base import engine_connections
 from aiotensor.types import PublisherStatistics, Usage
 
 __all__ = ["Reports"]
@@ -59,7 +58,6 @@ class Reports:
             self._counts,
             subscribers=len(lags),
             max_subscribers=settings.max_subscribers,
-            engine_connections=engine_connections(memory.movers),
             lags=tuple(lags),
             max_behind=settings.max_behind,
             behind=lags[0].behind if lags else 0,

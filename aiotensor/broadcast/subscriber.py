@@ -11,7 +11,7 @@ from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.waiting import seconds_or_never
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
-from aiotensor.types import CurveKey, EngineName, Publication, SubscriberStatistics
+from aiotensor.types import CurveKey, Publication, SubscriberStatistics
 
 __all__ = ["Subscriber"]
 
@@ -43,9 +43,6 @@ class Subscriber(LoopObject, Generic[T]):
         server_key: the CURVE public key of the publisher at a ``tcp://`` endpoint.
         peer_timeout_s: the time in seconds without an answer after which the publisher at a ``tcp://``
             endpoint is lost; None means 2 s, or no limit at a loopback address.
-        engine: "nixl" to let the publisher move tensors of more than 1 MiB with NIXL over ``tcp://``,
-            provided that NIXL works and the publisher has chosen it as well. NIXL writes to the memory of
-            this process: see "RDMA" in the documentation.
 
     Raises:
         TypeError: the endpoint or a limit has the wrong type, or msgspec cannot decode the type.
@@ -62,7 +59,6 @@ class Subscriber(LoopObject, Generic[T]):
         secret_key: CurveKey | None = ...,
         server_key: CurveKey | None = ...,
         peer_timeout_s: float | None = ...,
-        engine: EngineName | None = ...,
     ) -> None: ...
 
     @overload
@@ -76,7 +72,6 @@ class Subscriber(LoopObject, Generic[T]):
         secret_key: CurveKey | None = ...,
         server_key: CurveKey | None = ...,
         peer_timeout_s: float | None = ...,
-        engine: EngineName | None = ...,
     ) -> None: ...
 
     def __init__(
@@ -89,13 +84,10 @@ class Subscriber(LoopObject, Generic[T]):
         secret_key: CurveKey | None = None,
         server_key: CurveKey | None = None,
         peer_timeout_s: float | None = None,
-        engine: EngineName | None = None,
     ) -> None:
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("Subscriber")
-        self._route = route_to(
-            endpoint, TcpArguments(True, secret_key, server_key, (), peer_timeout_s, engine)
-        )
+        self._route = route_to(endpoint, TcpArguments(True, secret_key, server_key, (), peer_timeout_s))
         self._decoder: TensorDecoder[T] = TensorDecoder(type)
         if max_mapped_bytes is not None and operator.index(max_mapped_bytes) < 1:
             raise ValueError(f"max_mapped_bytes must be at least 1, or None, got {max_mapped_bytes}")

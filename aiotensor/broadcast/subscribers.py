@@ -22,7 +22,7 @@ from aiotensor.protocol.broadcast import Admit
 from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import Hello, Subscribe, Welcome
 from aiotensor.protocol.publisher import PublisherConnection
-from aiotensor.receiving.inspectors import InspectorPeer
+from aiotensor.receiving.intake import InspectorPeer
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.sending.memory import Memory
@@ -206,9 +206,6 @@ class Subscribers:
         )
         inspector.connection.report_publisher(self._statistics())
         inspector.flush()
-
-    def inspector_ended(self, inspector: InspectorPeer) -> None:
-        """Do nothing, because an inspector receives a single report."""
 
     def broken(self, pid: int | None, reason: str) -> None:
         """Log that an unidentified connection or an inspector broke the protocol."""

@@ -34,7 +34,7 @@ from aiotensor.runtime import tracing
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters, at_most
 from aiotensor.statistics.counters import ErrorCounter, snapshot
-from aiotensor.transports.base import Connector, ConnectorEvents, Transport, engine_connections
+from aiotensor.transports.base import Connector, ConnectorEvents, Transport
 from aiotensor.types import Publication, SubscriberStatistics, Usage
 
 __all__ = ["Subscription"]
@@ -140,7 +140,6 @@ class Subscription(Generic[T]):
             SubscriberStatistics,
             self._counts,
             publishers=int(is_connected),
-            engine_connections=engine_connections([] if session is None else [session.transport.mover]),
             waiting=len(self._waiters),
             unclaimed=sum(isinstance(item, Arrived) for item in self._inbox),
             mapped_bytes=mappings.lingering_bytes + arena_bytes,

@@ -158,7 +158,6 @@ class RemoteServer:
 
     def close(self, error: AioTensorError, linger_s: float = 0.0) -> None:
         """Close, and fail waiting requests; ZeroMQ has `linger_s` seconds to send accepted messages."""
-        self._dialer.close()
         self._end(error, linger_s)
         self.outage.end()
 

@@ -9,9 +9,7 @@ def main() -> None:
     """Run the command line, and exit with its status."""
     if find_spec("click") is None:
         # Python prints this to stderr and exits with status 1.
-        raise SystemExit("`aiotensor` needs click: pip install click rich")
+        raise SystemExit("`aiotensor` needs click: pip install click")
     from aiotensor.cli.command import aiotensor
-    from aiotensor.cli.output import checked_output
 
-    with checked_output():
-        aiotensor(prog_name="aiotensor")
+    aiotensor(prog_name="aiotensor")

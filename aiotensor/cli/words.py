@@ -1,8 +1,6 @@
-"""Format numbers and texts for the output of the subcommands."""
+"""Format sizes, and texts that may come from a peer."""
 
-__all__ = ["brief", "by_engine", "counted", "in_words", "of_limit", "printable", "short"]
-
-_LEAST_WITHOUT_POINT = 99.95  # rounds to 100.0
+__all__ = ["in_words", "printable", "short"]
 
 
 def in_words(nbytes: int) -> str:
@@ -14,29 +12,9 @@ def in_words(nbytes: int) -> str:
 
 
 def short(nbytes: float) -> str:
-    """Format a number of bytes in few characters: 4.2M is 4.2 MiB, and 420M is 420.0 MiB."""
+    """Format a number of bytes in few characters: 4.2M is 4.2 MiB."""
     amount, unit = in_words(round(nbytes)).split()
-    return f"{brief(float(amount)) if '.' in amount else amount}{unit[0].upper()}"
-
-
-def brief(amount: float) -> str:
-    """Format a number with one decimal if it is less than 100, and without decimals otherwise."""
-    return f"{amount:.1f}" if amount < _LEAST_WITHOUT_POINT else f"{amount:.0f}"
-
-
-def counted(count: int, noun: str) -> str:
-    """Format a count with its noun, in the plural unless the count is 1."""
-    return f"{count} {noun}" + ("" if count == 1 else "s")
-
-
-def by_engine(connections: int) -> list[str]:
-    """Return a list with the number of connections that use an engine; an empty list if there are none."""
-    return [f"{connections} by NIXL"] if connections else []
-
-
-def of_limit(value: object, limit: object | None, of: str = " of ") -> str:
-    """Format a value and its limit; the value alone if there is no limit (None)."""
-    return f"{value}" if limit is None else f"{value}{of}{limit}"
+    return f"{amount}{unit[0].upper()}"
 
 
 def printable(text: str) -> str:

@@ -2,7 +2,7 @@
 
     pytest_plugins = ["aiotensor.integrations.pytest"]  # in conftest.py
 
-docs/testing.md describes the fixtures. The package has no entry point for pytest: pytest would then import
+docs/guide.md describes the fixtures. The package has no entry point for pytest: pytest would then import
 torch at the start of every run in the environment, including runs that test other projects.
 """
 

@@ -10,23 +10,19 @@
       | Put(message, tensor, ..., last)         |   one for each tensor
       | End(message, count)                     |   or Put(last=True): the message is whole
       | Discard(message)                        |   the sender withdraws the message
-      | StatisticsReply(statistics)             |   one for each StatisticsRequest
       | --------------------------------------> |
       |                         Taken(messages) |   returns permits
       |                     Discarded(messages) |   returns permits of messages that no call will take
       |                         Release(blocks) |   returns memory
-      |                     StatisticsRequest() |
       | <-------------------------------------- |
       | Close(reason)     either way            |   the last frame; earlier frames remain valid
       | <-------------------------------------> |
 
-    inspector                      receiver                          sender
-      | Inspect(version, pid)        |                                 |   alone in the first record
-      | ---------------------------> |                                 |
-      |  Welcome, ReceiverReport ... | StatisticsRequest()             |   to senders without a pending one
-      | <--------------------------- | ------------------------------> |
-      |         StatisticsReply(...) |            StatisticsReply(...) |   forwarded as each sender replies
-      | <--------------------------- | <------------------------------ |
+    inspector                                receiver
+      | Inspect(version, pid)                   |   alone in the first record
+      | --------------------------------------> |
+      |             Welcome, ReceiverReport ... |   as many reports as the senders need
+      | <-------------------------------------- |
 
 A publisher answers an inspector with a `Welcome` and a `PublisherReport`; its other frames are in
 `aiotensor.protocol.broadcast`.
@@ -50,7 +46,6 @@ from aiotensor.types import (
     Number,
     PublisherStatistics,
     ReceiverStatistics,
-    SenderStatistics,
     TraceContext,
 )
 
@@ -63,7 +58,6 @@ __all__ = [
     "MAX_DIMENSIONS",
     "MAX_FRAMES",
     "MAX_HELLO_BYTES",
-    "MAX_HOLDERS",
     "MAX_NUMBERS",
     "MAX_RECORD_BYTES",
     "MAX_ROWS",
@@ -89,8 +83,6 @@ __all__ = [
     "ReceiverReport",
     "Release",
     "SenderSummary",
-    "StatisticsReply",
-    "StatisticsRequest",
     "Subscribe",
     "Taken",
     "ToInspector",
@@ -133,10 +125,6 @@ MAX_HELLO_BYTES = 4 * 1024
 # The maximum number of tensors in a message. Tensors placed inline use no shared memory, so only this limit
 # bounds their bytes.
 MAX_TENSORS = 1024
-
-# The maximum number of holders in a `StatisticsReply`, the longest first. With it, every reply fits into a
-# record of any receiver, and can be forwarded.
-MAX_HOLDERS = 8
 
 # The maximum number of senders in a `ReceiverReport`, and of subscribers in a `PublisherReport`: so many fit
 # into a record, even with the longest names. The remaining senders follow in further reports.
@@ -232,20 +220,6 @@ class Discard(msgspec.Struct, frozen=True, array_like=True, tag="discard"):
     message: Number
 
 
-class StatisticsRequest(msgspec.Struct, frozen=True, array_like=True, tag="statistics request"):
-    """Request the statistics of a sender for an inspector."""
-
-
-class StatisticsReply(msgspec.Struct, frozen=True, array_like=True, tag="statistics reply"):
-    """Reply to a `StatisticsRequest`, with at most `MAX_HOLDERS` holders.
-
-    The receiver sets `sender` to the id of the sender, and forwards the reply to inspectors.
-    """
-
-    statistics: SenderStatistics
-    sender: OptionalName = ""
-
-
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """Answer a `Hello`, a `Subscribe` or an `Inspect`.
 
@@ -279,12 +253,18 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
 
 
 class SenderSummary(msgspec.Struct, frozen=True, array_like=True):
-    """The state of one sender, as its receiver knows it."""
+    """The state of one sender, as its receiver knows it.
+
+    `messages` is the number of messages that the sender has announced, on all its connections. `in_flight` is
+    the number of those that have neither been taken nor discarded.
+    """
 
     sender: Name
     pid: Number
     max_concurrent_videos: Number
     arena_bytes: Number
+    messages: Number
+    in_flight: Number
     unclaimed_tensors: Number
     unclaimed_bytes: Number
     leases: Number
@@ -306,13 +286,13 @@ class PublisherReport(msgspec.Struct, frozen=True, array_like=True, tag="publish
 
 
 Opening = Hello | Inspect | Subscribe
-FromSender = Attach | Begin | Put | End | Discard | StatisticsReply | Close
-ToSender = Welcome | Taken | Discarded | Release | StatisticsRequest | Close
-ToInspector = Welcome | ReceiverReport | PublisherReport | StatisticsReply | Close
+FromSender = Attach | Begin | Put | End | Discard | Close
+ToSender = Welcome | Taken | Discarded | Release | Close
+ToInspector = Welcome | ReceiverReport | PublisherReport | Close
 
 Frame = Opening | FromSender | ToSender | ToInspector
 Frames = TypeVar("Frames")
-Statistics = TypeVar("Statistics", SenderStatistics, ReceiverStatistics, PublisherStatistics)
+Statistics = TypeVar("Statistics", ReceiverStatistics, PublisherStatistics)
 
 # Encodes a sequence of frames as one record.
 encode_record: Callable[[Sequence[object]], bytes] = msgspec.msgpack.Encoder().encode

@@ -6,9 +6,8 @@ The inspector's end, `InspectorConnection`:
        |                                              ^
        '--Welcome of another version; Close; violation'
 
-A receiver sends one or more `ReceiverReport` frames, and then forwards one `StatisticsReply` of each sender.
-A publisher sends a `PublisherReport`. The inspected end, `InspectedConnection`, is open from the `Inspect`
-on, and accepts no further frame.
+A receiver sends one or more `ReceiverReport` frames, and a publisher a `PublisherReport`. The inspected end,
+`InspectedConnection`, is open from the `Inspect` on, and accepts no further frame.
 """
 
 from collections.abc import Sequence
@@ -29,7 +28,6 @@ from aiotensor.protocol.frames import (
     PublisherReport,
     ReceiverReport,
     SenderSummary,
-    StatisticsReply,
     ToInspector,
     Welcome,
     bounded,
@@ -51,8 +49,7 @@ class InspectorConnection(RecordConnection[ToInspector, Inspect]):
         receiver_id: the id of the receiver or publisher; "" before the `Welcome`.
         statistics: the statistics of the receiver or publisher; None before the first report.
         senders: the senders in the reports, by their ids.
-        replies: the replies of senders, by the ids of the senders.
-        has_reports: whether the last report has arrived.
+        is_complete: whether the last report has arrived.
     """
 
     def __init__(self, pid: int) -> None:
@@ -60,14 +57,8 @@ class InspectorConnection(RecordConnection[ToInspector, Inspect]):
         self.receiver_id = ""
         self.statistics: ReceiverStatistics | PublisherStatistics | None = None
         self.senders: dict[str, SenderSummary] = {}
-        self.replies: dict[str, StatisticsReply] = {}
-        self.has_reports = False
+        self.is_complete = False
         self._records.append(encode(Inspect(VERSION, pid)))
-
-    @property
-    def has_replies(self) -> bool:
-        """Whether every sender has replied."""
-        return self.has_reports and len(self.replies) == len(self.senders)
 
     def _validate(self, frame: ToInspector) -> None:
         match frame:
@@ -77,21 +68,15 @@ class InspectorConnection(RecordConnection[ToInspector, Inspect]):
                 self.state = OPEN
             case ReceiverReport():
                 self.check_open()
-                if self.has_reports:
+                if self.is_complete:
                     raise ProtocolError("it sent a report after the last one")
-                self.statistics, self.has_reports = frame.statistics, frame.last
+                self.statistics, self.is_complete = frame.statistics, frame.last
                 self.senders.update((row.sender, row) for row in frame.senders)
             case PublisherReport():
                 self.check_open()
                 if self.statistics is not None:
                     raise ProtocolError("it sent a second report")
-                self.statistics, self.has_reports = frame.statistics, True
-            case StatisticsReply():
-                if not self.has_reports or frame.sender not in self.senders:
-                    raise ProtocolError("it forwarded a reply of a sender that it did not report")
-                if frame.sender in self.replies:
-                    raise ProtocolError("it forwarded two replies of one sender")
-                self.replies[frame.sender] = frame
+                self.statistics, self.is_complete = frame.statistics, True
             case Close():
                 self.state = CLOSED
 
@@ -125,10 +110,6 @@ class InspectedConnection(RecordConnection[FromSender, ToInspector]):
             rows = tuple(senders[start : start + MAX_ROWS])
             last = start + MAX_ROWS >= len(senders)
             self._send(ReceiverReport(bounded(statistics), rows, last), MAX_RECORD_BYTES)
-
-    def forward(self, reply: StatisticsReply) -> None:
-        """Forward the reply of a sender, which contains the id of the sender."""
-        self._send(reply, MAX_RECORD_BYTES)
 
     def _validate(self, frame: FromSender) -> None:
         raise ProtocolError("it sent another frame after `Inspect`, its only one")

@@ -12,7 +12,6 @@ the bytes of each block to the same offset in it, before it sends the record tha
       | RECORD frames                                               |   as on one machine
       | DATA frames, then the bytes of a tensor                     |   up to a MiB, with the record about it
       | STEP segment, block, range, then its bytes                  |   one for each MiB of a block
-      | DIRECT message                                              |   instead of steps: see `direct`
       | FREE segment, block                                         |   the block is no longer used
       | ----------------------------------------------------------> |
       |       ACK bytes of steps, bytes of records, since the start |
@@ -39,7 +38,6 @@ __all__ = [
     "BATCH",
     "BYE",
     "DATA",
-    "DIRECT",
     "FREE",
     "MAX_BATCH",
     "OPEN",
@@ -63,7 +61,7 @@ __all__ = [
 ]
 
 # The kind of a message, which is its first byte.
-RECORD, STEP, FREE, ACK, BYE, OPEN, BATCH, DATA, DIRECT = range(9)
+RECORD, STEP, FREE, ACK, BYE, OPEN, BATCH, DATA = range(8)
 
 _VERSION = 3
 OPENING = bytes([OPEN, _VERSION]) + b"aiotensor"

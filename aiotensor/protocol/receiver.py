@@ -23,7 +23,6 @@ from aiotensor.protocol.answers import AnsweringConnection
 from aiotensor.protocol.connection import CLOSED, OPEN, OPENING, Close
 from aiotensor.protocol.frames import (
     FROM_SENDER,
-    MAX_HOLDERS,
     MAX_RECORD_BYTES,
     MAX_TENSORS,
     VERSION,
@@ -34,12 +33,11 @@ from aiotensor.protocol.frames import (
     FromSender,
     Hello,
     Put,
-    StatisticsReply,
-    StatisticsRequest,
     ToSender,
     Welcome,
 )
 from aiotensor.protocol.segments import add_segment
+from aiotensor.types import MAX_NUMBER
 
 __all__ = ["AdmissionLimits", "ReceiverConnection"]
 
@@ -117,7 +115,11 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
         self._max_segment_bytes = max_segment_bytes
         self._next_message = hello.first_message
         self._messages: dict[int, int] = {}  # the number of tensors that have arrived, or _WHOLE
-        self._awaits_statistics = False
+
+    @property
+    def messages(self) -> int:
+        """The number of messages that the sender has announced, also on its earlier connections."""
+        return min(self._next_message, MAX_NUMBER)
 
     @property
     def in_flight(self) -> int:
@@ -146,14 +148,6 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
         """Return the permit of a message that no call will take, if it has begun and not ended."""
         if self._messages.pop(message, None) is not None:
             self._discarded.append(message)
-
-    def request_statistics(self) -> bool:
-        """Request the statistics of the sender; return False if the reply to the last request is pending."""
-        if self._awaits_statistics:
-            return False
-        self._awaits_statistics = True
-        self._send(StatisticsRequest())
-        return True
 
     # Frames of the sender
 
@@ -196,12 +190,6 @@ class ReceiverConnection(AnsweringConnection[FromSender, ToSender]):
             case Attach():
                 left = self._max_segment_bytes - sum(self.segments.values())
                 add_segment(self.segments, frame, left, self.hello.arena_bytes)
-            case StatisticsReply():
-                if not self._awaits_statistics:
-                    raise ProtocolError("it sent statistics without a request")
-                if len(frame.statistics.holders) > MAX_HOLDERS:
-                    raise ProtocolError(f"it sent statistics with more than {MAX_HOLDERS} holders")
-                self._awaits_statistics = False
             case Close():
                 self.state = CLOSED
 

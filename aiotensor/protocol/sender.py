@@ -15,13 +15,10 @@ Messages may be announced before the `Welcome`. The receiver may answer a messag
 in the meantime; the owner of the connection ignores such an answer.
 """
 
-from msgspec.structs import replace
-
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.connection import CLOSED, OPEN, Close
 from aiotensor.protocol.frames import (
     LEAST_FRAME_BYTES,
-    MAX_HOLDERS,
     MAX_RECORD_BYTES,
     TO_SENDER,
     VERSION,
@@ -33,20 +30,16 @@ from aiotensor.protocol.frames import (
     FromSender,
     Hello,
     Put,
-    StatisticsReply,
     Taken,
     ToSender,
     Welcome,
-    bounded,
     encode,
 )
 from aiotensor.protocol.records import RecordConnection
-from aiotensor.types import SenderStatistics
 
 __all__ = ["SenderConnection"]
 
 _WHOLE = -1
-_REPLY_BYTES = 4096  # longer than any `StatisticsReply` of this library
 
 
 class SenderConnection(RecordConnection[ToSender, FromSender]):
@@ -102,11 +95,6 @@ class SenderConnection(RecordConnection[ToSender, FromSender]):
         """Withdraw a message that has not ended; answers to it are ignored from now on."""
         del self._messages[message]
         self._send(Discard(message))
-
-    def reply(self, statistics: SenderStatistics) -> None:
-        """Reply to a `StatisticsRequest`, with the `MAX_HOLDERS` holders that have held the longest."""
-        holders = statistics.holders[:MAX_HOLDERS]
-        self._send(StatisticsReply(bounded(replace(statistics, holders=holders))), _REPLY_BYTES)
 
     # Frames of the receiver
 

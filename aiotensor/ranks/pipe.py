@@ -21,7 +21,7 @@ from aiotensor.ranks.settings import PipeSettings
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.waiting import at_most, seconds_or_never
 from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
-from aiotensor.types import MAX_NUMBER, EngineName, PipeStatistics, Usage
+from aiotensor.types import MAX_NUMBER, PipeStatistics, Usage
 
 __all__ = ["RankPipe"]
 
@@ -59,14 +59,12 @@ class RankPipe(LoopObject):
             is needed.
         peer_timeout_s: the time in seconds without an answer after which a rank on another machine is lost;
             None means 2 s.
-        engine: "nixl" to move tensors of more than 1 MiB between machines with NIXL, provided that both ranks
-            choose NIXL and that it works; otherwise, and with None, ZeroMQ carries all tensors.
 
     Raises:
         TypeError: `group` is not a group, `rank` and `world_size` do not match its kind, or an argument has
             the wrong type.
-        ValueError: the group has no rank `peer`, or this is the rank of this process; or `host`, `engine` or
-            a limit is invalid.
+        ValueError: the group has no rank `peer`, or this is the rank of this process; or `host` or a
+            limit is invalid.
     """
 
     def __init__(
@@ -81,7 +79,6 @@ class RankPipe(LoopObject):
         host: str | None = None,
         encrypt: bool = False,
         peer_timeout_s: float | None = None,
-        engine: EngineName | None = None,
     ) -> None:
         self.affinity = LoopAffinity(type(self).__name__)
         self._membership = membership_of(group, rank, world_size)
@@ -93,9 +90,7 @@ class RankPipe(LoopObject):
         if not LEAST_MESSAGE_BYTES <= operator.index(max_bytes) <= MAX_NUMBER:
             raise ValueError(f"max_bytes must be from {LEAST_MESSAGE_BYTES} to {MAX_NUMBER}, got {max_bytes}")
         self._host = None if host is None else str(ipaddress.ip_address(host))
-        self._network = network_options(
-            seconds_or_never("peer_timeout_s", peer_timeout_s), engine, encrypt=encrypt
-        )
+        self._network = network_options(seconds_or_never("peer_timeout_s", peer_timeout_s), encrypt=encrypt)
         self._settings = PipeSettings(max_bytes, seconds_or_never("max_wait_s", max_wait_s))
         self._label = f"pipe of rank {self._membership.rank} to rank {self._peer}"
         self._errors = ErrorCounter()

@@ -16,9 +16,7 @@ from aiotensor.ranks.entries import Entry, address_towards
 from aiotensor.transports.address import MAX_PATH_BYTES
 from aiotensor.transports.base import Connector
 from aiotensor.transports.tcp.arguments import TcpArguments
-from aiotensor.transports.tcp.engine import choose_engine
 from aiotensor.transports.unix import UnixConnector, listen_at
-from aiotensor.types import EngineName
 
 __all__ = ["Address", "NetworkOptions", "connecting", "listening", "network_options"]
 
@@ -31,7 +29,6 @@ class NetworkOptions(NamedTuple):
     public_key: str
     secret_key: str
     peer_timeout_s: float | None
-    engine: EngineName | None
 
 
 class Address(NamedTuple):
@@ -41,21 +38,14 @@ class Address(NamedTuple):
     token: str = ""
 
 
-def network_options(
-    peer_timeout_s: float | None, engine: EngineName | None, *, encrypt: bool
-) -> NetworkOptions:
-    """Return the options of one end, with new keys if the connection is encrypted.
-
-    Raises:
-        ValueError: there is no such engine.
-    """
-    choose_engine(engine, "")  # loads the engine, which would block the event loop later
+def network_options(peer_timeout_s: float | None, *, encrypt: bool) -> NetworkOptions:
+    """Return the options of one end, with new keys if the connection is encrypted."""
     if not encrypt:
-        return NetworkOptions("", "", peer_timeout_s, engine)
+        return NetworkOptions("", "", peer_timeout_s)
     import zmq  # imported here: ranks on one machine need no ZeroMQ
 
     public, secret = zmq.curve_keypair()
-    return NetworkOptions(public.decode(), secret.decode(), peer_timeout_s, engine)
+    return NetworkOptions(public.decode(), secret.decode(), peer_timeout_s)
 
 
 @asynccontextmanager
@@ -94,7 +84,6 @@ async def listening(own: Entry, other: Entry, network: NetworkOptions, door: Doo
         secret_key=network.secret_key or None,
         client_keys=[other.public_key] if other.public_key else (),
         peer_timeout_s=network.peer_timeout_s,
-        engine=network.engine,
         token=token,
     )
     options = options_of(f"tcp://{_bracketed(_host_for(own, other))}:0", given)
@@ -124,7 +113,6 @@ async def connecting(other: Entry, network: NetworkOptions, door: Door) -> Async
             secret_key=network.secret_key or None,
             server_key=other.public_key or None,
             peer_timeout_s=network.peer_timeout_s,
-            engine=network.engine,
             token=other.token,
         )
         try:

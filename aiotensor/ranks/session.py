@@ -19,7 +19,7 @@ from aiotensor.runtime.descriptors import close_all
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.statistics.counters import ErrorCounter, snapshot
-from aiotensor.transports.base import MAX_UNREAD_BYTES, Transport, engine_connections
+from aiotensor.transports.base import MAX_UNREAD_BYTES, Transport
 from aiotensor.types import PipeStatistics
 
 __all__ = ["Session"]
@@ -86,7 +86,6 @@ class Session:
             PipeStatistics,
             self._counts,
             connected=int(not self._is_over),
-            engine_connections=engine_connections([self._transport.mover]),
             in_flight=outgoing.in_flight,
             max_bytes=budget.limit,
             bytes_in_flight=budget.in_use,

@@ -6,7 +6,7 @@ accepted --first frame--> sender or subscriber, or inspector
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -24,11 +24,10 @@ from aiotensor.protocol.frames import (
     encode,
 )
 from aiotensor.protocol.inspector import InspectedConnection
-from aiotensor.receiving.inspectors import InspectorPeer
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.transports.base import Transport
 
-__all__ = ["MAX_UNIDENTIFIED", "Intake"]
+__all__ = ["MAX_UNIDENTIFIED", "InspectorPeer", "Intake"]
 
 Opened = TypeVar("Opened", bound=Hello | Subscribe)  # the first frame of a peer
 
@@ -54,11 +53,8 @@ class Host(Protocol[Opened]):
     def connect(self, transport: Transport, opening: Opened, welcome: Welcome) -> None:
         """Admit or refuse a sender or subscriber, and send it the result."""
 
-    def report(self, inspector: InspectorPeer) -> None:
+    def report(self, inspector: "InspectorPeer") -> None:
         """Send the statistics to an inspector."""
-
-    def inspector_ended(self, inspector: InspectorPeer) -> None:
-        """Send no more frames to an inspector, whose connection has ended."""
 
     def broken(self, pid: int | None, reason: str) -> None:
         """Log that a connection without a role, or an inspector, broke the protocol."""
@@ -97,6 +93,50 @@ class Unidentified:
 
     def resume_writing(self) -> None:
         """Do nothing: only one frame is ever written."""
+
+
+class InspectorPeer:
+    """One inspector of a receiver or a publisher; an inspector limits its own waiting time.
+
+    Args:
+        transport: the transport of the connection.
+        connection: the connection object.
+        ended: called when the connection must be closed, with this object and the error; the error is None
+            unless the inspector violated the protocol.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        connection: InspectedConnection,
+        ended: Callable[["InspectorPeer", ProtocolError | None], None],
+    ) -> None:
+        self.transport = transport
+        self.connection = connection
+        self._ended = ended
+
+    def flush(self) -> None:
+        """Write the pending frames now; the connection ends if that fails."""
+        try:
+            for record in self.connection.data_to_send():
+                self.transport.write(record)
+        except OSError:
+            self._ended(self, None)
+
+    def record_received(self, data: memoryview, descriptors: list[int]) -> None:
+        """End the connection: an inspector must not send a second record."""
+        close_all(descriptors)
+        try:
+            self.connection.receive(data)
+        except ProtocolError as error:
+            self._ended(self, error)
+
+    def connection_lost(self, reason: str | ProtocolError) -> None:
+        """Handle the end of the connection."""
+        self._ended(self, reason if isinstance(reason, ProtocolError) else None)
+
+    def resume_writing(self) -> None:
+        """Do nothing: frames for inspectors are few and bounded."""
 
 
 class Intake(Generic[Opened]):
@@ -211,5 +251,4 @@ class Intake(Generic[Opened]):
         if error is not None:
             self._host.broken(inspector.connection.peer_pid, str(error))
         self._inspectors.pop(inspector, None)
-        self._host.inspector_ended(inspector)
         inspector.transport.close()

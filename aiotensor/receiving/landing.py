@@ -1,13 +1,13 @@
 """Landing segments: memory of this process, in which the bytes of a peer on another machine arrive.
 
 The peer chooses the place of each block, as a sender on the same machine does in its own segment. When the
-first bytes of a block arrive, or the peer's engine reserves the block, the worker allocates its memory, one
-piece at a time. After the peer has freed the block, the memory stays warm for the next block. Memory that
-was idle for `_KEEP_WARM_S` is returned to the system.
+first bytes of a block arrive, the worker allocates its memory, one piece at a time. After the peer has freed
+the block, the memory stays warm for the next block. Memory that was idle for `_KEEP_WARM_S` is returned to
+the system.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -42,14 +42,6 @@ class _Block(msgspec.Struct, eq=False):
     failure: str = ""
 
 
-class _Reserving(msgspec.Struct, eq=False):
-    """A block whose memory the engine of the peer waits for; see `Landing.reserve`."""
-
-    start: int
-    block: _Block
-    reserved: Callable[[memoryview | None, str], None]
-
-
 class LandingSegment:
     """Store the bytes that a peer moves to one segment (a `Landing`); belongs to the running loop.
 
@@ -74,8 +66,6 @@ class LandingSegment:
         self._nbytes = 0  # of all blocks together
         # The range of bytes that wait for memory, their block, and the callback that resumes the transport.
         self._waiting: tuple[Range, _Block, Callable[[str], None]] | None = None
-        self._reserving: list[_Reserving] = []
-        self._returned: Callable[[Sequence[Range]], None] = lambda ranges: None
         self._trimming: asyncio.TimerHandle | None = None
         self._is_closed = False
 
@@ -89,7 +79,11 @@ class LandingSegment:
         """Store bytes of a block, as `Landing.store` does."""
         if self._is_closed:
             return True  # the peer is gone
-        known = self._known(block, nbytes)
+        known = self._blocks.get(block)
+        if known is None:
+            known = self._add(block, nbytes)
+        elif known.nbytes != nbytes:
+            raise ProtocolError(f"it moved bytes to a block at {block} of {nbytes} bytes, not {known.nbytes}")
         stop = start + len(data)
         if known.requested < min(stop + WINDOW_BYTES, block + nbytes):
             self._request(block, known, stop)
@@ -105,17 +99,6 @@ class LandingSegment:
         target = np.frombuffer(self._segment.memory[start:stop], np.uint8)
         np.copyto(target, np.frombuffer(data, np.uint8))  # unlike a memoryview, it lets other threads run
         return True
-
-    def reserve(self, block: int, nbytes: int, reserved: Callable[[memoryview | None, str], None]) -> None:
-        """Provide the memory of a block, as `Landing.reserve` does."""
-        if self._is_closed:
-            return  # the peer is gone
-        self._reserving.append(_Reserving(block, self._known(block, nbytes), reserved))
-        self._check_reserving()
-
-    def watch(self, returned: Callable[[Sequence[Range]], None]) -> None:
-        """Watch the memory of the segment, as `Landing.watch` does."""
-        self._returned = returned
 
     def free(self, block: int) -> None:
         """Free a block, as `Landing.free` does."""
@@ -134,8 +117,6 @@ class LandingSegment:
         if self._is_closed:
             return
         self._is_closed = True
-        self._reserving.clear()
-        self._returned = lambda ranges: None
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             # The bytes need no memory any more. The transport must continue, because it reports the end of
@@ -144,15 +125,6 @@ class LandingSegment:
         if self._trimming is not None:
             self._trimming.cancel()
         self._segment.close()
-
-    def _known(self, block: int, nbytes: int) -> _Block:
-        """Return a block; add it first if it is new."""
-        known = self._blocks.get(block)
-        if known is None:
-            return self._add(block, nbytes)
-        if known.nbytes != nbytes:
-            raise ProtocolError(f"it moved bytes to a block at {block} of {nbytes} bytes, not {known.nbytes}")
-        return known
 
     def _add(self, block: int, nbytes: int) -> _Block:
         if self._nbytes + nbytes > self._limit:
@@ -175,8 +147,6 @@ class LandingSegment:
         if self._segment.warm.has(start, length):
             return
         idle, cold = self._segment.prepare(start, length, self._limit)
-        if idle:
-            self._returned(idle)
         filled: list[Range] = []
         try:
             work = self._worker.submit(partial(self._fill, idle, cold, filled))
@@ -210,42 +180,12 @@ class LandingSegment:
             if known.failure or self._segment.warm.has(start, length):
                 self._waiting = None
                 resume(known.failure)
-        self._check_reserving()
-
-    def _check_reserving(self) -> None:
-        """Call the callbacks of the reserved blocks that have their memory now, or will get none."""
-        for one in list(self._reserving):
-            if self._is_closed:
-                return  # a failure has ended the connection
-            start, nbytes = one.start, one.block.nbytes
-            if self._blocks.get(start) is not one.block:
-                outcome: tuple[memoryview | None, str] = None, ""
-            elif one.block.failure:
-                outcome = None, one.block.failure
-            elif self._is_ready(start, one.block):
-                outcome = self._segment.memory[start : start + nbytes], ""
-            else:
-                continue
-            self._reserving.remove(one)
-            one.reserved(*outcome)
-
-    def _is_ready(self, block: int, known: _Block) -> bool:
-        """Return whether a block has all its memory; if not, request the next piece if none is pending."""
-        warm, stop = self._segment.warm, block + known.nbytes
-        if warm.has(block, known.nbytes):
-            known.requested = stop
-        while known.requested < stop:
-            if known.requested > block and not warm.has(block, known.requested - block):
-                return False  # the previous piece is being filled
-            self._request(block, known, known.requested)
-        return warm.has(block, known.nbytes)
 
     def _trim(self) -> None:
         """Return memory that was idle for `_KEEP_WARM_S` to the system; check again later if more is idle."""
         self._trimming = None
         idle = self._segment.take_idle(self._loop.time() - _KEEP_WARM_S)
         if idle:
-            self._returned(idle)
             self._worker.begin("returning memory", partial(self._segment.return_memory, idle))
         if self._segment.has_idle:
             self._trimming = self._loop.call_later(_KEEP_WARM_S, self._trim)

@@ -3,23 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from msgspec.structs import replace
-
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError, RefusedError
 from aiotensor.protocol.connection import Close
-from aiotensor.protocol.frames import (
-    Attach,
-    Begin,
-    Discard,
-    End,
-    Put,
-    SenderSummary,
-    StatisticsReply,
-)
+from aiotensor.protocol.frames import Attach, Begin, Discard, End, Put, SenderSummary
 from aiotensor.protocol.mailbox import Key, Mailbox
 from aiotensor.protocol.receiver import ReceiverConnection
 from aiotensor.receiving.arrivals import Arrivals
-from aiotensor.receiving.inspectors import InspectorPeer
 from aiotensor.receiving.mappings import Mappings, PeerMemory
 from aiotensor.receiving.refusals import SenderRefusalLog
 from aiotensor.runtime import tracing
@@ -65,7 +54,6 @@ class SenderPeer:
     Attributes:
         sender: the id of the sender.
         memory: the segments of the sender.
-        inspectors: the inspectors that wait for the statistics reply of the sender.
     """
 
     def __init__(self, transport: Transport, connection: ReceiverConnection, host: PeerHost) -> None:
@@ -73,7 +61,6 @@ class SenderPeer:
         self.connection = connection
         self.sender = connection.hello.sender
         self.memory = PeerMemory(connection.hello.arena_bytes, self._release)
-        self.inspectors: set[InspectorPeer] = set()
         self._host = host
         self._mailbox = host.mailbox
 
@@ -89,6 +76,8 @@ class SenderPeer:
             hello.pid,
             hello.max_concurrent_videos,
             hello.arena_bytes,
+            self.connection.messages,
+            self.connection.in_flight,
             *self._mailbox.unclaimed_of(self.sender),
             self.memory.leases,
             self.memory.leased_bytes,
@@ -100,12 +89,6 @@ class SenderPeer:
         """Return the permit of a message that no call will take, if the message has begun and not ended."""
         self.connection.discard(message)
         self._host.schedule_flush(self)
-
-    def request_statistics(self, inspector: InspectorPeer) -> None:
-        """Request the statistics of the sender for an inspector; a pending request serves it as well."""
-        self.inspectors.add(inspector)
-        if self.connection.request_statistics():
-            self.flush()
 
     def flush(self) -> None:
         """Write the pending frames now; the sender is lost if that fails."""
@@ -139,8 +122,6 @@ class SenderPeer:
                         keys += self._mailbox.discard(self.sender, frame.message)
                     case Attach():
                         self._attach(frame, descriptors)
-                    case StatisticsReply():
-                        self._forward(frame)
                     case Close():
                         self._host.leave(self, frame)
                 if self.transport.is_closed:
@@ -195,10 +176,3 @@ class SenderPeer:
         except OSError as error:
             reason = f"its memory cannot be mapped into this process: {error}"
             self._host.refuse(self, reason, is_refusal=False)
-
-    def _forward(self, reply: StatisticsReply) -> None:
-        """Forward the statistics of the sender to the inspectors that wait for them."""
-        inspectors, self.inspectors = self.inspectors, set()
-        for inspector in inspectors:
-            inspector.connection.forward(replace(reply, sender=self.sender))
-            inspector.flush()

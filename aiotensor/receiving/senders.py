@@ -21,7 +21,7 @@ from aiotensor.protocol.frames import (
 from aiotensor.protocol.mailbox import Mailbox
 from aiotensor.protocol.receiver import AdmissionLimits, ReceiverConnection
 from aiotensor.receiving.arrivals import Arrivals
-from aiotensor.receiving.inspectors import InspectorPeer
+from aiotensor.receiving.intake import InspectorPeer
 from aiotensor.receiving.mappings import Mappings
 from aiotensor.receiving.refusals import SenderRefusalLog
 from aiotensor.receiving.sender_peer import SenderPeer
@@ -29,7 +29,7 @@ from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters
 from aiotensor.statistics.counters import ErrorCounter, snapshot
 from aiotensor.tensors.arena import segment_bytes
-from aiotensor.transports.base import Transport, engine_connections
+from aiotensor.transports.base import Transport
 from aiotensor.types import Delivery, ReceiverStatistics
 
 __all__ = ["Senders"]
@@ -93,7 +93,6 @@ class Senders:
             self.counts,
             senders=len(self.connected),
             max_senders=limits.senders,
-            engine_connections=engine_connections(transport.mover for transport in self.transports()),
             waiting=self.arrivals.waiting,
             unclaimed_tensors=mailbox.unclaimed_tensors,
             unclaimed_bytes=mailbox.unclaimed_bytes,
@@ -121,24 +120,16 @@ class Senders:
         return [peer.transport for peer in self.connected.values()]
 
     def report(self, inspector: InspectorPeer) -> None:
-        """Send the statistics of the receiver to an inspector, and request those of the senders."""
+        """Send the statistics of the receiver and the summaries of its senders to an inspector."""
         pid = inspector.connection.peer_pid
         logger.debug(
             "process %s inspects this receiver",
             pid,
             extra={"event": "receiver_inspected", "peer_pid": pid},
         )
-        senders = list(self.connected.values())
-        inspector.connection.report(self.statistics(), [sender.summary() for sender in senders])
+        senders = [sender.summary() for sender in self.connected.values()]
+        inspector.connection.report(self.statistics(), senders)
         inspector.flush()
-        for sender in senders:
-            if not inspector.transport.is_closed:  # writing to it may have failed
-                sender.request_statistics(inspector)
-
-    def inspector_ended(self, inspector: InspectorPeer) -> None:
-        """Forward no more statistics to an inspector, whose connection has ended."""
-        for sender in self.connected.values():
-            sender.inspectors.discard(inspector)
 
     def broken(self, pid: int | None, reason: str) -> None:
         """Log that a connection without a role, or an inspector, broke the protocol."""

@@ -26,7 +26,6 @@ from aiotensor.sending.settings import Settings
 from aiotensor.statistics.counters import ErrorCounter, WaitCounter, snapshot
 from aiotensor.tensors.allocations import Allocation, Block
 from aiotensor.tensors.arena import Arena, Extent
-from aiotensor.transports.base import engine_connections
 from aiotensor.types import SenderStatistics
 
 __all__ = ["Grants", "unopened_statistics"]
@@ -139,7 +138,6 @@ class Grants:
             peak_bytes_in_use=budget.peak,
             warm_bytes=memory.warm_bytes,
             largest_free_bytes=memory.largest_free,
-            engine_connections=engine_connections(memory.movers),
             permit_waits=self.permits.waited.waits(),
             memory_waits=memory.gate.waited.waits(),
             errors=self._errors.counts(),

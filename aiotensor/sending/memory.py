@@ -157,21 +157,31 @@ class Memory:
             self.unpin_owner(block.number)
             raise
 
-    async def move(self, mover: Mover, source: Source, block: Block, holder: Hashable) -> None:
+    async def move(
+        self, mover: Mover, source: Source, block: Block, holder: Hashable, *, is_copied: bool = False
+    ) -> None:
         """Move a tensor to the receiver; if it is not flat, copy it to its block first.
 
         An error removes the pin of the owner. Cancellation stops the copy and the move.
+
+        Args:
+            mover: the mover of the connection to the receiver.
+            source: the tensor.
+            block: its block.
+            holder: the argument of `abandon` that stops the copy and the move.
+            is_copied: whether the block already contains the tensor, which may have changed since.
 
         Raises:
             CopyAbandonedError: `abandon` was called for the holder, or the receiver is gone.
             AioTensorError: the copy waited for the worker for longer than `max_wait_s`.
             OSError: the machine has no memory left.
         """
-        if is_flat(source):
+        if is_flat(source) and not is_copied:
             data = flat_bytes(source).data
             self._count(source)
         else:
-            await self.copy(source, block, holder)
+            if not is_copied:
+                await self.copy(source, block, holder)
             data = block.place.view()[: source.nbytes]
         try:
             await tracing.step("move", self.moves.run(mover, block, 0, data, holder), len(data))
@@ -204,12 +214,6 @@ class Memory:
             else:
                 budget.reassign(ticket, holder)
                 self.gate.refuse_if_stuck()
-
-    def charge(self, number: int, holder: Hashable) -> None:
-        """Account an allocated block to the whole message that will announce it."""
-        ticket = self.leases.grant_of(number)
-        if ticket.holder not in self.gate.budget.held:
-            ticket.holder = holder
 
     def account(self, number: int, holder: Hashable) -> None:
         """Account a block to a holder; None accounts it to no holder."""

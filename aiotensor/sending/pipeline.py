@@ -249,32 +249,27 @@ class Pipeline:
             raise self.grants.holders.would_block("not enough shared memory is free", 1, nbytes)
         return block
 
+    def copy_now(self, source: Source, block: Block) -> None:
+        """Copy a tensor to a block on this thread; an error removes the pin of the block's owner."""
+        try:
+            self._memory.copy_now(source, block)
+        except BaseException:
+            self._memory.unpin_owner(block.number)
+            raise
+
+    def announce_copy(self, block: Block, message: Message, source: Source, *, last: bool) -> TensorHandle:
+        """Announce a tensor that is in a block, and remove the pin of the block's owner in any case."""
+        try:
+            placed = Placed(ARENA, block.place.describe(0))
+            return self._announce(message, source, placed, block, last=last)
+        finally:
+            self._memory.unpin_owner(block.number)
+
     def begin_announced(self, message: Message) -> int:
         """Return the number of a message; announce it with a `Begin` frame if it has none."""
         if message.number is None:
             message.number = self._session().begin(message)
         return message.number
-
-    def put_nowait(self, message: Message, source: Source, plan: Plan) -> TensorHandle:
-        """Send the only tensor of a message without waiting, on this thread, or raise `WouldBlockError`."""
-        if self.can_announce_now(plan):
-            return self.announce_now(message, source, plan, last=True)
-        allocation = plan.allocation
-        mover = self.sessions.mover
-        if allocation is not None and mover is not None and not plan.new_bytes:
-            offset = source.data_ptr() - allocation.start
-            placed = Placed(ARENA, allocation.block.place.describe(offset))
-            self._memory.charge(allocation.block.number, message)
-            return self._send_later(mover, message, source, placed, allocation.block, offset)
-        block = self.block_nowait(message, plan.new_bytes)
-        try:
-            self._memory.copy_now(source, block)
-            placed = Placed(ARENA, block.place.describe(0))
-            if mover is not None:
-                return self._send_later(mover, message, source, placed, block, 0)
-            return self._announce(message, source, placed, block, last=True)
-        finally:
-            self._memory.unpin_owner(block.number)
 
     async def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, message: Message | None = None
@@ -308,8 +303,18 @@ class Pipeline:
 
     # Steps
 
-    async def put_into(self, block: Block, message: Message, source: Source, *, last: bool) -> TensorHandle:
-        """Copy or move a tensor, announce it, and remove the pin of its block's owner in any case."""
+    async def put_into(
+        self, block: Block, message: Message, source: Source, *, last: bool, is_copied: bool = False
+    ) -> TensorHandle:
+        """Copy or move a tensor, announce it, and remove the pin of its block's owner in any case.
+
+        Args:
+            block: the block.
+            message: the message.
+            source: the tensor.
+            last: whether it is the last tensor of the message.
+            is_copied: whether the block already contains the tensor, so that it is only moved.
+        """
         try:
             if message.state is not OPEN:  # it may have ended while waiting
                 raise self.grants.error(message)
@@ -320,10 +325,10 @@ class Pipeline:
             self._memory.unpin_owner(block.number)
             raise
         try:
-            if mover is None:
+            if mover is not None:
+                await self._memory.move(mover, source, block, message, is_copied=is_copied)
+            elif not is_copied:
                 await self._memory.copy(source, block, message)
-            else:
-                await self._memory.move(mover, source, block, message)
         except CopyAbandonedError:
             raise self.grants.error(message) from None
         try:
@@ -331,10 +336,10 @@ class Pipeline:
                 await tracing.step("wait for a receiver", self.readiness.receiver_reads(message))
             if message.state is not OPEN:
                 raise self.grants.error(message)
-            placed = Placed(ARENA, block.place.describe(0))
-            return self._announce(message, source, placed, block, last=last)
-        finally:
+        except BaseException:
             self._memory.unpin_owner(block.number)
+            raise
+        return self.announce_copy(block, message, source, last=last)
 
     async def _move_allocated(
         self, mover: Mover, message: Message, source: Source, allocation: Allocation
@@ -349,28 +354,6 @@ class Pipeline:
         except CopyAbandonedError:
             raise self.grants.error(message) from None
         self.grants.check_open(message)
-
-    def _send_later(
-        self, mover: Mover, message: Message, source: Source, placed: Placed, block: Block, offset: int
-    ) -> TensorHandle:
-        """Announce the only tensor of a message once its bytes were moved, possibly during this call."""
-        trace = None if (tracer := tracing.tracer) is None else tracer.context()
-        self._attach(message, block)
-        session = self._session()
-        put: Put | None = None
-
-        def moved(is_complete: bool) -> None:
-            if put is not None and is_complete and not message.has_ended:
-                self._memory.announced(block.number, message, is_whole=True)
-                session.put(message, put, flush=True)
-
-        data = block.place.view()[offset : offset + source.nbytes]
-        if self._memory.moves.begin(mover, block, offset, data, message, moved).has_ended:
-            self.grants.check_open(message)
-            return self._announce(message, source, placed, block, last=True)
-        message.number = session.begin(message)
-        put = put_of(message.number, message.count, source, placed, block.number, last=True, trace=trace)
-        return self._announced(message, source, put)
 
     def _attach(self, message: Message, block: Block) -> None:
         """Share the segment of a block with the receiver, once."""

@@ -36,12 +36,14 @@ class _Pending(NamedTuple):
 
     Attributes:
         block: the block for its copy; None if it is not copied.
+        is_copied: whether the block already contains the copy.
         context: the context of the call that posted it, with its span; None without tracing.
     """
 
     source: Source
     plan: Plan
     block: Block | None
+    is_copied: bool
     last: bool
     context: Context | None
 
@@ -71,7 +73,12 @@ class Posts:
         return PostedMessage(self, self._pipeline, nbytes)
 
     def post_in(
-        self, message: "PostedMessage | None", value: Sendable, *, last: bool = False
+        self,
+        message: "PostedMessage | None",
+        value: Sendable,
+        *,
+        last: bool = False,
+        copies_now: bool = False,
     ) -> "tuple[PostedMessage, TensorHandle]":
         """Post a tensor in a message, and return both the message and the handle.
 
@@ -81,6 +88,7 @@ class Posts:
             message: the message; None to begin a new one, which is discarded if this call fails.
             value: the tensor.
             last: whether it is the last tensor of the message.
+            copies_now: whether to copy the tensor on this thread, so that it may change afterwards.
         """
         posted, span = message, None
         try:
@@ -89,7 +97,7 @@ class Posts:
             source, plan = self._pipeline.prepare(value)
             if posted is None:
                 posted = self.message(plan.new_bytes)
-            handle = posted.post(source, plan, last=last)
+            handle = posted.post(source, plan, last=last, copies_now=copies_now)
         except BaseException as error:
             try:
                 if message is None and posted is not None:
@@ -203,8 +211,12 @@ class PostedMessage:
         """Return whether a tensor, by its number, is still to be announced."""
         return self.is_copying and self.message.count <= tensor < self._count
 
-    def post(self, source: Source, plan: Plan, *, last: bool = False) -> TensorHandle:
+    def post(
+        self, source: Source, plan: Plan, *, last: bool = False, copies_now: bool = False
+    ) -> TensorHandle:
         """Add a tensor, and return its handle; a failure does not end the message.
+
+        Arguments are those of `Posts.post_in`.
 
         Raises:
             WouldBlockError: not enough shared memory is free.
@@ -223,17 +235,22 @@ class PostedMessage:
                 requested=self._count + 1,
                 unit="tensors",
             )
+        block = handle = None
         if not self.is_copying and pipeline.can_announce_now(plan):
             handle = pipeline.announce_now(message, source, plan, last=last)
+        elif plan.new_bytes:
+            block = pipeline.block_nowait(message, plan.new_bytes)
+            if copies_now:
+                pipeline.copy_now(source, block)
+                if not self.is_copying and pipeline.sessions.mover is None:
+                    handle = pipeline.announce_copy(block, message, source, last=last)
+        if handle is not None:
             self._count += 1
             message.is_finished = last
             return handle
-        block = None
-        if plan.new_bytes:
-            block = pipeline.block_nowait(message, plan.new_bytes)
         number = pipeline.begin_announced(message)
         context = None if tracing.tracer is None else copy_context()
-        self._pending.append(_Pending(source, plan, block, last, context))
+        self._pending.append(_Pending(source, plan, block, copies_now, last, context))
         message.is_finished = last
         tensor, self._count = self._count, self._count + 1
         if not self.is_copying:
@@ -263,14 +280,14 @@ class PostedMessage:
         pipeline, message = self._pipeline, self.message
         last = False
         while self._pending:
-            source, plan, block, last, context = self._pending.popleft()
+            source, plan, block, is_copied, last, context = self._pending.popleft()
             if context is not None:  # only this task uses the context that changes
                 for variable, value in context.items():
                     variable.set(value)
             if block is None:
                 await pipeline.put(message, source, plan, last=last)
             else:
-                await pipeline.put_into(block, message, source, last=last)
+                await pipeline.put_into(block, message, source, last=last, is_copied=is_copied)
             del source
         self.is_copying = False
         if message.is_finished and not last:

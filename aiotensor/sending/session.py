@@ -15,7 +15,6 @@ from aiotensor.protocol.frames import (
     Hello,
     Put,
     Release,
-    StatisticsRequest,
     Taken,
     Welcome,
 )
@@ -68,7 +67,6 @@ class Session:
         self._sender = hello.sender
         self._loop = asyncio.get_running_loop()
         self._is_flush_scheduled = False
-        self._is_reply_due = False
         transport.start(self)
         for record in self.connection.data_to_send():
             transport.write(record)
@@ -150,9 +148,6 @@ class Session:
                                 self._grants.end(message, state)
                     case Release():
                         self._grants.memory.unpin(frame.blocks)
-                    case StatisticsRequest():
-                        self._is_reply_due = True
-                        self._schedule_flush()
                     case Welcome(is_admitted=True):
                         self._admitted()
                     case Close():
@@ -170,9 +165,7 @@ class Session:
             self._end(self.connection.lost(reason, is_retried=True))
 
     def resume_writing(self) -> None:
-        """Send a pending statistics reply, and wake the calls that wait until the receiver reads."""
-        if self._is_reply_due:
-            self._schedule_flush()
+        """Wake the calls that wait until the receiver reads."""
         self._grants.changes.wake()
 
     def _schedule_flush(self) -> None:
@@ -182,13 +175,8 @@ class Session:
 
     def _iteration_ended(self) -> None:
         self._is_flush_scheduled = False
-        if self.connection.state is CLOSED:
-            return
-        if self._is_reply_due and self.transport.is_writable:
-            # At most one reply is pending, so a receiver that does not read does not make the queue grow.
-            self._is_reply_due = False
-            self.connection.reply(self._grants.statistics())
-        self._write(self.connection.data_to_send())
+        if self.connection.state is not CLOSED:
+            self._write(self.connection.data_to_send())
 
     def _violated(self, error: ProtocolError) -> None:
         pid = self.connection.peer_pid

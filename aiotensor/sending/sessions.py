@@ -147,9 +147,6 @@ class Sessions:
         session = self.current
         if session is None:
             return
-        await self._grants.memory.moves.settle()
-        if self.current is not session:
-            return
         session.connection.close(Close(uses_memory=uses_memory))
         session.flush()
         session.transport.finish()

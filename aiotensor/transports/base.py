@@ -7,13 +7,12 @@ end and a `Listener` the other; the first frame alone determines their roles. Al
 only on the thread of the event loop.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from aiotensor.errors import AioTensorError, ProtocolError
 from aiotensor.protocol.moves import Move
 from aiotensor.protocol.network import STEP_BYTES
-from aiotensor.protocol.pages import Range
 from aiotensor.runtime.process_end import ProcessEnd
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "Listener",
     "Mover",
     "Transport",
-    "engine_connections",
 ]
 
 # The maximum bytes that the accepting side queues for a peer that does not read. A stopped sender can only be
@@ -83,23 +81,6 @@ class Landing(Protocol):
             ProtocolError: the block overlaps another one, or exceeds the memory that the peer may use.
         """
 
-    def reserve(self, block: int, nbytes: int, reserved: Callable[[memoryview | None, str], None]) -> None:
-        """Provide the memory of a block, so that the engine of the peer can write to it directly.
-
-        Args:
-            block: the offset of the block in the segment.
-            nbytes: the size of the block.
-            reserved: called once, possibly during this call, unless the connection ends first: with the
-                memory and "", or with None and the reason why there is no memory. The reason is "" if the
-                block was freed in the meantime.
-
-        Raises:
-            ProtocolError: as for `store`.
-        """
-
-    def watch(self, returned: Callable[[Sequence[Range]], None]) -> None:
-        """Pass ranges of the segment to a function before their memory is returned to the system."""
-
     def free(self, block: int) -> None:
         """Free a block, whose bytes are no longer used.
 
@@ -109,11 +90,7 @@ class Landing(Protocol):
 
 
 class Mover(Protocol):
-    """Move bytes between the memory of the two ends, in steps or with an engine."""
-
-    @property
-    def engine(self) -> str:
-        """The name of the engine that moves large blocks; "" while no engine is used."""
+    """Move bytes between the memory of the two ends."""
 
     def land(self, segment: int, landing: Landing | None) -> None:
         """Store the bytes that the peer moves to a segment in a landing; None to stop storing them."""
@@ -147,16 +124,11 @@ class Mover(Protocol):
     def cancel(self, move: "Move[memoryview]") -> None:
         """Send no more bytes of a move.
 
-        The move ends once the bytes under way have arrived, or once its source is no longer read.
+        The move ends once the bytes under way have arrived.
         """
 
     def free(self, segment: int, block: int) -> None:
         """Notify the peer that a block is no longer used; has no effect if no byte of it was moved."""
-
-
-def engine_connections(movers: "Iterable[Mover | None]") -> int:
-    """Count the connections that move large blocks with an engine."""
-    return sum(mover is not None and bool(mover.engine) for mover in movers)
 
 
 class Transport(Protocol):

@@ -56,8 +56,8 @@ def route_to(endpoint: Endpoint, given: TcpArguments = _CONNECTS) -> Route:
         return _over_tcp(endpoint, given)
     if given.is_given:
         raise ValueError(
-            "keys, peer_timeout_s and engine can only be used with tcp:// addresses: at other endpoints the "
-            "kernel identifies the user of the peer, and reports its end"
+            "keys and peer_timeout_s can only be used with tcp:// addresses: at other endpoints the kernel "
+            "identifies the user of the peer, and reports its end"
         )
     if isinstance(endpoint, TensorQueue):
         return Route("queue", partial(QueueConnector, endpoint), partial(listen_on, endpoint))

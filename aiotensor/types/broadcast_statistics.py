@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-from aiotensor.types.declaring import EngineConnections, Errors, Waits, counter, gauge
+from aiotensor.types.declaring import Errors, Waits, counter, gauge
 from aiotensor.types.values import Number, Seconds
 
 __all__ = ["PublisherStatistics", "SubscriberLag", "SubscriberStatistics"]
@@ -56,7 +56,6 @@ class PublisherStatistics(msgspec.Struct, frozen=True):
         Seconds,
         gauge("Time that the longest current wait has lasted.", metric="longest_wait_seconds", largest=True),
     ]
-    engine_connections: EngineConnections
     history: Annotated[Number, gauge("Publications that are kept for later subscribers.")]
     arena_bytes: Annotated[Number, gauge("Limit of shared memory in use.", metric="memory_limit_bytes")]
     bytes_in_use: Annotated[
@@ -128,7 +127,6 @@ class SubscriberStatistics(msgspec.Struct, frozen=True):
     """
 
     publishers: Annotated[Number, gauge("Whether a publisher is connected.")]
-    engine_connections: EngineConnections
     waiting: Annotated[
         Number, gauge("Calls and iterations that wait for a publication.", metric="waiting_calls")
     ]

@@ -11,8 +11,6 @@ from aiotensor.types.values import Number, Seconds
 __all__ = [
     "MAX_BOUNDS",
     "MAX_ERROR_NAMES",
-    "MAX_HOLDERS",
-    "EngineConnections",
     "Errors",
     "Export",
     "Holder",
@@ -21,11 +19,9 @@ __all__ = [
     "gauge",
 ]
 
-# Limits on values that come from another process: the bounds of a `Waits`, the types of errors, and holders.
-# A sender reports far fewer holders to an inspector, but users may store and load all of its statistics.
+# Limits on values that come from another process: the bounds of a `Waits`, and the types of errors.
 MAX_BOUNDS = 64
 MAX_ERROR_NAMES = 32
-MAX_HOLDERS = 1024
 
 Errors: TypeAlias = Annotated[
     dict[Annotated[str, msgspec.Meta(max_length=64)], Number],
@@ -45,7 +41,7 @@ class Holder(msgspec.Struct, frozen=True):
     """
 
     message: Number | None
-    state: Annotated[str, msgspec.Meta(max_length=64)]
+    state: str
     bytes: Number
     seconds: Seconds
 
@@ -119,8 +115,3 @@ def gauge(text: str, *, metric: str = "", largest: bool = False) -> msgspec.Meta
         largest: whether the largest value is exported, instead of the sum; see `Export.is_largest`.
     """
     return msgspec.Meta(description=text, extra={"export": Export("gauge", metric, is_largest=largest)})
-
-
-EngineConnections: TypeAlias = Annotated[
-    Number, gauge("Connections whose large tensors an engine such as NIXL moves.")
-]

@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from aiotensor.types.broadcast_statistics import PublisherStatistics, SubscriberStatistics
-from aiotensor.types.declaring import MAX_HOLDERS, EngineConnections, Errors, Holder, Waits, counter, gauge
+from aiotensor.types.declaring import Errors, Holder, Waits, counter, gauge
 from aiotensor.types.values import Number, Seconds
 
 __all__ = [
@@ -51,7 +51,7 @@ class SenderStatistics(msgspec.Struct, frozen=True):
     ]
     holders: Annotated[
         tuple[Holder, ...],
-        msgspec.Meta(max_length=MAX_HOLDERS, description="Holders of permits and memory, longest first."),
+        msgspec.Meta(description="Holders of permits and memory, longest first."),
     ]
     arena_bytes: Annotated[Number, gauge("Limit of shared memory in use.", metric="memory_limit_bytes")]
     bytes_in_use: Annotated[
@@ -75,7 +75,6 @@ class SenderStatistics(msgspec.Struct, frozen=True):
             largest=True,
         ),
     ]
-    engine_connections: EngineConnections
     messages_sent: Annotated[Number, counter("Messages announced in full to the receiver.")]
     messages_discarded: Annotated[Number, counter("Messages discarded by either side.")]
     tensors_sent: Annotated[Number, counter("Tensors announced to the receiver.")]
@@ -110,7 +109,6 @@ class ReceiverStatistics(msgspec.Struct, frozen=True):
             "that newer ones replaced."
         ),
     ]
-    engine_connections: EngineConnections
     waiting: Annotated[Number, gauge("Calls and iterations that wait for a tensor.", metric="waiting_calls")]
     unclaimed_tensors: Annotated[Number, gauge("Tensors that have arrived and have not been taken.")]
     unclaimed_bytes: Annotated[Number, gauge("Bytes of the tensors that have not been taken.")]
@@ -256,7 +254,6 @@ class PipeStatistics(msgspec.Struct, frozen=True):
         Number,
         gauge("Allocated shared memory, in use or kept for the next tensor.", metric="memory_warm_bytes"),
     ]
-    engine_connections: EngineConnections
     waiting_receives: Annotated[Number, gauge("Calls that wait for a message.")]
     unclaimed: Annotated[
         Number,

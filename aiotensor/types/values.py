@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -18,7 +18,6 @@ __all__ = [
     "MAX_TRACE_VALUE",
     "CurveKey",
     "Delivery",
-    "EngineName",
     "Number",
     "Publication",
     "Published",
@@ -32,9 +31,6 @@ T = TypeVar("T")
 
 CurveKey: TypeAlias = str | bytes
 """A CURVE key, as `zmq.curve_keypair` makes it."""
-
-EngineName: TypeAlias = Literal["nixl"]
-"""The name of an engine, which moves large tensors between machines."""
 
 # The ranges of numbers and times that are accepted from another process.
 MAX_NUMBER = 2**63 - 1

@@ -9,7 +9,6 @@ from zmq.utils.garbage import GarbageCollectorThread
 
 from aiotensor.transports.endpoints import Endpoint
 from tests.blocking.fork_server import ForkServer
-from tests.blocking.others import APIS, Other, other
 from tests.blocking.waiting import until
 from tests.channel import parties
 from tests.channel.parties import Place
@@ -49,29 +48,11 @@ def endpoint(link: str) -> Iterator[Endpoint]:
         assert len(place.names()) <= 1  # the socket of a receiver that was killed
 
 
-# The link and the API of the other process do not affect each other, so each link has one API.
-_API_OVER = {"queue": "async", "stock": "blocking", "tcp": "async", "unix": "blocking"}
-
-
-@pytest.fixture
-def engine(link: str, endpoint: Endpoint) -> Iterator[Other]:
-    """Start the process at the other end, with either API."""
-    with other(_API_OVER[link], endpoint) as process:
-        yield process
-
-
 @pytest.fixture
 def place() -> Iterator[Place]:
     """Return the addresses for messages and tensors."""
     with parties.place() as place:
         yield place
-
-
-@pytest.fixture(params=APIS)
-def stranger(request: pytest.FixtureRequest, place: Place) -> Iterator[Other]:
-    """Start the process that asks or answers, with each API."""
-    with other(request.param, place.tensors) as process:
-        yield process
 
 
 @pytest.fixture(scope="session")

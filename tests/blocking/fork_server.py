@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, NamedTuple, Self
@@ -54,6 +54,24 @@ class Program:
     def signal(self, number: signal.Signals = signal.SIGINT) -> None:
         """Send a signal to the program, by default SIGINT."""
         os.kill(self.pid, number)
+
+    def stop(self) -> None:
+        """Stop the program, and wait until it has stopped."""
+        from tests.blocking.waiting import until  # these import the library, which exits before `last_words`
+        from verification.processes import watch
+
+        self.signal(signal.SIGSTOP)
+        until(lambda: watch.is_stopped(self.pid))
+
+    def go_on(self) -> None:
+        """Continue the program, if it still exists."""
+        with suppress(ProcessLookupError):
+            self.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill the program, as the kernel does when memory is exhausted, and wait until it has ended."""
+        self.signal(signal.SIGKILL)
+        self._status = self._fork_server.wait(self.pid, _LIMIT_S)
 
     def ended(self) -> Ended:
         """Wait until the program has ended, and fail if it hangs."""

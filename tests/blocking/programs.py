@@ -3,7 +3,6 @@
 Each runs in a separate process, started by a test, which reads its output.
 """
 
-import asyncio
 import os
 import signal
 import sys
@@ -18,12 +17,11 @@ import torch
 
 import aiotensor
 from aiotensor import ClosedError, TensorHandle, WouldBlockError
-from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
+from aiotensor.blocking import MessageClient, MessageQueue, MessageServer, TensorReceiver, TensorSender
 from tests.blocking import fork_server
-from tests.blocking.waiting import running, until
+from tests.blocking.waiting import answer, running, until
 from tests.blocking.waits import WAITS
 from tests.channel.parties import Answer, Place, Question
-from tests.transports.unix_ends import no_descriptors
 from verification import inside
 from verification.patterns import BIG, pattern
 from verification.processes import watch
@@ -61,6 +59,46 @@ def _raise_after(step: Callable[[], object]) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, handle)
+
+
+# The other side of a test, which the test kills or stops
+
+
+def receive(*place: str) -> None:
+    """Print the number of each received message, and whether it is the pattern with this number."""
+    with TensorReceiver(Place(*place).tensors) as receiver:
+        _say("ready")
+        for delivery in receiver:
+            number, tensor = delivery.handle.message, delivery.tensor
+            _say(number, torch.equal(tensor, pattern(number, tensor.numel())))
+
+
+def send(*place: str) -> None:
+    """Send one tensor, and print the id of the sender."""
+    with TensorSender(Place(*place).tensors) as sender:
+        sender.send(pattern(0, BIG))
+        _say(sender.id)
+        signal.pause()
+
+
+def serve(*place: str) -> None:
+    """Answer requests."""
+    with (
+        TensorReceiver(Place(*place).tensors) as receiver,
+        MessageServer(Place(*place).messages, Question, receiver=receiver) as server,
+    ):
+        _say("ready")
+        server.serve(answer)
+
+
+def put_and_end(folder: str) -> None:
+    """Put messages into a queue, and end at once."""
+    queue: MessageQueue[torch.Tensor] = MessageQueue(folder=folder)
+    left_open.append(queue)
+    for number in range(3):
+        queue.put(torch.full((100_000,), number))
+    # Called first at the end of the main thread.
+    threading._register_atexit(_say, "ended")  # type: ignore[attr-defined]
 
 
 # Signals
@@ -160,53 +198,6 @@ def be_interrupted_elsewhere(*place: str) -> None:
         receiver.receive(_NOBODYS)
 
 
-def begin_a_message_at_a_signal(*place: str) -> None:
-    """Be interrupted when the permit is granted, but not yet returned to the caller."""
-    with TensorReceiver(Place(*place).tensors), TensorSender(Place(*place).tensors, 1) as sender:
-        message = sender.message()
-        begin = message.inner.__aenter__
-
-        async def begin_and_interrupt() -> object:
-            await begin()
-            signal.raise_signal(signal.SIGINT)
-            return message.inner
-
-        message.inner.__aenter__ = begin_and_interrupt  # type: ignore[method-assign, assignment]
-        try:
-            message.__enter__()
-        except KeyboardInterrupt:
-            _say("in flight", sender.statistics().in_flight)
-
-
-def start_slowly(*place: str) -> None:
-    """Be interrupted while the thread of the loop starts."""
-    gate, new_event_loop = threading.Event(), asyncio.new_event_loop
-
-    def slow() -> asyncio.AbstractEventLoop:
-        _say("waits")
-        gate.wait()
-        return new_event_loop()
-
-    asyncio.events.new_event_loop = slow
-    _raise_after(gate.set)
-    try:
-        with TensorReceiver(Place(*place).tensors):
-            raise AssertionError("it was opened")
-    finally:
-        _say([thread.name for thread in threading.enumerate() if thread.name.startswith("aiotensor")])
-
-
-def open_without_descriptors(*place: str) -> None:
-    """Fail to open an object, because no event loop can be made."""
-    sender = TensorSender(Place(*place).tensors)
-    with no_descriptors():
-        try:
-            sender.__enter__()
-        except OSError as error:
-            _say(error.errno)
-    _say(sender.statistics().in_flight)
-
-
 def close_at_a_signal(*place: str) -> None:
     """Serve until the handler of a signal closes the server."""
     with MessageServer(Place(*place).messages, Question) as server:
@@ -214,30 +205,6 @@ def close_at_a_signal(*place: str) -> None:
         _say_when(lambda: server.statistics().answers and inside.waiters_for_requests(server.inner), "waits")
         server.serve(lambda question: Answer(question.seed))
         _say("served", server.statistics().answers)
-
-
-def close_in_the_middle_of_a_call(*place: str) -> None:
-    """Close, in a signal handler, an object that this thread is about to use."""
-    with TensorReceiver(Place(*place).tensors) as receiver:
-        signal.signal(signal.SIGTERM, lambda *_: receiver.close())
-        inside.before_next_call(receiver, lambda: signal.raise_signal(signal.SIGTERM))
-        try:
-            receiver.receive(_NOBODYS)
-        except ClosedError:
-            _say("closed")
-
-
-def close_what_is_handed_to_the_loop(*place: str) -> None:
-    """Close, in a signal handler, an object that this thread is handing to the loop for opening."""
-    with TensorReceiver(Place(*place).tensors) as receiver:  # keeps the loop running
-        sender = TensorSender(Place(*place).tensors)
-        signal.signal(signal.SIGTERM, lambda *_: sender.close())
-        inside.before_next_handover(receiver, lambda: signal.raise_signal(signal.SIGTERM))
-        try:
-            sender.__enter__()
-        except ClosedError:
-            _say("closed")
-        _say(receiver.statistics().senders)
 
 
 def send_into_a_full_link(receiver: int, *place: str) -> None:
@@ -255,22 +222,6 @@ def send_into_a_full_link(receiver: int, *place: str) -> None:
             sender.send(pattern(1, 1000))
         finally:
             _say_when(lambda: sender.is_closed and _waits(main), "closes")
-
-
-def linger(server: int, *place: str) -> None:
-    """Close a client that would wait for minutes until its messages are transmitted."""
-    main = threading.get_ident()
-    try:
-        with MessageClient(Place(*place).messages, reply_type=Answer, linger_s=600) as client:
-            client.send(Question(0))
-            _say("connected")
-            until(lambda: watch.is_stopped(server))
-            with suppress(TimeoutError):
-                while True:
-                    client.send(Question(1, pattern(1, 4000)), timeout=0.1)
-            _say_when(lambda: client.is_closed and _waits(main), "closes")
-    finally:
-        _say("closed")
 
 
 # The end of the interpreter
@@ -336,7 +287,7 @@ def leave_threads_waiting(*place: str) -> None:
 
 
 def be_busy(*place: str) -> None:
-    """End while daemon threads send, receive, ask and answer as fast as they can.
+    """End while daemon threads send, receive, copy, ask and answer as fast as they can.
 
     The threads keep the tensors: torch 2.6 aborts the process if a daemon thread frees a tensor of a numpy
     array while the interpreter is finalized.
@@ -360,21 +311,16 @@ def be_busy(*place: str) -> None:
 
     _begin(pass_on, ask, ask, lambda: server.serve(reply))
     until(lambda: len(received) > 50)
-
-
-def copy_to_the_end(*place: str) -> None:
-    """End while threads of the loop copy."""
-    receiver, sender, _, _ = _open_all(Place(*place))
     large = torch.zeros(16 << 20, dtype=torch.uint8)
-    handles = iter([sender.send(large) for _ in range(8)])
+    handles = iter([sender.send(large) for _ in range(6)])
+    copies: list[object] = []
 
-    def copy() -> None:
+    def copy() -> None:  # in a thread of the loop
         for handle in handles:
-            left_open.append(receiver.receive(handle, copy=True))
+            copies.append(receiver.receive(handle, copy=True))
 
-    before = len(left_open)
-    _begin(copy, copy, copy)
-    until(lambda: len(left_open) > before)
+    _begin(copy, copy)
+    until(lambda: copies)
 
 
 def end_in_the_middle(*place: str) -> None:

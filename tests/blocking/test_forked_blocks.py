@@ -1,8 +1,6 @@
 """A forked child that leaves a block of its parent: its exceptions propagate; it has its own exit status."""
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import NoReturn
 
@@ -10,60 +8,14 @@ import pytest
 
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
 from tests.blocking.fork_server import Ended, ForkServer
+from tests.blocking.waiting import in_thread
 from tests.channel.parties import Answer, Place, Question
-from tests.forked_blocks import by_each_exception, check_told_of_fork, in_each_block_of
+from tests.forked_blocks import check_told_of_fork
 from tests.runtime.test_affinity import forks, in_a_fork
 
-pytestmark = forks
+pytestmark = [forks, pytest.mark.promise(23)]
 
 Block = AbstractContextManager[object]
-
-
-@contextmanager
-def _sender(place: Place) -> Iterator[Block]:
-    with TensorReceiver(place.tensors), TensorSender(place.tensors) as sender:
-        yield sender
-
-
-@contextmanager
-def _receiver(place: Place) -> Iterator[Block]:
-    with TensorReceiver(place.tensors) as receiver:
-        yield receiver
-
-
-@contextmanager
-def _message(place: Place) -> Iterator[Block]:
-    with TensorReceiver(place.tensors), TensorSender(place.tensors) as sender, sender.message() as message:
-        yield message
-
-
-@contextmanager
-def _client(place: Place) -> Iterator[Block]:
-    with MessageClient(place.messages, reply_type=Answer) as client:
-        yield client
-
-
-@contextmanager
-def _server(place: Place) -> Iterator[Block]:
-    with MessageServer(place.messages, Question) as server:
-        yield server
-
-
-@contextmanager
-def _request(place: Place) -> Iterator[Block]:
-    with (
-        MessageServer(place.messages, Question) as server,
-        MessageClient(place.messages, reply_type=Answer) as client,
-    ):
-        asking = threading.Thread(target=client.request, args=(Question(1),))
-        asking.start()
-        with server.next() as request:
-            yield request
-            request.reply(Answer(1))
-        asking.join()
-
-
-each_block = in_each_block_of(_sender, _receiver, _message, _client, _server, _request)
 
 
 def _leave(block: Block, error: BaseException) -> NoReturn:
@@ -73,30 +25,27 @@ def _leave(block: Block, error: BaseException) -> NoReturn:
     raise AssertionError("the block kept the exception")
 
 
-def _fall_off(block: Block) -> None:
-    block.__exit__(None, None, None)
+def test_a_forked_child_leaves_a_block_by_an_exception_only(place: Place) -> None:
+    with (
+        TensorReceiver(place.tensors) as receiver,
+        TensorSender(place.tensors) as sender,
+        sender.message() as message,
+        MessageServer(place.messages, Question) as server,
+        MessageClient(place.messages, reply_type=Answer) as client,
+    ):
+        asking = in_thread(lambda: client.request(Question(1)))
+        with server.next() as request:
+            blocks: list[Block] = [receiver, sender, message, server, client, request]
+            for block in blocks:
+                for error in (SystemExit(3), KeyboardInterrupt("3"), LookupError("3")):
+                    assert in_a_fork(partial(_leave, block, error)) == f"{type(error).__name__}: {error}"
+                check_told_of_fork(in_a_fork(partial(block.__exit__, None, None, None)))
+            request.reply(Answer(1))
+        assert asking.result() == Answer(1)
 
 
-@by_each_exception
-@each_block
-def test_an_exception_in_a_forked_child_propagates_out_of_the_block(
-    make: Callable[[Place], AbstractContextManager[Block]], error: BaseException, place: Place
-) -> None:
-    with make(place) as entered:
-        assert in_a_fork(partial(_leave, entered, error)) == f"{type(error).__name__}: {error}"
-
-
-@each_block
-def test_a_forked_child_that_reaches_the_end_of_a_block_raises_usage_error(
-    make: Callable[[Place], AbstractContextManager[Block]], place: Place
-) -> None:
-    with make(place) as entered:
-        check_told_of_fork(in_a_fork(partial(_fall_off, entered)))
-
-
-@pytest.mark.parametrize(("status", "child"), [(0, "0"), (7, "7")])
 def test_sys_exit_in_a_forked_child_leaves_all_blocks_silently_with_its_status(
-    status: int, child: str, fork_server: ForkServer, place: Place
+    fork_server: ForkServer, place: Place
 ) -> None:
-    with fork_server.program("leave_in_a_child", status, *place) as program:
-        assert program.ended() == Ended(0, [child], "")
+    with fork_server.program("leave_in_a_child", 7, *place) as program:
+        assert program.ended() == Ended(0, ["7"], "")

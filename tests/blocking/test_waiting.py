@@ -12,46 +12,34 @@ from tests.channel.parties import Place
 from verification.promptly import promptly
 
 _LIMITED = [name for name, row in WAITS.items() if row.takes_timeout]
-_CLOSED = [name for name in WAITS if name != "request, for a permit"]  # the permit is another's to give
 
 
 @pytest.mark.parametrize("name", _LIMITED)
-@pytest.mark.parametrize("timeout", [0, 0.05])
-def test_a_call_that_times_out_releases_its_resources(name: str, timeout: float, place: Place) -> None:
+def test_a_call_that_times_out_releases_its_resources(name: str, place: Place) -> None:
     row = WAITS[name]
     with row.far(place), row.near(place) as wait:
         before = wait.held()
-        begun = time.monotonic()
-        with promptly(10), pytest.raises(TimeoutError):
-            wait.call(timeout=timeout)
-        assert time.monotonic() - begun >= timeout
-        until(lambda: wait.held() == before)
+        for timeout in (0, 0.05):
+            begun = time.monotonic()
+            with promptly(10), pytest.raises(TimeoutError):
+                wait.call(timeout=timeout)
+            assert time.monotonic() - begun >= timeout
+            until(lambda: wait.held() == before)
 
 
-@pytest.mark.parametrize("name", _CLOSED)
-def test_closing_ends_waiting_calls_of_other_threads(name: str, place: Place) -> None:
+@pytest.mark.parametrize(
+    ("name", "timeout"), [*((name, None) for name in WAITS), ("send, for a permit", 0), ("serve", 0)]
+)
+def test_closing_ends_waiting_calls_of_other_threads(name: str, timeout: float | None, place: Place) -> None:
     row = WAITS[name]
     with row.far(place) as hear:
         with row.near(place) as wait:
             waiting = in_thread(wait.call)
             until(wait.is_waiting)
-            wait.owner.close()
+            with suppress(TimeoutError):
+                wait.owner.close(timeout=timeout)
             if row.ends:
                 assert not waiting.result()
             else:
                 assert isinstance(waiting.exception(), ClosedError)
         hear()
-
-
-@pytest.mark.parametrize("name", _CLOSED)
-def test_closing_with_timeout_zero_ends_waiting_calls(name: str, place: Place) -> None:
-    row = WAITS[name]
-    with row.far(place), row.near(place) as wait:
-        waiting = in_thread(wait.call)
-        until(wait.is_waiting)
-        with suppress(TimeoutError):
-            wait.owner.close(timeout=0)
-        if row.ends:
-            assert not waiting.result()
-        else:
-            assert isinstance(waiting.exception(), ClosedError)

@@ -1,4 +1,4 @@
-"""Threads that wait, and the calls that run in the event loop."""
+"""Threads that wait, calls that run in the event loop, and a handler of requests."""
 
 import fcntl
 import os
@@ -10,7 +10,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
-__all__ = ["Running", "in_thread", "nobody_listens_in", "running", "until"]
+import torch
+
+from tests.channel import parties
+from tests.channel.parties import Answer, Question
+from verification.patterns import pattern
+
+__all__ = ["Running", "answer", "in_thread", "is_right", "nobody_listens_in", "running", "until"]
 
 R = TypeVar("R")
 
@@ -83,3 +89,23 @@ def in_thread(function: Callable[[], R]) -> "Future[R]":
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+def answer(question: Question) -> Answer:
+    """Answer without waiting, like the async handler of the tests of the channel."""
+    try:
+        parties.answer(question).send(None)
+    except StopIteration as done:
+        found: Answer = done.value
+        return found
+    raise AssertionError("it waited")
+
+
+def is_right(got: Answer, seed: int, count: int, wish: int = 7) -> bool:
+    """Return whether an answer contains the sum of its question's pattern, and the requested pattern."""
+    return (
+        got.seed == seed
+        and got.total == int(pattern(seed, count).sum())
+        and got.tensor is not None
+        and torch.equal(got.tensor, pattern(seed, wish))
+    )

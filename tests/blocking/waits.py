@@ -5,12 +5,12 @@ For a new call that waits, add a function, and a row in `WAITS`.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import aiotensor
-from aiotensor import ClosedError, PeerLostError, RemoteError, TensorHandle
+from aiotensor import PeerLostError, RemoteError, TensorHandle
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
 from aiotensor.blocking.portal import BlockingObject
 from tests.blocking.waiting import in_thread, running, until
@@ -118,179 +118,84 @@ def _asking(place: Place) -> Iterator[Callable[[], object]]:
 # What waits
 
 
-def _sending(sender: TensorSender, call: Callable[..., object]) -> Wait:
+def _send(sender: TensorSender, **limit: float) -> None:
+    sender.send(pattern(1, BIG), **limit)
+
+
+def _begin_message(sender: TensorSender, **limit: float) -> None:
+    with sender.message(**limit):
+        raise AssertionError("there was no permit")
+
+
+def _of_sender(
+    call: Callable[..., object], *limits: int, sent: int = 3, is_drain: bool = False
+) -> Callable[[Place], AbstractContextManager[Wait]]:
+    """Open a sender, whose only permit or memory is in use.
+
+    Args:
+        call: the call that waits, a function of the sender.
+        limits: the limits of the sender.
+        sent: the number of elements that it has sent; 0 if it waits for a receiver.
+        is_drain: the call is `drain`, which the statistics do not count.
+    """
+
+    @contextmanager
+    def near(place: Place) -> Iterator[Wait]:
+        with TensorSender(place.tensors, *limits) as sender, ExitStack() as stack:
+            is_waiting = lambda: sender.statistics().waiting if sent else sender.statistics().in_flight  # noqa: E731
+            if sent:
+                sender.send(pattern(0, sent))
+            if is_drain:
+                calls = stack.enter_context(running(aiotensor.TensorSender, "drain"))
+                is_waiting = lambda: calls.count  # noqa: E731
+            yield _sending(sender, partial(call, sender), is_waiting)
+
+    return near
+
+
+def _sending(sender: TensorSender, call: Callable[..., object], is_waiting: Callable[[], object]) -> Wait:
     def held() -> tuple[int, int, int]:
         seen = sender.statistics()
         return seen.in_flight, seen.bytes_in_use, seen.waiting
 
-    return Wait(call, lambda: sender.statistics().waiting, held, sender)
+    return Wait(call, is_waiting, held, sender)
 
 
-@contextmanager
-def _send_for_a_permit(place: Place) -> Iterator[Wait]:
-    with TensorSender(place.tensors, 1) as sender:
-        sender.send(pattern(0, 3))
-        yield _sending(sender, lambda **limit: sender.send(pattern(1, BIG), **limit))
+def _of_receiver(call: Callable[..., object]) -> Callable[[Place], AbstractContextManager[Wait]]:
+    @contextmanager
+    def near(place: Place) -> Iterator[Wait]:
+        with TensorReceiver(place.tensors) as receiver:
+
+            def held() -> tuple[int, int, dict[str, int]]:
+                seen = receiver.statistics()
+                return seen.waiting, seen.leases, held_by_receiver(receiver.inner)
+
+            def is_waiting() -> object:
+                return receiver.statistics().waiting and receiver.statistics().senders
+
+            yield Wait(partial(call, receiver), is_waiting, held, receiver)
+
+    return near
 
 
-@contextmanager
-def _send_for_memory(place: Place) -> Iterator[Wait]:
-    with TensorSender(place.tensors, 8, BIG * 8) as sender:
-        sender.send(pattern(0, BIG))
-        yield _sending(sender, lambda **limit: sender.send(pattern(1, BIG), **limit))
+def _of_client(
+    call: Callable[..., object], is_waiting: Callable[[MessageClient[Answer]], object]
+) -> Callable[[Place], AbstractContextManager[Wait]]:
+    @contextmanager
+    def near(place: Place) -> Iterator[Wait]:
+        with MessageClient(place.messages, reply_type=Answer) as client:
+            held = lambda: client.statistics().in_flight  # noqa: E731
+            yield Wait(partial(call, client), lambda: is_waiting(client), held, client)
+
+    return near
 
 
-@contextmanager
-def _send_to_nobody(place: Place) -> Iterator[Wait]:
-    with TensorSender(place.tensors) as sender:
-        wait = _sending(sender, lambda **limit: sender.send(pattern(1, BIG), **limit))
-        yield wait._replace(is_waiting=lambda: sender.statistics().in_flight)
+def _request(client: MessageClient[Answer], timeout: float | None = None) -> Answer:
+    return client.request(Question(1), timeout=timeout)
 
 
-@contextmanager
-def _begin_message(place: Place) -> Iterator[Wait]:
-    with TensorSender(place.tensors, 1) as sender:
-        sender.send(pattern(0, 3))
-
-        def call(**limit: float) -> None:
-            with sender.message(**limit):
-                raise AssertionError("there was no permit")
-
-        yield _sending(sender, call)
-
-
-@contextmanager
-def _send_in_message(place: Place) -> Iterator[Wait]:
-    with TensorSender(place.tensors, 8, BIG * 8) as sender:
-        sender.send(pattern(0, BIG))
-        with suppress(ClosedError), sender.message() as message:
-            yield _sending(sender, lambda **limit: message.send(pattern(1, BIG), **limit))
-
-
-@contextmanager
-def _allocate(place: Place) -> Iterator[Wait]:
-    with TensorSender(place.tensors, 8, BIG * 8) as sender:
-        sender.send(pattern(0, BIG))
-        first = pattern(1, BIG)
-        yield _sending(sender, lambda **limit: sender.allocate(first.shape, first.dtype, **limit))
-
-
-@contextmanager
-def _ready(place: Place) -> Iterator[Wait]:
-    with TensorSender(place.tensors, 1) as sender:
-        sender.send(pattern(0, 3))
-        with running(aiotensor.TensorSender, "ready") as calls:
-            call = partial(sender.ready, nbytes=0)
-            yield _sending(sender, call)._replace(is_waiting=lambda: calls.count)
-
-
-@contextmanager
-def _drain(place: Place) -> Iterator[Wait]:
-    with TensorSender(place.tensors) as sender:
-        sender.send(pattern(0, 3))
-        with running(aiotensor.TensorSender, "drain") as drains:
-            yield _sending(sender, sender.drain)._replace(is_waiting=lambda: drains.count)
-
-
-def _receiving(receiver: TensorReceiver, call: Callable[..., object]) -> Wait:
-    def held() -> tuple[int, int, dict[str, int]]:
-        seen = receiver.statistics()
-        return seen.waiting, seen.leases, held_by_receiver(receiver.inner)
-
-    return Wait(
-        call,
-        lambda: receiver.statistics().waiting and receiver.statistics().senders,
-        held,
-        receiver,
-    )
-
-
-@contextmanager
-def _receive(place: Place) -> Iterator[Wait]:
-    with TensorReceiver(place.tensors) as receiver:
-        yield _receiving(receiver, lambda **limit: receiver.receive(_NOBODYS, **limit))
-
-
-@contextmanager
-def _receive_copy(place: Place) -> Iterator[Wait]:
-    with TensorReceiver(place.tensors) as receiver:
-        yield _receiving(receiver, lambda **limit: receiver.receive(_NOBODYS, copy=True, **limit))
-
-
-@contextmanager
-def _arrived(place: Place) -> Iterator[Wait]:
-    with TensorReceiver(place.tensors) as receiver:
-        yield _receiving(receiver, lambda **limit: receiver.arrived(_NOBODYS, **limit))
-
-
-@contextmanager
-def _next_tensor(place: Place) -> Iterator[Wait]:
-    with TensorReceiver(place.tensors) as receiver:
-        yield _receiving(receiver, receiver.next)
-
-
-@contextmanager
-def _iterate_over_tensors(place: Place) -> Iterator[Wait]:
-    with TensorReceiver(place.tensors) as receiver:
-        yield _receiving(receiver, lambda: list(receiver))
-
-
-def _asking_for(
-    client: MessageClient[Answer], call: Callable[..., object], is_waiting: Callable[[], object]
-) -> Wait:
-    return Wait(call, is_waiting, lambda: client.statistics().in_flight, client)
-
-
-@contextmanager
-def _request(place: Place) -> Iterator[Wait]:
-    with MessageClient(place.messages, reply_type=Answer) as client:
-
-        def call(timeout: float | None = None) -> Answer:
-            return client.request(Question(1), timeout=timeout)
-
-        yield _asking_for(client, call, lambda: client.statistics().messages_sent)
-
-
-@contextmanager
-def _request_for_a_permit(place: Place) -> Iterator[Wait]:
-    with (
-        TensorReceiver(place.tensors),
-        TensorSender(place.tensors, 1) as sender,
-        MessageClient(place.messages, sender=sender, reply_type=Answer) as client,
-        MessageServer(place.messages, Question),
-    ):
-        sender.send(pattern(0, 3))
-
-        def call(timeout: float | None = None) -> Answer:
-            return client.request(Question(1, pattern(1, BIG)), timeout=timeout)
-
-        yield _asking_for(client, call, lambda: sender.statistics().waiting)
-
-
-@contextmanager
-def _request_of_nobody(place: Place) -> Iterator[Wait]:
-    with MessageClient(place.messages, reply_type=Answer) as client:
-
-        def call(timeout: float | None = None) -> Answer:
-            return client.request(Question(1), timeout=timeout)
-
-        yield _asking_for(client, call, lambda: inside.waiters_for_server(client.inner))
-
-
-@contextmanager
-def _send_message_to_nobody(place: Place) -> Iterator[Wait]:
-    with MessageClient(place.messages, reply_type=Answer) as client:
-
-        def call(timeout: float | None = None) -> None:
-            client.send(Question(1), timeout=timeout)
-
-        yield _asking_for(client, call, lambda: inside.waiters_for_server(client.inner))
-
-
-@contextmanager
-def _ready_client(place: Place) -> Iterator[Wait]:
-    with MessageClient(place.messages, reply_type=Answer) as client:
-        yield _asking_for(client, client.ready, lambda: inside.waiters_for_server(client.inner))
+def _for_a_server(client: MessageClient[Answer]) -> int:
+    return inside.waiters_for_server(client.inner)
 
 
 def _answering(server: MessageServer[Question], call: Callable[..., object]) -> Wait:
@@ -304,28 +209,13 @@ def _answering(server: MessageServer[Question], call: Callable[..., object]) -> 
     return Wait(call, is_waiting, held, server)
 
 
-@contextmanager
-def _next_request(place: Place) -> Iterator[Wait]:
-    with MessageServer(place.messages, Question) as server:
-        yield _answering(server, server.next)
+def _of_server(call: Callable[..., object]) -> Callable[[Place], AbstractContextManager[Wait]]:
+    @contextmanager
+    def near(place: Place) -> Iterator[Wait]:
+        with MessageServer(place.messages, Question) as server:
+            yield _answering(server, partial(call, server))
 
-
-@contextmanager
-def _request_arrived(place: Place) -> Iterator[Wait]:
-    with MessageServer(place.messages, Question) as server:
-        yield _answering(server, server.arrived)
-
-
-@contextmanager
-def _iterate_over_requests(place: Place) -> Iterator[Wait]:
-    with MessageServer(place.messages, Question) as server:
-        yield _answering(server, lambda: list(server))
-
-
-@contextmanager
-def _serve(place: Place) -> Iterator[Wait]:
-    with MessageServer(place.messages, Question) as server:
-        yield _answering(server, lambda: server.serve(lambda _: None))
+    return near
 
 
 @contextmanager
@@ -340,28 +230,24 @@ def _reply(place: Place) -> Iterator[Wait]:
         yield wait._replace(is_waiting=lambda: sender.statistics().waiting)
 
 
+# Other calls forward their `timeout` in the same way; a test of misuse compares their parameters.
 WAITS = {
-    "send, for a permit": Row(_send_for_a_permit, _receiver),
-    "send, for memory": Row(_send_for_memory, _receiver),
-    "send, for a receiver": Row(_send_to_nobody, _nobody),
-    "message": Row(_begin_message, _receiver),
-    "send in a message": Row(_send_in_message, _receiver),
-    "allocate": Row(_allocate, _receiver),
-    "ready": Row(_ready, _receiver),
-    "drain": Row(_drain, _receiver),
-    "receive": Row(_receive, _sender),
-    "receive a copy": Row(_receive_copy, _sender),
-    "arrived": Row(_arrived, _sender),
-    "next tensor": Row(_next_tensor, _sender),
-    "iterate over tensors": Row(_iterate_over_tensors, _sender, takes_timeout=False, ends=True),
-    "ready client": Row(_ready_client, _nobody),
-    "request": Row(_request, _server),
-    "request, for a permit": Row(_request_for_a_permit, _nobody),
-    "request, for a server": Row(_request_of_nobody, _nobody),
-    "send a message": Row(_send_message_to_nobody, _nobody),
-    "request arrived": Row(_request_arrived, _client),
-    "next request": Row(_next_request, _client),
-    "iterate over requests": Row(_iterate_over_requests, _client, takes_timeout=False, ends=True),
-    "serve": Row(_serve, _client, takes_timeout=False, ends=True),
+    "send, for a permit": Row(_of_sender(_send, 1), _receiver),
+    "send, for memory": Row(_of_sender(_send, 8, BIG * 8, sent=BIG), _receiver),
+    "send, for a receiver": Row(_of_sender(_send, sent=0), _nobody),
+    "message": Row(_of_sender(_begin_message, 1), _receiver),
+    "drain": Row(_of_sender(TensorSender.drain, is_drain=True), _receiver),
+    "receive": Row(_of_receiver(partial(TensorReceiver.receive, handle=_NOBODYS)), _sender),
+    "next tensor": Row(_of_receiver(TensorReceiver.next), _sender),
+    "iterate over tensors": Row(_of_receiver(list), _sender, takes_timeout=False, ends=True),
+    "request": Row(_of_client(_request, lambda client: client.statistics().messages_sent), _server),
+    "request, for a server": Row(_of_client(_request, _for_a_server), _nobody),
+    "next request": Row(_of_server(MessageServer.next), _client),
+    "serve": Row(
+        _of_server(partial(MessageServer.serve, handler=lambda _: None)),
+        _client,
+        takes_timeout=False,
+        ends=True,
+    ),
     "reply": Row(_reply, _asking),
 }

@@ -1,7 +1,8 @@
-"""A tensor whose receiving call was cancelled can be received by the next call."""
+"""A tensor whose receiving call was cancelled can be received by the next; cancelled waits change nothing."""
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -13,15 +14,18 @@ from aiotensor import (
     TensorReceiver,
     TensorSender,
 )
+from aiotensor.inspection import Inspection, inspect
 from aiotensor.tensors import views
 from aiotensor.tensors.raw import copy_of
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, Running, Way, cancel_everywhere
-from tests.pairs import endpoint, pair
+from tests.pairs import endpoint, on_one_machine, pair
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
+
+_PATIENCE_S = 20.0  # for the answer to an inspection, on any machine
 
 
 async def _received(receiving: Running[torch.Tensor], receiver: TensorReceiver, handle: TensorHandle) -> bool:
@@ -34,20 +38,21 @@ async def _received(receiving: Running[torch.Tensor], receiver: TensorReceiver, 
     return completed
 
 
-@pytest.mark.parametrize("count", [3, BIG])
-async def test_receiving_an_arrived_tensor_does_not_suspend(count: int) -> None:
+@on_one_machine
+async def test_receiving_an_arrived_tensor_does_not_suspend() -> None:
     async with pair() as (sender, receiver):
 
-        async def attempt(attempt: Attempt) -> None:
+        async def attempt(attempt: Attempt, count: int) -> None:
             handle = await sender.send(pattern(count, count))
             await until(lambda: receiver.statistics().unclaimed_tensors == 1)
             assert await _received(attempt.start(receiver.receive(handle)), receiver, handle)
 
-        assert not await cancel_everywhere(attempt, sender, receiver)
+        for count in (3, BIG):
+            assert not await cancel_everywhere(partial(attempt, count=count), sender, receiver)
 
 
-@pytest.mark.parametrize("copy", [False, True])
-@pytest.mark.parametrize("count", [3, BIG])
+@pytest.mark.promise(21)
+@pytest.mark.parametrize(("count", "copy"), [(3, False), (BIG, False), (BIG, True)])
 async def test_a_cancelled_receive_leaves_an_arriving_tensor_claimable(count: int, copy: bool) -> None:
     async with pair() as (sender, receiver):
 
@@ -62,6 +67,7 @@ async def test_a_cancelled_receive_leaves_an_arriving_tensor_claimable(count: in
         assert await cancel_everywhere(attempt, sender, receiver)
 
 
+@on_one_machine
 @pytest.mark.parametrize("count", [3, SLOW])
 async def test_a_receive_cancelled_while_it_copies_leaves_the_tensor_claimable(
     count: int, monkeypatch: pytest.MonkeyPatch
@@ -110,24 +116,7 @@ async def test_a_receive_cancelled_before_its_sender_connects_leaves_it_claimabl
     assert await cancel_everywhere(attempt)
 
 
-async def test_a_receive_cancelled_before_its_message_was_whole_leaves_the_tensor_claimable() -> None:
-    async with pair() as (sender, receiver):
-
-        async def attempt(attempt: Attempt) -> None:
-            message = await sender.message().__aenter__()
-            handle = await message.send(pattern(BIG, BIG))
-            await until(lambda: receiver.statistics().unclaimed_tensors == 1)
-            receiving = attempt.start(receiver.receive(handle))
-            ending: list[asyncio.Task[None]] = []
-            await receiving.bring(
-                lambda: ending.append(asyncio.create_task(message.__aexit__(None, None, None)))
-            )
-            await ending[0]
-            await _received(receiving, receiver, handle)
-
-        assert await cancel_everywhere(attempt, sender, receiver)
-
-
+@on_one_machine
 @pytest.mark.parametrize("by", ["sender", "receiver"])
 async def test_a_receive_of_a_discarded_tensor_is_cancelled_or_raises_discarded_error(by: str) -> None:
     async with pair() as (sender, receiver):
@@ -151,6 +140,7 @@ async def test_a_receive_of_a_discarded_tensor_is_cancelled_or_raises_discarded_
         assert await cancel_everywhere(attempt, sender, receiver)
 
 
+@on_one_machine
 async def test_a_second_receive_gets_the_tensor_if_the_first_is_cancelled() -> None:
     async with pair() as (sender, receiver):
 
@@ -194,22 +184,86 @@ async def test_a_cancelled_iteration_leaves_its_tensor_to_the_next_iteration() -
         assert found[Way.WITH_RESULT] == 1
 
 
-async def test_iteration_yields_the_tensor_of_a_cancelled_receive() -> None:
+# Waits that take no resource
+
+
+async def test_a_sender_whose_ready_was_cancelled_still_connects() -> None:
+    async def attempt(attempt: Attempt) -> None:
+        with endpoint() as place:
+            receiver = TensorReceiver(place)
+            opening: list[asyncio.Task[TensorReceiver]] = []
+            async with TensorSender(place) as sender:
+                probe = attempt.start(sender.ready())
+                second = asyncio.create_task(sender.ready())
+                await probe.bring(lambda: opening.append(asyncio.create_task(receiver.__aenter__())))
+                await second
+                await probe.completed()
+                await opening[0]
+                handle = await sender.send(pattern(0, 3))
+                assert torch.equal(await receiver.receive(handle), pattern(0, 3))
+            await receiver.aclose()
+
+    assert await cancel_everywhere(attempt)
+
+
+@on_one_machine
+@pytest.mark.parametrize("nbytes", [0, 8])
+async def test_a_sender_whose_wait_for_capacity_was_cancelled_still_sends(nbytes: int) -> None:
+    async with pair(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, receiver):
+
+        async def attempt(attempt: Attempt) -> None:
+            handle = await sender.send(pattern(0, BIG))
+            tensor = await receiver.receive(handle) if nbytes else None
+            probe = attempt.start(sender.ready(nbytes=nbytes))
+            second = asyncio.create_task(sender.ready(nbytes=nbytes))
+
+            def release() -> None:
+                nonlocal tensor
+                tensor = receiver.receive_nowait(handle) if tensor is None else None
+
+            await receiver.arrived(handle) if not nbytes else None
+            await probe.bring(release)
+            await second
+            await probe.completed()
+            tensor = None
+            await sender.ready(nbytes=BIG * 8)
+            await receiver.receive(sender.send_nowait(pattern(1, 3)))
+
+        assert await cancel_everywhere(attempt, sender, receiver)
+
+
+@on_one_machine
+async def test_iteration_yields_a_tensor_after_arrived_was_cancelled() -> None:
     async with pair() as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:
-            message = await sender.message().__aenter__()
-            handle = await message.send(pattern(5, 5))
-            receiving = attempt.start(receiver.receive(handle, copy=True))
+            before = await sender.send(pattern(0, 3))
+            await receiver.receive(before)
+            handle = TensorHandle(sender.id, before.message + 1, 0, "int64", (3,), "cpu")
+            waiting = attempt.start(receiver.arrived(handle))
+            await waiting.until(lambda: receiver.statistics().waiting == 1)
             iterating = asyncio.create_task(anext(receiver))
-            ending: list[asyncio.Task[None]] = []
-            await receiving.bring(
-                lambda: ending.append(asyncio.create_task(message.__aexit__(None, None, None)))
-            )
-            await ending[0]
-            if await receiving.completed():
-                assert torch.equal(receiving.value, pattern(5, 5))
-                sender.send_nowait(pattern(5, 5))
-            assert torch.equal((await iterating).tensor, pattern(5, 5))
+            await asyncio.sleep(0)
+            await waiting.bring(lambda: sender.send_nowait(pattern(1, 3)))
+            await waiting.completed()
+            delivery = await iterating
+            assert delivery.handle == handle
+            assert torch.equal(delivery.tensor, pattern(1, 3))
 
         assert await cancel_everywhere(attempt, sender, receiver)
+
+
+@on_one_machine
+async def test_a_cancelled_inspection_leaves_no_connection_and_the_next_one_is_complete() -> None:
+    with endpoint("unix") as address:
+        assert isinstance(address, str)
+        async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
+            await sender.ready()
+
+            async def attempt(attempt: Attempt) -> None:
+                await attempt.start(inspect(address, patience_s=_PATIENCE_S)).completed()
+                seen = await inspect(address, patience_s=_PATIENCE_S)
+                assert isinstance(seen, Inspection)
+                assert [one.sender for one in seen.senders] == [sender.id]
+
+            assert await cancel_everywhere(attempt, sender, receiver)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+import zmq
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
@@ -26,6 +27,7 @@ __all__ = [
     "Question",
     "answer",
     "channel",
+    "key_options",
     "place",
     "said",
     "settled",
@@ -59,6 +61,13 @@ class Place(NamedTuple):
     messages: str
     tensors: str
     answers: str
+
+
+def key_options() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Make keys for a server and its clients, and return the arguments with which they are passed."""
+    (server_public, server_secret), (public, secret) = zmq.curve_keypair(), zmq.curve_keypair()
+    of_server = {"secret_key": server_secret, "client_keys": [public]}
+    return of_server, {"secret_key": secret, "server_key": server_public}
 
 
 class Places:

@@ -7,12 +7,12 @@ from typing import cast
 import pytest
 
 from aiotensor import RemoteError
-from aiotensor.channel import MessageClient, MessageServer, Request
+from aiotensor.channel import MessageServer, Request
 from tests.channel.parties import Answer, Channel, Question, answer, channel, place, said, settled
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
-pytestmark = pytest.mark.usefixtures("way")
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 _LONG_S = 60.0
 
@@ -28,6 +28,7 @@ async def _end(serving: asyncio.Task[None]) -> None:
         await serving
 
 
+@pytest.mark.usefixtures("way")
 async def test_each_request_gets_the_result_for_its_message() -> None:
     sizes = []
 
@@ -158,7 +159,10 @@ async def test_the_handler_is_cancelled_once_no_request_of_its_batch_is_wanted()
         await _end(serving)
 
 
-async def test_max_concurrent_counts_the_requests_of_all_batches() -> None:
+@pytest.mark.parametrize(("limit", "batches"), [({"max_concurrent": 5}, [2, 2]), ({}, [2])])
+async def test_max_concurrent_counts_the_requests_of_all_batches_and_is_one_batch_by_default(
+    limit: dict[str, int], batches: list[int]
+) -> None:
     go_on = asyncio.Event()
     running: list[int] = []
 
@@ -168,33 +172,16 @@ async def test_max_concurrent_counts_the_requests_of_all_batches() -> None:
         return [await answer(question) for question in questions]
 
     async with channel(16) as ends:
-        limits = {"max_batch": 2, "max_concurrent": 5}
         with pytest.raises(ValueError, match="max_concurrent must be at least max_batch, which is 2, got 1"):
             await ends.server.serve(handle, max_batch=2, max_concurrent=1)
-        serving = asyncio.create_task(ends.server.serve(handle, batch_wait_s=_LONG_S, **limits))
+        serving = asyncio.create_task(ends.server.serve(handle, max_batch=2, batch_wait_s=_LONG_S, **limit))
         asking = _ask(ends, *range(8))
-        await until(lambda: running == [2, 2] and ends.server.statistics().waiting == 4)
-        go_on.set()
-        assert [one.seed for one in await asyncio.gather(*asking)] == list(range(8))
-        await _end(serving)
-
-
-async def test_one_batch_is_handled_at_a_time_by_default() -> None:
-    running = most = 0
-
-    async def handle(questions: list[Question]) -> list[Answer]:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
+        await until(lambda: running == batches and ends.server.statistics().waiting == 8 - sum(batches))
         for _ in range(10):
             await asyncio.sleep(0)
-        running -= 1
-        return [await answer(question) for question in questions]
-
-    async with channel(16) as ends:
-        serving = asyncio.create_task(ends.server.serve(handle, max_batch=4))
-        await asyncio.gather(*_ask(ends, *range(16)))
-        assert most == 1
+        assert running == batches
+        go_on.set()
+        assert [one.seed for one in await asyncio.gather(*asking)] == list(range(8))
         await _end(serving)
 
 
@@ -229,33 +216,11 @@ async def test_the_iteration_ends_when_the_server_is_closed() -> None:
         await serving
 
 
-async def test_messages_that_want_no_answer_are_part_of_batches() -> None:
-    async with channel() as ends:
-        for seed in range(3):
-            await ends.client.send(Question(seed))
-        batch = await anext(ends.server.batches(3, batch_wait_s=_LONG_S))
-        assert [request.message.seed for request in batch] == [0, 1, 2]
-        for request in batch:
-            assert not await request.reply(None)
-        del request, batch
-        await settled(ends)
-
-
-async def test_clients_take_turns_in_a_batch() -> None:
-    async with channel() as ends, MessageClient(ends.place.messages, reply_type=Answer) as other:
-        for seed in range(4):
-            await ends.client.send(Question(seed))
-        await other.send(Question(7))
-        await until(lambda: ends.server.statistics().waiting == 5)
-        batch = await anext(ends.server.batches(3))
-        assert {request.message.seed for request in batch} == {0, 1, 7}
-
-
-@pytest.mark.parametrize(("size", "wait_s"), [(0, 0.0), (-1, 0.0), (1, -1.0)])
-async def test_an_invalid_limit_raises_value_error(size: int, wait_s: float) -> None:
+async def test_an_invalid_limit_raises_value_error() -> None:
     with place() as here:
         async with MessageServer(here.messages, Question) as server:
-            with pytest.raises(ValueError, match=r"max_batch|batch_wait_s"):
-                server.batches(size, batch_wait_s=wait_s)
-            with pytest.raises(ValueError, match=r"max_batch|batch_wait_s"):
-                await server.serve(lambda _: asyncio.sleep(0, []), max_batch=size, batch_wait_s=wait_s)
+            for size, wait_s in ((0, 0.0), (-1, 0.0), (1, -1.0)):
+                with pytest.raises(ValueError, match=r"max_batch|batch_wait_s"):
+                    server.batches(size, batch_wait_s=wait_s)
+                with pytest.raises(ValueError, match=r"max_batch|batch_wait_s"):
+                    await server.serve(lambda _: asyncio.sleep(0, []), max_batch=size, batch_wait_s=wait_s)

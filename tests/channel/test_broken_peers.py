@@ -1,10 +1,11 @@
-"""A client or server that breaks the protocol loses its connection, and no other peer is affected."""
+"""A peer that breaks the protocol or floods a server loses its connection, and no other peer is affected."""
 
 import asyncio
+import itertools
 import os
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ import torch
 import zmq
 import zmq.asyncio
 
-from aiotensor import PeerLostError, ProtocolError, RefusedError, RemoteError, TensorHandle
+from aiotensor import AccessDeniedError, PeerLostError, ProtocolError, RefusedError, TensorHandle
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.channel.client_session import MAX_UNREAD
 from aiotensor.codec import TensorEncoder
@@ -23,18 +24,18 @@ from aiotensor.protocol.exchange import (
     Answer,
     Ask,
     ClientHello,
-    Credit,
     Failure,
     ServerHello,
     read_from_server,
     write,
 )
 from tests.channel import parties
-from tests.channel.parties import Channel, Question, answer, channel, place, said, settled
+from tests.channel.parties import Channel, Question, answer, channel, key_options, place, said, settled
 from tests.channel.rogues import hear, raw
 from tests.repeated import check_rate, repeated_lines
+from tests.selection import COMPLETE
 from verification import inside
-from verification.descriptors import accepted_at
+from verification.attackers import ATTACKS, WITHOUT_KEYS, attacked
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -42,10 +43,14 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 Parts = Sequence[bytes | memoryview]
 
+
 # With one of two clients connected: 64 connections, and the slot of the other client.
 _MOST_SILENT = 65
 
+
 BODY = memoryview(msgspec.msgpack.encode(Question(1)))
+
+
 HELLO = write(ClientHello(VERSION, 1))
 
 
@@ -68,6 +73,7 @@ async def served() -> AsyncIterator[Channel]:
         await serving
 
 
+@pytest.mark.promise(24)
 @pytest.mark.parametrize("is_identified", [False, True], ids=["before its hello", "after its hello"])
 async def test_a_client_that_violates_the_protocol_gets_the_reason_and_is_disconnected(
     is_identified: bool,
@@ -102,6 +108,7 @@ async def test_a_client_of_another_version_is_refused_with_the_reason() -> None:
         assert (await ends.client.request(Question(2))).seed == 2
 
 
+@pytest.mark.promise(26)
 async def test_a_client_that_never_reads_its_answers_is_disconnected() -> None:
     with place() as here, said() as texts:
         async with (
@@ -123,6 +130,7 @@ async def test_a_client_that_never_reads_its_answers_is_disconnected() -> None:
             assert (server.statistics().waiting, server.statistics().clients) == (0, 0)
 
 
+@pytest.mark.promise(26)
 async def test_silent_connections_are_limited_and_the_oldest_is_closed_first() -> None:
     with place() as here, repeated_lines("connection_refused") as refused:
         path = here.messages.removeprefix("ipc://")
@@ -156,107 +164,35 @@ async def _until_cut(reader: asyncio.StreamReader) -> None:
             pass
 
 
-async def test_a_late_message_of_a_lost_client_is_not_attributed_to_the_next_one() -> None:
-    with place() as here, said() as texts:
-        async with MessageServer(here.messages, Question) as server:
-            sock = inside.socket_of(server)
-            arrived: list[list[zmq.Frame]] = []
-            take = inside.note_messages(server, arrived.append)
-            async with raw(zmq.DEALER, here.messages) as first:
-                await first.send_multipart([HELLO])
-                await first.send_multipart([ask()])
-                request = await anext(server)
-            # The loop does not notice that the connection ends and the next one reuses its descriptor.
-            descriptor = f"/proc/self/fd/{arrived[-1][0].get(zmq.SRCFD)}"
-            with zmq.Context() as context, context.socket(zmq.DEALER) as second:
-                second.linger = 0
-                _wait_until(lambda: not os.path.exists(descriptor))
-                second.connect(here.messages)
-                _wait_until(lambda: os.path.exists(descriptor))
-                assert not sock.has_messages()  # ZeroMQ processes its commands
-                await request.fail("no")  # finds that the first is gone
-                await until(lambda: server.statistics().clients_lost == 1)
-                take(arrived[-1])  # it was on its way
-            assert server.statistics().clients == 0
-        assert not [text for text in texts if "broke the protocol" in text]
-
-
-async def test_an_answer_to_a_lost_client_does_not_wait() -> None:
-    with place() as here, said():
-        async with MessageServer(here.messages, Question) as server:
-            async with raw(zmq.DEALER, here.messages) as client:
-                await client.send_multipart([HELLO])
-                await client.send_multipart([ask()])
-                request = await anext(server)
-            _wait_until(lambda: not accepted_at(here.messages))
-            with zmq.Context() as context, context.socket(zmq.DEALER) as second:
-                second.linger = 0
-                second.connect(here.messages)
-                # The thread of ZeroMQ accepts it after it has reported the end of the first.
-                _wait_until(lambda: bool(accepted_at(here.messages)))
-                assert not inside.socket_of(server).has_messages()  # ZeroMQ processes its commands
-                assert not await request.reply(parties.Answer(1))
-                assert server.statistics().clients_lost == 1
-
-
-async def test_messages_that_a_client_sent_before_it_was_lost_are_taken() -> None:
-    with place() as here:
-        async with MessageServer(here.messages, Question, max_waiting=1) as server:
-            async with raw(zmq.DEALER, here.messages) as client:
-                await client.send_multipart([HELLO])
-                await client.send_multipart([ask(0, wants_answer=False)])
-                first = await anext(server)
-                await client.recv_multipart()
-                [descriptor] = accepted_at(here.messages)
-                # The loop notices neither the arrival of the second message nor the end of the client.
-                await client.send_multipart([ask(1, wants_answer=False)])
-                _wait_until(inside.socket_of(server).has_messages)
-            _wait_until(lambda: not os.path.exists(f"/proc/self/fd/{descriptor}"))
-            [one] = inside.clients_of(server)
-            one.post([write(Credit(1, 0))])  # which reveals the end
-            assert first.message.seed == (await anext(server)).message.seed == 1
-            await until(lambda: server.statistics().clients_lost == 1)
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a thread of ZeroMQ while blocking the event loop."""
-    while not condition():
-        pass  # the threads of ZeroMQ do not need the GIL
-
-
-REFUSED: dict[str, tuple[Parts, str]] = {
-    "a body that is none": ([ask(body=b"\xc1")], "cannot be decoded"),
-    "a body of another type": ([ask(body=msgspec.msgpack.encode(5))], "Expected `object`, got `int`"),
-    "no body": ([ask(body=b"")], "cannot be decoded"),
-    "a buffer too many": ([ask(), b"x"], "1 buffers"),
-    "a handle too many": (
-        [ask(handles=(TensorHandle("x" * 32, -1, 0, "int64", (1,), "cpu"),))],
-        "negative",
-    ),
-    "a tensor that nobody sent": (
-        [ask(body=TensorEncoder(lambda _: 0).encode(Question(1, torch.zeros(3)))[0])],
+NO_TENSOR = TensorEncoder(lambda _: 0).encode(Question(1, torch.zeros(3)))[0]
+NEGATIVE = TensorHandle("x" * 32, -1, 0, "int64", (1,), "cpu")
+REFUSED: list[tuple[Parts, str]] = [
+    ([ask(0, b"\xc1")], "cannot be decoded"),
+    ([ask(1, msgspec.msgpack.encode(5))], "Expected `object`, got `int`"),
+    ([ask(2, b"")], "cannot be decoded"),
+    ([ask(3), b"x"], "1 buffers"),
+    ([ask(4, handles=(NEGATIVE,))], "negative"),
+    (
+        [ask(5, TensorEncoder(lambda _: 0).encode(Question(1, torch.zeros(3)))[0])],
         "referred to tensor 0 of 0",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("parts", "reason"), REFUSED.values(), ids=REFUSED)
-async def test_an_invalid_message_fails_without_affecting_later_ones(parts: Parts, reason: str) -> None:
+@pytest.mark.promise(31)
+async def test_an_invalid_message_fails_without_affecting_later_ones() -> None:
     async with served() as ends, raw(zmq.DEALER, ends.place.messages) as rogue:
         await rogue.send_multipart([HELLO])
         assert isinstance(read_from_server((await rogue.recv_multipart())[0]), ServerHello)
-        await rogue.send_multipart(parts)
-        failure = read_from_server((await rogue.recv_multipart())[0])
-        assert isinstance(failure, Failure)
-        assert reason in failure.text
-        await rogue.send_multipart([ask(1)])
+        for parts, reason in REFUSED:
+            await rogue.send_multipart(parts)
+            failure = read_from_server((await rogue.recv_multipart())[0])
+            assert isinstance(failure, Failure)
+            assert reason in failure.text
+        await rogue.send_multipart([ask(len(REFUSED))])
         good = read_from_server((await rogue.recv_multipart())[0])
         assert isinstance(good, Answer)
-        assert good.number == 1
-
-
-def _noise(part: bytes, chance: random.Random) -> bytes:
-    return chance.randbytes(len(part))
+        assert good.number == len(REFUSED)
 
 
 def _a_bit(part: bytes, chance: random.Random) -> bytes:
@@ -264,36 +200,31 @@ def _a_bit(part: bytes, chance: random.Random) -> bytes:
     return part[:where] + bytes([part[where] ^ 1 << chance.randrange(8)]) + part[where + 1 :]
 
 
-def _shorter(part: bytes, chance: random.Random) -> bytes:
-    return part[: chance.randrange(len(part))]
+CHANGES: list[Callable[[bytes, random.Random], bytes]] = [
+    lambda part, chance: chance.randbytes(len(part)),
+    _a_bit,
+    lambda part, chance: part[: chance.randrange(len(part))],
+    lambda part, chance: part + chance.randbytes(chance.randrange(1, 9)),
+]
 
 
-def _longer(part: bytes, chance: random.Random) -> bytes:
-    return part + chance.randbytes(chance.randrange(1, 9))
-
-
-CHANGES: list[Callable[[bytes, random.Random], bytes]] = [_noise, _a_bit, _shorter, _longer]
-
-
-@pytest.mark.parametrize("position", [0, 1, 2])
-async def test_a_fuzzed_message_part_does_not_affect_other_clients(position: int) -> None:
-    chance = random.Random(position)
+@pytest.mark.promise(24)
+async def test_a_fuzzed_message_part_does_not_affect_other_clients(moments: random.Random) -> None:
     whole = TensorEncoder(inline_bytes=16).encode(
         Question(1, pattern(1, 100), {"x": [pattern(2, 50), pattern(3, 1)]})
     )
     async with served() as ends:
-        for change in CHANGES:
-            for _ in range(25):
-                async with raw(zmq.DEALER, ends.place.messages) as rogue:
-                    parts = [ask(body=whole[0]), *(bytes(part) for part in whole[1:])]
-                    parts[position] = change(parts[position], chance)
-                    await rogue.send_multipart([HELLO])
-                    await rogue.send_multipart(parts)
-                    await rogue.send_multipart([ask(1)])  # answered if still connected, in any order
-                    heard: set[object] = set()
-                    while not heard & {"cut off", 1}:
-                        header = read_from_server((await rogue.recv_multipart())[0])
-                        heard.add("cut off" if isinstance(header, Close) else getattr(header, "number", None))
+        for change, position, _ in itertools.product(CHANGES, range(3), range(25 if COMPLETE else 4)):
+            async with raw(zmq.DEALER, ends.place.messages) as rogue:
+                parts = [ask(body=whole[0]), *(bytes(part) for part in whole[1:])]
+                parts[position] = change(parts[position], moments)
+                await rogue.send_multipart([HELLO])
+                await rogue.send_multipart(parts)
+                await rogue.send_multipart([ask(1)])  # answered if still connected, in any order
+                heard: set[object] = set()
+                while not heard & {"cut off", 1}:
+                    header = read_from_server((await rogue.recv_multipart())[0])
+                    heard.add("cut off" if isinstance(header, Close) else getattr(header, "number", None))
         await until(lambda: ends.server.statistics().clients == 1)
 
 
@@ -322,6 +253,7 @@ async def asked(
         yield rogue, identity, asking
 
 
+@pytest.mark.promise(24)
 async def test_requests_to_a_server_that_violates_the_protocol_fail() -> None:
     with place() as here, said() as texts:
         async with asked(here.messages) as (rogue, identity, asking):
@@ -363,23 +295,59 @@ async def test_a_server_of_another_version_is_refused_and_its_successor_gets_the
                     await asking
             os.unlink(here.messages.removeprefix("ipc://"))
             asking = asyncio.create_task(client.request(Question(2)))  # a request looks for a server again
-            async with raw(zmq.ROUTER, here.messages, binds=True) as honest:
-                identity, _ = await hear(honest)
-                await honest.send_multipart([identity, write(ServerHello(VERSION, 78))])
-                await hear(honest)
-                await honest.send_multipart([identity, write(Failure(0, "ValueError", "not today"))])
-                with pytest.raises(RemoteError, match="not today"):
-                    await asking
+            async with MessageServer(here.messages, Question) as server:
+                await (await anext(server)).reply(parties.Answer(2))
+                assert (await asking).seed == 2
 
 
-async def test_a_request_ends_if_the_server_rejects_its_client() -> None:
-    with place() as here:
-        async with (
-            MessageClient(here.messages, reply_type=parties.Answer) as client,
-            raw(zmq.ROUTER, here.messages, binds=True) as rogue,
-        ):
-            identity, _ = await hear(rogue)
-            asking = await _waiting(client)
-            await rogue.send_multipart([identity, write(Close("full"))])
-            with pytest.raises(PeerLostError, match="closed the connection: full"):
-                await asking
+# Floods
+
+
+@pytest.mark.promise(26)
+@pytest.mark.parametrize(
+    "attacks",
+    [WITHOUT_KEYS, *[pytest.param([attack], marks=pytest.mark.extended) for attack in ATTACKS]],
+    ids=["all", *ATTACKS],
+)
+async def test_clients_are_served_while_others_flood_their_server(attacks: Sequence[str]) -> None:
+    server_keys, client_keys = key_options()
+    async with (
+        MessageServer("tcp://127.0.0.1:0", Question, **server_keys) as server,
+        MessageClient(server.address, reply_type=parties.Answer, **client_keys) as existing,
+    ):
+        address = server.address
+        serving = asyncio.create_task(server.serve(answer))
+        assert (await existing.request(Question(0))).seed == 0
+
+        async def ask() -> None:
+            for seed in range(100 if COMPLETE else 20):
+                assert (await existing.request(Question(seed))).seed == seed
+
+        with repeated_lines("connection_refused") as lines, ExitStack() as attackers:
+            for attack in attacks:
+                await asyncio.to_thread(attackers.enter_context, attacked(address, attack))
+            asking = asyncio.create_task(ask())
+            for seed in range(4 if COMPLETE else 2):
+                async with MessageClient(address, reply_type=parties.Answer, **client_keys) as new:
+                    assert (await new.request(Question(seed))).seed == seed
+            await asking
+            await asyncio.to_thread(attackers.close)
+        assert existing.statistics().servers_lost == 0
+        await existing.aclose()
+        await until(lambda: server.statistics().clients == 0)
+        await server.aclose()
+        await serving
+    check_rate([time for time, _ in lines])
+
+
+async def test_refused_handshakes_are_logged_together_with_their_count() -> None:
+    server_keys, client_keys = key_options()
+    async with MessageServer("tcp://127.0.0.1:0", Question, **server_keys) as server:
+        with repeated_lines("connection_refused") as lines:
+            for _ in range(3):
+                client_keys["secret_key"] = zmq.curve_keypair()[1]
+                async with MessageClient(server.address, reply_type=parties.Answer, **client_keys) as client:
+                    with pytest.raises(AccessDeniedError):
+                        await client.request(Question(0))
+            await until(lambda: sum(count for _, count in lines) == 3)
+    check_rate([time for time, _ in lines])

@@ -1,7 +1,6 @@
-"""Permits of a client, which are acquired before the tensors of a request exist."""
+"""Permits of a client, which are acquired before the tensors of a request exist, and waits for them."""
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
@@ -11,12 +10,15 @@ import torch
 
 from aiotensor import ClosedError, TensorReceiver, TensorSender, UnavailableError, UsageError, WouldBlockError
 from aiotensor.channel import MessageClient, MessageServer, Permit
+from tests.cancelling import Attempt, cancel_everywhere
 from tests.channel.parties import Answer, Question, answer, place
-from tests.channel.peers import listening, open_server, process
+from tests.channel.peers import listening
 from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+SHORT_S = 0.02
 
 one_or_two = pytest.mark.parametrize("servers", [1, 2])
 
@@ -87,9 +89,8 @@ async def test_memory_for_the_request_is_allocated_where_it_is_sent_from(servers
 
 
 @pytest.mark.parametrize("count", [3, BIG])
-@one_or_two
-async def test_a_permit_is_for_one_request_in_its_block(servers: int, count: int) -> None:
-    async with _ends(servers, 1) as ends, _serving(ends.servers):
+async def test_a_permit_is_for_one_request_in_its_block(count: int) -> None:
+    async with _ends(2, 1) as ends, _serving(ends.servers):
         async with ends.client.permit() as permit:
             await ends.client.request(Question(1, pattern(1, count)), inside=permit)
             with pytest.raises(UsageError, match="begin another one for each request"):
@@ -98,9 +99,10 @@ async def test_a_permit_is_for_one_request_in_its_block(servers: int, count: int
             await ends.client.request(Question(3, pattern(3, count)), inside=permit)
 
 
+@pytest.mark.promise(14)
 @one_or_two
 async def test_there_are_as_many_permits_as_the_senders_have(servers: int) -> None:
-    async with _ends(servers, 2, max_wait_s=0.5) as ends, AsyncExitStack() as held:
+    async with _ends(servers, 2, max_wait_s=0.1) as ends, AsyncExitStack() as held:
         for _ in range(2 * servers):
             await held.enter_async_context(ends.client.permit())
         with pytest.raises(WouldBlockError):
@@ -117,30 +119,6 @@ async def test_a_message_without_tensors_needs_no_permit() -> None:
         assert (await ends.client.request(Question(3))).seed == 3
 
 
-async def test_requests_with_permits_are_distributed_when_their_tensors_exist() -> None:
-    served: Counter[int] = Counter()
-    go_on = asyncio.Event()
-
-    async with _ends(2, 4) as ends, AsyncExitStack() as stack:
-        for number, server in enumerate(ends.servers):
-
-            async def handle(question: Question, number: int = number) -> Answer:
-                served[number] += 1
-                await go_on.wait()
-                return await answer(question)
-
-            await stack.enter_async_context(_serving([server], handle))
-        permits = [await stack.enter_async_context(ends.client.permit()) for _ in range(8)]
-        asking = [
-            asyncio.create_task(ends.client.request(Question(seed, pattern(seed, BIG)), inside=permit))
-            for seed, permit in enumerate(permits)
-        ]
-        await until(lambda: served.total() == 8)
-        assert served == {0: 4, 1: 4}
-        go_on.set()
-        assert [got.seed for got in await asyncio.gather(*asking)] == list(range(8))
-
-
 async def test_a_permit_is_used_at_the_server_that_is_idle_by_then() -> None:
     async with _ends(2, 4) as ends, ends.client.permit() as permit:
         busy = [
@@ -155,33 +133,24 @@ async def test_a_permit_is_used_at_the_server_that_is_idle_by_then() -> None:
             await asyncio.gather(*busy)
 
 
-async def test_permits_from_before_the_death_of_a_server_are_used_at_the_others() -> None:
-    with place() as here, place() as there:
-        async with process(here) as dying, listening(there) as (other, _):
-            await dying.call(open_server, here)
-            senders = [TensorSender(here.tensors, 2), TensorSender(there.tensors, 2)]
-            addresses = [here.messages, there.messages]
-            async with (
-                MessageClient(addresses, sender=senders, reply_type=Answer) as client,
-                _serving([other]),
-                AsyncExitStack() as stack,
-            ):
-                await until(lambda: client.statistics().servers == 2)
-                for sender in senders:
-                    await sender.ready()
-                permits = [await stack.enter_async_context(client.permit()) for _ in range(4)]
-                dying.kill()
-                await until(lambda: client.statistics().servers == 1)
+async def test_permits_from_before_the_end_of_a_server_are_used_at_the_others() -> None:
+    async with _ends(2, 2) as ends, AsyncExitStack() as stack:
+        permits = [await stack.enter_async_context(ends.client.permit()) for _ in range(4)]
+        await ends.servers[0].aclose()
+        await ends.receivers[0].aclose()
+        await until(lambda: ends.client.statistics().servers == 1)
 
-                # Two at a time, since only the permits of the other server are left.
-                async def ask(seed: int, permit: Permit) -> int:
-                    got = await client.request(Question(seed, pattern(seed, BIG)), inside=permit)
-                    return got.seed
+        # Two at a time, since only the permits of the other server are left.
+        async def ask(seed: int, permit: Permit) -> int:
+            got = await ends.client.request(Question(seed, pattern(seed, BIG)), inside=permit)
+            return got.seed
 
-                asking = [ask(seed, permit) for seed, permit in enumerate(permits)]
-                assert await asyncio.gather(*asking) == [0, 1, 2, 3]
+        async with _serving(ends.servers[1:]):
+            asking = [ask(seed, permit) for seed, permit in enumerate(permits)]
+            assert await asyncio.gather(*asking) == [0, 1, 2, 3]
 
 
+@pytest.mark.promise(15)
 @one_or_two
 async def test_a_permit_that_is_released_goes_to_the_call_that_has_waited_longest(servers: int) -> None:
     async with _ends(servers, 1) as ends, AsyncExitStack() as held:
@@ -208,10 +177,9 @@ async def test_a_permit_that_is_released_goes_to_the_call_that_has_waited_longes
         assert order == [0, 1, 2]
 
 
-@one_or_two
-async def test_an_exception_in_the_block_of_a_permit_releases_it(servers: int) -> None:
-    async with _ends(servers, 1, max_wait_s=5) as ends:
-        for _ in range(3 * servers):
+async def test_an_exception_in_the_block_of_a_permit_releases_it() -> None:
+    async with _ends(2, 1, max_wait_s=5) as ends:
+        for _ in range(6):
             with pytest.raises(KeyError):
                 async with ends.client.permit() as permit:
                     await permit.allocate((BIG,), torch.int64)
@@ -221,10 +189,9 @@ async def test_an_exception_in_the_block_of_a_permit_releases_it(servers: int) -
                     raise KeyError
 
 
-@one_or_two
-async def test_a_permit_without_a_server_raises_unavailable_error(servers: int) -> None:
+async def test_a_permit_without_a_server_raises_unavailable_error() -> None:
     with place() as one, place() as another:
-        places = [one, another][:servers]
+        places = [one, another]
         async with MessageClient(
             [here.messages for here in places],
             sender=[TensorSender(here.tensors) for here in places],
@@ -254,24 +221,110 @@ async def test_a_permit_is_used_once_and_needs_a_sender() -> None:
                 client.permit()
 
 
-async def test_a_client_opens_and_closes_new_senders_but_not_those_that_are_open() -> None:
-    with place() as here, place() as there:
-        async with TensorSender(here.tensors) as opened:
-            new = TensorSender(there.tensors)
-            client = MessageClient([here.messages, there.messages], sender=[opened, new], reply_type=Answer)
-            async with client:
-                assert client.senders == (opened, new)
-                assert repr(new).startswith("<TensorSender open")
-            assert repr(new).startswith("<TensorSender closed")
-            assert repr(opened).startswith("<TensorSender open")
+# `ready` waits for a permit, and takes none
 
 
-async def test_a_sender_that_cannot_be_opened_closes_the_others() -> None:
+async def _still_waits(task: "asyncio.Task[None]") -> bool:
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return not task.done()
+
+
+async def _answer_one(server: MessageServer[Question]) -> None:
+    request = await anext(server)
+    async with request:
+        await request.reply(await answer(request.message))
+
+
+@one_or_two
+async def test_ready_waits_for_a_permit_of_any_server_and_takes_none(servers: int) -> None:
+    async with _ends(servers, 1) as ends:
+        await ends.client.ready()
+        asking = [
+            asyncio.create_task(ends.client.request(Question(seed, pattern(seed, BIG))))
+            for seed in range(servers)
+        ]
+        for server in ends.servers:
+            await server.arrived()
+        first, second = (asyncio.create_task(ends.client.ready()) for _ in range(2))
+        assert await _still_waits(first)
+        await _answer_one(ends.servers[-1])
+        await asyncio.gather(first, second)
+        assert sum(sender.statistics().in_flight for sender in ends.client.senders) == servers - 1
+        for server in ends.servers[:-1]:
+            await _answer_one(server)
+        await asyncio.gather(*asking)
+
+
+@one_or_two
+async def test_ready_returns_the_capacity_to_a_request_that_waits_behind_it(servers: int) -> None:
+    async with _ends(servers, 1) as ends, AsyncExitStack() as held:
+        for _ in range(servers):
+            permit = await held.enter_async_context(ends.client.permit())
+            await permit.allocate((1,), pattern(0, 1).dtype)
+        ready = asyncio.create_task(ends.client.ready())
+        assert await _still_waits(ready)
+        asking = asyncio.create_task(ends.client.request(Question(5, pattern(5, BIG))))
+        await asyncio.sleep(0)
+        await held.aclose()
+        serving = [asyncio.create_task(server.serve(answer)) for server in ends.servers]
+        assert (await asking).seed == 5
+        await ready
+        for task in serving:
+            task.cancel()
+        await asyncio.wait(serving)
+
+
+async def test_ready_of_a_client_without_a_sender_waits_for_a_server() -> None:
     with place() as here:
-        first, second = TensorSender(here.tensors), TensorSender("unix:///root/../dev/null/socket")
-        client = MessageClient([here.messages] * 2, sender=[first, second], reply_type=Answer)
-        with pytest.raises(UsageError):
-            await client.__aenter__()
-        assert repr(first).startswith("<TensorSender closed")
+        async with MessageClient(here.messages, reply_type=Answer) as client:
+            ready = asyncio.create_task(client.ready())
+            assert await _still_waits(ready)
+            async with MessageServer(here.messages, Question):
+                await ready
+                await client.ready()
+
+
+async def test_ready_times_out_after_max_wait_s() -> None:
+    async with _ends(2, 1, max_wait_s=SHORT_S) as ends, AsyncExitStack() as held:
+        for _ in range(2):
+            permit = await held.enter_async_context(ends.client.permit())
+            await permit.allocate((1,), pattern(0, 1).dtype)
+        with pytest.raises(WouldBlockError):
+            await ends.client.ready()
+        assert ends.client.statistics().errors == {"WouldBlockError": 1}
+
+
+async def test_closing_ends_ready() -> None:
+    with place() as one, place() as another:
+        async with MessageClient([one.messages, another.messages], reply_type=Answer) as client:
+            ready = asyncio.create_task(client.ready())
+            assert await _still_waits(ready)
         with pytest.raises(ClosedError):
-            await client.request(Question(1))
+            await ready
+
+
+@one_or_two
+async def test_a_cancelled_ready_holds_nothing(servers: int) -> None:
+    async with _ends(servers, 1) as ends:
+        client = ends.client
+        serving = [asyncio.create_task(server.serve(answer)) for server in ends.servers]
+
+        async def attempt(attempt: Attempt) -> None:
+            held = AsyncExitStack()
+            for _ in range(servers):
+                permit = await held.enter_async_context(client.permit())
+                await permit.allocate((1,), pattern(0, 1).dtype)
+            ready = attempt.start(client.ready())
+            releasing: list[asyncio.Task[None]] = []
+            await ready.bring(lambda: releasing.append(asyncio.create_task(held.aclose())))
+            await ready.completed()
+            await releasing[0]
+            await client.ready()
+            answers = [client.request(Question(seed, pattern(seed, BIG))) for seed in range(4)]
+            assert [got.seed for got in await asyncio.gather(*answers)] == [0, 1, 2, 3]
+
+        assert await cancel_everywhere(attempt, *client.senders, *ends.receivers, client, *ends.servers)
+        for task in serving:
+            task.cancel()
+        await asyncio.wait(serving)

@@ -1,11 +1,9 @@
 """Requests are answered in any order, with their tensors in place."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,13 +19,14 @@ from aiotensor import (
     UnsupportedTensorError,
     UsageError,
 )
-from aiotensor.channel import MessageClient, MessageServer, Request
+from aiotensor.channel import MessageClient, MessageServer
 from tests.channel.parties import Answer, Channel, Question, answer, channel, place, said, settled
-from verification import inside
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
-pytestmark = pytest.mark.usefixtures("way")
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+any_way = pytest.mark.usefixtures("way")
 
 
 @asynccontextmanager
@@ -41,6 +40,9 @@ async def served(max_concurrent_videos: int = 8) -> AsyncIterator[Channel]:
         await serving
 
 
+@any_way
+@pytest.mark.promise(22)
+@pytest.mark.both_loops
 async def test_a_request_arrives_with_its_tensors_in_their_places_and_is_answered() -> None:
     async with served() as ends:
         small, large = pattern(1, 5), pattern(2, BIG)
@@ -52,6 +54,83 @@ async def test_a_request_arrives_with_its_tensors_in_their_places_and_is_answere
         assert got.total == int(small.sum() + large.sum() + (large + 1).sum())
         assert got.tensor is not None
         assert torch.equal(got.tensor, pattern(7, 50))
+
+
+@any_way
+async def test_requests_are_answered_in_any_order() -> None:
+    async with channel() as ends:
+        asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(5)]
+        requests = [await anext(ends.server) for _ in range(5)]
+        for request in reversed(requests):
+            await request.reply(Answer(request.message.seed * 10))
+
+        assert [got.seed for got in await asyncio.gather(*asking)] == [0, 10, 20, 30, 40]
+
+
+@any_way
+async def test_a_message_without_an_answer_arrives_and_its_reply_returns_false() -> None:
+    async with channel() as ends:
+        tensor = pattern(1, BIG)
+        await ends.client.send(Question(1, tensor))
+        tensor.zero_()  # it is ours again
+        await ends.client.send(Question(2, pattern(2, 5)))
+
+        for _ in range(2):
+            async with await anext(ends.server) as request:
+                seed = request.message.seed  # in any order: one does not wait for the tensors of another
+                assert request.message.tensor is not None
+                assert torch.equal(request.message.tensor, pattern(seed, BIG if seed == 1 else 5))
+                assert not request.is_wanted
+                assert not await request.reply(Answer(1))
+        await settled(ends)
+
+
+@any_way
+async def test_without_a_sender_tensors_arrive_in_the_message_and_are_writable() -> None:
+    with place() as here:
+        async with (
+            MessageServer(here.messages, Question) as server,
+            MessageClient(here.messages, reply_type=Answer) as client,
+        ):
+            large, strided = pattern(1, BIG), pattern(2, 4 * BIG).view(-1, 2).t()
+            asking = asyncio.create_task(client.request(Question(1, large, {"x": [strided, pattern(3, 3)]})))
+            request = await anext(server)
+            got = request.message
+            assert got.tensor is not None
+            assert torch.equal(got.tensor, large)
+            assert torch.equal(got.more["x"][0], strided)
+            got.tensor += 1  # it is writable
+            answered = pattern(9, BIG)
+            assert await request.reply(Answer(1, tensor=answered))
+            answered.zero_()  # it is ours again
+            received = (await asking).tensor
+            assert received is not None
+            assert torch.equal(received, pattern(9, BIG))
+            received += 1
+
+
+@any_way
+@pytest.mark.promise(8)
+async def test_a_tensor_sent_without_a_sender_may_be_modified_after_send() -> None:
+    with place() as here:
+        async with (
+            MessageServer(here.messages, Question) as server,
+            MessageClient(here.messages, reply_type=Answer) as client,
+        ):
+            for seed in range(10):
+                tensor = pattern(seed, BIG)
+                await client.send(Question(seed, tensor))
+                tensor.zero_()
+                request = await anext(server)
+                assert request.message.tensor is not None
+                assert torch.equal(request.message.tensor, pattern(seed, BIG))
+
+
+async def test_numpy_arrays_can_be_sent_in_a_message() -> None:
+    async with served() as ends:
+        array = np.arange(BIG)
+        got = await ends.client.request({"seed": 1, "tensor": array, "more": {"x": [np.arange(3)]}})
+        assert got.total == int(array.sum()) + 3
 
 
 async def test_a_message_needs_one_permit_or_none_if_its_tensors_are_small() -> None:
@@ -78,25 +157,7 @@ async def test_a_message_needs_one_permit_or_none_if_its_tensors_are_small() -> 
         await settled(ends)
 
 
-async def test_small_tensors_use_the_sender_beyond_a_total_size() -> None:
-    async with served() as ends:
-        many = [pattern(seed, 1000) for seed in range(50)]  # of 8 KB each
-        got = await ends.client.request(Question(1, more={"all": many}))
-
-        assert got.total == sum(int(tensor.sum()) for tensor in many)
-        assert 0 < ends.sender.statistics().tensors_sent < 50
-
-
-async def test_requests_are_answered_in_any_order() -> None:
-    async with channel() as ends:
-        asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(5)]
-        requests = [await anext(ends.server) for _ in range(5)]
-        for request in reversed(requests):
-            await request.reply(Answer(request.message.seed * 10))
-
-        assert [got.seed for got in await asyncio.gather(*asking)] == [0, 10, 20, 30, 40]
-
-
+@pytest.mark.promise(14)
 async def test_tensors_are_taken_together_with_their_request() -> None:
     async with channel(max_concurrent_videos=2) as ends:
         asking = [
@@ -112,21 +173,6 @@ async def test_tensors_are_taken_together_with_their_request() -> None:
         await settled(ends)
 
 
-async def test_a_message_that_waits_for_its_tensors_delays_no_other() -> None:
-    async with channel() as ends:
-        handle = await ends.sender.send(pattern(1, BIG))
-        late = handle.__class__("f" * 32, 0, 0, handle.dtype, handle.shape, handle.device)
-        session = await inside.servers_of(ends.client)[0].ready()
-        await session.ask((late,), [b"\x81\xa4seed\x01"], wants_answer=False)
-        asking = asyncio.create_task(ends.client.request(Question(2)))
-
-        request = await anext(ends.server)
-        assert request.message.seed == 2
-        await request.reply(Answer(2))
-        await asking
-        assert ends.server.statistics().waiting == 1
-
-
 async def test_an_exception_of_the_handler_arrives_with_its_type_and_text() -> None:
     with said() as texts:
         async with served() as ends:
@@ -139,22 +185,22 @@ async def test_an_exception_of_the_handler_arrives_with_its_type_and_text() -> N
     assert "ValueError: no answer to 3" in text
 
 
-async def test_a_request_can_fail_with_an_exception_or_a_text() -> None:
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        (KeyError("frames"), "KeyError: 'frames'"),
+        ("busy", "busy"),
+        (ValueError("\udcff" * 30_000), "ValueError: .*udcff"),  # it cannot be encoded, and is long
+    ],
+    ids=["exception", "text", "unusual text"],
+)
+async def test_a_request_can_fail_with_an_exception_or_a_text(reason: Exception | str, text: str) -> None:
     async with channel() as ends:
-        reasons: list[tuple[Exception | str, str]] = [
-            (KeyError("frames"), "KeyError: 'frames'"),
-            ("busy", "busy"),
-            (
-                ValueError("\udcff" * 30_000),
-                "ValueError: .*udcff",
-            ),  # a text that cannot be encoded, and is long
-        ]
-        for reason, text in reasons:
-            asking = asyncio.create_task(ends.client.request(Question(1)))
-            request = await anext(ends.server)
-            assert await request.fail(reason)
-            with pytest.raises(RemoteError, match=text):
-                await asking
+        asking = asyncio.create_task(ends.client.request(Question(1)))
+        request = await anext(ends.server)
+        assert await request.fail(reason)
+        with pytest.raises(RemoteError, match=text):
+            await asking
 
 
 async def test_a_request_is_answered_once() -> None:
@@ -185,6 +231,7 @@ async def test_a_request_that_is_left_without_an_answer_fails() -> None:
         await settled(ends)
 
 
+@pytest.mark.promise(31)
 async def test_an_exception_in_the_block_of_a_request_is_sent_to_the_client() -> None:
     with said() as texts:
         async with channel() as ends:
@@ -199,23 +246,7 @@ async def test_an_exception_in_the_block_of_a_request_is_sent_to_the_client() ->
     assert "no such model" in texts[0]
 
 
-async def test_a_message_without_an_answer_arrives_and_its_reply_returns_false() -> None:
-    async with channel() as ends:
-        tensor = pattern(1, BIG)
-        await ends.client.send(Question(1, tensor))
-        tensor.zero_()  # it is ours again
-        await ends.client.send(Question(2, pattern(2, 5)))
-
-        for _ in range(2):
-            async with await anext(ends.server) as request:
-                seed = request.message.seed  # in any order: one does not wait for the tensors of another
-                assert request.message.tensor is not None
-                assert torch.equal(request.message.tensor, pattern(seed, BIG if seed == 1 else 5))
-                assert not request.is_wanted
-                assert not await request.reply(Answer(1))
-        await settled(ends)
-
-
+@pytest.mark.promise(11)
 async def test_a_message_that_cannot_be_encoded_acquires_no_resources() -> None:
     async with channel(arena_bytes=1 << 20) as ends:
         with pytest.raises(TypeError, match="a message cannot contain a 'object'"):
@@ -253,75 +284,8 @@ async def test_an_answer_of_the_wrong_type_fails_only_its_request() -> None:
         assert (await asking).seed == 2
 
 
-async def test_without_a_sender_tensors_arrive_in_the_message_and_are_writable() -> None:
-    with place() as here:
-        async with (
-            MessageServer(here.messages, Question) as server,
-            MessageClient(here.messages, reply_type=Answer) as client,
-        ):
-            large, strided = pattern(1, BIG), pattern(2, 4 * BIG).view(-1, 2).t()
-            asking = asyncio.create_task(client.request(Question(1, large, {"x": [strided, pattern(3, 3)]})))
-            request = await anext(server)
-            got = request.message
-            assert got.tensor is not None
-            assert torch.equal(got.tensor, large)
-            assert torch.equal(got.more["x"][0], strided)
-            got.tensor += 1  # it is writable
-            answered = pattern(9, BIG)
-            assert await request.reply(Answer(1, tensor=answered))
-            answered.zero_()  # it is ours again
-            received = (await asking).tensor
-            assert received is not None
-            assert torch.equal(received, pattern(9, BIG))
-            received += 1
-
-
-async def test_a_tensor_sent_without_a_sender_may_be_modified_after_send() -> None:
-    with place() as here:
-        async with (
-            MessageServer(here.messages, Question) as server,
-            MessageClient(here.messages, reply_type=Answer) as client,
-        ):
-            for seed in range(20):
-                tensor = pattern(seed, BIG)
-                await client.send(Question(seed, tensor))
-                tensor.zero_()
-                request = await anext(server)
-                assert request.message.tensor is not None
-                assert torch.equal(request.message.tensor, pattern(seed, BIG))
-
-
-async def test_a_request_can_use_a_permit_acquired_earlier() -> None:
-    async with served(max_concurrent_videos=1) as ends:
-        async with ends.sender.message() as permit:
-            assert ends.sender.statistics().in_flight == 1
-            tensor = await ends.sender.allocate((BIG,), torch.int64)
-            tensor.copy_(pattern(1, BIG))
-            got = await ends.client.request(Question(1, tensor), inside=permit)
-            assert got.total == int(pattern(1, BIG).sum())
-            del tensor
-        async with ends.sender.message() as permit:
-            await ends.client.request(Question(2, pattern(2, 3)), inside=permit)  # which needs none
-        with pytest.raises(LookupError):
-            async with ends.sender.message() as permit:
-                raise LookupError
-        await settled(ends)
-        assert ends.sender.statistics().bytes_sent == BIG * 8
-
-
-async def test_a_request_inside_a_message_of_another_sender_is_rejected() -> None:
-    async with channel() as ends, channel() as others, others.sender.message() as permit:
-        with pytest.raises(ValueError, match="this client's sender"):
-            await ends.client.request(Question(1, pattern(1, BIG)), inside=permit)
-
-
-async def test_numpy_arrays_can_be_sent_in_a_message() -> None:
-    async with served() as ends:
-        array = np.arange(BIG)
-        got = await ends.client.request({"seed": 1, "tensor": array, "more": {"x": [np.arange(3)]}})
-        assert got.total == int(array.sum()) + 3
-
-
+@any_way
+@pytest.mark.promise(10)
 async def test_answers_that_were_given_before_a_close_still_arrive() -> None:
     async with channel() as ends:
         asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(10)]
@@ -340,33 +304,8 @@ async def test_messages_without_an_answer_survive_their_client() -> None:
                     await client.send(Question(seed, pattern(seed, BIG)))
             await until(lambda: server.statistics().clients_lost == 1)
             for seed in range(5):
-                request: Request[Question] = await anext(server)
+                request = await anext(server)
                 assert request.message.seed == seed
-
-
-async def test_a_message_that_is_being_decoded_is_released_on_close() -> None:
-    begun, go_on = threading.Event(), threading.Event()
-
-    class Slow(msgspec.Struct):
-        padding: bytes  # so much that it is decoded in a thread
-
-        def __post_init__(self) -> None:
-            begun.set()
-            go_on.wait()
-
-    with place() as here:
-        async with MessageServer(here.messages, Slow) as server:
-            async with MessageClient(here.messages, reply_type=Answer) as client:
-                await client.send({"padding": b"x" * 100_000})
-            await until(lambda: server.statistics().clients_lost == 1)
-            taking = asyncio.create_task(anext(server))
-            await asyncio.to_thread(begun.wait)
-            taking.cancel()
-            await server.aclose()
-            go_on.set()
-            await asyncio.wait([taking])
-            assert taking.cancelled()
-            assert (server.statistics().waiting, len(inside.ready(server)), inside.found(server)) == (0, 0, 0)
 
 
 async def test_clients_and_servers_can_be_opened_only_once() -> None:
@@ -380,6 +319,43 @@ async def test_clients_and_servers_can_be_opened_only_once() -> None:
     unopened = MessageClient("ipc:///tmp/nowhere", reply_type=Answer)
     with pytest.raises(UsageError, match="not open yet"):
         await unopened.request(Question(1))
+
+
+async def test_a_sender_is_used_only_for_answers_to_the_client_of_its_receiver() -> None:
+    with place() as here:
+        async with AsyncExitStack() as stack:
+            open_ = stack.enter_async_context
+            receiver = await open_(TensorReceiver(here.answers))
+            sender = await open_(TensorSender(here.answers, max_concurrent_videos=1))
+            server = await open_(MessageServer(here.messages, Question, sender=[sender]))
+            near = await open_(MessageClient(here.messages, receiver=receiver, reply_type=Answer))
+            far = await open_(MessageClient(here.messages, reply_type=Answer))
+            await until(lambda: sender.receiver_id == receiver.id)
+            serving = asyncio.create_task(server.serve(answer))
+
+            for client, sent in ((near, 1), (far, 1), (near, 2)):
+                got = (await client.request(Question(5, wish=str(BIG)))).tensor
+                assert got is not None
+                assert torch.equal(got, pattern(5, BIG))
+                assert sender.statistics().tensors_sent == sent
+                del got
+            await until(lambda: sender.statistics().in_flight + sender.statistics().bytes_in_use == 0)
+            await server.aclose()
+            await serving
+
+
+async def test_a_request_with_handles_fails_at_a_server_without_a_receiver() -> None:
+    with place() as here:
+        async with (
+            TensorReceiver(here.tensors),
+            TensorSender(here.tensors) as sender,
+            MessageServer(here.messages, Question) as server,
+            MessageClient(here.messages, sender=sender, reply_type=Answer) as client,
+        ):
+            with pytest.raises(RemoteError, match="this server has no receiver"):
+                await client.request(Question(1, torch.zeros(100_000)))
+            assert server.statistics().failures == 1
+            await until(lambda: sender.statistics().in_flight == 0)
 
 
 async def test_a_sender_connected_to_another_receiver_raises_peer_lost_error() -> None:

@@ -1,17 +1,22 @@
-"""`arrived` of a server and `ready` of a client wait for requests and capacity, and take neither."""
+"""Waiting for servers, requests and capacity: `arrived`, `max_wait_s` and `grace_s`."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import NamedTuple
+import threading
 
 import pytest
+import zmq
 
-from aiotensor import ClosedError, TensorReceiver, TensorSender, UnavailableError, UsageError, WouldBlockError
+from aiotensor import (
+    ClosedError,
+    UnavailableError,
+    UsageError,
+    WouldBlockError,
+)
 from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.protocol.exchange import VERSION, Ask, ServerHello, write
 from tests.cancelling import Attempt, cancel_everywhere
 from tests.channel.parties import Answer, Question, answer, channel, place, settled
-from tests.channel.peers import ask, listening, open_client, process
+from tests.channel.rogues import hear, raw
 from verification import inside
 from verification.patterns import BIG, pattern
 from verification.waiting import until
@@ -38,7 +43,6 @@ async def _answer_one(server: MessageServer[Question]) -> None:
 # `arrived`
 
 
-@pytest.mark.usefixtures("way")
 async def test_arrived_returns_once_a_request_has_arrived_and_does_not_take_it() -> None:
     async with channel() as ends:
         first, second = (asyncio.create_task(ends.server.arrived()) for _ in range(2))
@@ -50,23 +54,6 @@ async def test_arrived_returns_once_a_request_has_arrived_and_does_not_take_it()
         await _answer_one(ends.server)
         assert (await asking).seed == 7
         await settled(ends)
-
-
-async def test_arrived_waits_for_the_tensors_of_a_request() -> None:
-    with place() as here:
-        async with (
-            TensorReceiver(here.tensors) as receiver,
-            MessageServer(here.messages, Question, receiver=receiver) as server,
-            TensorSender(here.tensors) as sender,
-            MessageClient(here.messages, sender=sender, reply_type=Answer) as client,
-        ):
-            asking = asyncio.create_task(client.request(Question(7, pattern(7, BIG))))
-            arrived = asyncio.create_task(server.arrived())
-            await arrived
-            assert len(inside.ready(server)) == 1
-            assert inside.arriving(server) == 0
-            await _answer_one(server)
-            await asking
 
 
 async def test_arrived_waits_for_the_next_request_after_one_was_taken_or_cancelled() -> None:
@@ -87,16 +74,6 @@ async def test_arrived_waits_for_the_next_request_after_one_was_taken_or_cancell
         await arrived
         await _answer_one(ends.server)
         await settled(ends)
-
-
-async def test_arrived_returns_for_a_request_of_another_process() -> None:
-    with place() as here:
-        async with process(here) as child, listening(here) as (server, _):
-            await child.call(open_client, here)
-            asking = child.start(ask, 3)
-            await server.arrived()
-            await _answer_one(server)
-            assert await asking
 
 
 async def test_closing_ends_arrived() -> None:
@@ -127,135 +104,114 @@ async def test_a_cancelled_arrived_takes_no_request() -> None:
         assert await cancel_everywhere(attempt, ends.sender, ends.receiver, ends.client, ends.server)
 
 
-# `ready`
+# `max_wait_s`
 
 
-class Ends(NamedTuple):
-    client: MessageClient[Answer]
-    servers: list[MessageServer[Question]]
-    receivers: list[TensorReceiver]
+@pytest.mark.promise(10)
+async def test_a_request_without_a_server_raises_would_block_error_after_max_wait_s() -> None:
+    with place() as here, place() as there:
+        async with MessageClient(here.messages, reply_type=Answer, max_wait_s=SHORT_S) as client:
+            for call in (client.request, client.send):
+                with pytest.raises(WouldBlockError, match=r"could not be reached for 0.02 s"):
+                    await call(Question(1))
+            assert client.statistics().in_flight == (0,)
+            async with MessageServer(here.messages, Question) as server:
+                serving = asyncio.create_task(server.serve(answer))
+                await until(lambda: client.statistics().servers == 1)
+                assert (await client.request(Question(2))).seed == 2
+            await serving
+        addresses = [here.messages, there.messages]
+        async with MessageClient(addresses, reply_type=Answer, max_wait_s=SHORT_S) as client:
+            with pytest.raises(WouldBlockError, match=r"none of the 2 servers could be reached for 0.02 s"):
+                await client.request(Question(1))
 
 
-@asynccontextmanager
-async def _ends(servers: int, max_wait_s: float | None = None) -> AsyncIterator[Ends]:
-    """Open a client with one sender for each of its servers, and wait until all are connected."""
-    async with AsyncExitStack() as stack:
-        places = [stack.enter_context(place()) for _ in range(servers)]
-        ends = [await stack.enter_async_context(listening(here)) for here in places]
-        client = MessageClient(
-            [here.messages for here in places],
-            sender=[TensorSender(here.tensors, 1, max_wait_s=max_wait_s) for here in places],
-            reply_type=Answer,
-        )
-        await stack.enter_async_context(client)
-        await until(lambda: client.statistics().servers == servers)
-        await until(lambda: all(sender.receiver_id for sender in client.senders))
-        yield Ends(client, [server for server, _ in ends], [receiver for _, receiver in ends])
-
-
-@one_or_two
-async def test_ready_waits_for_a_permit_of_any_server_and_takes_none(servers: int) -> None:
-    async with _ends(servers) as ends:
-        await ends.client.ready()
-        asking = [
-            asyncio.create_task(ends.client.request(Question(seed, pattern(seed, BIG))))
-            for seed in range(servers)
-        ]
-        for server in ends.servers:
-            await server.arrived()
-        first, second = (asyncio.create_task(ends.client.ready()) for _ in range(2))
-        assert await _still_waits(first)
-        await _answer_one(ends.servers[-1])
-        await asyncio.gather(first, second)
-        assert sum(sender.statistics().in_flight for sender in ends.client.senders) == servers - 1
-        for server in ends.servers[:-1]:
-            await _answer_one(server)
-        await asyncio.gather(*asking)
-
-
-@one_or_two
-async def test_ready_returns_the_capacity_to_a_request_that_waits_behind_it(servers: int) -> None:
-    async with _ends(servers) as ends, AsyncExitStack() as held:
-        for _ in range(servers):
-            permit = await held.enter_async_context(ends.client.permit())
-            await permit.allocate((1,), pattern(0, 1).dtype)
-        ready = asyncio.create_task(ends.client.ready())
-        assert await _still_waits(ready)
-        asking = asyncio.create_task(ends.client.request(Question(5, pattern(5, BIG))))
-        await asyncio.sleep(0)
-        await held.aclose()
-        serving = [asyncio.create_task(server.serve(answer)) for server in ends.servers]
-        assert (await asking).seed == 5
-        await ready
-        for task in serving:
-            task.cancel()
-        await asyncio.wait(serving)
-
-
-async def test_ready_of_a_client_without_a_sender_waits_for_a_server() -> None:
+async def test_a_server_that_connects_in_the_iteration_of_the_timeout_is_used() -> None:
     with place() as here:
-        async with MessageClient(here.messages, reply_type=Answer) as client:
-            ready = asyncio.create_task(client.ready())
-            assert await _still_waits(ready)
-            async with MessageServer(here.messages, Question):
-                await ready
-                await client.ready()
+        async with (
+            raw(zmq.ROUTER, here.messages, binds=True) as server,
+            MessageClient(here.messages, reply_type=Answer, max_wait_s=SHORT_S) as client,
+        ):
+            await hear(server)
+            asking = asyncio.create_task(client.request(Question(5)))
+            await asyncio.sleep(0)
+            threading.Event().wait(2 * SHORT_S)  # the loop is held up until the wait is overdue
+            hello = [zmq.Frame(write(ServerHello(VERSION, 77, "", 1, 1000)))]
+            asyncio.get_running_loop().call_soon(inside.servers_of(client)[0].message_arrived, hello)
+            await until(lambda: asking.done() or client.statistics().messages_sent == 1)
+            assert not asking.done()
+            _, question = await hear(server)
+            assert isinstance(question, Ask)
+            asking.cancel()
+            await asyncio.wait([asking])
+
+
+async def test_a_request_whose_wait_for_capacity_timed_out_is_never_sent() -> None:
+    async with channel(server={"max_waiting": 2}, client={"max_wait_s": SHORT_S}) as ends:
+        await until(lambda: ends.client.statistics().servers == 1)
+        asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(2)]
+        await until(lambda: ends.server.statistics().waiting == 2)
+        with pytest.raises(WouldBlockError, match=r"has had no capacity for this message for 0.02 s"):
+            await ends.client.request(Question(7))
+
+        serving = asyncio.create_task(ends.server.serve(answer))
+        # They waited for their answers for longer than that.
+        assert [got.seed for got in await asyncio.gather(*asking)] == [0, 1]
+        assert (await ends.client.request(Question(8))).seed == 8
+        assert ends.server.statistics().messages_received == 3
+        await settled(ends)
+        await ends.server.aclose()
+        await serving
+
+
+# `grace_s`
 
 
 @one_or_two
-async def test_ready_times_out_after_max_wait_s(servers: int) -> None:
-    async with _ends(servers, max_wait_s=SHORT_S) as ends, AsyncExitStack() as held:
-        for _ in range(servers):
-            permit = await held.enter_async_context(ends.client.permit())
-            await permit.allocate((1,), pattern(0, 1).dtype)
-        with pytest.raises(WouldBlockError):
-            await ends.client.ready()
-        assert ends.client.statistics().errors == {"WouldBlockError": 1}
+async def test_a_request_raises_unavailable_error_after_the_grace_period(servers: int) -> None:
+    with place() as one, place() as another:
+        addresses = [one.messages, another.messages][:servers]
+        async with MessageClient(addresses, reply_type=Answer, grace_s=SHORT_S) as client:
+            asking = [asyncio.create_task(client.request(Question(seed))) for seed in range(3)]
+            for error in await asyncio.gather(*asking, return_exceptions=True):
+                assert isinstance(error, UnavailableError)
+            async with asyncio.timeout(0):  # at once
+                with pytest.raises(UnavailableError, match="grace period"):
+                    await client.request(Question(4))
+                with pytest.raises(UnavailableError, match="grace period"):
+                    await client.request(Question(4), target=servers - 1)
+            assert client.statistics().in_flight == (0,) * servers
 
 
-@pytest.mark.parametrize("limit", [{"max_wait_s": SHORT_S}, {"grace_s": 0}])
-async def test_ready_without_a_server_raises_unavailable_error(limit: dict[str, float]) -> None:
-    with place() as here:
-        addresses = [here.messages, here.messages + "2"]
-        for count in (1, 2):
-            async with MessageClient(addresses[:count], reply_type=Answer, **limit) as client:  # type: ignore[arg-type]
+async def test_without_a_grace_period_no_call_waits_for_a_server() -> None:
+    with place() as one, place() as another:
+        for addresses in ([one.messages], [one.messages, another.messages]):
+            async with MessageClient(addresses, reply_type=Answer, grace_s=0) as client, asyncio.timeout(0):
+                for call in (client.send(Question(4)), client.ready()):
+                    with pytest.raises(UnavailableError):
+                        await call
+
+
+async def test_a_server_that_returns_ends_the_outage() -> None:
+    with place() as one, place() as another:
+        addresses = [one.messages, another.messages]
+        async with MessageClient(addresses, reply_type=Answer, grace_s=SHORT_S) as client:
+            for seed in range(2):
                 with pytest.raises(UnavailableError):
-                    await client.ready()
+                    await client.request(Question(seed))
+                async with MessageServer(addresses[-1], Question) as server:
+                    serving = asyncio.create_task(server.serve(answer))
+                    await until(lambda: client.statistics().servers == 1)
+                    assert (await client.request(Question(seed))).seed == seed
+                await serving
+                await until(lambda: client.statistics().servers == 0)
 
 
-@one_or_two
-async def test_closing_ends_ready(servers: int) -> None:
-    async with AsyncExitStack() as stack:
-        places = [stack.enter_context(place()) for _ in range(servers)]
-        client = MessageClient([here.messages for here in places], reply_type=Answer)
-        async with client:
-            ready = asyncio.create_task(client.ready())
-            assert await _still_waits(ready)
-        with pytest.raises(ClosedError):
-            await ready
-
-
-@one_or_two
-async def test_a_cancelled_ready_holds_nothing(servers: int) -> None:
-    async with _ends(servers) as ends:
-        client = ends.client
-        serving = [asyncio.create_task(server.serve(answer)) for server in ends.servers]
-
-        async def attempt(attempt: Attempt) -> None:
-            held = AsyncExitStack()
-            for _ in range(servers):
-                permit = await held.enter_async_context(client.permit())
-                await permit.allocate((1,), pattern(0, 1).dtype)
-            ready = attempt.start(client.ready())
-            releasing: list[asyncio.Task[None]] = []
-            await ready.bring(lambda: releasing.append(asyncio.create_task(held.aclose())))
-            await ready.completed()
-            await releasing[0]
-            await client.ready()
-            answers = [client.request(Question(seed, pattern(seed, BIG))) for seed in range(4)]
-            assert [got.seed for got in await asyncio.gather(*answers)] == [0, 1, 2, 3]
-
-        assert await cancel_everywhere(attempt, *client.senders, *ends.receivers, client, *ends.servers)
-        for task in serving:
-            task.cancel()
-        await asyncio.wait(serving)
+async def test_requests_wait_for_the_next_server_during_the_grace_period() -> None:
+    with place() as here:
+        async with MessageClient(here.messages, reply_type=Answer, grace_s=60) as client:
+            asking = asyncio.create_task(client.request(Question(3)))
+            async with MessageServer(here.messages, Question) as server:
+                serving = asyncio.create_task(server.serve(answer))
+                assert (await asking).seed == 3
+            await serving

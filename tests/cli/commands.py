@@ -1,19 +1,17 @@
-"""Run the `aiotensor` command in a separate process, and make keys for it."""
+"""Run the `aiotensor` command, and make keys for it."""
 
-import io
+import asyncio
 import sys
-import warnings
-from contextlib import redirect_stderr, redirect_stdout
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
 import coverage
 import zmq
+from click.testing import CliRunner, Result
 
-from verification.processes.peers import contexts
+from aiotensor.cli.command import aiotensor as command
 
-__all__ = ["Pair", "aiotensor", "in_fork"]
+__all__ = ["Pair", "aiotensor", "run"]
 
 
 class Pair(NamedTuple):
@@ -42,42 +40,6 @@ def aiotensor(*arguments: str) -> list[str]:
     return [sys.executable, "-W", "error", *measured, "-m", "aiotensor", *arguments]
 
 
-class Ended(NamedTuple):
-    """The end of a program: its exit status, its output and its errors."""
-
-    status: int
-    output: str
-    errors: str
-
-
-def in_fork(code: str, *arguments: str) -> Ended:
-    """Run a program in a fork of a process that has imported torch, which starts faster than a new one.
-
-    The program finds torch imported, and the library not imported.
-    """
-    context = contexts["forkserver"]
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(code, arguments, writer), daemon=True)
-    process.start()
-    writer.close()
-    with reader:
-        ended: Ended = reader.recv()
-    process.join()
-    return ended
-
-
-def _run(code: str, arguments: tuple[str, ...], writer: Connection) -> None:
-    for name in list(sys.modules):
-        if name.partition(".")[0] == "aiotensor":
-            del sys.modules[name]
-    warnings.simplefilter("error")
-    sys.argv[1:] = arguments
-    output, errors = io.StringIO(), io.StringIO()
-    status = 0
-    with redirect_stdout(output), redirect_stderr(errors):
-        try:
-            exec(code, {"__name__": "__main__"})  # noqa: S102 - a program of the tests
-        except SystemExit as end:
-            status = int(end.code or 0)
-    # Sent before the exit, which can fail in a process with narrow limits.
-    writer.send(Ended(status, output.getvalue(), errors.getvalue()))
+async def run(*arguments: str, **environment: str) -> Result:
+    """Run the command in another thread, which does not block the loop."""
+    return await asyncio.to_thread(CliRunner().invoke, command, arguments, env=environment)

@@ -60,13 +60,24 @@ def test_the_shell_can_complete_commands_and_options() -> None:
         assert done.stdout.split() == expected
 
 
+def test_a_pipe_without_a_reader_ends_the_command_silently() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        done = subprocess.run(
+            commands.aiotensor("doctor"), stdout=output, stderr=subprocess.PIPE, text=True, check=False
+        )
+
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_a_missing_dependency_prints_one_line_with_an_install_command() -> None:
     code = "import sys; sys.modules['click'] = None; from aiotensor.cli import main; main()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
     assert result.returncode == 1
     assert result.stdout == ""
-    assert result.stderr == "`aiotensor` needs click: pip install click rich\n"
+    assert result.stderr == "`aiotensor` needs click: pip install click\n"
 
 
 @pytest.mark.parametrize(

@@ -1,455 +1,391 @@
-"""The command as a user runs it, on this machine and in processes that lack a resource."""
+"""The findings of the doctor, with real folders, sockets, receivers and publishers."""
 
-import io
 import json
 import os
-import pty
-import resource
+import socket
+import stat
 import subprocess
-import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from importlib import metadata
 from pathlib import Path
+from resource import RLIM_INFINITY
 
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
-import aiotensor
+from aiotensor import TensorReceiver
+from aiotensor.broadcast import Publisher
+from aiotensor.cli import doctor as checks
 from aiotensor.cli.command import aiotensor as command
-from aiotensor.cli.doctor.finding import Finding, Status, as_line, as_row, verdict
-from aiotensor.cli.words import in_words
+from aiotensor.cli.doctor import (
+    Finding,
+    Status,
+    container,
+    huge_pages,
+    memory,
+    open_files,
+    socket_file,
+    socket_folder,
+)
 from tests.cli import commands
+from tests.cli.commands import Pair
+from verification.places import free_port
+
+GIB = 1 << 30
 
 Findings = dict[str, dict[str, str]]
 
-# The doctor alone: a package of the same name stands in for the library, which is not imported.
-ALONE = """
-import sys, types
-package = types.ModuleType("aiotensor")
-package.__path__ = [{folder!r}]
-sys.modules["aiotensor"] = package
-{before}
-from aiotensor.cli.doctor.command import doctor
-doctor(prog_name="aiotensor doctor", standalone_mode=False)
-"""
 
-
-def by_check(output: str) -> Findings:
-    return {finding["check"]: finding for finding in json.loads(output)}
-
-
-def run(*command_line: str) -> tuple[int, Findings]:
-    """Run the doctor in a new process, which takes longer than the other ways."""
-    done = subprocess.run([*command_line, "--json"], capture_output=True, text=True, check=False)
+async def doctor(*arguments: str) -> tuple[int, Findings]:
+    done = await commands.run("doctor", "--json", *arguments)
     assert done.stderr == ""
-    return done.returncode, by_check(done.stdout)
-
-
-def doctor(*arguments: str) -> tuple[int, Findings]:
-    """Run the doctor in this process."""
-    result = CliRunner().invoke(command, ["doctor", *arguments, "--json"])
-    return result.exit_code, by_check(result.stdout)
-
-
-def alone(before: str) -> str:
-    """Return a program that runs the doctor alone, after some other code."""
-    return ALONE.format(folder=str(Path(aiotensor.__file__).parent), before=before)
-
-
-def doctor_after(before: str, *arguments: str) -> tuple[int, Findings]:
-    """Run the doctor alone in a process that has imported torch, and has run some code first."""
-    status, output, errors = commands.in_fork(alone(before), *arguments, "--json")
-    assert errors == ""
-    return status, by_check(output)
+    return done.exit_code, {finding["check"]: finding for finding in json.loads(done.stdout)}
 
 
 def problems(findings: Findings) -> list[str]:
     return [check for check, finding in findings.items() if finding["status"] == "problem"]
 
 
-def test_doctor_finds_no_problem_on_this_machine() -> None:
-    status, findings = run(*commands.aiotensor("doctor"))
-
-    assert status == 0
-    assert problems(findings) == []
-    assert list(findings) == [
-        "kernel",
-        "shared memory",
-        "unix sockets",
-        "process ends",
-        "copied pages",
-        "socket folder",
-        "memory",
-        "memory cgroup",
-        "commit limit",
-        "open files",
-        "subscribers",
-        "/dev/shm",
-        "huge pages",
-        "start method",
-        "uvloop",
-        "torch",
-        "CUDA",
-        "NIXL",
-        "process limits",
-    ]
-    for check in ("kernel", "shared memory", "unix sockets", "torch", "uvloop"):
-        assert findings[check]["status"] == "ok"
+def check(finding: Finding, status: Status, found: str, advice: str = "") -> None:
+    assert finding.status is status
+    assert found in finding.found
+    assert advice in (finding.advice or "")
+    assert (finding.advice is None) == (status is Status.OK)
 
 
-def test_each_json_finding_has_four_keys_and_advice_unless_ok() -> None:
-    _, findings = doctor()
+# The command
 
+
+def test_doctor_prints_one_line_per_check_and_finds_no_problem_on_this_machine() -> None:
+    done = subprocess.run(commands.aiotensor("doctor"), capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+
+    names = ["software", "socket folder", "memory", "container", "open files", "huge pages"]
+    assert [line.partition("  ")[2].partition(":")[0].strip() for line in lines[:-1]] == names
+    assert lines[0].startswith("ok       software: aiotensor ")
+    assert lines[-1].startswith("all requirements are met; problems: 0, notes: ")
+    assert done.stderr == ""
+    assert "\x1b" not in done.stdout
+
+
+async def test_a_problem_is_reported_with_advice_and_exit_status_1(tmp_path: Path) -> None:
+    address = f"unix://{tmp_path}/missing/socket"
+    done = await commands.run("doctor", "--address", address)
+    status, findings = await doctor("--address", address)
+
+    assert done.exit_code == status == 1
+    assert problems(findings) == ["socket folder"]
+    [line] = (line for line in done.stdout.splitlines() if line.startswith("problem"))
+    assert line == (
+        f"problem  socket folder: {tmp_path}/missing does not exist. Create it: mkdir -p -m 700 "
+        f"{tmp_path}/missing, or choose another path"
+    )
+    assert "some requirements are not met; problems: 1" in done.stdout
     for finding in findings.values():
         assert list(finding) == ["check", "status", "found", "advice"]
-        assert finding["status"] in ("ok", "note", "problem")
-        assert finding["found"]
-        assert (finding["advice"] is None) == (finding["status"] == "ok")
-
-
-def test_without_a_terminal_doctor_prints_one_line_per_check() -> None:
-    result = CliRunner().invoke(command, ["doctor"])
-    structured = CliRunner().invoke(command, ["doctor", "--json"])
-
-    assert result.exit_code == 0
-    *lines, last = result.output.splitlines()
-    for line, finding in zip(lines, json.loads(structured.output), strict=True):
-        assert line.split()[0] == finding["status"]
-        assert f"  {finding['check']}: " in line
-        assert line.endswith(finding["advice"] or "")
-        assert "\x1b" not in line
-    assert last.startswith("all requirements are met")
-
-
-def test_the_checks_that_do_not_need_torch_are_printed_before_it_is_imported() -> None:
-    code = """
-import sys
-from importlib.abc import MetaPathFinder
-
-class Reporter(MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == "torch":
-            print("import of torch")
-
-sys.meta_path.insert(0, Reporter())
-from aiotensor.cli import main
-main()
-"""
-    done = subprocess.run([sys.executable, "-c", code, "doctor"], capture_output=True, text=True, check=True)
-    names = [line.partition("  ")[2].partition(":")[0].strip() for line in done.stdout.splitlines()]
-
-    assert names[names.index("uvloop") + 1 :][:2] == ["", "torch"]  # the report, and the check
-
-
-@pytest.mark.parametrize("without_rich", [False, True])
-def test_on_a_terminal_doctor_uses_rich_if_installed(without_rich: bool) -> None:
-    blocked = "sys.modules['rich'] = None" if without_rich else ""
-    leader, follower = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "60", "TERM": "xterm"}
-    environment.pop("NO_COLOR", None)
-    process = subprocess.Popen([sys.executable, "-c", alone(blocked)], stdout=follower, env=environment)
-    os.close(follower)
-    output = b""
-    with open(leader, "rb", buffering=0) as screen, process:
-        try:
-            while piece := screen.read(1 << 16):
-                output += piece
-        except OSError:  # what Linux says once the other end is closed
-            pass
-
-    text = output.decode()
-    assert process.returncode == 0
-    assert "memfd" in text
-    assert "all requirements are met" in text
-    assert ("\x1b[32mok" in text) is not without_rich
-    assert any(len(line) > 80 for line in text.splitlines()) is without_rich
-
-
-def test_doctor_imports_only_few_modules_of_the_library(tmp_path: Path) -> None:
-    names = tmp_path / "modules"
-    code = alone(
-        f"import atexit, pathlib; write = pathlib.Path({str(names)!r}).write_text\n"
-        "atexit.register(lambda: write(' '.join(sys.modules)))"
-    )
-    status, _ = run(sys.executable, "-W", "error", "-c", code)
-
-    assert status == 0
-    rooms = {name for name in names.read_text().split() if name.startswith("aiotensor.")}
-    assert "aiotensor.cli.doctor.memory" in rooms
-    assert {name for name in rooms if not name.startswith("aiotensor.cli.doctor")} == {
-        "aiotensor.engines",
-        "aiotensor.engines.base",
-        "aiotensor.engines.nixl",
-        "aiotensor.runtime",
-        "aiotensor.runtime.cgroups",
-        "aiotensor.cli",
-        "aiotensor.cli.addresses",
-        "aiotensor.cli.keys",
-        "aiotensor.cli.words",
-        "aiotensor.runtime.logs",
-        "aiotensor.protocol",
-        "aiotensor.protocol.blocks",
-    }
 
 
 @pytest.mark.parametrize(
-    ("before", "check", "found", "advice"),
-    [
-        (
-            "import os\ndef no(*_): raise OSError(38, 'Function not implemented')\nos.memfd_create = no",
-            "shared memory",
-            "memfd_create failed: Function not implemented",
-            "seccomp",
-        ),
-        ("import os; del os.memfd_create", "shared memory", "no os.memfd_create", "glibc 2.27"),
-        (
-            "import os; os.memfd_create = lambda *_: os.open('/tmp', os.O_TMPFILE | os.O_RDWR)",
-            "shared memory",
-            "sealing a memfd failed",
-            "Allow it",
-        ),
-        (
-            "import fcntl; fcntl.fcntl = lambda *_: 0",
-            "shared memory",
-            "a sealed memfd can still be resized",
-            "does not behave like Linux",
-        ),
-        (
-            "import socket; socket.recv_fds = lambda *_: (b'x', [], 0, None)",
-            "shared memory",
-            "(SCM_RIGHTS) did not arrive",
-            "does not behave like Linux",
-        ),
-        (
-            "import socket; socket.SOCK_SEQPACKET = socket.SOCK_STREAM",
-            "unix sockets",
-            "does not preserve the boundaries of records",
-            "does not behave like Linux",
-        ),
-        (
-            "import socket; socket.SOCK_SEQPACKET = 99",
-            "unix sockets",
-            "a Unix socket of type SOCK_SEQPACKET failed",
-            "seccomp",
-        ),
-        (
-            "import socket; socket.SO_PEERCRED = socket.SO_TYPE",
-            "unix sockets",
-            "SO_PEERCRED does not identify",
-            "does not behave like Linux",
-        ),
-        ("sys.modules['torch'] = None", "torch", "cannot be imported", "pip install 'torch>=2.6'"),
-        (
-            "import torch; torch.__version__, torch.version.cuda = '2.5.1+cpu', None",
-            "torch",
-            "2.5.1+cpu, built for the CPU: too old",
-            "pip install 'torch>=2.6'",
-        ),
-        ("import platform, torch; platform.system = lambda: 'Darwin'", "kernel", "Darwin", "Use Linux"),
-        ("import platform; platform.release = lambda: '3.10.0-1160.el7'", "kernel", "3.10.0", "Update it"),
-    ],
+    "address",
+    ["engine.sock", "unix:///run/", f"unix:///{'x' * 107}", "tcp://host", "tcp://*:5555", "ipc:///run/e", ""],
 )
-def test_a_missing_requirement_causes_exit_status_1(before: str, check: str, found: str, advice: str) -> None:
-    status, findings = doctor_after(before)
-
-    assert status == 1
-    assert problems(findings) == [check]
-    assert found in findings[check]["found"]
-    assert advice in findings[check]["advice"]
-
-
-def test_missing_uvloop_is_a_note_with_an_install_command() -> None:
-    status, findings = doctor_after("sys.modules['uvloop'] = None")
-
-    assert status == 0
-    assert findings["uvloop"]["status"] == "note"
-    assert "pip install uvloop" in findings["uvloop"]["advice"]
-
-
-@pytest.mark.parametrize(
-    ("before", "check", "found", "advice"),
-    [
-        (
-            "import socket; socket.socket.getsockopt = lambda *_: no(92, 'Protocol not available')",
-            "process ends",
-            "identified by their pids (SO_PEERPIDFD: Protocol not available): if another",
-            "Linux 6.5",
-        ),
-        (
-            "import os; os.pidfd_open = lambda *_: no(1, 'Operation not permitted')",
-            "process ends",
-            "(pidfd_open: Operation not permitted): the memory of a killed subscriber stays in use",
-            "Linux 5.3",
-        ),
-        ("import os; del os.pidfd_open", "process ends", "missing in this build of Python", "Linux 5.3"),
-        (
-            "import os; os.pread = lambda *_: no(1, 'Operation not permitted')",
-            "copied pages",
-            "cannot be read: Operation not permitted: a subscriber",
-            "Mount /proc",
-        ),
-        (
-            "import os; os.pread = lambda *_: b''",
-            "copied pages",
-            "cannot be read: Input/output",
-            "Mount /proc",
-        ),
-        (
-            "import os; os.pread = lambda *_: bytes(8)",
-            "copied pages",
-            "does not show which pages were written",
-            "Mount /proc",
-        ),
-    ],
-)
-def test_functions_for_broadcast_that_the_kernel_lacks_are_a_note(
-    before: str, check: str, found: str, advice: str
-) -> None:
-    _, findings = doctor_after(f"def no(*reason): raise OSError(*reason)\n{before}")
-
-    assert findings[check]["status"] == "note"
-    assert found in findings[check]["found"]
-    assert advice in findings[check]["advice"]
-
-
-def test_the_number_of_subscribers_is_compared_with_the_limit_on_descriptors() -> None:
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))"
-    status, findings = doctor_after(limit)
-    _, few = doctor_after(limit, "--subscribers", "32")
-
-    assert status == 0
-    assert findings["subscribers"]["found"].startswith("descriptors for about 32 of one publisher at once")
-    assert "ulimit -n 1024" in findings["subscribers"]["advice"]
-    assert few["subscribers"]["status"] == "ok"
-
-
-def test_few_descriptors_are_a_note() -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, {}))"
-    status, findings = doctor_after(limit.format(most))
-    _, low = doctor_after(limit.format(50))
-
-    assert status == 0
-    assert findings["open files"]["status"] == low["open files"]["status"] == "note"
-    assert findings["open files"]["found"].startswith("at most 40, and ")
-    assert "ulimit -n" in findings["open files"]["advice"]
-    assert low["open files"]["found"].startswith("at most 40, and 50 if raised")
-    assert "hard limit" in low["open files"]["advice"]
-
-
-def test_an_address_space_without_room_for_the_arena_is_a_note() -> None:
-    limit = """
-import pathlib, resource, torch
-mapped = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (mapped + (512 << 20), resource.getrlimit(resource.RLIMIT_AS)[1]))
-"""
-    status, findings = doctor_after(limit)
-    _, small = doctor_after(limit, "--arena-bytes", str(1 << 20))
-
-    assert status == 0
-    assert findings["process limits"]["status"] == "note"
-    assert "(ulimit -v)" in findings["process limits"]["found"]
-    assert small["process limits"]["status"] == "ok"
-
-
-def test_a_limit_on_the_size_of_files_holds_for_shared_memory_too() -> None:
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
-    status, findings = doctor_after(limit.format(1 << 20))
-    _, page = doctor_after(limit.format(resource.getpagesize()))
-    nothing, none = doctor_after(limit.format(0))
-
-    assert status == 0
-    assert findings["process limits"]["status"] == "note"
-    assert "files of at most 1.0 MiB (ulimit -f)" in findings["process limits"]["found"]
-    assert page["shared memory"]["status"] == "ok"
-    assert nothing == 1
-    assert "ulimit -f" in none["shared memory"]["advice"]
-
-
-def test_the_size_of_the_arena_can_be_given() -> None:
-    status, findings = doctor("--arena-bytes", str(1 << 55))
-
-    assert status == 0
-    assert findings["memory"]["status"] == "note"
-    assert "an arena of 32.0 PiB" in findings["memory"]["found"]
-
-
-def test_an_address_that_cannot_be_used_is_a_problem(tmp_path: Path) -> None:
-    status, findings = doctor("--address", f"unix://{tmp_path}/missing/socket")
-
-    assert status == 1
-    assert problems(findings) == ["socket folder"]
-    assert "does not exist" in findings["socket folder"]["found"]
-    assert "mkdir" in findings["socket folder"]["advice"]
-
-
-def test_the_folder_of_an_engine_need_not_exist(tmp_path: Path) -> None:
-    status, findings = doctor("--address", f"engine://{tmp_path}/engine")
-
-    assert status == 0
-    assert findings["socket folder"]["found"] == f"the engine creates {tmp_path}/engine"
-    assert "nothing exists there yet" in findings["socket file"]["found"]
-
-
-def test_the_address_of_a_message_server_is_rejected_with_an_explanation() -> None:
-    result = CliRunner().invoke(command, ["doctor", "--address", "ipc:///run/engine.messages"])
-
-    assert result.exit_code == 2
-    assert "is the address of a MessageServer, which cannot be inspected" in " ".join(result.output.split())
-
-
-def test_an_unusable_default_folder_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
-
-    status, findings = doctor()
-
-    assert status == 0
-    assert findings["socket folder"]["status"] == "note"
-
-
-@pytest.mark.parametrize("address", ["engine.sock", "unix://engine.sock", "unix:///run/", "tcp://host", ""])
 def test_doctor_rejects_an_invalid_address(address: str) -> None:
     result = CliRunner().invoke(command, ["doctor", "--address", address])
 
     assert result.exit_code == 2
     assert "--address" in result.output
-    assert f"the address {address!r}" in result.output
 
 
-def test_an_arena_of_no_bytes_is_refused() -> None:
-    assert CliRunner().invoke(command, ["doctor", "--arena-bytes", "0"]).exit_code == 2
+def test_missing_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(checks.software(), Status.OK, f"torch {metadata.version('torch')}")
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(checks, "version", missing)
+    check(checks.software(), Status.PROBLEM, "but no torch", "pip install torch")
+
+
+# Unix sockets
+
+
+@contextmanager
+def bound(path: Path) -> Iterator[socket.socket]:
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as sock:
+        sock.bind(str(path))
+        yield sock
+
+
+async def test_the_process_that_listens_at_a_socket_is_named(address: str) -> None:
+    async with TensorReceiver(address) as receiver:
+        status, findings = await doctor("--address", address)
+        assert receiver.statistics().senders_refused == 0
+    after, free = await doctor("--address", address)
+
+    assert (status, after) == (0, 0)
+    assert "is in use by a process of this user" in findings["socket file"]["found"]
+    assert findings["listener"]["found"] == f"a receiver (pid {os.getpid()}) answers"
+    assert "nothing exists at" in free["socket file"]["found"]
+    assert "listener" not in free
+
+
+async def test_a_listener_that_is_no_receiver_is_a_problem(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "_ANSWER_S", 0.1)
+    with bound(Path(address.removeprefix("unix://"))) as sock:
+        sock.listen()
+        status, findings = await doctor("--address", address)
+    os.unlink(address.removeprefix("unix://"))
+
+    assert (status, problems(findings)) == (1, ["listener"])
+    assert "has not answered for 0.1 s" in findings["listener"]["found"]
+    assert "a process of aiotensor" in findings["listener"]["advice"]
+
+
+def test_a_private_folder_is_ok_and_is_not_modified(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)  # longer than the path of a socket may be
+    folder.mkdir()
+
+    check(socket_folder(folder), Status.OK, "this user can create sockets")
+    assert list(folder.iterdir()) == []
+
+
+def test_a_missing_folder_that_an_engine_creates_needs_a_usable_parent(tmp_path: Path) -> None:
+    check(socket_folder(tmp_path / "engine", is_created=True), Status.OK, "the engine creates")
+    missing = socket_folder(tmp_path / "missing" / "engine", is_created=True)
+    check(missing, Status.PROBLEM, f"{tmp_path}/missing does not exist", "mkdir -p -m 700")
+
+
+@pytest.mark.parametrize(("asked_for", "status"), [(True, Status.PROBLEM), (False, Status.NOTE)])
+def test_an_unusable_folder_is_a_problem_only_if_it_was_given(
+    tmp_path: Path, asked_for: bool, status: Status
+) -> None:
+    (file := tmp_path / "file").touch()
+
+    for folder, found, advice in (
+        (tmp_path / "missing", "does not exist", "mkdir -p -m 700"),
+        (file, "is not a folder", "another path"),
+        (file / "below", "cannot be examined", "another path"),
+        (Path("/sys"), "no socket can be created", "writable"),  # not even by root
+    ):
+        check(socket_folder(folder, asked_for=asked_for), status, found, advice)
+
+
+def test_a_folder_where_others_could_replace_a_socket_is_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o777)
+    check(socket_folder(tmp_path), Status.NOTE, "writable by all users", f"chmod o-w {tmp_path}")
+    tmp_path.chmod(0o1777)
+    check(socket_folder(tmp_path), Status.OK, "this user can create sockets")
+    facts = [*tmp_path.stat()]
+    facts[stat.ST_UID] = 4321
+    monkeypatch.setattr(Path, "stat", lambda _: os.stat_result(facts))
+    check(socket_folder(tmp_path), Status.NOTE, "belongs to user 4321", "a folder of your own")
+
+
+def test_existing_files_at_the_path_of_a_socket_are_distinguished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with bound(tmp_path / "socket") as sock:
+        sock.listen()
+        sock.setblocking(False)
+        live, is_in_use = socket_file(tmp_path / "socket")
+        assert is_in_use
+        check(live, Status.OK, "in use by a process of this user")
+        with pytest.raises(BlockingIOError):
+            sock.accept()  # the check makes no connection
+    for path, status, found, advice in (
+        (tmp_path / "socket", Status.OK, "was left by a process that has ended", ""),
+        (tmp_path / "missing" / "socket", Status.OK, "nothing exists", ""),
+        (tmp_path / "file", Status.PROBLEM, "is not a socket", "Move it away"),
+        (tmp_path / "loop", Status.PROBLEM, "Too many levels", "another path"),
+    ):
+        finding, is_in_use = socket_file(path)
+        assert not is_in_use
+        check(finding, status, found, advice)
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    check(socket_file(tmp_path / "socket")[0], Status.PROBLEM, "socket of user", "Run as that user")
+
+
+# Ports
+
+
+@pytest.fixture
+def ours() -> Pair:
+    return Pair.new()
+
+
+@pytest.fixture
+def theirs() -> Pair:
+    return Pair.new()
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+async def test_the_process_that_listens_at_a_port_is_named(port: int) -> None:
+    address = f"tcp://127.0.0.1:{port}"
+    async with TensorReceiver(address):
+        status, findings = await doctor("--address", address)
+    after, free = await doctor("--address", address)
+
+    assert (status, after) == (0, 1)
+    names = list(findings)
+    assert names[1 : names.index("memory")] == ["keys", "host", "port", "listener"]
+    assert findings["port"]["found"] == f"a process accepts connections at 127.0.0.1 port {port}"
+    assert findings["listener"]["found"] == f"a receiver (pid {os.getpid()}) answers"
+    assert problems(free) == ["port"]
+    assert free["port"]["found"] == "nothing listens there yet: 127.0.0.1: Connection refused"
+    assert free["port"]["advice"] == "Start the receiver or publisher"
+
+
+async def test_keys_are_tried_and_never_shown(port: int, ours: Pair, theirs: Pair, tmp_path: Path) -> None:
+    keys = ("--address", f"tcp://0.0.0.0:{port}", "--secret-key-file", ours.secret_file(tmp_path))
+    at_server = {"secret_key": theirs.secret, "client_keys": [ours.public]}
+    async with Publisher(f"tcp://127.0.0.1:{port}", **at_server):  # type: ignore[arg-type]
+        accepted, findings = await doctor(*keys, "--server-key", theirs.public)
+        refused, others = await doctor(*keys, "--server-key", ours.public)
+
+    assert (accepted, refused) == (0, 1)
+    assert findings["listener"]["found"].startswith("a publisher (pid ")
+    assert ours.public in findings["keys"]["found"]
+    assert problems(others) == ["listener"]
+    assert "do not match" in others["listener"]["found"]
+    assert ours.secret not in json.dumps([findings, others])
+
+
+async def test_missing_keys_are_a_problem_and_the_port_is_still_checked(port: int) -> None:
+    async with TensorReceiver(f"tcp://127.0.0.1:{port}"):
+        status, findings = await doctor("--address", f"tcp://0.0.0.0:{port}")
+
+    assert (status, problems(findings)) == (1, ["keys"])
+    for words in ("--server-key", "--secret-key-file", "AIOTENSOR_SECRET_KEY", "zmq.curve_keypair()"):
+        assert words in findings["keys"]["advice"]
+    assert findings["port"]["status"] == "ok"
+    assert "listener" not in findings
+
+
+async def test_a_name_that_cannot_be_resolved_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = threading.Event()
+
+    def resolve(host: str, *_: object, **__: object) -> list[object]:
+        if host == "silent.invalid":
+            ends.wait()
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(checks, "_LOOKUP_S", 0.05)
+    for host, reason in (
+        ("silent.invalid", "no name server has answered for 0.05 s"),
+        ("unknown.invalid", "Name or service not known"),
+    ):
+        _, findings = await doctor("--address", f"tcp://{host}:5555")
+        assert findings["host"]["status"] == "problem"
+        assert findings["host"]["found"] == f"{host} cannot be resolved: {reason}"
+        assert "/etc/resolv.conf" in findings["host"]["advice"]
+    ends.set()
+
+
+async def test_a_port_that_cannot_be_used_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_CONNECT_S", 0.2)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        _, bound_only = await doctor("--address", f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as full,
+        socket.create_connection(full.getsockname()),  # which is not accepted
+    ):
+        _, silent = await doctor("--address", f"tcp://127.0.0.1:{full.getsockname()[1]}")
+
+    assert problems(bound_only) == ["port"]
+    assert bound_only["port"]["found"] == (
+        "no process of this user can listen at 127.0.0.1: Address already in use"
+    )
+    assert bound_only["port"]["advice"] == "Choose another port"
+    assert problems(silent) == ["port"]
+    assert silent["port"]["found"] == "no process accepts connections: 127.0.0.1: no answer for 0.2 s"
+    assert "firewalls" in silent["port"]["advice"]
+
+
+# Limits
+
+
+@pytest.mark.parametrize(("kib", "status"), [(1 << 20, Status.OK), ((1 << 20) - 1, Status.NOTE)])
+def test_available_memory_is_compared_with_the_arena(kib: int, status: Status, tmp_path: Path) -> None:
+    check(memory(GIB, tmp_path), Status.NOTE, "does not report", "Mount /proc")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal:  99 kB\nMemAvailable:   {kib} kB\nBuffers:  1 kB\n")
+
+    check(memory(GIB, tmp_path), status, "an arena of 1.0 GiB")
+
+
+def machine(root: Path, groups: str, limits: dict[str, object]) -> Path:
+    """Write the files of /proc and /sys that describe control groups."""
+    for name, text in {"proc/self/cgroup": groups, **limits}.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+    return root
 
 
 @pytest.mark.parametrize(
-    ("statuses", "sentence"),
+    ("groups", "limits", "expected"),
     [
-        ([Status.OK], "all requirements are met"),
-        ([Status.OK, Status.NOTE], "all requirements are met, 1 note"),
-        ([Status.NOTE, Status.PROBLEM, Status.NOTE], "some requirements are not met, 1 problem, 2 notes"),
-        ([Status.PROBLEM, Status.PROBLEM], "some requirements are not met, 2 problems"),
+        ("", {}, None),
+        ("0::/a/b", {"sys/fs/cgroup/a/memory.max": "max", "sys/fs/cgroup/memory.max": "max"}, None),
+        ("0::/a/b", {"sys/fs/cgroup/a/b/memory.max": 4 * GIB}, "4.0 GiB (/sys/fs/cgroup/a/b/memory.max)"),
+        (
+            "0::/a/b",
+            {"sys/fs/cgroup/a/b/memory.max": 4 * GIB, "sys/fs/cgroup/a/memory.max": GIB // 2},
+            "512.0 MiB (/sys/fs/cgroup/a/memory.max)",
+        ),
+        # In a container, the path of the group may not be visible.
+        ("0::/../../elsewhere", {"sys/fs/cgroup/memory.max": GIB}, "1.0 GiB (/sys/fs/cgroup/memory.max)"),
+        (
+            "5:cpu,cpuacct:/c\n4:memory:/docker/7\n0::/",
+            {
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": GIB,
+                "sys/fs/cgroup/memory/docker/memory.limit_in_bytes": 0x7FFFFFFFFFFFF000,
+            },
+            "1.0 GiB (/sys/fs/cgroup/memory/memory.limit_in_bytes)",
+        ),
     ],
 )
-def test_the_last_line_sums_up(statuses: list[Status], sentence: str) -> None:
-    assert verdict([Finding(status, "found") for status in statuses]) == sentence
+def test_the_lowest_memory_limit_of_the_control_groups_is_found(
+    groups: str, limits: dict[str, object], expected: str | None, tmp_path: Path
+) -> None:
+    found = container(GIB, machine(tmp_path, groups, limits)).found
+
+    assert found == "no memory limit" if expected is None else expected in found
 
 
-def test_a_line_contains_the_finding_and_then_the_advice() -> None:
-    line = as_line("uvloop", Finding(Status.NOTE, "missing", "Get it"))
+def test_the_memory_limit_must_cover_the_arena_and_the_processes(tmp_path: Path) -> None:
+    root = machine(tmp_path, "0::/", {"sys/fs/cgroup/memory.max": GIB + (512 << 20)})
 
-    assert line == "note     uvloop: missing. Get it"
-
-
-def test_a_row_shows_the_finding_verbatim_with_advice_below() -> None:
-    console = Console(width=60, file=io.StringIO())
-    console.print(as_row("socket folder", Finding(Status.PROBLEM, "/tmp/[red]", "Choose another")))
-
-    assert isinstance(console.file, io.StringIO)
-    lines = [line.split() for line in console.file.getvalue().splitlines()]
-    assert lines == [["problem", "socket", "folder", "/tmp/[red]"], ["Choose", "another"]]
+    check(container(GIB, root), Status.OK, "enough for an arena of 1.0 GiB")
+    check(container(GIB + 1, root), Status.NOTE, "too little", "MemoryMax=")
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "words"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (3 << 29, "1.5 GiB"), (1 << 70, "1024.0 EiB")],
-)
-def test_bytes_are_written_in_a_unit_that_suits_them(nbytes: int, words: str) -> None:
-    assert in_words(nbytes) == words
+def test_descriptors_are_compared_with_the_number_of_subscribers() -> None:
+    check(open_files(192, 192, 64), Status.OK, "64 subscribers")
+    check(open_files(RLIM_INFINITY, RLIM_INFINITY, 10_000), Status.OK, "10000 subscribers")
+    check(open_files(191, 4096, 64), Status.NOTE, "at most 191 descriptors", "ulimit -n 1024 ")
+    check(open_files(10, 63, 1), Status.NOTE, "need 66", "the hard limit of 63 first")
+    assert "hard limit" not in (open_files(191, 4096, 64).advice or "")
+
+
+def test_the_setting_for_huge_pages_is_shown(tmp_path: Path) -> None:
+    check(huge_pages(tmp_path), Status.OK, "not supported")
+    file = tmp_path / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    file.parent.mkdir(parents=True)
+    file.write_text("always within_size [advise] never deny force\n")
+
+    check(huge_pages(tmp_path), Status.OK, 'shmem_enabled is "advise"')

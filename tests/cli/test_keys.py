@@ -33,38 +33,17 @@ def file(tmp_path: Path, pair: Pair) -> str:
     return pair.secret_file(tmp_path)
 
 
-@pytest.mark.parametrize("command_line", [["top", ELSEWHERE], ["top", ELSEWHERE, "--json"]])
-def test_missing_keys_are_a_usage_error_that_names_the_options(command_line: list[str], pair: Pair) -> None:
-    result = CliRunner(env={"AIOTENSOR_SECRET_KEY": pair.secret}).invoke(command, command_line)
-
-    message = usage_error(result)
-    assert f"any machine that reaches {ELSEWHERE} could connect" in message
-    assert "--server-key" in message
-    assert "--secret-key-file" in message
-    assert "zmq.curve_keypair()" in message
-
-
-def test_a_server_key_alone_is_refused(pair: Pair) -> None:
-    message = usage_error(top(ELSEWHERE, "--server-key", pair.public, AIOTENSOR_SECRET_KEY=""))
-
-    assert "--server-key requires the secret key of this side" in message
-    assert "AIOTENSOR_SECRET_KEY" in message
-
-
-def test_a_secret_key_alone_is_refused(file: str) -> None:
-    message = usage_error(top(ELSEWHERE, "--secret-key-file", file))
-
-    assert message == "Error: --secret-key-file requires --server-key, the public key of the other side"
-
-
-@pytest.mark.parametrize("command_line", [["top"], ["doctor", "--address"]])
-def test_keys_are_refused_for_a_socket_of_this_machine(
-    command_line: list[str], pair: Pair, file: str
-) -> None:
-    arguments = [*command_line, "unix:///tmp/s", "--server-key", pair.public, "--secret-key-file", file]
-    message = usage_error(CliRunner().invoke(command, arguments))
-
-    assert message == "Error: --server-key and --secret-key-file can only be used with tcp:// addresses"
+def test_missing_or_superfluous_keys_are_a_usage_error_that_names_the_options(pair: Pair, file: str) -> None:
+    by_key, by_file = ("--server-key", pair.public), ("--secret-key-file", file)
+    for arguments, secret, words in (
+        ((ELSEWHERE,), pair.secret, f"any machine that reaches {ELSEWHERE} could connect. Pass --server-key"),
+        ((ELSEWHERE, *by_key), "", "--server-key requires the secret key of this side"),
+        ((ELSEWHERE, *by_file), "", "--secret-key-file requires --server-key"),
+        (("unix:///tmp/s", *by_key, *by_file), "", "can only be used with tcp:// addresses"),
+    ):
+        assert words in usage_error(top(*arguments, AIOTENSOR_SECRET_KEY=secret))
+    result = CliRunner().invoke(command, ["doctor", "--address", "unix:///tmp/s", *by_key, *by_file])
+    assert "can only be used with tcp:// addresses" in usage_error(result)
 
 
 def test_a_secret_in_the_environment_does_not_matter_for_addresses_without_keys(pair: Pair) -> None:
@@ -98,7 +77,7 @@ def test_the_error_of_an_unreadable_key_file_names_the_file(tmp_path: Path, pair
     assert f"{str(tmp_path)!r} cannot be read: Is a directory" in server
 
 
-@pytest.mark.parametrize("text", ["", "short", "x" * 39, "#" * 40, "é" * 20, "\n" * 40])
+@pytest.mark.parametrize("text", ["", "x" * 39, "#" * 40, "é" * 20, "\n" * 40])
 def test_a_malformed_key_is_a_usage_error(text: str, tmp_path: Path, pair: Pair) -> None:
     file = tmp_path / "file"
     file.write_text(text)
@@ -109,9 +88,3 @@ def test_a_malformed_key_is_a_usage_error(text: str, tmp_path: Path, pair: Pair)
         ("--server-key", pair.public, "--secret-key-file", str(file)),
     ):
         assert NO_KEY in usage_error(top(HERE, *arguments))
-
-
-def test_an_endless_key_file_is_a_usage_error(pair: Pair) -> None:
-    message = usage_error(top(HERE, "--server-key", pair.public, "--secret-key-file", "/dev/zero"))
-
-    assert message.endswith(NO_KEY)

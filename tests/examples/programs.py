@@ -62,7 +62,7 @@ async def running(command: list[str], folder: Path, **environment: str) -> Async
             **os.environ,
             "XDG_RUNTIME_DIR": str(folder),
             "TMPDIR": str(folder),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
             "PYTHONUNBUFFERED": "1",
             **environment,
         },
@@ -156,9 +156,3 @@ async def taken(folder: Path) -> int:
     return (
         await inspect_receiver(f"unix://{folder}/example-engine.tensors", patience_s=5)
     ).statistics.tensors_taken
-
-
-async def in_use(folder: Path) -> int:
-    """Return the bytes of shared memory that the servers use."""
-    senders = (await inspect_receiver(f"unix://{folder}/example-engine.tensors", patience_s=5)).senders
-    return sum(one.statistics.bytes_in_use for one in senders if one.statistics is not None)

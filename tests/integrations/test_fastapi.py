@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeAlias
 
 import httpx
 import pytest
+import torch
 from fastapi import Depends, FastAPI, WebSocket
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -24,7 +25,7 @@ from aiotensor import (
     UsageError,
     WouldBlockError,
 )
-from aiotensor.channel import MessageClient
+from aiotensor.channel import MessageClient, Permit
 from aiotensor.integrations.fastapi import MessageLifespan, TensorLifespan
 from tests.channel.parties import Answer, channel
 from tests.pairs import endpoint
@@ -60,13 +61,13 @@ async def test_a_starlette_handler_can_use_the_sender_of_its_application() -> No
 async def test_a_permit_is_acquired_before_the_handler_and_released_by_its_error() -> None:
     with endpoint() as place:
         engine = TensorLifespan(lambda: TensorSender(place, 1, max_wait_s=0.02))
-        Permit: TypeAlias = Annotated[OpenMessage, Depends(engine.permit, scope="function")]
+        FreePermit: TypeAlias = Annotated[OpenMessage, Depends(engine.permit, scope="function")]
         app = FastAPI(lifespan=engine.lifespan)
         engine.install(app)
         go = asyncio.Event()
 
         @app.get("/wait")
-        async def wait(permit: Permit) -> None:
+        async def wait(permit: FreePermit) -> None:
             await permit.send(pattern(1, 5))
             await go.wait()
             raise ValueError("the handler fails")
@@ -81,6 +82,27 @@ async def test_a_permit_is_acquired_before_the_handler_and_released_by_its_error
                 await waiting
             await until(lambda: engine.opened_sender.statistics().in_flight == 0)
             await until(lambda: receiver.statistics().messages_discarded == 1)
+
+
+async def test_a_message_lost_when_its_handler_returned_is_answered_with_503() -> None:
+    async with channel() as ends:
+        engine: MessageLifespan[Answer] = MessageLifespan(
+            lambda: MessageClient(
+                ends.place.messages, sender=TensorSender(ends.place.tensors), reply_type=Answer
+            )
+        )
+        app = FastAPI(lifespan=engine.lifespan)
+        engine.install(app)
+
+        @app.get("/")
+        async def handler(permit: Annotated[Permit, Depends(engine.permit, scope="function")]) -> None:
+            await permit.allocate((3,), torch.uint8)
+            [sender] = engine.opened_client.senders
+            assert sender.discard_all() == 1
+
+        async with app.router.lifespan_context(app), http(app) as client:
+            answer = await client.get("/")
+            assert (answer.status_code, answer.json()["reason"]) == (503, "engine_lost")
 
 
 async def test_a_message_lifespan_can_be_nested_in_another_lifespan() -> None:

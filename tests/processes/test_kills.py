@@ -1,4 +1,4 @@
-"""Either side is killed at any moment, many times; the survivor keeps working, and the next one is served."""
+"""Either side is killed or restarted; the survivor keeps working, and the next one is served."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from aiotensor import PeerLostError, TensorHandle, TensorReceiver, TensorSender
+from aiotensor import PeerLostError, TensorHandle, TensorReceiver, TensorSender, WouldBlockError
+from tests.selection import COMPLETE
 from verification.internals import memory_of
 from verification.patterns import BIG, pattern
 from verification.processes import peers, watch
@@ -20,7 +21,7 @@ from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
-_ROUNDS = int(os.environ.get("AIOTENSOR_KILLS", "40")) // 4  # for each side
+_ROUNDS = 10 if COMPLETE else 3  # for each side
 _ARENA = 8 << 20
 _LONGEST_MOMENT_S = 0.03
 
@@ -37,6 +38,7 @@ async def _receive_for_ever(state: peers.State) -> None:
         assert torch.equal(delivery.tensor, pattern(int(delivery.tensor[0]), delivery.tensor.numel()))
 
 
+@pytest.mark.promise(1)
 async def test_a_receiver_survives_its_killed_senders(address: str, moments: random.Random) -> None:
     me = os.getpid()
     async with TensorReceiver(address) as receiver:
@@ -83,6 +85,7 @@ async def _check_all(receiver: TensorReceiver) -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.promise(1)
 async def test_a_sender_survives_its_killed_receivers(address: str, moments: random.Random) -> None:
     me = os.getpid()
     async with TensorSender(address, 2, _ARENA) as sender:
@@ -150,3 +153,69 @@ async def _send_until_lost(sender: TensorSender, number: int) -> int | None:
             return error.pid
         seed += 3
     return None
+
+
+# Restarts of a receiver at its address
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+async def test_a_restarted_receiver_gets_only_tensors_sent_after_its_start(end: str, address: str) -> None:
+    async with peers.peers(address, 2) as [first, second], TensorSender(address, 4) as sender:
+        await first.call(peers.open_receiver)
+        taken = await sender.send(pattern(0, BIG))
+        assert await first.call(peers.receive_pattern, taken, 0, keep=True)
+        lost = [await sender.send(pattern(seed, count)) for seed, count in ((1, BIG), (2, 5))]
+        with pytest.raises(PeerLostError):
+            async with sender.message() as message:
+                await message.send(pattern(3, BIG))
+                await _end(first, end)
+                await until(lambda: sender.statistics().receivers_lost > 0)
+                await message.send(pattern(4, 5))
+        await settled(sender)
+        with pytest.raises(WouldBlockError, match="no receiver"):
+            sender.send_nowait(pattern(9, 5))
+        waiting = [asyncio.create_task(sender.send(pattern(seed, BIG))) for seed in (5, 6)]
+        await second.call(peers.open_receiver)
+        for seed, send in zip((5, 6), waiting, strict=True):
+            assert await second.call(peers.receive_pattern, await send, seed)
+        # No call waits forever for a tensor that was sent to the first one.
+        for handle in (taken, *lost):
+            with pytest.raises(PeerLostError):
+                await second.call(peers.receive_pattern, handle, 0)
+        await settled(sender)
+
+
+async def _end(child: Peer, how: str) -> None:
+    if how == "kill":
+        child.kill()
+        await child.ended()
+    else:
+        await child.call(peers.close_receiver)
+
+
+async def test_a_handle_of_an_earlier_receiver_raises_peer_lost_error(address: str) -> None:
+    async with peers.peers(address, 1) as [child]:
+        async with TensorReceiver(address):
+            await child.call(peers.open_sender)
+            handle = await child.call(peers.send_pattern, 1, BIG)
+        async with TensorReceiver(address) as receiver:
+            with pytest.raises(PeerLostError):
+                await receiver.receive(handle)
+
+
+@pytest.mark.promise(9)
+async def test_a_view_survives_its_receiver_while_the_sender_uses_another(address: str) -> None:
+    arena_bytes = 4 * BIG * 8
+    async with TensorSender(address, arena_bytes=arena_bytes) as sender:
+        async with TensorReceiver(address) as first:
+            old = [await first.receive(await sender.send(pattern(seed, BIG))) for seed in range(3)]
+        await until(lambda: sender.statistics().receivers_lost == 1)
+        async with TensorReceiver(address) as second:
+            for seed in range(10, 30):
+                handle = await sender.send(pattern(seed, BIG))
+                assert torch.equal(await second.receive(handle), pattern(seed, BIG))
+            for seed, tensor in enumerate(old):
+                assert torch.equal(tensor, pattern(seed, BIG))
+            await settled(sender)
+        for seed, tensor in enumerate(old):
+            assert torch.equal(tensor, pattern(seed, BIG))

@@ -18,6 +18,7 @@ from aiotensor import TensorReceiver
 from aiotensor.channel import MessageServer
 from aiotensor.transports import socket_file
 from tests.channel.parties import Place, Places, place
+from tests.selection import COMPLETE
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -57,7 +58,8 @@ def another_process_locks(folder: str) -> Iterator["subprocess.Popen[str]"]:
             holder.kill()
 
 
-@pytest.mark.parametrize("scheme", LISTENERS)
+@pytest.mark.promise(4)
+@pytest.mark.parametrize("scheme", LISTENERS if COMPLETE else ["unix"])
 async def test_a_process_whose_opening_timed_out_at_a_locked_folder_exits(scheme: str, here: Place) -> None:
     address = here.tensors if scheme == "unix" else here.messages
     with another_process_locks(folder_of(here)):
@@ -69,6 +71,7 @@ async def test_a_process_whose_opening_timed_out_at_a_locked_folder_exits(scheme
     assert not os.listdir(folder_of(here))
 
 
+@pytest.mark.promise(2)
 @pytest.mark.parametrize("scheme", LISTENERS)
 async def test_opening_continues_when_the_process_that_holds_the_lock_is_killed(
     scheme: str, here: Place

@@ -6,23 +6,23 @@ import itertools
 import os
 import secrets
 import socket
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from aiotensor import TensorReceiver, TensorSender
+from aiotensor import TensorReceiver
 from aiotensor.protocol.connection import Close
-from aiotensor.protocol.frames import MAX_RECORD_BYTES, TO_SENDER, VERSION, Hello, decode, encode
+from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Hello, encode
 from aiotensor.receiving.intake import MAX_UNIDENTIFIED
-from aiotensor.sending.session import Session
 from tests.repeated import check_rate
+from tests.selection import COMPLETE
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
+_KINDS = ["silence", "closing", "nonsense", "many frames", "a hello"]
 _OPEN = 3 * MAX_UNIDENTIFIED  # connections that a flood keeps
 
 
@@ -52,14 +52,15 @@ async def flood(state: peers.State, kind: str) -> None:
     for number in itertools.count():
         if number % 32 == 0:
             await asyncio.sleep(0)
+        said = _KINDS[number % len(_KINDS)] if kind == "everything" else kind
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         kept.append(sock)
         with contextlib.suppress(OSError):
             sock.connect(path)
             state.others["connected"] += 1
-            if (record := _record(kind)) is not None:
+            if (record := _record(said)) is not None:
                 sock.send(record)
-        if kind != "silence" or len(kept) > _OPEN:
+        if said != "silence" or len(kept) > _OPEN:
             kept.pop(0).close()
 
 
@@ -75,7 +76,8 @@ async def receivers_lost(state: peers.State) -> int:
     return state.sender.statistics().receivers_lost
 
 
-@pytest.mark.parametrize("kind", ["silence", "closing", "nonsense", "many frames", "a hello"])
+@pytest.mark.promise(26)
+@pytest.mark.parametrize("kind", ["everything", *(_KINDS if COMPLETE else [])])
 async def test_a_flood_of_connections_does_not_affect_senders(
     kind: str, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -104,30 +106,3 @@ async def test_a_flood_of_connections_does_not_affect_senders(
         for event in events:
             written = [one for one in caplog.records if (one.name, vars(one)["event"]) == event]
             check_rate([one.created for one in written])
-
-
-async def test_a_sender_that_is_replaced_before_its_hello_arrives_reconnects(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin: Callable[..., None] = Session.__init__
-    async with peers.peers(address, 1) as [engine]:
-        await engine.call(peers.open_receiver)
-        with contextlib.ExitStack() as stack:
-
-            def begin_late(session: Session, *args: object) -> None:
-                """Connect others first, until the receiver has closed one of them and therefore this one."""
-                monkeypatch.undo()
-                others = [_connected(address) for _ in range(MAX_UNIDENTIFIED + 1)]
-                for other in others:
-                    stack.enter_context(other)
-                [bye] = decode(TO_SENDER, others[0].recv(MAX_RECORD_BYTES))
-                assert isinstance(bye, Close)
-                assert bye.retry
-                begin(session, *args)
-
-            monkeypatch.setattr(Session, "__init__", begin_late)
-            async with TensorSender(address) as sender:
-                await sender.ready()
-                assert sender.statistics().receivers_lost == 1
-                handle = await sender.send(pattern(1, BIG))
-                assert await engine.call(peers.receive_pattern, handle, 1)

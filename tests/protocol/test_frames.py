@@ -1,359 +1,405 @@
-from collections.abc import Callable
-from functools import partial
+"""All frames: what is decoded in each direction, and the limits on every field.
+
+Valid and invalid values of each field follow from its type, so these tests cover frames that are added later.
+"""
+
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import inspect as types
 
 from aiotensor.errors import ProtocolError
+from aiotensor.protocol import broadcast, exchange, frames, ranks
 from aiotensor.protocol.connection import Close
+from aiotensor.protocol.exchange import MAX_HEADER_BYTES, Answer, Ask, Cause, Failure, failure
 from aiotensor.protocol.frames import (
     FROM_SENDER,
     LEAST_FRAME_BYTES,
+    MAX_DIMENSIONS,
     MAX_FRAMES,
     MAX_HELLO_BYTES,
     MAX_NUMBERS,
     MAX_RECORD_BYTES,
-    OPENING,
-    TO_INSPECTOR,
+    MAX_TENSORS,
     TO_SENDER,
-    VERSION,
-    Attach,
     Discard,
-    Discarded,
-    End,
-    FromSender,
-    Hello,
-    Inspect,
-    Opening,
     Put,
-    ReceiverReport,
-    Release,
-    SenderSummary,
-    StatisticsReply,
-    StatisticsRequest,
     Taken,
-    ToInspector,
-    ToSender,
-    Welcome,
     decode,
     encode,
+    encode_record,
 )
-from aiotensor.types import (
-    MAX_NUMBER,
-    Holder,
-    ReceiverStatistics,
-    SenderStatistics,
-    Waits,
-)
-from tests.frames import REPLY, hello, receiver_statistics, record_of
+from aiotensor.protocol.parts import BODY_BYTES
+from aiotensor.tensors.inline import MAX_INLINE_BYTES
+from aiotensor.types import MAX_NUMBER, TensorHandle
+from tests.frames import LONGEST_TRACE, hello
+from tests.selection import COMPLETE
 
-Frames = list[FromSender] | list[ToSender] | list[ToInspector] | list[Opening]
-Decode = Callable[[bytes], Frames]
-
-numbers = st.integers(0, MAX_NUMBER)
-pids = st.integers(0, 2**31 - 1)
-names = st.text(min_size=1, max_size=64)
-versions = st.integers(-(2**63), MAX_NUMBER)
-seconds = st.floats(0, 2.0**63)
-closes = st.builds(Close, st.text(max_size=100), st.booleans(), st.booleans(), st.booleans())
-
-puts = st.builds(
-    Put,
-    message=numbers,
-    tensor=numbers,
-    dtype=names,
-    shape=st.lists(numbers, max_size=64).map(tuple),
-    device=names,
-    placement=names,
-    payload=st.binary(max_size=300),
-    block=st.none() | numbers,
-    last=st.booleans(),
-    requires_grad=st.booleans(),
-    is_parameter=st.booleans(),
-)
-holders = st.builds(Holder, st.none() | numbers, names, numbers, seconds)
-waits = st.lists(seconds, max_size=5, unique=True).flatmap(
-    lambda bounds: st.builds(
-        Waits,
-        st.just(tuple(sorted(bounds))),
-        st.tuples(*[numbers] * (len(bounds) + 1)),
-        seconds,
-    )
-)
-errors = st.dictionaries(names, numbers, max_size=4)
-sender_fields: dict[str, st.SearchStrategy[Any]] = {
-    **dict.fromkeys(SenderStatistics.__struct_fields__, numbers),
-    "longest_wait_s": seconds,
-    "permit_waits": waits,
-    "memory_waits": waits,
-    "errors": errors,
-    "holders": st.lists(holders, max_size=4).map(tuple),
-}
-replies = st.builds(StatisticsReply, st.builds(SenderStatistics, **sender_fields), st.text(max_size=64))
-receiver_fields: dict[str, st.SearchStrategy[Any]] = {
-    **{
-        field: st.none() | numbers if field.startswith("max_") else numbers
-        for field in ReceiverStatistics.__struct_fields__
-    },
-    "errors": errors,
-}
-summaries = st.builds(SenderSummary, names, *[numbers] * 7)
-many_numbers = st.lists(numbers, max_size=20).map(tuple)
-welcomes = st.builds(
-    Welcome,
-    versions,
-    pids,
-    st.integers(LEAST_FRAME_BYTES, MAX_NUMBER),
-    st.text(max_size=64),
-    st.booleans(),
-)
-
-openings = st.one_of(
-    st.builds(Hello, versions, pids, names, st.integers(1, MAX_NUMBER), numbers, numbers),
-    st.builds(Inspect, versions, pids),
-)
-frames_from_sender = st.one_of(
-    st.builds(Attach, numbers, names, st.integers(1, MAX_NUMBER)),
-    puts,
-    st.builds(End, numbers, numbers),
-    st.builds(Discard, numbers),
-    replies,
-    closes,
-)
-frames_to_sender = st.one_of(
-    welcomes,
-    st.builds(Taken, many_numbers),
-    st.builds(Discarded, many_numbers),
-    st.builds(Release, many_numbers),
-    st.just(StatisticsRequest()),
-    closes,
-)
-frames_to_inspector = st.one_of(
-    welcomes,
-    st.builds(
-        ReceiverReport,
-        st.builds(ReceiverStatistics, **receiver_fields),
-        st.lists(summaries, max_size=4).map(tuple),
-        st.booleans(),
-    ),
-    replies,
-    closes,
-)
-records_from_sender = st.lists(frames_from_sender, max_size=4)
-records_to_sender = st.lists(frames_to_sender, max_size=4)
-records_to_inspector = st.lists(frames_to_inspector, max_size=4)
-records: st.SearchStrategy[Any] = st.one_of(
-    openings.map(lambda frame: [frame]), records_from_sender, records_to_sender, records_to_inspector
-)
-
-DECODERS: dict[str, Decode] = {
-    "opening": partial(decode, OPENING),
-    "from sender": partial(decode, FROM_SENDER),
-    "to sender": partial(decode, TO_SENDER),
-    "to inspector": partial(decode, TO_INSPECTOR),
-}
-all_decoders = pytest.mark.parametrize("decode_record", DECODERS.values(), ids=DECODERS)
-all_decoders_of_several_frames = pytest.mark.parametrize(
-    "decode_record", list(DECODERS.values())[1:], ids=list(DECODERS)[1:]
-)
-
-
-def decode_or_refuse(decode_record: Decode, data: bytes) -> None:
-    """Check that bytes are either frames, which encode to the same frames again, or refused."""
-    try:
-        frames = decode_record(data)
-    except ProtocolError:
-        return
-    assert all(isinstance(frame, Opening | FromSender | ToSender | ToInspector) for frame in frames)
-    assert decode_record(encode(*frames)) == frames
-
-
-# Records
-
-
-@given(frame=openings)
-def test_the_first_record_contains_one_frame(frame: Opening) -> None:
-    record = encode(frame)
-    assert decode(OPENING, record) == [frame]
-    assert len(record) <= MAX_HELLO_BYTES
-
-    for frames in ([], [frame, frame]):
-        with pytest.raises(ProtocolError):
-            decode(OPENING, encode(*frames))
-
-
-@given(frames=records_from_sender)
-def test_a_receiver_decodes_the_frames_of_a_sender_in_order(frames: list[FromSender]) -> None:
-    assert decode(FROM_SENDER, encode(*frames)) == frames
-
-
-@given(frames=records_to_inspector)
-def test_an_inspector_decodes_the_frames_of_a_receiver_in_order(frames: list[ToInspector]) -> None:
-    assert decode(TO_INSPECTOR, encode(*frames)) == frames
-
-
-@given(frames=records_to_sender)
-def test_a_sender_decodes_the_frames_of_a_receiver_in_order(frames: list[ToSender]) -> None:
-    assert decode(TO_SENDER, encode(*frames)) == frames
-
-
-@all_decoders_of_several_frames
-def test_a_record_may_contain_no_frame(decode_record: Decode) -> None:
-    assert decode_record(encode()) == []
-
-
-def test_a_record_is_decoded_from_part_of_a_buffer() -> None:
-    record = b"before" + encode(Taken((1, 2)), Close()) + b"behind"
-
-    assert decode(TO_SENDER, memoryview(record)[6:-6]) == [Taken((1, 2)), Close()]
-
-
-def test_a_record_with_more_frames_than_the_limit_is_refused() -> None:
-    frames = [Discard(0)] * MAX_FRAMES
-
-    assert decode(FROM_SENDER, encode(*frames)) == frames
-    with pytest.raises(ProtocolError, match=f"length <= {MAX_FRAMES}"):
-        decode(FROM_SENDER, encode(*frames, Discard(0)))
-    with pytest.raises(ProtocolError, match=f"length <= {MAX_FRAMES}"):
-        decode(TO_SENDER, encode(*[Taken((0,))] * (MAX_FRAMES + 1)))
-
-
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_one_frame_that_cannot_be_decoded_makes_its_record_invalid(place: int) -> None:
-    frames: list[object] = [["discard", 1], ["discard", 2]]
-    frames.insert(place, ["discard", -1])
-
-    with pytest.raises(ProtocolError):
-        decode(FROM_SENDER, record_of(*frames))
-
-
-def test_a_frame_with_more_numbers_than_the_limit_is_refused() -> None:
-    frames = [Taken((MAX_NUMBER,) * MAX_NUMBERS)] * MAX_FRAMES
-
-    assert decode(TO_SENDER, encode(*frames)) == frames
-    assert len(encode(*frames)) <= MAX_RECORD_BYTES
-    with pytest.raises(ProtocolError, match=f"length <= {MAX_NUMBERS}"):
-        decode(TO_SENDER, encode(Taken((MAX_NUMBER,) * (MAX_NUMBERS + 1))))
-
-
-# Arbitrary bytes
-
-
-@all_decoders
-@given(data=st.binary(max_size=100))
-@example(b"")
-@example(b"\xc1")
-@example(b"\xc0")
-@example(record_of(["put", 0, 0]))
-@example(b"\x91\x96\xa5close\xa0\xc2\xc2\xc2\xa1\xff")  # text that is not UTF-8, in a field that is ignored
-@example(b"\x91\x92\xa5close\xa1\xff")
-@example(b"\x91\x92\xa7discard\xa1\xff")
-@example(b"\x91\x91\xa3\xff\xff\xff")
-def test_arbitrary_bytes_are_decoded_as_frames_or_refused(decode_record: Decode, data: bytes) -> None:
-    decode_or_refuse(decode_record, data)
-
-
-@all_decoders
-@given(frames=records, data=st.data())
-def test_truncated_records_are_decoded_or_refused(
-    decode_record: Decode, frames: Frames, data: st.DataObject
-) -> None:
-    encoded = encode(*frames)
-    decode_or_refuse(decode_record, encoded[: data.draw(st.integers(0, len(encoded) - 1))])
-
-
-@all_decoders
-@given(frames=records, data=st.data())
-def test_corrupted_records_are_decoded_or_refused(
-    decode_record: Decode, frames: Frames, data: st.DataObject
-) -> None:
-    encoded = bytearray(encode(*frames))
-    encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
-    decode_or_refuse(decode_record, bytes(encoded))
-
-
-@all_decoders
-@pytest.mark.parametrize("depth", [10, 1_000, 60_000])
-def test_deeply_nested_lists_are_decoded_or_refused(decode_record: Decode, depth: int) -> None:
-    start = b"\x91\x96" + msgspec.msgpack.encode("close") + b"\xa0\xc2\xc2\xc2"
-    decode_or_refuse(decode_record, start + b"\x91" * depth + b"\xc0")
-
-
-@all_decoders
-def test_bytes_after_a_record_are_refused(decode_record: Decode) -> None:
-    with pytest.raises(ProtocolError):
-        decode_record(encode(Close()) + encode(Close()))
-
-
-@all_decoders
-@pytest.mark.parametrize("record", [["close", ""], {}, {"type": "close"}, "close", None, 0], ids=repr)
-def test_a_record_that_is_no_list_of_frames_is_refused(decode_record: Decode, record: object) -> None:
-    with pytest.raises(ProtocolError):
-        decode_record(msgspec.msgpack.encode(record))
-
-
-# Directions
-
-SAMPLES: dict[type, Any] = {
-    Hello: hello(),
-    Inspect: Inspect(VERSION, 1),
-    Attach: Attach(0, "arena", 1),
-    Put: Put(0, 0, "uint8", (3,), "cpu", "inline", b"abc"),
-    End: End(0, 1),
-    Discard: Discard(0),
-    StatisticsReply: REPLY,
-    Welcome: Welcome(VERSION, 1),
-    Taken: Taken((0,)),
-    Discarded: Discarded((0,)),
-    Release: Release((0,)),
-    StatisticsRequest: StatisticsRequest(),
-    ReceiverReport: ReceiverReport(receiver_statistics(), ()),
-    Close: Close(),
-}
-DIRECTIONS: dict[str, set[type]] = {
-    "opening": {Hello, Inspect},
-    "from sender": {Attach, Put, End, Discard, StatisticsReply, Close},
-    "to sender": {Welcome, Taken, Discarded, Release, StatisticsRequest, Close},
-    "to inspector": {Welcome, ReceiverReport, StatisticsReply, Close},
-}
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("kind", SAMPLES, ids=lambda kind: kind.__name__)
-def test_each_frame_is_decoded_in_its_directions_only(direction: str, kind: type) -> None:
-    record = encode(SAMPLES[kind])
-    if kind in DIRECTIONS[direction]:
-        assert DECODERS[direction](record) == [SAMPLES[kind]]
-        return
-    with pytest.raises(ProtocolError, match="it sent a frame that cannot be decoded"):
-        DECODERS[direction](record)
-
-
-# Later versions
-
+# Any value that a later version could add.
 unknown_items = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
 
+# Types
 
-@given(unknown=st.lists(unknown_items, min_size=1, max_size=3), data=st.data())
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_fields_that_a_later_version_added_are_ignored(
-    direction: str, unknown: list[object], data: st.DataObject
-) -> None:
-    frame = data.draw(
-        {
-            "opening": openings,
-            "from sender": frames_from_sender,
-            "to sender": frames_to_sender,
-            "to inspector": frames_to_inspector,
-        }[direction]
+
+def plain(info: types.Type) -> types.Type:
+    """Return a type without its metadata, and without None."""
+    match info:
+        case types.Metadata():
+            return plain(info.type)
+        case types.UnionType():
+            [only] = [one for one in info.types if not isinstance(one, types.NoneType)]
+            return plain(only)
+    return info
+
+
+def may_be_none(info: types.Type) -> bool:
+    info = info.type if isinstance(info, types.Metadata) else info
+    return isinstance(info, types.UnionType) and info.includes_none
+
+
+def values(info: types.Type) -> st.SearchStrategy[Any]:
+    """Return a strategy for all valid values of a type."""
+    found: st.SearchStrategy[Any]
+    match plain(info):
+        case types.IntType(ge=least, le=most):
+            found = st.integers(-(2**63) if least is None else least, 2**63 - 1 if most is None else most)
+        case types.StrType(min_length=least, max_length=most):
+            found = st.text(min_size=least or 0, max_size=min(most or 20, 20))
+        case types.BoolType():
+            found = st.booleans()
+        case types.BytesType():
+            found = st.binary(max_size=20)
+        case types.MemoryViewType():
+            found = st.binary(max_size=20).map(lambda data: memoryview(data))
+        case types.VarTupleType(item_type=item, max_length=most):
+            found = st.lists(values(item), max_size=min(most or 5, 5)).map(tuple)
+        case types.DictType(key_type=key, value_type=value, max_length=most):
+            found = st.dictionaries(values(key), values(value), max_size=min(most or 5, 5))
+        case types.StructType(cls=cls, fields=fields):
+            found = st.builds(cls, **{field.name: values(field.type) for field in fields})
+        case other:
+            raise NotImplementedError(other)
+    return st.none() | found if may_be_none(info) else found
+
+
+def simplest(info: types.Type) -> Any:
+    """Return a valid value as it is encoded."""
+    match plain(info):
+        case types.IntType(ge=least):
+            return least or 0
+        case types.StrType(min_length=least):
+            return "x" * (least or 0)
+        case types.BoolType():
+            return False
+        case types.BytesType() | types.MemoryViewType():
+            return b""
+        case types.VarTupleType():
+            return []
+        case types.DictType():
+            return {}
+        case types.StructType(fields=fields, array_like=True):
+            return [simplest(field.type) for field in fields]
+        case types.StructType(fields=fields):
+            return {field.name: simplest(field.type) for field in fields}
+    raise NotImplementedError(info)
+
+
+def wrong(info: types.Type) -> Iterator[Any]:
+    """Yield values beyond each limit of a type, and of other types."""
+    if not may_be_none(info):
+        yield None
+    match plain(info):
+        case types.IntType(ge=least, le=most):
+            yield from ("0", 1.5, True)
+            if least is not None:
+                yield least - 1
+            if most is not None:
+                yield most + 1
+        case types.StrType(min_length=least, max_length=most):
+            yield from (0, b"x")
+            if least:
+                yield "x" * (least - 1)
+            if most is not None:
+                yield "x" * (most + 1)
+        case types.BoolType():
+            yield from (0, "yes")
+        case types.BytesType() | types.MemoryViewType():
+            yield from ("text", 0, [])
+        case types.VarTupleType(item_type=item, max_length=most):
+            yield from (0, "text", *([one] for one in wrong(item)))
+            if most is not None:
+                yield [simplest(item)] * (most + 1)
+        case types.DictType(key_type=key, value_type=value, max_length=most):
+            yield from ("text", *({one: simplest(value)} for one in wrong(key) if one is not None))
+            yield from ({simplest(key): one} for one in wrong(value))
+            if most is not None:
+                yield {str(number): simplest(value) for number in range(most + 1)}
+        case types.StructType(fields=fields, array_like=True):
+            good = [simplest(field.type) for field in fields]
+            yield from (0, "text", [])
+            for place, field in enumerate(fields):
+                yield from ([*good[:place], one, *good[place + 1 :]] for one in wrong(field.type))
+        case types.StructType():
+            yield from (0, "text", {})
+        case other:
+            raise NotImplementedError(other)
+
+
+def unlimited(info: types.Type, name: str = "") -> Iterator[str]:
+    """Yield the names of fields whose values have no limit of their own."""
+    match plain(info):
+        case types.IntType(le=None) | types.StrType(max_length=None):
+            yield name
+        case types.BytesType() | types.MemoryViewType():
+            yield name
+        case types.VarTupleType(item_type=item, max_length=most):
+            yield from unlimited(item, name)
+            if most is None:
+                yield name
+        case types.DictType(key_type=key, value_type=value, max_length=most):
+            yield from (*unlimited(key, name), *unlimited(value, name), *([name] if most is None else []))
+        case types.StructType(cls=cls, fields=fields):
+            for field in fields:
+                yield from unlimited(field.type, f"{cls.__name__}.{field.name}")
+
+
+# Directions
+
+
+class Direction:
+    """The frames of one direction, by their tags; in the channel, and first of all, each is sent alone."""
+
+    def __init__(
+        self,
+        read: Callable[[bytes], list[Any]],
+        write: Callable[[list[Any]], bytes],
+        union: Any,
+        *tags: str,
+        is_single: bool = False,
+    ) -> None:
+        info = types.type_info(union)
+        assert isinstance(info, types.UnionType)
+        found = {one.tag: one for one in info.types if isinstance(one, types.StructType)}
+        self.read, self.write, self.is_single = read, write, is_single
+        self.structs = {tag: found[tag] for tag in tags}
+        frame = st.one_of([values(info) for info in self.structs.values()])
+        self.lists = st.lists(frame, min_size=1, max_size=1 if is_single else 4)
+
+
+def of_records(decoder: Any, union: Any, *tags: str, is_single: bool = False) -> Direction:
+    return Direction(
+        lambda data: list(decode(decoder, data)), encode_record, union, *tags, is_single=is_single
     )
-    items = [*msgspec.msgpack.decode(encode(frame))[0], *unknown]
 
-    assert DECODERS[direction](record_of(items)) == [frame]
+
+def of_headers(read: Callable[[bytes], Any], union: Any, *tags: str) -> Direction:
+    return Direction(
+        lambda data: [read(data)], lambda one: msgspec.msgpack.encode(one[0]), union, *tags, is_single=True
+    )
+
+
+_ANSWERS = ("taken", "discarded", "release")
+
+DIRECTIONS = {
+    "opening": of_records(frames.OPENING, frames.Opening, "hello", "inspect", "subscribe", is_single=True),
+    "from sender": of_records(
+        FROM_SENDER, frames.FromSender, "attach", "begin", "put", "end", "discard", "close"
+    ),
+    "to sender": of_records(TO_SENDER, frames.ToSender, "welcome", *_ANSWERS, "close"),
+    "to inspector": of_records(
+        frames.TO_INSPECTOR, frames.ToInspector, "welcome", "receiver report", "close"
+    ),
+    "from subscriber": of_records(broadcast.FROM_SUBSCRIBER, broadcast.FromSubscriber, *_ANSWERS, "close"),
+    "to subscriber": of_records(
+        broadcast.TO_SUBSCRIBER,
+        broadcast.ToSubscriber,
+        *("welcome", "admit", "attach", "detach", "publish", "discard", "close"),
+    ),
+    "between ranks": of_records(
+        ranks.FROM_RANK, ranks.FromRank, "join", "attach", "put", "put none", "taken", "release", "close"
+    ),
+    "from client": of_headers(exchange.read_from_client, exchange.FromClient, "client", "ask", "cancel"),
+    "from server": of_headers(
+        exchange.read_from_server, exchange.FromServer, "server", "answer", "failure", "credit", "close"
+    ),
+}
+ANY_STRUCT = {tag: one for direction in DIRECTIONS.values() for tag, one in direction.structs.items()}
+each_direction = pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
+any_direction = st.sampled_from(list(DIRECTIONS.values()))
+examples = settings(max_examples=500 if COMPLETE else 60)
+
+
+@examples
+@given(direction=any_direction, unknown=st.lists(unknown_items, max_size=3), data=st.data())
+def test_frames_are_decoded_in_order_without_items_that_a_later_version_added(
+    direction: Direction, unknown: list[object], data: st.DataObject
+) -> None:
+    sent = data.draw(direction.lists)
+    longer = [[*msgspec.msgpack.decode(msgspec.msgpack.encode(frame)), *unknown] for frame in sent]
+    assert direction.read(direction.write(sent)) == direction.read(direction.write(longer)) == sent
+
+
+@pytest.mark.promise(25)
+@each_direction
+def test_a_frame_with_one_wrong_or_missing_field_is_refused(direction: Direction) -> None:
+    def refuses(items: object) -> None:
+        with pytest.raises(ProtocolError):
+            direction.read(direction.write([items]))
+
+    for tag, info in direction.structs.items():
+        good = [tag, *(simplest(field.type) for field in info.fields)]
+        assert direction.read(direction.write([good])), "valid without the change"
+        required = sum(field.required for field in info.fields)
+        refuses(good[:required]) if required else None
+        for place, field in enumerate(info.fields, 1):
+            for value in wrong(field.type):
+                refuses([*good[:place], value, *good[place + 1 :]])
+
+
+@pytest.mark.promise(26)
+def test_every_field_has_a_limit_unless_the_size_of_its_record_is_its_limit() -> None:
+    found = {
+        name
+        for direction in DIRECTIONS.values()
+        for info in direction.structs.values()
+        for name in unlimited(info)
+    }
+    bodies = {"Put.payload", "Publish.payload", "Ask.body", "Answer.body"}
+    handles = {f"TensorHandle.{name}" for name in TensorHandle.__struct_fields__}
+    credit = {"Welcome.max_frame_bytes", "ServerHello.max_waiting", "ServerHello.max_waiting_bytes"}
+    versions = {name for name in found if name.endswith(".version")}
+    assert found == bodies | handles | credit | versions
+
+
+@each_direction
+def test_only_the_frames_of_a_direction_are_decoded(direction: Direction) -> None:
+    for tag, info in ANY_STRUCT.items():
+        data = direction.write([[tag, *(simplest(field.type) for field in info.fields)]])
+        if tag in direction.structs:
+            assert [type(frame) for frame in direction.read(data)] == [info.cls]
+        else:
+            with pytest.raises(ProtocolError, match="cannot be decoded"):
+                direction.read(data)
+
+
+# Arbitrary bytes
+
+
+def decode_or_refuse(direction: Direction, data: bytes) -> None:
+    """Check that bytes are either frames, which encode to the same frames again, or refused."""
+    try:
+        found = direction.read(data)
+    except ProtocolError:
+        return
+    assert direction.read(direction.write(found)) == found if found else not direction.is_single
+
+
+@examples
+@given(direction=any_direction, source=any_direction, data=st.data())
+def test_truncated_altered_and_arbitrary_records_are_decoded_or_refused(
+    direction: Direction, source: Direction, data: st.DataObject
+) -> None:
+    record = bytearray(source.write(data.draw(source.lists)))
+    place = data.draw(st.integers(0, len(record) - 1))
+    decode_or_refuse(direction, bytes(record[:place]))
+    record[place] = data.draw(st.integers(0, 255))
+    decode_or_refuse(direction, bytes(record))
+    decode_or_refuse(direction, data.draw(st.binary(max_size=100)))
+
+
+@each_direction
+def test_records_with_an_invalid_structure_are_refused(direction: Direction) -> None:
+    close = msgspec.msgpack.encode("close")
+    for depth in (10, 1_000, 60_000):
+        decode_or_refuse(direction, b"\x91\x96" + close + b"\xa0\xc2\xc2\xc2" + b"\x91" * depth + b"\xc0")
+    decode_or_refuse(direction, b"\x91\x96" + close + b"\xa0\xc2\xc2\xc2\xa1\xff")  # text that is not UTF-8
+    structures: list[object] = [{}, {"type": "close"}, "close", None, 0, [["nonsense"]], [[]]]
+    for structure in structures:
+        with pytest.raises(ProtocolError):
+            direction.read(msgspec.msgpack.encode(structure))
+    [valid, *_] = [
+        direction.write([[tag, *(simplest(field.type) for field in info.fields)]])
+        for tag, info in direction.structs.items()
+    ]
+    direction.read(valid)
+    for data in (b"", b"\xc1", b"\x91\x91\xa3\xff\xff\xff", valid[:-1], valid + valid):
+        with pytest.raises(ProtocolError, match="cannot be decoded"):
+            direction.read(data)
+
+
+# Sizes
+
+
+def test_the_first_record_is_short_and_contains_one_frame() -> None:
+    longest = hello(
+        pid=2**31 - 1,
+        sender="\N{GRINNING FACE}" * 64,
+        max_concurrent_videos=MAX_NUMBER,
+        first_message=MAX_NUMBER,
+    )
+    assert len(encode(longest)) <= MAX_HELLO_BYTES
+    for number in (0, 2):
+        with pytest.raises(ProtocolError):
+            decode(frames.OPENING, encode(*[longest] * number))
+
+
+def test_a_record_has_at_most_max_frames_with_max_numbers_each() -> None:
+    puts, answers = [Discard(0)] * MAX_FRAMES, [Taken((MAX_NUMBER,) * MAX_NUMBERS)] * MAX_FRAMES
+    assert decode(FROM_SENDER, encode(*puts)) == puts
+    assert decode(TO_SENDER, encode(*answers)) == answers
+    assert len(encode(*answers)) <= MAX_RECORD_BYTES
+    for name in ("from sender", "to sender", "from subscriber", "to subscriber", "between ranks"):
+        with pytest.raises(ProtocolError, match=f"length <= {MAX_FRAMES}"):
+            DIRECTIONS[name].read(encode(*[Close()] * (MAX_FRAMES + 1)))
+
+
+def test_the_longest_tensor_in_a_frame_fits_into_a_record_of_every_receiver() -> None:
+    name = "\N{GRINNING FACE}" * 64
+    put = Put(
+        *(MAX_NUMBER, MAX_NUMBER, name, (MAX_NUMBER,) * MAX_DIMENSIONS, name, name),
+        *(bytes(MAX_INLINE_BYTES), MAX_NUMBER),
+        trace=LONGEST_TRACE,
+    )
+    assert len(encode(put)) <= LEAST_FRAME_BYTES
+    assert decode(FROM_SENDER, encode(put)) == [put]
+
+
+def test_headers_of_the_channel_have_a_limit_that_the_longest_valid_ones_keep() -> None:
+    handle = TensorHandle(
+        "f" * 32, MAX_NUMBER, 1023, "float8_e4m3fnuz", (MAX_NUMBER,) * MAX_DIMENSIONS, "cpu"
+    )
+    body = memoryview(bytes(BODY_BYTES - 1))
+    for header in (
+        Ask(MAX_NUMBER, body, (handle,) * MAX_TENSORS, trace=LONGEST_TRACE),
+        Answer(MAX_NUMBER, body, (handle,) * MAX_TENSORS, MAX_NUMBER, MAX_NUMBER),
+        failure(MAX_NUMBER, Cause("x" * 100, "\U0001f4a5" * 20_000, is_loss=True), MAX_NUMBER, MAX_NUMBER),
+    ):
+        assert len(exchange.write(header)) <= MAX_HEADER_BYTES
+    for read, items in (
+        (exchange.read_from_client, ["ask", 0, b"", [], True, None]),
+        (exchange.read_from_server, ["credit", 0, 0, 0]),
+    ):
+        with pytest.raises(ProtocolError, match=f"more than the limit of {MAX_HEADER_BYTES}"):
+            read(msgspec.msgpack.encode([*items, [1] * MAX_HEADER_BYTES]))
+
+
+@settings(max_examples=30)
+@given(
+    type_name=st.text(alphabet=st.characters(), max_size=200),
+    text=st.text(alphabet=st.characters(categories=["Cs", "L", "So"]), max_size=200),
+    times=st.integers(1, 500),
+)
+def test_any_error_can_be_sent_as_a_failure(type_name: str, text: str, times: int) -> None:
+    made = failure(3, Cause(type_name, text * times))
+    read = exchange.read_from_server(exchange.write(made))
+    assert read == made
+    assert isinstance(read, Failure)
+    assert len(read.text) <= 16 * 1024

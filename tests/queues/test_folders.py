@@ -31,7 +31,9 @@ def _put_from_child(queue: MessageQueue[Number]) -> None:
     asyncio.run(produce())
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize(
+    "method", ["fork", *[pytest.param(name, marks=pytest.mark.extended) for name in ("spawn", "forkserver")]]
+)
 async def test_a_queue_can_be_an_argument_of_a_child_process(method: str) -> None:
     with queue_of(message_type=Number) as queue:
         async with queue.consumer() as consumer:
@@ -126,15 +128,6 @@ async def _make(state: Any) -> MessageQueue[Any]:
     return queue
 
 
-async def test_files_of_a_killed_consumer_are_removed() -> None:
-    with queue_of() as queue:
-        async with process() as killed:
-            await killed.call(open_consumer, queue)
-            killed.kill()
-            await killed.ended()
-            assert len(os.listdir(f"{queue._settings.folder.path}/c0")) == 2
-
-
 def test_a_copy_of_a_queue_does_not_remove_the_folder() -> None:
     with queue_of(producers=3) as queue:
         copy = pickle.loads(pickle.dumps(queue))
@@ -160,56 +153,38 @@ async def test_too_many_producers_or_consumers_raise_with_a_suggestion() -> None
             await queue.producer().__aenter__()
 
 
-def test_two_processes_with_different_numbers_do_not_share_a_folder(folder: Path) -> None:
-    one = MessageQueue(folder=folder / "queue", producers=2)
-    with pytest.raises(UsageError, match="created with producers=2, consumers=1, not with producers=3"):
-        MessageQueue(folder=folder / "queue", producers=3)
-    one.close()
+INVALID: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"producers": 0}, ValueError, "producers must be at least 1"),
+    ({"consumers": 0}, ValueError, "consumers must be at least 1"),
+    ({"max_messages": 0}, ValueError, "max_messages"),
+    ({"arena_bytes": 0}, ValueError, "arena_bytes"),
+    ({"max_body_bytes": 0}, ValueError, "max_body_bytes"),
+    ({"grace_s": -1}, ValueError, "grace_s"),
+    ({"folder": "/tmp/" + "x" * 100}, ValueError, "folder with a shorter path"),
+    (
+        {"folder": "/missing/queue"},
+        FileNotFoundError,
+        "cannot be created, because /missing does not exist: '/missing/queue'",
+    ),
+    ({"folder": "queue"}, ValueError, "'queue' of a queue must be an absolute path"),
+    ({"producers": "3"}, TypeError, "integer"),
+    ({"message_type": 8}, TypeError, "pass the capacity as max_messages=8"),
+    ({"message_type": int | list[str] | tuple[int, ...]}, TypeError, "union"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"producers": 0}, ValueError, "producers must be at least 1"),
-        ({"consumers": 0}, ValueError, "consumers must be at least 1"),
-        ({"max_messages": 0}, ValueError, "max_messages"),
-        ({"arena_bytes": 0}, ValueError, "arena_bytes"),
-        ({"max_body_bytes": 0}, ValueError, "max_body_bytes"),
-        ({"grace_s": -1}, ValueError, "grace_s"),
-        ({"folder": "/tmp/" + "x" * 100}, ValueError, "folder with a shorter path"),
-        (
-            {"folder": "/missing/queue"},
-            FileNotFoundError,
-            "cannot be created, because /missing does not exist: '/missing/queue'",
-        ),
-        ({"folder": "queue"}, ValueError, "'queue' of a queue must be an absolute path"),
-        ({"producers": "3"}, TypeError, "integer"),
-        ({"message_type": 8}, TypeError, "pass the capacity as max_messages=8"),
-        ({"message_type": int | list[str] | tuple[int, ...]}, TypeError, "union"),
-    ],
-)
-def test_invalid_arguments_raise_and_leave_nothing(
-    options: dict[str, Any],
-    error: type[Exception],
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_invalid_arguments_raise_and_leave_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(error, match=text):
-        MessageQueue(**options)
+    for options, error, text in INVALID:
+        with pytest.raises(error, match=text):
+            MessageQueue(**options)
     assert os.listdir(tmp_path) == []
-
-
-def test_a_long_path_of_the_folder_for_temporary_files_raises(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    place = tmp_path / ("x" * 100)
-    place.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
     with pytest.raises(ValueError, match="choose a folder with a shorter path"):
         MessageQueue()
-    assert os.listdir(place) == []
+    assert os.listdir(deep) == []
 
 
 def test_a_file_and_the_folder_of_another_user_are_refused(

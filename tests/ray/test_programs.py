@@ -1,4 +1,4 @@
-"""The examples for Ray and the program of docs/ray.md run as shown, with the installed package."""
+"""The examples for Ray run as shown, with the installed package."""
 
 import asyncio
 import os
@@ -79,16 +79,6 @@ async def test_the_example_exchanges_tensors_with_its_actor() -> None:
     output = await output_of(ROOT / "examples" / "ray_actor.py")
 
     assert "16 of 16 clips arrived unchanged in both directions" in output
-
-
-async def test_the_program_of_the_page_runs_as_pasted(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    [text, *_] = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "docs" / "ray.md").read_text(), re.DOTALL | re.M
-    )
-    program.write_text(text)
-
-    assert "brightness 7.0" in await output_of(program)
 
 
 async def test_ray_serve_answers_uploads_also_after_its_engine_was_killed() -> None:

@@ -1,12 +1,11 @@
 """An iteration delivers the tensors of a message consecutively, with their number, in any order of events."""
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 import torch
 
-from aiotensor import Delivery, TensorHandle, TensorReceiver, TensorSender, blocking
+from aiotensor import Delivery, TensorHandle, TensorReceiver, TensorSender
 from tests.pairs import endpoint, pair
 from verification.patterns import BIG, pattern
 from verification.waiting import until
@@ -28,6 +27,7 @@ def _place(delivery: Delivery) -> tuple[int, int]:
     return delivery.handle.message, delivery.handle.tensor
 
 
+@pytest.mark.promise(12)
 @pytest.mark.usefixtures("link")
 async def test_deliveries_state_the_number_of_tensors_of_their_message() -> None:
     async with pair() as (sender, receiver):
@@ -43,42 +43,6 @@ async def test_deliveries_state_the_number_of_tensors_of_their_message() -> None
             for seed, delivery in enumerate((first, *rest)):
                 assert torch.equal(delivery.tensor, pattern(seed, delivery.tensor.numel()))
             del first, rest, delivery
-
-
-async def test_arrived_does_not_change_the_order_of_iteration() -> None:
-    async with pair() as (sender, receiver):
-        first, second = await _send(sender, 3), await _send(sender, 2)
-        await receiver.arrived(second[1])
-        assert await _take(receiver, 1) == [(0, 0)]
-        for handle in (second[0], first[2], first[1]):
-            await receiver.arrived(handle)
-        assert await _take(receiver, 4) == [(0, 1), (0, 2), (1, 0), (1, 1)]
-
-
-async def test_a_cancelled_copy_does_not_change_the_order_of_iteration() -> None:
-    async with pair() as (sender, receiver):
-        [_, last], _ = await _send(sender, 2, BIG), await _send(sender, 2)
-        await until(lambda: receiver.statistics().unclaimed_tensors == 4)
-        copying = asyncio.create_task(receiver.receive(last, copy=True))
-        assert await _take(receiver, 1) == [(0, 0)]
-        copying.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await copying
-        assert await _take(receiver, 3) == [(0, 1), (1, 0), (1, 1)]
-
-
-async def test_iteration_skips_tensors_that_a_call_awaits_by_handle() -> None:
-    async with pair() as (sender, receiver):
-        # The sender numbers its messages from 0, so their handles are known before they are sent.
-        awaited = [TensorHandle(sender.id, 0, number, "int64", (3,), "cpu") for number in (0, 1)]
-        waiting = [asyncio.create_task(receiver.receive(handle)) for handle in awaited]
-        await asyncio.sleep(0)
-        await _send(sender, 3)
-        await _send(sender, 2)
-        assert await _take(receiver, 2) == [(0, 2), (1, 0)]
-        for seed, receiving in enumerate(waiting):
-            assert torch.equal(await receiving, pattern(seed, 3))
-        assert await _take(receiver, 1) == [(1, 1)]
 
 
 async def test_several_iterations_share_the_order() -> None:
@@ -108,18 +72,3 @@ async def test_remaining_tensors_of_a_discarded_message_are_not_delivered() -> N
             sender.discard(first[0])
             await until(lambda: receiver.statistics().messages_discarded == 1)
             assert await _take(receiver, 2) == [(1, 0), (1, 1)]
-
-
-async def test_next_of_a_blocking_receiver_delivers_whole_messages() -> None:
-    with endpoint("unix") as place:
-
-        def collect() -> Sequence[tuple[int, int, int]]:
-            with blocking.TensorReceiver(place) as receiver:
-                found = [receiver.next() for _ in range(3)]
-                return [(one.handle.message, one.handle.tensor, one.tensors) for one in found]
-
-        async with TensorSender(place) as sender:
-            collecting = asyncio.create_task(asyncio.to_thread(collect))
-            await _send(sender, 2)
-            await _send(sender, 1)
-            assert await collecting == [(0, 0, 2), (0, 1, 2), (1, 0, 1)]

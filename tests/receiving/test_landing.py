@@ -16,18 +16,6 @@ BYTES = 1 << 20
 DATA = memoryview(b"12345678")
 
 
-async def test_a_closed_landing_ignores_bytes_and_freed_blocks() -> None:
-    worker = Worker("aiotensor-receiver")
-    landing = LandingSegment(0, 1 << 16, 1 << 16, worker)
-    mapped = landing.mapped()
-    landing.close()
-    assert landing.store(0, 8, 0, DATA, lambda failure: pytest.fail(failure))
-    landing.free(0)
-    landing.free(64)
-    mapped.close()
-    worker.close()
-
-
 async def outcome_of_store(landing: LandingSegment, block: int) -> str:
     """Store bytes in a new block, which has no memory yet, and return the reason why it gets none, or ""."""
     outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()

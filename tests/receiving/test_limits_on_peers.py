@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import os
-import secrets
 import socket
-import tempfile
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from aiotensor import (
     PeerLostError,
     RefusedError,
     TensorHandle,
-    TensorQueue,
     TensorReceiver,
     TensorSender,
     WouldBlockError,
@@ -24,21 +21,17 @@ from aiotensor.protocol.receiver import AdmissionLimits
 from aiotensor.receiving.intake import MAX_UNIDENTIFIED, Intake
 from aiotensor.receiving.senders import Senders
 from aiotensor.statistics.counters import ErrorCounter, new_counts
-from aiotensor.transports import queue, unix
+from aiotensor.transports import unix
 from aiotensor.transports.endpoints import Endpoint
 from aiotensor.transports.records import SocketTransport, record_pair
-from aiotensor.transports.stock import listener
 from aiotensor.types import ReceiverStatistics
 from tests.frames import hello, put
-from tests.pairs import at_once, endpoint, on_one_machine
+from tests.pairs import endpoint
 from tests.rogues import rogue_sender
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
-pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
-
-on_sockets = pytest.mark.parametrize("link", ["unix"], indirect=True)
-on_queues = pytest.mark.parametrize("link", ["queue"], indirect=True)
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
 async def check_serving(place: Endpoint, receiver: TensorReceiver) -> None:
@@ -51,14 +44,12 @@ async def check_serving(place: Endpoint, receiver: TensorReceiver) -> None:
 # Senders that do not read, and receivers that do not read
 
 
-@on_one_machine
 async def test_a_sender_that_does_not_read_its_answers_is_disconnected_at_a_limit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for transports in (unix, queue, listener):
-        monkeypatch.setattr(transports, "MAX_UNREAD_BYTES", 1 << 20)
+    monkeypatch.setattr(unix, "MAX_UNREAD_BYTES", 1 << 20)
     again = encode(*[put(block=2**63 - 1)] * MAX_FRAMES)  # each one is answered: the message was discarded
-    with endpoint() as place:
+    with endpoint("unix") as place:
         async with TensorReceiver(place) as receiver, rogue_sender(place, reads=False) as rogue:
             rogue.write(put(), Discard(0))
             written = 0
@@ -77,16 +68,13 @@ async def test_a_sender_that_does_not_read_its_answers_is_disconnected_at_a_limi
             await check_serving(place, receiver)
 
 
-@at_once
 async def test_sending_to_a_receiver_that_does_not_read_waits_in_bounded_memory() -> None:
-    with endpoint() as place, contextlib.ExitStack() as stack:
-        if not isinstance(place, TensorQueue):  # a queue can be written to before its receiver is open
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            assert isinstance(place, str)
-            path = place.removeprefix("unix://")
-            listener.bind(path)
-            stack.callback(os.unlink, path)
-            listener.listen()
+    with endpoint("unix") as place, contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        path = str(place).removeprefix("unix://")
+        listener.bind(path)
+        stack.callback(os.unlink, path)
+        listener.listen()
         async with TensorSender(place, 2000) as sender:
             sent = 0
             with pytest.raises(WouldBlockError, match="slow to read"):
@@ -108,7 +96,6 @@ async def test_sending_to_a_receiver_that_does_not_read_waits_in_bounded_memory(
             await asyncio.wait([closing])
 
 
-@on_sockets
 async def test_a_sender_to_which_nothing_can_be_written_is_not_admitted() -> None:
     counts = new_counts(ReceiverStatistics)
     senders = Senders(AdmissionLimits(64, None, None, MAX_RECORD_BYTES), counts, ErrorCounter())
@@ -131,6 +118,7 @@ async def test_a_sender_to_which_nothing_can_be_written_is_not_admitted() -> Non
 # Messages that remain
 
 
+@pytest.mark.usefixtures("link")
 async def test_remaining_messages_of_closed_senders_count_against_the_limit() -> None:
     with endpoint() as place:
         async with TensorReceiver(place, max_unclaimed_messages=4) as receiver:
@@ -155,9 +143,9 @@ async def test_remaining_messages_of_closed_senders_count_against_the_limit() ->
 # Connections without a hello
 
 
-@on_sockets
+@pytest.mark.promise(26)
 async def test_a_connection_without_a_hello_does_not_count_as_a_sender() -> None:
-    with endpoint() as place:
+    with endpoint("unix") as place:
         async with TensorReceiver(place, max_senders=1) as receiver:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
                 silent.connect(str(place).removeprefix("unix://"))
@@ -165,9 +153,8 @@ async def test_a_connection_without_a_hello_does_not_count_as_a_sender() -> None
                 assert receiver.statistics().senders_refused == 0
 
 
-@on_sockets
 async def test_a_burst_of_connections_yields_to_the_loop_and_replaces_the_oldest() -> None:
-    with endpoint() as place, contextlib.ExitStack() as stack:
+    with endpoint("unix") as place, contextlib.ExitStack() as stack:
         async with TensorReceiver(place) as receiver, TensorSender(place) as honest:
             await honest.ready()
             silent = [
@@ -189,35 +176,3 @@ async def test_a_burst_of_connections_yields_to_the_loop_and_replaces_the_oldest
                     sock.recv(1)
             await check_serving(place, receiver)
             assert receiver.statistics().senders == 1
-
-
-@on_queues
-@pytest.mark.parametrize("descriptor", ["none", "a pipe", "a file", "a listener"])
-@pytest.mark.parametrize("kind", [b"H", b"F", b"X", b""])
-async def test_a_record_on_a_queue_without_a_valid_prefix_and_pipe_affects_no_sender(
-    kind: bytes, descriptor: str
-) -> None:
-    with endpoint() as place, contextlib.ExitStack() as stack:
-        assert isinstance(place, TensorQueue)
-        async with TensorReceiver(place) as receiver:
-            descriptors = []
-            match descriptor:
-                case "a pipe":
-                    read, write = os.pipe()
-                    stack.callback(os.close, read)
-                    stack.callback(os.close, write)
-                    descriptors = [write]
-                case "a file":
-                    descriptors = [stack.enter_context(tempfile.TemporaryFile()).fileno()]
-                case "a listener":
-                    listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                    listener.bind("")
-                    listener.listen()
-                    descriptors = [listener.fileno()]
-            with place.open_writer() as writer:
-                sender = secrets.token_hex(16)
-                prefix = kind + sender.encode() if kind else b""
-                for record in (b"", b"nonsense", encode(hello(sender=sender))):
-                    socket.send_fds(writer, [prefix + record], descriptors)
-            await check_serving(place, receiver)
-            assert receiver.statistics().senders == 0

@@ -7,15 +7,14 @@ import asyncio
 import fcntl
 import os
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from aiotensor import DiscardedError, PeerLostError, ProtocolError, TensorHandle, TensorReceiver, TensorSender
-from aiotensor.protocol.connection import Close
+from aiotensor import PeerLostError, ProtocolError, TensorHandle, TensorReceiver, TensorSender
 from aiotensor.protocol.frames import (
     MAX_HELLO_BYTES,
     MAX_RECORD_BYTES,
@@ -30,13 +29,26 @@ from aiotensor.protocol.frames import (
     encode,
 )
 from aiotensor.transports.endpoints import Endpoint
-from tests.frames import hello, put
+from tests.frames import put
 from tests.pairs import endpoint, on_one_machine
 from tests.rogues import ARENA_BYTES, SEALS, RogueSender, rogue_receiver, rogue_sender
+from tests.selection import COMPLETE, LINKS, LOCAL_LINKS
 from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
 
-pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+def on_links(names: Iterable[str], *on_all: str, links: Iterable[str] = LINKS) -> pytest.MarkDecorator:
+    """Run a test with each name over Unix sockets in `make test`, and with some names over every link."""
+    cases = [
+        pytest.param(link, name, id=f"{link}-{name}")
+        for link in links
+        for name in names
+        if COMPLETE or link == "unix" or name in on_all
+    ]
+    return pytest.mark.parametrize(("link", "name"), cases, indirect=["link"])
+
 
 _PAGE = 4096
 _PLACE = struct.Struct("<QQ")  # a segment and an offset
@@ -96,9 +108,10 @@ VIOLATIONS: dict[str, FromSender | bytes] = {
 }
 
 
-@pytest.mark.parametrize("name", VIOLATIONS)
+@pytest.mark.promise(24)
+@on_links(VIOLATIONS, "random bytes", "a record that is too long", "an unknown dtype")
 async def test_a_violation_closes_its_connection_and_affects_no_other(
-    name: str, caplog: pytest.LogCaptureFixture
+    link: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with beside_an_honest_sender() as (place, receiver), rogue_sender(place) as rogue:
         rogue.write(VIOLATIONS[name])
@@ -107,17 +120,14 @@ async def test_a_violation_closes_its_connection_and_affects_no_other(
 
 OPENINGS: dict[str, bytes] = {
     "another frame": encode(put()),
-    "a hello that is not alone": encode(hello(), put()),
-    "two hellos": encode(hello(), hello()),
-    "no frame": encode(),
     "random bytes": b"\xff\x00nonsense",
     "a long record": encode(put(payload=bytes(MAX_HELLO_BYTES))),
 }
 
 
-@pytest.mark.parametrize("name", OPENINGS)
+@on_links(OPENINGS, "random bytes")
 async def test_a_connection_that_does_not_begin_with_a_hello_is_closed(
-    name: str, caplog: pytest.LogCaptureFixture
+    link: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with beside_an_honest_sender() as (place, receiver):
         rogue = RogueSender(place)
@@ -139,10 +149,10 @@ MISPLACED: dict[str, Put] = {
 }
 
 
-@on_one_machine
-@pytest.mark.parametrize("name", MISPLACED)
+@pytest.mark.promise(25)
+@on_links(MISPLACED, links=LOCAL_LINKS)
 async def test_a_tensor_is_never_opened_outside_its_segment(
-    name: str, caplog: pytest.LogCaptureFixture
+    link: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     frame = MISPLACED[name]
     block = None if name == "without a block" else 0
@@ -161,6 +171,8 @@ def _mapped() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:rogue ")
 
 
+@pytest.mark.promise(26)
+@pytest.mark.usefixtures("link")
 @on_one_machine
 @pytest.mark.parametrize(
     ("size", "seals", "announced"),
@@ -183,6 +195,7 @@ async def test_a_segment_with_wrong_seals_or_size_is_refused(
         assert _mapped() == 0
 
 
+@pytest.mark.usefixtures("link")
 @on_one_machine
 async def test_the_descriptors_of_a_rogue_are_closed() -> None:
     async with beside_an_honest_sender() as (place, _), rogue_sender(place) as rogue:
@@ -196,18 +209,7 @@ async def test_the_descriptors_of_a_rogue_are_closed() -> None:
         os.close(read)
 
 
-async def test_frames_after_the_last_one_are_ignored() -> None:
-    async with beside_an_honest_sender() as (place, receiver), rogue_sender(place) as rogue:
-        rogue.write(encode(put(last=True), Close(), put(message=1, last=True)))
-        rogue.write(b"nonsense")
-        await rogue.is_lost.wait()
-        taken = await receiver.receive(TensorHandle(rogue.id, 0, 0, "uint8", (3,), "cpu"))
-        assert bytes(taken.numpy()) == b"abc"
-        with pytest.raises(DiscardedError, match="never sent"):
-            await receiver.receive(TensorHandle(rogue.id, 1, 0, "uint8", (3,), "cpu"))
-        assert receiver.statistics().senders_lost == 0
-
-
+@pytest.mark.usefixtures("link")
 @pytest.mark.parametrize("link", ["unix"], indirect=True)
 async def test_a_sender_that_reconnects_replaces_its_earlier_connection() -> None:
     with endpoint() as place:
@@ -226,6 +228,7 @@ async def test_a_sender_that_reconnects_replaces_its_earlier_connection() -> Non
             await until(lambda: receiver.statistics().senders == 0)
 
 
+@pytest.mark.usefixtures("link")
 @pytest.mark.parametrize("link", ["unix"], indirect=True)
 async def test_a_sender_that_repeats_numbers_of_messages_is_disconnected(
     caplog: pytest.LogCaptureFixture,
@@ -251,9 +254,9 @@ FORBIDDEN: dict[str, ToSender | bytes] = {
 }
 
 
-@pytest.mark.parametrize("name", FORBIDDEN)
+@on_links(FORBIDDEN, "random bytes", "a block that is released twice")
 async def test_a_violation_of_the_receiver_ends_all_waits_of_the_sender(
-    name: str, caplog: pytest.LogCaptureFixture
+    link: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with endpoint() as place:
         async with rogue_receiver(place, max_concurrent_videos=1) as (sender, rogue):

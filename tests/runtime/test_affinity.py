@@ -1,5 +1,4 @@
 import asyncio
-import gc
 import os
 import selectors
 import threading
@@ -61,115 +60,60 @@ class Opened(Protocol):
     def __aenter__(self) -> Coroutine[Any, Any, object]: ...
 
 
-def _sender() -> Opened:
-    return TensorSender("unix:///tmp/nobody")
+@pytest.mark.promise(23)
+def test_opening_under_another_async_library_raises_usage_error() -> None:
+    openers: list[Opened] = [
+        TensorSender("unix:///tmp/nobody"),
+        TensorReceiver("unix:///tmp/nobody"),
+        MessageClient("ipc:///tmp/nobody", reply_type=dict),
+        MessageServer("ipc:///tmp/nobody", dict),
+    ]
+    for opener in openers:
+        # As trio does, this drives the coroutine by hand in a thread where no loop of asyncio runs.
+        with pytest.raises(
+            UsageError, match=r"no asyncio event loop.*requires asyncio \(or uvloop\).*trio.*anyio"
+        ):
+            opener.__aenter__().send(None)
 
 
-def _receiver() -> Opened:
-    return TensorReceiver("unix:///tmp/nobody")
-
-
-def _client() -> Opened:
-    return MessageClient("ipc:///tmp/nobody", reply_type=dict)
-
-
-def _server() -> Opened:
-    return MessageServer("ipc:///tmp/nobody", dict)
-
-
-async def opened() -> LoopAffinity:
-    home = LoopAffinity("TensorSender")
-    home.enter()
-    return home
-
-
-async def test_an_open_object_can_be_used_in_its_own_loop() -> None:
-    home = LoopAffinity("TensorSender")
-
-    assert home.enter() is asyncio.get_running_loop()
-    assert home.is_open
-    home.check()
-    home.check_place()
-
-
-def test_using_an_unopened_object_raises_usage_error() -> None:
-    home = LoopAffinity("TensorSender")
-
-    assert not home.is_open
+async def test_an_object_is_opened_once_and_used_while_it_is_open(address: str) -> None:
+    sender = TensorSender(address)
     with pytest.raises(UsageError, match=r"this TensorSender is not open yet: enter it with `async with`"):
-        home.check()
-    home.check_place()
-
-
-async def test_an_object_cannot_be_opened_twice() -> None:
-    home = await opened()
-
-    with pytest.raises(UsageError, match="is already open: enter it once and share it between tasks"):
-        home.enter()
-    assert home.is_open
-
-
-async def test_a_closed_object_can_be_neither_used_nor_reopened() -> None:
-    home = await opened()
-    home.close()
-
-    assert not home.is_open
-    for use in (home.check, home.enter):
-        with pytest.raises(ClosedError, match="this TensorSender was closed: create a new one"):
-            use()
-    home.check_place()
-
-
-def test_an_object_that_was_closed_before_it_was_opened_stays_closed() -> None:
-    home = LoopAffinity("TensorSender")
-    home.close()
-
+        sender.discard_all()
+    async with sender:
+        sender.discard_all()
+        with pytest.raises(UsageError, match="is already open: enter it once and share it between tasks"):
+            await sender.__aenter__()
+        sender.discard_all()
+    with pytest.raises(ClosedError, match="this TensorSender was closed: create a new one"):
+        sender.discard_all()
+    with pytest.raises(ClosedError, match="this TensorSender was closed: create a new one"):
+        await sender.__aenter__()
+    never_opened = TensorSender(address)
+    await never_opened.aclose()
     with pytest.raises(ClosedError):
-        home.check()
+        await never_opened.__aenter__()
 
 
-def test_an_object_cannot_be_opened_without_a_running_loop() -> None:
-    home = LoopAffinity("TensorSender")
+async def test_use_in_another_thread_raises_usage_error_that_names_the_remedy(address: str) -> None:
+    async with TensorSender(address) as sender:
 
-    with pytest.raises(UsageError, match="no asyncio event loop is running in this thread"):
-        home.enter()
-    assert not home.is_open
+        async def use() -> None:
+            sender.discard_all()
 
-
-@pytest.mark.parametrize("open_", [_sender, _receiver, _client, _server])
-def test_opening_under_another_async_library_raises_usage_error(
-    open_: Callable[[], Opened],
-) -> None:
-    # As trio does, this drives the coroutine by hand in a thread where no loop of asyncio runs.
-    opening = open_().__aenter__()
-    with pytest.raises(
-        UsageError, match=r"no asyncio event loop.*requires asyncio \(or uvloop\).*trio.*anyio"
-    ):
-        opening.send(None)
-
-
-async def test_use_in_another_thread_raises_usage_error() -> None:
-    home = await opened()
-
-    for use in (home.check, home.check_place):
-        error = in_a_thread(use)
-        assert isinstance(error, UsageError)
-        assert "belongs to another thread" in str(error)
-        assert "run_coroutine_threadsafe" in str(error)
-
-
-async def test_use_in_a_loop_of_another_thread_raises_usage_error() -> None:
-    home = await opened()
-
-    async def use() -> None:
-        home.check()
-
-    error = in_a_thread(lambda: asyncio.run(use()))
-    assert isinstance(error, UsageError)
-    assert "another thread" in str(error)
+        for work in (sender.discard_all, sender.statistics, lambda: asyncio.run(use())):
+            error = in_a_thread(work)
+            assert isinstance(error, UsageError)
+            assert "belongs to another thread" in str(error)
+            assert "run_coroutine_threadsafe" in str(error)
 
 
 def test_use_in_another_loop_of_the_same_thread_raises_usage_error() -> None:
+    async def opened() -> LoopAffinity:
+        home = LoopAffinity("TensorSender")
+        home.enter()
+        return home
+
     home = asyncio.run(opened())
 
     async def use(what: Callable[[], object]) -> None:
@@ -178,37 +122,24 @@ def test_use_in_another_loop_of_the_same_thread_raises_usage_error() -> None:
     for what in (home.check, home.check_place):
         with pytest.raises(UsageError, match="belongs to another event loop: open one in each loop"):
             asyncio.run(use(what))
-
-
-def test_callbacks_of_the_same_thread_may_use_an_object_after_its_loop_has_stopped() -> None:
-    home = asyncio.run(opened())
-
-    home.check()
+    home.check()  # callbacks of the thread may use it after its loop has stopped
 
 
 @forks
-def test_an_object_that_was_not_opened_cannot_be_used_after_a_fork() -> None:
-    home = LoopAffinity("TensorSender")
+@pytest.mark.promise(23)
+async def test_neither_unopened_nor_open_nor_closed_objects_can_be_used_after_a_fork(address: str) -> None:
+    sender = TensorSender(address)
 
-    for use in (home.check, home.check_place, home.enter):
-        report = in_a_fork(use)
-        assert report.startswith("UsageError: this TensorSender was inherited by a forked process")
-        assert "get_context('spawn')" in report
+    def check() -> None:
+        for use in (sender.discard_all, sender.statistics, lambda: sender.__aenter__().send(None)):
+            report = in_a_fork(use)
+            assert report.startswith("UsageError: this TensorSender was inherited by a forked process")
+            assert "get_context('spawn')" in report
 
-
-@forks
-def test_an_open_object_cannot_be_used_after_a_fork() -> None:
-    home = asyncio.run(opened())
-
-    assert in_a_fork(home.check).startswith("UsageError: this TensorSender was inherited by a forked process")
-
-
-@forks
-def test_a_closed_object_cannot_be_used_after_a_fork() -> None:
-    home = LoopAffinity("TensorSender")
-    home.close()
-
-    assert in_a_fork(home.check).startswith("UsageError: this TensorSender was inherited by a forked process")
+    check()
+    async with sender:
+        check()
+    check()
 
 
 # Freed items
@@ -238,13 +169,6 @@ class Collected:
     async def until(self, count: int) -> None:
         if len(self.all) < count:
             await self._waiting.setdefault(count, self.loop.create_future())
-
-
-class Thing:
-    """Something in a circle, which only the garbage collector frees."""
-
-    def __init__(self) -> None:
-        self.itself = self
 
 
 class Drowsy(selectors.DefaultSelector):
@@ -278,19 +202,10 @@ async def test_items_freed_in_one_iteration_are_handled_together_later() -> None
     for number in range(3):
         collected.items(number)
     assert collected.calls == []
-
     await collected.until(3)
-    assert collected.calls == [[0, 1, 2]]
-
-
-async def test_items_freed_in_later_iterations_are_handled() -> None:
-    collected = Collected()
-    collected.items(0)
-    await collected.until(1)
-    collected.items(1)
-    await collected.until(2)
-
-    assert collected.calls == [[0], [1]]
+    collected.items(3)
+    await collected.until(4)
+    assert collected.calls == [[0, 1, 2], [3]]
 
 
 class Chain(Collected):
@@ -342,17 +257,6 @@ async def test_items_freed_by_other_threads_are_handled_once_and_in_order_in_the
     for index in range(4):
         own = [number for number in collected.all if number // each == index]
         assert own == sorted(own)
-
-
-async def test_items_freed_by_the_garbage_collector_are_handled() -> None:
-    collected = Collected()
-    thing = Thing()
-    weakref.finalize(thing, collected.items, 7)
-    del thing
-    gc.collect()
-    await collected.until(1)
-
-    assert collected.all == [7]
 
 
 def test_items_freed_after_the_loop_was_closed_are_ignored() -> None:

@@ -4,7 +4,6 @@ import asyncio
 import errno
 import gc
 import os
-import socket
 import tempfile
 import weakref
 
@@ -17,15 +16,14 @@ from aiotensor import (
     TensorQueue,
     TensorReceiver,
     TensorSender,
-    WouldBlockError,
 )
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from aiotensor.transports.records import SocketTransport
-from tests.pairs import at_once, pair
+from tests.pairs import pair
 from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
 
-pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
 async def test_send_and_drain_succeed_if_the_receiver_takes_everything_and_closes() -> None:
@@ -64,21 +62,6 @@ async def test_a_permit_granted_as_the_receiver_closes_raises_peer_lost_error(co
         await settled(sender)
 
 
-async def test_send_waits_until_a_receiver_connects() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        place = f"unix://{folder}/socket"
-        async with TensorSender(place) as sender:
-            with pytest.raises(WouldBlockError, match="no receiver is connected"):
-                sender.send_nowait(pattern(0, 3))
-            waiting = [asyncio.create_task(sender.send(pattern(0, count))) for count in (3, BIG)]
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.01):
-                    await sender.send(pattern(1, 3))
-            async with TensorReceiver(place) as receiver:
-                for sending, count in zip(waiting, (3, BIG), strict=True):
-                    assert torch.equal(await receiver.receive(await sending), pattern(0, count))
-
-
 async def test_messages_in_flight_are_lost_and_later_sends_reach_the_next_receiver() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = f"unix://{folder}/socket"
@@ -114,7 +97,6 @@ async def test_messages_in_flight_are_lost_and_later_sends_reach_the_next_receiv
 FULL = MAX_INLINE_BYTES // 8  # elements; so few of such tensors fill a record that one message fills several
 
 
-@at_once
 @pytest.mark.parametrize(
     "counts",
     [[3], [FULL] * 9, [3, BIG]],
@@ -143,23 +125,7 @@ async def test_a_record_that_the_kernel_refuses_fails_the_send(
     assert not errors
 
 
-async def test_send_writes_the_only_message_in_flight_immediately() -> None:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening,
-    ):
-        listening.bind(f"{folder}/socket")
-        listening.listen()
-        async with TensorSender(f"unix://{folder}/socket") as sender:
-            connection, _ = listening.accept()
-            with connection:
-                connection.recv(1 << 16)  # the introduction
-                sending = sender.send(pattern(0, 3))
-                with pytest.raises(StopIteration):
-                    sending.send(None)  # it waits for nothing, and the loop does not turn
-                assert b"inline" in connection.recv(1 << 16, socket.MSG_DONTWAIT)
-
-
+@pytest.mark.promise(5, 29)
 @pytest.mark.parametrize(
     ("waits", "end"),
     [

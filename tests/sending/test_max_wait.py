@@ -10,13 +10,13 @@ import torch
 
 from aiotensor import PeerLostError, TensorReceiver, TensorSender, WouldBlockError
 from tests.cancellation.situations import clog, unread
-from tests.pairs import at_once, endpoint
+from tests.pairs import endpoint
 from verification.internals import end_first_wait, memory_of
 from verification.model.stepping import Steps
 from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
 
-pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 T = TypeVar("T")
 
@@ -24,6 +24,8 @@ SHORT_S = 0.5  # long enough to connect, which it limits, too
 LONG_S = 3600.0
 
 
+@pytest.mark.promise(18)
+@pytest.mark.usefixtures("link")
 async def test_a_wait_for_a_permit_times_out_and_reports_the_usage() -> None:
     with endpoint() as place:
         async with TensorReceiver(place) as receiver, TensorSender(place, 1, max_wait_s=SHORT_S) as sender:
@@ -90,53 +92,15 @@ async def test_an_overdue_large_wait_lets_smaller_waits_proceed() -> None:
             assert held.numel() == BIG // 2
 
 
-async def test_waits_become_overdue_in_the_order_in_which_they_began() -> None:
-    with endpoint() as place:
-        async with TensorReceiver(place) as receiver, TensorSender(place, 1, max_wait_s=SHORT_S) as sender:
-            handle = await sender.send(pattern(0, 5))
-            begun: list[int] = []
-            ended: list[int] = []
-
-            async def wait(number: int) -> None:
-                begun.append(number)
-                with pytest.raises(WouldBlockError):
-                    await sender.send(pattern(number, 5))
-                ended.append(number)
-
-            async with asyncio.TaskGroup() as group:
-                for number in range(1, 6):
-                    group.create_task(wait(number))
-                    await until(lambda number=number: number in begun)  # type: ignore[misc]
-            assert ended == [1, 2, 3, 4, 5]
-            await receiver.receive(handle)
-
-
-async def test_waits_that_end_before_max_wait_s_are_not_affected() -> None:
-    with endpoint() as place:
-        async with TensorReceiver(place) as receiver, TensorSender(place, 1, max_wait_s=30) as sender:
-            first = await sender.send(pattern(1, BIG))
-            granted = asyncio.create_task(sender.send(pattern(2, BIG)))
-            cancelled = asyncio.create_task(sender.send(pattern(3, BIG)))
-            await until(lambda: sender.statistics().waiting == 2)
-            cancelled.cancel()
-            await receiver.receive(first)
-            await receiver.receive(await granted)
-            await asyncio.wait([cancelled])
-            assert cancelled.cancelled()
-            await settled(sender)
-
-
 def test_an_invalid_max_wait_s_raises_value_error() -> None:
     for seconds in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="max_wait_s must be positive, or None"):
             TensorSender("unix:///tmp/nobody", max_wait_s=seconds)
 
 
-# A queue accepts records before its receiver starts.
-@pytest.mark.parametrize("link", ["unix"], indirect=True)
 @pytest.mark.parametrize("send", ["small", "large", "several"])
 async def test_send_without_a_receiver_times_out_after_max_wait_s(send: str) -> None:
-    with endpoint() as place:
+    with endpoint("unix") as place:
         async with TensorSender(place, 2, max_wait_s=SHORT_S) as sender:
             with pytest.raises(
                 WouldBlockError, match=rf"no receiver was connected at {place} for 0.5 s \(1 of 2 messages"
@@ -161,10 +125,9 @@ async def test_send_without_a_receiver_times_out_after_max_wait_s(send: str) -> 
             await until(lambda: sender.statistics().bytes_in_use == 0)
 
 
-@at_once
 @pytest.mark.parametrize("size", [5, BIG])
 async def test_send_times_out_while_the_receiver_does_not_read(size: int) -> None:
-    with endpoint() as place, unread(place) as far:
+    with endpoint("unix") as place, unread(place) as far:
         async with TensorSender(place, 2000, BIG * 8, max_wait_s=SHORT_S) as sender:
             sent = clog(sender)
             who = f", and no receiver has answered at {place}" if isinstance(place, str) else ""
@@ -183,7 +146,6 @@ async def test_send_times_out_while_the_receiver_does_not_read(size: int) -> Non
                         continue
 
 
-@pytest.mark.parametrize("link", ["unix"], indirect=True)
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 def test_send_succeeds_if_a_receiver_is_found_in_the_iteration_of_the_timeout(kind: str) -> None:
     steps = Steps(kind)
@@ -194,7 +156,7 @@ def test_send_succeeds_if_a_receiver_is_found_in_the_iteration_of_the_timeout(ki
             steps.turn()
         return task.result()
 
-    with endpoint() as place:
+    with endpoint("unix") as place:
         sender = finish(TensorSender(place, max_wait_s=1).__aenter__())
         sending = steps.start(sender.send(pattern(1, 5)))
         while not sender.statistics().in_flight:

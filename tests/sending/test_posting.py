@@ -6,7 +6,6 @@ import errno
 import gc
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Iterator
 
@@ -18,21 +17,17 @@ from aiotensor import (
     DiscardedError,
     PeerLostError,
     TensorHandle,
-    TensorReceiver,
     TensorSender,
-    TooLargeError,
     WouldBlockError,
 )
-from aiotensor.protocol.frames import MAX_TENSORS
-from aiotensor.sending import posting
 from aiotensor.sending.posting import PostedMessage
 from tests.cancellation.situations import SLOW, HeldUp, clog, held_back, strided, unread
-from tests.pairs import at_once, endpoint, on_one_machine, pair
-from verification.internals import pipeline_of, posts_of, worker_of
+from tests.pairs import endpoint, pair
+from verification.internals import pipeline_of, posts_of
 from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
 
-pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
 @pytest.fixture
@@ -58,6 +53,8 @@ def _post(sender: TensorSender, message: PostedMessage, tensor: torch.Tensor) ->
 # Failed copies
 
 
+@pytest.mark.promise(11)
+@pytest.mark.usefixtures("link")
 async def test_a_failed_copy_is_logged_and_counted_once_and_discards_its_message(
     no_memory: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -98,7 +95,6 @@ async def test_a_copy_that_waits_for_longer_than_max_wait_s_fails(caplog: pytest
         assert sender.statistics().errors == {"WouldBlockError": 1}
 
 
-@at_once
 async def test_a_copied_tensor_waits_for_a_receiver_that_reads_for_at_most_max_wait_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -120,19 +116,6 @@ async def test_a_copied_tensor_waits_for_a_receiver_that_reads_for_at_most_max_w
                 await asyncio.sleep(0)
 
 
-async def test_only_the_latest_failures_are_remembered(
-    no_memory: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(posting, "_REMEMBERED_FAILURES", 2)
-    async with pair() as (sender, _):
-        handles = [sender.post(strided(seed, BIG)) for seed in range(3)]
-        await settled(sender)
-        await sender.copied(handles[0])
-        for handle in handles[1:]:
-            with pytest.raises(OSError, match="No space left"):
-                await sender.copied(handle)
-
-
 async def test_cancelling_the_task_of_a_posted_message_discards_it() -> None:
     async with pair() as (sender, receiver), held_back(sender):
         before = asyncio.all_tasks()
@@ -150,25 +133,7 @@ async def test_cancelling_the_task_of_a_posted_message_discards_it() -> None:
 # In the middle of a copy
 
 
-@on_one_machine
-async def test_a_later_message_is_received_in_the_middle_of_the_copy_of_a_posted_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    held_up = HeldUp(monkeypatch)
-    async with pair() as (sender, receiver):
-        held_up.stop()
-        posted = sender.post(pattern(1, SLOW))
-        receiving = asyncio.create_task(receiver.receive(posted))
-        await until(held_up.is_copying)
-        later = sender.post(pattern(2, 3))
-        assert torch.equal(await receiver.receive(later), pattern(2, 3))
-        assert not receiving.done()
-        held_up.go_on()
-        assert torch.equal(await receiving, pattern(1, SLOW))
-        await sender.copied(posted)
-
-
-@on_one_machine
+@pytest.mark.promise(16)
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 async def test_a_discard_during_a_copy_releases_the_permit_before_the_block(
     side: str, monkeypatch: pytest.MonkeyPatch
@@ -195,6 +160,8 @@ async def test_a_discard_during_a_copy_releases_the_permit_before_the_block(
 # Many posts
 
 
+@pytest.mark.promise(14)
+@pytest.mark.usefixtures("link")
 async def test_many_posted_tensors_arrive_and_the_limits_hold() -> None:
     async with pair(max_concurrent_videos=4, arena_bytes=BIG * 8 * 3) as (sender, receiver):
         counts = [(3, BIG, BIG // 4)[seed % 3] for seed in range(60)]
@@ -235,6 +202,8 @@ async def _mixed(sender: TensorSender) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.promise(12)
+@pytest.mark.usefixtures("link")
 @pytest.mark.parametrize("finishes", ["during the copies", "after the copies", "with the last tensor"])
 async def test_several_tensors_of_any_placement_arrive_in_order_as_one_message(finishes: str) -> None:
     async with pair(max_concurrent_videos=1) as (sender, receiver):
@@ -268,46 +237,6 @@ async def test_several_tensors_of_any_placement_arrive_in_order_as_one_message(f
     assert sender.statistics().messages_discarded == 0
 
 
-async def test_finishing_has_no_effect_after_the_last_tensor_was_announced() -> None:
-    async with pair() as (sender, receiver):
-        message = posts_of(sender).message(0)
-        handle = message.post(*pipeline_of(sender).prepare(pattern(1, 3)), last=True)
-        message.finish()
-        with pytest.raises(DiscardedError, match="has ended"):
-            _post(sender, message, pattern(2, 3))
-        assert torch.equal(await receiver.receive(handle), pattern(1, 3))
-        await settled(sender)
-        assert sender.statistics().receivers_lost == 0
-
-
-async def test_tensors_can_be_posted_while_and_after_earlier_ones_are_copied() -> None:
-    async with pair() as (sender, receiver):
-        message = posts_of(sender).message(0)
-        async with held_back(sender):
-            handles = [_post(sender, message, strided(0, BIG)), _post(sender, message, pattern(1, 3))]
-        await sender.copied(handles[1])
-        handles.append(_post(sender, message, pattern(2, 3)))
-        handles.append(_post(sender, message, strided(3, BIG)))
-        await sender.copied(handles[3])
-        message.finish()
-        for seed, handle in enumerate(handles):
-            assert torch.equal(await receiver.receive(handle), pattern(seed, handle.shape[0]))
-        await settled(sender)
-
-
-async def test_a_post_without_free_memory_leaves_its_message_unchanged() -> None:
-    async with pair(arena_bytes=BIG * 8) as (sender, receiver):
-        message = posts_of(sender).message(0)
-        handle = _post(sender, message, pattern(0, BIG))
-        with pytest.raises(WouldBlockError, match="not enough shared memory"):
-            _post(sender, message, pattern(1, BIG))
-        small = _post(sender, message, pattern(2, 3))
-        message.finish()
-        assert torch.equal(await receiver.receive(handle), pattern(0, BIG))
-        assert torch.equal(await receiver.receive(small), pattern(2, 3))
-        await settled(sender)
-
-
 async def test_abandoning_a_message_releases_everything_immediately() -> None:
     async with pair() as (sender, receiver):
         tensors = await _mixed(sender)
@@ -331,18 +260,6 @@ async def test_abandoning_a_message_releases_everything_immediately() -> None:
         assert sender.statistics().messages_discarded == 1
 
 
-async def test_a_message_without_tensors_only_returns_its_permit() -> None:
-    async with pair(max_concurrent_videos=1) as (sender, receiver):
-        message = posts_of(sender).message(0)
-        with pytest.raises(WouldBlockError, match="no permit"):
-            posts_of(sender).message(BIG)
-        message.finish()
-        handle = sender.post(pattern(1, 3))
-        assert handle.message == 0
-        assert torch.equal(await receiver.receive(handle), pattern(1, 3))
-        await settled(sender)
-
-
 async def test_closing_discards_a_message_that_was_not_finished() -> None:
     async with pair() as (sender, receiver):
         message = posts_of(sender).message(0)
@@ -358,24 +275,10 @@ async def test_closing_discards_a_message_that_was_not_finished() -> None:
             await receiver.receive(handles[0])
 
 
-async def test_a_message_has_a_limited_number_of_tensors() -> None:
-    async with pair() as (sender, receiver):
-        message = posts_of(sender).message(0)
-        async with held_back(sender):
-            _post(sender, message, strided(0, BIG))
-            for seed in range(1, MAX_TENSORS):
-                _post(sender, message, pattern(seed, 1))
-            with pytest.raises(TooLargeError, match=f"at most {MAX_TENSORS} tensors"):
-                _post(sender, message, pattern(0, 1))
-            message.finish()
-        for _ in range(MAX_TENSORS):
-            await anext(receiver)
-        await settled(sender)
-
-
 # Memory
 
 
+@pytest.mark.promise(29)
 @pytest.mark.parametrize("end", ["copied", "discarded", "no memory", "receiver lost", "closed", "cancelled"])
 async def test_the_source_is_freed_after_its_copy_without_the_garbage_collector(
     end: str,
@@ -437,20 +340,3 @@ async def test_a_post_that_was_refused_keeps_no_tensor() -> None:
             gc.enable()
         del allocated
         await settled(sender)
-
-
-async def test_a_sender_that_is_dropped_while_it_copies_releases_everything() -> None:
-    with endpoint() as place:
-        async with TensorReceiver(place) as receiver:
-            sender = await TensorSender(place).__aenter__()
-            await sender.ready()
-            go_on = threading.Event()
-            worker_of(sender).submit(go_on.wait)
-            handle = sender.post(strided(1, BIG))
-            unclosed = [sender]
-            del sender
-            with pytest.warns(ResourceWarning, match="unclosed"):
-                unclosed.clear()
-            go_on.set()
-            with pytest.raises(PeerLostError):
-                await receiver.receive(handle)

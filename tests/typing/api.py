@@ -1,14 +1,15 @@
-"""A sample of the public API, which mypy checks and no test runs."""
+"""A sample of the public API, with the errors that a type checker must report; no test runs it."""
 
 import multiprocessing.queues
-from collections.abc import Sequence
-from typing import assert_never, assert_type
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, assert_never, assert_type
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.multiprocessing.queue
+from opentelemetry import trace
+from prometheus_client import REGISTRY
 
 import aiotensor
 from aiotensor import (
@@ -24,6 +25,28 @@ from aiotensor import (
     TensorSender,
     Usage,
     Waits,
+    blocking,
+)
+from aiotensor.broadcast import (
+    Publication,
+    Published,
+    Publisher,
+    PublisherStatistics,
+    SlowPolicy,
+    Subscriber,
+    SubscriberLag,
+    SubscriberStatistics,
+)
+from aiotensor.channel import ClientStatistics, MessageClient, MessageServer, Request, ServerStatistics
+from aiotensor.codec import TensorDecoder, TensorEncoder, TensorMeta
+from aiotensor.integrations.opentelemetry import instrument, processing, uninstrument
+from aiotensor.integrations.prometheus import AioTensorCollector, MultiprocessPublisher
+from aiotensor.queues import (
+    ConsumerStatistics,
+    MessageQueue,
+    ProducerStatistics,
+    QueueConsumer,
+    QueueProducer,
 )
 
 
@@ -37,171 +60,104 @@ class Box:
         return 1, 0
 
 
-async def send_one(queue: TensorQueue, tensor: torch.Tensor, array: npt.NDArray[np.uint8], box: Box) -> None:
-    async with TensorSender(queue, max_concurrent_videos=8, arena_bytes=1 << 30) as sender:
+class Video(msgspec.Struct):
+    """A message."""
+
+    frames: Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8, shape=(None, None, None, 3))]
+    fps: float = 30.0
+
+
+class Answer(msgspec.Struct):
+    """The answer to it."""
+
+    vector: torch.Tensor
+
+
+# Tensors by handle
+
+
+async def send(address: str, tensor: torch.Tensor, array: npt.NDArray[np.uint8], box: Box) -> None:
+    async with TensorSender(address, 8, 1 << 30, keep_warm_s=None, long_wait_s=2.5) as sender:
         assert_type(sender, TensorSender)
         assert_type(sender.id, str)
         assert_type(await sender.send(tensor), TensorHandle)
         assert_type(await sender.send(array), TensorHandle)
-        assert_type(await sender.send(box), TensorHandle)
-        assert_type(await sender.send(torch.nn.Parameter(tensor)), TensorHandle)
-        assert_type(sender.send_nowait(tensor), TensorHandle)
+        assert_type(sender.send_nowait(torch.nn.Parameter(tensor)), TensorHandle)
         assert_type(handle := sender.post(box), TensorHandle)
         assert_type(await sender.copied(handle), None)
-        await sender.ready()
         await sender.ready(nbytes=1 << 20)
+        frames = await sender.allocate((120, 720, 1280, 3), torch.uint8)
+        assert_type(frames, torch.Tensor)
+        async with sender.message() as message:
+            assert_type(message, OpenMessage)
+            assert_type(await message.allocate([2, 3], torch.float32), torch.Tensor)
+            assert_type(await message.send(tensor), TensorHandle)
+        sender.discard(handle)
+        assert_type(sender.discard_all(), int)
+        await sender.drain()
+
         await sender.send([tensor])  # type: ignore[arg-type]
         await sender.send(b"bytes")  # type: ignore[arg-type]
-        await sender.send(None)  # type: ignore[arg-type]
-
-
-async def send_over_a_stock_queue(
-    queue: "torch.multiprocessing.queue.Queue", plain: "multiprocessing.queues.Queue[object]"
-) -> None:
-    async with TensorSender(queue), TensorReceiver(plain):
-        pass
-
-
-async def meet_at_an_address(address: str) -> None:
-    async with (
-        TensorReceiver(
-            address,
-            max_senders=4,
-            max_mapped_bytes=None,
-            max_unclaimed_messages=None,
-            max_frame_bytes=1 << 15,
-            max_wait_s=2.5,
-        ) as receiver,
-        TensorSender(address, keep_warm_s=None, long_wait_s=2.5) as sender,
-    ):
-        assert_type(receiver, TensorReceiver)
-        assert_type(sender, TensorSender)
-    TensorReceiver("unix:///run/user/1000/engine.sock", max_senders=None)
-    TensorSender("unix:///run/user/1000/engine.sock", 8, 1 << 30)
-
+        await sender.allocate((2, 3), np.uint8)  # type: ignore[arg-type]
+    TensorSender(TensorQueue(), max_concurrent_videos=8)
+    TensorSender()  # type: ignore[call-arg]
+    TensorSender(42)  # type: ignore[arg-type]
     TensorSender(address, 8, 1 << 30, 30.0)  # type: ignore[call-arg]
-    TensorSender(address, keep_warm_s="30")  # type: ignore[arg-type]
-    TensorReceiver(address, 4)  # type: ignore[call-arg]
-    TensorReceiver(address, max_frame_bytes=None)  # type: ignore[arg-type]
-    TensorReceiver(address, max_wait_s="5")  # type: ignore[arg-type]
-    TensorReceiver(b"unix:///run/user/1000/engine.sock")  # type: ignore[arg-type]
+    TensorSender(address, max_concurrent_videos="8")  # type: ignore[arg-type]
 
 
-async def send_several(sender: TensorSender, tensors: Sequence[torch.Tensor]) -> list[TensorHandle]:
-    async with sender.message() as message:
-        assert_type(message, OpenMessage)
-        assert_type(await message.allocate((2, 3), torch.float32), torch.Tensor)
-        return [await message.send(tensor) for tensor in tensors]
-
-
-async def send_without_a_copy(sender: TensorSender) -> None:
-    frames = await sender.allocate((120, 720, 1280, 3), torch.uint8)
-    assert_type(frames, torch.Tensor)
-    handle = await sender.send(frames)
-    sender.discard(handle)
-    assert_type(sender.discard_all(), int)
-    await sender.drain()
-
-    await sender.allocate([2, 3], dtype=torch.float32)
-    await sender.allocate((2, 3), np.uint8)  # type: ignore[arg-type]
-
-
-async def receive(queue: TensorQueue, handle: TensorHandle) -> None:
-    async with TensorReceiver(queue) as receiver:
+async def receive(plain: "multiprocessing.queues.Queue[object]", handle: TensorHandle) -> None:
+    async with TensorReceiver(plain, max_senders=None, max_mapped_bytes=None, max_wait_s=2.5) as receiver:
         assert_type(receiver, TensorReceiver)
-        assert_type(await receiver.receive(handle), torch.Tensor)
         assert_type(await receiver.receive(handle, copy=True), torch.Tensor)
         assert_type(receiver.receive_nowait(handle), torch.Tensor)
         async for delivery in receiver:
             assert_type(delivery, Delivery)
-            assert_type(delivery.handle, TensorHandle)
-            assert_type(delivery.tensor, torch.Tensor)
-            assert_type(delivery.tensors, int)
+            assert_type((delivery.handle, delivery.tensor), tuple[TensorHandle, torch.Tensor])
         receiver.discard(handle)
 
         await receiver.receive(handle, True)  # type: ignore[call-arg]
         await receiver.receive("a name")  # type: ignore[arg-type]
+    TensorReceiver("unix:///tmp/s", 4)  # type: ignore[call-arg]
+    TensorReceiver("unix:///tmp/s", max_frame_bytes=None)  # type: ignore[arg-type]
 
 
-async def open_and_close_by_hand(queue: TensorQueue) -> None:
-    sender = TensorSender(queue)
-    receiver = TensorReceiver(queue)
-    await sender.aclose()
-    await receiver.aclose()
-    queue.close()
-
-    TensorSender(42)  # type: ignore[arg-type]
-    TensorSender(queue, max_concurrent_videos="8")  # type: ignore[arg-type]
-    TensorSender()  # type: ignore[call-arg]
-
-
-def look_at_a_handle(handle: TensorHandle) -> bytes:
-    assert_type(handle.sender, str)
-    assert_type(handle.message, int)
-    assert_type(handle.tensor, int)
-    assert_type(handle.dtype, str)
-    assert_type(handle.shape, tuple[int, ...])
-    assert_type(handle.device, str)
-    hash(handle)
+def read_a_handle(handle: TensorHandle) -> bytes:
+    assert_type((handle.sender, handle.message, handle.tensor), tuple[str, int, int])
+    assert_type((handle.dtype, handle.shape, handle.device), tuple[str, tuple[int, ...], str])
     assert_type(dict(handle), dict[str, str | int | tuple[int, ...]])
-    again = msgspec.json.decode(msgspec.json.encode(handle), type=TensorHandle)
-    assert_type(again, TensorHandle)
-
     handle.message = 3  # type: ignore[misc]
     return msgspec.msgpack.encode(handle)
 
 
-def look_at_numbers(sender: TensorSender, receiver: TensorReceiver) -> tuple[int, int]:
-    sent = sender.statistics()
-    received = receiver.statistics()
-    assert_type(sent, SenderStatistics)
-    assert_type(received, ReceiverStatistics)
-    assert_type(sent.longest_wait_s, float)
+def read_statistics(sender: TensorSender, receiver: TensorReceiver, holder: Holder) -> None:
+    sent, received = sender.statistics(), receiver.statistics()
+    assert_type((sent, received), tuple[SenderStatistics, ReceiverStatistics])
     assert_type(sent.holders, tuple[Holder, ...])
-    assert_type(sent.receivers_lost + sent.warm_bytes, int)
     assert_type(sent.permit_waits, Waits)
-    assert_type(sent.memory_waits.bounds_s, tuple[float, ...])
     assert_type(sent.memory_waits.counts, tuple[int, ...])
-    assert_type(sent.memory_waits.total_s, float)
-    assert_type(
-        sent.tensors_copied + sent.bytes_copied + received.tensors_copied + received.bytes_copied, int
-    )
     assert_type(sent.errors, dict[str, int])
-    assert_type(received.errors, dict[str, int])
     assert_type(received.max_senders, int | None)
-    assert_type(received.mapped_bytes + received.promised_messages + received.senders_refused, int)
+    assert_type((holder.message, holder.bytes, holder.seconds), tuple[int | None, int, float])
     sent.in_flight = 0  # type: ignore[misc]
-    return sent.peak_in_flight + sent.waiting, received.leased_bytes
-
-
-def say_who_holds_it(holder: Holder) -> str:
-    assert_type(holder.message, int | None)
-    assert_type(holder.bytes, int)
-    assert_type(holder.seconds, float)
     holder.bytes = 0  # type: ignore[misc]
-    return holder.state
 
 
-async def tell_errors_apart(receiver: TensorReceiver, sender: TensorSender, handle: TensorHandle) -> str:
+async def distinguish_errors(receiver: TensorReceiver, sender: TensorSender, handle: TensorHandle) -> str:
     try:
         sender.send_nowait(await receiver.receive(handle))
     except aiotensor.ClosedError:
         return "you closed it"
-    except aiotensor.PeerLostError as error:
+    except (aiotensor.PeerLostError, aiotensor.RefusedError) as error:
         assert_type(error.pid, int | None)
         return "it died"
-    except aiotensor.RefusedError as error:
-        assert_type(error.pid, int | None)
-        return "500: a limit or a version has to be changed"
     except (aiotensor.DiscardedError, aiotensor.AlreadyTakenError):
         return "gone"
     except aiotensor.WouldBlockError as error:
         assert_type(error.messages, Usage)
-        assert_type(error.bytes.limit, int | None)
-        assert_type(error.bytes.in_use, int)
+        assert_type((error.bytes.limit, error.bytes.in_use), tuple[int | None, int])
         return "503"
     except aiotensor.TooLargeError as error:
-        assert_type(error.limit, int)
         return f"413: at most {error.limit} bytes, not {error.requested}"
     except aiotensor.UnsupportedTensorError as error:
         mistake: TypeError = error
@@ -214,7 +170,7 @@ async def tell_errors_apart(receiver: TensorReceiver, sender: TensorSender, hand
     return "sent on"
 
 
-def remote_errors_have_a_type(error: aiotensor.RemoteError | aiotensor.AccessDeniedError) -> str:
+def match_errors(error: aiotensor.RemoteError | aiotensor.AccessDeniedError) -> str:
     match error:
         case aiotensor.RemoteError():
             return error.type_name
@@ -222,3 +178,131 @@ def remote_errors_have_a_type(error: aiotensor.RemoteError | aiotensor.AccessDen
             return "another user"
         case _:
             assert_never(error)
+
+
+# Messages
+
+
+async def ask(address: str, sender: TensorSender, receiver: TensorReceiver, video: Video) -> torch.Tensor:
+    async with MessageClient(address, sender=sender, receiver=receiver, reply_type=Answer) as client:
+        assert_type(client, MessageClient[Answer])
+        assert_type(answer := await client.request(video, target=1), Answer)
+        await client.send(video)
+        async with sender.message() as permit:
+            await client.request(video, inside=permit)
+        assert_type(client.statistics(), ClientStatistics)
+
+        await client.request(video, 1)  # type: ignore[call-arg]
+    MessageClient([address, address], sender=[sender, sender], reply_type=dict[str, torch.Tensor])
+    MessageClient(address)  # type: ignore[call-arg]
+    return answer.vector
+
+
+async def respond(address: str, receiver: TensorReceiver, sender: TensorSender) -> None:
+    async def work(video: Video) -> Answer:
+        return Answer(video.frames)
+
+    async with MessageServer(address, Video, receiver=receiver, sender=sender, max_clients=None) as server:
+        assert_type(server, MessageServer[Video])
+        async for request in server:
+            assert_type(request, Request[Video])
+            assert_type(request.message.frames, torch.Tensor)
+            async with request:
+                assert_type(await request.reply(Answer(request.message.frames)), bool)
+            await request.fail(5)  # type: ignore[arg-type]
+        await server.serve(work, max_concurrent=2)
+        assert_type(server.statistics(), ServerStatistics)
+    MessageServer(address, Video, receiver)  # type: ignore[call-arg]
+
+
+def encode_and_decode(video: Video) -> Video:
+    encoder = TensorEncoder(lambda tensor: None if tensor.nbytes < 10 else tensor.dim())
+    decoder = TensorDecoder(Video, find=lambda handle: torch.zeros(int(handle)))
+    assert_type(parts := encoder.encode(video), list[bytes | memoryview])
+    TensorMeta(dtype="uint8")  # type: ignore[arg-type]
+    return decoder.decode(parts)
+
+
+# Broadcast and queues
+
+
+async def publish(address: str, slow: SlowPolicy, video: Video) -> None:
+    async with Publisher(address, arena_bytes=1 << 30, max_behind=8, slow=slow) as publisher:
+        await publisher.wait_for_subscribers(4)
+        assert_type(await publisher.allocate((2, 3), torch.uint8), torch.Tensor)
+        assert_type(await publisher.publish(video), Published)
+        assert_type(publisher.publish_nowait(None), Published)
+        assert_type(publisher.statistics(), PublisherStatistics)
+        assert_type(publisher.statistics().lags, tuple[SubscriberLag, ...])
+    Publisher(TensorQueue(), slow="sometimes")  # type: ignore[arg-type]
+    Publisher(address, 1 << 30)  # type: ignore[call-arg]
+
+
+async def subscribe(address: str) -> None:
+    async with Subscriber(address, Video, max_wait_s=1.0) as subscriber:
+        assert_type(subscriber, Subscriber[Video])
+        async for publication in subscriber:
+            assert_type(publication, Publication[Video])
+        assert_type(await subscriber.receive(), Publication[Video])
+        assert_type(subscriber.statistics(), SubscriberStatistics)
+    assert_type(Subscriber(TensorQueue()), Subscriber[Any])
+    Subscriber(address, max_wait_s="long")  # type: ignore[call-overload]
+
+
+async def queue(video: Video) -> None:
+    with MessageQueue(Video, producers=3, consumers=2, redeliver=False, grace_s=None) as queue:
+        assert_type(queue, MessageQueue[Video])
+        assert_type(MessageQueue(folder="/run/user/1000/frames"), MessageQueue[Any])
+        async with queue.producer() as producer, queue.consumer() as consumer:
+            assert_type((producer, consumer), tuple[QueueProducer, QueueConsumer[Video]])
+            await producer.put(video, timeout=5)
+            assert_type(producer.statistics(), ProducerStatistics)
+            assert_type(await consumer.get(timeout=5), Video)
+            assert_type(consumer.statistics(), ConsumerStatistics)
+            async for message in consumer:
+                assert_type(message, Video)
+
+
+# Threads
+
+
+def in_threads(address: str, videos: Iterator[Video], tensors: Sequence[torch.Tensor]) -> None:
+    with (
+        blocking.TensorSender(address) as sender,
+        blocking.TensorReceiver(address) as receiver,
+        blocking.MessageClient(address, sender=sender, reply_type=Answer) as client,
+        blocking.MessageServer(address, Video, receiver=receiver) as server,
+        blocking.Subscriber(address, Video) as subscriber,
+        blocking.MessageQueue(Video) as queue,
+    ):
+        assert_type(client, blocking.MessageClient[Answer])
+        assert_type(sender.allocate((2, 3), torch.uint8, timeout=1), torch.Tensor)
+        for video in videos:
+            assert_type(client.request(video, timeout=5.0), Answer)
+        with sender.message(timeout=1.0) as message:
+            assert_type([message.send(tensor, timeout=1.0) for tensor in tensors], list[TensorHandle])
+        for request in server:
+            assert_type(request, blocking.Request[Video])
+            with request:
+                assert_type(request.reply(Answer(request.message.frames)), bool)
+        server.serve(lambda video: Answer(video.frames))
+        assert_type(subscriber.receive(timeout=1), Publication[Video])
+        assert_type(queue.get(timeout=5), Video)
+
+
+# Integrations
+
+
+def trace_calls(tracers: trace.TracerProvider, delivery: Delivery, request: blocking.Request[int]) -> None:
+    instrument(tracers)
+    assert_type(delivery.trace_context, Mapping[str, str] | None)
+    with processing(delivery, request) as span:
+        assert_type(span, trace.Span)
+    uninstrument()
+
+
+async def export_metrics() -> None:
+    REGISTRY.register(AioTensorCollector(timeout_s=0.5, max_endpoints=20))
+    AioTensorCollector(0.5)  # type: ignore[call-arg]
+    async with MultiprocessPublisher(interval_s=2.5) as publisher:
+        assert_type(publisher, MultiprocessPublisher)

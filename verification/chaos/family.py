@@ -18,7 +18,7 @@ from verification.chaos import here, journal, sending, taking
 from verification.chaos.network import Network, Side
 from verification.chaos.plan import ELDERS, FAMILIES, PEER_TIMEOUT_S, SLOTS, Round, SenderPlan, TakerPlan
 from verification.loops import Kind
-from verification.places import WITH_ENGINE, free_port
+from verification.places import free_port
 from verification.processes.peers import Peer, State
 
 __all__ = ["WATCHDOG_S", "Family", "GoneError", "Member", "RoundError"]
@@ -68,7 +68,6 @@ class Member:
         open(f"{self._path}.stderr", "w").close()
         self._folder = folder
         self._arguments = side.arguments
-        self.has_engine = "engine" in side.arguments
         self._peer = Peer(endpoint, kind=Kind("uvloop" if uvloop else "asyncio", "plain"), first=side.enter)
         self.pid = self._peer.pid
         self._gone = asyncio.get_running_loop().create_future()
@@ -235,12 +234,11 @@ class Family:
         self._meeting = tempfile.mkdtemp(prefix="aiotensor-")
         self._endpoint: Endpoint = f"unix://{self._meeting}/s"
         self.network: Network | None = None
-        engine = WITH_ENGINE if self.kind.has_engine else {}
-        self.listening = self.connecting = Side(arguments=engine)
+        self.listening = self.connecting = Side()
         if self.kind.link == "tcp":
             self._endpoint = f"tcp://127.0.0.1:{free_port()}"
         elif self.kind.link == "hosts":
-            self.network = network = Network(self.addresses, {**self.timeouts, **engine})
+            self.network = network = Network(self.addresses, self.timeouts)
             self._endpoint = network.addresses[0]
             self.listening, self.connecting = network.listening, network.connecting
             if network.why_whole:

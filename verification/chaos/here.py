@@ -20,7 +20,6 @@ import zmq
 from verification.chaos.journal import Journal
 from verification.chaos.pauses import Pauses
 from verification.patterns import pattern
-from verification.places import use_engine_for_all
 from verification.processes import peers
 from verification.processes.allocator import forget_free_memory, keep_no_large_pieces
 from verification.processes.peers import State
@@ -71,8 +70,6 @@ async def begin(state: State, folder: str, name: str, arguments: Mapping[str, An
     faulthandler.register(signal.SIGUSR1)  # to locate a hang
     here.journal = Journal(f"{folder}/{name}.journal")
     here.arguments, here.pauses = arguments, Pauses()
-    if "engine" in arguments:
-        use_engine_for_all()
     # asyncio's loop calls its `time` for its timers; uvloop reads the kernel's clock and has no such hook.
     loop = asyncio.get_running_loop()
     if isinstance(loop, asyncio.BaseEventLoop):

@@ -51,12 +51,10 @@ class Kind(NamedTuple):
         work: "tensors", "questions" to one server, "engines" for questions to several, or "broadcast".
         link: "unix"; "queue" or "stock", which end with their receiver or publisher; "tcp" on the loopback,
             without keys and heartbeats; or "hosts": two hosts and a cable, with keys and heartbeats.
-        has_engine: whether NIXL moves the tensors.
     """
 
     work: str
     link: str
-    has_engine: bool = False
 
     @property
     def is_queue(self) -> bool:
@@ -89,9 +87,6 @@ FAMILIES = {
     "tcp server": Kind("tensors", "tcp"),
     "tcp engine": Kind("tensors", "tcp"),
     "remote server": Kind("tensors", "hosts"),
-    "nixl server": Kind("tensors", "tcp", has_engine=True),
-    "nixl engine": Kind("tensors", "tcp", has_engine=True),
-    "remote nixl server": Kind("tensors", "hosts", has_engine=True),
     "tcp subscriber": Kind("broadcast", "tcp"),
     "remote subscriber": Kind("broadcast", "hosts"),
 }
@@ -107,9 +102,6 @@ ELDERS: dict[str, int | None] = {
     "tcp server": 0,
     "tcp engine": None,
     "remote server": 0,
-    "nixl server": 0,
-    "nixl engine": None,
-    "remote nixl server": 0,
     "tcp subscriber": SLOTS,
     "remote subscriber": SLOTS,
 }

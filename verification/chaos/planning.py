@@ -30,7 +30,7 @@ from verification.chaos.plan import (
 
 __all__ = ["plan_round"]
 
-_FAMILY_WEIGHTS = (9, 9, 4, 4, 6, 6, 4, 5, 5, 2, 2, 4, 4, 4, 2, 2, 2, 3, 3)
+_FAMILY_WEIGHTS = (9, 9, 4, 4, 6, 6, 4, 5, 5, 2, 2, 4, 4, 4, 3, 3)
 
 _SMALL, _MIDDLE, _LARGE, _HUGE = 10, 10_000, 100_000, 600_000  # elements of 8 bytes
 _FRAME = 900  # sent inline; a few dozen of them fill the socket
@@ -232,9 +232,6 @@ def _plan_faults(rng: random.Random, family: str) -> tuple[Fault, ...]:
         # ZeroMQ ends the process of a server that has no descriptor for a new connection.
         starved = (FaultKind.NO_DESCRIPTORS, None)
         faults = [fault for fault in faults if (fault.kind, fault.target) != starved]
-    if FAMILIES[family].has_engine:
-        # UCX ends a process that has no descriptor for a new connection.
-        faults = [fault for fault in faults if fault.kind is not FaultKind.NO_DESCRIPTORS]
     return tuple(faults)
 
 

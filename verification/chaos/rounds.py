@@ -395,8 +395,6 @@ async def _wrong_with_process(member: Member, segments: Segments) -> list[str]:
     last: list[str] | None = None
     while True:  # unmapping runs in a thread, and the end of a connection may be noticed late
         mapped, descriptors = watch.memfds(member.pid), watch.targets(member.pid)
-        if member.has_engine:
-            descriptors = [name for name in descriptors if not name.startswith(_OF_ENGINES)]
         own = [name for name in descriptors if "memfd:aiotensor " not in name]
         # A process may still be closing descriptors in its first round, so it may have fewer in the second.
         known = member.own_descriptors

@@ -10,7 +10,7 @@ import msgspec
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol import direct, network
+from aiotensor.protocol import network
 from aiotensor.protocol.broadcast import (
     FROM_SUBSCRIBER,
     TO_SUBSCRIBER,
@@ -88,10 +88,6 @@ def decode_moves(data: bytes) -> None:
         assert (len(data) - len(rest)) % 8 == 0
         again = network.encode_data(bytes(record)) + rest
         assert network.read_data(memoryview(again)) == (record, rest)
-    between_engines = _in_bounds(direct.read_direct, memoryview(data), len(data))
-    if between_engines is not None:
-        again = direct.encode_direct(between_engines)
-        assert direct.read_direct(memoryview(again)) == between_engines
     ack = _in_bounds(network.read_ack, data, len(data))
     if ack is not None:
         assert isinstance(ack, network.Ack)

@@ -7,7 +7,7 @@ from aiotensor.protocol.segments import MAX_SEGMENTS
 from verification.fuzz.broadcasts import SUBSCRIBE, TO_PUBLISHER, TO_SUBSCRIBER, to_publisher, to_subscriber
 from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
 from verification.fuzz.headers import TO_CLIENT, TO_SERVER, to_client, to_server
-from verification.fuzz.inspecting import INSPECT, TO_INSPECTOR, statistics_reply, to_inspector
+from verification.fuzz.inspecting import INSPECT, TO_INSPECTOR, to_inspector
 from verification.fuzz.moving import Movement, any_opening
 from verification.fuzz.placing import ANYTHING, BLOCK, Segments, put_frame
 from verification.fuzz.ranks import TO_RANK, to_rank
@@ -45,14 +45,12 @@ class Talk:
         self.segments = Segments(chooser, one_in)
         self.movement = Movement(chooser, one_in, self.segments)
         self._next_block = 0
-        self.awaits_reply = False  # an inspector waits for the statistics of this sender
 
     def hello(self) -> Frame:
         self._open.clear()
         self._in_flight.clear()
         self.segments.sizes.clear()
         self.movement.begin()
-        self.awaits_reply = False
         self._permits = one_of(self._chooser, (64, 8, 1))
         return ["hello", VERSION, 1, STAND_IN, self._permits, ARENA, self._next_message]
 
@@ -63,15 +61,10 @@ class Talk:
 
     def _misplaced(self) -> Frame:
         """Return a frame that is valid elsewhere."""
-        reply = statistics_reply(self._chooser, self._one_in, STAND_IN)
-        frames = (self.hello(), INSPECT, SUBSCRIBE, reply)
-        return one_of(self._chooser, frames)
+        return one_of(self._chooser, (self.hello(), INSPECT, SUBSCRIBE))
 
     def _right_frame(self) -> Frame:
         chooser = self._chooser
-        if self.awaits_reply and happens(chooser, 2):
-            self.awaits_reply = False
-            return statistics_reply(chooser, self._one_in, one_of(chooser, ("", STAND_IN)))
         match chooser.number(0, 12):
             case 0 | 1:
                 return self._new_message(last=True)
@@ -147,7 +140,6 @@ def _to_receiver(chooser: Chooser) -> list[Step]:
         elif happens(chooser, 8):
             inspect = broken_frame(chooser, INSPECT) if happens(chooser, one_in) else INSPECT
             steps.append(Step(msgspec.msgpack.encode([inspect]).hex(), beside=True))
-            talk.awaits_reply |= inspect is INSPECT
         moves = talk.movement.messages()
         frames = [talk.frame() for _ in range(chooser.number(1, 4))]
         steps.append(msgspec.structs.replace(_step(chooser, talk, one_in, frames), moves=moves))
@@ -196,9 +188,7 @@ def _to_sender(chooser: Chooser) -> list[Step]:
 
 
 def _answer(chooser: Chooser, one_in: int) -> Frame:
-    tag = one_of(chooser, ("taken", "discarded", "taken", "discarded", "release", "statistics request"))
-    if tag == "statistics request":
-        return [tag]
+    tag = one_of(chooser, ("taken", "discarded", "taken", "discarded", "release"))
     if happens(chooser, 16):
         return ["close", one_of(chooser, ("", "no room")), *(happens(chooser, 2) for _ in range(3))]
     if happens(chooser, 4 * one_in):  # a second one, unless it is the first frame

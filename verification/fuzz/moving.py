@@ -1,7 +1,7 @@
-"""The moves of a rogue: steps of blocks in its segments, freed blocks, acknowledgements, and engines."""
+"""The moves of a rogue: steps of blocks in its segments, freed blocks, and acknowledgements."""
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol import direct, network
+from aiotensor.protocol import network
 from verification.fuzz.choosers import Chooser, happens, one_of
 from verification.fuzz.placing import Segments
 from verification.fuzz.steps import HEARD
@@ -19,7 +19,6 @@ _MISPLACED = (
     _CARRIED,
     _CARRIED + b"carried",
     _CARRIED[:7],
-    direct.encode_direct(direct.Reserved(0, b"key")),  # in response to no request
 )
 
 _ALIGNED = 64
@@ -45,12 +44,10 @@ class Movement:
         self._segments = segments
         self._image = image
         self._blocks: dict[network.Area, int] = {}  # their sizes
-        self._has_chosen = False
 
     def begin(self) -> None:
         """Forget the blocks of an earlier connection."""
         self._blocks.clear()
-        self._has_chosen = False
 
     def whole(self, area: network.Area, nbytes: int) -> str:
         """Return the message that moves a whole block, in hexadecimal digits."""
@@ -78,7 +75,7 @@ class Movement:
         chooser = self._chooser
         sizes = self._segments.sizes
         self._blocks = {area: nbytes for area, nbytes in self._blocks.items() if area.segment in sizes}
-        kind = chooser.number(0, 6)
+        kind = chooser.number(0, 5)
         if kind == 0 and self._blocks:
             area = one_of(chooser, list(self._blocks))
             del self._blocks[area]
@@ -90,8 +87,6 @@ class Movement:
             if happens(chooser, self._one_in):
                 totals[chooser.number(0, 1)] = one_of(chooser, BOUNDARIES) % 2**64
             return [network.encode_ack(network.Ack(*totals))]
-        if kind == 6:
-            return [direct.encode_direct(self._between_engines())]
         area, nbytes = self._block()
         first = chooser.number(0, nbytes - 1)
         length = chooser.number(1, min(nbytes - first, _MOST_BYTES))
@@ -105,26 +100,6 @@ class Movement:
         return (
             [network.encode_step(step) + data] if happens(chooser, 2) else [network.encode_step(step), data]
         )
-
-    def _between_engines(self) -> direct.DirectMessage:
-        """Return a message between engines; a peer without an engine accepts most of them."""
-        chooser = self._chooser
-        write = chooser.number(0, 3)
-        match chooser.number(0, 6):
-            case 0 if not self._has_chosen or happens(chooser, self._one_in):
-                self._has_chosen = True
-                return direct.Chosen(one_of(chooser, ("nixl", "other")))
-            case 1:
-                return direct.Offer(chooser.data(8), chooser.data(8))
-            case 2:
-                return direct.Proved(bytes(16))
-            case 3:
-                return direct.Refused(one_of(chooser, ("no device", "")))
-            case 4 | 5 if self._segments.sizes or happens(chooser, self._one_in):
-                area, nbytes = self._block()
-                return direct.Reserve(write, *area, nbytes)
-            case _:
-                return direct.Written(write)
 
     def _bytes(self, start: int, length: int) -> bytes:
         return self._image[start : start + length].ljust(length, b"\0")

@@ -87,8 +87,6 @@ class Outcomes:
             if step.beside:
                 [opening] = decode(OPENING, step.data)
                 self._accept(said.to, [opening])
-                if isinstance(connection, ReceiverConnection):
-                    connection.request_statistics()
             elif step.connects or connection is None:
                 [opening] = decode(OPENING, step.data)
                 connection = _opened(said.to, opening)

@@ -90,7 +90,6 @@ TINY = [
     ["end", 0, 0],
     ["taken", []],
     ["release", []],
-    ["statistics request"],
     [],
 ]
 

@@ -17,7 +17,6 @@ import torch
 from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from aiotensor.transports.endpoints import Endpoint
 from verification import loops
-from verification.parties import receiver_at, sender_at
 from verification.patterns import pattern
 from verification.processes import watch
 from verification.waiting import until
@@ -249,14 +248,14 @@ async def _answer(
 
 
 async def open_sender(state: State, max_concurrent_videos: int = 8, arena_bytes: int = 1 << 30) -> str:
-    sender = sender_at(state.endpoint, max_concurrent_videos, arena_bytes)
+    sender = TensorSender(state.endpoint, max_concurrent_videos, arena_bytes)
     await sender.__aenter__()
     state.senders.append(sender)
     return sender.id
 
 
 async def open_receiver(state: State) -> None:
-    receiver = receiver_at(state.endpoint)
+    receiver = TensorReceiver(state.endpoint)
     await receiver.__aenter__()
     state.receivers.append(receiver)
 

@@ -2,7 +2,7 @@
 
     aiotensor.integrations.opentelemetry.instrument()
 
-docs/tracing.md describes the spans and their attributes.
+docs/operation.md describes the spans and their attributes.
 """
 
 from collections.abc import Iterator

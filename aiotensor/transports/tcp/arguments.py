@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import NamedTuple
 
-from aiotensor.types import CurveKey, EngineName
+from aiotensor.types import CurveKey
 
 __all__ = ["TcpArguments"]
 
@@ -17,7 +17,6 @@ class TcpArguments(NamedTuple):
         server_key: the public key of the side that listens, for a side that connects.
         client_keys: the public keys of the sides that connect, for a side that listens.
         peer_timeout_s: the seconds without an answer after which the peer is lost; None for the default.
-        engine: the engine that moves large tensors if the other side has chosen it, too; None for none.
         token: a secret that both sides have, and that replaces keys where the connection is not encrypted;
             "" for none. With a token, a side may listen at any free port.
     """
@@ -27,10 +26,9 @@ class TcpArguments(NamedTuple):
     server_key: CurveKey | None = None
     client_keys: Collection[CurveKey] = ()
     peer_timeout_s: float | None = None
-    engine: EngineName | None = None
     token: str = ""
 
     @property
     def is_given(self) -> bool:
         """Whether the user gave any argument."""
-        return any((self.secret_key, self.server_key, self.client_keys, self.peer_timeout_s, self.engine))
+        return any((self.secret_key, self.server_key, self.client_keys, self.peer_timeout_s))

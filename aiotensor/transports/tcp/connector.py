@@ -48,7 +48,6 @@ class TcpConnector:
 
     def __init__(self, options: TcpOptions, events: ConnectorEvents) -> None:
         self.opening = options.opening
-        self.engine = options.engine
         self._address = options.address
         self._options = {**options.socket, **DIALING_OPTIONS}
         self._loss_reason = options.loss_reason
@@ -88,7 +87,7 @@ class TcpConnector:
         if self._is_closed:
             return
         self._is_closed = True
-        self._dialer.close()
+        self._dialer.end()
         for attempt in [attempt for attempt in self._attempts if attempt.transport is None]:
             attempt.close()
         self._end_if_unused()
@@ -220,8 +219,6 @@ class _Attempt:
             self.close,
             self._socket.read_now,
             MAX_RECORD_BYTES,
-            engine=self._owner.engine,
-            connects=True,
         )
         return self.transport
 

@@ -5,14 +5,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.direct import DirectMessage, read_direct
 from aiotensor.protocol.moves import ReceivedBytes
 from aiotensor.protocol.network import (
     ACK,
     BATCH,
     BYE,
     DATA,
-    DIRECT,
     FREE,
     RECORD,
     STEP,
@@ -45,9 +43,6 @@ class MessageEvents(Protocol):
 
     def data_received(self, record: memoryview, data: memoryview) -> None:
         """Called with a record and the bytes of its tensor."""
-
-    def direct_received(self, message: DirectMessage) -> None:
-        """Called with a message between engines."""
 
     def acknowledge(self, message: bytes) -> None:
         """Send an acknowledgement."""
@@ -143,9 +138,6 @@ class IncomingMessages:
                 events.data_received(record, data)
             else:
                 self._data_record = record
-        elif kind == DIRECT:
-            if not events.is_finishing:
-                events.direct_received(read_direct(message))
         elif kind == ACK:
             events.acknowledged(read_ack(message))
         elif kind == FREE:

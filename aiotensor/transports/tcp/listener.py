@@ -46,7 +46,6 @@ class TcpListener(Connections):
     ) -> None:
         self._listener = listener
         self._opening = options.opening
-        self._engine = options.engine
         self._loss_reason = options.loss_reason
         self._acceptor = acceptor
         self._max_record_bytes = max_record_bytes
@@ -110,7 +109,6 @@ class TcpListener(Connections):
                 lambda: False,  # `accept_now` reads for all connections
                 self._max_record_bytes,
                 MAX_UNREAD_BYTES,
-                self._engine,
             )
             self._acceptor.connection_accepted(transport)
 

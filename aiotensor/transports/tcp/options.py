@@ -6,9 +6,7 @@ from typing import NamedTuple
 import zmq
 
 from aiotensor.protocol.network import OPENING, STEP_BYTES
-from aiotensor.transports.address import label_of
 from aiotensor.transports.tcp.arguments import TcpArguments
-from aiotensor.transports.tcp.engine import EngineChoice, choose_engine
 from aiotensor.transports.zeromq.addresses import Address, parse
 from aiotensor.transports.zeromq.keys import connecting_keys, listening_keys
 
@@ -32,7 +30,6 @@ class TcpOptions(NamedTuple):
         socket: the options of its sockets.
         allowed: at the side that listens, the public keys of its peers; empty if they need no keys.
         opening: the first message of either side.
-        engine: the engine that the user has chosen; None for no engine.
         loss_reason: the text of errors about a lost connection.
     """
 
@@ -40,7 +37,6 @@ class TcpOptions(NamedTuple):
     socket: Mapping[int, int | bytes]
     allowed: frozenset[bytes]
     opening: bytes
-    engine: EngineChoice | None
     loss_reason: str
 
 
@@ -86,5 +82,4 @@ def options_of(endpoint: str, given: TcpArguments) -> TcpOptions:
             zmq.TCP_MAXRT: round(timeout_s * 1000),
         }
         loss_reason += f", or did not answer for {timeout_s:g} s"
-    engine = choose_engine(given.engine, label_of(endpoint))
-    return TcpOptions(address, options, allowed, OPENING + given.token.encode(), engine, loss_reason)
+    return TcpOptions(address, options, allowed, OPENING + given.token.encode(), loss_reason)

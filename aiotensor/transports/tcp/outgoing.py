@@ -92,15 +92,12 @@ class SteppedMoves:
         writer: the writer of the connection; its errors end the connection.
         may_send: returns whether a step may be sent now: not while records are queued, because one of them
             may attach the segment.
-
-    Attributes:
-        blocks: the blocks for which the peer has memory.
     """
 
     def __init__(self, writer: BatchWriter, may_send: Callable[[], bool]) -> None:
-        self.blocks: set[Area] = set()
         self._writer = writer
         self._may_send = may_send
+        self._blocks: set[Area] = set()  # for which the peer has memory
         self._moves: OutgoingMoves[memoryview] = OutgoingMoves()
 
     def begin(self, move: Move[memoryview]) -> None:
@@ -126,7 +123,7 @@ class SteppedMoves:
         """Send the steps for which there is credit."""
         while self._may_send() and (found := self._moves.next_step()) is not None:
             move, step = found
-            self.blocks.add(move.area)
+            self._blocks.add(move.area)
             position = step.start - move.start
             data = move.source[position : position + step.length]
             if move.is_copied:
@@ -140,8 +137,8 @@ class SteppedMoves:
 
     def free(self, area: Area) -> None:
         """Notify the peer that a block is no longer used, unless the peer never had memory for it."""
-        if area in self.blocks:
-            self.blocks.remove(area)
+        if area in self._blocks:
+            self._blocks.remove(area)
             self._writer.attempt(self._writer.write_soon, encode_area(area))
 
     def clear(self) -> None:

@@ -12,22 +12,17 @@ a side waits until the peer has read everything before it closes the connection.
 import asyncio
 import errno
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Self
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.direct import DirectMessage, encode_direct
 from aiotensor.protocol.moves import Move
 from aiotensor.protocol.network import BYE, Ack, Area
 from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.transports.base import Handler, Landing
 from aiotensor.transports.tcp.batches import BatchWriter
 from aiotensor.transports.tcp.buffers import keep_buffers
-from aiotensor.transports.tcp.direct import DirectMoves
-from aiotensor.transports.tcp.engine import EngineChoice
 from aiotensor.transports.tcp.incoming import IncomingMessages
 from aiotensor.transports.tcp.outgoing import OutgoingRecords, SteppedMoves
-from aiotensor.types import MAX_NUMBER
 
 __all__ = ["TcpTransport"]
 
@@ -49,8 +44,6 @@ class TcpTransport:
         read: reads a message that has arrived, and returns whether there was one.
         max_record_bytes: the size in bytes of the longest valid record that is read.
         max_queued_bytes: the maximum bytes in the queue, for a writer that never waits; None for no limit.
-        engine: the engine that the user has chosen; None for no engine.
-        connects: whether this is the connecting side.
     """
 
     peer_pid = None  # the peer may be on another machine
@@ -62,9 +55,6 @@ class TcpTransport:
         read: Callable[[], bool],
         max_record_bytes: int,
         max_queued_bytes: int | None = None,
-        engine: EngineChoice | None = None,
-        *,
-        connects: bool = False,
     ) -> None:
         keep_buffers()
         self.is_writable = True
@@ -77,10 +67,6 @@ class TcpTransport:
         self._records = OutgoingRecords(self._writer, max_queued_bytes)
         self._moves = SteppedMoves(self._writer, self._may_move)
         self._incoming = IncomingMessages(self, max_record_bytes)
-        self._connects = connects
-        self._direct = DirectMoves(
-            engine, self._send_direct, self.move, self._move_by_steps, self._incoming.landings, self.failed
-        )
         self._data_received: Callable[[memoryview, memoryview], None] | None = None
         self.is_finishing = self._has_said_bye = False
         self._alarm: asyncio.TimerHandle | None = None
@@ -90,26 +76,14 @@ class TcpTransport:
         """This object, which also moves bytes to the peer."""
         return self
 
-    @property
-    def engine(self) -> str:
-        """The name of the engine that moves large blocks, as for `Mover.engine`."""
-        return self._direct.engine
-
     def start(self, handler: Handler) -> None:
         """Begin to read, or pass further records to another handler, as `Transport.start` does."""
         if not self.is_closed:
-            before, self._handler = self._handler, handler
-            if before is not None:
-                self._direct.admitted()  # the second handler is set once the peer has a role
-            elif self._connects:
-                self._direct.connected()
+            self._handler = handler
 
     def watch_peer(self, stated_pid: int, ended: Callable[[], object]) -> ProcessEnd:
-        """Call a function once the engine of this side is closed.
-
-        From then on, the peer cannot access memory of this process.
-        """
-        return ProcessEnd(stated_pid, partial(self._direct.when_closed, ended), _ended_process)
+        """Call a function at once, because the peer cannot access memory of this process."""
+        return ProcessEnd(stated_pid, ended, _ended_process)
 
     def peer_has_closed(self) -> bool:
         """Return whether the peer has closed, as `Transport.peer_has_closed` does."""
@@ -187,40 +161,24 @@ class TcpTransport:
         """Store the bytes that arrive for a segment in a landing, as `Mover.land` does."""
         if landing is None:
             self._incoming.landings.pop(segment, None)
-            self._direct.returned(segment, [(0, MAX_NUMBER)])
         elif not self.is_closed:
-            self._direct.report_if_not_chosen()
             self._incoming.landings[segment] = landing
-            landing.watch(partial(self._direct.returned, segment))
 
     def move(self, move: Move[memoryview]) -> None:
         """Begin to move bytes, as `Mover.move` does."""
-        # The engine may not write while records wait for credit: one of them may attach the segment.
-        if not self.is_closed and self._direct.begin(move, may_write=self._may_move()):
-            self._moves.blocks.add(move.area)
-        else:
-            self._move_by_steps(move)
-
-    def cancel(self, move: Move[memoryview]) -> None:
-        """Send no more bytes of a move, as `Mover.cancel` does."""
-        move.is_cancelled = True  # also if it waits until an engine is closed
-        if not self._direct.cancel(move):
-            self._moves.cancel(move)
-
-    def free(self, segment: int, block: int) -> None:
-        """Notify the peer that a block is no longer used, as `Mover.free` does."""
-        if not (self.is_closed or self._has_said_bye):
-            self._moves.free(Area(segment, block))
-
-    def _move_by_steps(self, move: Move[memoryview]) -> None:
         if self.is_closed:
             move.ended(False)
         else:
             self._moves.begin(move)
 
-    def _send_direct(self, message: DirectMessage) -> None:
+    def cancel(self, move: Move[memoryview]) -> None:
+        """Send no more bytes of a move, as `Mover.cancel` does."""
+        self._moves.cancel(move)
+
+    def free(self, segment: int, block: int) -> None:
+        """Notify the peer that a block is no longer used, as `Mover.free` does."""
         if not (self.is_closed or self._has_said_bye):
-            self._writer.attempt(self._writer.write, encode_direct(message))
+            self._moves.free(Area(segment, block))
 
     def _may_move(self) -> bool:
         return not (self._has_said_bye or self._records.are_queued)
@@ -247,10 +205,6 @@ class TcpTransport:
             raise ProtocolError("it sent the bytes of a tensor with a record")
         if self._handler is not None:
             self._data_received(record, data)
-
-    def direct_received(self, message: DirectMessage) -> None:
-        """Process a message between engines, as `DirectMoves.receive` does."""
-        self._direct.receive(message)
 
     def acknowledge(self, message: bytes) -> None:
         """Send an acknowledgement."""
@@ -328,7 +282,6 @@ class TcpTransport:
         self._records.clear()
         self._incoming.clear()
         self._moves.clear()
-        self._direct.stop()
 
 
 def _ended_process(pid: int) -> int:

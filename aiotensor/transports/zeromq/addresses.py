@@ -1,17 +1,20 @@
 """Addresses of ZeroMQ sockets: ``tcp://`` with a host and a port, or a path after ``ipc://`` or ``engine://``."""
 
+import asyncio
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import zmq
 
+from aiotensor.runtime.detached import run_detached
 from aiotensor.transports.address import socket_path
 
-__all__ = ["Address", "Target", "parse", "target_of"]
+__all__ = ["Address", "Target", "look_up", "parse"]
 
 _LOCALHOST = ("127.0.0.1", "::1")
 _NAME = re.compile(r"[a-z0-9_.-]+", re.IGNORECASE | re.ASCII)
@@ -86,7 +89,7 @@ def parse(address: str, *, has_keys: bool, is_client: bool = False, local_scheme
             f"the address {address!r} does not contain a port: use, for example, tcp://127.0.0.1:5555"
         )
     numbers = _numeric(host)
-    targets = tuple(target_of(str(number), port) for number in numbers)
+    targets = tuple(_target(str(number), port) for number in numbers)
     if host == "*":
         targets = (Target(f"tcp://*:{port}", is_ipv6=True),)
     if not (targets or _is_name(host)):
@@ -108,7 +111,29 @@ def parse(address: str, *, has_keys: bool, is_client: bool = False, local_scheme
     return Address(address, targets, host, port, None, is_local)
 
 
-def target_of(number: str, port: int) -> Target:
+def look_up(host: str, port: int) -> "asyncio.Future[Sequence[Target]]":
+    """Begin to resolve a name in a daemon thread; return the future of the targets, in the order to try them.
+
+    The system's resolver blocks its caller while its name servers do not answer, for ten seconds or more, and
+    nothing can interrupt it. ZeroMQ would call it in the thread that carries all messages, so ZeroMQ is only
+    given numeric addresses. Cancelling the future ignores the result. The future fails with `OSError` if the
+    name cannot be resolved.
+
+    Raises:
+        OSError: no thread can be started.
+    """
+    return run_detached("aiotensor-resolving", lambda: _resolve(host, port))
+
+
+def _resolve(host: str, port: int) -> Sequence[Target]:
+    numbers: dict[str, None] = {}
+    for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        zone = address[3] if len(address) == 4 else 0
+        numbers[f"{address[0]}%{zone}" if zone else str(address[0])] = None
+    return tuple(_target(number, port) for number in numbers)
+
+
+def _target(number: str, port: int) -> Target:
     """Return the target of a numeric address; an IPv6 one may name its zone after a ``%``."""
     if ":" in number:
         return Target(f"tcp://[{number}]:{port}", is_ipv6=True)

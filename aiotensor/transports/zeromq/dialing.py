@@ -5,8 +5,7 @@ with a new socket for each attempt:
 
     attempt --fails--> next address ... last address --fails, after 5 to 250 ms--> first address
 
-Names are resolved in threads (`resolving.py`) when the attempts begin, and again each second while they fail:
-a server may have moved to another address. Known addresses are tried while a lookup is running.
+A name is resolved before its first address is tried, because the server may have moved to another address.
 """
 
 import asyncio
@@ -20,8 +19,7 @@ import zmq
 
 from aiotensor.runtime.descriptors import Descriptor, copy_of
 from aiotensor.runtime.logs import logger_of
-from aiotensor.transports.zeromq.addresses import Address, Target
-from aiotensor.transports.zeromq.resolving import look_up
+from aiotensor.transports.zeromq.addresses import Address, Target, look_up
 
 __all__ = ["DIALING_OPTIONS", "Dialer"]
 
@@ -37,11 +35,8 @@ _HANDSHAKES = 3  # ended handshakes in a row that indicate other keys: one may b
 
 _CLOSE_WAIT = 8  # the state of TCP in which only the peer has closed the connection
 
-_LOOKUP_EVERY_S = 1.0
-_LOOKUP_SLOW_S = 2.0  # after which the log states that no name server answers
-# The maximum number of lookups of one name at a time. Each one repeats its query only every 5 s, so several
-# of them detect sooner that a name server answers again.
-_LOOKUPS = 4
+# After this time the log states that no name server answers; the system's resolver gives up much later.
+_LOOKUP_SLOW_S = 2.0
 
 DIALING_OPTIONS: Mapping[int, int] = {
     zmq.CONNECT_TIMEOUT: int(_CONNECT_S * 1000),
@@ -66,13 +61,11 @@ class Dialer:
         self._loop = asyncio.get_running_loop()
         self._address = address
         self._dial = dial
-        self._known: Sequence[Target] = address.targets
         self._left: list[Target] = []  # to be tried before the next delay
         self._tried = Target("")
         self._delay = _FIRST_RETRY_S
         self._timer: asyncio.TimerHandle | None = None
-        self._lookups: dict[asyncio.Future[Sequence[Target]], float] = {}  # and when they began
-        self._looked_up_at: float | None = None
+        self._lookup: asyncio.Future[Sequence[Target]] | None = None
         self._is_reported = False
         self._connection = Descriptor(-1)  # a copy of the descriptor, until the handshake has ended
         self._ended_handshakes: Counter[Target] = Counter()  # in a row, by the server at each address
@@ -89,7 +82,7 @@ class Dialer:
     def again(self) -> None:
         """Try the next address soon; after the last one, try the first one again after a delay."""
         self.is_active = True
-        self._cancel_timer()
+        self._cancel()
         self._connection.close()
         if self._left:
             self._timer = self._loop.call_later(0, self._next)
@@ -132,18 +125,11 @@ class Dialer:
         self._is_reported = False
 
     def end(self) -> None:
-        """Stop trying until `begin` or `again`; the result of a running lookup is kept for then."""
+        """Stop trying until `begin` or `again`."""
         self.is_active = False
         self._left = []
-        self._cancel_timer()
+        self._cancel()
         self._connection.close()  # otherwise the peer would not see the end of the connection
-
-    def close(self) -> None:
-        """Stop trying for good; the results of threads that resolve the name are ignored."""
-        self.end()
-        for lookup in self._lookups:
-            lookup.cancel()
-        self._lookups.clear()
 
     def report(self, text: str, reason: str) -> None:
         """Log why no attempt is possible, only once until a server is reached."""
@@ -156,75 +142,57 @@ class Dialer:
             )
 
     def _begin_round(self) -> None:
-        self._cancel_timer()
-        if not self._address.targets:
-            self._look_up()
-        self._left = list(self._known)
-        if self._left:
+        self._cancel()
+        if self._address.targets:
+            self._left = list(self._address.targets)
             self._next()
         else:
-            self._timer = self._loop.call_later(_LOOKUP_EVERY_S, self._begin_round)
+            self._look_up()
 
     def _next(self) -> None:
-        self._cancel_timer()
-        if not self._left:  # a lookup has just removed the address
-            self.again()
-            return
+        self._cancel()
         self._tried = self._left.pop(0)
         self._dial(self._tried)
 
-    def _cancel_timer(self) -> None:
+    def _cancel(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._lookup is not None:
+            self._lookup.cancel()
+            self._lookup = None
 
     # Names
 
     def _look_up(self) -> None:
-        """Begin to resolve the name, unless that was just done or too many lookups have not ended.
-
-        A slow lookup is never abandoned. Each later one sends its own queries.
-        """
-        now = self._loop.time()
-        if self._lookups and now - min(self._lookups.values()) >= _LOOKUP_SLOW_S:
-            self._unresolved("no name server answers")
-        is_due = self._looked_up_at is None or now - self._looked_up_at >= _LOOKUP_EVERY_S
-        if is_due and len(self._lookups) < _LOOKUPS:
-            self._looked_up_at = now
-            try:
-                lookup = look_up(self._address.host, self._address.port)
-            except OSError as error:
-                self._unresolved(error.strerror or str(error))
-            else:
-                self._lookups[lookup] = now
-                lookup.add_done_callback(self._looked_up)
+        """Resolve the name, and try its addresses then."""
+        try:
+            self._lookup = look_up(self._address.host, self._address.port)
+        except OSError as error:
+            self._unresolved(error.strerror or str(error))
+            self.again()
+            return
+        self._lookup.add_done_callback(self._looked_up)
+        self._timer = self._loop.call_later(_LOOKUP_SLOW_S, self._unresolved, "no name server answers")
 
     def _looked_up(self, lookup: "asyncio.Future[Sequence[Target]]") -> None:
         if lookup.cancelled():
             return
-        del self._lookups[lookup]
-        try:
-            targets = lookup.result()
-        except OSError as error:
+        error = lookup.exception()
+        if lookup is not self._lookup:  # it was cancelled after it had ended
+            return
+        if isinstance(error, OSError):
             self._unresolved(error.strerror or str(error))
-            return
-        self.reason = ""
-        were_known, self._known = self._known, targets
-        if not self.is_active:
-            return
-        if not were_known:
-            self._begin_round()
-        elif targets != were_known:
-            # The address of the current attempt may be stale, so the new ones are tried next.
-            self._left = [target for target in targets if target != self._tried]
+            self.again()
+        else:
+            self.reason = ""
+            self._left = list(lookup.result())
+            self._next()
 
     def _unresolved(self, reason: str) -> None:
-        """Record why the name cannot be resolved at present; known addresses are still tried."""
+        """Log why the name cannot be resolved at present, and keep the reason for errors."""
         self.reason = f"its name cannot be resolved: {reason}"
-        if self.is_active:
-            self.report(
-                f"the name of the server at {self._address.text} cannot be resolved: {reason}", reason
-            )
+        self.report(f"the name of the server at {self._address.text} cannot be resolved: {reason}", reason)
 
 
 def _ended_cleanly(connection: Descriptor, error: int) -> bool:

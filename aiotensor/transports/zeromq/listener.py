@@ -11,11 +11,10 @@ import zmq
 from aiotensor.errors import UsageError
 from aiotensor.transports.address import is_folder
 from aiotensor.transports.socket_file import SocketFile
-from aiotensor.transports.zeromq.addresses import Address, Target
+from aiotensor.transports.zeromq.addresses import Address, Target, look_up
 from aiotensor.transports.zeromq.authenticator import Authenticator
 from aiotensor.transports.zeromq.context import ZmqContext, begin, check_descriptors, end
 from aiotensor.transports.zeromq.monitor import SocketEvents
-from aiotensor.transports.zeromq.resolving import look_up
 from aiotensor.transports.zeromq.sockets import LoopSocket
 
 __all__ = ["MessageListener"]

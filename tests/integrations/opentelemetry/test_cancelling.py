@@ -6,8 +6,6 @@ import pytest
 from opentelemetry import trace
 
 from tests.cancellation.test_broadcast import *  # noqa: F403
-from tests.cancellation.test_message import *  # noqa: F403
-from tests.cancellation.test_posting import *  # noqa: F403
 from tests.cancellation.test_receive import *  # noqa: F403
 from tests.cancellation.test_send import *  # noqa: F403
 from tests.integrations.opentelemetry.spans import recording

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -22,7 +22,6 @@ from aiotensor.protocol.network import (
     encode_step,
     read_ack,
 )
-from aiotensor.protocol.pages import Range
 from aiotensor.transports.base import MAX_DATA_BYTES, Mover, Transport
 from aiotensor.transports.tcp.batches import BATCH_BYTES
 from aiotensor.transports.tcp.transport import TcpTransport
@@ -235,12 +234,6 @@ class SlowLanding:
         is_first = self.resume is None
         self.resume = resume
         return not is_first
-
-    def reserve(self, block: int, nbytes: int, reserved: Callable[[memoryview | None, str], None]) -> None:
-        pass
-
-    def watch(self, returned: Callable[[Sequence[Range]], None]) -> None:
-        pass
 
     def free(self, block: int) -> None:
         pass

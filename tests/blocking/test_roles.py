@@ -1,0 +1,349 @@
+"""Publishers, subscribers, queues and pipes between ranks, in threads."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from aiotensor import ClosedError, PeerLostError, UnavailableError, WouldBlockError
+from aiotensor.blocking import KVPipe, MessageQueue, Publisher, RankPipe, Subscriber
+from aiotensor.queues import ConsumerStatistics
+from aiotensor.transports.endpoints import Endpoint
+from tests.blocking.fork_server import ForkServer
+from tests.blocking.waiting import in_thread, until
+from tests.channel.parties import Place
+from verification.patterns import BIG, pattern
+from verification.processes import peers
+
+fork: Any = multiprocessing.get_context("fork")
+forkserver: Any = peers.contexts["forkserver"]
+
+_MAX = 2 * BIG  # elements in a pipe between ranks
+
+# Publishers and subscribers
+
+
+def test_threads_publish_and_receive(endpoint: Endpoint) -> None:
+    with (
+        Publisher(endpoint, max_behind=2) as publisher,
+        Subscriber(endpoint, torch.Tensor) as first,
+        Subscriber(endpoint, torch.Tensor) as second,
+    ):
+        publisher.wait_for_subscribers(2, timeout=10)
+        receiving = in_thread(lambda: [first.receive().message.sum().item() for _ in range(5)])
+        iterating = in_thread(lambda: [publication.message.sum().item() for publication in second])
+        for seed in range(5):
+            assert publisher.publish(pattern(seed, BIG)) == (seed, 2, 0)
+        publisher.drain(timeout=10)
+        expected = [pattern(seed, BIG).sum().item() for seed in range(5)]
+        assert receiving.result() == expected
+        publisher.close()
+        assert iterating.result() == expected
+        assert (second.number, second.missed, second.statistics().received) == (4, 0, 5)
+        with pytest.raises(PeerLostError):
+            first.receive()
+    assert publisher.statistics().published == 5
+    with pytest.raises(ClosedError):
+        first.receive()
+
+
+def test_a_subscriber_without_a_publisher_raises_unavailable_error(place: Place) -> None:
+    with Subscriber(place.tensors, max_wait_s=0.5) as subscriber:
+        for receive in (subscriber.receive_nowait, subscriber.receive):
+            with pytest.raises(UnavailableError, match="no publisher "):
+                receive()
+
+
+def test_a_timeout_loses_nothing(place: Place) -> None:
+    with Publisher(place.tensors, max_behind=1) as publisher, Subscriber(place.tensors) as subscriber:
+        with pytest.raises(TimeoutError):
+            publisher.wait_for_subscribers(2, timeout=0.01)
+        publisher.wait_for_subscribers(1)
+        with pytest.raises(TimeoutError):
+            subscriber.receive(timeout=0.01)
+        with pytest.raises(WouldBlockError):
+            subscriber.receive_nowait()
+        publisher.publish_nowait(b"first")
+        with pytest.raises(TimeoutError):
+            publisher.publish(b"second", timeout=0.01)
+        with pytest.raises(TimeoutError):
+            publisher.drain(timeout=0.01)
+        assert subscriber.receive(timeout=10).message == b"first"
+        tensor = publisher.allocate((BIG,), torch.int64, timeout=10)
+        tensor[:] = pattern(1, BIG)
+        assert publisher.publish(tensor, timeout=10).number == 1
+        assert torch.equal(subscriber.receive(timeout=10).message, pattern(1, BIG))
+        del tensor
+        until(lambda: not publisher.statistics().bytes_in_use)
+    assert (publisher.id, subscriber.id) == (publisher.inner.id, subscriber.inner.id)
+
+
+def test_closing_ends_the_iteration_of_another_thread(place: Place) -> None:
+    with Publisher(place.tensors) as publisher, Subscriber(place.tensors) as subscriber:
+        publisher.wait_for_subscribers(1)
+        iterating = in_thread(lambda: list(subscriber))
+        until(lambda: subscriber.statistics().waiting == 1)
+        subscriber.close()
+        assert iterating.result() == []
+
+
+# Queues
+
+
+@pytest.fixture
+def queue() -> Iterator[MessageQueue[Any]]:
+    with MessageQueue(producers=2, consumers=2, max_messages=2) as queue:
+        yield queue
+    assert not os.path.exists(queue._settings.folder.path)
+
+
+def test_threads_put_and_get_messages_with_metadata(queue: MessageQueue[Any]) -> None:
+    def produce(start: int) -> None:
+        with queue.producer() as producer:
+            for number in range(start, start + 10):
+                producer.put({"number": number, "frames": pattern(number, BIG)}, timeout=60)
+
+    threads = [threading.Thread(target=produce, args=(start,)) for start in (0, 10)]
+    for thread in threads:
+        thread.start()
+    with queue.consumer() as consumer:
+        numbers = []
+        for message in consumer:
+            assert torch.equal(message["frames"], pattern(message["number"], BIG))
+            numbers.append(message["number"])
+        with pytest.raises(ClosedError, match=r"all producers of this queue have closed \(producers=2\)"):
+            consumer.get()
+    assert sorted(numbers) == list(range(20))
+    for thread in threads:
+        thread.join()
+
+
+def test_timeouts_raise_would_block_error(queue: MessageQueue[Any]) -> None:
+    with queue.consumer() as consumer, queue.producer() as producer:
+        for get in (consumer.get_nowait, lambda: consumer.get(timeout=0), lambda: consumer.get(timeout=0.01)):
+            with pytest.raises(WouldBlockError):
+                get()
+        producer.put(None)
+        producer.put_nowait(1)
+        with pytest.raises(WouldBlockError):
+            producer.put_nowait(2)
+        with pytest.raises(WouldBlockError):
+            producer.put(2, timeout=0.01)
+        with pytest.raises(TimeoutError):
+            producer.join(timeout=0.01)
+        assert [consumer.get(timeout=60), consumer.get(timeout=60)] == [None, 1]
+        producer.join()
+        assert producer.statistics().taken == 2
+        assert consumer.statistics() == ConsumerStatistics(0, 2)
+
+
+def test_a_block_that_raises_drops_the_messages_of_its_producer(queue: MessageQueue[Any]) -> None:
+    with queue.producer(), pytest.raises(KeyError), queue.producer() as producer:
+        producer.put(1)
+        raise KeyError
+    with queue.consumer() as consumer, pytest.raises(PeerLostError, match="1 of the 2 producers"):
+        consumer.get(timeout=60)
+
+
+def test_a_signal_interrupts_a_put_that_waits(queue: MessageQueue[Any]) -> None:
+    class InterruptedTestError(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise InterruptedTestError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with queue.producer() as producer:
+            for number in range(2):
+                producer.put(number)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(InterruptedTestError):
+                producer.put(2)
+            assert producer.statistics().messages == 2
+            producer.abort()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_the_queue_itself_puts_and_gets(queue: MessageQueue[Any]) -> None:
+    with pytest.raises(WouldBlockError):
+        queue.get_nowait()
+    queue.put({"frames": pattern(1, BIG)})
+    assert torch.equal(queue.get(timeout=60)["frames"], pattern(1, BIG))
+    queue.join(timeout=60)
+    queue.put_nowait(None)
+    assert next(iter(queue)) is None
+
+
+def _put(queue: MessageQueue[Any], start: int) -> None:
+    for number in range(start, start + 5):
+        queue.put(pattern(number, BIG))
+
+
+def _put_and_raise(queue: MessageQueue[Any]) -> None:
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    queue.put(pattern(0, BIG))
+    raise KeyError
+
+
+def _put_and_wait_forever(queue: MessageQueue[Any]) -> None:
+    queue.put(pattern(0, BIG))
+    queue.join()
+    signal.pause()  # until the test kills this process
+
+
+@pytest.mark.parametrize("context", [fork, forkserver])
+def test_the_end_of_a_child_process_closes_its_producer(context: Any, queue: MessageQueue[Any]) -> None:
+    children = [context.Process(target=_put, args=(queue, start)) for start in (0, 5)]
+    for child in children:
+        child.start()
+    assert sorted(int(tensor[0]) for tensor in queue) == list(range(10))
+    for child in children:
+        child.join()
+        assert child.exitcode == 0
+
+
+@pytest.mark.skipif(
+    (3, 12) <= sys.version_info < (3, 12, 2), reason="no thread can be started at the end of a program"
+)
+def test_the_end_of_a_program_waits_until_its_messages_were_copied_and_taken(
+    fork_server: ForkServer, folder: Path
+) -> None:
+    with (
+        MessageQueue(folder=folder / "queue") as queue,
+        fork_server.program("put_and_end", str(folder / "queue")) as program,
+    ):
+        assert program.line() == "ended"  # no consumer is open until now
+        assert [int(frames[-1]) for frames in queue] == [0, 1, 2]
+        assert program.ended() == (0, [], "")
+
+
+@pytest.mark.promise(40)
+def test_a_child_process_that_raises_is_reported(queue: MessageQueue[Any]) -> None:
+    failing = forkserver.Process(target=_put_and_raise, args=(queue,))
+    failing.start()
+    failing.join()
+    assert failing.exitcode == 1
+    with queue.producer():
+        pass
+    with pytest.raises(PeerLostError, match="1 of the 2 producers"):
+        while True:
+            queue.get(timeout=60)
+
+
+def test_a_killed_child_process_is_reported(queue: MessageQueue[Any]) -> None:
+    killed = forkserver.Process(target=_put_and_wait_forever, args=(queue,))
+    killed.start()
+    assert int(queue.get(timeout=60)[0]) == 0
+    with queue.producer():
+        pass
+    killed.kill()
+    with pytest.raises(PeerLostError, match="1 of the 2 producers"):
+        list(queue)
+    killed.join()
+
+
+def test_closing_the_queue_closes_its_producer_and_consumer(queue: MessageQueue[Any]) -> None:
+    queue.put(1)
+    assert queue.get(timeout=60) == 1
+    queue.close()
+    for call in (queue.get_nowait, lambda: queue.put(1)):
+        with pytest.raises(ClosedError):
+            call()
+
+
+# Pipes between ranks
+
+
+def _pipes() -> list[RankPipe]:
+    store = HashStore()
+    return [RankPipe(store, 1 - rank, rank=rank, world_size=2, max_bytes=_MAX * 8) for rank in range(2)]
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)
+
+
+@pytest.fixture
+def pipes() -> Iterator[list[RankPipe]]:
+    """Return both ends of an open pipe."""
+    pipes = _pipes()
+    opened = [in_thread(pipe.__enter__) for pipe in pipes]
+    for opening in opened:
+        opening.result()
+    yield pipes
+    for pipe in pipes:
+        pipe.close()
+
+
+def test_threads_exchange_messages_in_order(pipes: list[RankPipe]) -> None:
+    low, high = pipes
+    assert [(pipe.rank, pipe.peer) for pipe in pipes] == [(0, 1), (1, 0)]
+    received = in_thread(lambda: [high.receive() for _ in range(3)])
+    low.send(pattern(0, BIG))
+    low.send(None)
+    low.send_nowait(pattern(1, 3))
+    low.drain(timeout=10)
+    first, second, third = received.result()
+    assert _equal(first, pattern(0, BIG))
+    assert second is None
+    assert _equal(third, pattern(1, 3))
+    high.send(first)
+    assert _equal(first, low.receive(copy=True, timeout=10))
+    assert [(pipe.statistics().messages_sent, pipe.statistics().messages_received) for pipe in pipes] == [
+        (3, 1),
+        (1, 3),
+    ]
+
+
+def test_a_timeout_of_a_pipe_loses_nothing(pipes: list[RankPipe]) -> None:
+    low, high = pipes
+    with pytest.raises(TimeoutError):
+        high.receive(timeout=0.01)
+    low.send(pattern(0, _MAX))
+    with pytest.raises(TimeoutError):
+        low.send(pattern(1, _MAX), timeout=0.01)
+    with pytest.raises(WouldBlockError):
+        low.send_nowait(pattern(1, _MAX))
+    with pytest.raises(TimeoutError):
+        low.drain(timeout=0.01)
+    assert _equal(high.receive(copy=True, timeout=10), pattern(0, _MAX))
+    low.send(pattern(2, 3), timeout=10)
+    assert _equal(high.receive(timeout=10), pattern(2, 3))
+
+
+def test_a_closed_pipe_delivers_its_messages_and_then_raises(pipes: list[RankPipe]) -> None:
+    low, high = pipes
+    low.send(pattern(0, 3))
+    low.close()
+    assert _equal(high.receive(timeout=10), pattern(0, 3))
+    with pytest.raises(PeerLostError):
+        high.receive(timeout=10)
+    with pytest.raises(ClosedError):
+        low.receive(timeout=10)
+
+
+def test_a_kv_pipe_has_the_methods_of_vllms_pipes(pipes: list[RankPipe]) -> None:
+    low, high = map(KVPipe, pipes)
+    received = in_thread(lambda: [high.recv_tensor() for _ in range(2)])
+    keys = pattern(0, BIG)
+    low.send_tensor(keys)
+    keys.zero_()
+    low.send_tensor(None)
+    first, second = received.result()
+    assert _equal(first, pattern(0, BIG))
+    assert second is None
+    assert pipes[1].statistics().leases == 0  # the received tensor is a copy
+    low.close()
+    with high, pytest.raises(PeerLostError):
+        high.recv_tensor()
+    assert all(repr(pipe).split()[1].startswith("closed") for pipe in pipes)

@@ -1,0 +1,356 @@
+"""How the work for a request ends: by exceptions, cancelled requests, and closed clients and servers."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import suppress
+
+import anyio
+import pytest
+
+from aiotensor import ClosedError, PeerLostError, TensorHandle
+from aiotensor.channel import Request
+from aiotensor.channel.cancelling import CancelOnce
+from tests.channel.parties import Answer, Channel, Question, answer, channel, said, settled
+from verification.patterns import BIG, pattern
+from verification.waiting import until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+
+# Exceptions
+
+
+class _Stop(BaseException):
+    """An exception of the application that no `except Exception` is meant to catch."""
+
+
+@pytest.mark.parametrize("stop", [SystemExit(0), _Stop("now")], ids=lambda stop: type(stop).__name__)
+async def test_an_exception_that_stops_a_handler_raises_peer_lost_error_at_the_client(
+    stop: BaseException,
+) -> None:
+    with said() as texts:
+        async with channel() as ends:
+            asking = asyncio.create_task(ends.client.request(Question(1, pattern(1, BIG))))
+            with pytest.raises(type(stop)):
+                async with await anext(ends.server):
+                    raise stop
+            stop.__traceback__ = None
+            with pytest.raises(PeerLostError, match=type(stop).__name__) as caught:
+                await asking
+            assert caught.value.pid == os.getpid()
+            assert ends.server.statistics().failures == 1
+            await settled(ends)
+    assert not texts
+
+
+async def test_failing_a_request_with_a_stopping_exception_raises_peer_lost_error() -> None:
+    async with channel() as ends:
+        for error in (SystemExit(0), asyncio.CancelledError()):
+            asking = asyncio.create_task(ends.client.request(Question(1)))
+            assert await (await anext(ends.server)).fail(error)
+            with pytest.raises(PeerLostError, match=type(error).__name__):
+                await asking
+        await settled(ends)
+
+
+async def test_a_request_dropped_before_its_block_is_lost_and_logged_if_it_needs_an_answer() -> None:
+    with said() as texts:
+        async with channel() as ends:
+            await ends.client.send(Question(1, pattern(1, BIG)))
+            request = await anext(ends.server)
+            del request
+            await settled(ends)
+            assert ends.server.statistics().failures == 0
+            assert not texts
+            asking = asyncio.create_task(ends.client.request(Question(1, pattern(1, BIG))))
+            request = await anext(ends.server)
+            del request
+            with pytest.raises(PeerLostError, match="dropped without a reply"):
+                await asking
+            await settled(ends)
+    [text] = texts
+    assert "answer each request in its block" in text
+
+
+async def test_a_cancelled_future_in_the_handler_is_logged_as_its_failure() -> None:
+    async def wait_for_a_cancelled_future(question: Question) -> None:
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        await future
+
+    with said() as texts:
+        async with channel() as ends:
+            serving = asyncio.create_task(ends.server.serve(wait_for_a_cancelled_future))
+            for _ in range(2):  # the server continues
+                with pytest.raises(PeerLostError, match="CancelledError"):
+                    await ends.client.request(Question(1, pattern(1, BIG)))
+            await settled(ends)
+            serving.cancel()
+            await asyncio.wait([serving])
+    assert len(texts) == 2
+    for text in texts:
+        assert text.startswith(f"answering a request from process {os.getpid()} failed")
+
+
+async def test_serve_runs_at_most_max_concurrent_handlers() -> None:
+    async with channel() as ends:
+        running = most = 0
+        go_on = asyncio.Event()
+
+        async def count(question: Question) -> Answer:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await go_on.wait()
+            running -= 1
+            return await answer(question)
+
+        serving = asyncio.create_task(ends.server.serve(count, max_concurrent=2))
+        asking = [
+            asyncio.create_task(ends.client.request(Question(seed, pattern(seed, BIG)))) for seed in range(6)
+        ]
+        await until(lambda: running == 2 and ends.server.statistics().waiting == 4)
+        # The others wait, and keep their permits.
+        await until(lambda: ends.receiver.statistics().unclaimed_tensors == 4)
+        go_on.set()
+        assert [got.seed for got in await asyncio.gather(*asking)] == list(range(6))
+        assert most == 2
+        with pytest.raises(ValueError, match="at least 1"):
+            await ends.server.serve(count, max_concurrent=0)
+        await settled(ends)
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+
+# Cancelled requests: as by `asyncio.Task.cancel`, work is cancelled once, and nothing else is
+
+
+_TURNS = 200  # of the loop, in each of which a scope of anyio would cancel the task again
+
+
+class Shielded:
+    """A handler that does not let its work be cancelled."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = asyncio.Event(), asyncio.Event()
+        self.cancellations = self.finished = 0
+
+    async def __call__(self, question: Question) -> Answer:
+        work = asyncio.create_task(self._work())
+        self.begun.set()
+        while not work.done():
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError:
+                self.cancellations += 1
+                self.go_on.set()
+        self.finished += 1
+        return Answer(question.seed)
+
+    async def _work(self) -> None:
+        await self.go_on.wait()
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
+
+
+async def serve(ends: Channel, handler: Shielded) -> None:
+    await ends.server.serve(handler)
+
+
+async def serve_by_blocks(ends: Channel, handler: Shielded) -> None:
+    async for request in ends.server:
+        async with request:
+            await request.reply(await handler(request.message))
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("serving_by", [serve, serve_by_blocks])
+@pytest.mark.parametrize("end", ["the request is cancelled", "the client disconnects"])
+async def test_a_handler_that_shields_its_work_is_cancelled_once(
+    serving_by: Callable[..., object], end: str
+) -> None:
+    async with channel() as ends:
+        handler = Shielded()
+        serving = asyncio.ensure_future(serving_by(ends, handler))  # type: ignore[call-overload]
+        asking = asyncio.create_task(ends.client.request(Question(1)))
+        await handler.begun.wait()
+        if end == "the request is cancelled":
+            asking.cancel()
+        else:
+            await ends.client.aclose()
+        await until(lambda: handler.finished == 1)
+        assert handler.cancellations == 1
+        await asyncio.wait([asking])
+        assert asking.cancelled() if end == "the request is cancelled" else asking.exception()
+        await settled(ends)
+        await ends.server.aclose()
+        await serving
+
+
+@pytest.mark.parametrize("by", ["task", "scope"])
+async def test_cancelling_serve_cancels_each_handler_once_and_waits_for_all(by: str) -> None:
+    async with channel() as ends:
+        handler = Shielded()
+        scope = anyio.CancelScope()
+
+        async def run() -> None:
+            with scope:
+                await ends.server.serve(handler)
+
+        serving = asyncio.create_task(run())
+        asking = asyncio.create_task(ends.client.request(Question(1)))
+        await handler.begun.wait()
+        if by == "task":
+            serving.cancel()
+        else:
+            scope.cancel()
+        await asyncio.wait([serving])
+        assert (handler.cancellations, handler.finished) == (1, 1)
+        assert serving.cancelled() == (by == "task")
+        assert (await asking).seed == 1  # the handler caught the cancellation, and answered
+        await settled(ends)
+
+
+async def wanted(ends: Channel) -> tuple["asyncio.Task[Answer]", Request[Question]]:
+    """Ask something, and take it."""
+    asking = asyncio.create_task(ends.client.request(Question(1)))
+    return asking, await anext(ends.server)
+
+
+async def give_up(asking: "asyncio.Task[Answer]", request: Request[Question]) -> None:
+    asking.cancel()
+    await until(lambda: not request.is_wanted)
+
+
+def cancelling() -> int:
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancelling()
+
+
+async def test_code_after_the_block_of_a_cancelled_request_is_not_cancelled() -> None:
+    async with channel() as ends:
+        asking, request = await wanted(ends)
+        giving_up = asyncio.create_task(give_up(asking, request))
+        async with request:
+            await asyncio.get_running_loop().create_future()
+        assert cancelling() == 0
+        await asyncio.sleep(0)
+        await giving_up
+        await settled(ends)
+
+
+async def test_a_block_that_catches_its_cancellation_continues() -> None:
+    async with channel() as ends:
+        asking, request = await wanted(ends)
+        giving_up = asyncio.create_task(give_up(asking, request))
+        async with request:
+            with suppress(asyncio.CancelledError):
+                await asyncio.get_running_loop().create_future()
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
+        assert cancelling() == 0
+        await giving_up
+        await settled(ends)
+
+
+async def test_an_exception_that_replaces_the_cancellation_is_logged() -> None:
+    with said() as lines:
+        async with channel() as ends:
+            asking, request = await wanted(ends)
+            giving_up = asyncio.create_task(give_up(asking, request))
+            async with request:
+                try:
+                    await asyncio.get_running_loop().create_future()
+                except asyncio.CancelledError:
+                    raise ValueError("the cleanup failed") from None
+            assert cancelling() == 0
+            await giving_up
+            await settled(ends)
+    assert any("the cleanup failed" in line for line in lines)
+
+
+async def test_leaving_a_block_before_its_cancellation_arrives_removes_it() -> None:
+    async with channel() as ends:
+        asking, request = await wanted(ends)
+        await give_up(asking, request)
+        async with request:
+            pass
+        assert cancelling() == 0
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await settled(ends)
+
+
+@pytest.mark.parametrize("first", ["client", "task"])
+async def test_a_simultaneous_cancellation_of_the_task_propagates(first: str) -> None:
+    begun, block = asyncio.Event(), CancelOnce()
+
+    async def work() -> None:
+        with block:
+            begun.set()
+            await asyncio.get_running_loop().create_future()
+        raise AssertionError("the cancellation of the task was lost")
+
+    working = asyncio.create_task(work())
+    await begun.wait()
+    cancels: list[Callable[[], object]] = [block.cancel, working.cancel]
+    for cancel in cancels if first == "client" else reversed(cancels):
+        cancel()
+    await asyncio.wait([working])
+    assert working.cancelled()
+
+
+# Closing an end, or losing the other one, ends every call that waits there
+
+
+async def ask_without_a_permit(ends: Channel) -> tuple[TensorHandle, "asyncio.Task[Answer]"]:
+    """Begin a request that waits for the permit of a tensor; return the tensor's handle, and the request."""
+    handle = await ends.sender.send(pattern(1, BIG))
+    asking = asyncio.create_task(ends.client.request(Question(2, pattern(2, BIG))))
+    await until(lambda: ends.sender.statistics().waiting == 1)
+    return handle, asking
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.promise(10)
+async def test_closing_ends_waiting_calls_of_client_and_server() -> None:
+    async with channel() as ends:
+        asking = asyncio.create_task(ends.client.request(Question(1)))
+        request = await anext(ends.server)
+        iterating = asyncio.create_task(anext(ends.server, None))
+        await ends.client.aclose()
+        with pytest.raises(ClosedError):
+            await asking
+        with pytest.raises(ClosedError):
+            await ends.client.request(Question(2))
+        await until(lambda: not request.is_wanted)
+        assert not await request.reply(Answer(1))
+
+        await ends.server.aclose()
+        assert await iterating is None
+        assert [request async for request in ends.server] == []
+        await ends.client.aclose()
+        assert ends.server.statistics().clients_lost == 1
+
+
+async def test_closing_a_client_ends_a_request_that_waits_for_a_permit_at_once() -> None:
+    async with channel(1) as ends:
+        handle, asking = await ask_without_a_permit(ends)
+        await ends.client.aclose()
+        with pytest.raises(ClosedError, match="this MessageClient was closed"):
+            await asking
+        await ends.receiver.receive(handle)
+        await settled(ends)
+
+
+async def test_losing_a_server_ends_a_request_that_waits_for_a_permit() -> None:
+    async with channel(1) as ends:
+        handle, asking = await ask_without_a_permit(ends)
+        await ends.server.aclose()
+        with pytest.raises(PeerLostError, match="lost while the tensors of a message"):
+            await asking
+        await ends.receiver.receive(handle)
+        await settled(ends)
