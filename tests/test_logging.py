@@ -133,8 +133,11 @@ async def test_a_sender_beyond_the_limit_is_logged_on_both_sides(address: str) -
                 assert "max_senders=1" in str(lost.fields["reason"])
 
 
+@pytest.mark.promise(17)
 @pytest.mark.parametrize("wanted", ["a permit", f"{BIG * 8} bytes of shared memory"])
-async def test_a_long_wait_is_logged_with_the_holders(wanted: str, address: str) -> None:
+async def test_a_long_wait_is_logged_once_and_its_holders_are_in_the_statistics(
+    wanted: str, address: str
+) -> None:
     permits = 1 if wanted == "a permit" else 2
     with heard() as events:
         async with (
@@ -145,8 +148,14 @@ async def test_a_long_wait_is_logged_with_the_holders(wanted: str, address: str)
             await until(lambda: sender.receiver_id is not None)
             waiting = asyncio.create_task(sender.send(pattern(1, BIG)))
             await until(lambda: bool(events))
+            assert sender.statistics().longest_wait_s > 0
+            holder = sender.statistics().holders[0]
+            assert (holder.message, holder.state, holder.bytes) == (0, "waiting to be taken", BIG * 8)
+            assert holder.seconds > 0
+            await asyncio.sleep(0.03)  # no second line comes
             await receiver.receive(held)
             await receiver.receive(await waiting)
+            assert sender.statistics().longest_wait_s == 0
     wait = _one(events, "long_wait")
     assert wait.level == "WARNING"
     held_by = wait.fields.pop("held_by")
@@ -307,23 +316,17 @@ async def test_a_client_cannot_forge_a_line_by_its_messages() -> None:
     assert (refused.fields["error"], refused.level) == ("ProtocolError", "ERROR")
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("plain text, äöü 漢字", "plain text, äöü 漢字"),
-        ("two\nlines", "two\\nlines"),
-        ("\x1b[2J", "\\x1b[2J"),
-        ("\x85\u2028\u2029\u202e", "\\x85\\u2028\\u2029\\u202e"),
-        ("\udcff", "\\udcff"),
-        ("", ""),
-    ],
-)
-def test_unprintable_characters_are_escaped(text: str, line: str) -> None:
-    assert one_line(text) == line
-
-
-def test_a_long_text_is_cut() -> None:
-    assert one_line("x" * MAX_TEXT) == "x" * MAX_TEXT
+def test_unprintable_characters_are_escaped_and_a_long_text_is_cut() -> None:
+    for text, line in {
+        "plain text, äöü 漢字": "plain text, äöü 漢字",
+        "two\nlines": "two\\nlines",
+        "\x1b[2J": "\\x1b[2J",
+        "\x85\u2028\u2029\u202e": "\\x85\\u2028\\u2029\\u202e",
+        "\udcff": "\\udcff",
+        "": "",
+        "x" * MAX_TEXT: "x" * MAX_TEXT,
+    }.items():
+        assert one_line(text) == line
     cut = one_line("x" * (MAX_TEXT + 1))
     assert len(cut) == MAX_TEXT
     assert cut.endswith("x...")
