@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
-from tests.channel.parties import Answer, Question, channel
 from tests.pairs import Pair, pair
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -192,19 +191,3 @@ async def test_tensors_created_in_a_torch_mode_can_be_sent_inside_and_outside_it
             for found in (inside, await received(here, sent, copy=False), await decoded(sent)):
                 assert not found.is_inference()
                 assert torch.equal(found, sent)
-
-
-@pytest.mark.parametrize("mode", MODES)
-async def test_tensors_in_messages_are_normal_while_another_task_is_in_a_torch_mode(mode: str) -> None:
-    async with channel() as here, other_task_in(mode):
-        more = {"x": [torch.ones(3), torch.ones(50_000), torch.ones(30, dtype=torch.bfloat16)]}
-        asking = asyncio.create_task(here.client.request(Question(1, torch.ones(4), more)))
-        async with await anext(here.server) as request:
-            for found in (request.message.tensor, *request.message.more["x"]):
-                assert found is not None
-                assert not found.is_inference()
-            del found
-            await request.reply(Answer(1, tensor=torch.ones(40_000)))
-        answer = await asking
-        assert answer.tensor is not None
-        assert not answer.tensor.is_inference()

@@ -14,6 +14,8 @@ from tests.broadcast.audiences import Broadcasts, idle, received, turns
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
+once = pytest.mark.parametrize("endpoint", ["unix"], indirect=True)  # for what does not depend on the link
+
 
 async def test_a_late_subscriber_begins_with_the_next_publication(broadcasts: Broadcasts) -> None:
     async with broadcasts.open(1) as (publisher, [early]):
@@ -48,6 +50,7 @@ async def test_a_late_subscriber_receives_the_history_and_then_everything(
         assert publisher.statistics().history == 0
 
 
+@once
 async def test_the_history_is_evicted_when_memory_is_needed(broadcasts: Broadcasts) -> None:
     async with broadcasts.open(0, history=4, arena_bytes=2 << 20) as (publisher, _):
         for number in range(10):
@@ -59,6 +62,7 @@ async def test_the_history_is_evicted_when_memory_is_needed(broadcasts: Broadcas
         await idle(publisher)
 
 
+@once
 async def test_the_history_keeps_no_memory_that_a_call_waits_for(broadcasts: Broadcasts) -> None:
     async with broadcasts.open(0, history=4, arena_bytes=2 << 20) as (publisher, _):
         first = await publisher.allocate((2 << 20,), torch.uint8)

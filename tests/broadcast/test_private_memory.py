@@ -74,6 +74,7 @@ async def test_writes_of_a_process_are_invisible_to_others_and_to_the_publisher(
         assert [await count for count in checking] == [40, 40]
 
 
+@pytest.mark.parametrize("endpoint", ["unix"], indirect=True)
 async def test_a_written_part_does_not_change_its_neighbours(broadcasts: Broadcasts) -> None:
     """Two tensors of one block share a page: it is dropped after both were freed, and not before."""
     async with broadcasts.open(1, list[torch.Tensor]) as (publisher, [subscriber]):
@@ -92,6 +93,7 @@ async def test_a_written_part_does_not_change_its_neighbours(broadcasts: Broadca
         await idle(publisher)
 
 
+@pytest.mark.parametrize("endpoint", ["unix"], indirect=True)
 async def test_small_blocks_do_not_share_pages(broadcasts: Broadcasts) -> None:
     async with broadcasts.open(1, torch.Tensor) as (publisher, [subscriber]):
         messages = []

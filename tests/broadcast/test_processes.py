@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aiotensor import PeerLostError, WouldBlockError
-from aiotensor.broadcast import Publisher, Subscriber
+from aiotensor.broadcast import Subscriber
 from aiotensor.transports.endpoints import Endpoint
 from tests.broadcast import workers
 from tests.broadcast.audiences import audience, idle, remove_socket
@@ -165,17 +165,6 @@ async def test_subscribers_find_a_restarted_publisher(address: str, moments: ran
     remove_socket(address)
 
 
-async def test_subscribers_find_the_successor_of_a_closed_publisher(address: str) -> None:
-    async with Subscriber(address, torch.Tensor) as subscriber:
-        for _ in range(3):
-            async with Publisher(address) as publisher:
-                await publisher.wait_for_subscribers(1)
-                for number in range(3):
-                    await publisher.publish(pattern(number, BIG))
-            found = [publication async for publication in subscriber]
-            assert [(one.number, one.missed) for one in found] == [(0, 0), (1, 0), (2, 0)]
-
-
 async def test_a_closed_subscriber_keeps_its_tensors_and_others_continue(endpoint: Endpoint) -> None:
     """Its process lives and may read the memory, which other memory replaces when it is needed."""
     async with audience(endpoint, 2, arena_bytes=4 << 20) as (publisher, [closed, other]):
@@ -190,33 +179,6 @@ async def test_a_closed_subscriber_keeps_its_tensors_and_others_continue(endpoin
             assert await other.call(workers.receive, 1) == [number]
         assert await closed.call(workers.keep) == [True] * 3
         await closed.call(workers.forget)
-
-
-async def test_a_subscriber_that_died_before_its_publisher_opened_does_not_count_against_the_limit(
-    endpoint: Endpoint,
-) -> None:
-    async with peers(endpoint, 1) as [child]:
-        await child.call(workers.subscribe)
-        child.kill()
-        await child.ended()
-        async with (
-            Subscriber(endpoint, int) as subscriber,
-            Publisher(endpoint, max_subscribers=1) as publisher,
-        ):
-            await publisher.wait_for_subscribers(1)
-            await publisher.publish(7)
-            assert (await subscriber.receive()).message == 7
-
-
-async def test_memory_of_a_closed_subscriber_is_released_with_its_process(endpoint: Endpoint) -> None:
-    async with audience(endpoint, 2) as (publisher, [closed, _]):
-        await publisher.publish(pattern(0, BIG))
-        await closed.call(workers.receive, 1, keep=True)
-        await closed.call(workers.close)
-        await until(lambda: publisher.statistics().subscribers == 1)
-        assert publisher.statistics().bytes_in_use
-        closed.kill()
-        await until(lambda: publisher.statistics().lags[0].held_bytes == publisher.statistics().bytes_in_use)
 
 
 @pytest.mark.promise(1)

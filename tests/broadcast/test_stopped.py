@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from aiotensor import ClosedError, PeerLostError, WouldBlockError
+from aiotensor import PeerLostError, WouldBlockError
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.protocol.moves import WINDOW_BYTES
 from aiotensor.transports.endpoints import Endpoint
@@ -139,22 +139,6 @@ async def test_killing_a_stopped_subscriber_ends_every_wait_within_a_second(endp
         assert await other.call(workers.receive, 2) == [count, count + 1]
         with promptly():
             await idle(publisher)
-
-
-async def test_cancelling_aclose_closes_at_once_though_a_subscriber_does_not_read(endpoint: Endpoint) -> None:
-    async with clogged(endpoint, max_behind=1000) as (publisher, slow, other, _):
-        closing = asyncio.create_task(publisher.aclose())
-        await asyncio.sleep(0)
-        assert not closing.done()
-        closing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await closing
-        with pytest.raises(ClosedError):
-            publisher.publish_nowait(b"")
-        await other.call(workers.receive_for_ever)
-        slow.go_on()
-        with pytest.raises(PeerLostError):  # in place of the publications that its connection did not accept
-            await slow.call(workers.receive_for_ever)
 
 
 async def test_closing_ends_promptly_when_the_stopped_subscriber_is_killed(endpoint: Endpoint) -> None:

@@ -65,23 +65,6 @@ async def test_send_waits_for_a_receiver_that_does_not_read_and_other_calls_rais
         assert sender.statistics().messages_sent == len(handles) + 3  # one before it was clogged
 
 
-async def test_a_send_cancelled_while_the_link_is_full_releases_its_resources(pairs: PairMaker) -> None:
-    async with pairs.clogged() as clogged:
-        sender, engine, handles = clogged
-        sending = [asyncio.create_task(sender.send(pattern(7, count))) for count in (3, BIG)]
-        await until(lambda: sender.statistics().in_flight == len(handles) + 2)
-        for send in sending:
-            send.cancel()
-        await asyncio.wait(sending)
-        assert all(send.cancelled() for send in sending)
-        assert sender.statistics().in_flight == len(handles)
-        await until(lambda: sender.statistics().bytes_in_use == 0)
-        await _takes_all(clogged)
-        following = await sender.send(pattern(8, 3))
-        assert following.message == handles[-1].message + 1  # the engine has no record of the others
-        assert await engine.call(peers.receive_pattern, following, 8)
-
-
 @pytest.mark.promise(5)
 async def test_abandoned_sends_to_a_receiver_that_does_not_read_leak_no_memory(pairs: PairMaker) -> None:
     async with pairs.clogged() as (sender, _, handles):
@@ -149,24 +132,6 @@ async def test_closing_waits_for_a_receiver_that_does_not_read_and_loses_nothing
         assert not closing.done()
         await _takes_all(clogged)
         await closing
-
-
-async def test_cancelling_aclose_closes_at_once_though_the_receiver_does_not_read(pairs: PairMaker) -> None:
-    async with pairs.clogged() as (sender, engine, _):
-        closing = asyncio.create_task(sender.aclose())
-        await asyncio.sleep(0)
-        assert not closing.done()
-        closing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await closing
-        with pytest.raises(ClosedError):
-            sender.send_nowait(pattern(0, 1))
-        engine.go_on()
-        await engine.call(_hears_of_the_end)
-
-
-async def _hears_of_the_end(state: peers.State) -> None:
-    await until(lambda: state.receiver.statistics().senders == 0)
 
 
 @pytest.mark.promise(10)

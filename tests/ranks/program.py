@@ -1,28 +1,21 @@
 """The ranks of a gloo group, started by torchrun; each writes its findings to a file.
 
-torchrun --nproc-per-node 4 -m tests.ranks.program FOLDER SCENARIO
+torchrun --nproc-per-node 4 -m tests.ranks.program FOLDER
 """
 
 import asyncio
 import itertools
-import os
-import signal
 import sys
-import time
-from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from aiotensor import PeerLostError
 from aiotensor.ranks import Group, RankPipe
 from verification.patterns import BIG, pattern
-from verification.promptly import allowed_s
 
 _COUNTS = [10, None, 5_000, BIG, None, 2 * BIG]
 _WAIT_S = 60.0
@@ -35,16 +28,14 @@ class Findings(msgspec.Struct):
         rank: its rank in the group.
         pipes: how many pipes it opened.
         messages: how many messages it received with the right values.
-        lost_after_s: the seconds after which the loss of the other rank was reported; None without a loss.
     """
 
     rank: int
     pipes: int = 0
     messages: int = 0
-    lost_after_s: float | None = None
 
 
-async def everything(found: Findings) -> None:
+async def exchange_everything(found: Findings) -> None:
     """Exchange messages with all other ranks, over several pipes, also after the end of the group.
 
     One pipe to each other rank is opened after the end of its group, whose store it has kept.
@@ -99,45 +90,13 @@ async def _exchange(pipe: RankPipe) -> int:
     return right
 
 
-async def killed(found: Findings) -> None:
-    """Lose the last rank while messages travel."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all ranks as soon as one was killed
-    world, victim = dist.group.WORLD, dist.get_world_size() - 1
-    assert world is not None
-    if found.rank == victim:
-        async with AsyncExitStack() as stack:
-            pipes = [RankPipe(world, peer, max_wait_s=_WAIT_S) for peer in range(victim)]
-            await asyncio.gather(*(stack.enter_async_context(pipe) for pipe in pipes))
-            await asyncio.gather(*map(_exchange, pipes))
-            os.kill(os.getpid(), signal.SIGKILL)
-    async with RankPipe(world, victim, max_wait_s=_WAIT_S) as pipe:
-        found.messages = await _exchange(pipe)
-        began = time.monotonic()
-        try:
-            while True:
-                await asyncio.gather(pipe.send(pattern(0, BIG)), pipe.receive())
-        except PeerLostError:
-            found.lost_after_s = time.monotonic() - began
-
-
-_SCENARIOS: dict[str, Callable[[Findings], Coroutine[Any, Any, None]]] = {
-    "everything": everything,
-    "killed": killed,
-}
-
-
-def main(folder: str, scenario: str) -> None:
-    """Run one rank, and write its findings in a scenario."""
+def main(folder: str) -> None:
+    """Run one rank, and write its findings."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = Findings(dist.get_rank())
-    asyncio.run(_SCENARIOS[scenario](found))
-    if found.lost_after_s is not None:
-        found.lost_after_s /= allowed_s(1.0)
-    # Renamed, since torchrun may end this process at any time after another one was killed.
-    path = Path(folder) / f"{found.rank}.json"
-    path.with_suffix(".new").write_bytes(msgspec.json.encode(found))
-    path.with_suffix(".new").rename(path)
+    asyncio.run(exchange_everything(found))
+    (Path(folder) / f"{found.rank}.json").write_bytes(msgspec.json.encode(found))
     if dist.is_initialized():
         dist.destroy_process_group()
 

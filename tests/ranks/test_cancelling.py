@@ -12,12 +12,16 @@ from aiotensor import ClosedError, PeerLostError
 from aiotensor.ranks import RankPipe
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, Running, cancel_everywhere
-from tests.ranks.pipes import Routes, ends, opened
+from tests.ranks.pipes import ROUTES, Routes, ends, opened
 from tests.selection import COMPLETE
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
-pytestmark = [pytest.mark.usefixtures("route"), pytest.mark.promise(21)]
+pytestmark = [
+    pytest.mark.usefixtures("route"),
+    pytest.mark.parametrize("route", list(ROUTES) if COMPLETE else ["unix"], indirect=True),
+    pytest.mark.promise(21),
+]
 
 _SOME = 5_000
 _COUNTS = [3, _SOME, BIG, SLOW] if COMPLETE else [3, SLOW]

@@ -79,25 +79,6 @@ async def test_waiting_calls_end_when_their_pipe_is_closed() -> None:
             await low.__aenter__()
 
 
-async def test_both_ends_may_close_at_once() -> None:
-    for _ in range(10):
-        async with ends() as (low, high):
-            await low.send(pattern(0, BIG))
-            await high.send(pattern(1, _SOME))
-            await asyncio.gather(low.aclose(), high.aclose())
-
-
-async def test_statistics_are_available_before_opening_and_after_closing() -> None:
-    pipe = RankPipe(HashStore(), 1, rank=0, world_size=2, max_bytes=1 << 20)
-    assert pipe.statistics().max_bytes == 1 << 20
-    async with ends() as (low, high):
-        await low.send(torch.ones(4))
-        await high.receive()
-    assert (low.statistics().messages_sent, low.statistics().bytes_sent) == (1, 16)
-    assert (high.statistics().messages_received, high.statistics().bytes_received) == (1, 16)
-    assert high.statistics().connected == 0
-
-
 @pytest.mark.promise(23)
 async def test_a_pipe_can_be_used_only_where_it_was_opened() -> None:
     pipe = RankPipe(HashStore(), 1, rank=0, world_size=2)

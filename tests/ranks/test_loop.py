@@ -5,15 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from aiotensor import PeerLostError
-from aiotensor.ranks import RankPipe
 from tests.conformance.turns import Lengths, measured, some_turns, too_long
-from tests.ranks.pipes import Routes, forget, open_pipe, with_child
+from tests.ranks.pipes import forget, with_child
 from tests.selection import COMPLETE
 from verification.processes import peers
-from verification.processes.peers import Peer
 from verification.waiting import until
 
 _BYTES = 150 << 20
@@ -94,10 +91,6 @@ async def _wait_until_lost(state: peers.State) -> Lengths:
     return lengths
 
 
-async def _send(state: peers.State) -> None:
-    await state.others["pipe"].send(torch.ones(_BYTES, dtype=torch.uint8))
-
-
 async def test_no_call_of_a_rank_that_sends_keeps_its_loop_busy_for_long(places: _Places) -> None:
     source = torch.ones(_BYTES, dtype=torch.uint8)
 
@@ -166,42 +159,6 @@ async def test_no_call_of_a_rank_that_receives_keeps_its_loop_busy_for_long(plac
             lengths |= await child.call(_close_measured)
             with pytest.raises(PeerLostError):
                 await pipe.receive()
-        return lengths
-
-    assert await too_long(measure) == {}
-
-
-async def test_opening_and_the_death_of_the_other_rank_keep_the_loop_free(places: _Places) -> None:
-    async def measure() -> Lengths:
-        lengths: Lengths = {}
-        route, path = Routes.current, str(places.next() / "store")
-        child = Peer(path)
-        try:
-            machine = None if route.is_local else "the machine of the child"
-            opening = child.start(open_pipe, 1, machine, **route.options)
-            pipe = RankPipe(FileStore(path, 2), 1, rank=0, world_size=2, **route.options)
-            with measured("open", lengths):
-                await pipe.__aenter__()
-            await opening
-            await pipe.send(torch.ones(_BYTES, dtype=torch.uint8))
-            await child.call(_take)
-            sending = child.start(_send)
-            await until(lambda: pipe.statistics().unclaimed == 1)
-            await sending
-            with measured("the other rank dies", lengths):
-                child.kill()
-                await until(lambda: not pipe.statistics().connected)
-                await some_turns()
-            received = await pipe.receive()
-            assert received is not None
-            assert int(received.sum()) == _BYTES
-            with measured("free the last tensor of a rank that has died", lengths):
-                del received
-                await until(lambda: pipe.statistics().leases == 0)
-                await some_turns()
-            await pipe.aclose()
-        finally:
-            await child.close()
         return lengths
 
     assert await too_long(measure) == {}

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zmq
-from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from aiotensor import (
@@ -33,6 +33,8 @@ from verification.promptly import promptly
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("route")
+
+once = pytest.mark.parametrize("route", ["unix"], indirect=True)  # for what does not depend on the route
 
 _SOME = 5_000
 
@@ -76,6 +78,7 @@ async def test_either_end_may_be_opened_first_and_leaves_nothing_in_the_store_an
     assert store.check(["aiotensor/ranks/0-1/0", "aiotensor/ranks/0-1/1"])  # the counters
 
 
+@once
 async def test_each_pipe_is_connected_to_the_pipe_with_the_same_number() -> None:
     store = HashStore()
     lows = [_end(store, 0) for _ in range(3)]
@@ -92,6 +95,7 @@ async def test_each_pipe_is_connected_to_the_pipe_with_the_same_number() -> None
 
 
 @pytest.mark.promise(40)
+@once
 async def test_opening_waits_for_the_other_rank_until_it_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -109,6 +113,7 @@ async def test_opening_waits_for_the_other_rank_until_it_is_cancelled(
         caplog.clear()
 
 
+@once
 async def test_closing_a_pipe_ends_its_opening() -> None:
     pipe = _end(HashStore(), 0)
     opening = asyncio.ensure_future(pipe.__aenter__())
@@ -120,6 +125,7 @@ async def test_closing_a_pipe_ends_its_opening() -> None:
         await opening
 
 
+@once
 async def test_max_wait_s_limits_the_wait_for_a_rank_that_is_absent_or_died_while_it_opened() -> None:
     for died in (False, True):
         store = HashStore()
@@ -132,6 +138,7 @@ async def test_max_wait_s_limits_the_wait_for_a_rank_that_is_absent_or_died_whil
             await pipe.send(None)
 
 
+@once
 async def test_ranks_with_different_options_refuse_each_other() -> None:
     for own, other, text in (
         ({"max_bytes": 1 << 20}, {"max_bytes": 1 << 21}, "max_bytes=2097152, but this rank with 1048576: "),
@@ -144,7 +151,8 @@ async def test_ranks_with_different_options_refuse_each_other() -> None:
         assert f"{text}pass the same value at both ranks" in str(results[0])
 
 
-async def test_another_version_of_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@once
+async def test_a_rank_of_another_version_and_an_entry_of_another_form_are_refused() -> None:
     store = HashStore()
     entry = entries.Entry(99, "another machine", address="/nowhere")
     data = msgspec.json.encode(entry).decode()
@@ -154,15 +162,13 @@ async def test_another_version_of_the_library_is_refused(monkeypatch: pytest.Mon
     for rank in (0, 1):
         with pytest.raises(RefusedError, match="version 99"):
             await _end(store, rank).__aenter__()
-
-
-async def test_an_entry_of_another_form_is_an_error() -> None:
     store = HashStore()
     store.set("aiotensor/ranks/0-1/1/1", "nonsense")
     with pytest.raises(ProtocolError, match="rank 1 wrote an entry that cannot be decoded"):
         await _end(store, 0).__aenter__()
 
 
+@once
 async def test_a_store_that_is_gone_is_an_error() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
@@ -171,18 +177,6 @@ async def test_a_store_that_is_gone_is_an_error() -> None:
     del server
     with promptly(5), pytest.raises(PeerLostError, match="the store of the group cannot be reached"):
         await opening
-
-
-async def test_a_tcp_store_behind_a_prefix_store_is_supported() -> None:
-    server = PrefixStore("training", TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-    low, high = (
-        RankPipe(
-            server, 1 - rank, rank=rank, world_size=2, encrypt=Routes.current.options.get("encrypt", False)
-        )
-        for rank in (0, 1)
-    )
-    await opened(low, high)
-    await _exchange(low, high)
 
 
 async def test_a_store_without_a_server_needs_host_between_machines() -> None:
@@ -280,6 +274,7 @@ _WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
+@once
 async def test_wrong_arguments_are_refused() -> None:
     for arguments, error, text in _WRONG:
         right: dict[str, Any] = {"group": HashStore(), "peer": 1, "rank": 0, "world_size": 2}
@@ -289,6 +284,7 @@ async def test_wrong_arguments_are_refused() -> None:
             RankPipe(**{**right, **arguments})
 
 
+@once
 async def test_a_group_of_one_process_has_no_other_rank() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -135,18 +135,6 @@ async def test_a_tensor_that_cannot_be_sent_acquires_no_resources() -> None:
         assert await high.receive() is not None
 
 
-async def test_several_pipes_of_one_pair_are_independent() -> None:
-    async with ends() as first, ends() as second:
-        await first.low.send(pattern(1, _SOME))
-        await second.low.send(pattern(2, _SOME))
-        received = await second.high.receive()
-        assert received is not None
-        assert torch.equal(received, pattern(2, _SOME))
-        received = await first.high.receive()
-        assert received is not None
-        assert torch.equal(received, pattern(1, _SOME))
-
-
 # So many small messages leave space in the record for the tensor, but perhaps not for the answer, too.
 @pytest.mark.parametrize("count", range(MAX_FRAMES - 2, MAX_FRAMES + 1))
 async def test_a_tensor_arrives_after_small_messages_that_fill_a_record_with_an_answer(count: int) -> None:
