@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from aiotensor import (
@@ -35,7 +34,7 @@ from aiotensor.protocol.frames import (
     Welcome,
 )
 from aiotensor.types import MAX_NUMBER
-from tests.bare_peers import BareReceiver, bare_inspector, inspect_patiently, inspecting_bare_receiver
+from tests.bare_peers import bare_inspector, inspect_patiently, inspecting_bare_receiver
 from tests.pairs import endpoint
 from tests.transports.unix_ends import in_child, leave_stale
 from verification.fuzz.listening import waiting_at
@@ -230,21 +229,6 @@ async def test_inspect_times_out_if_the_receiver_does_not_answer(address: str) -
             pytest.raises(PeerLostError, match=r"has not answered for 0\.05 s: its process is stopped"),
         ):
             await inspect(address, patience_s=HURRY_S)
-
-
-async def test_a_receiver_that_accepts_late_is_still_inspected(address: str) -> None:
-    with waiting_at(address) as listener, _crowd(listener) as count:
-        looking = asyncio.create_task(inspect_patiently(address))
-        await asyncio.sleep(0)  # the inspection has tried to connect
-        loop = asyncio.get_running_loop()
-        for _ in range(count):
-            (await loop.sock_accept(listener))[0].close()
-        sock, _ = await loop.sock_accept(listener)
-        with sock:
-            sock.setblocking(False)
-            report = msgspec.structs.replace(await _report(), senders=())
-            await BareReceiver(sock).say(Welcome(VERSION, 7), report)
-            assert (await looking).pid == 7
 
 
 async def test_wrong_arguments_are_rejected(address: str) -> None:

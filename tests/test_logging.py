@@ -20,7 +20,7 @@ import msgspec
 import pytest
 import zmq
 
-from aiotensor import PeerLostError, RemoteError, TensorReceiver, TensorSender
+from aiotensor import RemoteError, TensorReceiver, TensorSender
 from aiotensor.channel import MessageServer
 from aiotensor.protocol import exchange
 from aiotensor.protocol.connection import Close
@@ -270,26 +270,6 @@ async def test_a_request_whose_handler_raises_is_logged_in_one_line() -> None:
     assert (failed.logger, failed.level) == ("aiotensor.channel", "ERROR")
     assert str(failed.fields.pop("reason")).startswith("no answer to 5: so it is\\n2026")
     assert failed.fields == {"peer_pid": os.getpid(), "error": "ValueError"}
-
-
-async def test_a_lost_server_is_logged_with_the_number_of_lost_messages() -> None:
-    with heard() as events:
-        async with channel() as ends:
-            asking = asyncio.create_task(ends.client.request(Question(1)))
-            request = await anext(ends.server)
-            await ends.server.aclose()
-            with pytest.raises(PeerLostError):
-                await asking
-            del request
-            address = ends.place.messages
-    lost = _one(events, "server_lost")
-    assert (lost.logger, lost.level) == ("aiotensor.channel", "WARNING")
-    assert lost.fields == {
-        "address": address,
-        "peer_pid": os.getpid(),
-        "reason": "it closed the connection",
-        "messages_lost": 1,
-    }
 
 
 async def test_a_client_cannot_forge_a_line_by_its_messages() -> None:

@@ -27,6 +27,7 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor import receiver as receiver_module
+from tests.conformance.turns import Changes
 from tests.pairs import beyond, endpoint, is_local, pair
 from verification.internals import intake_of
 from verification.patterns import BIG, pattern
@@ -371,19 +372,6 @@ async def test_a_sender_beyond_a_limit_over_all_senders_is_refused(limit: str, e
             assert receiver.statistics().senders_lost == 0
 
 
-@once
-async def test_a_handle_can_be_awaited_before_its_sender_has_reconnected() -> None:
-    with endpoint("unix") as place:
-        async with TensorReceiver(place, max_unclaimed_messages=8) as receiver, TensorSender(place) as first:
-            await until(lambda: receiver.statistics().senders == 1)
-            async with TensorSender(place) as late:
-                await until(lambda: late.statistics().receivers_lost == 1)  # it does not fit
-                await first.aclose()
-                await until(lambda: receiver.statistics().senders == 0)
-                handle = await late.send(pattern(0, 3))  # the receiver has not read its socket since
-                assert torch.equal(await receiver.receive(handle), pattern(0, 3))
-
-
 @pytest.mark.promise(5)
 async def test_memory_returns_when_the_last_view_is_freed_in_whatever_thread() -> None:
     async with pair() as (sender, receiver):
@@ -433,3 +421,55 @@ async def test_copies_and_errors_are_counted_and_cancelling_is_no_error() -> Non
     with pytest.raises(StopAsyncIteration):  # which is no error
         await anext(receiver)
     assert receiver.statistics().errors == {"AlreadyTakenError": 3, "WouldBlockError": 1, "other": 2}
+
+
+# Thousands of tensors that are freed at once: the work is divided over many iterations.
+
+MESSAGES, TENSORS = 3, 1000
+ALL = MESSAGES * TENSORS
+NBYTES = 16 << 10  # too large for a frame, so each has a block
+
+
+async def _send_all(sender: TensorSender, receiver: TensorReceiver) -> list[TensorHandle]:
+    handles: list[TensorHandle] = []
+    for _ in range(MESSAGES):
+        async with sender.message() as message:
+            handles += [await message.send(torch.zeros(NBYTES, dtype=torch.uint8)) for _ in range(TENSORS)]
+    for handle in handles:
+        await receiver.arrived(handle)
+    return handles
+
+
+async def test_many_freed_tensors_are_released_over_many_iterations() -> None:
+    async with pair() as (sender, receiver):
+        tensors = [await receiver.receive(handle) for handle in await _send_all(sender, receiver)]
+        assert receiver.statistics().leases == ALL
+
+        with (
+            Changes(lambda: receiver.statistics().leases) as leases,
+            Changes(lambda: sender.statistics().bytes_in_use // NBYTES) as blocks,
+        ):
+            tensors.clear()
+            await settled(sender)
+
+        assert 0 < leases.most < ALL // 5
+        assert 0 < blocks.most < ALL // 5
+
+        tensors = [await receiver.receive(handle) for handle in await _send_all(sender, receiver)]
+        while tensors:
+            del tensors[-97:]  # while earlier ones are released
+            await asyncio.sleep(0)
+        await settled(sender)
+        assert receiver.statistics().leases == 0
+
+
+async def test_tensors_freed_before_a_receiver_closes_are_released() -> None:
+    async with pair() as (sender, receiver):
+        tensors = [await receiver.receive(handle) for handle in await _send_all(sender, receiver)]
+        await sender.drain()
+
+        tensors.clear()
+        await receiver.aclose()
+
+        await settled(sender)
+        assert sender.statistics().messages_discarded == 0

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 import torch
@@ -61,7 +62,7 @@ async def test_shared_memory_never_exceeds_arena_bytes() -> None:
         await until(lambda: sum(send.done() for send in sending) == 5)
         view = (await receiver.receive(await sending[0]))[10:20]
         gc.collect()
-        await sender.send(pattern(0, 3))  # an inline tensor needs none
+        await receiver.receive(await sender.send(pattern(0, 3)))  # an inline tensor needs none
         with pytest.raises(WouldBlockError, match="not enough shared memory") as caught:
             sender.send_nowait(pattern(0, elements))
         found = caught.value.bytes
@@ -562,3 +563,33 @@ async def test_two_waits_of_one_message_are_not_mistaken_for_a_deadlock() -> Non
             handles = await asyncio.gather(*parts)
         for handle in handles:
             await receiver.receive(handle)
+
+
+@once
+async def test_a_call_that_need_not_wait_completes_in_an_expired_timeout_scope() -> None:
+    async with pair() as (sender, receiver):
+        async with asyncio.timeout(-1):
+            handle = await sender.send(pattern(1, 3))
+        await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            assert torch.equal(await receiver.receive(handle), pattern(1, 3))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(-1):
+                await receiver.receive(await sender.send(pattern(2, 3)))  # which has to arrive first
+        sender.discard_all()
+        await sender.drain()
+
+
+@once
+async def test_a_run_of_calls_that_need_not_wait_lets_no_other_task_run() -> None:
+    async with pair(max_concurrent_videos=100) as (sender, receiver):
+        turns: list[int] = []
+        asyncio.get_running_loop().call_soon(turns.append, 1)
+        handles = [await sender.send(pattern(number, 3)) for number in range(100)]
+        assert not turns
+        await until(lambda: receiver.statistics().unclaimed_tensors == 100)
+        asyncio.get_running_loop().call_soon(turns.append, 2)
+        for handle in handles:
+            await receiver.receive(handle)
+        assert turns == [1]

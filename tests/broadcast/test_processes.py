@@ -95,22 +95,6 @@ async def test_a_killed_subscriber_releases_its_memory_within_a_second(
         assert await receiving == number
 
 
-async def test_all_memory_of_killed_subscribers_is_released(endpoint: Endpoint) -> None:
-    async with audience(endpoint, 3) as (publisher, children):
-        for number in range(3):
-            await publisher.publish(pattern(number, BIG))
-        await children[0].call(workers.receive, 3, keep=True)
-        await children[1].call(workers.receive, 1)
-        await children[2].stop()
-        for child in children:
-            child.kill()
-        with promptly():
-            await idle(publisher)
-        [segment] = segments_of(publisher)
-        assert not segment.is_retired
-        await publisher.drain()
-
-
 @pytest.mark.promise(10)
 async def test_waiting_calls_raise_promptly_after_the_publisher_was_killed(endpoint: Endpoint) -> None:
     async with (

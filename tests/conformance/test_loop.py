@@ -102,9 +102,8 @@ async def test_no_call_of_a_receiver_keeps_the_loop_busy_for_long(link: str) -> 
     async def measure(pairs: PairMaker) -> Lengths:
         async with pairs.near_sender() as (sender, engine):
             # In a new process, since the first use of a function may import modules.
-            lengths = await engine.call(_copy_measured, await sender.send(source))
-            lengths |= await engine.call(_receive_measured, await sender.send(source))
-            lengths |= await engine.call(_discard_measured, await sender.send(source))
+            handles = [await sender.send(source) for _ in range(3)]
+            lengths = await engine.call(_receive_measured, *handles)
             await engine.call(_take, await sender.send(source))
             leaving = engine.start(_a_sender_leaves_measured)
             await sender.aclose()
@@ -124,30 +123,21 @@ async def _take(state: peers.State, handle: TensorHandle) -> None:
     state.tensors.append(tensor)
 
 
-async def _copy_measured(state: peers.State, handle: TensorHandle) -> Lengths:
+async def _receive_measured(
+    state: peers.State, copied: TensorHandle, viewed: TensorHandle, discarded: TensorHandle
+) -> Lengths:
     lengths: Lengths = {}
     with measured("receive a copy", lengths):
-        state.tensors.append(await state.receiver.receive(handle, copy=True))
-    return lengths
-
-
-async def _receive_measured(state: peers.State, handle: TensorHandle) -> Lengths:
-    lengths: Lengths = {}
+        state.tensors.append(await state.receiver.receive(copied, copy=True))
     with measured("receive", lengths):
-        tensor = await state.receiver.receive(handle)
+        tensor = await state.receiver.receive(viewed)
     assert int(tensor.sum()) == _BYTES
     with measured("free what was received", lengths):
         del tensor
-        await until(lambda: state.receiver.statistics().leases == 0)
+        await until(lambda: state.receiver.statistics().leases == 1)
         await some_turns()
-    return lengths
-
-
-async def _discard_measured(state: peers.State, handle: TensorHandle) -> Lengths:
-    lengths: Lengths = {}
-    await until(lambda: state.receiver.statistics().unclaimed_tensors == 1)
     with measured("discard at the receiver", lengths):
-        state.receiver.discard(handle)
+        state.receiver.discard(discarded)
         await until(lambda: state.receiver.statistics().leases == 0)
         await some_turns()
     return lengths
@@ -237,8 +227,8 @@ async def test_no_call_of_a_subscriber_keeps_the_loop_busy_for_long(link: str) -
         lengths: Lengths = {}
         # In new processes, since the first use of a function may import modules.
         async with audience(pairs.endpoint, 2) as (publisher, [first, second]):
-            for work in (_receive_publication_measured, _write_measured):
-                receiving = first.start(work)
+            for write in (False, True):
+                receiving = first.start(_receive_publication_measured, write=write)
                 await publisher.publish(source)
                 lengths |= await receiving
                 await second.call(_take_next)
@@ -275,31 +265,18 @@ async def _take_message(state: peers.State) -> None:
     assert (await state.others["subscriber"].receive()).message == b"next"
 
 
-async def _freed(subscriber: Subscriber[torch.Tensor]) -> None:
-    await until(lambda: subscriber.statistics().leases == 0)
-    await some_turns()
-
-
-async def _receive_publication_measured(state: peers.State) -> Lengths:
+async def _receive_publication_measured(state: peers.State, *, write: bool) -> Lengths:
     lengths: Lengths = {}
     subscriber = _subscriber(state)
     with measured("receive", lengths):
         publication = await subscriber.receive()
     assert int(publication.message[::_PAGE].sum()) == _BYTES // _PAGE
-    with measured("free what was received", lengths):
+    if write:
+        publication.message[::_PAGE] += 1  # which copies each page
+    with measured("free what was written in place" if write else "free what was received", lengths):
         del publication
-        await _freed(subscriber)
-    return lengths
-
-
-async def _write_measured(state: peers.State) -> Lengths:
-    lengths: Lengths = {}
-    subscriber = _subscriber(state)
-    publication = await subscriber.receive()
-    publication.message[::_PAGE] += 1  # which copies each page
-    with measured("free what was written in place", lengths):
-        del publication
-        await _freed(subscriber)
+        await until(lambda: subscriber.statistics().leases == 0)
+        await some_turns()
     return lengths
 
 

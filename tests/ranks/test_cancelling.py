@@ -27,11 +27,6 @@ _SOME = 5_000
 _COUNTS = [3, _SOME, BIG, SLOW] if COMPLETE else [3, SLOW]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_of_torch() -> None:
-    torch.set_num_threads(1)
-
-
 def _idle(
     attempt: Callable[[Attempt], Awaitable[None]], *pipes: RankPipe
 ) -> Callable[[Attempt], Awaitable[None]]:

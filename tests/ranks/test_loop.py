@@ -1,6 +1,8 @@
 """No call of a pipe keeps the loop busy for long."""
 
 import asyncio
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,23 +25,17 @@ pytestmark = [
 ]
 
 
-class _Places:
-    """Folders for the stores of the attempts: pipes of two attempts must not meet."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._number = 0
-
-    def next(self) -> Path:
-        self._number += 1
-        place = self._folder / str(self._number)
-        place.mkdir()
-        return place
-
-
 @pytest.fixture
-def places(folder: Path) -> _Places:
-    return _Places(folder)
+def places(folder: Path) -> Iterator[Path]:
+    """Return folders for the stores of the attempts: pipes of two attempts must not meet."""
+
+    def make() -> Iterator[Path]:
+        for number in itertools.count():
+            place = folder / str(number)
+            place.mkdir()
+            yield place
+
+    return make()
 
 
 async def _take(state: peers.State) -> None:
@@ -91,12 +87,12 @@ async def _wait_until_lost(state: peers.State) -> Lengths:
     return lengths
 
 
-async def test_no_call_of_a_rank_that_sends_keeps_its_loop_busy_for_long(places: _Places) -> None:
+async def test_no_call_of_a_rank_that_sends_keeps_its_loop_busy_for_long(places: Iterator[Path]) -> None:
     source = torch.ones(_BYTES, dtype=torch.uint8)
 
     async def measure() -> Lengths:
         lengths: Lengths = {}
-        async with with_child(places.next(), max_bytes=_BYTES) as (pipe, child):
+        async with with_child(next(places), max_bytes=_BYTES) as (pipe, child):
             sending = asyncio.create_task(pipe.send(source))
             with measured("cancel a copy", lengths):
                 await until(lambda: pipe.statistics().bytes_in_flight == _BYTES)
@@ -138,11 +134,11 @@ async def test_no_call_of_a_rank_that_sends_keeps_its_loop_busy_for_long(places:
     assert await too_long(measure) == {}
 
 
-async def test_no_call_of_a_rank_that_receives_keeps_its_loop_busy_for_long(places: _Places) -> None:
+async def test_no_call_of_a_rank_that_receives_keeps_its_loop_busy_for_long(places: Iterator[Path]) -> None:
     source = torch.ones(_BYTES, dtype=torch.uint8)
 
     async def measure() -> Lengths:
-        async with with_child(places.next()) as (pipe, child):
+        async with with_child(next(places)) as (pipe, child):
             # In a new process, since the first use of a function may import modules.
             lengths: Lengths = {}
             for receive_measured in (_receive_measured, _copy_measured):
@@ -153,7 +149,7 @@ async def test_no_call_of_a_rank_that_receives_keeps_its_loop_busy_for_long(plac
             closing = child.start(_wait_until_lost)
             await pipe.aclose()
             lengths |= await closing
-        async with with_child(places.next()) as (pipe, child):
+        async with with_child(next(places)) as (pipe, child):
             await pipe.send(source)
             await child.call(_take)
             lengths |= await child.call(_close_measured)

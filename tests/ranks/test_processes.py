@@ -1,7 +1,6 @@
 """The other rank in another process, which is killed, stopped or closed while messages travel."""
 
 import asyncio
-import contextlib
 import os
 import random
 from contextlib import AsyncExitStack
@@ -13,7 +12,7 @@ import torch
 
 from aiotensor import PeerLostError, WouldBlockError
 from aiotensor.ranks import RankPipe
-from tests.ranks.pipes import Routes, echo, open_pipe, receive, send, with_child
+from tests.ranks.pipes import Routes, echo, receive, send, with_child
 from tests.selection import COMPLETE
 from verification.patterns import BIG, pattern
 from verification.processes import watch
@@ -126,25 +125,6 @@ async def test_a_stopped_rank_delays_only_messages_beyond_the_limit(folder: Path
         assert await child.call(receive, 0, 4)
         await waiting
         await pipe.drain()
-
-
-async def test_a_rank_that_dies_while_it_opens_does_not_hang_the_other(folder: Path) -> None:
-    for delay_s in (0.0, 0.01):
-        place = folder / str(delay_s)
-        place.mkdir()
-        with contextlib.suppress(PeerLostError, WouldBlockError):
-            async with with_child(place, max_wait_s=1.0) as (pipe, child):
-                child.kill()
-                with promptly():
-                    await pipe.receive()
-        child = Peer(str(place / "other"))
-        opening = child.start(
-            open_pipe, 1, None if Routes.current.is_local else "elsewhere", **Routes.current.options
-        )
-        await asyncio.sleep(delay_s)
-        child.kill()
-        await child.close()
-        opening.cancel()
 
 
 @pytest.mark.promise(20)

@@ -142,15 +142,6 @@ async def test_messages_before_a_violation_can_be_received(route: Route, rank: i
             await pipe.receive()
 
 
-@on_any_machine
-@one_rank
-async def test_a_rank_that_refuses_an_open_pipe_is_lost(route: Route, rank: int) -> None:
-    steps = record(JOIN), record(["close", "no more", True])
-    async with pipe_to_rogue(route, rank, *steps) as pipe:
-        with pytest.raises(PeerLostError, match="it closed the connection: no more"):
-            await pipe.receive()
-
-
 @pytest.mark.parametrize("route", ["unix"], indirect=True)
 @one_rank
 async def test_a_segment_without_its_descriptor_ends_the_pipe(route: Route, rank: int) -> None:
