@@ -13,15 +13,20 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
+from aiotensor.tensors import dtypes
 from verification import loops, places
 
-__all__ = ["COMPLETE", "LINKS", "LOCAL_LINKS", "MODES", "loop_factories", "select"]
+__all__ = ["COMPLETE", "DTYPES", "LINKS", "LOCAL_LINKS", "MODES", "loop_factories", "select"]
 
 COMPLETE = os.environ.get("AIOTENSOR_TESTS") == "all"
 
 LINKS = list(places.LINKS) if COMPLETE else ["unix", "tcp"]
 LOCAL_LINKS = [link for link in LINKS if places.LINKS[link].is_local]
 MODES = loops.MODES if COMPLETE else ["plain"]
+
+# One dtype of each kind and size, for tests that read bytes; tests/test_values.py sends every dtype.
+_FEW = ["bool", "uint8", "bfloat16", "float32", "float8_e4m3fn", "complex128"]
+DTYPES = {name: dtype for name, dtype in dtypes.DTYPES.items() if COMPLETE or name in _FEW}
 
 # The loop for each link. Unix sockets and TCP differ most, so each has one of the loops.
 _LOOPS = (

@@ -1,31 +1,23 @@
 """Functions that read or change the internal state of clients, servers and blocking objects."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-
-import zmq
 
 from aiotensor.blocking.portal import BlockingObject
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.channel.client_session import ClientSession, IncomingRequest
 from aiotensor.channel.remote_server import RemoteServer
-from aiotensor.channel.send_queue import SendQueue
 from aiotensor.runtime.worker import Worker
-from aiotensor.transports.zeromq.sockets import LoopSocket
 
 __all__ = [
     "after_next_lock",
     "arriving",
-    "blocked",
     "clients_of",
     "found",
     "is_opening",
-    "note_messages",
     "ready",
     "rejected",
     "servers_of",
-    "socket_of",
     "unanswered",
     "unsent",
     "waiters_for_requests",
@@ -62,38 +54,16 @@ def clients_of(server: MessageServer[Any]) -> list[ClientSession]:
     return list(server._clients._clients.values())
 
 
-def rejected(server: MessageServer[Any]) -> int:
-    """Count the clients that were rejected, and are still connected."""
-    assert server._clients is not None
-    return len(server._clients._rejected)
-
-
-def socket_of(server: MessageServer[Any]) -> LoopSocket:
-    """Return the socket of a server."""
-    assert server._clients is not None
-    return server._clients._socket
-
-
-def note_messages(
-    server: MessageServer[Any], note: Callable[[list[zmq.Frame]], object]
-) -> Callable[[list[zmq.Frame]], None]:
-    """Call a function with each message that a server receives; return the server's own handler."""
-    assert server._clients is not None
-    clients = server._clients
-    handle = clients.message_arrived
-
-    def noted(parts: list[zmq.Frame]) -> None:
-        note(parts)
-        handle(parts)
-
-    clients.message_arrived = noted  # type: ignore[method-assign]
-    return handle
-
-
 def ready(server: MessageServer[Any]) -> list[IncomingRequest]:
     """Return the requests whose tensors have arrived."""
     assert server._clients is not None
     return list(server._clients.requests.ready)
+
+
+def rejected(server: MessageServer[Any]) -> int:
+    """Count the clients that were rejected, and are still connected."""
+    assert server._clients is not None
+    return len(server._clients._rejected)
 
 
 def arriving(server: MessageServer[Any]) -> int:
@@ -148,14 +118,3 @@ class _SteppingLock:
         self._blocking._lock = self._lock
         self._lock.release()
         self._step()
-
-
-@contextmanager
-def blocked(queue: SendQueue) -> Iterator[None]:
-    """Let messages wait in a queue for the length of a block, and then send them."""
-    send, queue._send = queue._send, lambda *_: False
-    try:
-        yield
-    finally:
-        queue._send = send
-        queue.flush(is_retry=False)

@@ -23,7 +23,6 @@ from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
-
 Tensors = dict[str, list[torch.Tensor]]
 MESSAGES: dict[str, Callable[[], Tensors]] = {
     "not contiguous": lambda: {"x": [torch.zeros(150 << 10, 1 << 10, dtype=torch.uint8).t()]},

@@ -381,7 +381,9 @@ async def test_a_server_name_that_leads_nowhere_here_raises_os_error_with_a_hint
 
 
 async def test_handshakes_that_the_server_ends_raise_access_denied_error() -> None:
-    async def end(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write_eof()
+        await reader.read()  # closing with unread data would reset the connection
         writer.close()
 
     async with await asyncio.start_server(end, "127.0.0.1", 0) as impostor:

@@ -9,9 +9,9 @@ import torch
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
 from aiotensor.errors import ProtocolError, UnsupportedTensorError
-from aiotensor.tensors.dtypes import DTYPES
 from tests.codec.messages import Box, anything, beside, body_of, extension, inside, of, sent
 from tests.codec.scenes import DECODERS, every_decoder, read_or_refuse
+from tests.selection import DTYPES
 from tests.test_values import REFUSED
 
 # Before numpy 2, arrays have fewer dimensions than tensors.

@@ -15,7 +15,6 @@ from torch.nn import Parameter
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
 from aiotensor.codec.cost import takes_long
-from aiotensor.tensors.dtypes import DTYPES
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from tests.codec.messages import (
     LARGE,
@@ -33,6 +32,7 @@ from tests.codec.messages import (
     tensors_in,
     through,
 )
+from tests.selection import DTYPES
 from tests.tensors.segments import random_tensor
 from tests.tensors.test_source import Box as Foreign
 from tests.tensors.test_source import read_only

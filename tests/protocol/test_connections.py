@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from aiotensor.errors import PeerLostError, ProtocolError, RefusedError
 from aiotensor.protocol.connection import Close, Connection, ConnectionState, Loss
@@ -37,7 +38,7 @@ from aiotensor.protocol.segments import MAX_SEGMENTS
 from aiotensor.protocol.sender import SenderConnection
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from aiotensor.types import MAX_NUMBER
-from tests.frames import frames_of, hello, put
+from tests.frames import LONGEST_TRACE, frames_of, hello, put
 
 OPENING, OPEN, CLOSED = ConnectionState
 
@@ -324,13 +325,18 @@ def test_answers_to_messages_that_the_sender_has_ended_have_no_effect() -> None:
 @given(
     limit=st.none() | st.sampled_from([LEAST_FRAME_BYTES, 20_000, MAX_RECORD_BYTES, MAX_NUMBER]),
     sizes=st.lists(st.sampled_from([0, 3, 2048, 6 * 1024, MAX_INLINE_BYTES]), max_size=100),
+    is_traced=st.booleans(),
     answers=st.sampled_from([0, 1, MAX_NUMBERS, MAX_NUMBERS + 1, 40 * MAX_NUMBERS]),
 )
 def test_records_stay_within_every_limit_and_keep_the_order_of_frames(
-    limit: int | None, sizes: list[int], answers: int
+    limit: int | None, sizes: list[int], is_traced: bool, answers: int
 ) -> None:
     sender = new_sender(*([] if limit is None else [welcome(limit)]))
-    puts = [message(number=FIRST + number, nbytes=nbytes, last=True) for number, nbytes in enumerate(sizes)]
+    trace = LONGEST_TRACE if is_traced else None
+    puts = [
+        replace(message(number=FIRST + number, nbytes=nbytes, last=True), trace=trace)
+        for number, nbytes in enumerate(sizes)
+    ]
     records: list[bytes] = []
     for frame in puts:
         sender.put(frame)
@@ -367,9 +373,7 @@ def test_a_segment_is_shared_by_a_record_of_its_own_and_counted_by_its_size() ->
     record = sender.attach(3, "arena", SEGMENT_BYTES - 4096)
     assert decode(FROM_SENDER, record) == [Attach(3, "arena", SEGMENT_BYTES - 4096)]
     assert frames_of(sender) == [message()]
-    receiver = new_receiver()
-    receiver.receive(record)
-    receiver.receive(sender.attach(0, "arena", 4096))
+    receiver = new_receiver(Attach(3, "arena", SEGMENT_BYTES - 4096), Attach(0, "arena", 4096))
     assert receiver.segments == {3: SEGMENT_BYTES - 4096, 0: 4096}
 
 

@@ -20,7 +20,6 @@ from verification.waiting import until
 pytestmark = [
     pytest.mark.usefixtures("route"),
     pytest.mark.parametrize("route", list(ROUTES) if COMPLETE else ["unix"], indirect=True),
-    pytest.mark.promise(21),
 ]
 
 _SOME = 5_000

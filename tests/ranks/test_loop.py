@@ -21,7 +21,6 @@ _BYTES = 150 << 20
 pytestmark = [
     pytest.mark.usefixtures("route"),
     pytest.mark.parametrize("route", ["unix", "tcp"] if COMPLETE else ["unix"], indirect=True),
-    pytest.mark.promise(19),
 ]
 
 

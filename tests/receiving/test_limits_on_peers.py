@@ -8,14 +8,7 @@ import socket
 import pytest
 import torch
 
-from aiotensor import (
-    PeerLostError,
-    RefusedError,
-    TensorHandle,
-    TensorReceiver,
-    TensorSender,
-    WouldBlockError,
-)
+from aiotensor import PeerLostError, RefusedError, TensorHandle, TensorReceiver, TensorSender, WouldBlockError
 from aiotensor.protocol.frames import MAX_FRAMES, MAX_RECORD_BYTES, Discard, encode
 from aiotensor.protocol.receiver import AdmissionLimits
 from aiotensor.receiving.intake import MAX_UNIDENTIFIED, Intake

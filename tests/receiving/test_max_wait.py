@@ -5,12 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from aiotensor import (
-    TensorHandle,
-    TensorReceiver,
-    TensorSender,
-    WouldBlockError,
-)
+from aiotensor import TensorHandle, TensorReceiver, TensorSender, WouldBlockError
 from tests.pairs import beyond, endpoint
 from verification.patterns import BIG, pattern
 from verification.waiting import until

@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from aiotensor import (
-    ProtocolError,
-    RefusedError,
-    TensorHandle,
-    TensorReceiver,
-    TensorSender,
-    WouldBlockError,
-)
+from aiotensor import ProtocolError, RefusedError, TensorHandle, TensorReceiver, TensorSender, WouldBlockError
 from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import (
     FROM_SENDER,

@@ -10,13 +10,7 @@ import weakref
 import pytest
 import torch
 
-from aiotensor import (
-    PeerLostError,
-    TensorHandle,
-    TensorQueue,
-    TensorReceiver,
-    TensorSender,
-)
+from aiotensor import PeerLostError, TensorHandle, TensorQueue, TensorReceiver, TensorSender
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from aiotensor.transports.records import SocketTransport
 from tests.pairs import pair

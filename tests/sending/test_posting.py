@@ -12,14 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from aiotensor import (
-    ClosedError,
-    DiscardedError,
-    PeerLostError,
-    TensorHandle,
-    TensorSender,
-    WouldBlockError,
-)
+from aiotensor import ClosedError, DiscardedError, PeerLostError, TensorHandle, TensorSender, WouldBlockError
 from aiotensor.sending.posting import PostedMessage
 from tests.cancellation.situations import SLOW, HeldUp, clog, held_back, strided, unread
 from tests.pairs import endpoint, pair

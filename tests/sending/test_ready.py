@@ -4,14 +4,7 @@ import asyncio
 
 import pytest
 
-from aiotensor import (
-    ClosedError,
-    RefusedError,
-    TensorReceiver,
-    TensorSender,
-    TooLargeError,
-    WouldBlockError,
-)
+from aiotensor import ClosedError, RefusedError, TensorReceiver, TensorSender, TooLargeError, WouldBlockError
 from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Welcome
 from tests.bare_peers import BareReceiver

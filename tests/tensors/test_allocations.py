@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from aiotensor.tensors.allocations import Allocation, Allocations, Block
-from aiotensor.tensors.dtypes import DTYPE_NAMES, DTYPES
+from aiotensor.tensors.dtypes import DTYPE_NAMES
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from aiotensor.tensors.placement import Plan, open_tensor, plan_placement
+from tests.selection import DTYPES
 from tests.tensors.segments import MIB, arena_of, bytes_of, other_side_of, place_in, random_tensor
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from aiotensor.tensors import copying, gathering
 from aiotensor.tensors.arena import Arena, Extent
 from aiotensor.tensors.copying import CopyAbandonedError, copy_in_threads, copy_now
-from aiotensor.tensors.dtypes import DTYPES
+from tests.selection import DTYPES
 from tests.tensors.segments import MIB, Clock, arena_of, bytes_of, place_in, random_tensor, warm
 
 GUARD = 64  # bytes behind a block that must stay as they are

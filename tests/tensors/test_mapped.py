@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from aiotensor.errors import ProtocolError
 from aiotensor.tensors.arena import WHERE, Extent
 from aiotensor.tensors.copying import copy_now
-from aiotensor.tensors.dtypes import DTYPES
 from aiotensor.tensors.mapping import open_segment
 from aiotensor.tensors.placement import open_tensor
 from aiotensor.tensors.segments import Segment
 from tests.rogues import SEALS
+from tests.selection import DTYPES
 from tests.tensors.segments import (
     MIB,
     arena_of,
@@ -53,7 +53,7 @@ def test_a_payload_that_names_no_place_is_refused(payload: bytes) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
-@pytest.mark.parametrize("shape", [(1,), (), (3, 5), (2, 1, 3, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(), (2, 1, 3, 2)], ids=str)
 def test_a_copied_tensor_is_identical_at_the_receiver(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     source = random_tensor(shape, dtype)
     with arena_of(MIB) as arena:
