@@ -147,6 +147,7 @@ def made_in_inference() -> torch.Tensor:
         return torch.arange(6.0).reshape(2, 3).t()
 
 
+@pytest.mark.promise(27)
 async def test_extreme_tensors_that_a_sender_accepts_can_be_received() -> None:
     async with pair() as (sender, receiver):
         for name, make in EXTREMES.items():

@@ -14,6 +14,7 @@ import torch
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
 from tests.pairs import Pair, pair
+from tests.selection import COMPLETE
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -76,7 +77,7 @@ DEFAULTS = 'torch.set_default_device("meta"); torch.set_default_dtype(torch.floa
 
 
 @pytest.mark.promise(32)
-@pytest.mark.parametrize("moment", ["BEFORE", pytest.param("AFTER", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("moment", ["BEFORE", "AFTER"] if COMPLETE else ["BEFORE"])
 def test_a_default_device_set_before_or_after_the_import_makes_no_difference(moment: str) -> None:
     program = textwrap.dedent(TRIP).replace(moment, DEFAULTS)
     program = program.replace("BEFORE", "").replace("AFTER", "")

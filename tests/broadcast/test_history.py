@@ -44,7 +44,7 @@ async def test_a_late_subscriber_receives_the_history_and_then_everything(
                     assert (publication.number, publication.missed) == (number, 0)
                     size = BIG if number >= published else (3, BIG)[number % 2]
                     assert torch.equal(publication.message, pattern(number, size))
-                del publication
+                    del publication
             await until(lambda: not publisher.statistics().subscribers)
         await publisher.aclose()
         assert publisher.statistics().history == 0

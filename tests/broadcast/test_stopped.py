@@ -141,17 +141,6 @@ async def test_killing_a_stopped_subscriber_ends_every_wait_within_a_second(endp
             await idle(publisher)
 
 
-async def test_closing_ends_promptly_when_the_stopped_subscriber_is_killed(endpoint: Endpoint) -> None:
-    async with clogged(endpoint, max_behind=1000) as (publisher, slow, other, _):
-        closing = asyncio.create_task(publisher.aclose())
-        await asyncio.sleep(0)
-        assert not closing.done()
-        with promptly():
-            slow.kill()
-            await closing
-        await other.call(workers.receive_for_ever)
-
-
 async def test_a_publisher_does_not_wait_long_for_a_stopped_subscriber_when_it_closes(
     endpoint: Endpoint,
 ) -> None:

@@ -96,7 +96,7 @@ async def test_the_source_may_change_as_soon_as_send_has_returned() -> None:
                     received = await high.receive()
                     assert received is not None
                     assert torch.equal(received, pattern(expected, length))
-                del received
+                    del received
                 await large
 
 
