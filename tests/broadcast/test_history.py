@@ -10,7 +10,7 @@ import torch
 from aiotensor import PeerLostError
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.receiving import mappings
-from tests.broadcast.audiences import Broadcasts, idle, received, turns
+from tests.broadcast.audiences import Broadcasts, idle, received
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -97,26 +97,3 @@ async def test_publications_before_the_first_arrival_after_a_reconnect_are_misse
         await publisher.publish(pattern(2, BIG))
         publication = await receiving
         assert (publication.number, publication.missed, subscriber.missed) == (2, 2, 2)
-
-
-async def test_history_and_new_publications_arrive_in_order_while_subscribers_come_and_go(
-    broadcasts: Broadcasts,
-) -> None:
-    async with broadcasts.open(0, history=3, max_behind=4) as (publisher, _):
-
-        async def visit() -> None:
-            async with Subscriber[object](broadcasts.endpoint) as subscriber:
-                expected = None
-                for _ in range(6):
-                    publication = await subscriber.receive()
-                    assert expected in (None, publication.number)
-                    assert publication.missed == 0
-                    expected = publication.number + 1
-
-        visits = [asyncio.create_task(visit()) for _ in range(6)]
-        while not all(visit.done() for visit in visits):
-            await publisher.publish(pattern(publisher.statistics().published, BIG))
-            await turns(2)
-        for one in visits:
-            await one
-        await until(lambda: not publisher.statistics().subscribers)

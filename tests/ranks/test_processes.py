@@ -106,7 +106,7 @@ async def test_messages_that_had_arrived_survive_the_death_of_their_sender(folde
         with pytest.raises(PeerLostError):
             await pipe.receive()
     assert torch.equal(kept[-1], pattern(3, BIG))
-    del received
+    received = None
     kept.clear()
     await until(lambda: not watch.memfds(os.getpid()))
 
