@@ -38,33 +38,6 @@ def bits_of(tensor: torch.Tensor) -> bytes:
     return array.tobytes()
 
 
-async def test_a_misaligned_view_of_allocated_memory_arrives_and_loses_no_other_message() -> None:
-    async with pair() as (sender, receiver):
-        other = await sender.send(torch.arange(5))
-        allocated = await sender.allocate((400_003,), torch.uint8)
-        allocated.copy_(torch.arange(400_003).to(torch.uint8))
-        for offset in range(4):
-            view = np.frombuffer(allocated.numpy(), np.float32, offset=offset, count=100_000)
-            received = await receiver.receive(await sender.send(view))
-            assert received.numpy().tobytes() == view.tobytes()
-            del received
-            received = await receiver.receive(sender.send_nowait(view))
-            assert received.numpy().tobytes() == view.tobytes()
-            del received, view
-        assert torch.equal(await receiver.receive(other), torch.arange(5))
-        assert receiver.statistics().senders_lost == 0
-
-
-async def test_an_aligned_view_of_allocated_memory_is_not_copied() -> None:
-    async with pair() as (sender, receiver):
-        allocated = await sender.allocate((400_004,), torch.uint8)
-        view = np.frombuffer(allocated.numpy(), np.float32, offset=4)
-        received = await receiver.receive(await sender.send(view))
-        allocated[4:8] = torch.tensor([0, 0, 128, 63], dtype=torch.uint8)
-        assert received[0] == 1.0
-        assert sender.statistics().tensors_copied == 0
-
-
 async def test_a_view_across_two_allocated_blocks_is_copied() -> None:
     async with pair(arena_bytes=1 << 20) as (sender, receiver):
         first = await sender.allocate((65_536,), torch.uint8)
@@ -76,14 +49,6 @@ async def test_a_view_across_two_allocated_blocks_is_copied() -> None:
         received = await receiver.receive(await sender.send(both))
         assert received.numpy().tobytes() == both.tobytes()
         assert sender.statistics().tensors_copied == 1
-
-
-async def test_a_misaligned_array_that_is_broadcast_does_not_end_the_process() -> None:
-    element = np.frombuffer(bytes(range(33)), np.complex128, offset=1, count=1)
-    array = np.broadcast_to(element, (40, 90))
-    async with pair() as (sender, receiver):
-        received = await receiver.receive(await sender.send(array))
-        assert received.numpy().tobytes() == array.tobytes()
 
 
 def random_view(allocated: torch.Tensor, draw: random.Random) -> torch.Tensor | np.ndarray:
@@ -182,6 +147,7 @@ def made_in_inference() -> torch.Tensor:
         return torch.arange(6.0).reshape(2, 3).t()
 
 
+@pytest.mark.promise(27)
 async def test_extreme_tensors_that_a_sender_accepts_can_be_received() -> None:
     async with pair() as (sender, receiver):
         for name, make in EXTREMES.items():

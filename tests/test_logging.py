@@ -20,7 +20,7 @@ import msgspec
 import pytest
 import zmq
 
-from aiotensor import PeerLostError, RemoteError, TensorReceiver, TensorSender
+from aiotensor import RemoteError, TensorReceiver, TensorSender
 from aiotensor.channel import MessageServer
 from aiotensor.protocol import exchange
 from aiotensor.protocol.connection import Close
@@ -133,8 +133,11 @@ async def test_a_sender_beyond_the_limit_is_logged_on_both_sides(address: str) -
                 assert "max_senders=1" in str(lost.fields["reason"])
 
 
+@pytest.mark.promise(17)
 @pytest.mark.parametrize("wanted", ["a permit", f"{BIG * 8} bytes of shared memory"])
-async def test_a_long_wait_is_logged_with_the_holders(wanted: str, address: str) -> None:
+async def test_a_long_wait_is_logged_once_and_its_holders_are_in_the_statistics(
+    wanted: str, address: str
+) -> None:
     permits = 1 if wanted == "a permit" else 2
     with heard() as events:
         async with (
@@ -145,8 +148,14 @@ async def test_a_long_wait_is_logged_with_the_holders(wanted: str, address: str)
             await until(lambda: sender.receiver_id is not None)
             waiting = asyncio.create_task(sender.send(pattern(1, BIG)))
             await until(lambda: bool(events))
+            assert sender.statistics().longest_wait_s > 0
+            holder = sender.statistics().holders[0]
+            assert (holder.message, holder.state, holder.bytes) == (0, "waiting to be taken", BIG * 8)
+            assert holder.seconds > 0
+            await asyncio.sleep(0.03)  # no second line comes
             await receiver.receive(held)
             await receiver.receive(await waiting)
+            assert sender.statistics().longest_wait_s == 0
     wait = _one(events, "long_wait")
     assert wait.level == "WARNING"
     held_by = wait.fields.pop("held_by")
@@ -263,26 +272,6 @@ async def test_a_request_whose_handler_raises_is_logged_in_one_line() -> None:
     assert failed.fields == {"peer_pid": os.getpid(), "error": "ValueError"}
 
 
-async def test_a_lost_server_is_logged_with_the_number_of_lost_messages() -> None:
-    with heard() as events:
-        async with channel() as ends:
-            asking = asyncio.create_task(ends.client.request(Question(1)))
-            request = await anext(ends.server)
-            await ends.server.aclose()
-            with pytest.raises(PeerLostError):
-                await asking
-            del request
-            address = ends.place.messages
-    lost = _one(events, "server_lost")
-    assert (lost.logger, lost.level) == ("aiotensor.channel", "WARNING")
-    assert lost.fields == {
-        "address": address,
-        "peer_pid": os.getpid(),
-        "reason": "it closed the connection",
-        "messages_lost": 1,
-    }
-
-
 async def test_a_client_cannot_forge_a_line_by_its_messages() -> None:
     hello = exchange.write(exchange.ClientHello(exchange.VERSION, 4711))
     ask = exchange.write(exchange.Ask(0, memoryview(msgspec.msgpack.encode({"wish": FORGED}))))
@@ -307,23 +296,17 @@ async def test_a_client_cannot_forge_a_line_by_its_messages() -> None:
     assert (refused.fields["error"], refused.level) == ("ProtocolError", "ERROR")
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("plain text, äöü 漢字", "plain text, äöü 漢字"),
-        ("two\nlines", "two\\nlines"),
-        ("\x1b[2J", "\\x1b[2J"),
-        ("\x85\u2028\u2029\u202e", "\\x85\\u2028\\u2029\\u202e"),
-        ("\udcff", "\\udcff"),
-        ("", ""),
-    ],
-)
-def test_unprintable_characters_are_escaped(text: str, line: str) -> None:
-    assert one_line(text) == line
-
-
-def test_a_long_text_is_cut() -> None:
-    assert one_line("x" * MAX_TEXT) == "x" * MAX_TEXT
+def test_unprintable_characters_are_escaped_and_a_long_text_is_cut() -> None:
+    for text, line in {
+        "plain text, äöü 漢字": "plain text, äöü 漢字",
+        "two\nlines": "two\\nlines",
+        "\x1b[2J": "\\x1b[2J",
+        "\x85\u2028\u2029\u202e": "\\x85\\u2028\\u2029\\u202e",
+        "\udcff": "\\udcff",
+        "": "",
+        "x" * MAX_TEXT: "x" * MAX_TEXT,
+    }.items():
+        assert one_line(text) == line
     cut = one_line("x" * (MAX_TEXT + 1))
     assert len(cut) == MAX_TEXT
     assert cut.endswith("x...")

@@ -3,11 +3,11 @@
 import asyncio
 import gc
 import os
+import pickle
 import threading
 from collections.abc import Awaitable
 from typing import Any
 
-import anyio.to_thread
 import msgspec
 import pytest
 import torch
@@ -27,6 +27,7 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor import receiver as receiver_module
+from tests.conformance.turns import Changes
 from tests.pairs import beyond, endpoint, is_local, pair
 from verification.internals import intake_of
 from verification.patterns import BIG, pattern
@@ -34,11 +35,14 @@ from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
+once = pytest.mark.parametrize("link", ["unix"], indirect=True)  # for what does not depend on the link
+
 
 def _one(name: str, value: int) -> dict[str, Any]:
     return {name: value}
 
 
+@once
 async def test_invalid_arguments_raise_errors_that_suggest_a_remedy() -> None:
     queue = TensorQueue()
     for limit in ("max_senders", "max_mapped_bytes", "max_unclaimed_messages"):
@@ -47,6 +51,8 @@ async def test_invalid_arguments_raise_errors_that_suggest_a_remedy() -> None:
     for frame_bytes in (1, 1 << 30):
         with pytest.raises(ValueError, match="max_frame_bytes must be between"):
             TensorReceiver(queue, max_frame_bytes=frame_bytes)
+    with pytest.raises(TypeError, match="TensorQueue"):
+        TensorReceiver(object())  # type: ignore[arg-type]
     async with pair() as (sender, receiver):
         for wrong in (
             TensorHandle(sender.id, -1, 0, "int64", (3,), "cpu"),
@@ -54,8 +60,21 @@ async def test_invalid_arguments_raise_errors_that_suggest_a_remedy() -> None:
         ):
             with pytest.raises(ValueError, match="negative"):
                 await receiver.receive(wrong)
+        with pytest.raises(TypeError, match="decode it with its type"):
+            await receiver.receive({"message": 0})  # type: ignore[arg-type]
 
 
+@once
+async def test_using_an_unopened_receiver_or_reopening_a_closed_one_raises() -> None:
+    receiver = TensorReceiver(TensorQueue())
+    with pytest.raises(UsageError, match="not open yet"):
+        await anext(receiver)
+    await receiver.aclose()
+    with pytest.raises(ClosedError):
+        await receiver.__aenter__()
+
+
+@once
 async def test_receives_fail_with_the_cause_after_listening_has_failed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -72,16 +91,9 @@ async def test_receives_fail_with_the_cause_after_listening_has_failed(
         assert "no more tensors will arrive" in caplog.text
 
 
-async def test_handles_are_received_in_any_order() -> None:
-    async with pair() as (sender, receiver):
-        handles = [await sender.send(pattern(seed, BIG if seed % 2 else 3)) for seed in range(8)]
-        for seed in (5, 0, 7, 2, 1, 6, 3, 4):
-            tensor = await receiver.receive(handles[seed])
-            assert torch.equal(tensor, pattern(seed, tensor.numel()))
-
-
+@once
 async def test_more_answers_in_one_turn_than_a_frame_may_hold_all_arrive() -> None:
-    messages = 2 * 4096 + 1
+    messages = 4096 + 1
     with endpoint() as place:
         async with (
             TensorReceiver(place, max_unclaimed_messages=None) as receiver,
@@ -95,6 +107,7 @@ async def test_more_answers_in_one_turn_than_a_frame_may_hold_all_arrive() -> No
             assert torch.equal(await receiver.receive(await sender.send(pattern(1, 3))), pattern(1, 3))
 
 
+@once
 async def test_a_handle_can_be_awaited_before_its_tensor_and_its_sender_arrive() -> None:
     queue = TensorQueue()
     async with TensorReceiver(queue) as receiver:
@@ -109,9 +122,8 @@ async def test_a_handle_can_be_awaited_before_its_tensor_and_its_sender_arrive()
                 assert torch.equal(await wait, pattern(seed, 3))
 
 
-async def test_a_handle_survives_msgpack_json_and_pickle() -> None:
-    import pickle
-
+@once
+def test_a_handle_survives_msgpack_json_and_pickle() -> None:
     handle = TensorHandle("a" * 32, 3, 1, "float8_e4m3fn", (2, 0, 5), "cpu")
     for codec in (msgspec.msgpack, msgspec.json):
         assert codec.decode(codec.encode(handle), type=TensorHandle) == handle
@@ -119,6 +131,7 @@ async def test_a_handle_survives_msgpack_json_and_pickle() -> None:
     assert hash(handle) == hash(TensorHandle("a" * 32, 3, 1, "float8_e4m3fn", (2, 0, 5), "cpu"))
 
 
+@pytest.mark.promise(13)
 async def test_receiving_a_handle_twice_raises_already_taken_error() -> None:
     async with pair() as (sender, receiver):
         handle = await sender.send(pattern(0, 3))
@@ -130,6 +143,7 @@ async def test_receiving_a_handle_twice_raises_already_taken_error() -> None:
             receiver.receive_nowait(handle)
 
 
+@pytest.mark.promise(29)
 async def test_the_error_of_a_cancelled_copy_keeps_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
     copying, go_on = threading.Event(), threading.Event()
 
@@ -157,40 +171,6 @@ async def test_the_error_of_a_cancelled_copy_keeps_no_block(monkeypatch: pytest.
         gc.enable()
 
 
-async def _occupy_thread(begun: threading.Semaphore, go_on: threading.Event) -> None:
-    def wait() -> None:
-        begun.release()
-        go_on.wait()
-
-    await anyio.to_thread.run_sync(wait)
-
-
-async def test_a_copy_for_which_no_thread_can_be_started_leaves_the_tensor_claimable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    async with pair() as (sender, receiver):
-        handle = await sender.send(pattern(1, BIG))
-        await until(lambda: receiver.statistics().unclaimed_tensors == 1)
-        go_on, begun = threading.Event(), threading.Semaphore(0)
-        busy = [asyncio.create_task(_occupy_thread(begun, go_on)) for _ in range(4)]  # more than idle
-        try:
-            for _ in busy:
-                await asyncio.to_thread(begun.acquire)
-            with monkeypatch.context() as patched:
-                patched.setattr(threading.Thread, "start", start)
-                with pytest.raises(OSError, match="no thread can be started"):
-                    await receiver.receive(handle, copy=True)
-        finally:
-            go_on.set()
-        await asyncio.wait(busy)
-        assert receiver.statistics().leases == 1
-        assert torch.equal(await receiver.receive(handle, copy=True), pattern(1, BIG))
-        await settled(sender)
-
-
 async def test_a_copy_has_its_own_memory_and_releases_the_lease_immediately() -> None:
     async with pair() as (sender, receiver):
         source = torch.randn(1000, 50, requires_grad=True)
@@ -200,15 +180,6 @@ async def test_a_copy_has_its_own_memory_and_releases_the_lease_immediately() ->
         assert received.requires_grad
         parameter = torch.nn.Parameter(torch.randn(1000, 50))
         assert isinstance(await receiver.receive(await sender.send(parameter), copy=True), torch.nn.Parameter)
-
-
-async def test_receive_nowait_returns_an_arrived_tensor_or_raises_would_block_error() -> None:
-    async with pair() as (sender, receiver):
-        with pytest.raises(WouldBlockError, match="has not arrived"):
-            receiver.receive_nowait(TensorHandle(sender.id, 0, 0, "int64", (3,), "cpu"))
-        handle = await sender.send(pattern(1, BIG))
-        await until(lambda: receiver.statistics().unclaimed_tensors == 1)
-        assert torch.equal(receiver.receive_nowait(handle), pattern(1, BIG))
 
 
 async def test_iteration_delivers_whole_messages_and_skips_awaited_tensors() -> None:
@@ -232,23 +203,8 @@ async def test_iteration_delivers_whole_messages_and_skips_awaited_tensors() -> 
         assert torch.equal(await waiting, pattern(2, 2))
 
 
-async def test_a_tensor_whose_receive_was_cancelled_is_delivered_by_iteration() -> None:
-    async with pair() as (sender, receiver):
-        waiting = asyncio.create_task(receiver.receive(TensorHandle(sender.id, 0, 0, "int64", (1,), "cpu")))
-        following = asyncio.create_task(anext(receiver))
-        await until(lambda: receiver.statistics().waiting == 2)
-        waiting.cancel()
-        await sender.send(pattern(6, 1))
-        assert torch.equal((await following).tensor, pattern(6, 1))
-
-
-async def test_a_cancelled_iteration_loses_no_tensor_and_closing_ends_iteration() -> None:
-    async with pair() as (sender, receiver):
-        cancelled, following = (asyncio.create_task(anext(receiver)) for _ in range(2))
-        await until(lambda: receiver.statistics().waiting == 2)
-        sender.send_nowait(pattern(1, 3))
-        cancelled.cancel()
-        assert torch.equal((await following).tensor, pattern(1, 3))
+async def test_closing_ends_iteration() -> None:
+    async with pair() as (_, receiver):
         ending = asyncio.create_task(_count(receiver))
         await until(lambda: receiver.statistics().waiting == 1)
         await receiver.aclose()
@@ -260,16 +216,22 @@ async def _count(receiver: TensorReceiver) -> int:
     return len([delivery async for delivery in receiver])
 
 
+@pytest.mark.promise(12)
 async def test_a_message_that_is_not_whole_cannot_be_taken() -> None:
     async with pair() as (sender, receiver):
         async with sender.message() as message:
-            handle = await message.send(pattern(0, 3))
+            handle = await message.send(pattern(0, BIG))
             await until(lambda: receiver.statistics().unclaimed_tensors == 1)
-            with pytest.raises(WouldBlockError):
+            with pytest.raises(WouldBlockError, match="has not arrived"):
                 receiver.receive_nowait(handle)
-        assert torch.equal(await receiver.receive(handle), pattern(0, 3))
+        assert torch.equal(await receiver.receive(handle), pattern(0, BIG))
+        handle = await sender.send(pattern(1, BIG))
+        await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+        assert torch.equal(receiver.receive_nowait(handle), pattern(1, BIG))
 
 
+@once
+@pytest.mark.promise(16)
 async def test_a_message_discarded_before_it_arrives_is_dropped_when_it_does() -> None:
     queue = TensorQueue()
     async with TensorReceiver(queue) as receiver:
@@ -303,16 +265,6 @@ async def test_discarding_a_message_fails_its_pending_receives() -> None:
                     await message.send(pattern(0, 3))
 
 
-async def test_discarding_a_taken_message_has_no_effect() -> None:
-    async with pair() as (sender, receiver):
-        handle = await sender.send(pattern(0, BIG))
-        tensor = await receiver.receive(handle)
-        receiver.discard(handle)
-        sender.discard(handle)
-        assert torch.equal(tensor, pattern(0, BIG))
-        assert receiver.statistics().messages_discarded == 0
-
-
 async def test_a_tensor_beyond_the_end_of_its_message_was_never_sent() -> None:
     async with pair() as (sender, receiver):
         beyond = TensorHandle(sender.id, 0, 1, "int64", (3,), "cpu")
@@ -324,6 +276,7 @@ async def test_a_tensor_beyond_the_end_of_its_message_was_never_sent() -> None:
         await receiver.receive(handle)
 
 
+@once
 async def test_only_whole_messages_of_a_closed_sender_can_be_received() -> None:
     queue = TensorQueue()
     async with TensorReceiver(queue) as receiver:
@@ -342,6 +295,7 @@ async def test_only_whole_messages_of_a_closed_sender_can_be_received() -> None:
         assert receiver.statistics().senders_lost == 0
 
 
+@pytest.mark.promise(9)
 async def test_a_received_tensor_outlives_both_ends() -> None:
     async with pair() as (sender, receiver):
         tensor = await receiver.receive(await sender.send(pattern(0, BIG)))
@@ -370,66 +324,56 @@ async def test_closing_a_receiver_fails_pending_receives_and_sends() -> None:
         await settled(sender)
 
 
-async def test_a_queue_can_be_used_by_the_next_receiver() -> None:
-    queue = TensorQueue()
-    async with TensorReceiver(queue):
-        pass
-    async with TensorSender(queue) as sender, TensorReceiver(queue) as receiver:
-        handle = await sender.send(pattern(0, BIG))
-        assert torch.equal(await receiver.receive(handle), pattern(0, BIG))
-
-
-async def test_a_second_receiver_on_the_same_queue_is_refused() -> None:
-    queue = TensorQueue()
-    async with TensorReceiver(queue) as first:
-        with pytest.raises(UsageError, match="already has a receiver"):
-            await TensorReceiver(queue).__aenter__()
-        async with TensorSender(queue) as sender:
-            assert torch.equal(await first.receive(await sender.send(pattern(0, 3))), pattern(0, 3))
-
-
+@pytest.mark.promise(14, 26)
 @pytest.mark.parametrize(
     ("limit", "enough_for_one"),
     [("max_senders", 1), ("max_mapped_bytes", 1 << 30), ("max_unclaimed_messages", 8)],
 )
-async def test_receives_from_a_refused_sender_raise_refused_error(limit: str, enough_for_one: int) -> None:
+async def test_a_sender_beyond_a_limit_over_all_senders_is_refused(limit: str, enough_for_one: int) -> None:
     with endpoint() as place:
-        async with (
-            TensorReceiver(place, **_one(limit, enough_for_one)) as receiver,
-            TensorSender(place) as first,
-        ):
-            await receiver.receive(await first.send(pattern(0, 3)))
-            sender = TensorSender(place)
-            beyond = TensorHandle(sender.id, 1, 0, "int64", (1,), "cpu")
-            receiver.discard(TensorHandle(sender.id, 2, 0, "int64", (1,), "cpu"))  # it was reported before
-            waiting = asyncio.create_task(receiver.receive(beyond))
-            await asyncio.sleep(0)
-            async with sender:
-                calls: list[Awaitable[object]] = [waiting]
-                if is_local():
-                    calls.append(receiver.receive(await sender.send(pattern(0, 3))))
-                else:
-                    calls.append(sender.send(pattern(0, 3)))  # which waits until it is admitted
-                for call in calls:
-                    with pytest.raises(RefusedError, match=limit) as caught:
-                        await call
-                    assert caught.value.pid == os.getpid()
+        async with TensorReceiver(place, **_one(limit, enough_for_one)) as receiver:
+            async with TensorSender(place) as first:
+                await receiver.receive(await first.send(pattern(0, 3)))
+                sender = TensorSender(place)
+                beyond = TensorHandle(sender.id, 1, 0, "int64", (1,), "cpu")
+                receiver.discard(
+                    TensorHandle(sender.id, 2, 0, "int64", (1,), "cpu")
+                )  # it was reported before
+                waiting = asyncio.create_task(receiver.receive(beyond))
+                await asyncio.sleep(0)
+                async with sender:
+                    calls: list[Awaitable[object]] = [waiting]
+                    if is_local():
+                        calls.append(receiver.receive(await sender.send(pattern(0, 3))))
+                    else:
+                        calls.append(sender.send(pattern(0, 3)))  # which waits until it is admitted
+                    for call in calls:
+                        with pytest.raises(RefusedError, match=limit) as caught:
+                            await call
+                        assert caught.value.pid == os.getpid()
+                assert receiver.statistics().senders_refused > 0
+                received = await receiver.receive(await first.send(pattern(1, BIG)))
+                assert torch.equal(received, pattern(1, BIG))
+                del received
+                await settled(first)
+                assert receiver.statistics().senders == 1
+            await until(lambda: receiver.statistics().senders == 0)
+            async with TensorSender(place) as second:
+                await second.ready()
+                assert torch.equal(
+                    await receiver.receive(await second.send(pattern(2, BIG))), pattern(2, BIG)
+                )
+            assert receiver.statistics().senders_lost == 0
 
 
-async def test_a_handle_can_be_awaited_before_its_sender_has_reconnected() -> None:
-    with endpoint("unix") as place:
-        async with TensorReceiver(place, max_unclaimed_messages=8) as receiver, TensorSender(place) as first:
-            await until(lambda: receiver.statistics().senders == 1)
-            async with TensorSender(place) as late:
-                await until(lambda: late.statistics().receivers_lost == 1)  # it does not fit
-                await first.aclose()
-                await until(lambda: receiver.statistics().senders == 0)
-                handle = await late.send(pattern(0, 3))  # the receiver has not read its socket since
-                assert torch.equal(await receiver.receive(handle), pattern(0, 3))
-
-
+@pytest.mark.promise(5)
 async def test_memory_returns_when_the_last_view_is_freed_in_whatever_thread() -> None:
     async with pair() as (sender, receiver):
+        cycle: list[Any] = [await receiver.receive(await sender.send(pattern(0, BIG)))]
+        cycle.append(cycle)
+        del cycle
+        gc.collect()
+        await settled(sender)
         holder: list[Any] = [await receiver.receive(await sender.send(pattern(0, BIG)))]
         holder.append(holder[0].numpy()[5:9])
         del holder[0]
@@ -443,27 +387,85 @@ async def test_memory_returns_when_the_last_view_is_freed_in_whatever_thread() -
         assert receiver.statistics().peak_leased_bytes == BIG * 8
 
 
-async def test_a_tensor_in_a_cycle_returns_its_memory_inside_the_garbage_collector() -> None:
+@once
+async def test_copies_and_errors_are_counted_and_cancelling_is_no_error() -> None:
     async with pair() as (sender, receiver):
-        cycle: list[Any] = [await receiver.receive(await sender.send(pattern(0, BIG)))]
-        cycle.append(cycle)
-        del cycle
-        gc.collect()
-        await settled(sender)
-
-
-async def test_invalid_handles_and_endpoints_raise_type_error() -> None:
-    async with pair() as (_, receiver):
-        with pytest.raises(TypeError, match="decode it with its type"):
-            await receiver.receive({"message": 0})  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="TensorQueue"):
-            TensorReceiver(object())  # type: ignore[arg-type]
-
-
-async def test_using_an_unopened_receiver_or_reopening_a_closed_one_raises() -> None:
-    receiver = TensorReceiver(TensorQueue())
-    with pytest.raises(UsageError, match="not open yet"):
+        for count in (3, BIG):
+            handle = await sender.send(pattern(0, count))
+            assert torch.equal(await receiver.receive(handle, copy=True), pattern(0, count))
+            handle = await sender.send(pattern(0, count))
+            await receiver.receive(handle)
+        now = receiver.statistics()
+        assert (now.tensors_taken, now.tensors_copied, now.bytes_copied) == (4, 2, (3 + BIG) * 8)
+        handle = await sender.send(pattern(0, 3))
+        await receiver.receive(handle)
+        for call in (receiver.receive, receiver.arrived):
+            with pytest.raises(AlreadyTakenError):
+                await call(handle)
+        with pytest.raises(AlreadyTakenError):
+            receiver.receive_nowait(handle)
+        with pytest.raises(WouldBlockError):
+            receiver.receive_nowait(beyond(handle))
+        waiting = asyncio.create_task(receiver.receive(beyond(handle)))
+        await until(lambda: receiver.statistics().waiting == 1)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        with pytest.raises(TypeError):
+            await receiver.receive("a name")  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            receiver.discard("a name")  # type: ignore[arg-type]
+    with pytest.raises(StopAsyncIteration):  # which is no error
         await anext(receiver)
-    await receiver.aclose()
-    with pytest.raises(ClosedError):
-        await receiver.__aenter__()
+    assert receiver.statistics().errors == {"AlreadyTakenError": 3, "WouldBlockError": 1, "other": 2}
+
+
+# Thousands of tensors that are freed at once: the work is divided over many iterations.
+
+MESSAGES, TENSORS = 3, 1000
+ALL = MESSAGES * TENSORS
+NBYTES = 16 << 10  # too large for a frame, so each has a block
+
+
+async def _send_all(sender: TensorSender, receiver: TensorReceiver) -> list[TensorHandle]:
+    handles: list[TensorHandle] = []
+    for _ in range(MESSAGES):
+        async with sender.message() as message:
+            handles += [await message.send(torch.zeros(NBYTES, dtype=torch.uint8)) for _ in range(TENSORS)]
+    for handle in handles:
+        await receiver.arrived(handle)
+    return handles
+
+
+async def test_many_freed_tensors_are_released_over_many_iterations() -> None:
+    async with pair() as (sender, receiver):
+        tensors = [await receiver.receive(handle) for handle in await _send_all(sender, receiver)]
+        assert receiver.statistics().leases == ALL
+
+        with (
+            Changes(lambda: receiver.statistics().leases) as leases,
+            Changes(lambda: sender.statistics().bytes_in_use // NBYTES) as blocks,
+        ):
+            tensors.clear()
+            await settled(sender)
+
+        assert 0 < leases.most < ALL // 5
+        assert 0 < blocks.most < ALL // 5
+
+        tensors = [await receiver.receive(handle) for handle in await _send_all(sender, receiver)]
+        while tensors:
+            del tensors[-97:]  # while earlier ones are released
+            await asyncio.sleep(0)
+        await settled(sender)
+        assert receiver.statistics().leases == 0
+
+
+async def test_tensors_freed_before_a_receiver_closes_are_released() -> None:
+    async with pair() as (sender, receiver):
+        tensors = [await receiver.receive(handle) for handle in await _send_all(sender, receiver)]
+        await sender.drain()
+
+        tensors.clear()
+        await receiver.aclose()
+
+        await settled(sender)
+        assert sender.statistics().messages_discarded == 0

@@ -71,23 +71,13 @@ async def test_arrays_that_torch_cannot_view_arrive_unchanged(count: int) -> Non
                 assert_same(await receiver.receive(handle), array)
 
 
-@pytest.mark.parametrize("name", ARRAYS)
-def test_arrays_that_torch_cannot_view_survive_encoding(name: str) -> None:
-    array = ARRAYS[name](7)
+def test_arrays_that_torch_cannot_view_survive_encoding() -> None:
     decoder = TensorDecoder(list[np.ndarray])
-    [found] = decoder.decode(TensorEncoder().encode([array]))
-    assert found.dtype == array.dtype
-    assert (found.shape, found.tobytes()) == (array.shape, array.tobytes())
-
-    offered: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> int:
-        offered.append(tensor)
-        return len(offered) - 1
-
-    [found] = decoder.decode(TensorEncoder(keep).encode([array]), lambda handle: offered[handle])
-    assert all(isinstance(tensor, torch.Tensor) for tensor in offered)
-    assert (found.shape, found.tobytes()) == (array.shape, array.tobytes())
+    for name, make in ARRAYS.items():
+        array = make(7)
+        [found] = decoder.decode(TensorEncoder().encode([array]))
+        assert found.dtype == array.dtype, name
+        assert (found.shape, found.tobytes()) == (array.shape, array.tobytes()), name
 
 
 @pytest.mark.parametrize("has_sender", [True, False], ids=["by a sender", "in the message"])

@@ -14,7 +14,8 @@ from verification.processes.peers import peers
 LARGE = 1_000_000  # elements, so that a worker drops the copied pages
 
 
-@pytest.mark.parametrize("size", [10_000, BIG, LARGE])
+@pytest.mark.promise(35)
+@pytest.mark.parametrize("size", [10_000, LARGE])
 async def test_writes_in_place_are_private(broadcasts: Broadcasts, size: int) -> None:
     async with broadcasts.open(4, torch.Tensor) as (publisher, subscribers):
         tensor = await publisher.allocate((size,), torch.int64)
@@ -34,7 +35,8 @@ async def test_writes_in_place_are_private(broadcasts: Broadcasts, size: int) ->
         assert second[1] == pattern(1, size)[1]
 
 
-@pytest.mark.parametrize("size", [2000, 10_000, BIG, LARGE])
+@pytest.mark.promise(35)
+@pytest.mark.parametrize("size", [2000, LARGE])
 async def test_the_next_publication_in_the_same_memory_arrives_unchanged(
     broadcasts: Broadcasts, size: int
 ) -> None:
@@ -50,6 +52,7 @@ async def test_the_next_publication_in_the_same_memory_arrives_unchanged(
         await idle(publisher)
 
 
+@pytest.mark.promise(35)
 async def test_writes_of_a_process_are_invisible_to_others_and_to_the_publisher(endpoint: Endpoint) -> None:
     """Two processes write to each tensor as soon as they have it, and two others check its values."""
     async with peers(endpoint, 4) as children, Publisher(endpoint, arena_bytes=8 << 20) as publisher:
@@ -71,6 +74,7 @@ async def test_writes_of_a_process_are_invisible_to_others_and_to_the_publisher(
         assert [await count for count in checking] == [40, 40]
 
 
+@pytest.mark.parametrize("endpoint", ["unix"], indirect=True)
 async def test_a_written_part_does_not_change_its_neighbours(broadcasts: Broadcasts) -> None:
     """Two tensors of one block share a page: it is dropped after both were freed, and not before."""
     async with broadcasts.open(1, list[torch.Tensor]) as (publisher, [subscriber]):
@@ -89,6 +93,7 @@ async def test_a_written_part_does_not_change_its_neighbours(broadcasts: Broadca
         await idle(publisher)
 
 
+@pytest.mark.parametrize("endpoint", ["unix"], indirect=True)
 async def test_small_blocks_do_not_share_pages(broadcasts: Broadcasts) -> None:
     async with broadcasts.open(1, torch.Tensor) as (publisher, [subscriber]):
         messages = []
@@ -101,18 +106,3 @@ async def test_small_blocks_do_not_share_pages(broadcasts: Broadcasts) -> None:
         for seed in range(8):
             await publisher.publish(pattern(seed, 1100))
             assert torch.equal((await subscriber.receive()).message, pattern(seed, 1100))
-
-
-async def test_received_tensors_stay_valid_after_everything_was_closed(broadcasts: Broadcasts) -> None:
-    async with broadcasts.open(2, torch.Tensor) as (publisher, [first, second]):
-        await publisher.publish(pattern(1, BIG))
-        kept = [(await subscriber.receive()).message for subscriber in (first, second)]
-        await first.aclose()
-        for seed in range(5):
-            await publisher.publish(pattern(seed, BIG))
-            assert torch.equal((await second.receive()).message, pattern(seed, BIG))
-        assert torch.equal(kept[0], pattern(1, BIG))
-        kept[0].zero_()
-    assert torch.equal(kept[1], pattern(1, BIG))
-    kept[1].zero_()
-    assert torch.equal(kept[0], torch.zeros_like(kept[1]))

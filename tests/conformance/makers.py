@@ -55,18 +55,12 @@ class PairMaker:
 
     @asynccontextmanager
     async def near_sender(
-        self,
-        max_concurrent_videos: int = 8,
-        arena_bytes: int = 1 << 30,
-        *,
-        long_wait_s: float | None = 10.0,
+        self, max_concurrent_videos: int = 8, arena_bytes: int = 1 << 30
     ) -> AsyncIterator[NearSender]:
         """Open a sender here and its receiver in another process."""
         async with (
             peers.peers(self.endpoint, 1) as [engine],
-            TensorSender(
-                self.endpoint, max_concurrent_videos, arena_bytes, long_wait_s=long_wait_s
-            ) as sender,
+            TensorSender(self.endpoint, max_concurrent_videos, arena_bytes) as sender,
         ):
             await engine.call(peers.open_receiver)
             # Both have received frames of each other, so the handshake is complete.

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zmq
-from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from aiotensor import (
@@ -33,6 +33,8 @@ from verification.promptly import promptly
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("route")
+
+once = pytest.mark.parametrize("route", ["unix"], indirect=True)  # for what does not depend on the route
 
 _SOME = 5_000
 
@@ -59,7 +61,10 @@ async def _cancel(opening: asyncio.Future[Any]) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-async def test_either_end_may_be_opened_first(first: int) -> None:
+async def test_either_end_may_be_opened_first_and_leaves_nothing_in_the_store_and_the_folder(
+    first: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     store = HashStore()
     early, late = _end(store, first), _end(store, 1 - first)
     opening = asyncio.ensure_future(early.__aenter__())
@@ -67,11 +72,13 @@ async def test_either_end_may_be_opened_first(first: int) -> None:
     assert not opening.done()
     await late.__aenter__()
     await opening
+    assert os.listdir(folder) == []
     await _exchange(*sorted((early, late), key=lambda pipe: pipe.rank))
     assert store.num_keys() == 2
     assert store.check(["aiotensor/ranks/0-1/0", "aiotensor/ranks/0-1/1"])  # the counters
 
 
+@once
 async def test_each_pipe_is_connected_to_the_pipe_with_the_same_number() -> None:
     store = HashStore()
     lows = [_end(store, 0) for _ in range(3)]
@@ -87,47 +94,8 @@ async def test_each_pipe_is_connected_to_the_pipe_with_the_same_number() -> None
         await _exchange(low, high)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.005, 0.02])
-async def test_an_end_whose_opening_was_cancelled_is_replaced_by_the_next(rank: int, delay_s: float) -> None:
-    store = HashStore()
-    for _ in range(3):
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(delay_s):
-                await _end(store, rank).__aenter__()
-        low, high = _end(store, 0), _end(store, 1)
-        await opened(low, high)
-        await _exchange(low, high)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-async def test_a_waiting_end_connects_to_the_successor_of_a_cancelled_one(rank: int) -> None:
-    store = HashStore()
-    waiting = _end(store, 1 - rank)
-    opening = asyncio.ensure_future(waiting.__aenter__())
-    for delay_s in (0.0, 0.002, 0.01):
-        with pytest.raises((TimeoutError, ClosedError)):
-            async with asyncio.timeout(delay_s):
-                other = _end(store, rank)
-                await other.__aenter__()
-                await other.aclose()
-                raise ClosedError  # it was fast enough: then the first end was met
-        if opening.done():
-            await (await opening).aclose()
-            waiting = _end(store, 1 - rank)
-            opening = asyncio.ensure_future(waiting.__aenter__())
-    other = _end(store, rank)
-    joining = asyncio.ensure_future(other.__aenter__())
-    # The first end may have met an end that was cancelled at that moment.
-    await until(lambda: joining.done() or (opening.done() and not waiting.statistics().connected))
-    if not joining.done():
-        await (await opening).aclose()
-        waiting = _end(store, 1 - rank)
-        await waiting.__aenter__()
-    await asyncio.gather(opening, joining)
-    await _exchange(*sorted((waiting, other), key=lambda pipe: pipe.rank))
-
-
+@pytest.mark.promise(40)
+@once
 async def test_opening_waits_for_the_other_rank_until_it_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -145,14 +113,7 @@ async def test_opening_waits_for_the_other_rank_until_it_is_cancelled(
         caplog.clear()
 
 
-async def test_max_wait_s_limits_the_wait_for_the_other_rank() -> None:
-    pipe = _end(HashStore(), 0, max_wait_s=0.05)
-    with pytest.raises(WouldBlockError, match="rank 1 has not opened its end within"):
-        await pipe.__aenter__()
-    with pytest.raises(ClosedError):
-        await pipe.send(None)
-
-
+@once
 async def test_closing_a_pipe_ends_its_opening() -> None:
     pipe = _end(HashStore(), 0)
     opening = asyncio.ensure_future(pipe.__aenter__())
@@ -164,25 +125,34 @@ async def test_closing_a_pipe_ends_its_opening() -> None:
         await opening
 
 
-async def test_ranks_with_different_limits_refuse_each_other() -> None:
-    store = HashStore()
-    low, high = _end(store, 0, max_bytes=1 << 20), _end(store, 1, max_bytes=1 << 21)
-    results = await asyncio.gather(low.__aenter__(), high.__aenter__(), return_exceptions=True)
-    assert [type(error) for error in results] == [RefusedError] * 2
-    assert "max_bytes=2097152, but this rank with 1048576: pass the same value at both ranks" in str(
-        results[0]
-    )
+@once
+async def test_max_wait_s_limits_the_wait_for_a_rank_that_is_absent_or_died_while_it_opened() -> None:
+    for died in (False, True):
+        store = HashStore()
+        if died:
+            store.add("aiotensor/ranks/0-1/1", 1)  # it took its number, and died
+        pipe = _end(store, 0, max_wait_s=0.05)
+        with pytest.raises(WouldBlockError, match="rank 1 has not opened its end within"):
+            await pipe.__aenter__()
+        with pytest.raises(ClosedError):
+            await pipe.send(None)
 
 
-async def test_ranks_that_disagree_on_encryption_refuse_each_other() -> None:
-    store = HashStore()
-    low, high = _end(store, 0, encrypt=True), _end(store, 1, encrypt=False)
-    results = await asyncio.gather(low.__aenter__(), high.__aenter__(), return_exceptions=True)
-    assert [type(error) for error in results] == [RefusedError] * 2
-    assert "pass the same value at both ranks" in str(results[0])
+@once
+async def test_ranks_with_different_options_refuse_each_other() -> None:
+    for own, other, text in (
+        ({"max_bytes": 1 << 20}, {"max_bytes": 1 << 21}, "max_bytes=2097152, but this rank with 1048576: "),
+        ({"encrypt": True}, {"encrypt": False}, ""),
+    ):
+        store = HashStore()
+        low, high = _end(store, 0, **own), _end(store, 1, **other)
+        results = await asyncio.gather(low.__aenter__(), high.__aenter__(), return_exceptions=True)
+        assert [type(error) for error in results] == [RefusedError] * 2
+        assert f"{text}pass the same value at both ranks" in str(results[0])
 
 
-async def test_another_version_of_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@once
+async def test_a_rank_of_another_version_and_an_entry_of_another_form_are_refused() -> None:
     store = HashStore()
     entry = entries.Entry(99, "another machine", address="/nowhere")
     data = msgspec.json.encode(entry).decode()
@@ -192,22 +162,13 @@ async def test_another_version_of_the_library_is_refused(monkeypatch: pytest.Mon
     for rank in (0, 1):
         with pytest.raises(RefusedError, match="version 99"):
             await _end(store, rank).__aenter__()
-
-
-async def test_an_entry_of_another_form_is_an_error() -> None:
     store = HashStore()
     store.set("aiotensor/ranks/0-1/1/1", "nonsense")
     with pytest.raises(ProtocolError, match="rank 1 wrote an entry that cannot be decoded"):
         await _end(store, 0).__aenter__()
 
 
-async def test_opening_times_out_if_the_other_end_was_killed_while_opening() -> None:
-    store = HashStore()
-    store.add("aiotensor/ranks/0-1/1", 1)  # it took its number, and died
-    with pytest.raises(WouldBlockError):
-        await _end(store, 0, max_wait_s=0.05).__aenter__()
-
-
+@once
 async def test_a_store_that_is_gone_is_an_error() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
@@ -216,18 +177,6 @@ async def test_a_store_that_is_gone_is_an_error() -> None:
     del server
     with promptly(5), pytest.raises(PeerLostError, match="the store of the group cannot be reached"):
         await opening
-
-
-async def test_a_tcp_store_behind_a_prefix_store_is_supported() -> None:
-    server = PrefixStore("training", TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-    low, high = (
-        RankPipe(
-            server, 1 - rank, rank=rank, world_size=2, encrypt=Routes.current.options.get("encrypt", False)
-        )
-        for rank in (0, 1)
-    )
-    await opened(low, high)
-    await _exchange(low, high)
 
 
 async def test_a_store_without_a_server_needs_host_between_machines() -> None:
@@ -241,15 +190,6 @@ async def test_a_store_without_a_server_needs_host_between_machines() -> None:
     with pytest.raises(UsageError, match="pass the address of that interface as host="):
         await _end(store, 0, host=None).__aenter__()
     await _cancel(opening)
-
-
-async def test_opening_leaves_no_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    store = HashStore()
-    low, high = _end(store, 0), _end(store, 1)
-    await opened(low, high)
-    assert os.listdir(folder) == []
-    await _exchange(low, high)
 
 
 async def test_a_folder_with_a_long_name_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,33 +258,33 @@ def _write_entry_of_rank_1(store: HashStore) -> None:
     store.set("aiotensor/ranks/0-1/1/1", msgspec.json.encode(entry).decode())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"peer": 0}, ValueError, "rank 0 is this rank"),
-        ({"peer": 2}, ValueError, "there is no rank 2 in a group of 2"),
-        ({"peer": -1}, ValueError, "there is no rank -1"),
-        ({"rank": 2}, ValueError, "there is no rank 2"),
-        ({"rank": None}, TypeError, "pass rank and world_size as well"),
-        ({"max_bytes": 4095}, ValueError, "max_bytes must be from 4096 to"),
-        ({"max_bytes": 1.5}, TypeError, "float"),
-        ({"max_wait_s": 0}, ValueError, "max_wait_s must be positive"),
-        ({"peer_timeout_s": -1}, ValueError, "peer_timeout_s must be positive"),
-        ({"host": "localhost"}, ValueError, "does not appear to be an IPv4 or IPv6 address"),
-        ({"group": "nccl"}, TypeError, "group must be a torch.distributed.ProcessGroup"),
-        ({"group": None}, TypeError, "group must be a torch.distributed.ProcessGroup"),
-    ],
-)
-async def test_wrong_arguments_are_refused(
-    arguments: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    right: dict[str, Any] = {"group": HashStore(), "peer": 1, "rank": 0, "world_size": 2}
-    if not isinstance(arguments.get("group", right["group"]), dist.Store):  # type: ignore[attr-defined]
-        right |= {"rank": None, "world_size": None}
-    with pytest.raises(error, match=text):
-        RankPipe(**{**right, **arguments})
+_WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"peer": 0}, ValueError, "rank 0 is this rank"),
+    ({"peer": 2}, ValueError, "there is no rank 2 in a group of 2"),
+    ({"peer": -1}, ValueError, "there is no rank -1"),
+    ({"rank": 2}, ValueError, "there is no rank 2"),
+    ({"rank": None}, TypeError, "pass rank and world_size as well"),
+    ({"max_bytes": 4095}, ValueError, "max_bytes must be from 4096 to"),
+    ({"max_bytes": 1.5}, TypeError, "float"),
+    ({"max_wait_s": 0}, ValueError, "max_wait_s must be positive"),
+    ({"peer_timeout_s": -1}, ValueError, "peer_timeout_s must be positive"),
+    ({"host": "localhost"}, ValueError, "does not appear to be an IPv4 or IPv6 address"),
+    ({"group": "nccl"}, TypeError, "group must be a torch.distributed.ProcessGroup"),
+    ({"group": None}, TypeError, "group must be a torch.distributed.ProcessGroup"),
+]
 
 
+@once
+async def test_wrong_arguments_are_refused() -> None:
+    for arguments, error, text in _WRONG:
+        right: dict[str, Any] = {"group": HashStore(), "peer": 1, "rank": 0, "world_size": 2}
+        if not isinstance(arguments.get("group", right["group"]), dist.Store):  # type: ignore[attr-defined]
+            right |= {"rank": None, "world_size": None}
+        with pytest.raises(error, match=text):
+            RankPipe(**{**right, **arguments})
+
+
+@once
 async def test_a_group_of_one_process_has_no_other_rank() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

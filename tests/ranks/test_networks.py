@@ -19,7 +19,6 @@ from verification.patterns import BIG, pattern
 from verification.places import free_port
 from verification.processes.peers import Peer, State
 from verification.promptly import allowed_s
-from verification.waiting import until
 
 _TIMEOUT_S = 1.0  # of a host that does not answer
 
@@ -88,8 +87,8 @@ async def _ends(hosts: Hosts, store_at: int, **options: Any) -> AsyncIterator[tu
             await child.close()
 
 
-@pytest.mark.parametrize("store_at", [0, 1])
-@pytest.mark.parametrize("encrypt", [False, True])
+@pytest.mark.promise(36)
+@pytest.mark.parametrize(("store_at", "encrypt"), [(0, True), (1, False)])
 async def test_two_hosts_exchange_messages_by_the_interface_of_the_store(
     store_at: int, encrypt: bool, hosts: Hosts
 ) -> None:
@@ -101,10 +100,10 @@ async def test_two_hosts_exchange_messages_by_the_interface_of_the_store(
         assert "0.0.0.0" not in await low.call(sockets)  # noqa: S104
 
 
-@pytest.mark.parametrize("count", [10, 4 * BIG])
-async def test_a_host_that_does_not_answer_is_lost_within_the_timeout(count: int, hosts: Hosts) -> None:
+@pytest.mark.promise(36)
+async def test_a_host_that_does_not_answer_is_lost_within_the_timeout(hosts: Hosts) -> None:
     async with _ends(hosts, 0, peer_timeout_s=_TIMEOUT_S) as ends:
-        losses = [end.start(lose, count) for end in ends]
+        losses = [end.start(lose, 4 * BIG) for end in ends]
         await asyncio.sleep(0.3)  # messages travel
         began = asyncio.get_running_loop().time()
         hosts.cut()
@@ -114,15 +113,3 @@ async def test_a_host_that_does_not_answer_is_lost_within_the_timeout(count: int
             hosts.heal()
         longest = max(ended) - began
         assert longest < _TIMEOUT_S + 1 or longest < allowed_s(_TIMEOUT_S + 1)
-
-
-async def test_a_killed_rank_on_another_host_is_lost_at_once(hosts: Hosts) -> None:
-    async with _ends(hosts, 0) as (low, high):
-        losing = low.start(lose, BIG)
-        echoing = high.start(echo)
-        await asyncio.sleep(0.1)
-        began = asyncio.get_running_loop().time()
-        high.kill()
-        took = await losing - began
-        assert took < 1 or took < allowed_s(1.0)
-        await until(echoing.done)

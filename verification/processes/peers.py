@@ -30,7 +30,7 @@ contexts: dict[str, SpawnContext | ForkServerContext] = {
     "spawn": multiprocessing.get_context("spawn"),
     "forkserver": multiprocessing.get_context("forkserver"),
 }
-contexts["forkserver"].set_forkserver_preload(["pytest", "torch", "uvloop", "aiotensor"])
+contexts["forkserver"].set_forkserver_preload(["pytest", "verification.processes.peers"])
 
 
 @dataclass
