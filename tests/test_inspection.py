@@ -49,9 +49,6 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 HURRY_S = 0.05  # for peers that never reply
 
 
-# Reports
-
-
 async def test_an_inspection_shows_what_the_receiver_knows_of_itself_and_its_senders(address: str) -> None:
     async with (
         TensorReceiver(address) as receiver,
@@ -142,9 +139,6 @@ async def test_unlimited_promises_are_reported_up_to_the_largest_number(
         assert {sender.max_concurrent_videos for sender in found.senders} == {messages}
 
 
-# Invalid answers
-
-
 async def _report() -> ReceiverReport:
     """Return the report of a receiver with one sender."""
     with endpoint("unix") as place:
@@ -188,9 +182,6 @@ async def test_a_receiver_that_refuses_an_inspection_ends_it_with_the_reason(
         await rogue.say(*says)
         with pytest.raises(error, match=text):
             await looking
-
-
-# Addresses without a receiver
 
 
 async def test_inspecting_an_unused_address_raises_peer_lost_error(address: str) -> None:

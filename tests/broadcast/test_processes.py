@@ -13,6 +13,7 @@ from aiotensor.broadcast import Subscriber
 from aiotensor.transports.endpoints import Endpoint
 from tests.broadcast import workers
 from tests.broadcast.audiences import audience, idle, remove_socket
+from tests.selection import COMPLETE, LINKS
 from verification.internals import segments_of
 from verification.patterns import BIG, pattern
 from verification.processes import watch
@@ -20,12 +21,12 @@ from verification.processes.peers import Peer, fork_and_sleep, peers
 from verification.promptly import promptly
 from verification.waiting import until
 
-_KILLS = int(os.environ.get("AIOTENSOR_KILLS", "40")) // 8
+_KILLS = int(os.environ.get("AIOTENSOR_KILLS", "40")) // (8 if COMPLETE else 20)
 
 
 @pytest.mark.promise(33)
 async def test_each_subscriber_receives_each_publication_once_and_in_order(endpoint: Endpoint) -> None:
-    count = 900  # more than the connections hold: some are sent while the publisher closes
+    count = 400  # more than the connections hold: some are sent while the publisher closes
     async with audience(endpoint, 4, max_behind=1000) as (publisher, children):
         counts = [child.start(workers.receive_for_ever) for child in children]
         for number in range(count):
@@ -181,6 +182,7 @@ async def test_nothing_is_left_after_all_processes_were_killed(address: str) -> 
 
 
 @pytest.mark.promise(20)
+@pytest.mark.parametrize("endpoint", LINKS if COMPLETE else ["unix"], indirect=True)
 async def test_idle_objects_use_no_processor_time(endpoint: Endpoint) -> None:
     async with peers(endpoint, 5) as [publisher, *children]:
         starting = publisher.start(workers.start, 4, history=2)

@@ -12,7 +12,7 @@ import torch
 
 from aiotensor import PeerLostError, WouldBlockError
 from aiotensor.ranks import RankPipe
-from tests.ranks.pipes import Routes, echo, receive, send, with_child
+from tests.ranks.pipes import ROUTES, Routes, echo, receive, send, with_child
 from tests.selection import COMPLETE
 from verification.patterns import BIG, pattern
 from verification.processes import watch
@@ -128,6 +128,7 @@ async def test_a_stopped_rank_delays_only_messages_beyond_the_limit(folder: Path
 
 
 @pytest.mark.promise(20)
+@pytest.mark.parametrize("route", list(ROUTES) if COMPLETE else ["unix"], indirect=True)
 async def test_an_idle_pipe_uses_no_processor_time(folder: Path) -> None:
     async with AsyncExitStack() as stack:
         pids = []
