@@ -3,8 +3,7 @@
     python -m tests.integrations.stoppable blocking unix:///run/t ipc:///run/m 0.05
 
 SIGTERM raises `SystemExit`, and SIGINT `KeyboardInterrupt`, in a main thread that runs the model or the event
-loop. In the styles of `FINISHING`, SIGTERM lets the engine finish the request in progress. The program writes
-"ready" once it answers, and "working" when the first request arrives.
+loop. The program writes "ready" once it answers, and "working" when the first request arrives.
 """
 
 import asyncio
@@ -22,9 +21,7 @@ from aiotensor import TensorReceiver, blocking
 from aiotensor.channel import MessageServer
 from tests.integrations.totals import Numbers, Total
 
-__all__ = ["FINISHING", "STYLES", "Engine", "engine"]
-
-_CHECK_S = 0.1  # the time between two checks whether the engine was stopped
+__all__ = ["STYLES", "Engine", "engine"]
 
 
 class Model:
@@ -76,49 +73,9 @@ async def _serve_asyncio(tensors: str, messages: str, model: Model) -> None:
         await server.serve(model.run_async, max_concurrent=4)
 
 
-def _finish_blocking(tensors: str, messages: str, model: Model) -> None:
-    stopped = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    with (
-        blocking.TensorReceiver(tensors) as receiver,
-        blocking.MessageServer(messages, Numbers, receiver=receiver) as server,
-    ):
-        _report("ready")
-        while not stopped.is_set():
-            try:
-                request = server.next(timeout=_CHECK_S)
-            except TimeoutError:
-                continue
-            with request:
-                request.reply(model.run(request.message))
-
-
-async def _finish_asyncio(tensors: str, messages: str, model: Model) -> None:
-    stopped = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-    async with (
-        TensorReceiver(tensors) as receiver,
-        MessageServer(messages, Numbers, receiver=receiver) as server,
-    ):
-        _report("ready")
-        while not stopped.is_set():
-            try:
-                async with asyncio.timeout(_CHECK_S):
-                    request = await anext(server)
-            except TimeoutError:
-                continue
-            async with request:
-                await request.reply(await model.run_async(request.message))
-
-
 STYLES: Mapping[str, Callable[[str, str, Model], None]] = {
     "blocking": _serve_blocking,
     "asyncio": lambda *arguments: asyncio.run(_serve_asyncio(*arguments)),
-}
-
-FINISHING: Mapping[str, Callable[[str, str, Model], None]] = {
-    "finishing-blocking": _finish_blocking,
-    "finishing-asyncio": lambda *arguments: asyncio.run(_finish_asyncio(*arguments)),
 }
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +109,7 @@ async def engine(style: str, folder: Path, *, pace_s: float) -> AsyncIterator[En
     """Start an engine that is ready to answer, and kill it at the end of the block.
 
     Args:
-        style: a key of `STYLES` or `FINISHING`.
+        style: a key of `STYLES`.
         folder: the folder for its sockets.
         pace_s: the time of its work on each message, in seconds.
     """
@@ -179,4 +136,4 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     style, tensors, messages, pace_s = sys.argv[1:]
     with suppress(KeyboardInterrupt):
-        {**STYLES, **FINISHING}[style](tensors, messages, Model(float(pace_s)))
+        STYLES[style](tensors, messages, Model(float(pace_s)))

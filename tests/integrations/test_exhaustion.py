@@ -186,8 +186,3 @@ async def _open_client(state: peers.State) -> tuple[int, str] | None:
         problem = problem_of(error, 1)
         return None if problem is None else (problem.status, problem.reason)
     return None
-
-
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES])
-def test_an_os_error_of_the_application_has_no_problem_response(number: int) -> None:
-    assert problem_of(OSError(number, os.strerror(number)), 1) is None

@@ -1,14 +1,15 @@
-"""The lifespan opens and closes its objects, composes with another lifespan, and reports misuse."""
+"""The lifespan opens, drains and closes its objects, answers their errors, and reports misuse."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import logging
+from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias
 
 import httpx
 import pytest
 import torch
+import zmq
 from fastapi import Depends, FastAPI, WebSocket
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -18,6 +19,7 @@ from starlette.types import Message, Scope
 
 from aiotensor import (
     AioTensorError,
+    ClosedError,
     OpenMessage,
     RemoteError,
     TensorReceiver,
@@ -25,11 +27,13 @@ from aiotensor import (
     UsageError,
     WouldBlockError,
 )
-from aiotensor.channel import MessageClient, Permit
+from aiotensor.channel import MessageClient, MessageServer, Permit
 from aiotensor.integrations.fastapi import MessageLifespan, TensorLifespan
-from tests.channel.parties import Answer, channel
+from aiotensor.integrations.serving import serving
+from tests.channel.parties import Answer, Question, channel
 from tests.pairs import endpoint
 from verification.patterns import pattern
+from verification.places import free_port
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -103,31 +107,6 @@ async def test_a_message_lost_when_its_handler_returned_is_answered_with_503() -
         async with app.router.lifespan_context(app), http(app) as client:
             answer = await client.get("/")
             assert (answer.status_code, answer.json()["reason"]) == (503, "engine_lost")
-
-
-async def test_a_message_lifespan_can_be_nested_in_another_lifespan() -> None:
-    async with channel() as ends:
-        engine: MessageLifespan[Answer] = MessageLifespan(
-            lambda: MessageClient(
-                ends.place.messages, sender=TensorSender(ends.place.tensors), reply_type=Answer
-            )
-        )
-        seen: list[object] = []
-
-        @asynccontextmanager
-        async def lifespan(app: Starlette) -> AsyncIterator[dict[str, object]]:
-            async with engine.lifespan(app):
-                seen.append(engine.opened_client)
-                yield {"own": 7}
-            with pytest.raises(UsageError, match="the application is not running"):
-                seen.append(engine.opened_client)
-
-        app = Starlette(lifespan=lifespan)
-        async with app.router.lifespan_context(app) as state:
-            assert state == {"own": 7}
-            await until(lambda: engine.opened_client.statistics().servers == 1)
-        assert isinstance(seen[0], MessageClient)
-        await until(lambda: ends.server.statistics().clients == 1)
 
 
 async def test_a_lifespan_can_be_entered_again_only_after_its_end() -> None:
@@ -221,22 +200,6 @@ async def visit_socket(app: Starlette, path: str) -> list[Message]:
     return heard
 
 
-async def test_a_web_socket_handler_can_use_the_sender() -> None:
-    with endpoint() as place:
-        engine = TensorLifespan(lambda: TensorSender(place))
-        app = FastAPI(lifespan=engine.lifespan)
-        engine.install(app)
-
-        @app.websocket("/")
-        async def handler(socket: WebSocket, sender: Annotated[TensorSender, Depends(engine.sender)]) -> None:
-            await socket.accept()
-            await socket.send_text(sender.id)
-
-        async with app.router.lifespan_context(app):
-            heard = await visit_socket(app, "/")
-            assert heard[1] == {"type": "websocket.send", "text": engine.opened_sender.id}
-
-
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
@@ -267,3 +230,89 @@ async def test_an_error_refuses_a_web_socket_or_closes_an_accepted_one(
     accepted, closed = await visit_socket(app, "/after")
     assert accepted["type"] == "websocket.accept"
     assert closed == {"type": "websocket.close", "code": code, "reason": reason}
+
+
+async def test_a_server_with_a_wrong_key_answers_each_request_with_a_problem(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "aiotensor.integrations")
+    (key, secret), (accepted, _), (_, wrong) = (zmq.curve_keypair() for _ in range(3))
+    async with MessageServer(
+        "tcp://127.0.0.1:0", Question, secret_key=secret, client_keys=[accepted]
+    ) as server:
+        engine: MessageLifespan[Answer] = MessageLifespan(
+            lambda: MessageClient(server.address, reply_type=Answer, secret_key=wrong, server_key=key)
+        )
+        app = FastAPI(lifespan=engine.lifespan)
+        engine.install(app)
+
+        @app.get("/ready")
+        async def ready(client: Annotated[MessageClient[Answer], Depends(engine.client)]) -> None:
+            await client.ready()
+
+        async with app.router.lifespan_context(app), http(app) as client:
+            for _ in range(2):
+                caplog.clear()
+                answer = await client.get("/ready")
+                assert (answer.status_code, answer.json()["reason"]) == (500, "refused")
+                assert "retry-after" not in answer.headers
+                [record] = [one for one in caplog.records if one.name == "aiotensor.integrations"]
+                assert record.levelno == logging.ERROR
+                assert "AccessDeniedError: the keys of this client" in record.getMessage()
+                assert record.exc_info is None
+
+
+# The end of a server
+
+NAMES = ("TensorLifespan", "MessageLifespan")
+
+
+async def test_a_receiver_lost_while_a_server_ends_is_neither_logged_nor_awaited(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with endpoint() as place:
+        async with (
+            TensorReceiver(place) as receiver,
+            serving(lambda: TensorSender(place), 3600.0, *NAMES) as sender,
+        ):
+            await sender.send(pattern(1, 5))
+            await until(lambda: receiver.statistics().unclaimed_tensors == 1)
+            closing = asyncio.create_task(receiver.aclose())
+        await closing
+    told = [record for record in caplog.records if record.name == "aiotensor.integrations"]
+    assert told == []
+
+
+async def test_a_sender_that_its_application_has_closed_ends_without_an_error() -> None:
+    with endpoint() as place:
+        async with serving(lambda: TensorSender(place), 3600.0, *NAMES) as sender:
+            await sender.aclose()
+
+
+async def test_messages_not_taken_within_the_drain_time_are_discarded_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with endpoint() as place:
+        async with TensorReceiver(place) as receiver:
+            async with serving(lambda: TensorSender(place), 0.01, *NAMES) as sender:
+                for seed in range(3):
+                    await sender.send(pattern(seed, 5))
+                await until(lambda: receiver.statistics().unclaimed_tensors == 3)
+            await until(lambda: receiver.statistics().messages_discarded == 3)
+    [record] = [record for record in caplog.records if record.name == "aiotensor.integrations"]
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith("3 messages were not taken within 0.01 s")
+
+
+async def test_a_server_whose_key_is_not_accepted_while_it_drains_ends_without_an_error() -> None:
+    (key, secret), (accepted, _), (_, wrong) = (zmq.curve_keypair() for _ in range(3))
+    address = f"tcp://127.0.0.1:{free_port()}"
+
+    def make() -> TensorSender:
+        return TensorSender(address, secret_key=wrong, server_key=key)
+
+    async with TensorReceiver(address, secret_key=secret, client_keys=[accepted]):
+        async with serving(make, 3600.0, *NAMES) as sender:
+            message = await sender.message().__aenter__()  # in flight while the server drains
+        with pytest.raises(ClosedError):
+            await message.send(pattern(1, 5))

@@ -20,14 +20,6 @@ def budget() -> UploadBudget:
     return made
 
 
-def test_a_client_that_sends_nothing_has_only_the_grace_period() -> None:
-    upload = budget()
-    upload.wait(GRACE_S / 2)
-    assert upload.left_s == GRACE_S / 2
-    upload.wait(GRACE_S / 2)
-    assert upload.left_s == 0
-
-
 def test_a_fast_client_may_not_stall_longer_than_the_grace_period() -> None:
     upload = budget()
     upload.add(1 << 40)
@@ -60,10 +52,10 @@ def test_the_time_that_is_waited_for_a_client_is_bounded_by_what_it_sends(
     assert waited <= GRACE_S + upload.received / RATE + 1e-6
 
 
-@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan])
 @pytest.mark.parametrize("name", ["min_upload_rate", "upload_grace_s", "deadline_s"])
-def test_a_limit_that_is_not_positive_is_refused(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be positive"):
-        TensorLifespan(totals.sender, **{name: value})
-    with pytest.raises(ValueError, match=f"{name} must be positive"):
-        problem_middleware(**{name: value})
+def test_a_limit_that_is_not_positive_is_refused(name: str) -> None:
+    for value in (0, -1, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"{name} must be positive"):
+            TensorLifespan(totals.sender, **{name: value})
+        with pytest.raises(ValueError, match=f"{name} must be positive"):
+            problem_middleware(**{name: value})

@@ -1,7 +1,6 @@
 """Requests in progress when their engine stops, for each way in which an engine stops."""
 
 import asyncio
-import itertools
 import signal
 from pathlib import Path
 
@@ -10,11 +9,22 @@ import pytest
 from aiotensor import PeerLostError, TensorSender
 from aiotensor.channel import MessageClient
 from aiotensor.integrations.problems import problem_of
-from tests.integrations.stoppable import FINISHING, STYLES, engine
-from tests.integrations.totals import Total, numbers, total_of
+from tests.integrations.stoppable import engine
+from tests.integrations.totals import Total, numbers
 
 # No program notices SIGKILL, in whatever style it is written.
-ENDS = [*itertools.product(STYLES, [signal.SIGTERM, signal.SIGINT]), ("asyncio", signal.SIGKILL)]
+ENDS = [
+    ("blocking", signal.SIGTERM),
+    *(
+        pytest.param(style, number, marks=pytest.mark.extended)
+        for style, number in [
+            ("blocking", signal.SIGINT),
+            ("asyncio", signal.SIGTERM),
+            ("asyncio", signal.SIGINT),
+            ("asyncio", signal.SIGKILL),
+        ]
+    ),
+]
 
 
 @pytest.mark.parametrize(("style", "number"), ENDS, ids=lambda one: getattr(one, "name", one))
@@ -40,16 +50,3 @@ async def test_requests_in_progress_are_lost_and_not_failed_when_the_engine_stop
     assert status == (-signal.SIGKILL if number is signal.SIGKILL else 0), errors
     assert "ERROR aiotensor" not in errors  # asyncio reports that SystemExit ended a task
     assert "ERROR" not in {record.levelname for record in caplog.records}
-
-
-@pytest.mark.parametrize("style", FINISHING)
-async def test_an_engine_can_finish_the_request_in_progress_before_it_stops(style: str, folder: Path) -> None:
-    async with (
-        engine(style, folder, pace_s=1) as one,
-        TensorSender(f"unix://{folder}/t") as sender,
-        MessageClient(f"ipc://{folder}/m", sender=sender, reply_type=Total) as client,
-    ):
-        asking = asyncio.create_task(client.request(numbers(bytes([1, 2, 3]))))
-        await one.reports("working")
-        assert await one.stop(signal.SIGTERM) == (0, "")
-        assert (await asking).total == total_of(bytes([1, 2, 3]))
