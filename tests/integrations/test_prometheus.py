@@ -27,7 +27,6 @@ from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.integrations.prometheus import AioTensorCollector
 from tests.channel import parties
 from tests.integrations.scraping import Numbers, at, new_registry, parse, scrape, scrape_all
-from tests.statistics.objects import close, open_counted
 from verification.patterns import BIG, pattern
 from verification.places import LINKS
 from verification.processes import peers, watch
@@ -87,7 +86,7 @@ async def _scrape_there(state: State) -> Numbers:
 
 
 async def test_metrics_of_each_process_under_load_parse_and_agree_with_the_sent_tensors() -> None:
-    rounds = 20
+    rounds = 10
     tensors, nbytes = 3 * rounds, (3 + BIG + 1000) * 8 * rounds
     with address() as place:
         async with peers.peers(place, 2) as [api, engine]:
@@ -122,21 +121,6 @@ async def test_metrics_of_each_process_under_load_parse_and_agree_with_the_sent_
     assert received["aiotensor_receiver_senders"] == 1
     assert received["aiotensor_receiver_unclaimed_tensors"] == 0
     assert received["aiotensor_receiver_errors_total{type=AlreadyTakenError}"] == tensors / 4
-
-
-async def test_senders_count_a_receiver_that_dies() -> None:
-    with address() as place:
-        async with TensorSender(place) as sender, peers.peers(place, 1) as [engine]:
-            await engine.call(peers.open_receiver)
-            await sender.send(pattern(0, 3))
-            waiting = asyncio.create_task(sender.drain())
-            await asyncio.sleep(0)
-            engine.kill()
-            await asyncio.wait([waiting])
-            waiting.exception()
-            numbers = at(scrape(new_registry()), place)
-    assert numbers["aiotensor_sender_receivers_lost_total"] == 1
-    assert numbers["aiotensor_sender_errors_total{type=PeerLostError}"] == 1
 
 
 # Threads
@@ -215,6 +199,29 @@ def test_a_blocked_loop_delays_a_scrape_by_at_most_the_timeout_and_keeps_its_cou
 # Counters and gauges
 
 
+async def test_gauges_of_one_endpoint_are_added_up_except_for_peaks() -> None:
+    with address() as place:
+        async with (
+            TensorReceiver(place, max_senders=None) as receiver,
+            TensorSender(place, 2, 1 << 20) as one,
+            TensorSender(place, 3, 1 << 21) as another,
+        ):
+            handles = [await one.send(pattern(0, 3))] + [await another.send(pattern(0, 3)) for _ in range(3)]
+            waiting = asyncio.create_task(another.send(pattern(0, 3)))
+            await until(lambda: another.statistics().waiting == 1)
+            await until(lambda: receiver.statistics().unclaimed_tensors == 4)
+            numbers = at(scrape(new_registry()), place)
+            assert numbers["aiotensor_sender_permits_in_use"] == 4
+            assert numbers["aiotensor_sender_permits_limit"] == 5
+            assert numbers["aiotensor_sender_permits_peak"] == 3
+            assert numbers["aiotensor_sender_memory_limit_bytes"] == 3 << 20
+            assert numbers["aiotensor_sender_waiting_calls"] == 1
+            assert numbers["aiotensor_receiver_senders_limit"] == inf
+            assert numbers["aiotensor_receiver_unclaimed_bytes"] == 4 * 24
+            for handle in [*handles, None]:
+                await receiver.receive(handle or await waiting)
+
+
 async def test_counters_of_closed_objects_persist_and_their_gauges_disappear() -> None:
     registry = new_registry()
     seen: list[dict[str, float]] = []
@@ -232,36 +239,6 @@ async def test_counters_of_closed_objects_persist_and_their_gauges_disappear() -
             if name.partition("{")[0].endswith(("_total", "_count", "_sum", "_bucket")):
                 assert after[name] >= value
     assert late == seen[-1]
-
-
-async def test_gauges_of_one_endpoint_are_added_up_except_for_peaks() -> None:
-    with address() as place:
-        async with (
-            TensorReceiver(place, max_senders=None) as receiver,
-            TensorSender(place, 2, 1 << 20) as one,
-            TensorSender(place, 3, 1 << 21) as another,
-        ):
-            handles = [await one.send(pattern(0, 3))] + [await another.send(pattern(0, 3)) for _ in range(3)]
-            waiting = asyncio.create_task(another.send(pattern(0, 3)))
-            await until(lambda: another.statistics().waiting == 1)
-            await until(lambda: receiver.statistics().unclaimed_tensors == 4)
-            # The clock of uvloop counts milliseconds.
-            await until(lambda: another.statistics().longest_wait_s > 0)
-            numbers = at(scrape(new_registry()), place)
-            assert numbers["aiotensor_sender_permits_in_use"] == 4
-            assert numbers["aiotensor_sender_permits_limit"] == 5
-            assert numbers["aiotensor_sender_permits_peak"] == 3
-            assert numbers["aiotensor_sender_memory_limit_bytes"] == 3 << 20
-            assert numbers["aiotensor_sender_waiting_calls"] == 1
-            assert 0 < numbers["aiotensor_sender_longest_wait_seconds"] <= another.statistics().longest_wait_s
-            assert numbers["aiotensor_sender_tensors_sent_total"] == 4
-            assert numbers["aiotensor_receiver_senders"] == 2
-            assert numbers["aiotensor_receiver_senders_limit"] == inf
-            assert numbers["aiotensor_receiver_unclaimed_bytes"] == 4 * 24
-            assert numbers["aiotensor_receiver_promised_messages"] == 5
-            for handle in handles:
-                await receiver.receive(handle)
-            await receiver.receive(await waiting)
 
 
 async def test_clients_and_servers_count_messages_answers_and_failures() -> None:
@@ -323,24 +300,7 @@ async def test_the_requests_of_each_engine_are_counted_separately() -> None:
     assert missed["aiotensor_engine_in_flight"] == missed["aiotensor_engine_connected"] == 0
 
 
-async def test_an_address_that_is_not_utf_8_is_exported_with_escaped_bytes() -> None:
-    with address() as place:
-        async with TensorSender(f"{place}\udcff"):
-            numbers = at(scrape(new_registry()), f"{place}\\udcff")
-    assert numbers["aiotensor_sender_permits_limit"] == 8
-
-
 # Collectors
-
-
-async def test_registering_a_collector_reads_no_statistics() -> None:
-    counted, affinity = open_counted(1, "registered")
-    registry = new_registry()
-    assert not counted.readers
-    scrape(registry)
-    assert len(counted.readers) == 1
-    close(affinity)
-    await asyncio.sleep(0)
 
 
 async def _register(state: State) -> None:
@@ -361,20 +321,15 @@ async def test_a_process_is_idle_between_scrapes() -> None:
             assert await watch.become_idle([engine.pid, api.pid])
 
 
-def test_objects_are_named_by_their_endpoints_only() -> None:
-    labels = {label for _, series in scrape(new_registry()) for label, _ in series}
-
-    assert labels <= {"endpoint", "type", "for", "le"}
-
-
-def test_registering_two_collectors_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
+    for timeout_s in (-1, inf, float("nan")):
+        with pytest.raises(ValueError, match=f"timeout_s must be at least 0 seconds, got {timeout_s}"):
+            new_registry(timeout_s=timeout_s)
+    for max_endpoints in (0, -1):
+        with pytest.raises(ValueError, match=f"max_endpoints must be at least 1, got {max_endpoints}"):
+            new_registry(max_endpoints=max_endpoints)
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        new_registry(max_endpoints=1.0)
     registry = new_registry()
-
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         registry.register(AioTensorCollector())
-
-
-@pytest.mark.parametrize("timeout_s", [-1, inf, float("nan")])
-def test_an_invalid_timeout_is_refused(timeout_s: float) -> None:
-    with pytest.raises(ValueError, match=f"timeout_s must be at least 0 seconds, got {timeout_s}"):
-        new_registry(timeout_s=timeout_s)

@@ -1,26 +1,21 @@
 """One trace leads from an HTTP request to the engine in another process, and back to its answer."""
 
-import warnings
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from unittest import mock
 
 import httpx
 import pytest
 import torch
-from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
 from fastapi import FastAPI, Request
 from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
 from opentelemetry.metrics import NoOpMeterProvider
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient
-from aiotensor.integrations import aiohttp, fastapi
+from aiotensor.integrations import fastapi
 from tests.integrations.opentelemetry.engine import Sum, Video, open_engine, serve
 from tests.integrations.opentelemetry.spans import (
-    Recorder,
     Seen,
     begin_recording,
     one,
@@ -73,24 +68,6 @@ async def ask(client: MessageClient[Sum]) -> int:
     return answer.total
 
 
-@contextmanager
-def instrumented_aiohttp(recorder: Recorder) -> Iterator[None]:
-    """Instrument the applications of aiohttp that are created in the block."""
-    with warnings.catch_warnings():
-        # The instrumentation derives a class from `web.Application`, which aiohttp advises against.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from opentelemetry.instrumentation import aiohttp_server
-
-        # Old versions of the instrumentation ignore the argument `tracer_provider`.
-        with mock.patch.object(aiohttp_server, "tracer", recorder.provider.get_tracer("aiohttp")):
-            instrumentor = aiohttp_server.AioHttpServerInstrumentor()
-            instrumentor.instrument(tracer_provider=recorder.provider)
-            try:
-                yield
-            finally:
-                instrumentor.uninstrument()
-
-
 def check(here: list[Seen], there: list[Seen]) -> None:
     """Check that both processes recorded the spans of one trace, with each parent and in order."""
     spans = [*here, *there]
@@ -136,23 +113,5 @@ async def test_one_trace_leads_from_an_upload_to_fastapi_to_the_answer_of_the_en
             ):
                 answer = await http.post("/videos", content=b"a video")
                 assert answer.json() == PIXELS
-            there = await peer.call(recorded)
-    check(recorder.seen, there)
-
-
-async def test_one_trace_leads_from_an_upload_to_aiohttp_to_the_answer_of_the_engine(folder: Path) -> None:
-    key = web.AppKey("client", MessageClient[Sum])
-
-    async def post_video(request: web.Request) -> web.Response:
-        await request.read()
-        return web.json_response(await ask(request.app[key]))
-
-    with recording() as recorder, instrumented_aiohttp(recorder):
-        async with engine(folder) as (peer, receiver):
-            app = web.Application()
-            app.cleanup_ctx.append(aiohttp.client_context(key, lambda: client(folder, receiver)))
-            app.add_routes([web.post("/videos", post_video)])
-            async with TestClient(TestServer(app)) as http, http.post("/videos", data=b"a video") as answer:
-                assert await answer.json() == PIXELS
             there = await peer.call(recorded)
     check(recorder.seen, there)
