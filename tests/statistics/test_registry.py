@@ -3,22 +3,34 @@
 import asyncio
 import gc
 import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 
-from aiotensor import SenderStatistics, TensorQueue, TensorReceiver, TensorSender
+from aiotensor import SenderStatistics, TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.errors import ClosedError, UsageError
+from aiotensor.errors import ClosedError
 from aiotensor.runtime.affinity import LoopAffinity
 from aiotensor.statistics import registry
 from aiotensor.statistics.registry import HasStatistics, Snapshot
-from aiotensor.transports.endpoints import route_to
 from aiotensor.types import ClientStatistics, ReceiverStatistics
 from tests.channel.parties import Answer, Question, place
-from tests.pairs import endpoint
 from tests.runtime.test_affinity import forks, in_a_fork
-from tests.statistics.objects import PATIENCE_S, Counted, answers_at, close, open_counted, present
+from tests.statistics.objects import (
+    PATIENCE_S,
+    Counted,
+    answers_at,
+    close,
+    loop_in_a_thread,
+    open_counted,
+    present,
+    run_in,
+)
 from verification.patterns import pattern
 from verification.waiting import until
 
@@ -46,39 +58,6 @@ async def test_each_kind_of_object_is_found_by_its_endpoint_while_it_is_open(
             assert not present(registry.collect(0.0), at)
 
 
-async def test_objects_of_all_queues_are_at_one_endpoint(nothing_left_behind: None) -> None:
-    before = len(present(registry.collect(0.0), "queue"))
-    with endpoint("queue") as one, endpoint("queue") as another:
-        async with TensorReceiver(one), TensorSender(one), TensorSender(another):
-            assert len(present(registry.collect(0.0), "queue")) == before + 3
-    assert len(present(registry.collect(0.0), "queue")) == before
-
-
-async def test_a_server_at_any_free_port_is_found_by_its_actual_port(nothing_left_behind: None) -> None:
-    async with MessageServer("tcp://127.0.0.1:0", Question) as server:
-        assert not server.address.endswith(":0")
-        assert present(registry.collect(0.0), server.address) == [server.statistics()]
-
-
-async def test_an_object_that_could_not_be_opened_is_not_found(nothing_left_behind: None) -> None:
-    with place() as here:
-        async with TensorReceiver(here.tensors) as receiver:
-            with pytest.raises(UsageError):
-                await TensorReceiver(here.tensors).__aenter__()
-            assert present(registry.collect(0.0), here.tensors) == [receiver.statistics()]
-
-
-def test_a_queue_has_the_same_name_in_every_process() -> None:
-    queue = TensorQueue()
-    assert route_to(queue).label == "queue"
-    assert route_to("unix:///run/s").label == "unix:///run/s"
-    queue.close()
-
-
-def test_the_name_of_a_path_that_is_not_utf_8_can_be_encoded() -> None:
-    assert route_to("unix:///run/ä\udcff").label == "unix:///run/ä\\udcff"
-
-
 # Counts of closed objects
 
 
@@ -95,15 +74,6 @@ async def test_counts_of_closed_senders_and_receivers_persist_and_add_up(nothing
                 await receiver.receive(await sender.send(pattern(0, 3)))
                 assert counted() == (turn, turn)
             assert counted() == (turn, turn)
-
-
-async def test_counts_include_messages_that_closing_discards(nothing_left_behind: None) -> None:
-    with place() as here:
-        async with TensorSender(here.tensors) as sender:
-            message = sender.message()
-            await message.__aenter__()
-        counts = registry.collect(0.0).counts[SenderStatistics, here.tensors]
-        assert counts["messages_discarded", ""] == 1
 
 
 async def test_counts_include_the_waits_and_errors_of_calls_that_closing_fails(
@@ -151,17 +121,6 @@ def test_an_object_whose_loop_was_closed_first_keeps_its_last_counts() -> None:
     assert len(counted.readers) == 1
 
 
-def test_an_object_that_is_closed_after_its_loop_is_removed_immediately() -> None:
-    async def open_one() -> tuple[Counted, LoopAffinity]:
-        return open_counted(3, "after its loop")
-
-    counted, affinity = asyncio.run(open_one())
-    counted.answers = 4
-    close(affinity)
-    assert counted not in registry.owners()
-    assert answers_at(registry.collect(0.0), "after its loop") == 4
-
-
 async def test_the_256_endpoints_that_were_closed_last_are_remembered() -> None:
     at = f"place in {asyncio.get_running_loop()}"
     stays, stays_open = open_counted(1, f"{at} 0")
@@ -176,20 +135,6 @@ async def test_the_256_endpoints_that_were_closed_last_are_remembered() -> None:
     assert answers_at(snapshot, f"{at} 0") == 1 + stays.answers  # this object is still open
     assert (ClientStatistics, f"{at} 1") not in snapshot.counts
     close(stays_open)
-
-
-async def test_counts_at_endpoints_in_use_are_kept_for_any_number_of_endpoints() -> None:
-    at = f"used in {asyncio.get_running_loop()}"
-    kept = []
-    for number in range(300):
-        _, affinity = open_counted(1, f"{at} {number}")
-        kept.append(open_counted(1, f"{at} {number}"))
-        close(affinity)
-        await asyncio.sleep(0)
-    snapshot = registry.collect(0.0)
-    assert [answers_at(snapshot, f"{at} {number}") for number in range(300)] == [2] * 300
-    for _, affinity in kept:
-        close(affinity)
 
 
 # Signals and forks
@@ -254,3 +199,173 @@ async def test_a_forked_child_finds_no_object_of_its_parent() -> None:
 
     assert in_a_fork(fail_with_snapshot) == f"RuntimeError: {Snapshot([], {}, {}, 0, 0)}"
     assert present(registry.collect(0.0), at) == [counted.statistics()]
+
+
+# Threads: each loop reads its own objects
+
+
+@contextmanager
+def blocked(loop: asyncio.AbstractEventLoop, first: Callable[[], object] = int) -> Iterator[None]:
+    """Block a loop of another thread, after a first call in it."""
+    is_blocked, go_on = threading.Event(), threading.Event()
+
+    def block() -> None:
+        first()
+        is_blocked.set()
+        go_on.wait()
+
+    loop.call_soon_threadsafe(block)
+    is_blocked.wait()
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+def queried(loop: asyncio.AbstractEventLoop) -> threading.Event:
+    """Return an event that is set once another thread has scheduled a call in a loop."""
+    event, schedule = threading.Event(), loop.call_soon_threadsafe
+
+    def call_soon_threadsafe(*args: Any, **options: Any) -> asyncio.Handle:
+        handle = schedule(*args, **options)
+        event.set()
+        return handle
+
+    loop.call_soon_threadsafe = call_soon_threadsafe  # type: ignore[method-assign,assignment]
+    return event
+
+
+def test_the_last_statistics_of_a_loop_that_does_not_answer_are_returned_again() -> None:
+    with loop_in_a_thread() as loop:
+        opened: list[tuple[Counted, LoopAffinity]] = []
+        run_in(loop, lambda: opened.append(open_counted(3, "blocked")))
+        assert answers_at(registry.collect(PATIENCE_S), "blocked") == 3
+        with blocked(loop):
+            opened[0][0].answers = 4
+            snapshot = registry.collect(0.05)
+        assert (answers_at(snapshot, "blocked"), snapshot.unanswered) == (3, 1)
+        assert len(present(snapshot, "blocked")) == 1
+        snapshot = registry.collect(PATIENCE_S)
+        assert (answers_at(snapshot, "blocked"), snapshot.unanswered) == (4, 0)
+
+
+def test_a_loop_that_does_not_run_is_not_waited_for() -> None:
+    loop = asyncio.new_event_loop()
+    opened: list[tuple[Counted, LoopAffinity]] = []
+
+    async def run() -> None:
+        opened.append(open_counted(1, "stopped"))
+
+    with ThreadPoolExecutor(1) as elsewhere:
+        elsewhere.submit(loop.run_until_complete, run()).result()
+        snapshot = registry.collect(PATIENCE_S * 100)  # longer than this test may take
+        assert snapshot.unanswered == 0
+        assert not present(snapshot, "stopped")  # it was never read
+        loop.close()
+        assert registry.collect(PATIENCE_S * 100).unanswered == 0
+
+
+def collect_amid_end() -> tuple[Snapshot, weakref.ref[asyncio.AbstractEventLoop]]:
+    """Query a loop that ends without answering, and return the snapshot and a reference to the loop."""
+    is_open = threading.Event()
+    opened: list[tuple[Counted, LoopAffinity]] = []
+    loop = asyncio.new_event_loop()
+    is_queried = queried(loop)
+
+    async def run() -> None:
+        opened.append(open_counted(1, "ends"))
+        loop.stop()
+        is_open.set()
+        is_queried.wait()  # the loop has no further iteration for later calls
+
+    def live() -> None:
+        task = loop.create_task(run())
+        loop.run_forever()
+        loop.close()
+        del task
+
+    with ThreadPoolExecutor(1) as elsewhere:
+        living = elsewhere.submit(live)
+        is_open.wait()
+        snapshot = registry.collect(PATIENCE_S * 100)  # longer than this test may take
+        living.result(PATIENCE_S)
+    return snapshot, weakref.ref(loop)
+
+
+def test_a_loop_that_ends_with_a_pending_query_is_neither_waited_for_nor_kept() -> None:
+    snapshot, loop = collect_amid_end()
+    assert snapshot.unanswered == 0
+    registry.collect(0.0)  # removes the entry of its object
+    gc.collect()
+    assert loop() is None
+
+
+def test_counts_of_a_closed_object_do_not_change_any_more() -> None:
+    with loop_in_a_thread() as loop:
+        opened: list[tuple[Counted, LoopAffinity]] = []
+        run_in(loop, lambda: opened.append(open_counted(1, "late")))
+        [(counted, affinity)] = opened
+
+        def close_and_count() -> None:
+            close(affinity)
+            loop.call_soon(lambda: setattr(counted, "answers", 100))  # after the object was removed
+
+        with ThreadPoolExecutor(1) as elsewhere:
+            with blocked(loop, close_and_count):
+                is_queried = queried(loop)
+                collecting = elsewhere.submit(registry.collect, PATIENCE_S)
+                is_queried.wait()
+            assert answers_at(collecting.result(), "late") == 1
+        assert counted.answers == 100
+        assert answers_at(registry.collect(PATIENCE_S), "late") == 1
+
+
+def test_two_loops_that_query_each_other_both_get_an_answer() -> None:
+    opened: list[tuple[Counted, LoopAffinity]] = []
+    both = threading.Barrier(2)
+    snapshots: list[Snapshot] = []
+
+    def collect() -> None:
+        both.wait()  # from here on each of the two loops is blocked
+        snapshots.append(registry.collect(PATIENCE_S))
+
+    with loop_in_a_thread() as one, loop_in_a_thread() as another:
+        for loop in (one, another):
+            run_in(loop, lambda: opened.append(open_counted(1, "mutual")))
+        for loop in (one, another):
+            loop.call_soon_threadsafe(collect)
+        for loop in (one, another):
+            run_in(loop, lambda: None)
+    assert [snapshot.unanswered for snapshot in snapshots] == [0, 0]
+    assert [answers_at(snapshot, "mutual") for snapshot in snapshots] == [2, 2]
+
+
+def test_several_threads_may_collect_while_objects_open_and_close() -> None:
+    end = threading.Event()
+    seen: list[list[float]] = []
+
+    def watch() -> None:
+        mine: list[float] = []
+        while not end.is_set():
+            with suppress(KeyError):  # no object was open yet
+                mine.append(answers_at(registry.collect(PATIENCE_S), "busy"))
+        seen.append(mine)
+
+    async def open_and_close() -> None:
+        for _ in range(200):
+            counted, affinity = open_counted(0, "busy")
+            counted.answers += 1
+            await asyncio.sleep(0)
+            close(affinity)
+
+    watchers = [threading.Thread(target=watch) for _ in range(3)]
+    for watcher in watchers:
+        watcher.start()
+    with loop_in_a_thread() as loop:
+        asyncio.run_coroutine_threadsafe(open_and_close(), loop).result(PATIENCE_S)
+    end.set()
+    for watcher in watchers:
+        watcher.join()
+    for mine in seen:
+        assert mine == sorted(mine)  # counters never decrease
+    assert answers_at(registry.collect(0.0), "busy") == 200

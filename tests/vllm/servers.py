@@ -18,7 +18,6 @@ from tests.vllm.stand_in import checksum
 
 __all__ = [
     "Sent",
-    "abort_and_send",
     "engine_dies",
     "lose_a_tensor",
     "metrics",
@@ -85,23 +84,6 @@ async def send_videos(client: AsyncMPClient, count: int, index: int) -> Sent:
     pairs = [video_request(f"{index}-{number}", 100 * index + number) for number in range(count)]
     expected = {sent.request_id: tokens for sent, tokens in pairs}
     assert await generate(client, *(sent for sent, _ in pairs)) == expected
-    return await settled(client, index)
-
-
-async def abort_and_send(client: AsyncMPClient, count: int, index: int) -> Sent:
-    """Abort every second request at once, and check the answers to the others."""
-    kept, expected = [], {}
-    for number in range(count):
-        name = f"{index}-{number}"
-        if number % 2:
-            aborted, _ = video_request(name, number, tokens=ENDLESS)
-            await client.add_request_async(aborted)
-            await client.abort_requests_async([name])
-        else:
-            sent, tokens = video_request(name, number)
-            kept.append(sent)
-            expected[name] = tokens
-    assert await generate(client, *kept) == expected
     return await settled(client, index)
 
 

@@ -21,7 +21,6 @@ from aiotensor.integrations.vllm import plugin
 from aiotensor.integrations.vllm.executor import BroadcastExecutor, ExecutorQueue
 from tests.blocking.waiting import until
 from tests.vllm.serving import engine_config
-from tests.vllm.stand_in import InProcess
 from verification.patterns import BIG, pattern
 
 WORKERS = 2
@@ -100,22 +99,6 @@ def test_workers_that_keep_large_messages_do_not_stop_the_executor(
         assert large_messages(executor) - before == 2
 
 
-def test_an_error_of_a_worker_is_raised_as_by_vllm(tmp_path: Path) -> None:
-    with (
-        executing(config_of(tmp_path)) as executor,
-        pytest.raises(RuntimeError, match="Worker failed with error"),
-    ):
-        executor.collective_rpc("no such method")
-
-
-def test_a_call_without_an_answer_times_out(tmp_path: Path) -> None:
-    with (
-        executing(config_of(tmp_path)) as executor,
-        pytest.raises(TimeoutError, match="RPC call to pause timed out"),
-    ):
-        executor.collective_rpc("pause", timeout=0.1)
-
-
 def test_a_killed_worker_ends_a_call(tmp_path: Path) -> None:
     with executing(config_of(tmp_path)) as executor:
         [first, *_] = [one.pid for one in multiprocessing.active_children() if "VllmWorker" in one.name]
@@ -133,12 +116,6 @@ def test_the_executor_can_be_chosen_by_vllms_option(tmp_path: Path, monkeypatch:
         assert executor.collective_rpc("echo", args=("x",)) == ["x"] * WORKERS
 
 
-def test_a_second_executor_of_the_process_uses_the_same_queue(tmp_path: Path) -> None:
-    for _ in range(2):
-        with executing(config_of(tmp_path)) as executor:
-            assert isinstance(executor.rpc_broadcast_mq, ExecutorQueue)
-
-
 def test_an_unknown_version_uses_the_queue_of_vllm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,10 +124,6 @@ def test_an_unknown_version_uses_the_queue_of_vllm(
         assert type(executor.rpc_broadcast_mq) is STOCK
         assert executor.collective_rpc("echo", args=("x",)) == ["x"] * WORKERS
     assert "version 0.99.1 is not supported" in caplog.text
-
-
-def test_other_executors_are_not_replaced(tmp_path: Path) -> None:
-    assert Executor.get_class(engine_config(tmp_path, executor=InProcess)) is InProcess
 
 
 def test_workers_on_several_machines_use_the_queue_of_vllm(

@@ -11,7 +11,6 @@ import torch
 
 from aiotensor import PeerLostError
 from aiotensor.integrations.vllm.executor import ExecutorHandle, ExecutorQueue
-from aiotensor.types import PublisherStatistics
 from tests.blocking.waiting import in_thread
 from verification.patterns import pattern
 
@@ -65,22 +64,6 @@ def test_small_and_large_messages_keep_their_order(method: str, restored: None) 
         for process, _ in readers:
             process.join()
             assert process.exitcode == 0
-
-
-def test_a_message_longer_than_a_slot_of_the_ring_does_not_use_it(restored: None) -> None:
-    queue = ExecutorQueue(1, 1, max_chunk_bytes=1 << 20)
-    with reading(queue, 1, "spawn") as [(_, sums)]:
-        before = published(queue)
-        for nbytes in (900_000, 1 << 20):
-            queue.enqueue(torch.ones(nbytes, dtype=torch.uint8))
-            assert sums.recv() == nbytes
-        assert published(queue) - before == 1
-
-
-def published(queue: ExecutorQueue) -> int:
-    statistics = queue.large.statistics()
-    assert isinstance(statistics, PublisherStatistics)
-    return statistics.published
 
 
 def test_a_large_message_to_a_killed_reader_is_an_error(restored: None) -> None:

@@ -60,49 +60,45 @@ def test_nothing_changes_while_disabled(
     assert not caplog.records
 
 
-def test_nothing_changes_with_an_unknown_version(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+class OtherReceiver:
+    def __init__(self, queues: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "texts"),
+    [
+        (vllm, "__version__", "0.99.1", ("version 0.99.1 is not supported",)),
+        (core, "TensorIpcReceiver", OtherReceiver, ("TensorIpcReceiver", "('queues',)")),
+        (core_client, "TensorIpcSender", None, ("TensorIpcSender of version 0.33.0 is missing",)),
+    ],
+    ids=["version", "signature", "name"],
+)
+def test_nothing_changes_in_an_unknown_vllm(
+    owner: ModuleType,
+    name: str,
+    value: object,
+    texts: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.99.1")
+    if value is None:
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, name, value)
     before = objects()
     with caplog.at_level(logging.INFO, "aiotensor"):
         plugin.register()
     assert objects() == before
     assert [record.event for record in caplog.records] == ["vllm_unchanged"]  # type: ignore[attr-defined]
-    assert "version 0.99.1 is not supported" in caplog.text
-
-
-def test_nothing_changes_with_another_signature(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Other:
-        def __init__(self, queues: object) -> None: ...
-
-    monkeypatch.setattr(core, "TensorIpcReceiver", Other)
-    before = objects()
-    plugin.register()
-    assert objects() == before
-    assert "TensorIpcReceiver" in caplog.text
-    assert "('queues',)" in caplog.text
-
-
-def test_nothing_changes_if_a_name_is_missing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delattr(core_client, "TensorIpcSender")
-    before = objects()
-    plugin.register()
-    assert objects() == before
-    assert "TensorIpcSender of version 0.33.0 is missing" in caplog.text
+    for text in texts:
+        assert text in caplog.text
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("AIOTENSOR_VLLM", "tensor"),
-        ("AIOTENSOR_VLLM_MAX_CONCURRENT_VIDEOS", "many"),
         ("AIOTENSOR_VLLM_ARENA_BYTES", "0"),
-        ("AIOTENSOR_VLLM_MAX_WAIT_S", "-1"),
     ],
 )
 def test_nothing_changes_with_a_wrong_setting(
@@ -142,18 +138,6 @@ def test_a_stock_queue_keeps_the_tensor_ipc_of_vllm() -> None:
         assert type(core.TensorIpcReceiver(stock)) is tensor_ipc.TensorIpcReceiver
     finally:
         stock.close()
-
-
-def test_contexts_of_multiprocessing_keep_their_other_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    stock = utils.get_mp_context()
-    plugin.register()
-    context = utils.get_mp_context()
-    assert context.Process is stock.Process
-    assert context.get_start_method() == "spawn"
-    queue = context.Queue()
-    assert isinstance(queue, EngineQueue)
-    queue.endpoint.close()  # type: ignore[union-attr]
 
 
 def test_a_forking_context_keeps_its_queue(monkeypatch: pytest.MonkeyPatch) -> None:

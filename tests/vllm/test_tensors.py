@@ -1,7 +1,6 @@
 """vLLM's API servers, clients and engine core with the plugin: only the model is a stand-in."""
 
 import asyncio
-import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ from vllm.config import VllmConfig
 
 from aiotensor.inspection import Inspection, inspect
 from aiotensor.integrations.vllm import plugin
-from aiotensor.integrations.vllm.processes import EngineQueue
 from tests.vllm import servers
 from tests.vllm.serving import ENGINE, engine_config, serving
 
@@ -33,13 +31,6 @@ def test_three_servers_send_their_videos_without_serializing_a_tensor(config: Vl
             assert sent.declined == {}
             # One permit for the tensors of a request; tiny tensors are part of the request.
             assert (sent.statistics.messages_sent, sent.statistics.tensors_sent) == (6, 18)
-
-
-def test_aborted_requests_leave_no_permit_and_no_memory(config: VllmConfig) -> None:
-    with serving(config, servers=2, target=servers.abort_and_send, argument=8) as running:
-        for sent in running.results():
-            assert sent.declined == {}
-            assert sent.statistics.messages_sent == 8
 
 
 def test_requests_without_a_permit_are_serialized_and_answered(
@@ -80,29 +71,6 @@ def test_a_killed_engine_under_load_is_reported_by_vllm_and_leaves_no_memory_in_
         assert sent.statistics.receivers_lost == 1
 
 
-def test_an_engine_that_does_not_start_fails_as_without_the_plugin(tmp_path: Path) -> None:
-    config = engine_config(tmp_path)
-    config.parallel_config.worker_cls = "tests.vllm.missing.Worker"
-    with (
-        pytest.raises(RuntimeError, match=re.compile("engine core", re.IGNORECASE)),
-        serving(config, servers=1, target=servers.send_videos, argument=1),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("several", [False, True], ids=["one server", "several servers"])
-def test_metrics_are_in_the_registry_of_vllm(
-    config: VllmConfig, several: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    if several:
-        folder = tmp_path / "metrics"
-        folder.mkdir()
-        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
-    with serving(config, servers=1 + several, target=servers.metrics) as running:
-        for names in running.results():
-            assert {"aiotensor_sender_messages_sent", "aiotensor_sender_errors"} <= names
-
-
 def test_the_receiver_can_have_an_address(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
@@ -119,12 +87,12 @@ def test_the_receiver_can_have_an_address(
         assert inspection.statistics.tensors_taken == 2 * 3 * 3
 
 
-def test_the_queue_carries_the_settings_to_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AIOTENSOR_VLLM_ARENA_BYTES", str(1 << 20))
-    monkeypatch.setenv("AIOTENSOR_VLLM_MAX_WAIT_S", "2.5")
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    from vllm.v1.engine import utils
-
-    queue = utils.get_mp_context().Queue()
-    assert isinstance(queue, EngineQueue)
-    assert (queue.settings.arena_bytes, queue.settings.max_wait_s) == (1 << 20, 2.5)
+def test_metrics_of_several_servers_are_in_the_registry_of_vllm(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "metrics"
+    folder.mkdir()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
+    with serving(config, servers=2, target=servers.metrics) as running:
+        for names in running.results():
+            assert {"aiotensor_sender_messages_sent", "aiotensor_sender_errors"} <= names
