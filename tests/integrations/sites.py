@@ -1,4 +1,4 @@
-"""Real HTTP servers in separate processes, and requests to them."""
+"""Real HTTP servers in separate processes, their engine, and requests to them."""
 
 import asyncio
 import os
@@ -15,9 +15,11 @@ from typing import TypeAlias
 import httpx
 import msgspec
 
-from tests.integrations.totals import Held
+from tests.integrations import engine
+from tests.integrations.totals import Held, Total, total_of
+from verification.processes.peers import Peer, peers
 
-__all__ = ["SERVERS", "Site", "http_client", "site", "workers"]
+__all__ = ["SERVERS", "UPLOAD", "MiB", "Scene", "is_answered", "scene", "workers_of"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,8 +85,8 @@ async def site(
     Args:
         kind: a key of `SERVERS`.
         workers: the number of its processes.
-        tensors: the address of the engine's receiver, or several, separated by spaces.
-        messages: the address of the engine's server, or several.
+        tensors: the address of the engine's receiver.
+        messages: the address of the engine's server.
         arena_bytes: the size of each sender's arena in bytes.
         max_wait_s: the maximum wait of each sender and client, in seconds.
         more: further variables of its environment.
@@ -134,7 +136,7 @@ def http_client(site: Site) -> httpx.AsyncClient:
     )
 
 
-async def workers(http: httpx.AsyncClient, count: int) -> dict[int, Held]:
+async def workers_of(http: httpx.AsyncClient, count: int) -> dict[int, Held]:
     """Send requests until this number of workers has reported its resources."""
     found: dict[int, Held] = {}
     while len(found) < count:
@@ -143,3 +145,64 @@ async def workers(http: httpx.AsyncClient, count: int) -> dict[int, Held]:
             held = msgspec.json.decode(answer.content, type=Held)
             found[held.pid] = held
     return found
+
+
+MiB = 1 << 20
+UPLOAD = bytes(range(256)) * 256  # its tensor has a MiB
+RETRY_AFTER = "2"
+
+
+@dataclass
+class Scene:
+    """A server and its engines, of which the first is open."""
+
+    site: Site
+    http: httpx.AsyncClient
+    engines: list[Peer]
+    messages: str
+    workers: int
+
+
+@asynccontextmanager
+async def scene(
+    kind: str,
+    folder: Path,
+    *,
+    engines: int = 1,
+    workers: int = 2,
+    arena_bytes: int = 64 * MiB,
+    max_wait_s: float = 20,
+    **more: str,
+) -> AsyncIterator[Scene]:
+    tensors, messages = f"unix://{folder}/t", f"ipc://{folder}/m"
+    async with (
+        peers(tensors, engines) as ready,
+        site(
+            kind,
+            workers=workers,
+            tensors=tensors,
+            messages=messages,
+            arena_bytes=arena_bytes,
+            max_wait_s=max_wait_s,
+            **more,
+        ) as server,
+        http_client(server) as http,
+    ):
+        await ready[0].call(engine.open_engine, messages)
+        on = Scene(server, http, ready, messages, 1 if kind == "aiohttp" else workers)
+        await workers_of(http, on.workers)  # a worker that is still starting ends without closing its sender
+        yield on
+
+
+def is_answered(response: httpx.Response) -> bool:
+    """Return whether an upload was answered with its total; otherwise check its refusal."""
+    if response.status_code == 200:
+        assert msgspec.json.decode(response.content, type=Total).total == total_of(UPLOAD)
+        return True
+    assert response.status_code == 503, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    assert response.headers["retry-after"] == RETRY_AFTER
+    problem = response.json()
+    assert (problem["status"], problem["title"]) == (503, "Service Unavailable")
+    assert problem["reason"] in {"busy", "engine_lost", "engine_unavailable"}
+    return False

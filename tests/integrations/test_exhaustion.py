@@ -3,23 +3,18 @@
 Each test exhausts the descriptors of a separate process with `RLIMIT_NOFILE`.
 """
 
-import errno
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 import httpx
 import pytest
-from aiohttp import ClientSession, web
 from fastapi import Depends, FastAPI, WebSocket
-from fastapi.responses import StreamingResponse
 
 from aiotensor import OpenMessage, TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient
-from aiotensor.integrations.aiohttp import problem_middleware, sender_context
 from aiotensor.integrations.fastapi import TensorLifespan
 from aiotensor.integrations.problems import problem_of
-from tests.integrations.test_aiohttp import SENDER, serving
 from tests.integrations.test_fastapi import http, visit_socket
 from tests.transports.unix_ends import no_descriptors
 from verification.patterns import BIG, pattern
@@ -70,6 +65,11 @@ async def _ask_fastapi(state: peers.State) -> tuple[Answer, Answer, int, tuple[i
     async def dependency() -> None:
         raise AssertionError("its dependency fails")
 
+    @app.post("/own")
+    async def own(permit: Annotated[OpenMessage, Depends(engine.permit, scope="function")]) -> None:
+        with no_descriptors():
+            os.close(os.open("/dev/null", os.O_RDONLY))
+
     @app.websocket("/before")
     async def before(socket: WebSocket) -> None:
         await _send_without_descriptors(engine.opened_sender)
@@ -81,96 +81,13 @@ async def _ask_fastapi(state: peers.State) -> tuple[Answer, Answer, int, tuple[i
 
     async with TensorReceiver(state.endpoint), app.router.lifespan_context(app), http(app) as client:
         answers = [_of(await client.post(path)) for path in ("/handler", "/dependency")]
+        with pytest.raises(OSError, match="Too many open files"):  # an error of the application stays
+            await client.post("/own")
         start, _ = await visit_socket(app, "/before")
         _, closed = await visit_socket(app, "/after")
         await engine.opened_sender.send(pattern(0, BIG))  # there are some again
         assert engine.opened_sender.discard_all()
     return answers[0], answers[1], start["status"], (closed["code"], closed["reason"])
-
-
-async def test_fastapi_leaves_errors_of_the_application_as_they_are(address: str) -> None:
-    assert await _in_child(address, _ask_for_errors) == [
-        ("OSError", errno.EMFILE),
-        ("FileNotFoundError", errno.ENOENT),
-        ("OSError", errno.EMFILE),
-        ("OSError", errno.EMFILE),
-    ]
-
-
-async def _ask_for_errors(state: peers.State) -> list[tuple[str, int | None]]:
-    engine = TensorLifespan(lambda: TensorSender(state.endpoint))
-    app = FastAPI(lifespan=engine.lifespan)
-    engine.install(app)
-
-    @app.post("/own")
-    async def own(permit: Annotated[OpenMessage, Depends(engine.permit, scope="function")]) -> None:
-        with no_descriptors():
-            os.close(os.open("/dev/null", os.O_RDONLY))
-
-    @app.post("/missing")
-    async def missing() -> None:
-        os.close(os.open("/no/such/file", os.O_RDONLY))
-
-    @app.post("/streamed")
-    async def streamed() -> StreamingResponse:
-        async def parts() -> AsyncIterator[bytes]:
-            yield b"begun"
-            with no_descriptors():
-                os.close(os.open("/dev/null", os.O_RDONLY))
-
-        return StreamingResponse(parts())
-
-    @app.post("/begun")
-    async def begun() -> StreamingResponse:
-        async def parts() -> AsyncIterator[bytes]:
-            yield b"begun"
-            await _send_without_descriptors(engine.opened_sender)
-
-        return StreamingResponse(parts())
-
-    raised: list[tuple[str, int | None]] = []
-    async with app.router.lifespan_context(app), TensorReceiver(state.endpoint), http(app) as client:
-        for path in ("/own", "/missing", "/streamed", "/begun"):
-            try:
-                await client.post(path)
-            except OSError as error:
-                raised.append((type(error).__name__, error.errno))
-    return raised
-
-
-async def test_aiohttp_answers_503_when_a_call_of_the_library_finds_no_descriptors(address: str) -> None:
-    assert await _in_child(address, _ask_aiohttp) == [(503, "7", "exhausted"), 500, 200]
-
-
-async def _ask_aiohttp(state: peers.State) -> list[object]:
-    app = web.Application(middlewares=[problem_middleware(retry_after_s=7)])
-    app.cleanup_ctx.append(sender_context(SENDER, lambda: TensorSender(state.endpoint), drain_s=0.01))
-
-    async def sent(request: web.Request) -> web.Response:
-        await _send_without_descriptors(request.app[SENDER])
-        return web.Response()
-
-    async def own(request: web.Request) -> web.Response:
-        with no_descriptors():
-            os.close(os.open("/dev/null", os.O_RDONLY))
-        return web.Response()
-
-    async def later(request: web.Request) -> web.Response:
-        await request.app[SENDER].send(pattern(0, BIG))
-        return web.Response()
-
-    for path, handler in (("/sent", sent), ("/own", own), ("/later", later)):
-        app.router.add_get(path, handler)
-    answers: list[object] = []
-    async with TensorReceiver(state.endpoint), serving(app) as port, ClientSession() as client:
-        here = f"http://127.0.0.1:{port}"
-        async with client.get(f"{here}/sent") as answer:
-            told = await answer.json(content_type=None)
-            answers.append((answer.status, answer.headers.get("retry-after"), told["reason"]))
-        for path in ("/own", "/later"):
-            async with client.get(here + path) as answer:
-                answers.append(answer.status)
-    return answers
 
 
 async def test_opening_a_client_without_descriptors_is_answered_with_503(address: str) -> None:

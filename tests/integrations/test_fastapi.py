@@ -109,16 +109,6 @@ async def test_a_message_lost_when_its_handler_returned_is_answered_with_503() -
             assert (answer.status_code, answer.json()["reason"]) == (503, "engine_lost")
 
 
-async def test_a_lifespan_can_be_entered_again_only_after_its_end() -> None:
-    with endpoint() as place:
-        engine = TensorLifespan(lambda: TensorSender(place))
-        for _ in range(2):
-            async with engine.lifespan(None):
-                with pytest.raises(UsageError, match="has already begun"):
-                    async with engine.lifespan(None):
-                        raise AssertionError("it has begun")
-
-
 @pytest.mark.parametrize(
     ("lifespan", "make", "text"),
     [
@@ -156,23 +146,6 @@ async def test_a_request_without_the_lifespan_raises_usage_error() -> None:
     async with http(app) as client:
         with pytest.raises(UsageError, match="pass it the lifespan"):
             await client.get("/")
-
-
-async def test_a_mounted_application_answers_errors_itself() -> None:
-    with endpoint() as place:
-        engine = TensorLifespan(lambda: TensorSender(place, 1))
-        app, inner = FastAPI(lifespan=engine.lifespan), FastAPI()
-        for one in (app, inner):
-            engine.install(one)
-        app.mount("/inner", inner)
-
-        @inner.get("/")
-        async def handler(sender: Annotated[TensorSender, Depends(engine.sender)]) -> None:
-            raise WouldBlockError("busy")
-
-        async with app.router.lifespan_context(app), http(app) as client:
-            answer = await client.get("/inner/")
-            assert (answer.status_code, answer.json()["reason"]) == (503, "busy")
 
 
 async def visit_socket(app: Starlette, path: str) -> list[Message]:
@@ -281,12 +254,6 @@ async def test_a_receiver_lost_while_a_server_ends_is_neither_logged_nor_awaited
         await closing
     told = [record for record in caplog.records if record.name == "aiotensor.integrations"]
     assert told == []
-
-
-async def test_a_sender_that_its_application_has_closed_ends_without_an_error() -> None:
-    with endpoint() as place:
-        async with serving(lambda: TensorSender(place), 3600.0, *NAMES) as sender:
-            await sender.aclose()
 
 
 async def test_messages_not_taken_within_the_drain_time_are_discarded_and_logged(

@@ -1,20 +1,14 @@
 """The number of series is limited, and the sums of the endpoints beyond the limit are correct."""
 
 import asyncio
-import itertools
 import tempfile
-import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-import msgspec
 import pytest
 import torch
 
-from aiotensor import SenderStatistics, TensorSender, TooLargeError
-from aiotensor.statistics import registry as objects
-from aiotensor.statistics.registry import HasStatistics
-from aiotensor.types import Waits
+from aiotensor import TensorSender, TooLargeError
 from tests.integrations.scraping import Numbers, at, new_registry, scrape
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -156,65 +150,3 @@ async def test_an_endpoint_keeps_its_name_or_other_while_it_is_open() -> None:
         assert at(numbers, those.at("c"))[ERRORS] == 1
         assert at(numbers, "other")[ERRORS] == before
         assert LIMIT not in at(numbers, "other")
-
-
-async def test_no_thread_sees_a_counter_decrease_while_several_scrape() -> None:
-    registry = new_registry(timeout_s=20.0, max_endpoints=2)
-    end, seen = threading.Event(), list[list[dict[str, float]]]()
-
-    def watch() -> None:
-        mine = []
-        while not end.is_set():
-            mine.append(at(scrape(registry), "other"))
-        seen.append(mine)
-
-    async with senders() as those:
-        await those.open("a", "b", "c")
-        before = at(scrape(registry), "other")[ERRORS]
-        watchers = [threading.Thread(target=watch) for _ in range(3)]
-        for watcher in watchers:
-            watcher.start()
-        for number in range(60):
-            await those.open(f"{number}", errors=1)
-            await those.close(f"{number}")
-        end.set()
-        for watcher in watchers:
-            await asyncio.to_thread(watcher.join)
-        assert at(scrape(registry), "other")[ERRORS] == before + 60
-    for mine in seen:
-        for earlier, later in itertools.pairwise(mine):
-            for name, value in earlier.items():
-                if name.partition("{")[0].endswith(("_total", "_count", "_sum", "_bucket")):
-                    assert later[name] >= value
-
-
-class Waited(msgspec.Struct, weakref=True):
-    """An object that has waited."""
-
-    statistics_now: SenderStatistics
-
-    def statistics(self) -> SenderStatistics:
-        return self.statistics_now
-
-
-async def test_a_sum_of_seconds_does_not_decrease_because_of_rounding() -> None:
-    registry = new_registry()
-    async with senders() as those:
-        sender = TensorSender(those.at("a"))
-        async with sender:
-            real = sender.statistics()
-        assert isinstance(real, SenderStatistics)
-        loop = asyncio.get_running_loop()
-        waited: list[HasStatistics] = [
-            Waited(msgspec.structs.replace(real, permit_waits=Waits((1.0,), (1, 0), seconds)))
-            for seconds in (0.3, 0.5, 0.4)
-        ]
-        entries = [objects.add(one, those.at("sum"), loop) for one in waited]
-        sums = [at(scrape(registry), those.at("sum"))["aiotensor_sender_wait_seconds_sum{for=permit}"]]
-        for entry in reversed(entries):  # 0.3 + 0.5 + 0.4 > 0.4 + 0.3 + 0.5
-            objects.remove(entry)
-            await asyncio.sleep(0)
-            sums.append(
-                at(scrape(registry), those.at("sum"))["aiotensor_sender_wait_seconds_sum{for=permit}"]
-            )
-    assert sums == sorted(sums)

@@ -15,10 +15,8 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 
 from aiotensor import TensorReceiver, UsageError
 from aiotensor.integrations.prometheus import MultiprocessPublisher
-from aiotensor.statistics import registry
 from tests.integrations.published import publish_to
 from tests.integrations.scraping import at, scrape
-from tests.statistics.objects import Counted
 from verification.patterns import pattern
 from verification.places import LINKS
 from verification.processes import peers
@@ -84,12 +82,6 @@ async def _begin(state: State, options: dict[str, Any]) -> None:
     await publisher.__aenter__()
     state.others["publisher"] = publisher
     await peers.open_sender(state, 3)
-
-
-async def _publish(state: State) -> None:
-    """Publish once more: all publishers of a process write to the same files."""
-    async with MultiprocessPublisher(interval_s=SELDOM_S, **state.others["limits"]):
-        pass
 
 
 async def _end(state: State) -> None:
@@ -173,59 +165,6 @@ async def test_a_worker_publishes_when_it_begins_and_for_the_last_time_when_it_e
         numbers = both.gathered()
         assert numbers["aiotensor_sender_tensors_sent_total"] == 5
         assert numbers.get("aiotensor_sender_permits_limit", 0) == 0
-
-
-async def _serve_clients(state: State, answers: int, names: list[str]) -> None:
-    """Open and close clients, one after the other, without publishing."""
-    loop = asyncio.get_running_loop()
-    for name in names:
-        counted = Counted(answers)
-        registry.remove(registry.add(counted, name, loop))
-        await asyncio.sleep(0)
-
-
-async def test_endpoints_beyond_a_limit_are_published_together_and_names_are_kept(folder: Path) -> None:
-    async with two_workers(folder, interval_s=SELDOM_S, max_endpoints=250) as both:
-        worker = both.workers[0]
-        series = []
-        for turn in range(5):
-            await worker.call(_serve_clients, 2, [f"ipc:///{turn}/{number}" for number in range(200)])
-            await worker.call(_publish)
-            series.append(len(scrape(both.registry())))
-        assert series[2] == series[3] == series[4]
-        numbers = scrape(both.registry())
-        told = {
-            dict(labels)["endpoint"]: value
-            for (name, labels), value in numbers.items()
-            if name == "aiotensor_client_answers_total"
-        }
-        assert told["ipc:///0/0"] == 2
-        assert len(told) == 250  # one name is that of the sender
-        assert sum(told.values()) == 5 * 200 * 2  # including the forgotten ones
-
-
-async def _publish_after_another_process(state: State, earlier: int) -> None:
-    """Publish with the number of a process that has ended, as the kernel may give it again."""
-    from prometheus_client import values
-
-    values.ValueClass = values.MultiProcessValue(lambda: earlier)  # type: ignore[no-untyped-call]
-    await peers.open_sender(state)
-    publisher = MultiprocessPublisher(interval_s=SELDOM_S)
-    await publisher.__aenter__()
-    state.others["publisher"] = publisher
-
-
-async def test_a_process_with_a_reused_pid_adds_to_the_earlier_counts(
-    folder: Path,
-) -> None:
-    async with two_workers(folder, interval_s=SELDOM_S) as both:
-        await _send_and_take(both, both.workers[0], 2)
-        await both.workers[0].call(_end)
-        async with peers.peers(both.endpoint, 1, first=partial(publish_to, str(folder))) as [later]:
-            await later.call(_publish_after_another_process, both.workers[0].pid)
-            await _send_and_take(both, later, 3)
-            await later.call(_end)
-        assert both.gathered()["aiotensor_sender_tensors_sent_total"] == 5
 
 
 def test_a_multiprocess_publisher_without_its_variable_raises_usage_error() -> None:

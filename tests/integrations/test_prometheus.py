@@ -3,14 +3,12 @@
 import asyncio
 import itertools
 import threading
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
 
 import pytest
 import torch
-from prometheus_client import start_http_server
 
 from aiotensor import (
     AlreadyTakenError,
@@ -26,10 +24,10 @@ from aiotensor import (
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.integrations.prometheus import AioTensorCollector
 from tests.channel import parties
-from tests.integrations.scraping import Numbers, at, new_registry, parse, scrape, scrape_all
+from tests.integrations.scraping import Numbers, at, new_registry, scrape, scrape_all
 from verification.patterns import BIG, pattern
 from verification.places import LINKS
-from verification.processes import peers, watch
+from verification.processes import peers
 from verification.processes.peers import State
 from verification.waiting import settled, until
 
@@ -126,32 +124,6 @@ async def test_metrics_of_each_process_under_load_parse_and_agree_with_the_sent_
 # Threads
 
 
-async def test_a_scrape_in_another_thread_equals_a_scrape_on_the_loop() -> None:
-    registry = new_registry(timeout_s=PATIENCE_S)
-    server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
-    try:
-        with address() as place:
-            async with TensorReceiver(place) as receiver, TensorSender(place) as sender:
-                await receiver.receive(await sender.send(pattern(0, BIG)))
-                await settled(sender)
-                here = at(scrape(registry), place)
-                there = at(parse(await asyncio.to_thread(_get, server.server_port)), place)
-                assert here == there
-                assert here["aiotensor_sender_sent_bytes_total"] == BIG * 8
-                assert here["aiotensor_receiver_taken_bytes_total"] == BIG * 8
-    finally:
-        await asyncio.to_thread(server.shutdown)
-        server.server_close()
-        thread.join()
-
-
-def _get(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
-        assert response.status == 200
-        text: str = response.read().decode()
-        return text
-
-
 def test_objects_of_the_blocking_api_are_exported() -> None:
     registry = new_registry(timeout_s=PATIENCE_S)
     with address() as place:
@@ -241,27 +213,6 @@ async def test_counters_of_closed_objects_persist_and_their_gauges_disappear() -
     assert late == seen[-1]
 
 
-async def test_clients_and_servers_count_messages_answers_and_failures() -> None:
-    async with parties.channel() as channel:
-        serving = asyncio.create_task(channel.server.serve(parties.answer))
-        for seed in range(3):
-            await channel.client.request(parties.Question(seed, pattern(seed, 10)))
-        with parties.said(), pytest.raises(RemoteError):
-            await channel.client.request(parties.Question(0, wish="raise"))
-        await parties.settled(channel)
-        numbers = scrape(new_registry())
-        asked = at(numbers, channel.place.messages)
-        await channel.server.aclose()
-        await serving
-    assert asked["aiotensor_client_messages_sent_total"] == 4
-    assert asked["aiotensor_client_answers_total"] == asked["aiotensor_server_answers_total"] == 3
-    assert asked["aiotensor_client_failures_total"] == asked["aiotensor_server_failures_total"] == 1
-    assert asked["aiotensor_client_errors_total{type=RemoteError}"] == 1
-    assert asked["aiotensor_client_servers"] == asked["aiotensor_server_clients"] == 1
-    assert asked["aiotensor_client_in_flight"] == asked["aiotensor_server_in_hand"] == 0
-    assert asked["aiotensor_server_messages_received_total"] == 4
-
-
 async def test_the_requests_of_each_engine_are_counted_separately() -> None:
     with parties.place() as one, parties.place() as other:
         places = [one.messages, other.messages]
@@ -301,24 +252,6 @@ async def test_the_requests_of_each_engine_are_counted_separately() -> None:
 
 
 # Collectors
-
-
-async def _register(state: State) -> None:
-    state.others["registry"] = new_registry()
-
-
-async def test_a_process_is_idle_between_scrapes() -> None:
-    with address() as place:
-        async with peers.peers(place, 2) as [engine, api]:
-            await engine.call(peers.open_receiver)
-            await api.call(peers.open_sender)
-            handle: TensorHandle = await api.call(peers.send_pattern, 0, BIG)
-            assert await engine.call(peers.receive_pattern, handle, 0)
-            await api.call(peers.drain)
-            for peer in (engine, api):
-                await peer.call(_register)
-                await peer.call(_scrape_there)
-            assert await watch.become_idle([engine.pid, api.pid])
 
 
 def test_invalid_arguments_are_refused() -> None:

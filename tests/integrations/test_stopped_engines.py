@@ -1,7 +1,9 @@
 """Requests in progress when their engine stops, for each way in which an engine stops."""
 
 import asyncio
+import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,44 +11,86 @@ import pytest
 from aiotensor import PeerLostError, TensorSender
 from aiotensor.channel import MessageClient
 from aiotensor.integrations.problems import problem_of
-from tests.integrations.stoppable import engine
 from tests.integrations.totals import Total, numbers
 
-# No program notices SIGKILL, in whatever style it is written.
-ENDS = [
-    ("blocking", signal.SIGTERM),
-    *(
-        pytest.param(style, number, marks=pytest.mark.extended)
-        for style, number in [
-            ("blocking", signal.SIGINT),
-            ("asyncio", signal.SIGTERM),
-            ("asyncio", signal.SIGINT),
-            ("asyncio", signal.SIGKILL),
-        ]
-    ),
-]
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import asyncio, logging, signal, sys, threading
+from contextlib import suppress
+from aiotensor import TensorReceiver, blocking
+from aiotensor.channel import MessageServer
+from tests.integrations.totals import Numbers
+
+logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+style, tensors, messages = sys.argv[1:]
+
+def model(message):
+    print("working", flush=True)
+    threading.Event().wait(3600)  # a model waits for its GPU; a signal interrupts both
+
+async def async_model(message):
+    print("working", flush=True)
+    await asyncio.sleep(3600)
+
+async def main():
+    async with TensorReceiver(tensors) as receiver:
+        async with MessageServer(messages, Numbers, receiver=receiver) as server:
+            await server.serve(async_model)
+
+with suppress(KeyboardInterrupt):
+    if style == "asyncio":
+        asyncio.run(main())
+    with blocking.TensorReceiver(tensors) as receiver:
+        with blocking.MessageServer(messages, Numbers, receiver=receiver) as server:
+            server.serve(model)
+"""
 
 
-@pytest.mark.parametrize(("style", "number"), ENDS, ids=lambda one: getattr(one, "name", one))
+@pytest.mark.parametrize(
+    ("style", "number"),
+    [
+        ("blocking", signal.SIGTERM),
+        *(
+            pytest.param(style, number, marks=pytest.mark.extended)
+            for style, number in [
+                ("blocking", signal.SIGINT),
+                ("asyncio", signal.SIGTERM),
+                ("asyncio", signal.SIGINT),
+                ("asyncio", signal.SIGKILL),
+            ]
+        ),
+    ],
+    ids=lambda one: getattr(one, "name", one),
+)
 async def test_requests_in_progress_are_lost_and_not_failed_when_the_engine_stops(
     style: str, number: signal.Signals, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "aiotensor")
+    tensors, messages = f"unix://{folder}/t", f"ipc://{folder}/m"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PROGRAM, style, tensors, messages),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
     async with (
-        engine(style, folder, pace_s=3600) as one,
-        TensorSender(f"unix://{folder}/t", 4) as sender,
-        MessageClient(f"ipc://{folder}/m", sender=sender, reply_type=Total) as client,
+        TensorSender(tensors, 4) as sender,
+        MessageClient(messages, sender=sender, reply_type=Total) as client,
     ):
         asking = [asyncio.create_task(client.request(numbers(bytes(9)))) for _ in range(3)]
-        await one.reports("working")
-        status, errors = await one.stop(number)
-        lost = await asyncio.gather(*asking, return_exceptions=True)
-        for error in lost:
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"working\n"
+        process.send_signal(number)
+        _, errors = await process.communicate()
+        for error in await asyncio.gather(*asking, return_exceptions=True):
             assert isinstance(error, PeerLostError), error
-            assert error.pid == one.process.pid
+            assert error.pid == process.pid
             problem = problem_of(error, 2)
             assert problem is not None
             assert (problem.status, problem.headers) == (503, {"Retry-After": "2"})
-    assert status == (-signal.SIGKILL if number is signal.SIGKILL else 0), errors
-    assert "ERROR aiotensor" not in errors  # asyncio reports that SystemExit ended a task
+    assert process.returncode == (-signal.SIGKILL if number is signal.SIGKILL else 0), errors
+    assert b"ERROR aiotensor" not in errors  # asyncio reports that SystemExit ended a task
     assert "ERROR" not in {record.levelname for record in caplog.records}

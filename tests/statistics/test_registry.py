@@ -4,7 +4,6 @@ import asyncio
 import gc
 import signal
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -104,21 +103,6 @@ async def test_an_object_freed_without_closing_keeps_its_last_read_counts() -> N
 
     assert not present(snapshot, at)
     assert answers_at(snapshot, at) == 5
-
-
-def test_an_object_whose_loop_was_closed_first_keeps_its_last_counts() -> None:
-    async def open_and_collect() -> Counted:
-        counted, _ = open_counted(7, "closed loop")
-        assert answers_at(registry.collect(0.0), "closed loop") == 7
-        return counted
-
-    counted = asyncio.run(open_and_collect())
-    counted.answers = 100
-    snapshot = registry.collect(PATIENCE_S)
-
-    assert (answers_at(snapshot, "closed loop"), snapshot.unanswered) == (7, 0)
-    assert not present(snapshot, "closed loop")
-    assert len(counted.readers) == 1
 
 
 async def test_the_256_endpoints_that_were_closed_last_are_remembered() -> None:
@@ -222,19 +206,6 @@ def blocked(loop: asyncio.AbstractEventLoop, first: Callable[[], object] = int) 
         go_on.set()
 
 
-def queried(loop: asyncio.AbstractEventLoop) -> threading.Event:
-    """Return an event that is set once another thread has scheduled a call in a loop."""
-    event, schedule = threading.Event(), loop.call_soon_threadsafe
-
-    def call_soon_threadsafe(*args: Any, **options: Any) -> asyncio.Handle:
-        handle = schedule(*args, **options)
-        event.set()
-        return handle
-
-    loop.call_soon_threadsafe = call_soon_threadsafe  # type: ignore[method-assign,assignment]
-    return event
-
-
 def test_the_last_statistics_of_a_loop_that_does_not_answer_are_returned_again() -> None:
     with loop_in_a_thread() as loop:
         opened: list[tuple[Counted, LoopAffinity]] = []
@@ -263,61 +234,6 @@ def test_a_loop_that_does_not_run_is_not_waited_for() -> None:
         assert not present(snapshot, "stopped")  # it was never read
         loop.close()
         assert registry.collect(PATIENCE_S * 100).unanswered == 0
-
-
-def collect_amid_end() -> tuple[Snapshot, weakref.ref[asyncio.AbstractEventLoop]]:
-    """Query a loop that ends without answering, and return the snapshot and a reference to the loop."""
-    is_open = threading.Event()
-    opened: list[tuple[Counted, LoopAffinity]] = []
-    loop = asyncio.new_event_loop()
-    is_queried = queried(loop)
-
-    async def run() -> None:
-        opened.append(open_counted(1, "ends"))
-        loop.stop()
-        is_open.set()
-        is_queried.wait()  # the loop has no further iteration for later calls
-
-    def live() -> None:
-        task = loop.create_task(run())
-        loop.run_forever()
-        loop.close()
-        del task
-
-    with ThreadPoolExecutor(1) as elsewhere:
-        living = elsewhere.submit(live)
-        is_open.wait()
-        snapshot = registry.collect(PATIENCE_S * 100)  # longer than this test may take
-        living.result(PATIENCE_S)
-    return snapshot, weakref.ref(loop)
-
-
-def test_a_loop_that_ends_with_a_pending_query_is_neither_waited_for_nor_kept() -> None:
-    snapshot, loop = collect_amid_end()
-    assert snapshot.unanswered == 0
-    registry.collect(0.0)  # removes the entry of its object
-    gc.collect()
-    assert loop() is None
-
-
-def test_counts_of_a_closed_object_do_not_change_any_more() -> None:
-    with loop_in_a_thread() as loop:
-        opened: list[tuple[Counted, LoopAffinity]] = []
-        run_in(loop, lambda: opened.append(open_counted(1, "late")))
-        [(counted, affinity)] = opened
-
-        def close_and_count() -> None:
-            close(affinity)
-            loop.call_soon(lambda: setattr(counted, "answers", 100))  # after the object was removed
-
-        with ThreadPoolExecutor(1) as elsewhere:
-            with blocked(loop, close_and_count):
-                is_queried = queried(loop)
-                collecting = elsewhere.submit(registry.collect, PATIENCE_S)
-                is_queried.wait()
-            assert answers_at(collecting.result(), "late") == 1
-        assert counted.answers == 100
-        assert answers_at(registry.collect(PATIENCE_S), "late") == 1
 
 
 def test_two_loops_that_query_each_other_both_get_an_answer() -> None:

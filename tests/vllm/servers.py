@@ -9,7 +9,6 @@ import torch
 from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType, FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from aiotensor import SenderStatistics, TensorSender
 from aiotensor.integrations.vllm.processes import ClientConsumer
@@ -20,7 +19,6 @@ __all__ = [
     "Sent",
     "engine_dies",
     "lose_a_tensor",
-    "metrics",
     "send_until_killed",
     "send_videos",
 ]
@@ -138,13 +136,3 @@ async def engine_dies(client: AsyncMPClient, engine: int, index: int) -> Sent:
     except EngineDeadError:
         return await released(client)
     raise AssertionError("vLLM has sent a request to a dead engine")
-
-
-async def metrics(client: AsyncMPClient, argument: object, index: int) -> set[str]:
-    """Return the names of the metrics in the registry of vLLM's, once they contain those of the sender."""
-    await send_videos(client, 2, index)
-    while True:
-        names = {metric.name for metric in get_prometheus_registry().collect()}
-        if "aiotensor_sender_messages_sent" in names:
-            return names
-        await asyncio.sleep(0.1)

@@ -137,12 +137,3 @@ def test_workers_on_several_machines_use_the_queue_of_vllm(
     assert started == [executor]
     assert multiproc_executor.MessageQueue is STOCK
     assert "on 2 machines" in caplog.text
-
-
-async def test_an_engine_in_the_thread_of_an_event_loop_uses_the_queue_of_vllm(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(MultiprocExecutor, "_init_executor", lambda self: None)
-    BroadcastExecutor(config_of(tmp_path))
-    assert multiproc_executor.MessageQueue is STOCK
-    assert "in the thread of an event loop" in caplog.text

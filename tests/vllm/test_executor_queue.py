@@ -77,14 +77,6 @@ def test_a_large_message_to_a_killed_reader_is_an_error(restored: None) -> None:
                 sums.recv()
 
 
-def test_a_large_message_without_an_entry_in_the_ring_is_skipped(restored: None) -> None:
-    queue = ExecutorQueue(1, 1)
-    with reading(queue, 1, "spawn") as [(_, sums)]:
-        queue.large.enqueue(pattern(1, LARGE))  # as if the ring had been full for too long
-        queue.enqueue(pattern(2, LARGE))
-        assert sums.recv() == int(pattern(2, LARGE).sum())
-
-
 def test_a_dequeue_timeout_loses_no_large_message(restored: None) -> None:
     writer = ExecutorQueue(1, 1)
     reader = ExecutorQueue.create_from_handle(writer.export_handle(), 0)

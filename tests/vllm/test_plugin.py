@@ -1,7 +1,6 @@
 """The plugin replaces the names of vLLM that it knows, and otherwise changes nothing."""
 
 import logging
-import multiprocessing
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -129,17 +128,6 @@ def test_only_the_documented_names_are_replaced_once(caplog: pytest.LogCaptureFi
     }
 
 
-def test_a_stock_queue_keeps_the_tensor_ipc_of_vllm() -> None:
-    """The process that started the engines may not have known this version."""
-    plugin.register()
-    stock = multiprocessing.get_context("spawn").Queue()
-    try:
-        assert type(core_client.TensorIpcSender(stock)) is tensor_ipc.TensorIpcSender
-        assert type(core.TensorIpcReceiver(stock)) is tensor_ipc.TensorIpcReceiver
-    finally:
-        stock.close()
-
-
 def test_a_forking_context_keeps_its_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then vLLM itself reports that processes have to be spawned."""
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
@@ -147,16 +135,6 @@ def test_a_forking_context_keeps_its_queue(monkeypatch: pytest.MonkeyPatch) -> N
     queue = utils.get_mp_context().Queue()
     assert not isinstance(queue, EngineQueue)
     queue.close()
-
-
-@pytest.mark.parametrize(("part", "other"), [("tensors", "Executor"), ("broadcast", "TensorIpcSender")])
-def test_each_part_can_be_enabled_alone(part: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AIOTENSOR_VLLM", part)
-    before = objects()
-    plugin.register()
-    changed = {name for name, value in objects().items() if before.get(name) != value}
-    assert changed
-    assert not [name for name in changed if other in name]
 
 
 def test_a_disabled_plugin_imports_nothing_of_vllm() -> None:

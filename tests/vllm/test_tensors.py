@@ -1,12 +1,10 @@
 """vLLM's API servers, clients and engine core with the plugin: only the model is a stand-in."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
 from vllm.config import VllmConfig
 
-from aiotensor.inspection import Inspection, inspect
 from aiotensor.integrations.vllm import plugin
 from tests.vllm import servers
 from tests.vllm.serving import ENGINE, engine_config, serving
@@ -69,30 +67,3 @@ def test_a_killed_engine_under_load_is_reported_by_vllm_and_leaves_no_memory_in_
         [sent] = running.results()
         assert set(sent.declined) == {"PeerLostError"}
         assert sent.statistics.receivers_lost == 1
-
-
-def test_the_receiver_can_have_an_address(
-    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
-    address = f"unix://{folder}/s"
-    monkeypatch.setenv("AIOTENSOR_VLLM_ADDRESS", address)
-    with serving(config, servers=2, target=servers.send_videos, argument=3) as running:
-        for sent in running.results():
-            assert sent.declined == {}
-            assert sent.statistics.messages_sent == 3
-        # As `aiotensor top` does.
-        inspection = asyncio.run(inspect(address, patience_s=20))
-        assert isinstance(inspection, Inspection)
-        assert inspection.pid == running.engine.pid
-        assert inspection.statistics.tensors_taken == 2 * 3 * 3
-
-
-def test_metrics_of_several_servers_are_in_the_registry_of_vllm(
-    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    folder = tmp_path / "metrics"
-    folder.mkdir()
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
-    with serving(config, servers=2, target=servers.metrics) as running:
-        for names in running.results():
-            assert {"aiotensor_sender_messages_sent", "aiotensor_sender_errors"} <= names

@@ -16,7 +16,6 @@ from opentelemetry.trace import Link, SpanKind, TraceState
 from opentelemetry.util.types import Attributes
 
 from aiotensor import RemoteError, WouldBlockError
-from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.integrations.opentelemetry import instrument, processing, uninstrument
 from aiotensor.runtime import tracing
 from tests.cancelling import Attempt, cancel_everywhere
@@ -201,18 +200,3 @@ async def test_requests_are_answered(max_batch: int | None) -> None:
             await settled(ends)
 
         assert await cancel_everywhere(attempt, ends.sender, ends.receiver, ends.client, ends.server)
-
-
-async def test_publications_are_received(address: str) -> None:
-    async with Publisher(address) as publisher, Subscriber(address, torch.Tensor) as subscriber:
-        await publisher.wait_for_subscribers(1)
-        for number in range(3):
-            published = publisher.publish_nowait(pattern(number, 3))
-            assert (await subscriber.receive()).number == published.number
-            await publisher.publish(pattern(number, BIG))
-            received = await subscriber.receive()
-            with processing(received):
-                assert torch.equal(received.message, pattern(number, BIG))
-            del received
-        await publisher.drain()
-        await until(lambda: publisher.statistics().bytes_in_use == 0)

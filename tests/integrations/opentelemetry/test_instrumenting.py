@@ -4,14 +4,13 @@ import asyncio
 import subprocess
 import sys
 import tempfile
-import threading
 from typing import Any
 
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
-from aiotensor import TensorReceiver, TensorSender, UsageError
+from aiotensor import UsageError
 from aiotensor.integrations.opentelemetry import instrument, processing, uninstrument
 from tests.channel.parties import Answer, Question, answer, channel
 from tests.integrations.opentelemetry.calls import serving
@@ -88,26 +87,3 @@ def test_a_process_is_not_instrumented_after_an_error_of_a_provider() -> None:
         instrument(_BrokenTracers())
     with recording():  # it would raise `UsageError`
         pass
-
-
-async def test_a_process_can_be_uninstrumented_during_a_call_in_another_thread(address: str) -> None:
-    provider, has_ended = TracerProvider(shutdown_on_exit=False), threading.Event()
-
-    def alternate() -> None:
-        while not has_ended.is_set():
-            instrument(provider)
-            uninstrument()
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # the threads alternate often
-    other = threading.Thread(target=alternate)
-    try:
-        async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
-            await sender.ready()
-            other.start()
-            for _ in range(1000):
-                await receiver.receive(await sender.send(pattern(0, 3)))
-    finally:
-        has_ended.set()
-        other.join()
-        sys.setswitchinterval(before)

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 from opentelemetry import baggage, context, trace
 
-from aiotensor import RemoteError, TensorSender, UnavailableError, WouldBlockError, blocking
+from aiotensor import RemoteError, UnavailableError, WouldBlockError, blocking
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.integrations.opentelemetry import processing
 from tests.cancelling import Attempt, cancel_everywhere
 from tests.channel.parties import Answer, Question, answer, channel, place, settled
-from tests.channel.peers import listening
 from tests.integrations.opentelemetry.calls import serving
 from tests.integrations.opentelemetry.spans import Recorder, Seen, all_of, one, tree
 from verification.patterns import BIG, pattern
@@ -51,35 +49,6 @@ async def test_the_work_on_a_request_is_below_the_span_of_the_client(recorder: R
         one(recorder.seen, "aiotensor answer"),
     )
     assert delivered.ended == answered.began  # the work begins when the request is taken
-
-
-async def test_a_message_without_an_answer_is_traced(recorder: Recorder) -> None:
-    async with channel() as ends:
-        await ends.client.ready()
-        await ends.client.send(Question(1))
-        async with await anext(ends.server) as request:
-            assert request.trace_context is not None
-            await request.reply(Answer(1))
-
-    assert tree(recorder.seen) == {
-        "aiotensor send message": {"aiotensor deliver message": {}, "aiotensor answer": {}}
-    }
-    assert one(recorder.seen, "aiotensor send message").kind == "PRODUCER"
-
-
-async def test_a_request_can_be_processed_outside_of_its_block(recorder: Recorder) -> None:
-    async with channel() as ends:
-        await ends.client.ready()
-        asking = asyncio.create_task(ends.client.request(Question(1)))
-        request = await anext(ends.server)
-        with processing(request) as span:
-            span.set_attribute("model", "a model")
-            await request.reply(Answer(1))
-        await asking
-
-    processed = one(recorder.seen, "aiotensor process")
-    assert processed.parent == one(recorder.seen, "aiotensor request").id
-    assert processed.attributes["model"] == "a model"
 
 
 async def _ask(state: State, address: str) -> int:
@@ -256,26 +225,6 @@ async def test_the_span_of_a_batch_and_those_of_its_requests_are_linked(recorder
         assert span.began <= batch.began  # when the request was taken
 
 
-async def test_an_error_of_a_batch_is_recorded_in_its_span_and_in_those_of_its_requests(
-    recorder: Recorder,
-) -> None:
-    async def work(questions: list[Question]) -> list[Answer]:
-        raise ValueError("no batch today")
-
-    async with channel() as ends:
-        asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(2)]
-        await until(lambda: ends.server.statistics().waiting == 2)
-        async with serving(ends.server, work, max_batch=2):
-            await asyncio.wait(asking)
-        assert {type(task.exception()) for task in asking} == {RemoteError}
-    batch, asked = one(recorder.seen, "aiotensor answer batch"), all_of(recorder.seen, "aiotensor request")
-    answered = all_of(recorder.seen, "aiotensor answer")
-    assert {span.parent for span in answered} == {span.id for span in asked}
-    assert [span.links for span in answered] == [(batch.id,)] * 2
-    for span in (batch, *answered):
-        assert (span.status, span.attributes["error.type"]) == ("ERROR", "builtins.ValueError")
-
-
 @pytest.mark.parametrize("reason", ["no answer today", ValueError("no answer today")])
 async def test_an_answer_with_an_error_is_recorded(reason: str | ValueError, recorder: Recorder) -> None:
     async with channel() as ends:
@@ -287,21 +236,6 @@ async def test_an_answer_with_an_error_is_recorded(reason: str | ValueError, rec
     answered = one(recorder.seen, "aiotensor answer")
     kind = "Exception" if isinstance(reason, str) else "ValueError"
     assert (answered.status, answered.attributes["error.type"]) == ("ERROR", f"builtins.{kind}")
-
-
-async def test_a_cancelled_batch_ends_its_span_without_an_error(recorder: Recorder) -> None:
-    async def work(questions: list[Question]) -> list[Answer]:
-        await asyncio.get_running_loop().create_future()
-        return []
-
-    async with channel() as ends, serving(ends.server, work, max_batch=2):
-        asking = asyncio.create_task(ends.client.request(Question(1)))
-        await until(lambda: ends.server.statistics().in_hand == 1)
-        asking.cancel()
-        await asyncio.wait([asking])
-        await until(lambda: not recorder.unfinished)
-    batch = one(recorder.seen, "aiotensor answer batch")
-    assert (batch.status, batch.attributes["aiotensor.cancelled"]) == ("UNSET", True)
 
 
 async def test_a_block_that_ends_in_another_task_leaves_no_ended_span_current_there(
@@ -357,25 +291,3 @@ async def test_a_wait_for_a_server_that_times_out_ends_with_an_error(recorder: R
             with pytest.raises(UnavailableError):
                 await client.request(Question(1))
     _check(one(recorder.seen, "aiotensor wait for a server"), UnavailableError)
-
-
-async def test_a_wait_for_a_permit_of_several_servers_that_times_out_ends_with_an_error(
-    recorder: Recorder,
-) -> None:
-    with place() as here, place() as there:
-        async with (
-            listening(here),
-            listening(there),
-            MessageClient(
-                [here.messages, there.messages],
-                sender=[TensorSender(one.tensors, 1, max_wait_s=LIMIT_S) for one in (here, there)],
-                reply_type=Answer,
-            ) as client,
-        ):
-            await until(lambda: client.statistics().servers == 2)
-            for sender in client.senders:
-                await sender.ready()
-            async with client.permit(), client.permit():
-                with pytest.raises(WouldBlockError):
-                    await client.request(Question(1, pattern(1, BIG)))
-    _check(one(recorder.seen, "aiotensor wait for a permit"), WouldBlockError)

@@ -3,19 +3,14 @@
 import asyncio
 import copy
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opentelemetry import baggage, context, propagate
-from opentelemetry.context import Context
-from opentelemetry.propagators.textmap import TextMapPropagator
+from opentelemetry import baggage, context
 
-from aiotensor import PeerLostError, TensorReceiver, TensorSender, WouldBlockError
+from aiotensor import PeerLostError, TensorReceiver, WouldBlockError
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.integrations.opentelemetry import processing
 from aiotensor.integrations.opentelemetry.spans import SpanTracer
@@ -57,21 +52,6 @@ async def test_the_call_that_sends_a_tensor_is_the_parent_of_its_delivery(
         assert span.attributes["messaging.message.id"] == name
         assert span.attributes["messaging.message.body.size"] == size * 8
     assert sent.began <= delivered.ended
-
-
-async def test_each_tensor_of_a_message_is_delivered_below_its_own_span(recorder: Recorder) -> None:
-    async with pair() as (sender, receiver):
-        with recorder.tracer.start_as_current_span("upload"):
-            async with sender.message() as message:
-                for size in (3, BIG, 5):
-                    await message.send(pattern(0, size))
-        deliveries = [await anext(receiver) for _ in range(3)]
-
-    assert all(delivery.trace_context for delivery in deliveries)
-    sent = [span for span in recorder.seen if span.name == "aiotensor send tensor"]
-    delivered = [span for span in recorder.seen if span.name == "aiotensor deliver tensor"]
-    assert [span.parent for span in delivered] == [span.id for span in sent]
-    assert len({span.trace for span in recorder.seen}) == 1
 
 
 @pytest.mark.usefixtures("link")
@@ -141,16 +121,6 @@ async def test_a_received_publication_is_linked_to_the_span_of_its_publisher(rec
     processed = one(recorder.seen, "aiotensor process")
     assert processed.links == (published[0].id,)
     assert one(recorder.seen, "forward").parent == processed.id
-
-
-async def test_a_receiver_without_tracing_ignores_the_trace_context(recorder: Recorder) -> None:
-    with endpoint() as place:
-        async with peers.peers(place, 1) as [peer]:
-            await peer.call(peers.open_receiver)
-            async with TensorSender(place) as sender:
-                assert await peer.call(peers.receive_pattern, await sender.send(pattern(0, BIG)), 0)
-            assert await peer.finish() == 0
-    assert one(recorder.seen, "aiotensor send tensor").status == "UNSET"
 
 
 async def test_a_tensor_of_a_sender_without_tracing_has_no_span(recorder: Recorder) -> None:
@@ -249,41 +219,6 @@ def test_any_context_of_a_peer_can_be_processed(fields: dict[str, str]) -> None:
     tracer.answer_batch([arrived, None]).end()
     assert not recorder.unfinished
     assert len(recorder.seen) == 4
-
-
-class _Foreign(TextMapPropagator):
-    """Add two fields, one of which has a name that is not ASCII."""
-
-    def inject(self, carrier: Any, context: Context | None = None, setter: Any = None) -> None:
-        carrier["état"] = carrier["state"] = "1"
-
-    def extract(self, carrier: Any, context: Context | None = None, getter: Any = None) -> Context:
-        return Context()
-
-    @property
-    def fields(self) -> set[str]:
-        return {"état", "state"}
-
-
-@contextmanager
-def _propagating(propagator: TextMapPropagator) -> Iterator[None]:
-    """Use a propagator for the context of all traces."""
-    before = propagate.get_global_textmap()
-    propagate.set_global_textmap(propagator)
-    yield
-    propagate.set_global_textmap(before)
-
-
-async def test_a_field_whose_name_is_not_ascii_is_omitted(
-    recorder: Recorder, caplog: pytest.LogCaptureFixture
-) -> None:
-    with _propagating(_Foreign()):
-        async with pair() as (sender, receiver):
-            await sender.send(pattern(0, 3))
-            delivery = await anext(receiver)
-    assert delivery.trace_context == {"state": "1"}
-    [record] = [one for one in caplog.records if one.name == "aiotensor.integrations"]
-    assert "état" in record.getMessage()
 
 
 # Copies of the context

@@ -1,11 +1,9 @@
 """The queue for vLLM's executor: every reader gets every object, and large buffers are not copied for it."""
 
-import gc
 import multiprocessing
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,24 +140,6 @@ def test_a_writer_waits_for_a_reader_that_is_behind(queue: MessageQueue) -> None
         assert [reader.call(dequeue) for reader in processes] == [4] * READERS
 
 
-def shut_down_during_a_wait(queue: MessageQueue) -> str:
-    timer = threading.Timer(0.05, queue.shutdown)
-    timer.start()
-    try:
-        queue.dequeue(indefinite=True)
-    except ClosedError:
-        return "closed"
-    finally:
-        timer.join()
-    return "received"
-
-
-def test_shutting_down_in_another_thread_ends_a_wait(queue: MessageQueue) -> None:
-    with readers(queue, READERS) as processes:
-        for reader in processes:
-            assert reader.call(shut_down_during_a_wait) == "closed"
-
-
 def test_a_killed_reader_is_reported_to_the_writer(queue: MessageQueue) -> None:
     with readers(queue, READERS) as processes:
         for _ in range(4):
@@ -222,31 +202,11 @@ def test_a_message_larger_than_the_arena_is_an_error(monkeypatch: pytest.MonkeyP
     queue.shutdown()
 
 
-def test_readers_on_other_machines_raise_usage_error() -> None:
-    with pytest.raises(UsageError, match="1 of 3 readers are on other machines"):
-        MessageQueue(3, 2)
-    for address in ("tcp://127.0.0.1:1", "unix://relative"):
-        with pytest.raises(UsageError, match="path of a socket"):
-            MessageQueue.create_from_handle(Handle(address, [0]), 0)
-
-
 def test_a_reader_needs_a_rank_of_the_queue(queue: MessageQueue) -> None:
     with pytest.raises(UsageError, match=r"readers \[0, 1, 2\], got 3"):
         MessageQueue.create_from_handle(queue.export_handle(), READERS)
     with pytest.raises(ValueError, match="at least one reader"):
         MessageQueue(0, 0)
-
-
-def test_a_queue_that_is_dropped_is_closed() -> None:
-    queue = MessageQueue(1, 1)
-    reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
-    path = path_of(queue.export_handle())
-    assert path.exists()
-    del queue
-    gc.collect()
-    until(lambda: not path.exists())
-    with pytest.raises(PeerLostError):
-        reader.dequeue()
 
 
 def test_a_process_can_end_without_shutting_its_queues_down() -> None:

@@ -80,24 +80,6 @@ def codec(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def test_many_servers_send_to_one_engine_and_their_messages_interleave(codec: str) -> None:
-    queue = TensorQueue()
-    with blocking.TensorReceiver(queue) as receiver:
-        decoder = CODECS[codec].decoder(TensorProvider(receiver))
-        with servers(queue, codec, SERVERS) as started:
-            encoded = {}
-            for number in range(MESSAGES):
-                for server, (_, connection) in enumerate(started):
-                    connection.send(number)
-                    encoded[server, number] = connection.recv()
-            for (server, number), buffers in reversed(encoded.items()):
-                assert len(buffers) == 1
-                assert same(decoder.decode(buffers), message_of(server, number))
-        until(lambda: receiver.statistics().leases == 0)
-        assert receiver.statistics().unclaimed_tensors == 0
-    queue.close()
-
-
 def test_a_killed_server_ends_the_wait_for_its_tensors_and_leaves_nothing(codec: str) -> None:
     queue = TensorQueue()
     with blocking.TensorReceiver(queue) as receiver:

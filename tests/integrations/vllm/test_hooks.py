@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import aiotensor
 from aiotensor import (
     DiscardedError,
     ProtocolError,
     TensorQueue,
-    UsageError,
     blocking,
 )
 from aiotensor.integrations.vllm import TensorConsumer, TensorProvider
@@ -79,19 +77,6 @@ def test_where_the_end_of_a_message_is_unknown_each_tensor_is_a_message(codec: C
     assert ends.sender.statistics().messages_sent == 2
 
 
-def test_messages_can_be_decoded_in_any_order(codec: Codec, ends: Ends) -> None:
-    """Tensors that arrive before their turn stay, and a later message drops none of an earlier one."""
-    encoder, decoder = codec.encoder(ends.consumer), codec.decoder(ends.provider)
-    messages = [videos(10 * number, BIG, SMALL) for number in range(6)]
-    encoded = []
-    for message in messages:
-        with ends.consumer.message():
-            encoded.append(encoder.encode(message))
-    for index in (5, 0, 3, 4, 1, 2):
-        assert same(decoder.decode(encoded[index]), messages[index])
-    until(lambda: released(ends))
-
-
 @pytest.mark.parametrize("permits", [1])
 def test_a_tensor_without_a_permit_is_serialized_and_logged_once(
     codec: Codec, ends: Ends, caplog: pytest.LogCaptureFixture
@@ -138,17 +123,6 @@ def test_an_unsupported_tensor_is_declined(ends: Ends, tensor: torch.Tensor) -> 
     assert ends.consumer(tensor) is None
     assert ends.consumer.declined == {"UnsupportedTensorError": 1}
     assert released(ends)
-
-
-def test_a_message_that_cannot_be_encoded_is_discarded(codec: Codec, ends: Ends) -> None:
-    encoder = codec.encoder(ends.consumer)
-    with pytest.raises(TypeError), ends.consumer.message():
-        encoder.encode([pattern(1, BIG), object()])
-    until(lambda: released(ends))
-    until(lambda: ends.receiver.statistics().unclaimed_tensors == 0)
-    with ends.consumer.message():
-        buffers = encoder.encode(videos(2, BIG))
-    assert same(codec.decoder(ends.provider).decode(buffers), videos(2, BIG))
 
 
 @pytest.mark.parametrize("at", ["consumer", "provider"])
@@ -229,24 +203,3 @@ def test_several_threads_decode_at_once(codec: Codec, ends: Ends) -> None:
 def test_a_placeholder_of_another_implementation_is_an_error(ends: Ends, data: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="TensorConsumer"):
         ends.provider("int64", (3,), data)
-
-
-async def test_a_sender_of_asyncio_serves_an_encoder_in_its_event_loop(codec: Codec) -> None:
-    queue = TensorQueue()
-    with ExitStack() as stack:
-        stack.callback(queue.close)
-        receiver = blocking.TensorReceiver(queue)
-        await asyncio.to_thread(receiver.__enter__)
-        try:
-            async with aiotensor.TensorSender(queue) as sender:
-                consumer = TensorConsumer(sender)
-                message = videos(1, BIG, SMALL)
-                buffers = codec.encoder(consumer).encode(message)
-                await asyncio.sleep(0)
-                decoded = await asyncio.to_thread(codec.decoder(TensorProvider(receiver)).decode, buffers)
-                assert same(decoded, message)
-                assert sender.statistics().messages_sent == 1
-                with pytest.raises(UsageError):
-                    await asyncio.to_thread(consumer, pattern(1, BIG))
-        finally:
-            await asyncio.to_thread(receiver.close)
