@@ -152,10 +152,6 @@ async def test_an_endpoint_takes_and_returns_handles() -> None:
         async def untyped(handle: Annotated[TensorHandle, Body()]):  # type: ignore[no-untyped-def]
             return {"handle": handle, "sum": int((await here.receive(handle)).sum())}
 
-        @app.post("/any-model")
-        async def model(handle: Annotated[TensorHandle, Body()]):  # type: ignore[no-untyped-def]
-            return Anything(value=handle)
-
         @app.post("/sum")
         async def total(job: Job) -> int:
             return int((await here.receive(job.handle)).sum())
@@ -164,14 +160,10 @@ async def test_an_endpoint_takes_and_returns_handles() -> None:
             handle = (await client.post("/sent")).json()
             answer = (await client.post("/untyped", json=handle)).json()
             assert answer == {"handle": handle, "sum": int(pattern(3, BIG).sum())}
-            assert (await client.post("/any-model", json=handle)).json()["value"] == handle
             job = (await client.post("/jobs")).json()
             assert (await client.post("/sum", json=job)).json() == int(pattern(4, BIG).sum())
             wrong = await client.post("/untyped", json={**handle, "message": "0"})
             assert (wrong.status_code, wrong.json()["detail"][0]["loc"]) == (422, ["body", "message"])
             schema = (await client.get("/openapi.json")).json()
-        content = schema["paths"]["/sent"]["post"]["responses"]["200"]["content"]["application/json"]
-        assert content["schema"] == {"$ref": "#/components/schemas/TensorHandle"}
         body = schema["paths"]["/untyped"]["post"]["requestBody"]["content"]["application/json"]
         assert body["schema"]["$ref"] == "#/components/schemas/TensorHandle"
-        assert set(schema["components"]["schemas"]["TensorHandle"]["required"]) == set(FIELDS)

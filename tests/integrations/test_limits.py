@@ -3,13 +3,14 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiotensor.integrations.aiohttp import problem_middleware
 from aiotensor.integrations.fastapi import TensorLifespan
 from aiotensor.integrations.limits import RequestLimits, UploadBudget
 from tests.integrations import totals
+from tests.selection import COMPLETE
 
 RATE, GRACE_S = 1000.0, 5.0
 
@@ -22,21 +23,14 @@ def budget() -> UploadBudget:
 
 def test_a_fast_client_may_not_stall_longer_than_the_grace_period() -> None:
     upload = budget()
+    upload.wait(GRACE_S / 2)
+    assert upload.left_s == GRACE_S / 2
     upload.add(1 << 40)
     assert upload.left_s == GRACE_S
     assert upload.received == 1 << 40
 
 
-@given(st.lists(st.floats(0.1, GRACE_S - 0.1), max_size=50))
-def test_a_client_that_keeps_the_rate_in_each_stall_is_never_too_slow(stalls: list[float]) -> None:
-    upload = budget()
-    for seconds in stalls:
-        upload.wait(seconds)
-        assert upload.left_s > 0
-        upload.add(math.ceil(RATE * seconds))
-    assert upload.left_s == pytest.approx(GRACE_S)
-
-
+@settings(max_examples=100 if COMPLETE else 30)
 @given(st.lists(st.tuples(st.integers(0, 4000), st.floats(0.01, 10)), min_size=1, max_size=50))
 def test_the_time_that_is_waited_for_a_client_is_bounded_by_what_it_sends(
     pieces: list[tuple[int, float]],

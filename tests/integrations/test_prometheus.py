@@ -17,9 +17,6 @@ from aiotensor import (
     TensorHandle,
     TensorReceiver,
     TensorSender,
-    TooLargeError,
-    WouldBlockError,
-    blocking,
 )
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.integrations.prometheus import AioTensorCollector
@@ -29,7 +26,7 @@ from verification.patterns import BIG, pattern
 from verification.places import LINKS
 from verification.processes import peers
 from verification.processes.peers import State
-from verification.waiting import settled, until
+from verification.waiting import settled
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -53,26 +50,14 @@ async def _send_under_load(state: State, rounds: int) -> list[TensorHandle]:
     return await asyncio.gather(*(state.sender.send(pattern(0, size)) for size in sizes))
 
 
-async def _receive_all(state: State, count: int) -> int:
-    """Receive tensors as they come, every other one of those as a copy; return the bytes of the copies."""
-    copied = 0
+async def _receive_all(state: State, count: int) -> None:
+    """Receive tensors as they come, and some of them twice."""
     for index in range(count):
         delivery = await anext(state.receiver)
         assert torch.equal(delivery.tensor, pattern(0, delivery.tensor.numel()))
         if index % 4 == 0:
             with pytest.raises(AlreadyTakenError):
                 await state.receiver.receive(delivery.handle)
-        copied += delivery.tensor.nbytes
-    return copied
-
-
-async def _fail_to_send(state: State) -> None:
-    with pytest.raises(TooLargeError):
-        await state.sender.allocate((1 << 40,), torch.int64)
-    async with state.sender.message(), state.sender.message():
-        for _ in range(2):
-            with pytest.raises(WouldBlockError):
-                state.sender.send_nowait(pattern(0, 3))
 
 
 async def _scrape_there(state: State) -> Numbers:
@@ -97,7 +82,6 @@ async def test_metrics_of_each_process_under_load_parse_and_agree_with_the_sent_
                     assert at(await peer.call(_scrape_there), place)
             await asyncio.gather(taking, sending)
             await api.call(peers.drain)
-            await api.call(_fail_to_send)
             sent, received = [at(await peer.call(_scrape_there), place) for peer in (api, engine)]
     assert sent["aiotensor_sender_tensors_sent_total"] == tensors
     assert sent["aiotensor_sender_messages_sent_total"] == tensors
@@ -111,8 +95,6 @@ async def test_metrics_of_each_process_under_load_parse_and_agree_with_the_sent_
     assert sent["aiotensor_sender_wait_seconds_bucket{for=permit,le=+Inf}"] == tensors - 2
     assert sent["aiotensor_sender_wait_seconds_sum{for=permit}"] > 0
     assert sent["aiotensor_sender_wait_seconds_count{for=memory}"] == 0
-    assert sent["aiotensor_sender_errors_total{type=TooLargeError}"] == 1
-    assert sent["aiotensor_sender_errors_total{type=WouldBlockError}"] == 2
     assert sent["aiotensor_sender_errors_total{type=PeerLostError}"] == 0
     assert received["aiotensor_receiver_tensors_taken_total"] == tensors
     assert received["aiotensor_receiver_taken_bytes_total"] == nbytes
@@ -122,21 +104,6 @@ async def test_metrics_of_each_process_under_load_parse_and_agree_with_the_sent_
 
 
 # Threads
-
-
-def test_objects_of_the_blocking_api_are_exported() -> None:
-    registry = new_registry(timeout_s=PATIENCE_S)
-    with address() as place:
-        with blocking.TensorReceiver(place) as receiver, blocking.TensorSender(place) as sender:
-            receiver.receive(sender.send(pattern(0, 3)), copy=True)
-            numbers = at(scrape(registry), place)
-            assert numbers["aiotensor_sender_tensors_sent_total"] == 1
-            assert numbers["aiotensor_receiver_tensors_copied_total"] == 1
-            assert numbers["aiotensor_receiver_senders"] == 1
-        numbers = at(scrape(registry), place)  # whose loop has ended
-        assert numbers["aiotensor_sender_tensors_sent_total"] == 1
-        assert "aiotensor_receiver_senders" not in numbers
-    assert scrape(registry)["aiotensor_scrape_timeouts_total", ()] == 0
 
 
 def test_a_blocked_loop_delays_a_scrape_by_at_most_the_timeout_and_keeps_its_counters() -> None:
@@ -169,29 +136,6 @@ def test_a_blocked_loop_delays_a_scrape_by_at_most_the_timeout_and_keeps_its_cou
 
 
 # Counters and gauges
-
-
-async def test_gauges_of_one_endpoint_are_added_up_except_for_peaks() -> None:
-    with address() as place:
-        async with (
-            TensorReceiver(place, max_senders=None) as receiver,
-            TensorSender(place, 2, 1 << 20) as one,
-            TensorSender(place, 3, 1 << 21) as another,
-        ):
-            handles = [await one.send(pattern(0, 3))] + [await another.send(pattern(0, 3)) for _ in range(3)]
-            waiting = asyncio.create_task(another.send(pattern(0, 3)))
-            await until(lambda: another.statistics().waiting == 1)
-            await until(lambda: receiver.statistics().unclaimed_tensors == 4)
-            numbers = at(scrape(new_registry()), place)
-            assert numbers["aiotensor_sender_permits_in_use"] == 4
-            assert numbers["aiotensor_sender_permits_limit"] == 5
-            assert numbers["aiotensor_sender_permits_peak"] == 3
-            assert numbers["aiotensor_sender_memory_limit_bytes"] == 3 << 20
-            assert numbers["aiotensor_sender_waiting_calls"] == 1
-            assert numbers["aiotensor_receiver_senders_limit"] == inf
-            assert numbers["aiotensor_receiver_unclaimed_bytes"] == 4 * 24
-            for handle in [*handles, None]:
-                await receiver.receive(handle or await waiting)
 
 
 async def test_counters_of_closed_objects_persist_and_their_gauges_disappear() -> None:

@@ -15,33 +15,23 @@ from tests.integrations.totals import Total, numbers
 
 ROOT = Path(__file__).parents[2]
 
+OTHERS = (signal.SIGINT, signal.SIGKILL)
+
 PROGRAM = """
-import asyncio, logging, signal, sys, threading
+import logging, signal, sys, threading
 from contextlib import suppress
-from aiotensor import TensorReceiver, blocking
-from aiotensor.channel import MessageServer
+from aiotensor import blocking
 from tests.integrations.totals import Numbers
 
 logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-style, tensors, messages = sys.argv[1:]
+tensors, messages = sys.argv[1:]
 
 def model(message):
     print("working", flush=True)
     threading.Event().wait(3600)  # a model waits for its GPU; a signal interrupts both
 
-async def async_model(message):
-    print("working", flush=True)
-    await asyncio.sleep(3600)
-
-async def main():
-    async with TensorReceiver(tensors) as receiver:
-        async with MessageServer(messages, Numbers, receiver=receiver) as server:
-            await server.serve(async_model)
-
 with suppress(KeyboardInterrupt):
-    if style == "asyncio":
-        asyncio.run(main())
     with blocking.TensorReceiver(tensors) as receiver:
         with blocking.MessageServer(messages, Numbers, receiver=receiver) as server:
             server.serve(model)
@@ -49,28 +39,15 @@ with suppress(KeyboardInterrupt):
 
 
 @pytest.mark.parametrize(
-    ("style", "number"),
-    [
-        ("blocking", signal.SIGTERM),
-        *(
-            pytest.param(style, number, marks=pytest.mark.extended)
-            for style, number in [
-                ("blocking", signal.SIGINT),
-                ("asyncio", signal.SIGTERM),
-                ("asyncio", signal.SIGINT),
-                ("asyncio", signal.SIGKILL),
-            ]
-        ),
-    ],
-    ids=lambda one: getattr(one, "name", one),
+    "number", [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.extended) for one in OTHERS)]
 )
 async def test_requests_in_progress_are_lost_and_not_failed_when_the_engine_stops(
-    style: str, number: signal.Signals, folder: Path, caplog: pytest.LogCaptureFixture
+    number: signal.Signals, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "aiotensor")
     tensors, messages = f"unix://{folder}/t", f"ipc://{folder}/m"
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", PROGRAM, style, tensors, messages),
+        *(sys.executable, "-c", PROGRAM, tensors, messages),
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=asyncio.subprocess.PIPE,

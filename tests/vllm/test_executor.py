@@ -19,7 +19,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from aiotensor.integrations.vllm import plugin
 from aiotensor.integrations.vllm.executor import BroadcastExecutor, ExecutorQueue
-from tests.blocking.waiting import until
+from tests.blocking.waiting import in_thread, until
 from tests.vllm.serving import engine_config
 from verification.patterns import BIG, pattern
 
@@ -108,14 +108,6 @@ def test_a_killed_worker_ends_a_call(tmp_path: Path) -> None:
             waiting.result()
 
 
-def test_the_executor_can_be_chosen_by_vllms_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AIOTENSOR_VLLM")
-    config = config_of(tmp_path, "aiotensor.integrations.vllm.executor.BroadcastExecutor")
-    with executing(config) as executor:
-        assert isinstance(executor.rpc_broadcast_mq, ExecutorQueue)
-        assert executor.collective_rpc("echo", args=("x",)) == ["x"] * WORKERS
-
-
 def test_an_unknown_version_uses_the_queue_of_vllm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,3 +129,18 @@ def test_workers_on_several_machines_use_the_queue_of_vllm(
     assert started == [executor]
     assert multiproc_executor.MessageQueue is STOCK
     assert "on 2 machines" in caplog.text
+
+
+def test_a_dequeue_timeout_loses_no_large_message() -> None:
+    writer = ExecutorQueue(1, 1)
+    reader = ExecutorQueue.create_from_handle(writer.export_handle(), 0)
+    becoming_ready = in_thread(reader.wait_until_ready)
+    writer.wait_until_ready()
+    becoming_ready.result()
+    writer.enqueue(pattern(1, LARGE))
+    # The ring has its number by now, but this limit is too short to read the message.
+    assert torch.equal(reader.dequeue(timeout=1e-9), pattern(1, LARGE))
+    with pytest.raises(TimeoutError):
+        reader.dequeue(timeout=0.01)
+    reader.shutdown()
+    writer.shutdown()

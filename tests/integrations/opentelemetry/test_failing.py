@@ -19,8 +19,8 @@ from aiotensor import RemoteError, WouldBlockError
 from aiotensor.integrations.opentelemetry import instrument, processing, uninstrument
 from aiotensor.runtime import tracing
 from tests.cancelling import Attempt, cancel_everywhere
-from tests.channel.parties import Answer, Question, answer, channel, settled
-from tests.integrations.opentelemetry.calls import CALLS, serving
+from tests.channel.parties import Question, answer, channel, settled
+from tests.integrations.opentelemetry.spans import CALLS, serving
 from tests.pairs import pair
 from verification import waiting
 from verification.patterns import BIG, pattern
@@ -175,17 +175,10 @@ async def test_a_send_cancelled_anywhere_loses_nothing() -> None:
         assert await cancel_everywhere(attempt, sender, receiver)
 
 
-@pytest.mark.parametrize("max_batch", [None, 2])
-async def test_requests_are_answered(max_batch: int | None) -> None:
-    async def work(question: Question) -> Answer:
-        return await answer(question)
-
-    async def work_on_batch(questions: list[Question]) -> list[Answer]:
-        return [await answer(question) for question in questions]
-
+async def test_requests_are_answered() -> None:
     async with (
         channel(max_concurrent_videos=2, client={"max_wait_s": 5}) as ends,
-        serving(ends.server, work_on_batch if max_batch else work, max_batch=max_batch),
+        serving(ends.server, answer),
     ):
         for seed in range(4):
             got = await ends.client.request(Question(seed, pattern(seed, BIG)))

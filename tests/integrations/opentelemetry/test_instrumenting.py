@@ -13,8 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from aiotensor import UsageError
 from aiotensor.integrations.opentelemetry import instrument, processing, uninstrument
 from tests.channel.parties import Answer, Question, answer, channel
-from tests.integrations.opentelemetry.calls import serving
-from tests.integrations.opentelemetry.spans import recording
+from tests.integrations.opentelemetry.spans import recording, serving
 from verification.patterns import pattern
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

@@ -1,10 +1,12 @@
 """One trace leads from an HTTP request to the engine in another process, and back to its answer."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 import torch
 from fastapi import FastAPI, Request
@@ -12,9 +14,8 @@ from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
 from opentelemetry.metrics import NoOpMeterProvider
 
 from aiotensor import TensorReceiver, TensorSender
-from aiotensor.channel import MessageClient
+from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.integrations import fastapi
-from tests.integrations.opentelemetry.engine import Sum, Video, open_engine, serve
 from tests.integrations.opentelemetry.spans import (
     Seen,
     begin_recording,
@@ -23,7 +24,7 @@ from tests.integrations.opentelemetry.spans import (
     recording,
     tree,
 )
-from verification.processes.peers import Peer, peers
+from verification.processes.peers import Peer, State, peers
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -41,6 +42,42 @@ REQUEST = {
     }
 }
 OF_THE_ENGINE = ["aiotensor deliver tensor", "aiotensor deliver message", "aiotensor answer", "forward"]
+
+
+class Video(msgspec.Struct):
+    """A request."""
+
+    frames: torch.Tensor
+
+
+class Sum(msgspec.Struct):
+    """The answer, with a tensor of the same size."""
+
+    total: int
+    frames: torch.Tensor
+
+
+async def open_engine(state: State, messages: str, answers: str) -> None:
+    """Open the engine, with a sender to the receiver of its client."""
+    enter = state.stack.enter_async_context
+    receiver = await enter(TensorReceiver(state.endpoint))
+    sender = await enter(TensorSender(answers, max_concurrent_videos=1))
+    state.others["server"] = await enter(MessageServer(messages, Video, receiver=receiver, sender=sender))
+    await sender.ready()
+
+
+async def serve(state: State) -> None:
+    """Begin to answer."""
+    server: MessageServer[Video] = state.others["server"]
+
+    async def model(video: Video) -> Sum:
+        if video.frames.numel() == 0:
+            raise ValueError("the video has no frames")
+        with state.others["recorder"].tracer.start_as_current_span("forward"):
+            await asyncio.sleep(0)
+            return Sum(int(video.frames.sum()), video.frames + 1)
+
+    state.others["serving"] = asyncio.create_task(server.serve(model))
 
 
 @asynccontextmanager

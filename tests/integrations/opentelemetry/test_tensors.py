@@ -15,8 +15,7 @@ from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.integrations.opentelemetry import processing
 from aiotensor.integrations.opentelemetry.spans import SpanTracer
 from aiotensor.types import MAX_TRACE_VALUE
-from tests.integrations.opentelemetry.calls import CALLS, Call
-from tests.integrations.opentelemetry.spans import Recorder, begin_recording, one, recorded
+from tests.integrations.opentelemetry.spans import CALLS, Call, Recorder, begin_recording, one, recorded
 from tests.pairs import endpoint, is_local, pair
 from tests.selection import COMPLETE
 from verification.patterns import BIG, pattern
@@ -245,6 +244,3 @@ async def test_a_delivered_context_can_be_copied_and_pickled(recorder: Recorder)
     for name in ("aiotensor process", "aiotensor answer"):
         assert one(recorder.seen, name).parent == sent.id
     assert one(recorder.seen, "aiotensor answer batch").links == (sent.id,)
-
-
-# Without a context

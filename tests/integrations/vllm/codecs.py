@@ -1,17 +1,16 @@
-"""Encoders and decoders with the hooks of vLLM's: a small one, and vLLM's own where it is installed.
+"""An encoder and a decoder with the same hooks as those of vLLM, which the tests in `tests/vllm` use.
 
-Both encode a message as a list of buffers: the first contains the structure, the others the bytes of tensors
+They encode a message as a list of buffers: the first contains the structure, the others the bytes of tensors
 that no hook took. Tensors of less than 256 bytes are never offered to a hook.
 """
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import msgspec
 import torch
 
-__all__ = ["CODECS", "Codec", "Encoder", "Request"]
+__all__ = ["Decoder", "Encoder", "Request"]
 
 _LEAST_BYTES = 256
 
@@ -28,22 +27,7 @@ class Request(msgspec.Struct):
     number: int = 0
 
 
-class Encoder(Protocol):
-    def encode(self, obj: Any) -> Buffers: ...
-
-
-class Decoder(Protocol):
-    def decode(self, bufs: Any) -> Any: ...
-
-
-class Codec(NamedTuple):
-    """Makes an encoder with a consumer, or a decoder with a provider."""
-
-    encoder: Callable[[Any], Encoder]
-    decoder: Callable[[Provider | None], Decoder]
-
-
-class SmallEncoder:
+class Encoder:
     """Encode structures with tensors, which it offers to a consumer."""
 
     def __init__(self, consumer: Any) -> None:
@@ -70,7 +54,7 @@ class SmallEncoder:
         return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data
 
 
-class SmallDecoder:
+class Decoder:
     """Decode a `Request`, whose tensors a provider returns."""
 
     def __init__(self, provider: Provider | None) -> None:
@@ -89,22 +73,3 @@ class SmallDecoder:
             return self._provider(dtype, tuple(shape), data)
         flat = torch.frombuffer(bytearray(self._buffers[data]), dtype=torch.uint8)
         return flat.view(getattr(torch, dtype)).view(shape)
-
-
-def _encoder_of_vllm(consumer: Any) -> Encoder:
-    from vllm.v1.serial_utils import MsgpackEncoder
-
-    encoder: Encoder = MsgpackEncoder(oob_tensor_consumer=consumer)
-    return encoder
-
-
-def _decoder_of_vllm(provider: Provider | None) -> Decoder:
-    from vllm.v1.serial_utils import MsgpackDecoder
-
-    decoder: Decoder = MsgpackDecoder(Request, oob_tensor_provider=provider)
-    return decoder
-
-
-CODECS = {"small": Codec(SmallEncoder, SmallDecoder)}
-if find_spec("vllm") is not None:
-    CODECS["vllm"] = Codec(_encoder_of_vllm, _decoder_of_vllm)

@@ -223,48 +223,23 @@ def test_a_process_can_end_without_shutting_its_queues_down() -> None:
     Path(ended.stdout.strip().removeprefix("unix://")).unlink(missing_ok=True)
 
 
-class Stateless:
-    """A group of vLLM's: `StatelessProcessGroup`."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.world_size = rank, 2
-
-    def broadcast_obj(self, obj: object, src: int) -> object:
-        objects = [obj]
-        dist.broadcast_object_list(objects, src=src)
-        return objects[0]
-
-    def all_gather_obj(self, obj: object) -> list[object]:
-        return [self.broadcast_obj(obj, src) for src in range(self.world_size)]
-
-
-def be_in_a_group(rank: int, store: str, is_stateless: bool, results: Any) -> None:
+def be_in_a_group(rank: int, store: str, results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    group = Stateless(rank) if is_stateless else dist.group.WORLD
-    queue = MessageQueue.create_from_process_group(group, 1 << 20, 4, writer_rank=1)
+    queue = MessageQueue.create_from_process_group(dist.group.WORLD, 1 << 20, 4, writer_rank=1)
     answer = queue.broadcast_object({"tensor": pattern(7, BIG)} if rank else None)
     results.send(torch.equal(answer["tensor"], pattern(7, BIG)))
     dist.barrier()
     queue.shutdown()
+    os._exit(0)  # the destructor of the group holds the GIL while it waits for a thread, in torch 2.6
 
 
-def run_and_exit(target: Any, *arguments: object) -> None:
-    """Run a function, and end this process without the destructor of its group.
-
-    That of torch 2.6 holds the GIL while it waits for a thread, which may need the GIL to free a tensor.
-    """
-    target(*arguments)
-    os._exit(0)
-
-
-@pytest.mark.parametrize("is_stateless", [False, True], ids=["torch", "stateless"])
-def test_a_group_of_processes_has_one_writer(is_stateless: bool, folder: Path) -> None:
+def test_a_group_of_processes_has_one_writer(folder: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     processes = [
         context.Process(
-            target=run_and_exit,
-            args=(be_in_a_group, rank, f"{folder}/store", is_stateless, theirs),
+            target=be_in_a_group,
+            args=(rank, f"{folder}/store", theirs),
             daemon=True,
         )
         for rank in range(2)

@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import multiprocessing
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from aiotensor import (
 )
 from aiotensor.integrations.vllm import TensorConsumer, TensorProvider
 from tests.blocking.waiting import in_thread, until
-from tests.integrations.vllm.codecs import Codec, Request
+from tests.integrations.vllm.codecs import Decoder, Encoder, Request
 from tests.integrations.vllm.conftest import Ends
 from verification.patterns import BIG, pattern
 
@@ -45,8 +47,8 @@ def released(ends: Ends) -> bool:
 
 
 @pytest.mark.parametrize("counts", [(SMALL,), (BIG, SMALL, 2 * BIG)])
-def test_tensors_of_a_message_arrive_as_they_were(codec: Codec, ends: Ends, counts: tuple[int, ...]) -> None:
-    encoder, decoder = codec.encoder(ends.consumer), codec.decoder(ends.provider)
+def test_tensors_of_a_message_arrive_as_they_were(ends: Ends, counts: tuple[int, ...]) -> None:
+    encoder, decoder = Encoder(ends.consumer), Decoder(ends.provider)
     for seed in range(5):
         message = videos(seed, *counts)
         with ends.consumer.message():
@@ -58,30 +60,28 @@ def test_tensors_of_a_message_arrive_as_they_were(codec: Codec, ends: Ends, coun
     assert (seen.messages_sent, seen.tensors_sent) == (5, 5 * len(counts))
 
 
-async def test_in_an_event_loop_a_message_ends_with_the_iteration_that_encodes_it(
-    codec: Codec, ends: Ends
-) -> None:
+async def test_in_an_event_loop_a_message_ends_with_the_iteration_that_encodes_it(ends: Ends) -> None:
     message = videos(1, BIG, SMALL)
-    buffers = codec.encoder(ends.consumer).encode(message)
+    buffers = Encoder(ends.consumer).encode(message)
     await asyncio.sleep(0)
-    decoded = await asyncio.to_thread(codec.decoder(ends.provider).decode, buffers)
+    decoded = await asyncio.to_thread(Decoder(ends.provider).decode, buffers)
     assert same(decoded, message)
     seen = await asyncio.to_thread(ends.sender.statistics)
     assert (seen.messages_sent, seen.peak_in_flight) == (1, 1)
 
 
-def test_where_the_end_of_a_message_is_unknown_each_tensor_is_a_message(codec: Codec, ends: Ends) -> None:
+def test_where_the_end_of_a_message_is_unknown_each_tensor_is_a_message(ends: Ends) -> None:
     message = videos(1, BIG, SMALL)
-    buffers = codec.encoder(ends.consumer).encode(message)
-    assert same(codec.decoder(ends.provider).decode(buffers), message)
+    buffers = Encoder(ends.consumer).encode(message)
+    assert same(Decoder(ends.provider).decode(buffers), message)
     assert ends.sender.statistics().messages_sent == 2
 
 
 @pytest.mark.parametrize("permits", [1])
 def test_a_tensor_without_a_permit_is_serialized_and_logged_once(
-    codec: Codec, ends: Ends, caplog: pytest.LogCaptureFixture
+    ends: Ends, caplog: pytest.LogCaptureFixture
 ) -> None:
-    encoder, decoder = codec.encoder(ends.consumer), codec.decoder(ends.provider)
+    encoder, decoder = Encoder(ends.consumer), Decoder(ends.provider)
     messages = [videos(seed, BIG) for seed in range(3)]
     encoded = []
     with caplog.at_level(logging.WARNING, "aiotensor.vllm"):
@@ -99,15 +99,13 @@ def test_a_tensor_without_a_permit_is_serialized_and_logged_once(
         assert len(encoder.encode(messages[0])) == 1  # there is a permit again
 
 
-def test_a_message_is_completed_when_memory_is_missing_for_some_of_its_tensors(
-    codec: Codec, ends: Ends
-) -> None:
+def test_a_message_is_completed_when_memory_is_missing_for_some_of_its_tensors(ends: Ends) -> None:
     huge = (40 << 20) // 8  # elements: the memory suffices for one
     message = videos(1, huge, huge, SMALL)
     with ends.consumer.message():
-        buffers = codec.encoder(ends.consumer).encode(message)
+        buffers = Encoder(ends.consumer).encode(message)
     assert len(buffers) == 2
-    assert same(codec.decoder(ends.provider).decode([bytes(buffer) for buffer in buffers]), message)
+    assert same(Decoder(ends.provider).decode([bytes(buffer) for buffer in buffers]), message)
     until(lambda: released(ends))
 
 
@@ -161,22 +159,20 @@ def engines() -> Iterator[tuple[TensorConsumer, list[TensorProvider]]]:
         yield TensorConsumer(senders), providers
 
 
-def test_each_message_goes_to_its_target_engine(
-    codec: Codec, engines: tuple[TensorConsumer, list[TensorProvider]]
-) -> None:
+def test_each_message_goes_to_its_target_engine(engines: tuple[TensorConsumer, list[TensorProvider]]) -> None:
     consumer, providers = engines
-    encoder = codec.encoder(consumer)
+    encoder = Encoder(consumer)
     for seed, target in enumerate((0, 1, 1, 0)):
         consumer.set_target_engine(target)
         with consumer.message():
             buffers = encoder.encode(videos(seed, BIG, SMALL))
-        assert same(codec.decoder(providers[target]).decode(buffers), videos(seed, BIG, SMALL))
+        assert same(Decoder(providers[target]).decode(buffers), videos(seed, BIG, SMALL))
     with pytest.raises(IndexError, match="2 engines"):
         consumer.set_target_engine(2)
 
 
-def test_several_threads_decode_at_once(codec: Codec, ends: Ends) -> None:
-    encoder = codec.encoder(ends.consumer)
+def test_several_threads_decode_at_once(ends: Ends) -> None:
+    encoder = Encoder(ends.consumer)
     encoded = []
     for seed in range(8):
         with ends.consumer.message():
@@ -185,7 +181,7 @@ def test_several_threads_decode_at_once(codec: Codec, ends: Ends) -> None:
 
     def decode(seed: int) -> bool:
         start.wait()
-        return same(codec.decoder(ends.provider).decode(encoded[seed]), videos(seed, BIG, SMALL))
+        return same(Decoder(ends.provider).decode(encoded[seed]), videos(seed, BIG, SMALL))
 
     decoding = [in_thread(lambda seed=seed: decode(seed)) for seed in range(8)]  # type: ignore[misc]
     assert all(done.result(60) for done in decoding)
@@ -203,3 +199,43 @@ def test_several_threads_decode_at_once(codec: Codec, ends: Ends) -> None:
 def test_a_placeholder_of_another_implementation_is_an_error(ends: Ends, data: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="TensorConsumer"):
         ends.provider("int64", (3,), data)
+
+
+# A killed engine
+
+
+def receive(queue: TensorQueue, commands: Connection) -> None:
+    """Open a receiver, as an engine does, and wait to be killed."""
+    with blocking.TensorReceiver(queue):
+        queue.close()
+        commands.send("ready")
+        commands.recv()
+
+
+def test_a_killed_engine_leaves_no_memory_in_use_and_later_tensors_are_declined() -> None:
+    queue = TensorQueue()
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    engine = context.Process(target=receive, args=(queue, theirs), daemon=True)
+    engine.start()
+    try:
+        assert ours.recv() == "ready"
+        with blocking.TensorSender(queue) as sender:
+            queue.close()
+            sender.ready()
+            consumer = TensorConsumer(sender)
+            for seed in range(3):
+                with consumer.message():
+                    assert consumer(pattern(seed, 10 * BIG)) is not None
+            engine.kill()
+            until(lambda: sender.statistics().receivers_lost == 1)
+            until(lambda: sender.statistics().bytes_in_use == 0)  # once a thread has ended its copy
+            seen = sender.statistics()
+            assert (seen.in_flight, seen.waiting) == (0, 0)
+            assert consumer(pattern(9, BIG)) is None
+            assert consumer.declined == {"PeerLostError": 1}
+    finally:
+        engine.kill()
+        engine.join()
+        ours.close()
+        theirs.close()
