@@ -54,17 +54,11 @@ SERVERS: Mapping[str, Command] = {
 
 @dataclass
 class Site:
-    """A server that runs.
+    """A server that runs."""
 
-    Attributes:
-        process: the server, or the parent of its workers.
-        port: the port on which it listens.
-        errors: the file of its standard error.
-    """
-
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process  # or the parent of its workers
     port: int
-    errors: Path
+    errors: Path  # what it wrote to standard error
 
     def said(self) -> str:
         """Return its standard error."""
@@ -80,17 +74,7 @@ class Site:
 async def site(
     kind: str, *, workers: int, tensors: str, messages: str, arena_bytes: int, max_wait_s: float, **more: str
 ) -> AsyncIterator[Site]:
-    """Start a server, and end it with the block.
-
-    Args:
-        kind: a key of `SERVERS`.
-        workers: the number of its processes.
-        tensors: the address of the engine's receiver.
-        messages: the address of the engine's server.
-        arena_bytes: the size of each sender's arena in bytes.
-        max_wait_s: the maximum wait of each sender and client, in seconds.
-        more: further variables of its environment.
-    """
+    """Start a server with further variables in its environment, and end it with the block."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 from typing import Annotated, TypeAlias
 
 import httpx
@@ -31,8 +32,10 @@ from aiotensor.integrations.fastapi import MessageLifespan, TensorLifespan
 from aiotensor.integrations.serving import serving
 from tests.channel.parties import Answer, Question, channel
 from tests.pairs import endpoint
-from verification.patterns import pattern
+from tests.transports.unix_ends import no_descriptors
+from verification.patterns import BIG, pattern
 from verification.places import free_port
+from verification.processes import peers
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -216,6 +219,72 @@ async def test_a_server_with_a_wrong_key_answers_each_request_with_a_problem(
                 assert record.levelno == logging.ERROR
                 assert "AccessDeniedError: the keys of this client" in record.getMessage()
                 assert record.exc_info is None
+
+
+# Exhausted descriptors
+
+Exhausted: TypeAlias = tuple[int, str | None, str]
+
+
+async def _send_without_descriptors(sender: TensorSender) -> None:
+    await sender.ready()  # without descriptors it could not connect, and would wait for that
+    with no_descriptors():
+        await sender.send(pattern(0, BIG))  # whose memory needs one
+
+
+def _of(answer: httpx.Response) -> Exhausted:
+    return answer.status_code, answer.headers.get("retry-after"), answer.json()["reason"]
+
+
+async def test_the_status_is_503_when_a_call_of_the_library_finds_no_descriptors(address: str) -> None:
+    async with peers.peers(address, 1) as [child]:  # whose descriptors are exhausted
+        handler, dependency, socket, accepted = await child.call(_ask_without_descriptors)
+    assert handler == dependency == (503, "7", "exhausted")
+    assert socket == 503
+    assert accepted == (1013, "exhausted")
+
+
+async def _ask_without_descriptors(state: peers.State) -> tuple[Exhausted, Exhausted, int, tuple[int, str]]:
+    engine = TensorLifespan(lambda: TensorSender(state.endpoint), retry_after_s=7)
+    app = FastAPI(lifespan=engine.lifespan)
+    engine.install(app)
+
+    async def sent(sender: Annotated[TensorSender, Depends(engine.sender)]) -> None:
+        await _send_without_descriptors(sender)
+
+    @app.post("/handler")
+    async def handler(permit: Annotated[OpenMessage, Depends(engine.permit, scope="function")]) -> None:
+        await engine.opened_sender.ready()
+        with no_descriptors():
+            await permit.send(pattern(0, BIG))
+
+    @app.post("/dependency", dependencies=[Depends(sent)])
+    async def dependency() -> None:
+        raise AssertionError("its dependency fails")
+
+    @app.post("/own")
+    async def own(permit: Annotated[OpenMessage, Depends(engine.permit, scope="function")]) -> None:
+        with no_descriptors():
+            os.close(os.open("/dev/null", os.O_RDONLY))
+
+    @app.websocket("/before")
+    async def before(socket: WebSocket) -> None:
+        await _send_without_descriptors(engine.opened_sender)
+
+    @app.websocket("/after")
+    async def after(socket: WebSocket) -> None:
+        await socket.accept()
+        await _send_without_descriptors(engine.opened_sender)
+
+    async with TensorReceiver(state.endpoint), app.router.lifespan_context(app), http(app) as client:
+        answers = [_of(await client.post(path)) for path in ("/handler", "/dependency")]
+        with pytest.raises(OSError, match="Too many open files"):  # an error of the application stays
+            await client.post("/own")
+        start, _ = await visit_socket(app, "/before")
+        _, closed = await visit_socket(app, "/after")
+        await engine.opened_sender.send(pattern(0, BIG))  # there are some again
+        assert engine.opened_sender.discard_all()
+    return answers[0], answers[1], start["status"], (closed["code"], closed["reason"])
 
 
 # The end of a server

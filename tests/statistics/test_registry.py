@@ -14,7 +14,7 @@ from aiotensor.errors import ClosedError
 from aiotensor.runtime.affinity import LoopAffinity
 from aiotensor.statistics import registry
 from aiotensor.statistics.registry import HasStatistics, Snapshot
-from aiotensor.types import ClientStatistics, ReceiverStatistics, Statistics
+from aiotensor.types import ClientStatistics, Statistics
 from tests.channel.parties import Answer, Question, place
 from tests.runtime.test_affinity import forks, in_a_fork
 from verification.patterns import pattern
@@ -108,21 +108,6 @@ async def test_each_kind_of_object_is_found_by_its_endpoint_while_it_is_open(
 
 
 # Counts of closed objects
-
-
-async def test_counts_of_closed_senders_and_receivers_persist_and_add_up(nothing_left_behind: None) -> None:
-    with place() as here:
-
-        def counted() -> tuple[float, float]:
-            counts = registry.collect(0.0).counts
-            sent = counts[SenderStatistics, here.tensors]["tensors_sent", ""]
-            return sent, counts[ReceiverStatistics, here.tensors]["tensors_taken", ""]
-
-        for turn in range(1, 4):
-            async with TensorReceiver(here.tensors) as receiver, TensorSender(here.tensors) as sender:
-                await receiver.receive(await sender.send(pattern(0, 3)))
-                assert counted() == (turn, turn)
-            assert counted() == (turn, turn)
 
 
 async def test_counts_include_the_waits_and_errors_of_calls_that_closing_fails(

@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import vllm
 from vllm.config import VllmConfig
 from vllm.v1.executor import Executor, multiproc_executor
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from aiotensor.integrations.vllm import plugin
 from aiotensor.integrations.vllm.executor import BroadcastExecutor, ExecutorQueue
@@ -106,29 +104,6 @@ def test_a_killed_worker_ends_a_call(tmp_path: Path) -> None:
         os.kill(first or 0, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="cancelled"):
             waiting.result()
-
-
-def test_an_unknown_version_uses_the_queue_of_vllm(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.99.1")
-    with executing(config_of(tmp_path, BroadcastExecutor)) as executor:
-        assert type(executor.rpc_broadcast_mq) is STOCK
-        assert executor.collective_rpc("echo", args=("x",)) == ["x"] * WORKERS
-    assert "version 0.99.1 is not supported" in caplog.text
-
-
-def test_workers_on_several_machines_use_the_queue_of_vllm(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[Executor] = []
-    monkeypatch.setattr(MultiprocExecutor, "_init_executor", lambda self: started.append(self))
-    config = config_of(tmp_path)
-    config.parallel_config.nnodes = 2
-    executor = BroadcastExecutor(config)
-    assert started == [executor]
-    assert multiproc_executor.MessageQueue is STOCK
-    assert "on 2 machines" in caplog.text
 
 
 def test_a_dequeue_timeout_loses_no_large_message() -> None:

@@ -14,7 +14,6 @@ from vllm.v1.engine import core, core_client, tensor_ipc, utils
 from vllm.v1.executor import abstract, multiproc_executor
 
 from aiotensor.integrations.vllm import plugin
-from aiotensor.integrations.vllm.processes import EngineQueue
 
 MODULES: tuple[ModuleType, ...] = (
     core,
@@ -47,16 +46,6 @@ def enabled(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_plugin_is_an_entry_point() -> None:
     [entry] = [one for one in entry_points(group="vllm.general_plugins") if one.name == "aiotensor"]
     assert entry.load() is plugin.register
-
-
-def test_nothing_changes_while_disabled(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("AIOTENSOR_VLLM")
-    before = objects()
-    plugin.register()
-    assert objects() == before
-    assert not caplog.records
 
 
 class OtherReceiver:
@@ -126,15 +115,6 @@ def test_only_the_documented_names_are_replaced_once(caplog: pytest.LogCaptureFi
         ("vllm.v1.engine.core", "EngineCoreProc", "preprocess_add_request"),
         ("vllm.v1.executor.abstract", "Executor", "get_class"),
     }
-
-
-def test_a_forking_context_keeps_its_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then vLLM itself reports that processes have to be spawned."""
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    plugin.register()
-    queue = utils.get_mp_context().Queue()
-    assert not isinstance(queue, EngineQueue)
-    queue.close()
 
 
 def test_a_disabled_plugin_imports_nothing_of_vllm() -> None:

@@ -39,10 +39,6 @@ async def _send(sender: TensorSender, tensor: torch.Tensor) -> TensorHandle:
     return await sender.send(tensor)
 
 
-async def _send_nowait(sender: TensorSender, tensor: torch.Tensor) -> TensorHandle:
-    return sender.send_nowait(tensor)
-
-
 async def _post(sender: TensorSender, tensor: torch.Tensor) -> TensorHandle:
     handle = sender.post(tensor)
     await sender.copied(handle)
@@ -59,17 +55,11 @@ async def _send_allocated(sender: TensorSender, tensor: torch.Tensor) -> TensorH
     return await sender.send(allocated.copy_(tensor))
 
 
-CALLS: tuple[Call, ...] = (_send, _send_nowait, _post, _send_in_message, _send_allocated)
+CALLS: tuple[Call, ...] = (_send, _post, _send_in_message, _send_allocated)
 
 
 class Seen(NamedTuple):
-    """A span that has ended.
-
-    Attributes:
-        parent: the id of its parent; 0 for none.
-        links: the ids of the linked spans.
-        events: the names of its events.
-    """
+    """A span that has ended, with the ids of its parent, or 0, and of the linked spans."""
 
     name: str
     kind: str

@@ -160,21 +160,6 @@ async def test_tensors_are_sent_and_waits_end() -> None:
         assert sender.statistics().waiting == 0
 
 
-async def test_a_send_cancelled_anywhere_loses_nothing() -> None:
-    async with pair(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, receiver):
-
-        async def attempt(attempt: Attempt) -> None:
-            first = await sender.send(pattern(0, BIG))
-            second = attempt.start(sender.send(pattern(1, BIG)))
-            await second.until(lambda: second.suspensions == 1)
-            await receiver.receive(first)
-            if await second.completed():
-                await receiver.receive(second.value)
-            await waiting.settled(sender)
-
-        assert await cancel_everywhere(attempt, sender, receiver)
-
-
 async def test_requests_are_answered() -> None:
     async with (
         channel(max_concurrent_videos=2, client={"max_wait_s": 5}) as ends,

@@ -1,17 +1,20 @@
 """The spans of requests and batches: the work of servers, waits, errors, cancellations and threads."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 from opentelemetry import baggage, context, trace
 
-from aiotensor import RemoteError, UnavailableError, WouldBlockError, blocking
+from aiotensor import RemoteError, UnavailableError, UsageError, WouldBlockError, blocking
 from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.integrations.opentelemetry import instrument, processing, uninstrument
 from tests.cancelling import Attempt, cancel_everywhere
 from tests.channel.parties import Answer, Question, answer, channel, place, settled
-from tests.integrations.opentelemetry.spans import Recorder, Seen, all_of, one, serving, tree
+from tests.integrations.opentelemetry.spans import Recorder, Seen, all_of, one, recording, serving, tree
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.processes.peers import State
@@ -243,3 +246,60 @@ async def test_a_wait_for_a_server_that_times_out_ends_with_an_error(recorder: R
             with pytest.raises(UnavailableError):
                 await client.request(Question(1))
     _check(one(recorder.seen, "aiotensor wait for a server"), UnavailableError)
+
+
+# Instrumenting a process, and reverting it
+
+
+async def test_a_process_that_is_not_instrumented_any_more_creates_no_spans() -> None:
+    with recording() as recorder, pytest.raises(UsageError, match="call uninstrument"):
+        instrument()
+    uninstrument()
+    async with channel() as ends, serving(ends.server, answer):
+        await ends.client.request(Question(1, pattern(1, 3)))
+        with processing() as span:
+            assert not span.is_recording()
+    assert recorder.seen == []
+
+
+def test_the_global_providers_may_be_set_later(folder: Path) -> None:
+    code = """
+import asyncio, sys
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from aiotensor import TensorReceiver, TensorSender
+from aiotensor.integrations.opentelemetry import instrument
+
+instrument()
+exporter = InMemorySpanExporter()
+trace.set_tracer_provider(TracerProvider())
+trace.get_tracer_provider().add_span_processor(SimpleSpanProcessor(exporter))
+
+async def main(address):
+    import torch
+    async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
+        await receiver.receive(await sender.send(torch.zeros(3)))
+
+asyncio.run(main(sys.argv[1]))
+names = {span.name for span in exporter.get_finished_spans()}
+print(*sorted(names - {"aiotensor wait for a receiver"}), sep=",")
+"""
+    command = [sys.executable, "-W", "error", "-c", code, f"unix://{folder}/tensors"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("aiotensor deliver tensor,aiotensor send tensor\n", "")
+
+
+async def test_a_request_that_began_before_uninstrumenting_ends_its_spans() -> None:
+    async with channel() as ends:
+        with recording() as recorder:
+            await ends.client.ready()
+            asking = asyncio.create_task(ends.client.request(Question(1)))
+            request = await anext(ends.server)
+            await request.__aenter__()
+            uninstrument()
+            await request.reply(Answer(1))
+            await request.__aexit__(None, None, None)
+            await asking
+    assert {span.name for span in recorder.seen} >= {"aiotensor request", "aiotensor answer"}

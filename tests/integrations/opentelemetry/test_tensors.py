@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry import baggage, context
 
-from aiotensor import PeerLostError, TensorReceiver, WouldBlockError
+from aiotensor import PeerLostError, WouldBlockError
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.integrations.opentelemetry import processing
 from aiotensor.integrations.opentelemetry.spans import SpanTracer
 from aiotensor.types import MAX_TRACE_VALUE
 from tests.integrations.opentelemetry.spans import CALLS, Call, Recorder, begin_recording, one, recorded
-from tests.pairs import endpoint, is_local, pair
+from tests.pairs import endpoint, pair
 from tests.selection import COMPLETE
 from verification.patterns import BIG, pattern
 from verification.processes import peers
@@ -51,19 +51,6 @@ async def test_the_call_that_sends_a_tensor_is_the_parent_of_its_delivery(
         assert span.attributes["messaging.message.id"] == name
         assert span.attributes["messaging.message.body.size"] == size * 8
     assert sent.began <= delivered.ended
-
-
-@pytest.mark.usefixtures("link")
-async def test_the_steps_of_a_copied_tensor_have_spans(recorder: Recorder) -> None:
-    async with pair() as (sender, receiver):
-        await sender.ready()
-        handle = await sender.send(pattern(0, SLOW))
-        await receiver.receive(handle)
-
-    step = "aiotensor copy" if is_local() else "aiotensor move"
-    span = one(recorder.seen, step)
-    assert span.parent == one(recorder.seen, "aiotensor send tensor").id
-    assert span.attributes["aiotensor.nbytes"] == SLOW * 8
 
 
 async def test_waits_for_a_permit_and_for_memory_have_spans(recorder: Recorder) -> None:
@@ -122,19 +109,6 @@ async def test_a_received_publication_is_linked_to_the_span_of_its_publisher(rec
     assert one(recorder.seen, "forward").parent == processed.id
 
 
-async def test_a_tensor_of_a_sender_without_tracing_has_no_span(recorder: Recorder) -> None:
-    with endpoint() as place:
-        async with peers.peers(place, 1) as [peer], TensorReceiver(place) as receiver:
-            await peer.call(peers.open_sender, 2, 1 << 30)
-            sending = peer.start(peers.send_pattern, 0, 3)
-            delivery = await anext(receiver)
-            with processing(delivery):
-                pass
-            await sending
-    assert delivery.trace_context is None
-    assert [span.name for span in recorder.seen] == ["aiotensor process"]
-
-
 # Errors and cancellations
 
 
@@ -168,19 +142,6 @@ async def test_the_loss_of_the_receiver_is_recorded(recorder: Recorder) -> None:
     failed = [span for span in recorder.seen if span.status == "ERROR"]
     assert [span.name for span in failed] == ["aiotensor wait for a permit", "aiotensor send tensor"]
     assert {span.attributes["error.type"] for span in failed} == {"aiotensor.errors.PeerLostError"}
-
-
-async def test_a_cancelled_send_ends_its_spans_without_an_error(recorder: Recorder) -> None:
-    async with pair(max_concurrent_videos=1) as (sender, _):
-        await sender.send(pattern(0, 3))
-        sending = asyncio.create_task(sender.send(pattern(1, 3)))
-        await until(lambda: sender.statistics().waiting == 1)
-        sending.cancel()
-        await asyncio.wait([sending])
-
-    cancelled = [span for span in recorder.seen if span.attributes.get("aiotensor.cancelled")]
-    assert [span.name for span in cancelled] == ["aiotensor wait for a permit", "aiotensor send tensor"]
-    assert [(span.status, span.events) for span in cancelled] == [("UNSET", ())] * 2
 
 
 # The fields of the context

@@ -4,7 +4,9 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +15,89 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aiotensor import ClosedError, PeerLostError, TooLargeError, UsageError
+from aiotensor import ClosedError, PeerLostError, UsageError
 from aiotensor.integrations.vllm.broadcast import Handle, MessageQueue
 from aiotensor.types import PublisherStatistics
 from tests.blocking.waiting import in_thread, until
-from tests.integrations.vllm.readers import dequeue, readers
 from verification.patterns import BIG, pattern
+
+# The children are forked from a process that has imported their modules.
+_context = multiprocessing.get_context("forkserver")
+
+
+class Reader:
+    """A process that reads, as its parent sees it."""
+
+    def __init__(self, handle: Handle, rank: int) -> None:
+        self._connection, theirs = _context.Pipe()
+        self.process = _context.Process(target=_run, args=(handle, rank, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def begin(self, function: Callable[..., Any], *args: object) -> None:
+        """Call a function of a module there, with the queue as the first argument."""
+        self._connection.send((function, args))
+
+    def result(self) -> Any:
+        """Return the result of the call, or raise its error."""
+        error, result = self._connection.recv()
+        if error is not None:
+            raise error
+        return result
+
+    def call(self, function: Callable[..., Any], *args: object) -> Any:
+        """Call a function there, and return its result."""
+        self.begin(function, *args)
+        return self.result()
+
+    def kill(self) -> None:
+        """Kill the process, and wait for its end."""
+        self.process.kill()
+        self.process.join()
+
+
+def _run(handle: Handle, rank: int, commands: Connection) -> None:
+    torch.set_num_threads(1)
+    queue = MessageQueue.create_from_handle(handle, rank)
+    while (command := commands.recv()) is not None:
+        function, args = command
+        try:
+            commands.send((None, function(queue, *args)))
+        except Exception as error:  # noqa: BLE001 # raised in the parent
+            commands.send((error, None))
+    queue.shutdown()
+
+
+@contextmanager
+def readers(queue: MessageQueue, count: int) -> Iterator[list[Reader]]:
+    """Start the readers of a queue, wait until all of them are ready, and end them."""
+    started: list[Reader] = []
+    try:
+        for rank in range(count):
+            started.append(Reader(queue.export_handle(), rank))
+        for reader in started:
+            reader.begin(MessageQueue.wait_until_ready)
+        queue.wait_until_ready()
+        for reader in started:
+            reader.result()
+        yield started
+        for reader in started:
+            if reader.process.is_alive():
+                reader.begin(MessageQueue.shutdown)
+                reader.result()
+                reader._connection.send(None)
+                reader.process.join()
+                assert reader.process.exitcode == 0
+    finally:
+        for reader in started:
+            reader.kill()
+            reader._connection.close()
+
+
+def dequeue(queue: MessageQueue, timeout: float | None = None) -> Any:
+    """Return the next object, whose arrays are copied into the answer."""
+    return queue.dequeue(timeout)
+
 
 READERS = 3
 
@@ -161,9 +240,8 @@ def write_and_wait(handles: Any, ready: Any) -> None:
 
 
 def test_a_killed_writer_is_reported_to_a_reader() -> None:
-    context = multiprocessing.get_context("forkserver")
-    (ours, theirs), (held, ready) = context.Pipe(), context.Pipe()
-    writer = context.Process(target=write_and_wait, args=(theirs, ready), daemon=True)
+    (ours, theirs), (held, ready) = _context.Pipe(), _context.Pipe()
+    writer = _context.Process(target=write_and_wait, args=(theirs, ready), daemon=True)
     writer.start()
     handle = ours.recv()
     queue = MessageQueue.create_from_handle(handle, 0)
@@ -191,24 +269,6 @@ def test_the_writer_cannot_read_and_a_reader_cannot_write(queue: MessageQueue) -
     reader.shutdown()
 
 
-def test_a_message_larger_than_the_arena_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AIOTENSOR_VLLM_ARENA_BYTES", "100000")
-    queue = MessageQueue(1, 1)
-    with readers(queue, 1) as [reader]:
-        with pytest.raises(TooLargeError):
-            queue.enqueue(pattern(1, BIG))
-        queue.enqueue("small")
-        assert reader.call(dequeue) == "small"
-    queue.shutdown()
-
-
-def test_a_reader_needs_a_rank_of_the_queue(queue: MessageQueue) -> None:
-    with pytest.raises(UsageError, match=r"readers \[0, 1, 2\], got 3"):
-        MessageQueue.create_from_handle(queue.export_handle(), READERS)
-    with pytest.raises(ValueError, match="at least one reader"):
-        MessageQueue(0, 0)
-
-
 def test_a_process_can_end_without_shutting_its_queues_down() -> None:
     code = (
         "import torch; from aiotensor.integrations.vllm.broadcast import MessageQueue; "
@@ -234,10 +294,9 @@ def be_in_a_group(rank: int, store: str, results: Any) -> None:
 
 
 def test_a_group_of_processes_has_one_writer(folder: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
+    ours, theirs = _context.Pipe()
     processes = [
-        context.Process(
+        _context.Process(
             target=be_in_a_group,
             args=(rank, f"{folder}/store", theirs),
             daemon=True,
