@@ -71,19 +71,9 @@ class Site:
 
 
 @asynccontextmanager
-async def site(
-    kind: str, *, workers: int, tensors: str, messages: str, arena_bytes: int, max_wait_s: float, **more: str
-) -> AsyncIterator[Site]:
-    """Start a server with further variables in its environment, and end it with the block."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "TOTALS_TENSORS": tensors,
-        "TOTALS_MESSAGES": messages,
-        "TOTALS_ARENA_BYTES": str(arena_bytes),
-        "TOTALS_MAX_WAIT_S": str(max_wait_s),
-        **more,
-    }
+async def site(kind: str, workers: int, settings: Mapping[str, str]) -> AsyncIterator[Site]:
+    """Start a server with settings in its environment, and end it with the block."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings}
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0), backlog=256) as here:
         errors = Path(folder, "errors")
         # Connections wait in the backlog until a worker accepts them.
@@ -159,17 +149,16 @@ async def scene(
     **more: str,
 ) -> AsyncIterator[Scene]:
     tensors, messages = f"unix://{folder}/t", f"ipc://{folder}/m"
+    settings = {
+        "TOTALS_TENSORS": tensors,
+        "TOTALS_MESSAGES": messages,
+        "TOTALS_ARENA_BYTES": str(arena_bytes),
+        "TOTALS_MAX_WAIT_S": str(max_wait_s),
+        **more,
+    }
     async with (
         peers(tensors, engines) as ready,
-        site(
-            kind,
-            workers=workers,
-            tensors=tensors,
-            messages=messages,
-            arena_bytes=arena_bytes,
-            max_wait_s=max_wait_s,
-            **more,
-        ) as server,
+        site(kind, workers, settings) as server,
         http_client(server) as http,
     ):
         await ready[0].call(engine.open_engine, messages)

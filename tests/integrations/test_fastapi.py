@@ -19,7 +19,6 @@ from starlette.types import Message, Scope
 
 from aiotensor import (
     AioTensorError,
-    ClosedError,
     OpenMessage,
     RemoteError,
     TensorReceiver,
@@ -34,7 +33,6 @@ from tests.channel.parties import Answer, Question, channel
 from tests.pairs import endpoint
 from tests.transports.unix_ends import no_descriptors
 from verification.patterns import BIG, pattern
-from verification.places import free_port
 from verification.processes import peers
 from verification.waiting import until
 
@@ -321,17 +319,3 @@ async def test_messages_not_taken_within_the_drain_time_are_discarded_and_logged
     [record] = [record for record in caplog.records if record.name == "aiotensor.integrations"]
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("3 messages were not taken within 0.01 s")
-
-
-async def test_a_server_whose_key_is_not_accepted_while_it_drains_ends_without_an_error() -> None:
-    (key, secret), (accepted, _), (_, wrong) = (zmq.curve_keypair() for _ in range(3))
-    address = f"tcp://127.0.0.1:{free_port()}"
-
-    def make() -> TensorSender:
-        return TensorSender(address, secret_key=wrong, server_key=key)
-
-    async with TensorReceiver(address, secret_key=secret, client_keys=[accepted]):
-        async with serving(make, 3600.0, *NAMES) as sender:
-            message = await sender.message().__aenter__()  # in flight while the server drains
-        with pytest.raises(ClosedError):
-            await message.send(pattern(1, 5))

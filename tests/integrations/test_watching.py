@@ -225,34 +225,6 @@ async def test_watching_without_the_middleware_raises_usage_error() -> None:
         await visitor.begin()
 
 
-async def test_a_handler_that_shields_its_work_is_cancelled_once() -> None:
-    begun, go_on = asyncio.Event(), asyncio.Event()
-    cancellations = 0
-
-    async def work() -> None:
-        await go_on.wait()
-        for _ in range(200):  # turns of the loop, in each of which a scope of anyio cancels
-            await asyncio.sleep(0)
-
-    async def handler(request: Request) -> Response:
-        nonlocal cancellations
-        watch(request.scope)
-        await request.body()
-        working = asyncio.create_task(work())
-        begun.set()
-        while not working.done():
-            try:
-                await asyncio.shield(working)
-            except asyncio.CancelledError:
-                cancellations += 1
-                go_on.set()
-        return PlainTextResponse("done")
-
-    visitor = visit(handler)
-    await visitor.hang_up_after(begun)
-    assert cancellations == 1
-
-
 async def test_a_thread_of_a_handler_and_what_it_awaits_are_cancelled() -> None:
     begun, awaited = asyncio.Event(), asyncio.Event()
     outcomes: list[str] = []

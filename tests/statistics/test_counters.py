@@ -80,15 +80,6 @@ def test_an_error_that_was_counted_is_not_kept() -> None:
 KINDS: tuple[type[Statistics], ...] = get_args(Statistics)
 
 
-def test_fields_with_the_same_metric_have_the_same_type_and_differ_in_their_labels() -> None:
-    for family in (family for kind in KINDS for family in families_of(kind)):
-        assert {field.type for field in family.fields} == {family.type}
-        assert len({tuple(field.labels.items()) for field in family.fields}) == len(family.fields)
-        assert {tuple(field.labels) for field in family.fields} == {
-            tuple(label for label in family.labels if label not in ("endpoint", "type"))
-        }
-
-
 def test_all_fields_but_holders_and_limits_for_each_client_are_exported() -> None:
     exported = {field.name for kind in KINDS for family in families_of(kind) for field in family.fields}
     declared = {name for kind in KINDS for name in kind.__struct_fields__}

@@ -1,12 +1,10 @@
 """The open objects of a process are found by their endpoints, and their counts persist after closing."""
 
 import asyncio
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from aiotensor import SenderStatistics, TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
@@ -145,45 +143,6 @@ async def test_the_256_endpoints_that_were_closed_last_are_remembered() -> None:
 
 
 # Signals and forks
-
-
-class InterruptedErrors(dict[str, int]):
-    """Errors, counting which is interrupted by a signal."""
-
-    def items(self) -> Any:
-        if callable(signal.getsignal(signal.SIGUSR1)):
-            signal.raise_signal(signal.SIGUSR1)
-        return super().items()
-
-
-def test_a_signal_handler_may_collect_amid_another_collection() -> None:
-    at = "interrupted"
-    snapshots: list[Snapshot] = []
-
-    def handle(*_: object) -> None:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # one at a time
-        snapshots.append(registry.collect(0.0))
-        signal.signal(signal.SIGUSR1, handle)
-
-    async def open_three() -> list[tuple[Counted, LoopAffinity]]:
-        errors = InterruptedErrors(other=1)
-        opened = [open_counted(number, at, errors) for number in (1, 10, 100)]
-        registry.collect(0.0)
-        return opened
-
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    loop = asyncio.SelectorEventLoop()
-    try:
-        kept = loop.run_until_complete(open_three())
-        loop.close()
-        signal.signal(signal.SIGUSR1, handle)
-        snapshots.append(registry.collect(0.0))
-        snapshots.append(registry.collect(0.0))
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    kept.clear()
-    assert len(snapshots) > 2
-    assert {answers_at(snapshot, at) for snapshot in snapshots} == {111}
 
 
 @forks

@@ -16,13 +16,8 @@ from vllm.v1.executor import abstract, multiproc_executor
 from aiotensor.integrations.vllm import plugin
 
 MODULES: tuple[ModuleType, ...] = (
-    core,
-    core_client,
-    tensor_ipc,
-    utils,
-    serial_utils,
-    abstract,
-    multiproc_executor,
+    *(core, core_client, tensor_ipc, utils),
+    *(serial_utils, abstract, multiproc_executor),
 )
 
 
@@ -83,11 +78,7 @@ def test_nothing_changes_in_an_unknown_vllm(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("AIOTENSOR_VLLM", "tensor"),
-        ("AIOTENSOR_VLLM_ARENA_BYTES", "0"),
-    ],
+    ("name", "value"), [("AIOTENSOR_VLLM", "tensor"), ("AIOTENSOR_VLLM_ARENA_BYTES", "0")]
 )
 def test_nothing_changes_with_a_wrong_setting(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

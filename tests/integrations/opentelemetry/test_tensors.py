@@ -198,10 +198,4 @@ async def test_a_delivered_context_can_be_copied_and_pickled(recorder: Recorder)
 
     with processing(copied):
         pass
-    tracer = SpanTracer(recorder.provider)
-    tracer.answer(copied.trace_context).end()
-    tracer.answer_batch([copied.trace_context]).end()
-    sent = one(recorder.seen, "aiotensor send tensor")
-    for name in ("aiotensor process", "aiotensor answer"):
-        assert one(recorder.seen, name).parent == sent.id
-    assert one(recorder.seen, "aiotensor answer batch").links == (sent.id,)
+    assert one(recorder.seen, "aiotensor process").parent == one(recorder.seen, "aiotensor send tensor").id
