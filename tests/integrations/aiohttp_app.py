@@ -1,23 +1,17 @@
 """The same server in aiohttp, as a program that gets the number of a listening socket, or in gunicorn."""
 
-import asyncio
 import socket
 import sys
 
 import msgspec
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
 from aiotensor.channel import MessageClient
 from aiotensor.integrations.aiohttp import client_context, problem_middleware
-from aiotensor.integrations.prometheus import AioTensorCollector
 from tests.integrations import totals
-
-totals.log_errors()
 
 CLIENT = web.AppKey("client", MessageClient[totals.Total])
 
-REGISTRY.register(AioTensorCollector())
 
 routes = web.RouteTableDef()
 
@@ -37,13 +31,6 @@ async def post_left(request: web.Request) -> web.Response:
     [sender] = request.app[CLIENT].senders
     handle = await sender.send(totals.numbers(await request.read()).values)
     return web.Response(body=msgspec.json.encode(handle), content_type="application/json")
-
-
-@routes.get("/metrics")
-async def get_metrics(request: web.Request) -> web.Response:
-    """Return the metrics for Prometheus."""
-    page = await asyncio.to_thread(generate_latest)
-    return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 @routes.get("/held")

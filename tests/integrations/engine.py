@@ -8,7 +8,7 @@ from aiotensor.types import ReceiverStatistics, ServerStatistics
 from tests.integrations.totals import Numbers, Total
 from verification.processes.peers import State
 
-__all__ = ["fail", "held", "open_engine", "serve", "slow_down", "take"]
+__all__ = ["held", "open_engine", "serve", "slow_down", "take"]
 
 
 async def open_engine(state: State, messages: str) -> None:
@@ -44,13 +44,3 @@ async def take(state: State, handle: TensorHandle) -> int:
     """Take a tensor that was left here, and add it up."""
     receiver: TensorReceiver = state.others["receiver"]
     return int((await receiver.receive(handle)).sum())
-
-
-async def fail(state: State) -> None:
-    """Begin to answer, and fail each time."""
-
-    async def answer(message: Numbers) -> Total:
-        raise LookupError("a secret of the engine")
-
-    server: MessageServer[Numbers] = state.others["server"]
-    state.others["serving"] = asyncio.create_task(server.serve(answer))

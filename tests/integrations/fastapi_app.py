@@ -1,20 +1,15 @@
 """A FastAPI server for the tests: its engine adds up the bytes of uploads."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, TypeAlias
 
 import msgspec
 from fastapi import Depends, FastAPI, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
 from aiotensor.channel import MessageClient, Permit
 from aiotensor.integrations.fastapi import MessageLifespan
-from aiotensor.integrations.prometheus import AioTensorCollector
 from tests.integrations import totals
-
-totals.log_errors()
 
 engine = MessageLifespan(
     totals.client,
@@ -38,14 +33,13 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 app = FastAPI(lifespan=lifespan)
 engine.install(app)
-REGISTRY.register(AioTensorCollector())
 
 
 @app.post("/totals")
 async def post_totals(request: Request, client: Client, permit: Begun) -> Response:
     """Add up the bytes of an upload, with a permit from before the upload is read."""
     message = totals.numbers(await request.body())
-    total = await client.request(message, inside=permit, idempotent=totals.IS_IDEMPOTENT)
+    total = await client.request(message, inside=permit)
     return Response(msgspec.json.encode(total), media_type="application/json")
 
 
@@ -55,12 +49,6 @@ async def post_left(request: Request, client: Client) -> Response:
     [sender] = client.senders
     handle = await sender.send(totals.numbers(await request.body()).values)
     return Response(msgspec.json.encode(handle), media_type="application/json")
-
-
-@app.get("/metrics")
-async def get_metrics() -> Response:
-    """Return the metrics for Prometheus."""
-    return Response(await asyncio.to_thread(generate_latest), media_type=CONTENT_TYPE_LATEST)
 
 
 @app.get("/held")

@@ -1,4 +1,4 @@
-"""Real HTTP servers in separate processes, and requests to them."""
+"""Real HTTP servers in separate processes, their engine, and requests to them."""
 
 import asyncio
 import os
@@ -15,9 +15,11 @@ from typing import TypeAlias
 import httpx
 import msgspec
 
-from tests.integrations.totals import Held
+from tests.integrations import engine
+from tests.integrations.totals import Held, Total, total_of
+from verification.processes.peers import Peer, peers
 
-__all__ = ["SERVERS", "Site", "http_client", "site", "workers"]
+__all__ = ["SERVERS", "UPLOAD", "MiB", "Scene", "is_answered", "scene", "workers_of"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,17 +54,11 @@ SERVERS: Mapping[str, Command] = {
 
 @dataclass
 class Site:
-    """A server that runs.
+    """A server that runs."""
 
-    Attributes:
-        process: the server, or the parent of its workers.
-        port: the port on which it listens.
-        errors: the file of its standard error.
-    """
-
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process  # or the parent of its workers
     port: int
-    errors: Path
+    errors: Path  # what it wrote to standard error
 
     def said(self) -> str:
         """Return its standard error."""
@@ -75,29 +71,9 @@ class Site:
 
 
 @asynccontextmanager
-async def site(
-    kind: str, *, workers: int, tensors: str, messages: str, arena_bytes: int, max_wait_s: float, **more: str
-) -> AsyncIterator[Site]:
-    """Start a server, and end it with the block.
-
-    Args:
-        kind: a key of `SERVERS`.
-        workers: the number of its processes.
-        tensors: the address of the engine's receiver, or several, separated by spaces.
-        messages: the address of the engine's server, or several.
-        arena_bytes: the size of each sender's arena in bytes.
-        max_wait_s: the maximum wait of each sender and client, in seconds.
-        more: further variables of its environment.
-    """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "TOTALS_TENSORS": tensors,
-        "TOTALS_MESSAGES": messages,
-        "TOTALS_ARENA_BYTES": str(arena_bytes),
-        "TOTALS_MAX_WAIT_S": str(max_wait_s),
-        **more,
-    }
+async def site(kind: str, workers: int, settings: Mapping[str, str]) -> AsyncIterator[Site]:
+    """Start a server with settings in its environment, and end it with the block."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings}
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0), backlog=256) as here:
         errors = Path(folder, "errors")
         # Connections wait in the backlog until a worker accepts them.
@@ -134,7 +110,7 @@ def http_client(site: Site) -> httpx.AsyncClient:
     )
 
 
-async def workers(http: httpx.AsyncClient, count: int) -> dict[int, Held]:
+async def workers_of(http: httpx.AsyncClient, count: int) -> dict[int, Held]:
     """Send requests until this number of workers has reported its resources."""
     found: dict[int, Held] = {}
     while len(found) < count:
@@ -143,3 +119,63 @@ async def workers(http: httpx.AsyncClient, count: int) -> dict[int, Held]:
             held = msgspec.json.decode(answer.content, type=Held)
             found[held.pid] = held
     return found
+
+
+MiB = 1 << 20
+UPLOAD = bytes(range(256)) * 256  # its tensor has a MiB
+RETRY_AFTER = "2"
+
+
+@dataclass
+class Scene:
+    """A server and its engines, of which the first is open."""
+
+    site: Site
+    http: httpx.AsyncClient
+    engines: list[Peer]
+    messages: str
+    workers: int
+
+
+@asynccontextmanager
+async def scene(
+    kind: str,
+    folder: Path,
+    *,
+    engines: int = 1,
+    workers: int = 2,
+    arena_bytes: int = 64 * MiB,
+    max_wait_s: float = 20,
+    **more: str,
+) -> AsyncIterator[Scene]:
+    tensors, messages = f"unix://{folder}/t", f"ipc://{folder}/m"
+    settings = {
+        "TOTALS_TENSORS": tensors,
+        "TOTALS_MESSAGES": messages,
+        "TOTALS_ARENA_BYTES": str(arena_bytes),
+        "TOTALS_MAX_WAIT_S": str(max_wait_s),
+        **more,
+    }
+    async with (
+        peers(tensors, engines) as ready,
+        site(kind, workers, settings) as server,
+        http_client(server) as http,
+    ):
+        await ready[0].call(engine.open_engine, messages)
+        on = Scene(server, http, ready, messages, 1 if kind == "aiohttp" else workers)
+        await workers_of(http, on.workers)  # a worker that is still starting ends without closing its sender
+        yield on
+
+
+def is_answered(response: httpx.Response) -> bool:
+    """Return whether an upload was answered with its total; otherwise check its refusal."""
+    if response.status_code == 200:
+        assert msgspec.json.decode(response.content, type=Total).total == total_of(UPLOAD)
+        return True
+    assert response.status_code == 503, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    assert response.headers["retry-after"] == RETRY_AFTER
+    problem = response.json()
+    assert (problem["status"], problem["title"]) == (503, "Service Unavailable")
+    assert problem["reason"] in {"busy", "engine_lost", "engine_unavailable"}
+    return False

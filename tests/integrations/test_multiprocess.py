@@ -3,7 +3,6 @@
 import asyncio
 import os
 import struct
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -16,10 +15,8 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 
 from aiotensor import TensorReceiver, UsageError
 from aiotensor.integrations.prometheus import MultiprocessPublisher
-from aiotensor.statistics import registry
 from tests.integrations.published import publish_to
 from tests.integrations.scraping import at, scrape
-from tests.statistics.objects import Counted
 from verification.patterns import pattern
 from verification.places import LINKS
 from verification.processes import peers
@@ -85,12 +82,6 @@ async def _begin(state: State, options: dict[str, Any]) -> None:
     await publisher.__aenter__()
     state.others["publisher"] = publisher
     await peers.open_sender(state, 3)
-
-
-async def _publish(state: State) -> None:
-    """Publish once more: all publishers of a process write to the same files."""
-    async with MultiprocessPublisher(interval_s=SELDOM_S, **state.others["limits"]):
-        pass
 
 
 async def _end(state: State) -> None:
@@ -176,147 +167,14 @@ async def test_a_worker_publishes_when_it_begins_and_for_the_last_time_when_it_e
         assert numbers.get("aiotensor_sender_permits_limit", 0) == 0
 
 
-async def _gauges_of_what_is_closed(state: State) -> None:
-    await _publish(state)
-    await state.sender.aclose()
-    await _publish(state)
-
-
-async def test_gauges_of_objects_that_a_worker_closed_are_zero(folder: Path) -> None:
-    async with two_workers(folder, interval_s=SELDOM_S) as both:
-        await both.workers[0].call(_gauges_of_what_is_closed)
-        numbers = both.gathered()
-        assert numbers["aiotensor_sender_permits_limit"] == 0
-        assert numbers["aiotensor_sender_memory_limit_bytes"] == 0
-        assert numbers["aiotensor_sender_tensors_sent_total"] == 0
-
-
-async def _serve_clients(state: State, answers: int, names: list[str]) -> None:
-    """Open and close clients, one after the other, without publishing."""
-    loop = asyncio.get_running_loop()
-    for name in names:
-        counted = Counted(answers)
-        registry.remove(registry.add(counted, name, loop))
-        await asyncio.sleep(0)
-
-
-async def test_endpoints_beyond_a_limit_are_published_together_and_names_are_kept(folder: Path) -> None:
-    async with two_workers(folder, interval_s=SELDOM_S, max_endpoints=250) as both:
-        worker = both.workers[0]
-        series = []
-        for turn in range(5):
-            await worker.call(_serve_clients, 2, [f"ipc:///{turn}/{number}" for number in range(200)])
-            await worker.call(_publish)
-            series.append(len(scrape(both.registry())))
-        assert series[2] == series[3] == series[4]
-        numbers = scrape(both.registry())
-        told = {
-            dict(labels)["endpoint"]: value
-            for (name, labels), value in numbers.items()
-            if name == "aiotensor_client_answers_total"
-        }
-        assert told["ipc:///0/0"] == 2
-        assert len(told) == 250  # one name is that of the sender
-        assert sum(told.values()) == 5 * 200 * 2  # including the forgotten ones
-
-
-async def test_counts_of_a_reopened_forgotten_endpoint_are_added_in_full(folder: Path) -> None:
-    async with two_workers(folder, interval_s=SELDOM_S) as both:
-        worker = both.workers[0]
-        await worker.call(_serve_clients, 2, ["ipc:///a"])
-        await worker.call(_publish)
-        await worker.call(_serve_clients, 0, [f"ipc:///{number}" for number in range(256)])
-        await worker.call(_serve_clients, 5, ["ipc:///a"])
-        for _ in range(2):
-            await worker.call(_publish)
-            numbers = at(scrape(both.registry()), "ipc:///a")
-            assert numbers["aiotensor_client_answers_total"] == 7
-
-
-async def _publish_twice_over_after_a_timeout(state: State) -> None:
-    """Have one loop not answer once, and then publish by two publishers in turn."""
-    blocked, go_on, counted = threading.Event(), threading.Event(), Counted(0)
-
-    async def live() -> None:
-        entry = registry.add(counted, "ipc:///blocked", asyncio.get_running_loop())
-        blocked.set()
-        go_on.wait()
-        registry.remove(entry)
-
-    thread = threading.Thread(target=asyncio.run, args=(live(),))
-    thread.start()
-    blocked.wait()
-    async with MultiprocessPublisher(interval_s=SELDOM_S):
-        go_on.set()
-        thread.join()
-        for _ in range(3):
-            await _publish(state)
-
-
-async def test_a_loop_that_does_not_answer_is_counted_as_one_timeout(folder: Path) -> None:
-    async with two_workers(folder, interval_s=SELDOM_S) as both:
-        await both.workers[0].call(_publish_twice_over_after_a_timeout)
-        assert scrape(both.registry())["aiotensor_scrape_timeouts_total", ()] == 1
-
-
-async def _publish_after_another_process(state: State, earlier: int) -> None:
-    """Publish with the number of a process that has ended, as the kernel may give it again."""
-    from prometheus_client import values
-
-    values.ValueClass = values.MultiProcessValue(lambda: earlier)  # type: ignore[no-untyped-call]
-    await peers.open_sender(state)
-    publisher = MultiprocessPublisher(interval_s=SELDOM_S)
-    await publisher.__aenter__()
-    state.others["publisher"] = publisher
-
-
-async def test_a_process_with_a_reused_pid_adds_to_the_earlier_counts(
-    folder: Path,
-) -> None:
-    async with two_workers(folder, interval_s=SELDOM_S) as both:
-        await _send_and_take(both, both.workers[0], 2)
-        await both.workers[0].call(_end)
-        async with peers.peers(both.endpoint, 1, first=partial(publish_to, str(folder))) as [later]:
-            await later.call(_publish_after_another_process, both.workers[0].pid)
-            await _send_and_take(both, later, 3)
-            await later.call(_end)
-        assert both.gathered()["aiotensor_sender_tensors_sent_total"] == 5
-
-
-async def _publish_where_nothing_can_be_written(state: State) -> list[str]:
-    raised = []
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = "/proc/nowhere"
-    try:
-        await MultiprocessPublisher().__aenter__()
-    except OSError as error:
-        raised.append(type(error).__name__)
-    return raised
-
-
-async def test_a_missing_folder_raises_file_not_found_error_on_opening(folder: Path) -> None:
-    with LINKS["unix"].place() as place:
-        async with peers.peers(place.endpoint, 1, first=partial(publish_to, str(folder))) as [worker]:
-            assert await worker.call(_publish_where_nothing_can_be_written) == ["FileNotFoundError"]
-
-
 def test_a_multiprocess_publisher_without_its_variable_raises_usage_error() -> None:
     with pytest.raises(UsageError, match="set PROMETHEUS_MULTIPROC_DIR to a folder before"):
         MultiprocessPublisher()
 
 
-@pytest.mark.parametrize("interval_s", [0, -1.0, float("inf"), float("nan")])
-def test_an_invalid_interval_is_rejected(interval_s: float) -> None:
-    with pytest.raises(ValueError, match="interval_s must be positive"):
-        MultiprocessPublisher(interval_s=interval_s)
-
-
-@pytest.mark.parametrize("max_endpoints", [0, -1])
-def test_a_limit_of_published_endpoints_is_positive(max_endpoints: int) -> None:
-    with pytest.raises(ValueError, match=f"max_endpoints must be at least 1, got {max_endpoints}"):
-        MultiprocessPublisher(max_endpoints=max_endpoints)
-
-
-@pytest.mark.parametrize("max_endpoints", [None, 1.0, "1"])
-def test_a_limit_of_published_endpoints_is_an_integer(max_endpoints: Any) -> None:
-    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
-        MultiprocessPublisher(max_endpoints=max_endpoints)
+def test_invalid_arguments_are_refused() -> None:
+    for interval_s in (0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="interval_s must be positive"):
+            MultiprocessPublisher(interval_s=interval_s)
+    with pytest.raises(ValueError, match="max_endpoints must be at least 1, got 0"):
+        MultiprocessPublisher(max_endpoints=0)

@@ -1,13 +1,23 @@
-"""The HTTP answer to each error, and the details that are only logged."""
+"""The HTTP answer to each error, and the limits of requests, which are pure computations."""
 
+import errno
 import logging
+import math
+import os
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from aiotensor import errors
 from aiotensor.errors import AioTensorError
+from aiotensor.integrations.aiohttp import problem_middleware
+from aiotensor.integrations.fastapi import TensorLifespan
+from aiotensor.integrations.limits import RequestLimits, UploadBudget
 from aiotensor.integrations.problems import ANSWERED_ERRORS, problem_of
+from tests.integrations import totals
+from tests.selection import COMPLETE
 
 WORDS = "pid 77 at /run/secret"
 
@@ -22,12 +32,9 @@ WORDS = "pid 77 at /run/secret"
         (errors.DiscardedError(WORDS), 503, "engine_lost"),
         (errors.ClosedError(WORDS), 503, "engine_lost"),
         (errors.RemoteError(WORDS, type_name="PeerLostError"), 503, "engine_lost"),
-        (errors.RemoteError(WORDS, type_name="DiscardedError"), 503, "engine_lost"),
-        (errors.RemoteError(WORDS, type_name="ClosedError"), 503, "engine_lost"),
         (errors.RemoteError(WORDS, type_name="ValueError"), 502, "engine_failed"),
         (errors.ProtocolError(WORDS), 502, "engine_failed"),
         (errors.RefusedError(WORDS, pid=77), 500, "refused"),
-        (errors.RemoteError(WORDS, type_name="RefusedError"), 500, "refused"),
         (errors.AccessDeniedError(WORDS), 500, "refused"),
         (errors.RemoteError(WORDS, type_name="AccessDeniedError"), 500, "refused"),
         (errors.RemoteError(WORDS, type_name="WouldBlockError"), 503, "busy"),
@@ -53,19 +60,21 @@ def test_each_error_has_a_response_and_its_text_is_only_logged(
     assert (record.levelno >= logging.ERROR) == (reason in ("engine_failed", "refused"))
 
 
-@pytest.mark.parametrize("unit", ["bytes", "tensors"])
-def test_a_request_that_is_too_large_is_answered_with_the_limit_and_its_unit(unit: str) -> None:
-    problem = problem_of(errors.TooLargeError(WORDS, limit=5, requested=7, unit=unit), 1)
+def test_a_request_that_is_too_large_is_answered_with_the_limit_and_its_unit() -> None:
+    problem = problem_of(errors.TooLargeError(WORDS, limit=5, requested=7, unit="tensors"), 1)
     assert problem is not None
-    detail = msgspec.json.decode(problem.body)["detail"]
-    assert detail == f"this request needs 7 {unit}, but the limit is 5"
+    assert msgspec.json.decode(problem.body)["detail"] == "this request needs 7 tensors, but the limit is 5"
 
 
-@pytest.mark.parametrize("seconds", [0, 0.001, 1])
-def test_retry_after_is_at_least_one_second(seconds: float) -> None:
-    problem = problem_of(errors.WouldBlockError("busy"), seconds)
+def test_retry_after_is_at_least_one_second() -> None:
+    problem = problem_of(errors.WouldBlockError("busy"), 0.001)
     assert problem is not None
     assert problem.retry_after == 1
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES])
+def test_an_os_error_of_the_application_has_no_problem_response(number: int) -> None:
+    assert problem_of(OSError(number, os.strerror(number)), 1) is None
 
 
 def test_errors_of_the_servers_own_code_have_no_answer() -> None:
@@ -75,3 +84,48 @@ def test_errors_of_the_servers_own_code_have_no_answer() -> None:
         if kind not in answered:
             assert problem_of(kind("a bug"), 1) is None, name
     assert len(answered) == len(ANSWERED_ERRORS)
+
+
+# The limits of requests
+
+RATE, GRACE_S = 1000.0, 5.0
+
+
+def budget() -> UploadBudget:
+    made = RequestLimits(RATE, GRACE_S, None).upload_budget()
+    assert made is not None
+    return made
+
+
+def test_a_fast_client_may_not_stall_longer_than_the_grace_period() -> None:
+    upload = budget()
+    upload.wait(GRACE_S / 2)
+    assert upload.left_s == GRACE_S / 2
+    upload.add(1 << 40)
+    assert upload.left_s == GRACE_S
+    assert upload.received == 1 << 40
+
+
+@settings(max_examples=100 if COMPLETE else 30)
+@given(st.lists(st.tuples(st.integers(0, 4000), st.floats(0.01, 10)), min_size=1, max_size=50))
+def test_the_time_that_is_waited_for_a_client_is_bounded_by_what_it_sends(
+    pieces: list[tuple[int, float]],
+) -> None:
+    upload = budget()
+    waited = 0.0
+    for nbytes, seconds in pieces:
+        waited += min(seconds, max(upload.left_s, 0))
+        upload.wait(seconds)
+        if upload.left_s <= 0:
+            break
+        upload.add(nbytes)
+    assert waited <= GRACE_S + upload.received / RATE + 1e-6
+
+
+@pytest.mark.parametrize("name", ["min_upload_rate", "upload_grace_s", "deadline_s"])
+def test_a_limit_that_is_not_positive_is_refused(name: str) -> None:
+    for value in (0, -1, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"{name} must be positive"):
+            TensorLifespan(totals.sender, **{name: value})
+        with pytest.raises(ValueError, match=f"{name} must be positive"):
+            problem_middleware(**{name: value})

@@ -1,16 +1,15 @@
-"""Metrics agree with the tensors and messages that were transferred, from any thread that reads them."""
+"""Metrics agree with the tensors and messages that were transferred; the number of series is limited."""
 
 import asyncio
 import itertools
+import tempfile
 import threading
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from math import inf
 
 import pytest
 import torch
-from prometheus_client import start_http_server
 
 from aiotensor import (
     AlreadyTakenError,
@@ -20,19 +19,16 @@ from aiotensor import (
     TensorReceiver,
     TensorSender,
     TooLargeError,
-    WouldBlockError,
-    blocking,
 )
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.integrations.prometheus import AioTensorCollector
 from tests.channel import parties
-from tests.integrations.scraping import Numbers, at, new_registry, parse, scrape, scrape_all
-from tests.statistics.objects import close, open_counted
+from tests.integrations.scraping import Numbers, at, new_registry, scrape, scrape_all
 from verification.patterns import BIG, pattern
 from verification.places import LINKS
-from verification.processes import peers, watch
+from verification.processes import peers
 from verification.processes.peers import State
-from verification.waiting import settled, until
+from verification.waiting import settled
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -56,26 +52,14 @@ async def _send_under_load(state: State, rounds: int) -> list[TensorHandle]:
     return await asyncio.gather(*(state.sender.send(pattern(0, size)) for size in sizes))
 
 
-async def _receive_all(state: State, count: int) -> int:
-    """Receive tensors as they come, every other one of those as a copy; return the bytes of the copies."""
-    copied = 0
+async def _receive_all(state: State, count: int) -> None:
+    """Receive tensors as they come, and some of them twice."""
     for index in range(count):
         delivery = await anext(state.receiver)
         assert torch.equal(delivery.tensor, pattern(0, delivery.tensor.numel()))
         if index % 4 == 0:
             with pytest.raises(AlreadyTakenError):
                 await state.receiver.receive(delivery.handle)
-        copied += delivery.tensor.nbytes
-    return copied
-
-
-async def _fail_to_send(state: State) -> None:
-    with pytest.raises(TooLargeError):
-        await state.sender.allocate((1 << 40,), torch.int64)
-    async with state.sender.message(), state.sender.message():
-        for _ in range(2):
-            with pytest.raises(WouldBlockError):
-                state.sender.send_nowait(pattern(0, 3))
 
 
 async def _scrape_there(state: State) -> Numbers:
@@ -87,7 +71,7 @@ async def _scrape_there(state: State) -> Numbers:
 
 
 async def test_metrics_of_each_process_under_load_parse_and_agree_with_the_sent_tensors() -> None:
-    rounds = 20
+    rounds = 10
     tensors, nbytes = 3 * rounds, (3 + BIG + 1000) * 8 * rounds
     with address() as place:
         async with peers.peers(place, 2) as [api, engine]:
@@ -100,7 +84,6 @@ async def test_metrics_of_each_process_under_load_parse_and_agree_with_the_sent_
                     assert at(await peer.call(_scrape_there), place)
             await asyncio.gather(taking, sending)
             await api.call(peers.drain)
-            await api.call(_fail_to_send)
             sent, received = [at(await peer.call(_scrape_there), place) for peer in (api, engine)]
     assert sent["aiotensor_sender_tensors_sent_total"] == tensors
     assert sent["aiotensor_sender_messages_sent_total"] == tensors
@@ -114,8 +97,6 @@ async def test_metrics_of_each_process_under_load_parse_and_agree_with_the_sent_
     assert sent["aiotensor_sender_wait_seconds_bucket{for=permit,le=+Inf}"] == tensors - 2
     assert sent["aiotensor_sender_wait_seconds_sum{for=permit}"] > 0
     assert sent["aiotensor_sender_wait_seconds_count{for=memory}"] == 0
-    assert sent["aiotensor_sender_errors_total{type=TooLargeError}"] == 1
-    assert sent["aiotensor_sender_errors_total{type=WouldBlockError}"] == 2
     assert sent["aiotensor_sender_errors_total{type=PeerLostError}"] == 0
     assert received["aiotensor_receiver_tensors_taken_total"] == tensors
     assert received["aiotensor_receiver_taken_bytes_total"] == nbytes
@@ -124,63 +105,7 @@ async def test_metrics_of_each_process_under_load_parse_and_agree_with_the_sent_
     assert received["aiotensor_receiver_errors_total{type=AlreadyTakenError}"] == tensors / 4
 
 
-async def test_senders_count_a_receiver_that_dies() -> None:
-    with address() as place:
-        async with TensorSender(place) as sender, peers.peers(place, 1) as [engine]:
-            await engine.call(peers.open_receiver)
-            await sender.send(pattern(0, 3))
-            waiting = asyncio.create_task(sender.drain())
-            await asyncio.sleep(0)
-            engine.kill()
-            await asyncio.wait([waiting])
-            waiting.exception()
-            numbers = at(scrape(new_registry()), place)
-    assert numbers["aiotensor_sender_receivers_lost_total"] == 1
-    assert numbers["aiotensor_sender_errors_total{type=PeerLostError}"] == 1
-
-
 # Threads
-
-
-async def test_a_scrape_in_another_thread_equals_a_scrape_on_the_loop() -> None:
-    registry = new_registry(timeout_s=PATIENCE_S)
-    server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
-    try:
-        with address() as place:
-            async with TensorReceiver(place) as receiver, TensorSender(place) as sender:
-                await receiver.receive(await sender.send(pattern(0, BIG)))
-                await settled(sender)
-                here = at(scrape(registry), place)
-                there = at(parse(await asyncio.to_thread(_get, server.server_port)), place)
-                assert here == there
-                assert here["aiotensor_sender_sent_bytes_total"] == BIG * 8
-                assert here["aiotensor_receiver_taken_bytes_total"] == BIG * 8
-    finally:
-        await asyncio.to_thread(server.shutdown)
-        server.server_close()
-        thread.join()
-
-
-def _get(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
-        assert response.status == 200
-        text: str = response.read().decode()
-        return text
-
-
-def test_objects_of_the_blocking_api_are_exported() -> None:
-    registry = new_registry(timeout_s=PATIENCE_S)
-    with address() as place:
-        with blocking.TensorReceiver(place) as receiver, blocking.TensorSender(place) as sender:
-            receiver.receive(sender.send(pattern(0, 3)), copy=True)
-            numbers = at(scrape(registry), place)
-            assert numbers["aiotensor_sender_tensors_sent_total"] == 1
-            assert numbers["aiotensor_receiver_tensors_copied_total"] == 1
-            assert numbers["aiotensor_receiver_senders"] == 1
-        numbers = at(scrape(registry), place)  # whose loop has ended
-        assert numbers["aiotensor_sender_tensors_sent_total"] == 1
-        assert "aiotensor_receiver_senders" not in numbers
-    assert scrape(registry)["aiotensor_scrape_timeouts_total", ()] == 0
 
 
 def test_a_blocked_loop_delays_a_scrape_by_at_most_the_timeout_and_keeps_its_counters() -> None:
@@ -234,57 +159,6 @@ async def test_counters_of_closed_objects_persist_and_their_gauges_disappear() -
     assert late == seen[-1]
 
 
-async def test_gauges_of_one_endpoint_are_added_up_except_for_peaks() -> None:
-    with address() as place:
-        async with (
-            TensorReceiver(place, max_senders=None) as receiver,
-            TensorSender(place, 2, 1 << 20) as one,
-            TensorSender(place, 3, 1 << 21) as another,
-        ):
-            handles = [await one.send(pattern(0, 3))] + [await another.send(pattern(0, 3)) for _ in range(3)]
-            waiting = asyncio.create_task(another.send(pattern(0, 3)))
-            await until(lambda: another.statistics().waiting == 1)
-            await until(lambda: receiver.statistics().unclaimed_tensors == 4)
-            # The clock of uvloop counts milliseconds.
-            await until(lambda: another.statistics().longest_wait_s > 0)
-            numbers = at(scrape(new_registry()), place)
-            assert numbers["aiotensor_sender_permits_in_use"] == 4
-            assert numbers["aiotensor_sender_permits_limit"] == 5
-            assert numbers["aiotensor_sender_permits_peak"] == 3
-            assert numbers["aiotensor_sender_memory_limit_bytes"] == 3 << 20
-            assert numbers["aiotensor_sender_waiting_calls"] == 1
-            assert 0 < numbers["aiotensor_sender_longest_wait_seconds"] <= another.statistics().longest_wait_s
-            assert numbers["aiotensor_sender_tensors_sent_total"] == 4
-            assert numbers["aiotensor_receiver_senders"] == 2
-            assert numbers["aiotensor_receiver_senders_limit"] == inf
-            assert numbers["aiotensor_receiver_unclaimed_bytes"] == 4 * 24
-            assert numbers["aiotensor_receiver_promised_messages"] == 5
-            for handle in handles:
-                await receiver.receive(handle)
-            await receiver.receive(await waiting)
-
-
-async def test_clients_and_servers_count_messages_answers_and_failures() -> None:
-    async with parties.channel() as channel:
-        serving = asyncio.create_task(channel.server.serve(parties.answer))
-        for seed in range(3):
-            await channel.client.request(parties.Question(seed, pattern(seed, 10)))
-        with parties.said(), pytest.raises(RemoteError):
-            await channel.client.request(parties.Question(0, wish="raise"))
-        await parties.settled(channel)
-        numbers = scrape(new_registry())
-        asked = at(numbers, channel.place.messages)
-        await channel.server.aclose()
-        await serving
-    assert asked["aiotensor_client_messages_sent_total"] == 4
-    assert asked["aiotensor_client_answers_total"] == asked["aiotensor_server_answers_total"] == 3
-    assert asked["aiotensor_client_failures_total"] == asked["aiotensor_server_failures_total"] == 1
-    assert asked["aiotensor_client_errors_total{type=RemoteError}"] == 1
-    assert asked["aiotensor_client_servers"] == asked["aiotensor_server_clients"] == 1
-    assert asked["aiotensor_client_in_flight"] == asked["aiotensor_server_in_hand"] == 0
-    assert asked["aiotensor_server_messages_received_total"] == 4
-
-
 async def test_the_requests_of_each_engine_are_counted_separately() -> None:
     with parties.place() as one, parties.place() as other:
         places = [one.messages, other.messages]
@@ -323,58 +197,159 @@ async def test_the_requests_of_each_engine_are_counted_separately() -> None:
     assert missed["aiotensor_engine_in_flight"] == missed["aiotensor_engine_connected"] == 0
 
 
-async def test_an_address_that_is_not_utf_8_is_exported_with_escaped_bytes() -> None:
-    with address() as place:
-        async with TensorSender(f"{place}\udcff"):
-            numbers = at(scrape(new_registry()), f"{place}\\udcff")
-    assert numbers["aiotensor_sender_permits_limit"] == 8
-
-
 # Collectors
 
 
-async def test_registering_a_collector_reads_no_statistics() -> None:
-    counted, affinity = open_counted(1, "registered")
+def test_invalid_arguments_are_refused() -> None:
+    for timeout_s in (-1, inf, float("nan")):
+        with pytest.raises(ValueError, match=f"timeout_s must be at least 0 seconds, got {timeout_s}"):
+            new_registry(timeout_s=timeout_s)
+    for max_endpoints in (0, -1):
+        with pytest.raises(ValueError, match=f"max_endpoints must be at least 1, got {max_endpoints}"):
+            new_registry(max_endpoints=max_endpoints)
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        new_registry(max_endpoints=1.0)
     registry = new_registry()
-    assert not counted.readers
-    scrape(registry)
-    assert len(counted.readers) == 1
-    close(affinity)
-    await asyncio.sleep(0)
-
-
-async def _register(state: State) -> None:
-    state.others["registry"] = new_registry()
-
-
-async def test_a_process_is_idle_between_scrapes() -> None:
-    with address() as place:
-        async with peers.peers(place, 2) as [engine, api]:
-            await engine.call(peers.open_receiver)
-            await api.call(peers.open_sender)
-            handle: TensorHandle = await api.call(peers.send_pattern, 0, BIG)
-            assert await engine.call(peers.receive_pattern, handle, 0)
-            await api.call(peers.drain)
-            for peer in (engine, api):
-                await peer.call(_register)
-                await peer.call(_scrape_there)
-            assert await watch.become_idle([engine.pid, api.pid])
-
-
-def test_objects_are_named_by_their_endpoints_only() -> None:
-    labels = {label for _, series in scrape(new_registry()) for label, _ in series}
-
-    assert labels <= {"endpoint", "type", "for", "le"}
-
-
-def test_registering_two_collectors_is_refused() -> None:
-    registry = new_registry()
-
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         registry.register(AioTensorCollector())
 
 
-@pytest.mark.parametrize("timeout_s", [-1, inf, float("nan")])
-def test_an_invalid_timeout_is_refused(timeout_s: float) -> None:
-    with pytest.raises(ValueError, match=f"timeout_s must be at least 0 seconds, got {timeout_s}"):
-        new_registry(timeout_s=timeout_s)
+# The limit of endpoints
+
+ERRORS = "aiotensor_sender_errors_total{type=TooLargeError}"
+LIMIT = "aiotensor_sender_permits_limit"
+FORGOTTEN = 260  # more closed endpoints than a process remembers
+
+
+class Senders:
+    """Open senders, each at its own endpoint. They need no receivers."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._open: dict[str, AsyncExitStack] = {}
+
+    def at(self, name: str) -> str:
+        """Return the endpoint of a name."""
+        return f"unix://{self.folder}/{name}"
+
+    async def open(self, *names: str, permits: int = 8, errors: int = 0) -> None:
+        """Open senders, and have each raise errors."""
+        for name in names:
+            self._open[name] = stack = AsyncExitStack()
+            sender = await stack.enter_async_context(TensorSender(self.at(name), permits))
+            for _ in range(errors):
+                with pytest.raises(TooLargeError):
+                    await sender.allocate((1 << 40,), torch.int64)
+
+    async def close(self, *names: str) -> None:
+        """Close senders."""
+        for name in names:
+            await self._open.pop(name).aclose()
+
+    async def open_and_close(self, count: int) -> None:
+        """Open and close further endpoints; the process remembers the 256 endpoints that it closed last."""
+        for number in range(count):
+            await self.open(f"further{number}")
+            await self.close(f"further{number}")
+        await asyncio.sleep(0)  # the last one is recorded as closed in the next iteration
+
+    async def close_all(self) -> None:
+        """Close all senders."""
+        await self.close(*self._open)
+
+
+@asynccontextmanager
+async def senders() -> AsyncIterator[Senders]:
+    with tempfile.TemporaryDirectory(prefix="aiotensor-") as folder:
+        those = Senders(folder)
+        try:
+            yield those
+        finally:
+            await those.close_all()
+
+
+def endpoints(numbers: Numbers) -> set[str]:
+    return {value for _, labels in numbers for label, value in labels if label == "endpoint"}
+
+
+async def test_the_number_of_series_does_not_grow_with_the_number_of_endpoints() -> None:
+    registry = new_registry(max_endpoints=3)
+    async with senders() as those:
+        await those.open(*map(str, range(4)))
+        size = len(scrape(registry))
+        for number in range(4, 60):
+            await those.open(f"{number}")
+            assert len(scrape(registry)) == size
+        numbers = scrape(registry)
+        assert endpoints(numbers) == {those.at("0"), those.at("1"), those.at("2"), "other"}
+        assert at(numbers, those.at("0"))[LIMIT] == 8
+        assert at(numbers, "other")[LIMIT] == 57 * 8
+
+
+async def test_the_sum_of_other_endpoints_stays_correct_while_they_open_and_close() -> None:
+    registry = new_registry(max_endpoints=1)
+    async with senders() as those:
+        await those.open("named", "other")
+        before = at(scrape(registry), "other")[ERRORS]
+        sums, expected = [before], before
+        for number in range(FORGOTTEN):
+            await those.open(f"{number}", errors=1 + number % 2)
+            expected += 1 + number % 2
+            if number % 3 == 0:  # else it is closed before its first scrape
+                sums.append(at(scrape(registry), "other")[ERRORS])
+                assert sums[-1] == expected
+            if number >= 5:
+                await those.close(f"{number - 5}")
+        await those.open_and_close(FORGOTTEN)
+        numbers = scrape(registry)
+        assert at(numbers, "other")[ERRORS] == expected
+        assert ERRORS in at(numbers, those.at("named"))
+        remembered = scrape(new_registry(max_endpoints=1000))
+        assert sum(at(remembered, endpoint)[ERRORS] for endpoint in endpoints(remembered)) < expected
+    assert sums == sorted(sums)
+
+
+async def test_a_new_endpoint_takes_the_place_of_the_one_closed_first() -> None:
+    registry = new_registry(max_endpoints=3)
+    async with senders() as those:
+        await those.open("a", "b", "c")
+        assert endpoints(scrape(registry)) - {"other"} == {those.at(name) for name in "abc"}
+        await those.close("b")
+        await those.close("a")
+        await asyncio.sleep(0)
+        # Closed endpoints keep their names until an open one needs them.
+        await those.open("closed again")
+        await those.close("closed again")
+        await asyncio.sleep(0)
+        assert endpoints(scrape(registry)) - {"other"} == {those.at(name) for name in "abc"}
+        await those.open("d")
+        assert endpoints(scrape(registry)) - {"other"} == {those.at(name) for name in "acd"}
+        await those.open("e", "f")
+        numbers = scrape(registry)
+        assert endpoints(numbers) == {"other"} | {those.at(name) for name in "cde"}
+        assert at(numbers, "other")[LIMIT] == 8  # of f
+
+
+async def test_an_endpoint_keeps_its_name_or_other_while_it_is_open() -> None:
+    registry = new_registry(max_endpoints=2)
+    async with senders() as those:
+        await those.open("a", "b", "c", errors=1)
+        before = at(scrape(registry), "other")[ERRORS]
+        await those.close("a")
+        await those.open_and_close(FORGOTTEN)
+        for _ in range(2):
+            numbers = scrape(registry)
+            assert at(numbers, those.at("b"))[LIMIT] == at(numbers, "other")[LIMIT] == 8
+            assert those.at("c") not in endpoints(numbers)
+        # Opened again, it is like a new one. Its errors are not counted twice.
+        await those.close("c")
+        await asyncio.sleep(0)
+        scrape(registry)
+        await those.open("c")
+        assert at(scrape(registry), those.at("c"))[ERRORS] == 0
+        await those.close("c")
+        await those.open("c", errors=1)
+        numbers = scrape(registry)
+        assert at(numbers, those.at("c"))[ERRORS] == 1
+        assert at(numbers, "other")[ERRORS] == before
+        assert LIMIT not in at(numbers, "other")

@@ -112,19 +112,3 @@ def test_engines(socket_folder, engine_address, tensor_engine):
 """,
         passed=1,
     )
-
-
-def test_swapped_arguments_of_an_engine_raise_with_the_right_order(inner: pytest.Pytester) -> None:
-    run(
-        inner,
-        """
-def model(message):
-    return 1
-
-
-def test_order(tensor_engine):
-    with pytest.raises(TypeError, match="message_type must be a type, and the handler is the second"):
-        tensor_engine(model, list)
-""",
-        passed=1,
-    )

@@ -3,16 +3,16 @@
 import asyncio
 import os
 from collections import Counter
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import msgspec
 import pytest
 
 from aiotensor import TensorHandle
 from tests.integrations import engine
-from tests.integrations.scenes import UPLOAD, MiB, Scene, is_answered, scene
-from tests.integrations.sites import SERVERS, workers
+from tests.integrations.sites import SERVERS, UPLOAD, MiB, Scene, is_answered, scene, workers_of
 from tests.integrations.totals import PERMITS, Held, total_of
 
 
@@ -28,18 +28,20 @@ def shared_bytes(pid: int) -> int:
     return sum(segments.values())
 
 
-# Both frameworks, and both programs that start workers.
-in_each_part = pytest.mark.parametrize("kind", ["uvicorn", "gunicorn-aiohttp"])
+def extended(*kinds: str) -> list[Any]:
+    """Return the servers with which `make test-all` repeats a test."""
+    return [pytest.param(kind, marks=pytest.mark.extended) for kind in kinds]
 
 
-@in_each_part
+@pytest.mark.promise(18)
+@pytest.mark.parametrize("kind", ["uvicorn", "aiohttp", *extended("gunicorn-aiohttp")])
 async def test_200_uploads_are_all_answered_within_the_memory_limit(kind: str, folder: Path) -> None:
     arena_bytes = 3 * MiB  # less than the permits could fill
     async with scene(kind, folder, arena_bytes=arena_bytes, max_wait_s=0.5) as on:
         [one] = on.engines
         await one.call(engine.slow_down, 0.05)
         await one.call(engine.serve, 1)
-        pids = list(await workers(on.http, on.workers))
+        pids = list(await workers_of(on.http, on.workers))
         turns, peak = asyncio.Semaphore(50), 0
 
         async def upload() -> bool:
@@ -61,9 +63,9 @@ async def test_200_uploads_are_all_answered_within_the_memory_limit(kind: str, f
         assert answered[False], "50 at once are more than a slow engine takes in time"
         assert 0 < peak <= arena_bytes
         # The memory of the last upload comes back by another way than its answer.
-        held = await workers(on.http, on.workers)
+        held = await workers_of(on.http, on.workers)
         while any(worker.bytes_in_use for worker in held.values()):
-            held = await workers(on.http, on.workers)
+            held = await workers_of(on.http, on.workers)
         assert set(held) == set(pids)
         for worker in held.values():
             assert worker.peak_in_flight <= PERMITS
@@ -74,21 +76,26 @@ async def test_200_uploads_are_all_answered_within_the_memory_limit(kind: str, f
         assert (await on.site.stop()) == (0, "")
 
 
-async def hang_up(port: int, *, sent: bytes, of: int) -> asyncio.StreamWriter:
-    """Begin an upload, and say some of it."""
-    _, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"POST /totals HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % of + sent)
+Connection: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def begin(port: int, sent: bytes) -> Connection:
+    """Begin an upload, and send some of it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = b"POST /totals HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % len(UPLOAD)
+    writer.write(head + sent)
     await writer.drain()
-    return writer
+    return reader, writer
 
 
-@in_each_part
-async def test_a_client_that_disconnects_during_its_upload_releases_its_permit(
+@pytest.mark.parametrize("kind", ["uvicorn", *extended("gunicorn-aiohttp")])
+async def test_a_client_that_disconnects_releases_its_permit_and_cancels_the_work_of_the_engine(
     kind: str, folder: Path
 ) -> None:
     async with scene(kind, folder, workers=1) as on:
-        await on.engines[0].call(engine.serve, 1)
-        writers = [await hang_up(on.site.port, sent=UPLOAD[:1000], of=len(UPLOAD)) for _ in range(PERMITS)]
+        [one] = on.engines
+        await one.call(engine.serve, 4)
+        writers = [(await begin(on.site.port, UPLOAD[:1000]))[1] for _ in range(PERMITS)]
         while (await one_worker(on)).in_flight < PERMITS:
             pass
         waiting = asyncio.create_task(on.http.post("/totals", content=UPLOAD))
@@ -100,16 +107,9 @@ async def test_a_client_that_disconnects_during_its_upload_releases_its_permit(
             writer.close()
         while (await one_worker(on)).in_flight:
             pass
-        assert (await on.site.stop())[1] == ""
 
-
-@in_each_part
-async def test_a_client_that_disconnects_cancels_the_work_of_the_engine(kind: str, folder: Path) -> None:
-    async with scene(kind, folder, workers=1) as on:
-        [one] = on.engines
         await one.call(engine.slow_down, 3600.0)
-        await one.call(engine.serve, 4)
-        writers = [await hang_up(on.site.port, sent=UPLOAD, of=len(UPLOAD)) for _ in range(3)]
+        writers = [(await begin(on.site.port, UPLOAD))[1] for _ in range(3)]
         while (await one.call(engine.held))[1].in_hand < 3:
             pass
         for writer in writers:
@@ -125,17 +125,18 @@ async def test_a_client_that_disconnects_cancels_the_work_of_the_engine(kind: st
 
 
 async def one_worker(on: Scene) -> Held:
-    [worker] = (await workers(on.http, 1)).values()
+    [worker] = (await workers_of(on.http, 1)).values()
     return worker
 
 
-@pytest.mark.parametrize("kind", ["uvicorn", "aiohttp"])
+@pytest.mark.promise(18)
+@pytest.mark.parametrize("kind", ["uvicorn", *extended("aiohttp")])
 async def test_a_killed_engine_causes_503_until_its_successor_answers(kind: str, folder: Path) -> None:
     async with scene(kind, folder, engines=2, max_wait_s=0.3) as on:
         first, second = on.engines
         await first.call(engine.slow_down, 0.02)
         await first.call(engine.serve, 2)
-        pids = set(await workers(on.http, on.workers))
+        pids = set(await workers_of(on.http, on.workers))
         answered, is_over = [0, 0], asyncio.Event()
 
         async def load() -> None:
@@ -159,10 +160,11 @@ async def test_a_killed_engine_causes_503_until_its_successor_answers(kind: str,
             await until_more(of=True)
             is_over.set()
         assert is_answered(await on.http.post("/totals", content=UPLOAD))
-        assert set(await workers(on.http, on.workers)) == pids
+        assert set(await workers_of(on.http, on.workers)) == pids
         assert (await on.site.stop()) == (0, "")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", SERVERS)
 async def test_sigterm_lets_requests_finish_and_sent_messages_be_taken(kind: str, folder: Path) -> None:
     async with scene(kind, folder, TOTALS_DRAIN_S="60") as on:
@@ -181,28 +183,20 @@ async def test_sigterm_lets_requests_finish_and_sent_messages_be_taken(kind: str
         assert await stopping == (0, "")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["uvicorn", "aiohttp"])
-async def test_untaken_messages_are_discarded_when_a_server_ends(kind: str, folder: Path) -> None:
-    async with scene(kind, folder) as on:
-        [one] = on.engines
-        assert (await on.http.post("/left", content=UPLOAD)).status_code == 200
-        while not (await one.call(engine.held))[0].unclaimed_tensors:
-            pass  # it was sent, and is on its way
-        assert (await on.site.stop()) == (0, "")
-        while (held := (await one.call(engine.held))[0]).unclaimed_tensors or held.mapped_bytes:
-            pass
-        assert (held.messages_discarded, held.senders_lost) == (1, 0)
-
-
-@pytest.mark.parametrize("kind", ["uvicorn", "aiohttp"])
-async def test_permanent_errors_are_not_answered_with_503_or_details(kind: str, folder: Path) -> None:
-    async with scene(kind, folder, workers=1, arena_bytes=2 * MiB) as on:
-        large = await on.http.post("/totals", content=UPLOAD * 3)
-        assert (large.status_code, large.json()["reason"]) == (413, "too_large")
-        assert "retry-after" not in large.headers
-
-        await on.engines[0].call(engine.fail)
-        failed = await on.http.post("/totals", content=UPLOAD)
-        assert (failed.status_code, failed.json()["reason"]) == (502, "engine_failed")
-        assert failed.headers["content-type"] == "application/problem+json"
-        assert "secret" not in failed.text
+async def test_clients_that_stall_lose_their_permits_and_get_408(kind: str, folder: Path) -> None:
+    async with scene(kind, folder, workers=1, TOTALS_UPLOAD_GRACE_S="0.5") as on, AsyncExitStack() as stack:
+        await on.engines[0].call(engine.serve, 1)
+        stalled = []
+        for _ in range(PERMITS):
+            reader, writer = await begin(on.site.port, UPLOAD[:1000])
+            stack.callback(writer.close)
+            stalled.append(reader)
+        for reader in stalled:
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+        assert is_answered(await on.http.post("/totals", content=UPLOAD))
+        while (worker := await one_worker(on)).in_flight or worker.bytes_in_use:
+            pass  # memory comes back by another way than the answer
+        assert worker.waiting == 0
+        assert (await on.site.stop())[1] == ""

@@ -1,6 +1,5 @@
 """The messages between the servers of these tests and their engine, which adds numbers up."""
 
-import logging
 import os
 
 import msgspec
@@ -9,27 +8,12 @@ import torch
 from aiotensor import TensorSender
 from aiotensor.channel import MessageClient
 
-__all__ = [
-    "IS_IDEMPOTENT",
-    "PERMITS",
-    "UPLOAD_GRACE_S",
-    "Held",
-    "Numbers",
-    "Total",
-    "client",
-    "held",
-    "log_errors",
-    "numbers",
-    "sender",
-    "total_of",
-]
+__all__ = ["PERMITS", "Held", "Numbers", "Total", "client", "held", "numbers", "sender", "total_of"]
 
 PERMITS = 4
-IS_IDEMPOTENT = "TOTALS_IDEMPOTENT" in os.environ
 DRAIN_S = float(os.environ.get("TOTALS_DRAIN_S", "1"))
 UPLOAD_GRACE_S = float(os.environ.get("TOTALS_UPLOAD_GRACE_S", "10"))
 _MAX_WAIT_S = float(os.environ.get("TOTALS_MAX_WAIT_S", "20"))
-_GRACE_S = float(os.environ["TOTALS_GRACE_S"]) if "TOTALS_GRACE_S" in os.environ else None
 _COPIES = 16
 
 
@@ -58,31 +42,20 @@ class Held(msgspec.Struct):
     servers: int
 
 
-def log_errors() -> None:
-    """Write warnings and errors of all loggers, with their levels, to standard error if the test wants it."""
-    if "TOTALS_LOG" in os.environ:
-        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-
-
-def sender(address: str | None = None) -> TensorSender:
-    """Create a sender from the environment of a worker; by default, to its only engine."""
+def sender() -> TensorSender:
+    """Create the sender of a worker from its environment."""
     return TensorSender(
-        address or os.environ["TOTALS_TENSORS"],
+        os.environ["TOTALS_TENSORS"],
         PERMITS,
         int(os.environ["TOTALS_ARENA_BYTES"]),
         max_wait_s=_MAX_WAIT_S,
-        grace_s=_GRACE_S,
     )
 
 
 def client() -> MessageClient[Total]:
-    """Create the client of a worker from its environment, with a sender for each engine."""
+    """Create the client of a worker from its environment."""
     return MessageClient(
-        os.environ["TOTALS_MESSAGES"].split(),
-        sender=list(map(sender, os.environ["TOTALS_TENSORS"].split())),
-        reply_type=Total,
-        max_wait_s=_MAX_WAIT_S,
-        grace_s=_GRACE_S,
+        os.environ["TOTALS_MESSAGES"], sender=sender(), reply_type=Total, max_wait_s=_MAX_WAIT_S
     )
 
 

@@ -1,26 +1,85 @@
 """The open objects of a process are found by their endpoints, and their counts persist after closing."""
 
 import asyncio
-import gc
-import signal
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
-import pytest
-
-from aiotensor import SenderStatistics, TensorQueue, TensorReceiver, TensorSender
+from aiotensor import SenderStatistics, TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.errors import ClosedError, UsageError
+from aiotensor.errors import ClosedError
 from aiotensor.runtime.affinity import LoopAffinity
 from aiotensor.statistics import registry
 from aiotensor.statistics.registry import HasStatistics, Snapshot
-from aiotensor.transports.endpoints import route_to
-from aiotensor.types import ClientStatistics, ReceiverStatistics
+from aiotensor.types import ClientStatistics, Statistics
 from tests.channel.parties import Answer, Question, place
-from tests.pairs import endpoint
 from tests.runtime.test_affinity import forks, in_a_fork
-from tests.statistics.objects import PATIENCE_S, Counted, answers_at, close, open_counted, present
 from verification.patterns import pattern
 from verification.waiting import until
+
+PATIENCE_S = 20.0  # more than a loop needs to answer that is not blocked
+
+
+class Counted:
+    """An object with a given number of answers."""
+
+    def __init__(self, answers: int, errors: dict[str, int] | None = None) -> None:
+        self.answers = answers
+        self.errors = errors or {}
+        self.readers: list[int] = []  # the threads that have read the statistics
+
+    def statistics(self) -> ClientStatistics:
+        self.readers.append(threading.get_ident())
+        return ClientStatistics(1, (1,), 0, 0, self.answers, 0, 0, 0, 0, self.errors)
+
+
+def open_counted(answers: int, at: str, errors: dict[str, int] | None = None) -> tuple[Counted, LoopAffinity]:
+    """Open an object at an endpoint, in the running loop."""
+    counted, affinity = Counted(answers, errors), LoopAffinity("Counted")
+    affinity.enter()
+    affinity.settle(counted, at)
+    return counted, affinity
+
+
+def close(affinity: LoopAffinity) -> None:
+    """Close an object."""
+    with affinity.leaving():
+        affinity.close()
+
+
+def answers_at(snapshot: Snapshot, at: str) -> float:
+    """Return the answers that were counted at an endpoint."""
+    return snapshot.counts[ClientStatistics, at]["answers", ""]
+
+
+def present(snapshot: Snapshot, at: str) -> list[Statistics]:
+    """Return the statistics of the open objects at an endpoint."""
+    return [statistics for endpoint, statistics in snapshot.present if endpoint == at]
+
+
+@contextmanager
+def loop_in_a_thread() -> Iterator[asyncio.AbstractEventLoop]:
+    """Run a loop in another thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def run_in(loop: asyncio.AbstractEventLoop, work: Callable[[], object]) -> None:
+    """Call a function in a loop of another thread, and wait for its end."""
+
+    async def run() -> None:
+        work()
+
+    asyncio.run_coroutine_threadsafe(run(), loop).result(PATIENCE_S)
+
 
 # Endpoints
 
@@ -46,64 +105,7 @@ async def test_each_kind_of_object_is_found_by_its_endpoint_while_it_is_open(
             assert not present(registry.collect(0.0), at)
 
 
-async def test_objects_of_all_queues_are_at_one_endpoint(nothing_left_behind: None) -> None:
-    before = len(present(registry.collect(0.0), "queue"))
-    with endpoint("queue") as one, endpoint("queue") as another:
-        async with TensorReceiver(one), TensorSender(one), TensorSender(another):
-            assert len(present(registry.collect(0.0), "queue")) == before + 3
-    assert len(present(registry.collect(0.0), "queue")) == before
-
-
-async def test_a_server_at_any_free_port_is_found_by_its_actual_port(nothing_left_behind: None) -> None:
-    async with MessageServer("tcp://127.0.0.1:0", Question) as server:
-        assert not server.address.endswith(":0")
-        assert present(registry.collect(0.0), server.address) == [server.statistics()]
-
-
-async def test_an_object_that_could_not_be_opened_is_not_found(nothing_left_behind: None) -> None:
-    with place() as here:
-        async with TensorReceiver(here.tensors) as receiver:
-            with pytest.raises(UsageError):
-                await TensorReceiver(here.tensors).__aenter__()
-            assert present(registry.collect(0.0), here.tensors) == [receiver.statistics()]
-
-
-def test_a_queue_has_the_same_name_in_every_process() -> None:
-    queue = TensorQueue()
-    assert route_to(queue).label == "queue"
-    assert route_to("unix:///run/s").label == "unix:///run/s"
-    queue.close()
-
-
-def test_the_name_of_a_path_that_is_not_utf_8_can_be_encoded() -> None:
-    assert route_to("unix:///run/ä\udcff").label == "unix:///run/ä\\udcff"
-
-
 # Counts of closed objects
-
-
-async def test_counts_of_closed_senders_and_receivers_persist_and_add_up(nothing_left_behind: None) -> None:
-    with place() as here:
-
-        def counted() -> tuple[float, float]:
-            counts = registry.collect(0.0).counts
-            sent = counts[SenderStatistics, here.tensors]["tensors_sent", ""]
-            return sent, counts[ReceiverStatistics, here.tensors]["tensors_taken", ""]
-
-        for turn in range(1, 4):
-            async with TensorReceiver(here.tensors) as receiver, TensorSender(here.tensors) as sender:
-                await receiver.receive(await sender.send(pattern(0, 3)))
-                assert counted() == (turn, turn)
-            assert counted() == (turn, turn)
-
-
-async def test_counts_include_messages_that_closing_discards(nothing_left_behind: None) -> None:
-    with place() as here:
-        async with TensorSender(here.tensors) as sender:
-            message = sender.message()
-            await message.__aenter__()
-        counts = registry.collect(0.0).counts[SenderStatistics, here.tensors]
-        assert counts["messages_discarded", ""] == 1
 
 
 async def test_counts_include_the_waits_and_errors_of_calls_that_closing_fails(
@@ -124,44 +126,6 @@ async def test_counts_include_the_waits_and_errors_of_calls_that_closing_fails(
         del waiting
 
 
-async def test_an_object_freed_without_closing_keeps_its_last_read_counts() -> None:
-    at = f"freed in {asyncio.get_running_loop()}"
-    counted, _ = open_counted(5, at)
-    assert answers_at(registry.collect(0.0), at) == 5
-    del counted
-    gc.collect()
-    snapshot = registry.collect(0.0)
-
-    assert not present(snapshot, at)
-    assert answers_at(snapshot, at) == 5
-
-
-def test_an_object_whose_loop_was_closed_first_keeps_its_last_counts() -> None:
-    async def open_and_collect() -> Counted:
-        counted, _ = open_counted(7, "closed loop")
-        assert answers_at(registry.collect(0.0), "closed loop") == 7
-        return counted
-
-    counted = asyncio.run(open_and_collect())
-    counted.answers = 100
-    snapshot = registry.collect(PATIENCE_S)
-
-    assert (answers_at(snapshot, "closed loop"), snapshot.unanswered) == (7, 0)
-    assert not present(snapshot, "closed loop")
-    assert len(counted.readers) == 1
-
-
-def test_an_object_that_is_closed_after_its_loop_is_removed_immediately() -> None:
-    async def open_one() -> tuple[Counted, LoopAffinity]:
-        return open_counted(3, "after its loop")
-
-    counted, affinity = asyncio.run(open_one())
-    counted.answers = 4
-    close(affinity)
-    assert counted not in registry.owners()
-    assert answers_at(registry.collect(0.0), "after its loop") == 4
-
-
 async def test_the_256_endpoints_that_were_closed_last_are_remembered() -> None:
     at = f"place in {asyncio.get_running_loop()}"
     stays, stays_open = open_counted(1, f"{at} 0")
@@ -178,70 +142,7 @@ async def test_the_256_endpoints_that_were_closed_last_are_remembered() -> None:
     close(stays_open)
 
 
-async def test_counts_at_endpoints_in_use_are_kept_for_any_number_of_endpoints() -> None:
-    at = f"used in {asyncio.get_running_loop()}"
-    kept = []
-    for number in range(300):
-        _, affinity = open_counted(1, f"{at} {number}")
-        kept.append(open_counted(1, f"{at} {number}"))
-        close(affinity)
-        await asyncio.sleep(0)
-    snapshot = registry.collect(0.0)
-    assert [answers_at(snapshot, f"{at} {number}") for number in range(300)] == [2] * 300
-    for _, affinity in kept:
-        close(affinity)
-
-
 # Signals and forks
-
-
-class InterruptedErrors(dict[str, int]):
-    """Errors, counting which is interrupted by a signal."""
-
-    def items(self) -> Any:
-        if callable(signal.getsignal(signal.SIGUSR1)):
-            signal.raise_signal(signal.SIGUSR1)
-        return super().items()
-
-
-class InterruptedLoop(asyncio.SelectorEventLoop):
-    """A loop, a look at which is interrupted by a signal."""
-
-    def is_closed(self) -> bool:
-        if callable(signal.getsignal(signal.SIGUSR1)):
-            signal.raise_signal(signal.SIGUSR1)
-        return super().is_closed()
-
-
-@pytest.mark.parametrize("amid", ["sweeping", "counting"])
-def test_a_signal_handler_may_collect_amid_another_collection(amid: str) -> None:
-    at = f"interrupted amid {amid}"
-    snapshots: list[Snapshot] = []
-
-    def handle(*_: object) -> None:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # one at a time
-        snapshots.append(registry.collect(0.0))
-        signal.signal(signal.SIGUSR1, handle)
-
-    async def open_three() -> list[tuple[Counted, LoopAffinity]]:
-        errors = InterruptedErrors(other=1) if amid == "counting" else None
-        opened = [open_counted(number, at, errors) for number in (1, 10, 100)]
-        registry.collect(0.0)
-        return opened
-
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    loop = InterruptedLoop() if amid == "sweeping" else asyncio.SelectorEventLoop()
-    try:
-        kept = loop.run_until_complete(open_three())
-        loop.close()
-        signal.signal(signal.SIGUSR1, handle)
-        snapshots.append(registry.collect(0.0))
-        snapshots.append(registry.collect(0.0))
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    kept.clear()
-    assert len(snapshots) > 2
-    assert {answers_at(snapshot, at) for snapshot in snapshots} == {111}
 
 
 @forks
@@ -254,3 +155,73 @@ async def test_a_forked_child_finds_no_object_of_its_parent() -> None:
 
     assert in_a_fork(fail_with_snapshot) == f"RuntimeError: {Snapshot([], {}, {}, 0, 0)}"
     assert present(registry.collect(0.0), at) == [counted.statistics()]
+
+
+# Threads: each loop reads its own objects
+
+
+def test_a_loop_that_does_not_run_is_not_waited_for() -> None:
+    loop = asyncio.new_event_loop()
+    opened: list[tuple[Counted, LoopAffinity]] = []
+
+    async def run() -> None:
+        opened.append(open_counted(1, "stopped"))
+
+    with ThreadPoolExecutor(1) as elsewhere:
+        elsewhere.submit(loop.run_until_complete, run()).result()
+        snapshot = registry.collect(PATIENCE_S * 100)  # longer than this test may take
+        assert snapshot.unanswered == 0
+        assert not present(snapshot, "stopped")  # it was never read
+        loop.close()
+        assert registry.collect(PATIENCE_S * 100).unanswered == 0
+
+
+def test_two_loops_that_query_each_other_both_get_an_answer() -> None:
+    opened: list[tuple[Counted, LoopAffinity]] = []
+    both = threading.Barrier(2)
+    snapshots: list[Snapshot] = []
+
+    def collect() -> None:
+        both.wait()  # from here on each of the two loops is blocked
+        snapshots.append(registry.collect(PATIENCE_S))
+
+    with loop_in_a_thread() as one, loop_in_a_thread() as another:
+        for loop in (one, another):
+            run_in(loop, lambda: opened.append(open_counted(1, "mutual")))
+        for loop in (one, another):
+            loop.call_soon_threadsafe(collect)
+        for loop in (one, another):
+            run_in(loop, lambda: None)
+    assert [snapshot.unanswered for snapshot in snapshots] == [0, 0]
+    assert [answers_at(snapshot, "mutual") for snapshot in snapshots] == [2, 2]
+
+
+def test_several_threads_may_collect_while_objects_open_and_close() -> None:
+    end = threading.Event()
+    seen: list[list[float]] = []
+
+    def watch() -> None:
+        mine: list[float] = []
+        while not end.is_set():
+            with suppress(KeyError):  # no object was open yet
+                mine.append(answers_at(registry.collect(PATIENCE_S), "busy"))
+        seen.append(mine)
+
+    async def open_and_close() -> None:
+        for _ in range(200):
+            counted, affinity = open_counted(0, "busy")
+            counted.answers += 1
+            await asyncio.sleep(0)
+            close(affinity)
+
+    watchers = [threading.Thread(target=watch) for _ in range(3)]
+    for watcher in watchers:
+        watcher.start()
+    with loop_in_a_thread() as loop:
+        asyncio.run_coroutine_threadsafe(open_and_close(), loop).result(PATIENCE_S)
+    end.set()
+    for watcher in watchers:
+        watcher.join()
+    for mine in seen:
+        assert mine == sorted(mine)  # counters never decrease
+    assert answers_at(registry.collect(0.0), "busy") == 200

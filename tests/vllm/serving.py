@@ -19,7 +19,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import (
@@ -62,9 +61,7 @@ def engine_config(
     return arguments.create_engine_config()
 
 
-def request(
-    name: str, videos: Sequence[dict[str, Any]] = (), *, tokens: int = 1, embeds: torch.Tensor | None = None
-) -> EngineCoreRequest:
+def request(name: str, videos: Sequence[dict[str, Any]] = (), *, tokens: int = 1) -> EngineCoreRequest:
     """Return a request with videos, each a dict of nested tensors, that produces `tokens` tokens."""
     features = [
         MultiModalFeatureSpec(
@@ -87,7 +84,6 @@ def request(
         lora_request=None,
         cache_salt=None,
         data_parallel_rank=None,
-        prompt_embeds=embeds,
     )
 
 

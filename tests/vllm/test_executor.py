@@ -12,16 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import vllm
 from vllm.config import VllmConfig
 from vllm.v1.executor import Executor, multiproc_executor
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from aiotensor.integrations.vllm import plugin
 from aiotensor.integrations.vllm.executor import BroadcastExecutor, ExecutorQueue
-from tests.blocking.waiting import until
+from tests.blocking.waiting import in_thread, until
 from tests.vllm.serving import engine_config
-from tests.vllm.stand_in import InProcess
 from verification.patterns import BIG, pattern
 
 WORKERS = 2
@@ -100,22 +97,6 @@ def test_workers_that_keep_large_messages_do_not_stop_the_executor(
         assert large_messages(executor) - before == 2
 
 
-def test_an_error_of_a_worker_is_raised_as_by_vllm(tmp_path: Path) -> None:
-    with (
-        executing(config_of(tmp_path)) as executor,
-        pytest.raises(RuntimeError, match="Worker failed with error"),
-    ):
-        executor.collective_rpc("no such method")
-
-
-def test_a_call_without_an_answer_times_out(tmp_path: Path) -> None:
-    with (
-        executing(config_of(tmp_path)) as executor,
-        pytest.raises(TimeoutError, match="RPC call to pause timed out"),
-    ):
-        executor.collective_rpc("pause", timeout=0.1)
-
-
 def test_a_killed_worker_ends_a_call(tmp_path: Path) -> None:
     with executing(config_of(tmp_path)) as executor:
         [first, *_] = [one.pid for one in multiprocessing.active_children() if "VllmWorker" in one.name]
@@ -125,51 +106,16 @@ def test_a_killed_worker_ends_a_call(tmp_path: Path) -> None:
             waiting.result()
 
 
-def test_the_executor_can_be_chosen_by_vllms_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AIOTENSOR_VLLM")
-    config = config_of(tmp_path, "aiotensor.integrations.vllm.executor.BroadcastExecutor")
-    with executing(config) as executor:
-        assert isinstance(executor.rpc_broadcast_mq, ExecutorQueue)
-        assert executor.collective_rpc("echo", args=("x",)) == ["x"] * WORKERS
-
-
-def test_a_second_executor_of_the_process_uses_the_same_queue(tmp_path: Path) -> None:
-    for _ in range(2):
-        with executing(config_of(tmp_path)) as executor:
-            assert isinstance(executor.rpc_broadcast_mq, ExecutorQueue)
-
-
-def test_an_unknown_version_uses_the_queue_of_vllm(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.99.1")
-    with executing(config_of(tmp_path, BroadcastExecutor)) as executor:
-        assert type(executor.rpc_broadcast_mq) is STOCK
-        assert executor.collective_rpc("echo", args=("x",)) == ["x"] * WORKERS
-    assert "version 0.99.1 is not supported" in caplog.text
-
-
-def test_other_executors_are_not_replaced(tmp_path: Path) -> None:
-    assert Executor.get_class(engine_config(tmp_path, executor=InProcess)) is InProcess
-
-
-def test_workers_on_several_machines_use_the_queue_of_vllm(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[Executor] = []
-    monkeypatch.setattr(MultiprocExecutor, "_init_executor", lambda self: started.append(self))
-    config = config_of(tmp_path)
-    config.parallel_config.nnodes = 2
-    executor = BroadcastExecutor(config)
-    assert started == [executor]
-    assert multiproc_executor.MessageQueue is STOCK
-    assert "on 2 machines" in caplog.text
-
-
-async def test_an_engine_in_the_thread_of_an_event_loop_uses_the_queue_of_vllm(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(MultiprocExecutor, "_init_executor", lambda self: None)
-    BroadcastExecutor(config_of(tmp_path))
-    assert multiproc_executor.MessageQueue is STOCK
-    assert "in the thread of an event loop" in caplog.text
+def test_a_dequeue_timeout_loses_no_large_message() -> None:
+    writer = ExecutorQueue(1, 1)
+    reader = ExecutorQueue.create_from_handle(writer.export_handle(), 0)
+    becoming_ready = in_thread(reader.wait_until_ready)
+    writer.wait_until_ready()
+    becoming_ready.result()
+    writer.enqueue(pattern(1, LARGE))
+    # The ring has its number by now, but this limit is too short to read the message.
+    assert torch.equal(reader.dequeue(timeout=1e-9), pattern(1, LARGE))
+    with pytest.raises(TimeoutError):
+        reader.dequeue(timeout=0.01)
+    reader.shutdown()
+    writer.shutdown()

@@ -1,7 +1,6 @@
 """The plugin replaces the names of vLLM that it knows, and otherwise changes nothing."""
 
 import logging
-import multiprocessing
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -15,16 +14,10 @@ from vllm.v1.engine import core, core_client, tensor_ipc, utils
 from vllm.v1.executor import abstract, multiproc_executor
 
 from aiotensor.integrations.vllm import plugin
-from aiotensor.integrations.vllm.processes import EngineQueue
 
 MODULES: tuple[ModuleType, ...] = (
-    core,
-    core_client,
-    tensor_ipc,
-    utils,
-    serial_utils,
-    abstract,
-    multiproc_executor,
+    *(core, core_client, tensor_ipc, utils),
+    *(serial_utils, abstract, multiproc_executor),
 )
 
 
@@ -50,60 +43,42 @@ def test_the_plugin_is_an_entry_point() -> None:
     assert entry.load() is plugin.register
 
 
-def test_nothing_changes_while_disabled(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("AIOTENSOR_VLLM")
-    before = objects()
-    plugin.register()
-    assert objects() == before
-    assert not caplog.records
+class OtherReceiver:
+    def __init__(self, queues: object) -> None: ...
 
 
-def test_nothing_changes_with_an_unknown_version(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "texts"),
+    [
+        (vllm, "__version__", "0.99.1", ("version 0.99.1 is not supported",)),
+        (core, "TensorIpcReceiver", OtherReceiver, ("TensorIpcReceiver", "('queues',)")),
+        (core_client, "TensorIpcSender", None, ("TensorIpcSender of version 0.33.0 is missing",)),
+    ],
+    ids=["version", "signature", "name"],
+)
+def test_nothing_changes_in_an_unknown_vllm(
+    owner: ModuleType,
+    name: str,
+    value: object,
+    texts: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.99.1")
+    if value is None:
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, name, value)
     before = objects()
     with caplog.at_level(logging.INFO, "aiotensor"):
         plugin.register()
     assert objects() == before
     assert [record.event for record in caplog.records] == ["vllm_unchanged"]  # type: ignore[attr-defined]
-    assert "version 0.99.1 is not supported" in caplog.text
-
-
-def test_nothing_changes_with_another_signature(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Other:
-        def __init__(self, queues: object) -> None: ...
-
-    monkeypatch.setattr(core, "TensorIpcReceiver", Other)
-    before = objects()
-    plugin.register()
-    assert objects() == before
-    assert "TensorIpcReceiver" in caplog.text
-    assert "('queues',)" in caplog.text
-
-
-def test_nothing_changes_if_a_name_is_missing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delattr(core_client, "TensorIpcSender")
-    before = objects()
-    plugin.register()
-    assert objects() == before
-    assert "TensorIpcSender of version 0.33.0 is missing" in caplog.text
+    for text in texts:
+        assert text in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("AIOTENSOR_VLLM", "tensor"),
-        ("AIOTENSOR_VLLM_MAX_CONCURRENT_VIDEOS", "many"),
-        ("AIOTENSOR_VLLM_ARENA_BYTES", "0"),
-        ("AIOTENSOR_VLLM_MAX_WAIT_S", "-1"),
-    ],
+    ("name", "value"), [("AIOTENSOR_VLLM", "tensor"), ("AIOTENSOR_VLLM_ARENA_BYTES", "0")]
 )
 def test_nothing_changes_with_a_wrong_setting(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -131,48 +106,6 @@ def test_only_the_documented_names_are_replaced_once(caplog: pytest.LogCaptureFi
         ("vllm.v1.engine.core", "EngineCoreProc", "preprocess_add_request"),
         ("vllm.v1.executor.abstract", "Executor", "get_class"),
     }
-
-
-def test_a_stock_queue_keeps_the_tensor_ipc_of_vllm() -> None:
-    """The process that started the engines may not have known this version."""
-    plugin.register()
-    stock = multiprocessing.get_context("spawn").Queue()
-    try:
-        assert type(core_client.TensorIpcSender(stock)) is tensor_ipc.TensorIpcSender
-        assert type(core.TensorIpcReceiver(stock)) is tensor_ipc.TensorIpcReceiver
-    finally:
-        stock.close()
-
-
-def test_contexts_of_multiprocessing_keep_their_other_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    stock = utils.get_mp_context()
-    plugin.register()
-    context = utils.get_mp_context()
-    assert context.Process is stock.Process
-    assert context.get_start_method() == "spawn"
-    queue = context.Queue()
-    assert isinstance(queue, EngineQueue)
-    queue.endpoint.close()  # type: ignore[union-attr]
-
-
-def test_a_forking_context_keeps_its_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then vLLM itself reports that processes have to be spawned."""
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    plugin.register()
-    queue = utils.get_mp_context().Queue()
-    assert not isinstance(queue, EngineQueue)
-    queue.close()
-
-
-@pytest.mark.parametrize(("part", "other"), [("tensors", "Executor"), ("broadcast", "TensorIpcSender")])
-def test_each_part_can_be_enabled_alone(part: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AIOTENSOR_VLLM", part)
-    before = objects()
-    plugin.register()
-    changed = {name for name, value in objects().items() if before.get(name) != value}
-    assert changed
-    assert not [name for name in changed if other in name]
 
 
 def test_a_disabled_plugin_imports_nothing_of_vllm() -> None:

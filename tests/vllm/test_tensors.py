@@ -1,17 +1,137 @@
 """vLLM's API servers, clients and engine core with the plugin: only the model is a stand-in."""
 
 import asyncio
-import re
+import os
+import signal
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 from vllm.config import VllmConfig
+from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType, FinishReason
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from aiotensor.inspection import Inspection, inspect
+from aiotensor import SenderStatistics, TensorSender
 from aiotensor.integrations.vllm import plugin
-from aiotensor.integrations.vllm.processes import EngineQueue
-from tests.vllm import servers
-from tests.vllm.serving import ENGINE, engine_config, serving
+from aiotensor.integrations.vllm.processes import ClientConsumer
+from tests.vllm.serving import ENGINE, engine_config, generate, request, serving
+from tests.vllm.stand_in import checksum
+
+ENDLESS = 10_000_000
+
+
+class Sent(NamedTuple):
+    """The statistics of an API server after its requests."""
+
+    statistics: SenderStatistics
+    declined: dict[str, int]
+
+
+def video(seed: int, frames: int = 8) -> torch.Tensor:
+    return torch.randint(
+        0, 256, (frames, 3, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
+
+
+def video_request(name: str, seed: int, *, tokens: int = 1) -> tuple[EngineCoreRequest, list[int]]:
+    """Return a request with a video, further tensors in other places, and the tokens of the answer."""
+    tensors = [video(seed), torch.arange(seed, seed + 100), torch.tensor([3, 4, 4])]
+    pixels, times, grid = tensors
+    sent = request(
+        name,
+        [{"pixel_values_videos": pixels, "timestamps": [times, times * 2], "video_grid_thw": grid}],
+        tokens=tokens,
+    )
+    return sent, [checksum([pixels, times, times * 2, grid])] * tokens
+
+
+def consumer_of(client: AsyncMPClient) -> ClientConsumer:
+    consumer = client.encoder.oob_tensor_consumer
+    assert isinstance(consumer, ClientConsumer), consumer
+    return consumer
+
+
+def statistics_of(client: AsyncMPClient) -> SenderStatistics:
+    [sender] = consumer_of(client).senders
+    assert isinstance(sender, TensorSender)
+    return sender.statistics()
+
+
+async def settled(client: AsyncMPClient, index: int) -> Sent:
+    """Wait until all permits and all memory were released.
+
+    A variable of vLLM's engine keeps the last request until the next one arrives.
+    """
+    await generate(client, request(f"{index}-text"))
+    return await released(client)
+
+
+async def released(client: AsyncMPClient) -> Sent:
+    while (now := statistics_of(client)).in_flight or now.bytes_in_use:
+        await asyncio.sleep(0.01)
+    return Sent(now, dict(consumer_of(client).declined))
+
+
+async def send_videos(client: AsyncMPClient, count: int, index: int) -> Sent:
+    pairs = [video_request(f"{index}-{number}", 100 * index + number) for number in range(count)]
+    expected = {sent.request_id: tokens for sent, tokens in pairs}
+    assert await generate(client, *(sent for sent, _ in pairs)) == expected
+    return await settled(client, index)
+
+
+async def send_until_killed(client: AsyncMPClient, victim: int, index: int) -> Sent | None:
+    """Send requests; one server is killed while the engine works on its requests."""
+    if index == victim:
+        for number in range(40):
+            sent, _ = video_request(f"{index}-{number}", number, tokens=ENDLESS)
+            await client.add_request_async(sent)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return await send_videos(client, 10, index)
+
+
+async def lose_a_tensor(client: AsyncMPClient, argument: object, index: int) -> Sent:
+    """Send a request whose tensors are discarded first, then others."""
+    lost, _ = video_request("lost", 1)
+    consumer = consumer_of(client)
+    placeholders: list[dict[str, Any]] = []
+
+    class Recording(ClientConsumer):
+        def __call__(self, tensor: torch.Tensor) -> dict[str, Any] | None:
+            data = super().__call__(tensor)
+            if data is not None:
+                placeholders.append(data)
+            return data
+
+    consumer.__class__ = Recording
+    buffers = client.encoder.encode(lost)
+    consumer.__class__ = ClientConsumer
+    assert len(placeholders) == 3
+    consumer.discard(placeholders[0])
+    await client._send_input_message((EngineCoreRequestType.ADD.value, *buffers), client.core_engine)
+    outputs = await client.get_output_async()
+    [output] = outputs.outputs
+    assert (output.request_id, output.finish_reason) == ("lost", FinishReason.ERROR)
+    return await send_videos(client, 4, index)
+
+
+async def engine_dies(client: AsyncMPClient, engine: int, index: int) -> Sent:
+    """Kill the engine while it works, and send to it."""
+    for number in range(4):
+        sent, _ = video_request(f"{index}-{number}", number, tokens=ENDLESS)
+        await client.add_request_async(sent)
+    os.kill(engine, signal.SIGKILL)
+    while statistics_of(client).receivers_lost == 0:
+        await asyncio.sleep(0.01)
+    sent, _ = video_request("late", 1)
+    client.encoder.encode(sent)
+    client.resources.engine_dead = True  # as vLLM's monitor sets it
+    try:
+        await client.add_request_async(sent)
+    except EngineDeadError:
+        return await released(client)
+    raise AssertionError("vLLM has sent a request to a dead engine")
 
 
 @pytest.fixture(autouse=True)
@@ -28,25 +148,18 @@ def config(tmp_path: Path) -> VllmConfig:
 
 
 def test_three_servers_send_their_videos_without_serializing_a_tensor(config: VllmConfig) -> None:
-    with serving(config, servers=3, target=servers.send_videos, argument=6) as running:
+    with serving(config, servers=3, target=send_videos, argument=6) as running:
         for sent in running.results():
             assert sent.declined == {}
             # One permit for the tensors of a request; tiny tensors are part of the request.
             assert (sent.statistics.messages_sent, sent.statistics.tensors_sent) == (6, 18)
 
 
-def test_aborted_requests_leave_no_permit_and_no_memory(config: VllmConfig) -> None:
-    with serving(config, servers=2, target=servers.abort_and_send, argument=8) as running:
-        for sent in running.results():
-            assert sent.declined == {}
-            assert sent.statistics.messages_sent == 8
-
-
 def test_requests_without_a_permit_are_serialized_and_answered(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AIOTENSOR_VLLM_MAX_CONCURRENT_VIDEOS", "1")
-    with serving(config, servers=1, target=servers.send_videos, argument=6) as running:
+    with serving(config, servers=1, target=send_videos, argument=6) as running:
         [sent] = running.results()
         assert sent.statistics.max_concurrent_videos == 1
         # The first of them may be declined before the engine has answered the sender.
@@ -57,7 +170,7 @@ def test_requests_without_a_permit_are_serialized_and_answered(
 
 
 def test_a_killed_server_under_load_leaves_the_engine_and_the_others_unharmed(config: VllmConfig) -> None:
-    with serving(config, servers=3, target=servers.send_until_killed, argument=1) as running:
+    with serving(config, servers=3, target=send_until_killed, argument=1) as running:
         with pytest.raises(RuntimeError, match="ended with status -9"):
             running.result(1)
         for index in (0, 2):
@@ -66,7 +179,7 @@ def test_a_killed_server_under_load_leaves_the_engine_and_the_others_unharmed(co
 
 
 def test_a_lost_tensor_fails_its_request_and_no_other(config: VllmConfig) -> None:
-    with serving(config, servers=1, target=servers.lose_a_tensor) as running:
+    with serving(config, servers=1, target=lose_a_tensor) as running:
         [sent] = running.results()
         assert sent.statistics.messages_discarded == 1
 
@@ -74,57 +187,7 @@ def test_a_lost_tensor_fails_its_request_and_no_other(config: VllmConfig) -> Non
 def test_a_killed_engine_under_load_is_reported_by_vllm_and_leaves_no_memory_in_use(
     config: VllmConfig,
 ) -> None:
-    with serving(config, servers=1, target=servers.engine_dies, argument=ENGINE) as running:
+    with serving(config, servers=1, target=engine_dies, argument=ENGINE) as running:
         [sent] = running.results()
         assert set(sent.declined) == {"PeerLostError"}
         assert sent.statistics.receivers_lost == 1
-
-
-def test_an_engine_that_does_not_start_fails_as_without_the_plugin(tmp_path: Path) -> None:
-    config = engine_config(tmp_path)
-    config.parallel_config.worker_cls = "tests.vllm.missing.Worker"
-    with (
-        pytest.raises(RuntimeError, match=re.compile("engine core", re.IGNORECASE)),
-        serving(config, servers=1, target=servers.send_videos, argument=1),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("several", [False, True], ids=["one server", "several servers"])
-def test_metrics_are_in_the_registry_of_vllm(
-    config: VllmConfig, several: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    if several:
-        folder = tmp_path / "metrics"
-        folder.mkdir()
-        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
-    with serving(config, servers=1 + several, target=servers.metrics) as running:
-        for names in running.results():
-            assert {"aiotensor_sender_messages_sent", "aiotensor_sender_errors"} <= names
-
-
-def test_the_receiver_can_have_an_address(
-    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
-    address = f"unix://{folder}/s"
-    monkeypatch.setenv("AIOTENSOR_VLLM_ADDRESS", address)
-    with serving(config, servers=2, target=servers.send_videos, argument=3) as running:
-        for sent in running.results():
-            assert sent.declined == {}
-            assert sent.statistics.messages_sent == 3
-        # As `aiotensor top` does.
-        inspection = asyncio.run(inspect(address, patience_s=20))
-        assert isinstance(inspection, Inspection)
-        assert inspection.pid == running.engine.pid
-        assert inspection.statistics.tensors_taken == 2 * 3 * 3
-
-
-def test_the_queue_carries_the_settings_to_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AIOTENSOR_VLLM_ARENA_BYTES", str(1 << 20))
-    monkeypatch.setenv("AIOTENSOR_VLLM_MAX_WAIT_S", "2.5")
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    from vllm.v1.engine import utils
-
-    queue = utils.get_mp_context().Queue()
-    assert isinstance(queue, EngineQueue)
-    assert (queue.settings.arena_bytes, queue.settings.max_wait_s) == (1 << 20, 2.5)

@@ -1,28 +1,65 @@
-"""Spans of this process and of its children, as values that can be compared."""
+"""Spans of this process and of its children, as values that can be compared, and calls that have spans."""
 
+import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 
+from aiotensor import TensorHandle, TensorSender
+from aiotensor.channel import MessageServer
 from aiotensor.integrations.opentelemetry import instrument, uninstrument
+from tests.channel.parties import Question
 from verification.processes.peers import State
 from verification.waiting import until
 
-__all__ = ["Recorder", "Seen", "all_of", "begin_recording", "one", "recorded", "recording", "tree"]
+__all__ = [
+    "CALLS",
+    "Call",
+    "Recorder",
+    "Seen",
+    "all_of",
+    "begin_recording",
+    "one",
+    "recorded",
+    "recording",
+    "serving",
+    "tree",
+]
+
+
+Call = Callable[[TensorSender, torch.Tensor], Awaitable[TensorHandle]]
+
+
+async def _send(sender: TensorSender, tensor: torch.Tensor) -> TensorHandle:
+    return await sender.send(tensor)
+
+
+async def _post(sender: TensorSender, tensor: torch.Tensor) -> TensorHandle:
+    handle = sender.post(tensor)
+    await sender.copied(handle)
+    return handle
+
+
+async def _send_in_message(sender: TensorSender, tensor: torch.Tensor) -> TensorHandle:
+    async with sender.message() as message:
+        return await message.send(tensor)
+
+
+async def _send_allocated(sender: TensorSender, tensor: torch.Tensor) -> TensorHandle:
+    allocated = await sender.allocate(tuple(tensor.shape), tensor.dtype)
+    return await sender.send(allocated.copy_(tensor))
+
+
+CALLS: tuple[Call, ...] = (_send, _post, _send_in_message, _send_allocated)
 
 
 class Seen(NamedTuple):
-    """A span that has ended.
-
-    Attributes:
-        parent: the id of its parent; 0 for none.
-        links: the ids of the linked spans.
-        events: the names of its events.
-    """
+    """A span that has ended, with the ids of its parent, or 0, and of the linked spans."""
 
     name: str
     kind: str
@@ -125,3 +162,12 @@ def tree(spans: Iterable[Seen], parent: int = 0) -> dict[str, Any]:
     """Return the names of the spans below a parent, in the order of their beginnings, as nested mappings."""
     ordered = sorted(spans, key=lambda span: span.began)
     return {span.name: tree(ordered, span.id) for span in ordered if span.parent == parent}
+
+
+@asynccontextmanager
+async def serving(server: MessageServer[Question], handler: Any, **options: Any) -> AsyncIterator[None]:
+    """Serve requests in the background."""
+    task = asyncio.create_task(server.serve(handler, **options))
+    yield
+    task.cancel()
+    await asyncio.wait([task])

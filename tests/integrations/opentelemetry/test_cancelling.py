@@ -9,8 +9,17 @@ from tests.cancellation.test_broadcast import *  # noqa: F403
 from tests.cancellation.test_receive import *  # noqa: F403
 from tests.cancellation.test_send import *  # noqa: F403
 from tests.integrations.opentelemetry.spans import recording
+from tests.pairs import Links
 
-pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("link", "nothing_left_behind")]
+
+
+@pytest.fixture(params=["unix"])
+def link(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the tests over one link."""
+    before, Links.current = Links.current, request.param
+    yield request.param
+    Links.current = before
 
 
 @pytest.fixture(autouse=True)

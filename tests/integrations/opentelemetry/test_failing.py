@@ -1,10 +1,8 @@
 """A tracing system that raises errors: calls succeed, and no permit, memory, handle or request is lost."""
 
 import asyncio
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +15,12 @@ from opentelemetry.sdk.trace.sampling import Sampler, SamplingResult
 from opentelemetry.trace import Link, SpanKind, TraceState
 from opentelemetry.util.types import Attributes
 
-from aiotensor import RemoteError, WouldBlockError, blocking
-from aiotensor.broadcast import Publisher, Subscriber
+from aiotensor import RemoteError, WouldBlockError
 from aiotensor.integrations.opentelemetry import instrument, processing, uninstrument
 from aiotensor.runtime import tracing
 from tests.cancelling import Attempt, cancel_everywhere
-from tests.channel.parties import Answer, Question, answer, channel, settled
-from tests.integrations.opentelemetry.calls import CALLS, serving
+from tests.channel.parties import Question, answer, channel, settled
+from tests.integrations.opentelemetry.spans import CALLS, serving
 from tests.pairs import pair
 from verification import waiting
 from verification.patterns import BIG, pattern
@@ -93,6 +90,9 @@ class Faulty(SpanProcessor, Sampler, TextMapPropagator):
         return self._inner.fields
 
 
+OTHERS = ["on_end", "should_sample", "inject"]
+
+
 @contextmanager
 def faulty_tracing(method: str) -> Iterator[Fault]:
     """Instrument this process with a tracing system one method of which fails."""
@@ -109,7 +109,10 @@ def faulty_tracing(method: str) -> Iterator[Fault]:
         propagate.set_global_textmap(before)
 
 
-@pytest.fixture(autouse=True, params=["on_start", "on_end", "should_sample", "inject", "extract"])
+@pytest.fixture(
+    autouse=True,
+    params=["on_start", "extract", *(pytest.param(name, marks=pytest.mark.extended) for name in OTHERS)],
+)
 def fault(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[Fault]:
     """A fault in the tracing system of this process, which is logged once."""
     with faulty_tracing(request.param) as fault:
@@ -130,7 +133,6 @@ def fault(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> I
     assert events == ["trace_failed"]
 
 
-@pytest.mark.usefixtures("link")
 async def test_tensors_are_sent_and_waits_end() -> None:
     async with pair(max_concurrent_videos=2, arena_bytes=BIG * 8 * 2, max_wait_s=5) as (sender, receiver):
         await sender.ready()
@@ -158,33 +160,10 @@ async def test_tensors_are_sent_and_waits_end() -> None:
         assert sender.statistics().waiting == 0
 
 
-@pytest.mark.usefixtures("link")
-async def test_a_send_cancelled_anywhere_loses_nothing() -> None:
-    async with pair(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, receiver):
-
-        async def attempt(attempt: Attempt) -> None:
-            first = await sender.send(pattern(0, BIG))
-            second = attempt.start(sender.send(pattern(1, BIG)))
-            await second.until(lambda: second.suspensions == 1)
-            await receiver.receive(first)
-            if await second.completed():
-                await receiver.receive(second.value)
-            await waiting.settled(sender)
-
-        assert await cancel_everywhere(attempt, sender, receiver)
-
-
-@pytest.mark.parametrize("max_batch", [None, 2])
-async def test_requests_are_answered(max_batch: int | None) -> None:
-    async def work(question: Question) -> Answer:
-        return await answer(question)
-
-    async def work_on_batch(questions: list[Question]) -> list[Answer]:
-        return [await answer(question) for question in questions]
-
+async def test_requests_are_answered() -> None:
     async with (
         channel(max_concurrent_videos=2, client={"max_wait_s": 5}) as ends,
-        serving(ends.server, work_on_batch if max_batch else work, max_batch=max_batch),
+        serving(ends.server, answer),
     ):
         for seed in range(4):
             got = await ends.client.request(Question(seed, pattern(seed, BIG)))
@@ -199,47 +178,3 @@ async def test_requests_are_answered(max_batch: int | None) -> None:
             await settled(ends)
 
         assert await cancel_everywhere(attempt, ends.sender, ends.receiver, ends.client, ends.server)
-
-
-@pytest.mark.parametrize("max_batch", [None, 2])
-def test_requests_are_answered_in_a_thread(max_batch: int | None, folder: Path) -> None:
-    def work(question: Question) -> Answer:
-        if question.wish:
-            raise ValueError(question.wish)
-        return Answer(question.seed)
-
-    def serve() -> None:
-        if max_batch is None:
-            server.serve(work)
-        else:
-            server.serve(lambda questions: [work(one) for one in questions], max_batch=max_batch)
-
-    address = f"ipc://{folder}/messages"
-    with (
-        blocking.MessageServer(address, Question) as server,
-        blocking.MessageClient(address, reply_type=Answer) as client,
-    ):
-        serving = threading.Thread(target=serve)
-        serving.start()
-        for seed in range(3):
-            assert client.request(Question(seed), timeout=60).seed == seed
-            with pytest.raises(RemoteError):
-                client.request(Question(seed, wish="raise"), timeout=60)
-        assert server.statistics().in_hand == 0
-        server.close()
-        serving.join()
-
-
-async def test_publications_are_received(address: str) -> None:
-    async with Publisher(address) as publisher, Subscriber(address, torch.Tensor) as subscriber:
-        await publisher.wait_for_subscribers(1)
-        for number in range(3):
-            published = publisher.publish_nowait(pattern(number, 3))
-            assert (await subscriber.receive()).number == published.number
-            await publisher.publish(pattern(number, BIG))
-            received = await subscriber.receive()
-            with processing(received):
-                assert torch.equal(received.message, pattern(number, BIG))
-            del received
-        await publisher.drain()
-        await until(lambda: publisher.statistics().bytes_in_use == 0)

@@ -1,20 +1,20 @@
-"""The spans of requests: the work of servers, errors, cancellations, batches and threads."""
+"""The spans of requests and batches: the work of servers, waits, errors, cancellations and threads."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
-from opentelemetry import baggage, context
+from opentelemetry import baggage, context, trace
 
-from aiotensor import PeerLostError, RemoteError, blocking
+from aiotensor import RemoteError, UnavailableError, UsageError, WouldBlockError, blocking
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.integrations.opentelemetry import processing
-from aiotensor.queues import MessageQueue
+from aiotensor.integrations.opentelemetry import instrument, processing, uninstrument
 from tests.cancelling import Attempt, cancel_everywhere
-from tests.channel.parties import Answer, Question, answer, channel, settled
-from tests.integrations.opentelemetry.calls import serving
-from tests.integrations.opentelemetry.spans import Recorder, all_of, one, tree
+from tests.channel.parties import Answer, Question, answer, channel, place, settled
+from tests.integrations.opentelemetry.spans import Recorder, Seen, all_of, one, recording, serving, tree
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.processes.peers import State
@@ -53,35 +53,6 @@ async def test_the_work_on_a_request_is_below_the_span_of_the_client(recorder: R
     assert delivered.ended == answered.began  # the work begins when the request is taken
 
 
-async def test_a_message_without_an_answer_is_traced(recorder: Recorder) -> None:
-    async with channel() as ends:
-        await ends.client.ready()
-        await ends.client.send(Question(1))
-        async with await anext(ends.server) as request:
-            assert request.trace_context is not None
-            await request.reply(Answer(1))
-
-    assert tree(recorder.seen) == {
-        "aiotensor send message": {"aiotensor deliver message": {}, "aiotensor answer": {}}
-    }
-    assert one(recorder.seen, "aiotensor send message").kind == "PRODUCER"
-
-
-async def test_a_request_can_be_processed_outside_of_its_block(recorder: Recorder) -> None:
-    async with channel() as ends:
-        await ends.client.ready()
-        asking = asyncio.create_task(ends.client.request(Question(1)))
-        request = await anext(ends.server)
-        with processing(request) as span:
-            span.set_attribute("model", "a model")
-            await request.reply(Answer(1))
-        await asking
-
-    processed = one(recorder.seen, "aiotensor process")
-    assert processed.parent == one(recorder.seen, "aiotensor request").id
-    assert processed.attributes["model"] == "a model"
-
-
 async def _ask(state: State, address: str) -> int:
     async with MessageClient(address, reply_type=Answer) as client:
         return (await client.request(Question(7))).seed
@@ -103,19 +74,6 @@ async def test_the_work_on_a_request_of_a_client_without_tracing_begins_a_trace(
     assert answered.kind == "SERVER"
 
 
-async def _serve(state: State, address: str) -> None:
-    server = await state.stack.enter_async_context(MessageServer(address, Question))
-    state.others["serving"] = asyncio.create_task(server.serve(answer))
-
-
-async def test_a_server_without_tracing_answers_a_traced_request(recorder: Recorder, folder: Path) -> None:
-    address = f"ipc://{folder}/messages"
-    async with peers.peers("", 1) as [peer], MessageClient(address, reply_type=Answer) as client:
-        await peer.call(_serve, address)
-        assert (await client.request(Question(7))).seed == 7
-    assert one(recorder.seen, "aiotensor request").status == "UNSET"
-
-
 # Errors and cancellations
 
 
@@ -129,17 +87,6 @@ async def test_an_error_of_a_handler_is_recorded_on_both_sides(recorder: Recorde
     assert answered.events == asked.events == ("exception",)
     assert answered.attributes["error.type"] == "builtins.ValueError"
     assert asked.attributes["error.type"] == "aiotensor.errors.RemoteError"
-
-
-async def test_the_loss_of_the_server_is_recorded(recorder: Recorder) -> None:
-    async with channel() as ends:
-        asking = asyncio.create_task(ends.client.request(Question(1)))
-        await until(lambda: ends.server.statistics().waiting == 1)
-        await ends.server.aclose()
-        with pytest.raises(PeerLostError):
-            await asking
-    asked = one(recorder.seen, "aiotensor request")
-    assert (asked.status, asked.attributes["error.type"]) == ("ERROR", "aiotensor.errors.PeerLostError")
 
 
 async def test_a_cancelled_request_ends_the_spans_of_both_sides_without_an_error(recorder: Recorder) -> None:
@@ -171,27 +118,6 @@ async def test_a_request_cancelled_anywhere_ends_all_its_spans(recorder: Recorde
 
         assert await cancel_everywhere(attempt, ends.sender, ends.receiver, ends.client, ends.server)
     assert any(span.attributes.get("aiotensor.cancelled") for span in recorder.seen)
-
-
-async def test_work_cancelled_anywhere_ends_all_its_spans(recorder: Recorder) -> None:
-    async with channel() as ends:
-
-        async def attempt(attempt: Attempt) -> None:
-            asking = asyncio.create_task(ends.client.request(Question(1)))
-            request = await anext(ends.server)
-
-            async def work() -> None:
-                async with request:
-                    await asyncio.sleep(0)
-                    await request.reply(Answer(1))
-
-            working = attempt.start(work())
-            await working.completed()
-            await asyncio.wait([asking])
-            asking.exception()
-            assert not recorder.unfinished
-
-        assert await cancel_everywhere(attempt, ends.client, ends.server)
 
 
 # Threads
@@ -227,29 +153,19 @@ def test_the_span_of_a_thread_is_the_parent_of_its_calls(recorder: Recorder, fol
         assert links == [(one(recorder.seen, name).id,)] * 2
 
 
-@pytest.mark.parametrize("max_batch", [None, 2])
-def test_work_in_a_thread_is_below_the_span_of_the_client(
-    max_batch: int | None, recorder: Recorder, folder: Path
-) -> None:
+def test_work_in_a_thread_is_below_the_span_of_the_client(recorder: Recorder, folder: Path) -> None:
     def work(question: Question) -> Answer:
         with recorder.tracer.start_as_current_span("forward"):
             if question.wish:
                 raise ValueError(question.wish)
             return Answer(question.seed)
 
-    def work_on_batch(questions: list[Question]) -> list[Answer]:
-        return [work(question) for question in questions]
-
     with (
         blocking.MessageServer(f"ipc://{folder}/messages", Question) as server,
         blocking.MessageClient(f"ipc://{folder}/messages", reply_type=Answer) as client,
     ):
         client.ready()
-        thread = threading.Thread(
-            target=lambda: (
-                server.serve(work_on_batch, max_batch=max_batch) if max_batch else server.serve(work)
-            )
-        )
+        thread = threading.Thread(target=server.serve, args=(work,))
         thread.start()
         assert client.request(Question(3)).seed == 3
         with pytest.raises(RemoteError):
@@ -258,23 +174,134 @@ def test_work_in_a_thread_is_below_the_span_of_the_client(
         thread.join()
 
     asked, answered = (all_of(recorder.seen, f"aiotensor {name}") for name in ("request", "answer"))
-    forward = all_of(recorder.seen, "forward")
-    if max_batch is None:
-        assert [span.parent for span in answered] == [span.id for span in asked]
-        assert [span.parent for span in forward] == [span.id for span in answered]
-        assert [span.status for span in answered] == ["UNSET", "ERROR"]
-    else:
-        batches = all_of(recorder.seen, "aiotensor answer batch")
-        assert [span.links for span in batches] == [(span.id,) for span in asked]
-        assert [span.parent for span in forward] == [span.id for span in batches]
-        assert [span.status for span in batches] == ["UNSET", "ERROR"]
-    assert [span.status for span in asked] == ["UNSET", "ERROR"]
+    assert [span.parent for span in answered] == [span.id for span in asked]
+    assert [span.parent for span in all_of(recorder.seen, "forward")] == [span.id for span in answered]
+    assert [span.status for span in (*asked, *answered)] == ["UNSET", "ERROR"] * 2
 
 
-async def test_a_message_of_a_queue_is_delivered_below_the_span_of_put(recorder: Recorder) -> None:
-    queue = MessageQueue(Question)
-    async with queue.consumer() as consumer, queue.producer() as producer:
-        with recorder.tracer.start_as_current_span("upload"):
-            await producer.put(Question(1))
-        assert (await consumer.get()).seed == 1
-    assert one(recorder.seen, "aiotensor deliver message").parent == one(recorder.seen, "upload").id
+# Batches, and blocks that end in other tasks
+
+
+async def test_the_span_of_a_batch_and_those_of_its_requests_are_linked(recorder: Recorder) -> None:
+    async def work(questions: list[Question]) -> list[Answer | ValueError]:
+        with recorder.tracer.start_as_current_span("forward"):
+            return [Answer(one.seed) if one.seed else ValueError("no seed") for one in questions]
+
+    async with channel() as ends:
+        await ends.client.ready()
+        asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(3)]
+        await until(lambda: ends.server.statistics().waiting == 3)
+        async with serving(ends.server, work, max_batch=3):
+            await asyncio.wait(asking)
+        assert [task.exception() is None for task in asking] == [False, True, True]
+
+    batch, asked = one(recorder.seen, "aiotensor answer batch"), all_of(recorder.seen, "aiotensor request")
+    assert batch.parent == 0
+    assert set(batch.links) == {span.id for span in asked}
+    assert batch.attributes["messaging.batch.message_count"] == 3
+    assert one(recorder.seen, "forward").parent == batch.id
+    answered = all_of(recorder.seen, "aiotensor answer")
+    assert {span.parent for span in answered} == {span.id for span in asked}
+    for span in answered:
+        assert span.links == (batch.id,)
+        is_of_error = span.parent == min(asked, key=lambda span: span.began).id
+        assert span.status == ("ERROR" if is_of_error else "UNSET")
+        assert span.began <= batch.began  # when the request was taken
+
+
+async def test_a_block_that_ends_in_another_task_leaves_no_ended_span_current_there(
+    recorder: Recorder,
+) -> None:
+    async with channel() as ends:
+        asking = asyncio.create_task(ends.client.request(Question(1)))
+        request = await anext(ends.server)
+
+        async def leave() -> trace.Span:
+            assert trace.get_current_span() is not engine  # it inherited the span of the block
+            await request.reply(Answer(1))
+            await request.__aexit__(None, None, None)
+            return trace.get_current_span()
+
+        async def enter() -> "asyncio.Task[trace.Span]":
+            await request.__aenter__()
+            return asyncio.create_task(leave())
+
+        with recorder.tracer.start_as_current_span("engine") as engine:
+            leaving = await asyncio.create_task(enter())
+            assert await leaving is engine
+        await asking
+    assert one(recorder.seen, "aiotensor answer").status == "UNSET"
+
+
+# Waits that time out
+
+LIMIT_S = 0.2
+
+
+def _check(waited: Seen, error: type[Exception]) -> None:
+    assert (waited.status, waited.events) == ("ERROR", ("exception",))
+    assert waited.attributes == {"error.type": f"aiotensor.errors.{error.__name__}"}
+    assert waited.ended - waited.began >= LIMIT_S * 0.9e9
+
+
+async def test_a_wait_for_credit_that_times_out_ends_with_an_error(recorder: Recorder) -> None:
+    async with channel(server={"max_waiting": 1}, client={"max_wait_s": LIMIT_S}) as ends:
+        await ends.client.ready()
+        first = asyncio.create_task(ends.client.request(Question(1)))
+        await until(lambda: ends.server.statistics().waiting == 1)
+        with pytest.raises(WouldBlockError):
+            await ends.client.request(Question(2))
+        first.cancel()
+        await asyncio.wait([first])
+    _check(one(recorder.seen, "aiotensor wait for credit"), WouldBlockError)
+
+
+async def test_a_wait_for_a_server_that_times_out_ends_with_an_error(recorder: Recorder) -> None:
+    with place() as here:
+        async with MessageClient(here.messages, reply_type=Answer, max_wait_s=LIMIT_S) as client:
+            with pytest.raises(UnavailableError):
+                await client.request(Question(1))
+    _check(one(recorder.seen, "aiotensor wait for a server"), UnavailableError)
+
+
+# Instrumenting a process, and reverting it
+
+
+async def test_a_process_that_is_not_instrumented_any_more_creates_no_spans() -> None:
+    with recording() as recorder, pytest.raises(UsageError, match="call uninstrument"):
+        instrument()
+    uninstrument()
+    async with channel() as ends, serving(ends.server, answer):
+        await ends.client.request(Question(1, pattern(1, 3)))
+        with processing() as span:
+            assert not span.is_recording()
+    assert recorder.seen == []
+
+
+def test_the_global_providers_may_be_set_later(folder: Path) -> None:
+    code = """
+import asyncio, sys
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from aiotensor import TensorReceiver, TensorSender
+from aiotensor.integrations.opentelemetry import instrument
+
+instrument()
+exporter = InMemorySpanExporter()
+trace.set_tracer_provider(TracerProvider())
+trace.get_tracer_provider().add_span_processor(SimpleSpanProcessor(exporter))
+
+async def main(address):
+    import torch
+    async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
+        await receiver.receive(await sender.send(torch.zeros(3)))
+
+asyncio.run(main(sys.argv[1]))
+names = {span.name for span in exporter.get_finished_spans()}
+print(*sorted(names - {"aiotensor wait for a receiver"}), sep=",")
+"""
+    command = [sys.executable, "-W", "error", "-c", code, f"unix://{folder}/tensors"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("aiotensor deliver tensor,aiotensor send tensor\n", "")

@@ -3,27 +3,21 @@
 import asyncio
 import copy
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opentelemetry import baggage, context, propagate
-from opentelemetry.context import Context
-from opentelemetry.propagators.textmap import TextMapPropagator
+from opentelemetry import baggage, context
 
-from aiotensor import PeerLostError, TensorReceiver, TensorSender, WouldBlockError
+from aiotensor import PeerLostError, WouldBlockError
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.integrations.opentelemetry import processing
 from aiotensor.integrations.opentelemetry.spans import SpanTracer
-from aiotensor.sender import posts_of
 from aiotensor.types import MAX_TRACE_VALUE
-from tests.integrations.opentelemetry.calls import CALLS, Call
-from tests.integrations.opentelemetry.spans import Recorder, all_of, begin_recording, one, recorded, tree
-from tests.pairs import endpoint, is_local, on_one_machine, pair
+from tests.integrations.opentelemetry.spans import CALLS, Call, Recorder, begin_recording, one, recorded
+from tests.pairs import endpoint, pair
+from tests.selection import COMPLETE
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.processes.peers import State
@@ -35,8 +29,7 @@ SLOW = 1 << 17  # elements of a tensor that a worker copies
 
 
 @pytest.mark.usefixtures("link")
-@pytest.mark.parametrize("size", [3, BIG])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("call", "size"), [*((call, BIG) for call in CALLS), (CALLS[0], 3)])
 async def test_the_call_that_sends_a_tensor_is_the_parent_of_its_delivery(
     call: Call, size: int, recorder: Recorder
 ) -> None:
@@ -60,55 +53,6 @@ async def test_the_call_that_sends_a_tensor_is_the_parent_of_its_delivery(
     assert sent.began <= delivered.ended
 
 
-@pytest.mark.usefixtures("link")
-async def test_each_tensor_of_a_message_is_delivered_below_its_own_span(recorder: Recorder) -> None:
-    async with pair() as (sender, receiver):
-        with recorder.tracer.start_as_current_span("upload"):
-            async with sender.message() as message:
-                for size in (3, BIG, 5):
-                    await message.send(pattern(0, size))
-        deliveries = [await anext(receiver) for _ in range(3)]
-
-    assert all(delivery.trace_context for delivery in deliveries)
-    sent = [span for span in recorder.seen if span.name == "aiotensor send tensor"]
-    delivered = [span for span in recorder.seen if span.name == "aiotensor deliver tensor"]
-    assert [span.parent for span in delivered] == [span.id for span in sent]
-    assert len({span.trace for span in recorder.seen}) == 1
-
-
-@on_one_machine
-@pytest.mark.usefixtures("link")
-async def test_each_posted_tensor_of_a_message_belongs_to_the_call_that_posted_it(recorder: Recorder) -> None:
-    async with pair() as (sender, receiver):
-        posts = posts_of(sender)
-        with recorder.tracer.start_as_current_span("first"):
-            message, first = posts.post_in(None, pattern(0, SLOW))
-        with recorder.tracer.start_as_current_span("second"):
-            _, second = posts.post_in(message, pattern(1, SLOW), last=True)
-        for handle in (first, second):
-            await receiver.receive(handle)
-
-    sent = all_of(recorder.seen, "aiotensor send tensor")
-    assert [span.parent for span in sent] == [one(recorder.seen, name).id for name in ("first", "second")]
-    for name in ("aiotensor copy", "aiotensor deliver tensor"):
-        assert [span.parent for span in all_of(recorder.seen, name)] == [span.id for span in sent]
-
-
-@pytest.mark.usefixtures("link")
-async def test_the_steps_of_a_copied_tensor_have_spans(recorder: Recorder) -> None:
-    async with pair() as (sender, receiver):
-        await sender.ready()
-        handle = await sender.send(pattern(0, SLOW))
-        await receiver.receive(handle)
-
-    step = "aiotensor copy" if is_local() else "aiotensor move"
-    span = one(recorder.seen, step)
-    assert span.parent == one(recorder.seen, "aiotensor send tensor").id
-    assert span.attributes["aiotensor.nbytes"] == SLOW * 8
-
-
-@on_one_machine
-@pytest.mark.usefixtures("link")
 async def test_waits_for_a_permit_and_for_memory_have_spans(recorder: Recorder) -> None:
     async with pair(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, receiver):
         first = await sender.send(pattern(0, BIG))
@@ -128,19 +72,6 @@ async def test_waits_for_a_permit_and_for_memory_have_spans(recorder: Recorder) 
     assert memory.attributes == {"aiotensor.nbytes": BIG * 8}
 
 
-@pytest.mark.parametrize("link", ["unix", "tcp"], indirect=True)
-async def test_a_wait_for_a_receiver_has_a_span(link: str, recorder: Recorder) -> None:
-    with endpoint() as place:
-        async with TensorSender(place) as sender:
-            sending = asyncio.create_task(sender.send(pattern(0, 3)))
-            await until(lambda: "aiotensor wait for a receiver" in recorder.unfinished.values())
-            async with TensorReceiver(place) as receiver:
-                await receiver.receive(await sending)
-
-    waited = one(recorder.seen, "aiotensor wait for a receiver")
-    assert waited.parent == one(recorder.seen, "aiotensor send tensor").id
-
-
 # Other processes
 
 
@@ -153,7 +84,6 @@ async def _publish(state: State, count: int) -> int:
     return count
 
 
-@pytest.mark.usefixtures("link")
 async def test_a_received_publication_is_linked_to_the_span_of_its_publisher(recorder: Recorder) -> None:
     with endpoint() as place:
         async with peers.peers(place, 1) as [peer]:
@@ -179,36 +109,9 @@ async def test_a_received_publication_is_linked_to_the_span_of_its_publisher(rec
     assert one(recorder.seen, "forward").parent == processed.id
 
 
-@pytest.mark.usefixtures("link")
-async def test_a_receiver_without_tracing_ignores_the_trace_context(recorder: Recorder) -> None:
-    with endpoint() as place:
-        async with peers.peers(place, 1) as [peer]:
-            await peer.call(peers.open_receiver)
-            async with TensorSender(place) as sender:
-                assert await peer.call(peers.receive_pattern, await sender.send(pattern(0, BIG)), 0)
-            assert await peer.finish() == 0
-    assert one(recorder.seen, "aiotensor send tensor").status == "UNSET"
-
-
-@pytest.mark.usefixtures("link")
-async def test_a_tensor_of_a_sender_without_tracing_has_no_span(recorder: Recorder) -> None:
-    with endpoint() as place:
-        async with peers.peers(place, 1) as [peer], TensorReceiver(place) as receiver:
-            await peer.call(peers.open_sender, 2, 1 << 30)
-            sending = peer.start(peers.send_pattern, 0, 3)
-            delivery = await anext(receiver)
-            with processing(delivery):
-                pass
-            await sending
-    assert delivery.trace_context is None
-    assert [span.name for span in recorder.seen] == ["aiotensor process"]
-
-
 # Errors and cancellations
 
 
-@on_one_machine
-@pytest.mark.usefixtures("link")
 async def test_errors_are_recorded_in_the_span_of_the_call_and_of_its_wait(recorder: Recorder) -> None:
     async with pair(max_concurrent_videos=1, max_wait_s=0.5) as (sender, _):
         await sender.send(pattern(0, 3))
@@ -228,8 +131,7 @@ async def test_errors_are_recorded_in_the_span_of_the_call_and_of_its_wait(recor
         assert span.attributes["error.type"] == "aiotensor.errors.WouldBlockError"
 
 
-@pytest.mark.parametrize("link", ["unix", "tcp"], indirect=True)
-async def test_the_loss_of_the_receiver_is_recorded(link: str, recorder: Recorder) -> None:
+async def test_the_loss_of_the_receiver_is_recorded(recorder: Recorder) -> None:
     async with pair(max_concurrent_videos=1) as (sender, receiver):
         await sender.send(pattern(0, 3))
         sending = asyncio.create_task(sender.send(pattern(1, 3)))
@@ -242,26 +144,9 @@ async def test_the_loss_of_the_receiver_is_recorded(link: str, recorder: Recorde
     assert {span.attributes["error.type"] for span in failed} == {"aiotensor.errors.PeerLostError"}
 
 
-@on_one_machine
-@pytest.mark.usefixtures("link")
-async def test_a_cancelled_send_ends_its_spans_without_an_error(recorder: Recorder) -> None:
-    async with pair(max_concurrent_videos=1) as (sender, _):
-        await sender.send(pattern(0, 3))
-        sending = asyncio.create_task(sender.send(pattern(1, 3)))
-        await until(lambda: sender.statistics().waiting == 1)
-        sending.cancel()
-        await asyncio.wait([sending])
-
-    cancelled = [span for span in recorder.seen if span.attributes.get("aiotensor.cancelled")]
-    assert [span.name for span in cancelled] == ["aiotensor wait for a permit", "aiotensor send tensor"]
-    assert [(span.status, span.events) for span in cancelled] == [("UNSET", ())] * 2
-
-
 # The fields of the context
 
 
-@on_one_machine
-@pytest.mark.usefixtures("link")
 async def test_baggage_is_sent_unless_it_is_too_long(
     recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -282,7 +167,7 @@ async def test_baggage_is_sent_unless_it_is_too_long(
     assert "baggage" in record.getMessage()
 
 
-@settings(max_examples=200)
+@settings(max_examples=200 if COMPLETE else 30)
 @given(fields=st.dictionaries(st.sampled_from(["traceparent", "tracestate", "baggage", "b3"]), st.text()))
 def test_any_context_of_a_peer_can_be_processed(fields: dict[str, str]) -> None:
     recorder = Recorder()
@@ -296,48 +181,9 @@ def test_any_context_of_a_peer_can_be_processed(fields: dict[str, str]) -> None:
     assert len(recorder.seen) == 4
 
 
-class _Foreign(TextMapPropagator):
-    """Add two fields, one of which has a name that is not ASCII."""
-
-    def inject(self, carrier: Any, context: Context | None = None, setter: Any = None) -> None:
-        carrier["état"] = carrier["state"] = "1"
-
-    def extract(self, carrier: Any, context: Context | None = None, getter: Any = None) -> Context:
-        return Context()
-
-    @property
-    def fields(self) -> set[str]:
-        return {"état", "state"}
-
-
-@contextmanager
-def _propagating(propagator: TextMapPropagator) -> Iterator[None]:
-    """Use a propagator for the context of all traces."""
-    before = propagate.get_global_textmap()
-    propagate.set_global_textmap(propagator)
-    yield
-    propagate.set_global_textmap(before)
-
-
-@on_one_machine
-@pytest.mark.usefixtures("link")
-async def test_a_field_whose_name_is_not_ascii_is_omitted(
-    recorder: Recorder, caplog: pytest.LogCaptureFixture
-) -> None:
-    with _propagating(_Foreign()):
-        async with pair() as (sender, receiver):
-            await sender.send(pattern(0, 3))
-            delivery = await anext(receiver)
-    assert delivery.trace_context == {"state": "1"}
-    [record] = [one for one in caplog.records if one.name == "aiotensor.integrations"]
-    assert "état" in record.getMessage()
-
-
 # Copies of the context
 
 
-@on_one_machine
-@pytest.mark.usefixtures("link")
 async def test_a_delivered_context_can_be_copied_and_pickled(recorder: Recorder) -> None:
     async with pair() as (sender, receiver):
         await sender.send(pattern(0, 3))
@@ -352,39 +198,4 @@ async def test_a_delivered_context_can_be_copied_and_pickled(recorder: Recorder)
 
     with processing(copied):
         pass
-    tracer = SpanTracer(recorder.provider)
-    tracer.answer(copied.trace_context).end()
-    tracer.answer_batch([copied.trace_context]).end()
-    sent = one(recorder.seen, "aiotensor send tensor")
-    for name in ("aiotensor process", "aiotensor answer"):
-        assert one(recorder.seen, name).parent == sent.id
-    assert one(recorder.seen, "aiotensor answer batch").links == (sent.id,)
-
-
-async def test_a_received_publication_can_be_copied(recorder: Recorder, address: str) -> None:
-    async with Publisher(address) as publisher, Subscriber(address, torch.Tensor) as subscriber:
-        await publisher.wait_for_subscribers(1)
-        await publisher.publish(pattern(0, 3))
-        received = await subscriber.receive()
-        copied = copy.deepcopy(received)
-    assert copied.trace_context == received.trace_context
-    assert torch.equal(copied.message, pattern(0, 3))
-    with processing(copied):
-        pass
-    assert one(recorder.seen, "aiotensor process").links == (one(recorder.seen, "aiotensor publish").id,)
-
-
-# Without a context
-
-
-async def test_without_a_span_nothing_is_sent(recorder: Recorder) -> None:
-    token = context.attach(Context())
-    assert SpanTracer(recorder.provider).context() is None
-    context.detach(token)
-
-
-async def test_a_call_without_a_surrounding_span_begins_a_trace(recorder: Recorder, address: str) -> None:
-    async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
-        await sender.ready()
-        await receiver.receive(await sender.send(pattern(0, 3)))
-    assert tree(recorder.seen) == {"aiotensor send tensor": {"aiotensor deliver tensor": {}}}
+    assert one(recorder.seen, "aiotensor process").parent == one(recorder.seen, "aiotensor send tensor").id

@@ -1,14 +1,12 @@
 """The queue for vLLM's executor: every reader gets every object, and large buffers are not copied for it."""
 
-import gc
 import multiprocessing
 import os
-import pickle
 import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,14 +15,89 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aiotensor import ClosedError, PeerLostError, TooLargeError, UsageError
-from aiotensor.integrations.vllm import broadcast
+from aiotensor import ClosedError, PeerLostError, UsageError
 from aiotensor.integrations.vllm.broadcast import Handle, MessageQueue
-from aiotensor.integrations.vllm.pickling import dumps
 from aiotensor.types import PublisherStatistics
 from tests.blocking.waiting import in_thread, until
-from tests.integrations.vllm.readers import dequeue, readers
 from verification.patterns import BIG, pattern
+
+# The children are forked from a process that has imported their modules.
+_context = multiprocessing.get_context("forkserver")
+
+
+class Reader:
+    """A process that reads, as its parent sees it."""
+
+    def __init__(self, handle: Handle, rank: int) -> None:
+        self._connection, theirs = _context.Pipe()
+        self.process = _context.Process(target=_run, args=(handle, rank, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def begin(self, function: Callable[..., Any], *args: object) -> None:
+        """Call a function of a module there, with the queue as the first argument."""
+        self._connection.send((function, args))
+
+    def result(self) -> Any:
+        """Return the result of the call, or raise its error."""
+        error, result = self._connection.recv()
+        if error is not None:
+            raise error
+        return result
+
+    def call(self, function: Callable[..., Any], *args: object) -> Any:
+        """Call a function there, and return its result."""
+        self.begin(function, *args)
+        return self.result()
+
+    def kill(self) -> None:
+        """Kill the process, and wait for its end."""
+        self.process.kill()
+        self.process.join()
+
+
+def _run(handle: Handle, rank: int, commands: Connection) -> None:
+    torch.set_num_threads(1)
+    queue = MessageQueue.create_from_handle(handle, rank)
+    while (command := commands.recv()) is not None:
+        function, args = command
+        try:
+            commands.send((None, function(queue, *args)))
+        except Exception as error:  # noqa: BLE001 # raised in the parent
+            commands.send((error, None))
+    queue.shutdown()
+
+
+@contextmanager
+def readers(queue: MessageQueue, count: int) -> Iterator[list[Reader]]:
+    """Start the readers of a queue, wait until all of them are ready, and end them."""
+    started: list[Reader] = []
+    try:
+        for rank in range(count):
+            started.append(Reader(queue.export_handle(), rank))
+        for reader in started:
+            reader.begin(MessageQueue.wait_until_ready)
+        queue.wait_until_ready()
+        for reader in started:
+            reader.result()
+        yield started
+        for reader in started:
+            if reader.process.is_alive():
+                reader.begin(MessageQueue.shutdown)
+                reader.result()
+                reader._connection.send(None)
+                reader.process.join()
+                assert reader.process.exitcode == 0
+    finally:
+        for reader in started:
+            reader.kill()
+            reader._connection.close()
+
+
+def dequeue(queue: MessageQueue, timeout: float | None = None) -> Any:
+    """Return the next object, whose arrays are copied into the answer."""
+    return queue.dequeue(timeout)
+
 
 READERS = 3
 
@@ -133,15 +206,6 @@ def test_buffers_are_in_memory_once_until_the_last_reader_has_freed_them(queue: 
         until(lambda: not bytes_in_use(queue))
 
 
-def test_the_source_may_change_after_writing(queue: MessageQueue) -> None:
-    with readers(queue, READERS) as processes:
-        values = pattern(0, BIG)
-        queue.enqueue(Request("", [values], {}))
-        values.zero_()
-        for reader in processes:
-            assert torch.equal(reader.call(dequeue).tensors[0], pattern(0, BIG))
-
-
 def test_a_writer_waits_for_a_reader_that_is_behind(queue: MessageQueue) -> None:
     with readers(queue, READERS) as processes:
         for number in range(4):
@@ -153,33 +217,6 @@ def test_a_writer_waits_for_a_reader_that_is_behind(queue: MessageQueue) -> None
             assert [reader.call(dequeue) for _ in range(4)] == [0, 1, 2, 3]
         writing.result()
         assert [reader.call(dequeue) for reader in processes] == [4] * READERS
-
-
-def test_a_wait_for_an_object_has_a_limit(queue: MessageQueue) -> None:
-    with readers(queue, READERS) as [reader, *_]:
-        for timeout in (0, 0.01):
-            with pytest.raises(TimeoutError):
-                reader.call(dequeue, timeout)
-        queue.enqueue("later")
-        assert reader.call(dequeue, 20) == "later"
-
-
-def shut_down_during_a_wait(queue: MessageQueue) -> str:
-    timer = threading.Timer(0.05, queue.shutdown)
-    timer.start()
-    try:
-        queue.dequeue(indefinite=True)
-    except ClosedError:
-        return "closed"
-    finally:
-        timer.join()
-    return "received"
-
-
-def test_shutting_down_in_another_thread_ends_a_wait(queue: MessageQueue) -> None:
-    with readers(queue, READERS) as processes:
-        for reader in processes:
-            assert reader.call(shut_down_during_a_wait) == "closed"
 
 
 def test_a_killed_reader_is_reported_to_the_writer(queue: MessageQueue) -> None:
@@ -203,9 +240,8 @@ def write_and_wait(handles: Any, ready: Any) -> None:
 
 
 def test_a_killed_writer_is_reported_to_a_reader() -> None:
-    context = multiprocessing.get_context("forkserver")
-    (ours, theirs), (held, ready) = context.Pipe(), context.Pipe()
-    writer = context.Process(target=write_and_wait, args=(theirs, ready), daemon=True)
+    (ours, theirs), (held, ready) = _context.Pipe(), _context.Pipe()
+    writer = _context.Process(target=write_and_wait, args=(theirs, ready), daemon=True)
     writer.start()
     handle = ours.recv()
     queue = MessageQueue.create_from_handle(handle, 0)
@@ -233,78 +269,12 @@ def test_the_writer_cannot_read_and_a_reader_cannot_write(queue: MessageQueue) -
     reader.shutdown()
 
 
-def test_writing_before_all_readers_are_connected_is_an_error(queue: MessageQueue) -> None:
-    with pytest.raises(PeerLostError, match="3 of 3 readers of the queue are not connected"):
-        queue.enqueue(1)
-
-
-def test_has_space_depends_on_the_memory_that_readers_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    message = pattern(1, BIG)
-    monkeypatch.setenv("AIOTENSOR_VLLM_ARENA_BYTES", str(int(1.5 * message.nbytes)))
-    queue = MessageQueue(1, 1)
-    with readers(queue, 1) as [reader]:
-        assert queue.has_space(dumps(message))
-        queue.enqueue(message)
-        reader.call(keep)
-        assert not queue.has_space(dumps(message))
-        reader.call(free)
-        until(lambda: queue.has_space(dumps(message)))
-    queue.shutdown()
-
-
-def test_a_message_larger_than_the_arena_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AIOTENSOR_VLLM_ARENA_BYTES", "100000")
-    queue = MessageQueue(1, 1)
-    with readers(queue, 1) as [reader]:
-        with pytest.raises(TooLargeError):
-            queue.enqueue(pattern(1, BIG))
-        queue.enqueue("small")
-        assert reader.call(dequeue) == "small"
-    queue.shutdown()
-
-
-def test_an_object_that_cannot_be_pickled_is_an_error_of_the_writer(queue: MessageQueue) -> None:
-    with readers(queue, READERS) as processes:
-        with pytest.raises((pickle.PicklingError, AttributeError)):
-            queue.enqueue(lambda: None)
-        queue.enqueue("next")
-        assert [reader.call(dequeue) for reader in processes] == ["next"] * READERS
-
-
-def test_readers_on_other_machines_raise_usage_error() -> None:
-    with pytest.raises(UsageError, match="1 of 3 readers are on other machines"):
-        MessageQueue(3, 2)
-    for address in ("tcp://127.0.0.1:1", "unix://relative"):
-        with pytest.raises(UsageError, match="path of a socket"):
-            MessageQueue.create_from_handle(Handle(address, [0]), 0)
-
-
-def test_a_reader_needs_a_rank_of_the_queue(queue: MessageQueue) -> None:
-    with pytest.raises(UsageError, match=r"readers \[0, 1, 2\], got 3"):
-        MessageQueue.create_from_handle(queue.export_handle(), READERS)
-    with pytest.raises(ValueError, match="at least one reader"):
-        MessageQueue(0, 0)
-
-
-def test_a_queue_that_is_dropped_is_closed() -> None:
-    queue = MessageQueue(1, 1)
-    reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
-    path = path_of(queue.export_handle())
-    assert path.exists()
-    del queue
-    gc.collect()
-    until(lambda: not path.exists())
-    with pytest.raises(PeerLostError):
-        reader.dequeue()
-
-
-@pytest.mark.parametrize("is_freed", [False, True], ids=["open", "freed"])
-def test_a_process_can_end_without_shutting_its_queues_down(is_freed: bool) -> None:
+def test_a_process_can_end_without_shutting_its_queues_down() -> None:
     code = (
         "import torch; from aiotensor.integrations.vllm.broadcast import MessageQueue; "
         "queue = MessageQueue(1, 1); reader = MessageQueue.create_from_handle(queue.export_handle(), 0); "
         "[queue.enqueue(torch.zeros(1 << 22)) for _ in range(3)]; "
-        "print(queue.export_handle().address); " + "del queue" * is_freed
+        "print(queue.export_handle().address)"
     )
     ended = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True
@@ -313,91 +283,31 @@ def test_a_process_can_end_without_shutting_its_queues_down(is_freed: bool) -> N
     Path(ended.stdout.strip().removeprefix("unix://")).unlink(missing_ok=True)
 
 
-class Stateless:
-    """A group of vLLM's: `StatelessProcessGroup`."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.world_size = rank, 2
-
-    def broadcast_obj(self, obj: object, src: int) -> object:
-        objects = [obj]
-        dist.broadcast_object_list(objects, src=src)
-        return objects[0]
-
-    def all_gather_obj(self, obj: object) -> list[object]:
-        return [self.broadcast_obj(obj, src) for src in range(self.world_size)]
-
-
-def be_without_a_writer(rank: int, store: str, reason: str, results: Any) -> None:
+def be_in_a_group(rank: int, store: str, results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    with pytest.MonkeyPatch.context() as patch:
-        if reason == "another machine":
-            patch.setattr(broadcast, "machine_of_this_process", lambda: f"machine {rank}")
-        elif rank == 0:
-            patch.setenv("AIOTENSOR_VLLM_ARENA_BYTES", "many")
-        try:
-            MessageQueue.create_from_process_group(dist.group.WORLD, 1 << 20, 4)
-        except (UsageError, PeerLostError, ValueError) as error:
-            results.send((rank, type(error).__name__, str(error)))
-    dist.barrier()  # the other process may still need this one
-
-
-def be_in_a_group(rank: int, store: str, is_stateless: bool, results: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    group = Stateless(rank) if is_stateless else dist.group.WORLD
-    queue = MessageQueue.create_from_process_group(group, 1 << 20, 4, writer_rank=1)
+    queue = MessageQueue.create_from_process_group(dist.group.WORLD, 1 << 20, 4, writer_rank=1)
     answer = queue.broadcast_object({"tensor": pattern(7, BIG)} if rank else None)
     results.send(torch.equal(answer["tensor"], pattern(7, BIG)))
     dist.barrier()
     queue.shutdown()
+    os._exit(0)  # the destructor of the group holds the GIL while it waits for a thread, in torch 2.6
 
 
-def run_and_exit(target: Any, *arguments: object) -> None:
-    """Run a function, and end this process without the destructor of its group.
-
-    That of torch 2.6 holds the GIL while it waits for a thread, which may need the GIL to free a tensor.
-    """
-    target(*arguments)
-    os._exit(0)
-
-
-def in_a_group(target: Any, argument: object) -> list[Any]:
-    """Run a function in two processes, and return their results."""
-    context = multiprocessing.get_context("forkserver")
-    with tempfile.TemporaryDirectory() as folder:
-        ours, theirs = context.Pipe()
-        processes = [
-            context.Process(
-                target=run_and_exit, args=(target, rank, f"{folder}/store", argument, theirs), daemon=True
-            )
-            for rank in range(2)
-        ]
-        for process in processes:
-            process.start()
-        results = [ours.recv(), ours.recv()]
-        for process in processes:
-            process.join()
-            assert process.exitcode == 0
+def test_a_group_of_processes_has_one_writer(folder: Path) -> None:
+    ours, theirs = _context.Pipe()
+    processes = [
+        _context.Process(
+            target=be_in_a_group,
+            args=(rank, f"{folder}/store", theirs),
+            daemon=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    assert [ours.recv(), ours.recv()] == [True, True]
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
     ours.close()
     theirs.close()
-    return results
-
-
-@pytest.mark.parametrize(
-    ("reason", "errors"),
-    [
-        ("another machine", {0: ("UsageError", "1 of 1 readers"), 1: ("UsageError", "1 of 1 readers")}),
-        ("a wrong setting", {0: ("ValueError", "'many'"), 1: ("PeerLostError", "has no queue")}),
-    ],
-)
-def test_an_error_of_the_writer_of_a_group_reaches_all_of_it(
-    reason: str, errors: dict[int, tuple[str, str]]
-) -> None:
-    for rank, name, text in in_a_group(be_without_a_writer, reason):
-        assert name == errors[rank][0]
-        assert errors[rank][1] in text
-
-
-@pytest.mark.parametrize("is_stateless", [False, True], ids=["torch", "stateless"])
-def test_a_group_of_processes_has_one_writer(is_stateless: bool) -> None:
-    assert in_a_group(be_in_a_group, is_stateless) == [True, True]
