@@ -130,6 +130,35 @@ class Tree(msgspec.Struct, tag=True):
     children: "dict[str, Tree | Still]" = {}
 
 
+Three = Annotated[torch.Tensor, TensorMeta(shape=(3,))]
+Four = Annotated[torch.Tensor, TensorMeta(shape=(4,))]
+
+
+class _Generic(msgspec.Struct, Generic[T], kw_only=True):
+    x: Three
+    v: Any = None
+
+
+class BelowGeneric(_Generic):  # type: ignore[type-arg]
+    y: int = 0
+
+
+class _Top(msgspec.Struct):
+    x: Three
+
+
+class _Left(_Top):
+    pass
+
+
+class _Right(_Top):
+    x: Four
+
+
+class Diamond(_Left, _Right):
+    pass
+
+
 # Types that contain an annotation where it cannot be checked.
 REFUSED: dict[str, Any] = {
     "a list": list[Frames],
