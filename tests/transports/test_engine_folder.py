@@ -36,12 +36,6 @@ async def test_an_engine_and_its_client_use_the_same_address(folder: Path) -> No
     assert os.listdir(folder / "engine") == []
 
 
-async def test_an_existing_folder_is_used(folder: Path) -> None:
-    (folder / "engine").mkdir(0o750)
-    async with TensorReceiver(f"engine://{folder}/engine"):
-        assert stat.S_IMODE((folder / "engine").stat().st_mode) == 0o750
-
-
 async def test_the_address_of_the_file_in_the_folder_is_equivalent(folder: Path) -> None:
     async with TensorReceiver(f"engine://{folder}/engine") as receiver:
         async with TensorSender(f"unix://{folder}/engine/tensors") as sender:
@@ -91,12 +85,3 @@ async def test_calls_connect_again_when_an_engine_replaces_a_wrong_file(folder: 
             got = await client.request(Question(5, pattern(5, BIG)))
             assert got.total == int(pattern(5, BIG).sum())
             serving.cancel()
-
-
-@pytest.mark.parametrize(
-    "address", ["engine://", "engine://relative", "engine:///run/engine/", "engine:/run"]
-)
-def test_an_invalid_folder_raises_value_error(address: str) -> None:
-    for make in (TensorSender, TensorReceiver, lambda one: MessageServer(one, Question)):
-        with pytest.raises(ValueError, match="address"):
-            make(address)

@@ -15,6 +15,7 @@ COUNT, NBYTES = 50, 16 << 20
 PAGES = COUNT * NBYTES // resource.getpagesize()
 
 pytestmark = [
+    pytest.mark.extended,
     pytest.mark.usefixtures("nothing_left_behind"),
     pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators keep what they want"),
 ]

@@ -13,7 +13,7 @@ from verification.patterns import BIG, pattern
 from verification.places import free_port
 from verification.waiting import settled, until
 
-pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("nothing_left_behind")]
 
 _CHUNK_BYTES = 256 << 10
 
