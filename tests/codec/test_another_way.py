@@ -17,7 +17,6 @@ from aiotensor.codec import TensorDecoder, TensorEncoder
 from aiotensor.errors import PeerLostError, ProtocolError, UnsupportedTensorError
 from tests.codec.messages import (
     Array,
-    address_of,
     anything,
     beside,
     body_of,
@@ -42,22 +41,6 @@ def test_a_handle_may_be_any_msgpack_value() -> None:
         there = found.pop()
         assert (type(there), there) == (type(handle), handle)
         assert not found
-
-
-def test_place_receives_an_array_as_a_tensor_over_the_same_memory() -> None:
-    source = large().numpy()
-    asked: list[torch.Tensor] = []
-
-    def place(tensor: torch.Tensor) -> str:
-        asked.append(tensor)
-        return "here"
-
-    parts = TensorEncoder(place).encode(source)
-    received: object = TensorDecoder(Any, lambda handle: asked[0]).decode(parts)
-
-    assert address_of(asked[0]) == address_of(source)
-    assert isinstance(received, np.ndarray)
-    assert address_of(received) == address_of(source)
 
 
 def test_find_can_be_given_for_a_single_message() -> None:

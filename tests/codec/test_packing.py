@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from aiotensor.codec import Encoding, TensorDecoder
+from aiotensor.codec import Encoding
 from aiotensor.codec.placeholders import LENGTH_BYTES, PACKED
 from aiotensor.errors import ProtocolError
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
@@ -74,18 +74,3 @@ def test_a_wrong_pack_is_refused() -> None:
     for name, (message, buffers) in WRONG.items():
         with pytest.raises(ProtocolError):
             print(name, anything.decode([body_of(message), *buffers]))
-
-
-class Old(msgspec.Struct):
-    first: torch.Tensor
-
-
-class New(msgspec.Struct):
-    first: torch.Tensor
-    second: torch.Tensor | None = None
-
-
-def test_packed_tensors_in_a_field_that_the_type_lacks_are_refused_with_a_reason() -> None:
-    parts = Encoding(lambda _: None, max_inline_bytes=0).encode(New(pattern(1, 3), pattern(2, 3)))
-    with pytest.raises(ProtocolError, match="in a field that the type of this decoder does not have"):
-        TensorDecoder(Old).decode(parts)

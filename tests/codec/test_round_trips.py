@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from aiotensor.codec import Encoding, TensorDecoder, TensorEncoder
 from aiotensor.codec.cost import takes_long
+from aiotensor.tensors.gathering import as_tensor
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from tests.codec.messages import (
     LARGE,
@@ -70,7 +71,10 @@ def test_any_message_round_trips_unchanged(
         found.append(number)
         return placed[number]
 
-    parts = Encoding(place, inline_bytes=inline_bytes, max_inline_bytes=packed_beyond).encode(message)
+    encoding = Encoding(
+        lambda source: place(as_tensor(source)), inline_bytes=inline_bytes, max_inline_bytes=packed_beyond
+    )
+    parts = encoding.encode(message)
     received = TensorDecoder(kind.type_, find).decode(sent(parts))
 
     assert plain(received) == before

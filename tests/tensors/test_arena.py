@@ -4,17 +4,14 @@ import pytest
 import torch
 
 from aiotensor.tensors.arena import Arena, segment_bytes
-from tests.steps import steps_of
 from tests.tensors.segments import (
     MIB,
     Clock,
     arena_of,
     chunk,
-    filled,
     open_files,
     other_side_of,
     place_in,
-    segment_of,
     warm,
 )
 from verification.processes import watch
@@ -117,41 +114,6 @@ def test_all_unused_pages_of_a_retired_segment_are_free() -> None:
         assert retired.take_free() == [chunk(0)]
         arena.free(both)
         assert not retired.is_open
-
-
-def test_a_retired_segment_has_no_descriptor_any_more() -> None:
-    with arena_of() as arena:
-        before = open_files()
-        place = warm(place_in(arena, MIB))
-        arena.retire([place])
-        place.segment.return_memory([])
-
-        assert open_files() <= before
-        filled(place.segment, chunk(1))  # filling has begun before
-        place.segment.memory[MIB : MIB + 5] = b"hello"
-
-
-def test_take_idle_examines_the_current_segment_only() -> None:
-    with arena_of() as arena:
-        first, second = (warm(place_in(arena, MIB)) for _ in range(2))
-        arena.free(second)
-        arena.retire([first])
-        segment, chunks = arena.take_idle(1e9)
-
-        assert segment is not first.segment
-        assert segment.number != first.segment.number
-        assert chunks == []
-        arena.free(first)
-
-
-def test_take_idle_does_no_work_for_memory_that_was_never_warm() -> None:
-    work = []
-    for nbytes in (8 * MIB, 1 << 40):
-        with segment_of(nbytes) as segment:
-            segment.filled([], [chunk(1), chunk(3)])
-            work.append(steps_of(lambda segment=segment: segment.take_idle(1.0)))  # type: ignore[misc]
-            assert segment.warm.nbytes == 0
-    assert work[0] == work[1]
 
 
 def test_closing_an_arena_releases_its_segments_with_their_last_views() -> None:

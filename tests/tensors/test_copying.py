@@ -1,5 +1,3 @@
-import gc
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -96,22 +94,6 @@ def test_a_copy_is_complete_even_if_the_helper_starts_late() -> None:
     source = random_tensor((4 * MIB + 5,))
 
     assert copied(source, lambda s, place: copy_in_threads(s, place, wanted, Late())) == bytes_of(source)
-
-
-def test_both_threads_copy(helper: Executor) -> None:
-    both = threading.Barrier(2)
-    seen: set[int] = set()
-
-    def meet() -> bool:
-        if threading.get_ident() not in seen:
-            seen.add(threading.get_ident())
-            both.wait(10)  # each thread waits until the other has begun
-        return False
-
-    source = random_tensor((4 * MIB,))
-
-    assert copied(source, lambda s, place: copy_in_threads(s, place, meet, helper)) == bytes_of(source)
-    assert len(seen) == 2
 
 
 def test_a_copy_ends_only_when_the_helper_has_ended_its_part(helper: Executor) -> None:
@@ -215,23 +197,6 @@ def test_both_threads_stop_before_an_abandoned_copy_raises(helper: Executor) -> 
         helper.submit(int).result(10)  # nothing of the copy is left in its line
         assert len(looking) == before
         assert bytes(place.view()) == bytes(source.nbytes)
-
-
-@pytest.mark.extended
-def test_copies_in_a_thread_leave_no_memory_behind(helper: Executor) -> None:
-    source = torch.zeros(5 * MIB, dtype=torch.uint8)
-    with arena_of(source.nbytes) as arena, ThreadPoolExecutor(1) as worker:
-        place = warm(place_in(arena, source.nbytes))
-
-        def copy_often(times: int) -> int:
-            for _ in range(times):
-                copy_in_threads(source, place, wanted, helper)
-            helper.submit(int).result()  # it has nothing left in its queue
-            gc.collect()
-            return sys.getallocatedblocks()
-
-        before = worker.submit(copy_often, 300).result()
-        assert worker.submit(copy_often, 1500).result() - before < 8
 
 
 def test_a_copy_into_a_closed_segment_is_abandoned(helper: Executor) -> None:

@@ -59,13 +59,6 @@ def test_an_opened_tensor_has_memory_of_its_own() -> None:
     assert payload == bytes(4)
 
 
-def test_a_tensor_of_as_many_dimensions_as_a_frame_may_name_is_opened() -> None:
-    opened = open_inline(b"\x07", torch.uint8, (1,) * 64)
-
-    assert opened.dim() == 64
-    assert opened.sum() == 7
-
-
 def test_more_or_fewer_bytes_than_dtype_and_shape_need_are_refused() -> None:
     for extra in (-1, 1, -12, 12):
         with pytest.raises(ProtocolError, match=f"sent {12 + extra} bytes .* which needs 12"):

@@ -258,17 +258,6 @@ def test_memory_is_not_returned_from_a_chunk_being_filled() -> None:
         assert segment.take_free() == [rest]
 
 
-def test_a_view_outlives_its_segment_and_keeps_its_memory() -> None:
-    with segment_of() as segment:
-        filled(segment, chunk(0))
-        view = segment.memory[:5]
-        view[:] = b"hello"
-        idle = segment.take_idle(0)
-    segment.return_memory(idle)
-
-    assert bytes(view) == b"hello"
-
-
 def test_memory_is_mapped_on_first_write_without_madv_populate_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -296,7 +285,7 @@ def test_a_segment_beyond_a_limit_raises_os_error_without_leaks() -> None:
     assert caught.value.errno == errno.EMFILE
     for nbytes in (1 << 60, 1 << 62, sys.maxsize):
         unaddressable = Segment(0, nbytes)
-        with pytest.raises(OSError, match="Cannot allocate memory"):
+        with pytest.raises(OSError, match=f"Errno {errno.ENOMEM}"):
             unaddressable.open()
         assert not unaddressable.is_open
 

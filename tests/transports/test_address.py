@@ -70,6 +70,7 @@ def test_the_path_of_an_address_is_decoded_like_that_of_a_url() -> None:
     assert label_of("unix:///run/\udcff") == r"unix:///run/\udcff"
 
 
+# ruff: noqa: ASYNC240 - the paths of tests are quick
 async def test_tensors_and_messages_use_the_exact_file_of_an_address(path: Path) -> None:
     for name in (b"100%25", b"two words", b"\xff\xfe", b"a?b#c"):
         file = os.fsencode(path.parent) + b"/" + name

@@ -107,29 +107,6 @@ async def test_writing_resumes_although_the_peer_has_closed_with_records_in_the_
     pipe.check_closed()
 
 
-async def test_a_transport_that_was_never_started_can_be_closed() -> None:
-    near, far = record_pair()
-    transport = SocketTransport(near)
-    with far:
-        fill(transport)
-        transport.close()
-        transport.start(End(transport))
-        assert transport.is_closed
-
-
-async def test_closing_right_after_the_socket_became_full_removes_the_watcher(
-    pair: tuple[End, socket.socket],
-) -> None:
-    end, _ = pair
-    errors: list[dict[str, object]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-    fill(end.transport)
-    end.transport.close()
-    await turns()
-
-    assert errors == []
-
-
 async def test_the_handler_of_a_record_may_close_the_transport() -> None:
     near, far = record_pair()
     end = End(SocketTransport(near), lambda: end.transport.close())

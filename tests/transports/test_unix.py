@@ -159,19 +159,6 @@ async def test_a_closed_connector_makes_no_further_attempt(path: Path) -> None:
             assert receiver.accepted.empty()
 
 
-async def test_connections_stay_open_when_their_connector_is_closed(path: Path) -> None:
-    async with listening(path) as receiver:
-        with connecting(path) as sender:
-            sender.connector.close()
-            far = await receiver.accepted.get()
-            far.transport.write(b"back")
-            assert await sender.connections[0].read() == b"back"
-            far.transport.close()
-            await sender.connections[0].was_lost.wait()
-            await turns()
-            assert not sender.is_connected()
-
-
 async def test_a_socket_of_another_kind_is_refused_by_a_sender(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
         stream.bind(str(path))

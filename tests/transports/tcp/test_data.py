@@ -17,7 +17,6 @@ from aiotensor.protocol.network import (
     Area,
     Step,
     encode_ack,
-    encode_batch,
     encode_data,
     encode_step,
     read_ack,
@@ -149,17 +148,6 @@ def with_data(record: bytes, data: bytes) -> bytes:
     return encode_data(record) + data
 
 
-async def test_small_data_shares_a_message_and_large_data_follows_in_the_next() -> None:
-    sent = Sent()
-    for nbytes in (*_TOGETHER, *_NEXT):
-        sent.transport.write_with_data(b"record", memoryview(bytes(nbytes)))
-        head = encode_data(b"record")
-        expected = [head + bytes(nbytes)] if nbytes in _TOGETHER else [head, bytes(nbytes)]
-        assert sent.messages == expected
-        sent.messages.clear()
-    sent.transport.close()
-
-
 async def test_bytes_in_the_next_message_are_not_read_as_a_message() -> None:
     sent = Sent()
     reader = Reader(sent.transport)
@@ -167,15 +155,6 @@ async def test_bytes_in_the_next_message_are_not_read_as_a_message() -> None:
         sent.receive(encode_data(b"record"), data)
         assert reader.read_all() == [(b"record", data)]
     assert reader.lost == []
-    sent.transport.close()
-
-
-async def test_data_may_be_in_a_batch() -> None:
-    sent = Sent()
-    reader = Reader(sent.transport)
-    record = bytes([RECORD]) + b"first"
-    sent.receive(encode_batch([record, with_data(b"second", b"data"), encode_data(b"third"), b"its data"]))
-    assert reader.read_all() == [(b"first", None), (b"second", b"data"), (b"third", b"its data")]
     sent.transport.close()
 
 

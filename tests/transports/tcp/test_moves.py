@@ -16,7 +16,6 @@ import zmq.asyncio
 from aiotensor import DiscardedError, PeerLostError, TensorReceiver, TensorSender, UsageError
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.channel import MessageServer
-from aiotensor.inspection import Inspection, inspect
 from aiotensor.protocol.frames import Attach, Frame, encode
 from aiotensor.protocol.moves import WINDOW_BYTES
 from aiotensor.protocol.network import (
@@ -317,12 +316,3 @@ def test_invalid_arguments_raise_errors_that_suggest_a_remedy(make: Callable[...
     if listens:
         with pytest.raises(TypeError, match=r"such as \[key\], got one key"):
             make("tcp://127.0.0.1:5000", secret_key=secret, client_keys=public)
-
-
-async def test_a_receiver_is_inspected_over_tcp() -> None:
-    async with parties() as (place, sender, _):
-        await sender.send(pattern(0, BIG))
-        inspection = await inspect(place, patience_s=5)
-        assert isinstance(inspection, Inspection)
-        [found] = inspection.senders
-        assert found.sender == sender.id

@@ -281,26 +281,6 @@ async def test_a_stopped_process_is_lost_after_the_timeout_and_connects_again(
         assert await engine.call(receive_all, handles)
 
 
-@pytest.mark.extended
-async def test_senders_of_another_host_lose_nothing_when_others_are_killed(hosts: Hosts, keys: Keys) -> None:
-    count, killed, messages = 64, 24, 10
-    async with processes(hosts, hosts.a, *[hosts.b] * count) as (engine, *servers):
-        await engine.call(open_receiver, keys)
-        await asyncio.gather(
-            *(
-                server.call(open_sender, keys, max_concurrent_videos=messages, arena_bytes=32 << 20)
-                for server in servers
-            )
-        )
-        sending = [server.start(send, messages, BIG // 4) for server in servers]
-        for server in servers[:killed]:
-            server.kill()
-        handles = [await each for each in sending[killed:]]
-        for each in handles:
-            assert await engine.call(receive_all, each)
-        assert await engine.call(lost_senders, killed) == (count - killed) * (32 << 20)
-
-
 # Keys
 
 
