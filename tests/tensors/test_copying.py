@@ -79,17 +79,6 @@ def test_a_contiguous_tensor_is_copied_whole_whatever_the_steps(
     assert counting.pieces == is_large
 
 
-@given(nbytes=st.one_of(st.integers(1, 64 * MIB), st.integers(1, 1 << 30)))
-def test_steps_cover_everything_once_and_get_no_longer(nbytes: int) -> None:
-    steps = copying._steps(nbytes)
-
-    assert [start for start, _ in steps] == [
-        sum(length for _, length in steps[:n]) for n in range(len(steps))
-    ]
-    assert sum(length for _, length in steps) == nbytes
-    assert [length for _, length in steps] == sorted((length for _, length in steps), reverse=True)
-
-
 def test_a_copy_is_complete_even_if_the_helper_starts_late() -> None:
     source = random_tensor((4 * MIB + 5,))
 

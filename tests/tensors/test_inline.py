@@ -70,13 +70,6 @@ def test_more_or_fewer_bytes_than_dtype_and_shape_need_are_refused() -> None:
 # The table of openers
 
 
-def test_an_inline_tensor_belongs_to_no_segment() -> None:
-    opened = open_tensor("inline", b"\x01\x02", "uint8", (2,), {})
-
-    assert opened.tensor.tolist() == [1, 2]
-    assert (opened.segment, opened.owner) == (None, None)
-
-
 def test_invalid_placements_payloads_dtypes_and_shapes_are_refused() -> None:
     for placement, payload, dtype, shape, reason in (
         ("telepathy", b"", "uint8", (0,), "the unknown placement 'telepathy'"),

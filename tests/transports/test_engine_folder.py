@@ -71,17 +71,3 @@ async def test_the_wrong_kind_of_address_raises_instead_of_waiting(folder: Path,
                 await client.request(Question(5, pattern(5, 2)))
         with pytest.raises(UsageError, match=expected):
             await inspect(tensors, patience_s=10)
-
-
-async def test_calls_connect_again_when_an_engine_replaces_a_wrong_file(folder: Path) -> None:
-    engine = f"engine://{folder}/engine"
-    (folder / "engine").write_text("")  # in place of the folder of the engine
-    async with MessageClient(engine, reply_type=Answer) as client:
-        with pytest.raises(UsageError, match="is not a folder"):
-            await client.request(Question(5))
-        (folder / "engine").unlink()
-        async with listening(Place(engine, engine, "")) as (server, _):
-            serving = asyncio.create_task(server.serve(answer))
-            got = await client.request(Question(5, pattern(5, BIG)))
-            assert got.total == int(pattern(5, BIG).sum())
-            serving.cancel()

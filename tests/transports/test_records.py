@@ -43,18 +43,6 @@ async def test_an_oversized_record_is_truncated_and_the_next_one_is_intact(
     assert await end.read() == b"next"
 
 
-async def test_reading_many_records_yields_to_the_event_loop(
-    pair: tuple[End, socket.socket],
-) -> None:
-    end, far = pair
-    for number in range(100):
-        far.send(bytes([number]))
-    first = await end.read()
-
-    assert end.arrived.qsize() < 99
-    assert [first, *[await end.read() for _ in range(99)]] == [bytes([number]) for number in range(100)]
-
-
 async def test_other_ancillary_data_is_not_taken_for_descriptors() -> None:
     near, far = record_pair()
     end = end_of(near)

@@ -3,7 +3,6 @@
 # ruff: noqa: ASYNC240 - the paths of tests are quick
 import asyncio
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
@@ -90,34 +89,6 @@ def _usage_error_as_nobody(scheme: str, path: Path) -> bool:
         return True
 
     return asyncio.run(is_refused())
-
-
-def _refusal_on_read_only(scheme: str, path: Path) -> tuple[int, str] | None:
-    """Open on a read-only file system of this process's own; None where it cannot be mounted."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    private, read_only = 1 << 18 | 1 << 14, 1
-    folder = os.fsencode(path.parent)
-    if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, private, None):
-        return None
-    if libc.mount(b"none", folder, b"tmpfs", read_only, None):
-        return None
-
-    async def refusal() -> tuple[int, str]:
-        with pytest.raises(OSError, match="read-only file system") as caught:
-            await LISTENERS[scheme](path).__aenter__()
-        return caught.value.errno or 0, str(caught.value.filename)
-
-    return asyncio.run(refusal())
-
-
-@needs_root
-@pytest.mark.extended
-@pytest.mark.parametrize("scheme", LISTENERS)
-async def test_a_read_only_file_system_is_an_os_error(scheme: str, path: Path) -> None:
-    refusal = await in_child(_refusal_on_read_only, scheme, path)
-    if refusal is None:
-        pytest.skip("nothing can be mounted here")
-    assert refusal == (errno.EROFS, str(path.parent))
 
 
 def _open_descriptors() -> dict[int, str]:

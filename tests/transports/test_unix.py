@@ -92,18 +92,6 @@ async def test_a_sender_polls_with_growing_delays_only_while_there_is_no_receive
             assert len(delays) == count
 
 
-@pytest.mark.extended
-async def test_the_delay_is_reset_after_a_lasting_connection(path: Path) -> None:
-    async with listening(path) as receiver:
-        with connecting(path) as sender:
-            far = await receiver.accepted.get()
-            await asyncio.sleep(0.3)  # nothing to wait for: it lasts if it outlives the longest delay
-            with recorded_delays() as delays:
-                far.transport.close()
-                await sender.connections[0].was_lost.wait()
-                assert delays == _DELAYS_S[:1]
-
-
 async def test_delays_grow_while_the_receiver_closes_every_connection(
     path: Path,
 ) -> None:

@@ -89,30 +89,6 @@ async def test_a_receiver_refuses_a_sender_that_is_another_user(
 
 
 @needs_root
-async def test_root_does_not_send_to_another_users_receiver(path: Path) -> None:
-    path.parent.chmod(0o777)
-    done = path.with_name("done")
-    listening_there = asyncio.create_task(in_child(_listen_as_nobody, path, done))
-    while not path.exists():
-        await asyncio.sleep(0.01)
-    assert f"user {NOBODY}" in await _connect(path)  # the file exists before the process listens
-    done.touch()
-    assert await listening_there == 0
-
-
-def _listen_as_nobody(path: Path, done: Path) -> int:
-    os.setuid(NOBODY)
-
-    async def listen() -> int:
-        async with listening(path) as receiver:
-            while not done.exists():
-                await asyncio.sleep(0.01)
-            return len(receiver.ends)
-
-    return asyncio.run(listen())
-
-
-@needs_root
 @pytest.mark.parametrize("listens", [True, False], ids=["full", "silent"])
 async def test_a_sender_refuses_a_path_of_another_user_where_nothing_accepts(
     listens: bool, path: Path

@@ -259,28 +259,6 @@ async def test_a_killed_process_is_detected_within_a_second(hosts: Hosts, keys: 
             assert await following.call(lost_senders, 1) == 0
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("stopped", ["engine", "server"])
-async def test_a_stopped_process_is_lost_after_the_timeout_and_connects_again(
-    hosts: Hosts, keys: Keys, stopped: str
-) -> None:
-    async with processes(hosts, hosts.a, hosts.b) as (engine, server):
-        await engine.call(open_receiver, keys)
-        await server.call(open_sender, keys)
-        process = engine if stopped == "engine" else server
-        await process.stop()
-        with promptly(TIMEOUT_S + 1):
-            if stopped == "engine":
-                assert await server.call(lost_receivers, 1) == (0, 1)
-            else:
-                assert await engine.call(lost_senders, 1) == 0
-        process.go_on()
-        if stopped == "server":
-            assert await server.call(lost_receivers, 1) == (0, 1)
-        handles = await server.call(send, 2, BIG)
-        assert await engine.call(receive_all, handles)
-
-
 # Keys
 
 
