@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from aiotensor.codec import Encoding
 from aiotensor.tensors.dtypes import DTYPES
 from tests.codec.messages import Box, Crate, Labelled, arrays, body_of, extension, sent, tensors
-from tests.codec.scenes import DECODERS, Scene, every_decoder, read_or_refuse
+from tests.codec.scenes import DECODERS, Scene, read_or_refuse
 from tests.protocol.test_frames import unknown_items
+from tests.selection import COMPLETE
 from tests.tensors.segments import random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -77,11 +78,10 @@ def change_parts(data: st.DataObject, parts: list[bytearray]) -> None:
             change_bytes(data, parts[where])
 
 
-@every_decoder
-@settings(max_examples=150)
+@settings(max_examples=300 if COMPLETE else 50)
 @given(parts=valid_parts(), data=st.data())
 def test_a_modified_message_is_decoded_or_raises_protocol_error(
-    which: str, parts: list[bytearray], data: st.DataObject
+    parts: list[bytearray], data: st.DataObject
 ) -> None:
     assert isinstance(DECODERS["of a Struct, with a find"].decode(sent(parts)), Scene), "it is valid"
     for _ in range(data.draw(st.integers(1, 3))):
@@ -89,24 +89,15 @@ def test_a_modified_message_is_decoded_or_raises_protocol_error(
             change_bytes(data, parts[0])
         else:
             change_parts(data, parts)
-        read_or_refuse(DECODERS[which], sent(parts))
+        for decoder in DECODERS.values():
+            read_or_refuse(decoder, sent(parts))
 
 
-@every_decoder
-@settings(max_examples=50)
-@given(parts=valid_parts())
-def test_a_truncated_body_is_decoded_or_raises_protocol_error(which: str, parts: list[bytearray]) -> None:
-    body, *buffers = parts
-    for length in range(len(body)):
-        read_or_refuse(DECODERS[which], [body[:length], *buffers])
-
-
-@every_decoder
+@settings(max_examples=300 if COMPLETE else 60)
 @given(body=st.binary(max_size=60), buffers=st.lists(st.binary(max_size=9), max_size=2))
-def test_arbitrary_bytes_are_decoded_or_raise_protocol_error(
-    which: str, body: bytes, buffers: list[bytes]
-) -> None:
-    read_or_refuse(DECODERS[which], [body, *buffers])
+def test_arbitrary_bytes_are_decoded_or_raise_protocol_error(body: bytes, buffers: list[bytes]) -> None:
+    for decoder in DECODERS.values():
+        read_or_refuse(decoder, [body, *buffers])
 
 
 few = st.sampled_from([0, 1, 2, 3, 64, 2**31, 2**62, 2**63 - 1, 2**63, -1, True, None, 1.0])
@@ -138,10 +129,10 @@ wild = st.recursive(
 )
 
 
-@every_decoder
-@settings(max_examples=200)
+@settings(max_examples=600 if COMPLETE else 60)
 @given(message=wild, buffers=st.lists(st.binary(max_size=16), max_size=2))
 def test_arbitrary_tensor_placeholders_are_decoded_or_raise_protocol_error(
-    which: str, message: object, buffers: list[bytes]
+    message: object, buffers: list[bytes]
 ) -> None:
-    read_or_refuse(DECODERS[which], [body_of(message), *buffers])
+    for decoder in DECODERS.values():
+        read_or_refuse(decoder, [body_of(message), *buffers])

@@ -5,14 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from aiotensor.codec import Encoding, TensorDecoder
+from aiotensor.codec import Encoding
 from aiotensor.codec.placeholders import LENGTH_BYTES, PACKED
 from aiotensor.errors import ProtocolError
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
-from tests.codec.messages import Kind, anything, body_of, extension, kinds, plain, sent
+from tests.codec.messages import anything, body_of, extension, plain
 from verification.patterns import pattern
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -25,15 +23,6 @@ NAMED = extension("T", ["by", ["uint8", [3]], 0])
 def packed(*placeholders: object) -> bytes:
     written = [msgspec.msgpack.encode(placeholder) for placeholder in placeholders]
     return b"".join(len(data).to_bytes(LENGTH_BYTES, "big") + data for data in written)
-
-
-@settings(max_examples=300)
-@given(kind=kinds, limit=st.sampled_from([0, 40, 200]), data=st.data())
-def test_any_message_round_trips_unchanged(kind: Kind, limit: int, data: st.DataObject) -> None:
-    message = data.draw(kind.values)
-    parts = Encoding(lambda _: None, max_inline_bytes=limit).encode(message)
-
-    assert plain(TensorDecoder(kind.type_).decode(sent(parts))) == plain(message)
 
 
 def test_a_packed_tensor_needs_only_a_few_bytes_in_the_body() -> None:
@@ -81,22 +70,7 @@ WRONG: dict[str, tuple[Any, list[bytes]]] = {
 }
 
 
-@pytest.mark.parametrize(("message", "buffers"), WRONG.values(), ids=WRONG)
-def test_a_wrong_pack_is_refused(message: object, buffers: list[bytes]) -> None:
-    with pytest.raises(ProtocolError):
-        anything.decode([body_of(message), *buffers])
-
-
-class Old(msgspec.Struct):
-    first: torch.Tensor
-
-
-class New(msgspec.Struct):
-    first: torch.Tensor
-    second: torch.Tensor | None = None
-
-
-def test_packed_tensors_in_a_field_that_the_type_lacks_are_refused_with_a_reason() -> None:
-    parts = Encoding(lambda _: None, max_inline_bytes=0).encode(New(pattern(1, 3), pattern(2, 3)))
-    with pytest.raises(ProtocolError, match="in a field that the type of this decoder does not have"):
-        TensorDecoder(Old).decode(parts)
+def test_a_wrong_pack_is_refused() -> None:
+    for name, (message, buffers) in WRONG.items():
+        with pytest.raises(ProtocolError):
+            print(name, anything.decode([body_of(message), *buffers]))

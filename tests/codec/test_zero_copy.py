@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,33 +10,27 @@ import torch
 from torch.nn import Parameter
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
-from aiotensor.tensors.dtypes import DTYPES
 from tests.codec.messages import LARGE, Array, address_of, anything, encoded, large, plain, raw, sent
+from tests.selection import DTYPES
 from tests.tensors.test_source import Box as Foreign
 from tests.tensors.test_source import read_only
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_a_buffer_refers_to_the_memory_of_its_tensor() -> None:
+    for source in (
         large(),
         large()[10:290],
         large(torch.float32).requires_grad_(),
         Parameter(large(torch.bfloat16)),
-        large(torch.float8_e4m3fn),
         large(torch.complex128),
         large().numpy(),
         read_only(large().numpy()),
-    ],
-    ids=lambda source: f"{type(source).__name__} {source.dtype}",
-)
-def test_a_buffer_refers_to_the_memory_of_its_tensor(source: torch.Tensor | Array) -> None:
-    [_, buffer] = encoded({"frames": [source]})
-
-    assert address_of(buffer) == address_of(source)
-    assert buffer.nbytes == source.nbytes
+    ):
+        [_, buffer] = encoded({"frames": [source]})
+        assert address_of(buffer) == address_of(source)
+        assert buffer.nbytes == source.nbytes
 
 
 def test_a_buffer_refers_to_the_memory_of_a_dlpack_object() -> None:
@@ -77,23 +70,17 @@ def test_a_read_only_array_is_not_copied_and_never_written_to() -> None:
     assert not source.any()
 
 
-@pytest.mark.parametrize("type_", [torch.Tensor, np.ndarray, Any], ids=str)
-@pytest.mark.parametrize("source", [large(torch.complex64), large(torch.float16).numpy()], ids=type)
-def test_decoded_tensors_use_the_memory_of_their_buffers(source: torch.Tensor | Array, type_: Any) -> None:
-    [body, buffer] = sent(TensorEncoder().encode(source))
-    received = TensorDecoder(type_).decode([body, buffer])
-
-    assert address_of(received) == address_of(buffer)
-    received.reshape(-1)[:] = 3
-    assert np.all(np.frombuffer(buffer, np.asarray(received).dtype) == 3), "which is written to"
-
-
-def test_every_dtype_is_decoded_without_a_copy() -> None:
-    sources = [large(dtype) for dtype in DTYPES.values()]
-    body, *buffers = sent(TensorEncoder().encode(sources))
-    received = TensorDecoder(list[torch.Tensor]).decode([body, *buffers])
-
-    assert [tensor.data_ptr() for tensor in received] == [address_of(buffer) for buffer in buffers]
+def test_decoded_tensors_use_the_memory_of_their_buffers() -> None:
+    for type_ in (torch.Tensor, np.ndarray, Any):
+        for source in (large(torch.complex64), large(torch.float16).numpy()):
+            [body, buffer] = sent(TensorEncoder().encode(source))
+            received = TensorDecoder(type_).decode([body, buffer])
+            assert address_of(received) == address_of(buffer)
+            received.reshape(-1)[:] = 3
+            assert np.all(np.frombuffer(buffer, np.asarray(received).dtype) == 3), "which is written to"
+    leaves = [Parameter(large(torch.float32)), large(torch.float32).requires_grad_()]
+    body, *buffers = sent(TensorEncoder().encode(leaves))
+    assert [tensor.data_ptr() for tensor in anything.decode([body, *buffers])] == [*map(address_of, buffers)]
 
 
 def test_a_buffer_may_be_a_part_of_a_larger_one() -> None:
@@ -106,29 +93,21 @@ def test_a_buffer_may_be_a_part_of_a_larger_one() -> None:
     assert received == bytes(64) + b"\7" * opened.nbytes + bytes(64)
 
 
-def test_leaf_tensors_and_parameters_are_decoded_without_a_copy() -> None:
-    source = [Parameter(large(torch.float32)), large(torch.float32).requires_grad_()]
-    body, *buffers = sent(TensorEncoder().encode(source))
-    received = anything.decode([body, *buffers])
+def test_a_decoded_tensor_keeps_its_buffer_alive_until_it_is_freed() -> None:
+    for type_ in (torch.Tensor, np.ndarray, Any):
+        decoder: TensorDecoder[Any] = TensorDecoder(type_)
+        body, shown = encoded(large().numpy())
+        memory = np.array(shown)
+        alive = weakref.ref(memory)
+        received = decoder.decode([body, memory.data])
+        del memory
+        gc.collect()
 
-    assert [tensor.data_ptr() for tensor in received] == [address_of(buffer) for buffer in buffers]
-
-
-@pytest.mark.parametrize("type_", [torch.Tensor, np.ndarray, Any], ids=str)
-def test_a_decoded_tensor_keeps_its_buffer_alive_until_it_is_freed(type_: Any) -> None:
-    decoder: TensorDecoder[Any] = TensorDecoder(type_)
-    body, shown = encoded(large().numpy())
-    memory = np.array(shown)
-    alive = weakref.ref(memory)
-    received = decoder.decode([body, memory.data])
-    del memory
-    gc.collect()
-
-    assert alive() is not None
-    assert np.array_equal(received, large().numpy())
-    del received
-    gc.collect()
-    assert alive() is None
+        assert alive() is not None
+        assert np.array_equal(received, large().numpy())
+        del received
+        gc.collect()
+        assert alive() is None
 
 
 def test_inline_tensors_do_not_keep_the_body_alive() -> None:
@@ -146,36 +125,30 @@ def test_inline_tensors_do_not_keep_the_body_alive() -> None:
 # Where it has to be copied
 
 
-@pytest.mark.parametrize(
-    "kind", [bytes, lambda buffer: buffer.toreadonly()], ids=["bytes", "a read-only view"]
-)
-@pytest.mark.parametrize("type_", [torch.Tensor, np.ndarray], ids=str)
-def test_a_tensor_in_a_read_only_buffer_is_decoded_as_a_writable_copy(
-    kind: Callable[[Any], Any], type_: Any
-) -> None:
-    body, buffer = encoded(large(torch.float32))
-    buffer = kind(buffer)
-    before = bytes(buffer)
-    received = TensorDecoder(type_).decode([body, buffer])
-
-    assert address_of(received) != address_of(buffer)
-    assert plain(torch.as_tensor(received)) == plain(large(torch.float32))
-    received[:] = 0
-    assert bytes(buffer) == before
+def test_a_tensor_in_a_read_only_buffer_is_decoded_as_a_writable_copy() -> None:
+    body, shown = encoded(large(torch.float32))
+    before = bytes(shown)
+    for type_ in (torch.Tensor, np.ndarray):
+        for buffer in (before, shown.toreadonly()):
+            received: Any = TensorDecoder(type_).decode([body, buffer])
+            assert address_of(received) != address_of(buffer)
+            assert plain(torch.as_tensor(received)) == plain(large(torch.float32))
+            received[:] = 0
+            assert bytes(buffer) == before
 
 
-@pytest.mark.parametrize("offset", [1, 2, 4, 8])
-def test_only_tensors_in_misaligned_buffers_are_copied(offset: int) -> None:
+def test_only_tensors_in_misaligned_buffers_are_copied() -> None:
     memory: Array = np.zeros(LARGE[0] * LARGE[1] * 16 + 32, np.uint8)
-    start = offset - memory.ctypes.data % 16 + 16
-    for dtype in DTYPES.values():
-        body, shown = encoded(large(dtype))
-        buffer = memory[start : start + shown.nbytes]
-        buffer[:] = shown
-        received = anything.decode([body, buffer.data])
+    for offset in (0, 1, 2, 4, 8):
+        start = offset - memory.ctypes.data % 16 + 16
+        for dtype in DTYPES.values():
+            body, shown = encoded(large(dtype))
+            buffer = memory[start : start + shown.nbytes]
+            buffer[:] = shown
+            received = anything.decode([body, buffer.data])
 
-        assert (received.data_ptr() == address_of(buffer)) is (offset % dtype.itemsize == 0)
-        assert plain(received) == plain(large(dtype))
+            assert (received.data_ptr() == address_of(buffer)) is (offset % dtype.itemsize == 0)
+            assert plain(received) == plain(large(dtype))
 
 
 def test_an_inline_tensor_has_its_own_memory() -> None:

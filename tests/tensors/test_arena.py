@@ -1,24 +1,17 @@
-import errno
 import os
-import sys
 
 import pytest
 import torch
 
 from aiotensor.tensors.arena import Arena, segment_bytes
-from aiotensor.tensors.segments import Segment
-from tests.steps import steps_of
 from tests.tensors.segments import (
     MIB,
     Clock,
     arena_of,
     chunk,
-    filled,
-    is_warm,
     open_files,
     other_side_of,
     place_in,
-    segment_of,
     warm,
 )
 from verification.processes import watch
@@ -39,16 +32,6 @@ def test_blocks_do_not_overlap_and_come_from_one_segment_until_it_is_full() -> N
         assert place_in(arena, MIB) == places[1]
 
 
-def test_memory_stays_warm_for_the_next_block() -> None:
-    with arena_of() as arena:
-        place = place_in(arena, 2 * MIB)
-        assert [is_warm(place), is_warm(warm(place))] == [False, True]
-        arena.free(place)
-
-        assert is_warm(place_in(arena, 2 * MIB))
-        assert arena.warm_bytes == 2 * MIB
-
-
 def test_a_freed_block_becomes_idle_at_the_time_of_the_clock() -> None:
     clock = Clock()
     with arena_of(clock=clock) as arena:
@@ -59,17 +42,6 @@ def test_a_freed_block_becomes_idle_at_the_time_of_the_clock() -> None:
         assert arena.take_idle(199.9) == (place.segment, [])
         assert arena.take_idle(200.0) == (place.segment, [chunk(0), chunk(1)])
         assert arena.warm_bytes == 0
-
-
-def test_a_chunk_with_another_block_is_not_idle() -> None:
-    with arena_of() as arena:
-        first, second = warm(place_in(arena, 1000)), place_in(arena, 1000)
-        assert is_warm(second)
-        arena.free(first)
-
-        assert arena.take_idle(1e9)[1] == []
-        arena.free(second)
-        assert arena.take_idle(1e9)[1] == [chunk(31)]
 
 
 def test_the_next_receiver_gets_the_same_segment_after_a_detach() -> None:
@@ -142,62 +114,6 @@ def test_all_unused_pages_of_a_retired_segment_are_free() -> None:
         assert retired.take_free() == [chunk(0)]
         arena.free(both)
         assert not retired.is_open
-
-
-def test_a_retired_segment_has_no_descriptor_any_more() -> None:
-    with arena_of() as arena:
-        before = open_files()
-        place = warm(place_in(arena, MIB))
-        arena.retire([place])
-        place.segment.return_memory([])
-
-        assert open_files() <= before
-        filled(place.segment, chunk(1))  # filling has begun before
-        place.segment.memory[MIB : MIB + 5] = b"hello"
-
-
-def test_every_segment_has_a_number_of_its_own() -> None:
-    with arena_of() as arena:
-        numbers = []
-        for _ in range(5):
-            place = place_in(arena, 64)
-            numbers.append(place.segment.number)
-            arena.retire([place])
-            arena.free(place)
-
-        assert numbers == list(range(5))
-
-
-def test_take_idle_examines_the_current_segment_only() -> None:
-    with arena_of() as arena:
-        first, second = (warm(place_in(arena, MIB)) for _ in range(2))
-        arena.free(second)
-        arena.retire([first])
-        segment, chunks = arena.take_idle(1e9)
-
-        assert segment is not first.segment
-        assert chunks == []
-        arena.free(first)
-
-
-def test_opening_an_unaddressable_segment_raises_os_error_and_leaks_nothing() -> None:
-    before = open_files()
-    for nbytes in (sys.maxsize, 1 << 62):
-        segment = Segment(0, nbytes)
-        with pytest.raises(OSError, match=f"Errno {errno.ENOMEM}"):
-            segment.open()
-        assert not segment.is_open
-    assert open_files() <= before
-
-
-def test_take_idle_does_no_work_for_memory_that_was_never_warm() -> None:
-    work = []
-    for nbytes in (8 * MIB, 1 << 40):
-        with segment_of(nbytes) as segment:
-            segment.filled([], [chunk(1), chunk(3)])
-            work.append(steps_of(lambda segment=segment: segment.take_idle(1.0)))  # type: ignore[misc]
-            assert segment.warm.nbytes == 0
-    assert work[0] == work[1]
 
 
 def test_closing_an_arena_releases_its_segments_with_their_last_views() -> None:

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiotensor.protocol.pages import Range, gaps
 from aiotensor.tensors.mapping import Mapping
 from aiotensor.tensors.page_locks import PageLocks, lock_all_pages
+from tests.selection import COMPLETE
 
 PAGE = mmap.PAGESIZE
 PAGES = 32
@@ -57,6 +58,7 @@ def without(used: set[int]) -> list[Range]:
     return gaps(0, NBYTES, [(page * PAGE, (page + 1) * PAGE) for page in used], PAGE)
 
 
+@settings(max_examples=100 if COMPLETE else 40)
 @given(
     st.lists(st.sets(st.integers(0, PAGES - 1)), min_size=1, max_size=4),
     st.randoms(use_true_random=False),

@@ -36,12 +36,6 @@ async def test_an_engine_and_its_client_use_the_same_address(folder: Path) -> No
     assert os.listdir(folder / "engine") == []
 
 
-async def test_an_existing_folder_is_used(folder: Path) -> None:
-    (folder / "engine").mkdir(0o750)
-    async with TensorReceiver(f"engine://{folder}/engine"):
-        assert stat.S_IMODE((folder / "engine").stat().st_mode) == 0o750
-
-
 async def test_the_address_of_the_file_in_the_folder_is_equivalent(folder: Path) -> None:
     async with TensorReceiver(f"engine://{folder}/engine") as receiver:
         async with TensorSender(f"unix://{folder}/engine/tensors") as sender:
@@ -77,26 +71,3 @@ async def test_the_wrong_kind_of_address_raises_instead_of_waiting(folder: Path,
                 await client.request(Question(5, pattern(5, 2)))
         with pytest.raises(UsageError, match=expected):
             await inspect(tensors, patience_s=10)
-
-
-async def test_calls_connect_again_when_an_engine_replaces_a_wrong_file(folder: Path) -> None:
-    engine = f"engine://{folder}/engine"
-    (folder / "engine").write_text("")  # in place of the folder of the engine
-    async with MessageClient(engine, reply_type=Answer) as client:
-        with pytest.raises(UsageError, match="is not a folder"):
-            await client.request(Question(5))
-        (folder / "engine").unlink()
-        async with listening(Place(engine, engine, "")) as (server, _):
-            serving = asyncio.create_task(server.serve(answer))
-            got = await client.request(Question(5, pattern(5, BIG)))
-            assert got.total == int(pattern(5, BIG).sum())
-            serving.cancel()
-
-
-@pytest.mark.parametrize(
-    "address", ["engine://", "engine://relative", "engine:///run/engine/", "engine:/run"]
-)
-def test_an_invalid_folder_raises_value_error(address: str) -> None:
-    for make in (TensorSender, TensorReceiver, lambda one: MessageServer(one, Question)):
-        with pytest.raises(ValueError, match="address"):
-            make(address)

@@ -26,26 +26,21 @@ class Pipe:
 
 async def test_the_end_is_reported_once_after_the_last_record(pair: tuple[End, socket.socket]) -> None:
     end, far = pair
+    pipe = Pipe()
     far.send(b"last")
     far.close()
-    await end.was_lost.wait()
     end.transport.write(b"to nobody")
+    assert end.lost == [], "it is reported after the call"
+    await end.was_lost.wait()
+    end.transport.write(b"too late", [pipe.writing_end])
+    end.transport.start(end)
+    end.transport.read_now()
     await turns()
 
     assert await end.read() == b"last"
     assert end.lost == ["the peer closed the connection"]
-
-
-async def test_the_last_record_arrives_from_a_peer_that_had_not_read_everything(
-    pair: tuple[End, socket.socket],
-) -> None:
-    end, far = pair
-    end.transport.write(b"never read")
-    far.send(b"last")
-    far.close()
-    await end.was_lost.wait()
-
-    assert end.arrived.qsize() == 1
+    assert end.transport.is_closed
+    pipe.check_closed()
 
 
 async def test_the_last_records_arrive_from_a_peer_that_had_not_read_everything(
@@ -112,70 +107,6 @@ async def test_writing_resumes_although_the_peer_has_closed_with_records_in_the_
     pipe.check_closed()
 
 
-async def test_writing_to_a_peer_that_has_closed_reports_the_loss_only_after_the_call(
-    pair: tuple[End, socket.socket],
-) -> None:
-    end, far = pair
-    far.send(b"last")
-    far.close()
-    end.transport.write(b"to nobody")
-    assert end.lost == []
-    assert not end.transport.is_closed
-    await end.was_lost.wait()
-
-    assert await end.read() == b"last"
-    assert end.transport.is_closed
-
-
-async def test_writing_and_starting_after_the_end_have_no_effect(pair: tuple[End, socket.socket]) -> None:
-    end, far = pair
-    far.close()
-    await end.was_lost.wait()
-    pipe = Pipe()
-    end.transport.write(b"too late", [pipe.writing_end])
-    end.transport.start(end)
-    end.transport.read_now()
-    await turns()
-
-    assert end.lost == ["the peer closed the connection"]
-    pipe.check_closed()
-
-
-async def test_a_transport_that_was_never_started_can_be_closed() -> None:
-    near, far = record_pair()
-    transport = SocketTransport(near)
-    with far:
-        fill(transport)
-        transport.close()
-        transport.start(End(transport))
-        assert transport.is_closed
-
-
-async def test_nothing_is_reported_after_closing(pair: tuple[End, socket.socket]) -> None:
-    end, far = pair
-    far.send(b"unread")
-    end.transport.close()
-    end.transport.close()
-    far.close()
-    await turns(5)
-
-    assert end.lost == []
-    assert end.arrived.empty()
-
-
-async def test_closing_right_after_the_socket_became_full_removes_the_watcher(
-    pair: tuple[End, socket.socket],
-) -> None:
-    end, _ = pair
-    errors: list[dict[str, object]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-    fill(end.transport)
-    end.transport.close()
-    await turns()
-
-    assert errors == []
-
-
 async def test_the_handler_of_a_record_may_close_the_transport() -> None:
     near, far = record_pair()
     end = End(SocketTransport(near), lambda: end.transport.close())
@@ -203,30 +134,6 @@ async def test_the_handler_of_writing_that_resumes_may_close_the_transport() -> 
         while far.recv(2000):
             await asyncio.sleep(0)
     assert (end.resumptions, end.lost) == (1, [])
-
-
-async def test_closing_discards_queued_records_and_closes_their_descriptors(
-    pair: tuple[End, socket.socket],
-) -> None:
-    end, _ = pair
-    pipe = Pipe()
-    fill(end.transport)
-    end.transport.write(b"queued", [pipe.writing_end] * 2)
-    end.transport.close()
-    await turns()
-
-    pipe.check_closed()
-    assert (end.resumptions, end.lost) == (0, [])
-
-
-async def test_writing_after_closing_has_no_effect(pair: tuple[End, socket.socket]) -> None:
-    end, far = pair
-    pipe = Pipe()
-    end.transport.close()
-    end.transport.write(b"too late", [pipe.writing_end])
-
-    assert far.recv(100) == b""
-    pipe.check_closed()
 
 
 async def test_a_record_that_the_kernel_refuses_raises_and_the_next_one_is_sent(

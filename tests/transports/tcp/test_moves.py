@@ -16,7 +16,6 @@ import zmq.asyncio
 from aiotensor import DiscardedError, PeerLostError, TensorReceiver, TensorSender, UsageError
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.channel import MessageServer
-from aiotensor.inspection import Inspection, inspect
 from aiotensor.protocol.frames import Attach, Frame, encode
 from aiotensor.protocol.moves import WINDOW_BYTES
 from aiotensor.protocol.network import (
@@ -80,9 +79,7 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     "a step without a segment": ([step(0, 3, 3) + b"abc"], "segment 0, which it never attached"),
     "a step that is too short": ([ATTACH, step(0, 3, 3)[:7]], "an incomplete header of 7 bytes"),
     "a step with other bytes": ([ATTACH, step(0, 3, 3) + b"ab"], "2 bytes in a step of 3"),
-    "a step followed by other bytes": ([ATTACH, step(0, 3, 3), b"ab"], "2 bytes after a step of 3"),
-    "a step outside of its block": ([ATTACH, step(2, 3, 3) + b"abc"], "bytes 2 to 5 of a block"),
-    "a step of no bytes": ([ATTACH, step(0, 0, 3)], "bytes 0 to 0"),
+    "a step beyond its block": ([ATTACH, step(2, 3, 3) + b"abc"], "bytes 2 to 5 of a block"),
     "a step that is too long": ([ATTACH, step(0, STEP_BYTES + 1, 2 * STEP_BYTES)], "it moved bytes 0 to"),
     "a block outside of its segment": (
         [ATTACH, step(SEGMENT, 3, 3, block=SEGMENT) + b"abc"],
@@ -93,13 +90,12 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
         "placed a block at an invalid position",
     ),
     "a block of another size": ([ATTACH, step(0, 3, 128) + b"abc", step(0, 3, 64) + b"abc"], "not 128"),
-    "more than its arena": ([ATTACH, step(0, 3, ARENA + 4096) + b"abc"], "more than its stated limit of"),
+    "blocks beyond its arena": ([ATTACH, step(0, 3, ARENA + 4096) + b"abc"], "more than its stated limit of"),
     "more than its credit": (
         [ATTACH] + [step(0, STEP_BYTES, STEP_BYTES), bytes(STEP_BYTES)] * (WINDOW_BYTES // STEP_BYTES + 1),
         "without credit",
     ),
     "a free block": ([ATTACH, encode_area(Area(0, 0))], "freed a block at 0, where no block is allocated"),
-    "a short free": ([ATTACH, encode_area(Area(0, 0))[:5]], "freed a block in a message of 5 bytes"),
     "an acknowledgement of nothing": ([encode_ack(Ack(1, 0))], "acknowledged 1 bytes, but 0"),
     "an acknowledgement of no record": ([encode_ack(Ack(0, 1 << 30))], "acknowledged 1073741824 bytes of"),
     "a batch of too many messages": (
@@ -108,7 +104,6 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     ),
     "a batch in a batch": ([encode_batch([encode_batch([])])], "an invalid message of 1 bytes"),
     "a batch with a message cut off": ([encode_batch([bytes(5)])[:-1]], "an invalid message of 5 bytes"),
-    "a batch with a length cut off": ([encode_batch([b""])[:-1]], "ends within a length"),
     "a batch with a violation": ([encode_batch([ATTACH, step(0, 0, 3)])], "bytes 0 to 0"),
     "a short acknowledgement": ([bytes([ACK])], "an acknowledgement of 1 bytes"),
 }
@@ -126,29 +121,28 @@ async def raw_sender(place: str) -> AsyncIterator[zmq.asyncio.Socket]:
         yield raw
 
 
-@pytest.mark.parametrize("name", VIOLATIONS)
+@pytest.mark.promise(24, 25)
 async def test_a_violation_closes_its_connection_and_affects_no_other(
-    name: str, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    messages, reason = VIOLATIONS[name]
     async with parties() as (place, honest, receiver):
         before = await honest.send(pattern(1, BIG))
-        async with raw_sender(place) as raw:
-            await until(lambda: receiver.statistics().senders == 2)
-            for message in messages:
-                await raw.send(message)
-            while True:
-                answer = await raw.recv()
-                if answer[0] == BYE:
-                    break
-            assert "this side broke the protocol" in answer[1:].decode()
-            assert reason in answer[1:].decode()
-        await until(lambda: receiver.statistics().senders_lost == 1)
-        [logged] = [line for line in caplog.records if getattr(line, "event", "") == "protocol_broken"]
-        assert reason in logged.getMessage()
-        after = await honest.send(pattern(2, BIG))
-        for seed, handle in ((1, before), (2, after)):
-            assert torch.equal(await receiver.receive(handle), pattern(seed, BIG))
+        for count, (messages, reason) in enumerate(VIOLATIONS.values()):
+            async with raw_sender(place) as raw:
+                await until(lambda: receiver.statistics().senders == 2)
+                for message in messages:
+                    await raw.send(message)
+                while (answer := await raw.recv())[0] != BYE:
+                    pass
+                assert "this side broke the protocol" in answer[1:].decode()
+                assert reason in answer[1:].decode()
+            await until(lambda count=count: receiver.statistics().senders_lost == count + 1)  # type: ignore[misc]
+            if not count:  # later ones are logged together
+                [logged] = [one for one in caplog.records if getattr(one, "event", "") == "protocol_broken"]
+                assert reason in logged.getMessage()
+            after = await honest.send(pattern(2, BIG))
+            assert torch.equal(await receiver.receive(after), pattern(2, BIG))
+        assert torch.equal(await receiver.receive(before), pattern(1, BIG))
 
 
 async def test_another_protocol_at_the_port_of_a_receiver_gets_no_answer(
@@ -200,7 +194,7 @@ async def test_a_stopped_receiver_is_sent_a_bounded_number_of_steps() -> None:
 
 
 @pytest.mark.usefixtures("no_collections")
-@pytest.mark.parametrize("length", [1000, BIG, 2 * STEP_BYTES // 8])
+@pytest.mark.parametrize("length", [1000, 2 * STEP_BYTES // 8])
 async def test_a_tensor_that_was_moved_is_freed_without_a_garbage_collection(length: int) -> None:
     async with parties() as (_, sender, receiver):
         array = pattern(1, length).numpy()
@@ -222,6 +216,7 @@ async def receive_full(state: State, handle: object, value: int) -> bool:
     return bool((tensor == value).all())
 
 
+@pytest.mark.promise(38)
 @pytest.mark.parametrize("how", ["cancelled", "discarded"])
 async def test_a_block_is_not_reused_while_some_of_its_bytes_are_under_way(how: str) -> None:
     nbytes = 16 << 20
@@ -321,17 +316,3 @@ def test_invalid_arguments_raise_errors_that_suggest_a_remedy(make: Callable[...
     if listens:
         with pytest.raises(TypeError, match=r"such as \[key\], got one key"):
             make("tcp://127.0.0.1:5000", secret_key=secret, client_keys=public)
-
-
-async def test_a_receiver_is_inspected_over_tcp() -> None:
-    async with parties() as (place, sender, _):
-        await sender.send(pattern(0, BIG))
-        inspection = await inspect(place, patience_s=5)
-        assert isinstance(inspection, Inspection)
-        [found] = inspection.senders
-        assert found.sender == sender.id
-
-
-async def test_an_address_where_nobody_listens_cannot_be_inspected() -> None:
-    with pytest.raises(PeerLostError, match="no receiver or publisher listens at"):
-        await inspect(f"tcp://127.0.0.1:{free_port()}", patience_s=0.3)

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from aiotensor import DiscardedError, TensorReceiver, TensorSender
-from aiotensor.broadcast import Publisher, Subscriber
 from verification.patterns import BIG, pattern
 from verification.places import free_port
 from verification.waiting import settled, until
 
-pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("nothing_left_behind")]
 
 _CHUNK_BYTES = 256 << 10
 
@@ -98,25 +97,6 @@ async def test_values_are_exact_over_a_long_distance() -> None:
         with pytest.raises(DiscardedError):
             await message.__aexit__(None, None, None)
         await settled(sender)
-
-
-async def test_publications_arrive_in_order_over_a_long_distance() -> None:
-    async with (
-        relay(delay_s=0.05) as (listening, entry),
-        Publisher(listening) as publisher,
-        Subscriber(entry, torch.Tensor) as subscriber,
-    ):
-        await publisher.wait_for_subscribers(1)
-        for number in range(12):
-            await publisher.publish(pattern(number, (3, BIG)[number % 2]))
-            publication = await subscriber.receive() if number >= 6 else None
-            if publication is not None:
-                expected = pattern(publication.number, (3, BIG)[publication.number % 2])
-                assert torch.equal(publication.message, expected)
-                del publication
-        await publisher.aclose()
-        rest = [publication.number async for publication in subscriber]
-        assert rest == list(range(6, 12))
 
 
 async def test_a_small_tensor_overtakes_a_large_one_on_a_slow_network() -> None:
