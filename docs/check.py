@@ -2,7 +2,6 @@
 
 - Relative links in all Markdown files lead to files and headings that exist.
 - The tables of docs/operation.md list exactly the log events and the metrics that the package declares.
-- The tests that docs/promises.md names exist.
 """
 
 import ast
@@ -117,16 +116,6 @@ def listed(page: str, column: tuple[str, ...]) -> set[str]:
     return found
 
 
-def missing_tests(page: Path) -> Iterator[str]:
-    """Yield the tests that a page names and that do not exist."""
-    for file, name in re.findall(r"`(tests/[\w/.-]+)(?:::(\w+))?`", page.read_text()):
-        path = ROOT / file
-        if not path.exists() or (
-            name and not re.search(rf"^(async )?def {name}\(", path.read_text(), re.MULTILINE)
-        ):
-            yield f"{page.relative_to(ROOT)}: there is no test {file}{'::' if name else ''}{name}"
-
-
 def main() -> int:
     """Print all problems, and return whether there is one."""
     problems = [problem for path in documents() for problem in broken_links(path)]
@@ -137,7 +126,6 @@ def main() -> int:
     ):
         problems += [f"docs/operation.md: no row has the {what} {one}" for one in sorted(ours - theirs)]
         problems += [f"docs/operation.md: the package has no {what} {one}" for one in sorted(theirs - ours)]
-    problems += missing_tests(ROOT / "docs" / "promises.md")
     sys.stdout.writelines(f"{problem}\n" for problem in problems)
     return int(bool(problems))
 
