@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from aiotensor import ClosedError, PeerLostError, UsageError
 from aiotensor.integrations.vllm.broadcast import Handle, MessageQueue
@@ -99,7 +98,7 @@ def dequeue(queue: MessageQueue, timeout: float | None = None) -> Any:
     return queue.dequeue(timeout)
 
 
-READERS = 3
+READERS = 2
 
 
 @pytest.fixture
@@ -227,7 +226,7 @@ def test_a_killed_reader_is_reported_to_the_writer(queue: MessageQueue) -> None:
         for reader in processes[1:]:
             reader.call(dequeue)
         processes[0].kill()
-        with pytest.raises(PeerLostError, match="1 of 3 readers"):
+        with pytest.raises(PeerLostError, match="1 of 2 readers"):
             writing.result()
 
 
@@ -284,6 +283,8 @@ def test_a_process_can_end_without_shutting_its_queues_down() -> None:
 
 
 def be_in_a_group(rank: int, store: str, results: Any) -> None:
+    import torch.distributed as dist  # slow, and no reader needs it
+
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     queue = MessageQueue.create_from_process_group(dist.group.WORLD, 1 << 20, 4, writer_rank=1)
     answer = queue.broadcast_object({"tensor": pattern(7, BIG)} if rank else None)
