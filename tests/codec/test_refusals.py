@@ -182,9 +182,8 @@ def test_a_message_of_any_depth_is_read_or_refused(which: str) -> None:
 
 def test_items_that_a_set_cannot_contain_raise_protocol_error() -> None:
     array = extension("A", ["in", ["uint8", [1]], b"1"])
-    for type_, item in product(
-        (set[Any], frozenset[Any], set), ({}, [{}], array, msgspec.msgpack.Ext(5, b"theirs"))
-    ):
+    types: list[Any] = [set[Any], frozenset[Any], set]
+    for type_, item in product(types, ({}, [{}], array, msgspec.msgpack.Ext(5, b"theirs"))):
         for decoder, message in (
             (TensorDecoder(type_), [item]),
             (TensorDecoder(of(dict, str, type_)), {"a": [item]}),

@@ -126,14 +126,15 @@ class Plain:
 
 
 def test_an_annotation_that_cannot_be_checked_raises_type_error() -> None:
-    for type_, refused in (
+    metas: list[tuple[Any, str]] = [
         (Annotated[int, Pixels], "int"),
         (of(Box, Annotated[str | None, Pixels]), "str"),
         (Annotated[list[torch.Tensor], Pixels], "list"),
         (Annotated[Any, Pixels], "Any"),
         (of(Pixelated, int), "int"),
         (Annotated[Video, Pixels], "Video"),
-    ):
+    ]
+    for type_, refused in metas:
         with pytest.raises(
             TypeError, match=rf"a TensorMeta describes a tensor, but .*{refused}.* is not a tensor"
         ):
@@ -144,7 +145,7 @@ def test_an_annotation_that_cannot_be_checked_raises_type_error() -> None:
         ):
             TensorDecoder(type_)
     with pytest.raises(TypeError, match=r"use TensorMeta\(\.\.\.\) in an annotation"):
-        TensorDecoder(Annotated[torch.Tensor, TensorMeta])
+        TensorDecoder(of(Annotated, torch.Tensor, TensorMeta))
     with pytest.raises(TypeError, match=r"cannot be decoded: it contains a .*Plain"):
         TensorDecoder(list[Plain])
 
@@ -257,12 +258,13 @@ def test_the_error_of_a_value_of_the_wrong_type_has_its_path() -> None:
 
 
 def test_the_error_of_a_union_with_a_tensor_suggests_any() -> None:
-    for type_ in (
+    unions: list[Any] = [
         torch.Tensor | np.ndarray,
         torch.Tensor | float,
         list[torch.Tensor] | torch.Tensor,
         of(Box, list[torch.Tensor] | torch.Tensor | None),
-    ):
+    ]
+    for type_ in unions:
         with pytest.raises(
             TypeError, match="annotate the field as `Any`, which accepts tensors, arrays, and con"
         ):

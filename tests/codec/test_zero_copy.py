@@ -71,10 +71,11 @@ def test_a_read_only_array_is_not_copied_and_never_written_to() -> None:
 
 
 def test_decoded_tensors_use_the_memory_of_their_buffers() -> None:
-    for type_ in (torch.Tensor, np.ndarray, Any):
+    types: list[Any] = [torch.Tensor, np.ndarray, Any]
+    for type_ in types:
         for source in (large(torch.complex64), large(torch.float16).numpy()):
             [body, buffer] = sent(TensorEncoder().encode(source))
-            received = TensorDecoder(type_).decode([body, buffer])
+            received: Any = TensorDecoder(type_).decode([body, buffer])
             assert address_of(received) == address_of(buffer)
             received.reshape(-1)[:] = 3
             assert np.all(np.frombuffer(buffer, np.asarray(received).dtype) == 3), "which is written to"

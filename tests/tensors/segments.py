@@ -68,11 +68,6 @@ def filled(segment: Segment, *ranges: Range) -> None:
     segment.filled([], list(ranges))
 
 
-def is_warm(place: Extent) -> bool:
-    """Return whether a block has memory."""
-    return place.segment.warm.has(place.offset, place.nbytes)
-
-
 def warm(place: Extent) -> Extent:
     """Get memory for a block."""
     idle, cold = place.segment.prepare(place.offset, place.nbytes, place.segment.nbytes)

@@ -88,20 +88,6 @@ def test_a_mapping_lives_exactly_as_long_as_a_view_of_it() -> None:
     assert watch.memfds(os.getpid()) == 0
 
 
-def test_each_tensor_in_a_segment_is_freed_separately() -> None:
-    with segment_of() as segment:
-        mapped = other_side_of(segment)
-        tensors = [mapped.tensor(offset, torch.uint8, (64,)) for offset in (0, 64, 0)]
-        gone: list[int] = []
-        for number, view in enumerate(tensors):
-            weakref.finalize(view.owner, gone.append, number)
-        del view
-        del tensors[1]
-
-        assert gone == [1]
-        assert tensors[1].tensor.tolist() == [0] * 64
-
-
 def test_nothing_is_opened_in_a_segment_that_was_closed() -> None:
     with segment_of() as segment:
         mapped = other_side_of(segment)
@@ -157,14 +143,6 @@ def memfd(nbytes: int, seals: int = SEALS, flags: int = 0) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def test_a_segment_is_opened_and_its_descriptor_stays_the_callers() -> None:
-    with memfd(8192) as descriptor:
-        mapped = open_segment(descriptor, 8192)
-
-        assert mapped.nbytes == 8192
-        assert os.fstat(descriptor).st_size == 8192
 
 
 @pytest.mark.promise(26)

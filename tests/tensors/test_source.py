@@ -1,6 +1,5 @@
 import gc
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,8 @@ import torch
 
 from aiotensor.errors import UnsupportedTensorError
 from aiotensor.tensors import dtypes
-from aiotensor.tensors.gathering import as_tensor, gathered
-from aiotensor.tensors.source import ArraySource, Sendable, SupportsDLPack, as_source
+from aiotensor.tensors.gathering import as_tensor
+from aiotensor.tensors.source import Sendable, SupportsDLPack, as_source
 
 
 def refusal_of(value: Sendable) -> str:
@@ -84,37 +83,6 @@ def test_the_memory_of_a_read_only_array_lives_for_as_long_as_the_tensor() -> No
     np.full(1 << 20, 9, np.uint8)  # would find the memory, were it free
 
     assert torch.equal(tensor, torch.full((1 << 20,), 7, dtype=torch.uint8))
-
-
-PACKED = np.dtype([("mark", "u1"), ("value", "<i4"), ("more", "<c16")])
-
-UNVIEWABLE: dict[str, Callable[[], npt.NDArray[np.generic]]] = {
-    "reversed": lambda: np.arange(12, dtype=np.int16).reshape(3, 4)[::-1, ::-2],
-    "reversed colours": lambda: np.arange(24, dtype=np.uint8).reshape(2, 4, 3)[..., ::-1],
-    "a packed field": lambda: np.arange(105, dtype=np.uint8).view(PACKED)["value"],
-    "a packed field of 16 bytes": lambda: np.ones(5, PACKED)["more"],
-    "a packed field reversed": lambda: np.arange(105, dtype=np.uint8).view(PACKED)["value"][::-2],
-    "one element": lambda: np.arange(4.0)[2::-4],
-}
-
-
-@pytest.mark.parametrize("is_writable", [True, False], ids=["writable", "read-only"])
-def test_an_array_that_torch_cannot_view_is_gathered_without_an_earlier_copy(is_writable: bool) -> None:
-    for make in UNVIEWABLE.values():
-        array = make() if is_writable else read_only(make())
-        source = as_source(array)
-
-        assert isinstance(source, ArraySource)
-        assert source.data_ptr() == array.__array_interface__["data"][0]
-        assert (source.shape, source.nbytes, source.dtype) == (
-            array.shape,
-            array.nbytes,
-            torch.from_numpy(array.copy()).dtype,
-        )
-        assert gathered(source).tobytes() == array.tobytes()
-        tensor = as_tensor(array)
-        assert tensor.tolist() == array.tolist()
-        assert tensor.is_contiguous()
 
 
 def test_an_array_of_no_elements_is_taken() -> None:

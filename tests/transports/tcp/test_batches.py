@@ -1,6 +1,5 @@
 """The order of the messages of a sender between machines, and the messages that travel together."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -72,17 +71,6 @@ async def connected() -> AsyncIterator[tuple[TensorSender, RawReceiver]]:
             [hello] = await receiver.messages()
             assert hello[0] == RECORD
             yield sender, receiver
-
-
-async def test_a_sender_announces_nothing_before_it_is_admitted() -> None:
-    async with connected() as (sender, receiver):
-        sending = asyncio.create_task(sender.send(torch.zeros(3)))
-        assert await receiver.hears_nothing()
-        assert not sending.done()
-        await receiver.answer(WELCOME)
-        _, put = await receiver.announced()
-        handle = await sending
-        assert (put.message, put.tensor) == (handle.message, handle.tensor)
 
 
 async def test_a_small_tensor_travels_with_its_frame_and_freed_blocks() -> None:
