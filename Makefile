@@ -129,7 +129,7 @@ test-lowest: $(LOWEST)/.test
 	AIOTENSOR_TESTS=all $(LOWEST)/bin/python -m pytest $(XDIST) $(ARGS)
 
 test-vllm: $(VENV)/.vllm
-	AIOTENSOR_TESTS=all PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m pytest tests/vllm tests/integrations/vllm $(ARGS)
+	AIOTENSOR_TESTS=all PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m pytest tests/vllm $(ARGS)
 
 # Ray has many dependencies, so it has an environment of its own, with the wheel: the programs that the tests start use
 # it instead of this checkout.
