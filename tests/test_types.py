@@ -73,7 +73,7 @@ def test_statistics_of_another_process_are_within_bounds(record: msgspec.Struct,
             msgspec.convert(told, type(record))
 
 
-def test_statistics_with_too_many_errors_or_holders_are_rejected() -> None:
-    for many in ({"errors": {f"E{n}": 1 for n in range(33)}}, {"holders": (HOLDER,) * 1025}):
-        with pytest.raises(msgspec.ValidationError, match="length <="):
-            msgspec.convert(msgspec.to_builtins(msgspec.structs.replace(SENT, **many)), SenderStatistics)
+def test_statistics_with_too_many_errors_are_rejected() -> None:
+    many = msgspec.structs.replace(SENT, errors={f"E{n}": 1 for n in range(33)})
+    with pytest.raises(msgspec.ValidationError, match="length <="):
+        msgspec.convert(msgspec.to_builtins(many), SenderStatistics)

@@ -131,6 +131,8 @@ async def test_errors_are_recorded_in_the_span_of_the_call_and_of_its_wait(recor
         assert span.attributes["error.type"] == "aiotensor.errors.WouldBlockError"
 
 
+@pytest.mark.parametrize("link", ["unix"], indirect=True)
+@pytest.mark.usefixtures("link")
 async def test_the_loss_of_the_receiver_is_recorded(recorder: Recorder) -> None:
     async with pair(max_concurrent_videos=1) as (sender, receiver):
         await sender.send(pattern(0, 3))
