@@ -64,7 +64,7 @@ class Visit:
 
     def begin(self, **more: object) -> "asyncio.Task[None]":
         scope: Scope = {"type": "http", "method": "POST", "path": "/", "raw_path": b"/", "query_string": b""}
-        scope |= {"headers": [], "http_version": "1.1", "scheme": "http", "root_path": "", **more}
+        scope.update(headers=[], http_version="1.1", scheme="http", root_path="", **more)
 
         async def run() -> None:
             await self._app(scope, self._receive, self._send)

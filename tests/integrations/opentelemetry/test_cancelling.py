@@ -11,7 +11,7 @@ from tests.cancellation.test_send import *  # noqa: F403
 from tests.integrations.opentelemetry.spans import recording
 from tests.pairs import Links
 
-pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("link", "nothing_left_behind")]
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("link", "nothing_left_behind")]  # type: ignore[assignment]
 
 
 @pytest.fixture(params=["unix"])
