@@ -71,7 +71,7 @@ async def _scrape_there(state: State) -> Numbers:
 
 
 async def test_metrics_of_each_process_under_load_parse_and_agree_with_the_sent_tensors() -> None:
-    rounds = 10
+    rounds = 12
     tensors, nbytes = 3 * rounds, (3 + BIG + 1000) * 8 * rounds
     with address() as place:
         async with peers.peers(place, 2) as [api, engine]:
