@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 
 # Most tests wait for processes: with as many workers as there are cores the suite takes half the time. A test
 # that hangs ends its worker, and with it the run: a new worker would repeat the test.
-XDIST  := --numprocesses auto --dist loadfile --max-worker-restart 0
+XDIST  := --numprocesses $(shell expr $$(nproc) + 1) --dist loadfile --max-worker-restart 0
 PYTEST := $(BIN)/python -m pytest $(XDIST)
 
 .PHONY: demo test test-all lint types unit test-lowest test-vllm test-ray test-deployment test-dashboards coverage \

@@ -82,6 +82,7 @@ async def test_no_answer_keeps_the_loop_busy_for_long() -> None:
             assert await too_long(answer) == {}
 
 
+@pytest.mark.extended
 @pytest.mark.promise(20)
 async def test_an_idle_client_and_its_server_use_no_processor_time() -> None:
     with place() as here:

@@ -286,6 +286,7 @@ async def test_the_number_of_series_does_not_grow_with_the_number_of_endpoints()
         assert at(numbers, "other")[LIMIT] == 57 * 8
 
 
+@pytest.mark.extended
 async def test_the_sum_of_other_endpoints_stays_correct_while_they_open_and_close() -> None:
     registry = new_registry(max_endpoints=1)
     async with senders() as those:

@@ -34,7 +34,7 @@ def extended(*kinds: str) -> list[Any]:
 
 
 @pytest.mark.promise(18)
-@pytest.mark.parametrize("kind", ["uvicorn", "aiohttp", *extended("gunicorn-aiohttp")])
+@pytest.mark.parametrize("kind", ["uvicorn", *extended("aiohttp", "gunicorn-aiohttp")])
 async def test_200_uploads_are_all_answered_within_the_memory_limit(kind: str, folder: Path) -> None:
     arena_bytes = 3 * MiB  # less than the permits could fill
     async with scene(kind, folder, arena_bytes=arena_bytes, max_wait_s=0.5) as on:

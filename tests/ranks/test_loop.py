@@ -133,6 +133,7 @@ async def test_no_call_of_a_rank_that_sends_keeps_its_loop_busy_for_long(places:
     assert await too_long(measure) == {}
 
 
+@pytest.mark.extended
 async def test_no_call_of_a_rank_that_receives_keeps_its_loop_busy_for_long(places: Iterator[Path]) -> None:
     source = torch.ones(_BYTES, dtype=torch.uint8)
 

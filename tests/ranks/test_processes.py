@@ -127,6 +127,7 @@ async def test_a_stopped_rank_delays_only_messages_beyond_the_limit(folder: Path
         await pipe.drain()
 
 
+@pytest.mark.extended
 @pytest.mark.promise(20)
 @pytest.mark.parametrize("route", list(ROUTES) if COMPLETE else ["unix"], indirect=True)
 async def test_an_idle_pipe_uses_no_processor_time(folder: Path) -> None:

@@ -16,7 +16,8 @@ _LIMIT_S = 100.0
 _MESSAGES = 6  # of each exchange, in each direction
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("size", [2, 8])
 def test_every_rank_exchanges_messages_with_every_other_also_after_the_end_of_the_group(
     size: int, folder: Path
 ) -> None:

@@ -278,6 +278,7 @@ async def test_a_process_that_is_not_instrumented_any_more_creates_no_spans() ->
     assert recorder.seen == []
 
 
+@pytest.mark.extended
 def test_the_global_providers_may_be_set_later(folder: Path) -> None:
     code = """
 import asyncio, sys

@@ -268,6 +268,7 @@ def test_the_writer_cannot_read_and_a_reader_cannot_write(queue: MessageQueue) -
     reader.shutdown()
 
 
+@pytest.mark.extended
 def test_a_process_can_end_without_shutting_its_queues_down() -> None:
     code = (
         "import torch; from aiotensor.integrations.vllm.broadcast import MessageQueue; "
