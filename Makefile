@@ -5,8 +5,8 @@ BIN    := $(VENV)/bin
 WHEEL  := .venv-wheel
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Most tests wait for processes: with as many workers as there are cores the suite takes half the time. A test
-# that hangs ends its worker, and with it the run: a new worker would repeat the test.
+# Most tests wait for processes, so there is one worker more than there are cores. A test that hangs ends its worker,
+# and with it the run: a new worker would repeat the test.
 XDIST  := --numprocesses $(shell expr $$(nproc) + 1) --dist loadfile --max-worker-restart 0
 PYTEST := $(BIN)/python -m pytest $(XDIST)
 
