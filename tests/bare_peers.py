@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from aiotensor import TensorReceiver
 from aiotensor.inspection import Inspection
 from aiotensor.protocol.frames import (
     MAX_RECORD_BYTES,
@@ -22,7 +21,6 @@ from aiotensor.protocol.frames import (
 from verification.fuzz.listening import waiting_at
 from verification.fuzz.speaking import say
 from verification.inspecting import inspect_receiver
-from verification.internals import inspectors_of
 
 __all__ = [
     "PATIENCE_S",
@@ -31,7 +29,6 @@ __all__ = [
     "bare_inspector",
     "inspect_patiently",
     "inspecting_bare_receiver",
-    "inspector_count",
 ]
 
 PATIENCE_S = 20.0  # longer than any reply takes
@@ -40,13 +37,6 @@ PATIENCE_S = 20.0  # longer than any reply takes
 async def inspect_patiently(address: str) -> Inspection:
     """Inspect a receiver."""
     return await inspect_receiver(address, patience_s=PATIENCE_S)
-
-
-def inspector_count(receiver: TensorReceiver) -> int:
-    """Count the inspectors of a receiver."""
-    found = inspectors_of(receiver)
-    assert not any(one.transport.is_closed for one in found), "it keeps an inspector that has disconnected"
-    return len(found)
 
 
 class BareInspector:

@@ -1,13 +1,12 @@
-"""Counts of calls and instructions, for tests that cannot measure time."""
+"""Counts of calls, for tests that cannot measure time."""
 
-import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["Count", "counted_calls", "steps_of"]
+__all__ = ["Count", "counted_calls"]
 
 
 class Count:
@@ -30,24 +29,3 @@ def counted_calls() -> Iterator[Count]:
         yield count
     finally:
         sys.setprofile(None)
-
-
-def steps_of(what: Callable[[], object]) -> int:
-    """Count the bytecode instructions of a call; functions written in C count as one."""
-    steps = 0
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal steps
-        frame.f_trace_opcodes = True
-        steps += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    gc.disable()  # a collection, with its callbacks, is not part of the call
-    sys.settrace(trace)
-    try:
-        what()
-    finally:
-        sys.settrace(before)
-        gc.enable()
-    return steps

@@ -68,11 +68,6 @@ class Host:
         """The name of its end of the cable."""
         return _DEVICE
 
-    def bytes_arrived(self) -> int:
-        """Return how many bytes have arrived through the cable."""
-        [link] = json.loads(_ip_in(self, "-json", "-statistics", "link", "show", _DEVICE))
-        return int(link["stats64"]["rx"]["bytes"])
-
     def enter(self) -> None:
         """Move the calling process to this host, with its network and its files of ``/etc``.
 
@@ -129,25 +124,6 @@ class Hosts:
         shape = ("tbf", "rate", f"{mbit_s}mbit", "burst", "256kb", "latency", "20ms")
         for host in (self.a, self.b):
             _run("tc", "-n", host.namespace, "qdisc", "add", "dev", _DEVICE, "root", *shape)
-
-    def block_other_ports(self, port: int) -> None:
-        """Lose the packets of all TCP connections but those to one port, as behind a firewall."""
-        for host in (self.a, self.b):
-            for preference, direction in enumerate(("dport", "sport"), 1):
-                through = ("pref", str(preference), "ipproto", "tcp", direction, str(port), "lookup", "main")
-                _ip_in(host, "rule", "add", *through)
-            _ip_in(host, "rule", "add", "pref", "3", "ipproto", "tcp", "lookup", _LOST_TABLE)
-            route = (_NETWORK, "via", _SILENT_DNS, "dev", _DEVICE, "table", _LOST_TABLE)
-            _ip_in(host, "route", "add", *route)
-
-    def reset_other_connections(self, port: int) -> None:
-        """Reset all TCP connections but those to one port, once they carry something.
-
-        Raises:
-            NoNamespacesError: the command `nft` is missing.
-        """
-        through = (f"tcp {direction} {port} accept" for direction in ("dport", "sport"))
-        self._filter(*through, "meta l4proto tcp reject with tcp reset")
 
     def lose_some(self, percent: int) -> None:
         """Lose some of the packets at random, in both directions.

@@ -52,9 +52,6 @@ class RawReceiver:
                     if isinstance(frame, Put):
                         return [one[0] for one in messages], frame
 
-    async def hears_nothing(self) -> bool:
-        return not await self._sock.poll(20)
-
 
 @asynccontextmanager
 async def connected() -> AsyncIterator[tuple[TensorSender, RawReceiver]]:
