@@ -173,6 +173,18 @@ async def test_tensors_are_taken_together_with_their_request() -> None:
         await settled(ends)
 
 
+async def test_a_tensor_that_is_removed_from_its_message_frees_its_memory_before_the_answer() -> None:
+    async with channel() as ends:
+        asking = asyncio.create_task(ends.client.request(Question(1, pattern(1, BIG))))
+        async with await anext(ends.server) as request:
+            assert ends.sender.statistics().bytes_in_use > 0
+            request.message.tensor = None
+            await until(lambda: ends.sender.statistics().bytes_in_use == 0)
+            assert not asking.done()
+            await request.reply(Answer(1))
+        await asking
+
+
 async def test_an_exception_of_the_handler_arrives_with_its_type_and_text() -> None:
     with said() as texts:
         async with served() as ends:
