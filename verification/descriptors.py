@@ -21,7 +21,11 @@ def our_descriptors() -> dict[int, str]:
 
 
 def _is_seqpacket(descriptor: int) -> bool:
-    with socket.socket(fileno=os.dup(descriptor)) as sock:
+    try:
+        copy = os.dup(descriptor)
+    except OSError:  # a thread has just closed it
+        return False
+    with socket.socket(fileno=copy) as sock:
         return sock.type == socket.SOCK_SEQPACKET
 
 
