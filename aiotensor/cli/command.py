@@ -122,7 +122,7 @@ def top(
     interval_s: float,
     patience_s: float,
 ) -> None:
-    """Print what a running receiver or publisher uses, and what it knows of its senders or subscribers.
+    """Print the statistics of a running receiver or publisher, and of its senders or subscribers.
 
     On a terminal, the display is updated until Ctrl-C; otherwise, the usage is printed once. An inspection
     changes nothing, and does not count towards the limits on senders or subscribers. At a unix:// address,

@@ -285,7 +285,7 @@ async def _failure(place: Place) -> str | None:
 
 
 async def _listener(address: str, keys: Keys) -> Finding:
-    """Inspect the process at an address, to learn what it is, and whether it lets this one in."""
+    """Inspect the process at an address: its kind, and whether it accepts this user and these keys."""
     try:
         seen = await inspect(address, patience_s=_ANSWER_S, **keys._asdict())
     except AccessDeniedError as error:

@@ -1,4 +1,4 @@
-"""What `aiotensor top` writes about a receiver or a publisher: lines, JSON, or a screen."""
+"""Format an inspection of a receiver or a publisher for `aiotensor top`: lines, JSON, or a screen."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from aiotensor.inspection import Inspection, PublisherInspection
 
 __all__ = ["Look", "as_json", "as_lines", "watch"]
 
-# Sequences for terminals: show a screen without a cursor, clear it, and restore what was there before.
+# Terminal sequences: switch to the alternate screen without a cursor, clear it, and restore the main screen.
 _BEGIN, _CLEAR, _END = "\x1b[?1049h\x1b[?25l", "\x1b[H\x1b[J", "\x1b[?25h\x1b[?1049l"
 
 Seen: TypeAlias = Inspection | PublisherInspection

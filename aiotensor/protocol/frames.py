@@ -256,7 +256,7 @@ class SenderSummary(msgspec.Struct, frozen=True, array_like=True):
     """The state of one sender, as its receiver knows it.
 
     `messages` is the number of messages that the sender has announced, on all its connections. `in_flight` is
-    the number of those that have neither been taken nor discarded.
+    the number of these messages that were neither taken nor discarded.
     """
 
     sender: Name

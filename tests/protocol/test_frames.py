@@ -86,7 +86,7 @@ def values(info: types.Type) -> st.SearchStrategy[Any]:
         case types.StructType(cls=cls, fields=fields):
             found = st.builds(cls, **{field.name: values(field.type) for field in fields})
         case other:
-            raise NotImplementedError(other)
+            raise TypeError(f"a field has a type for which this test has no values: {other}")
     return st.none() | found if may_be_none(info) else found
 
 
@@ -109,7 +109,7 @@ def simplest(info: types.Type) -> Any:
             return [simplest(field.type) for field in fields]
         case types.StructType(fields=fields):
             return {field.name: simplest(field.type) for field in fields}
-    raise NotImplementedError(info)
+    raise TypeError(f"a field has a type for which this test has no values: {info}")
 
 
 def wrong(info: types.Type) -> Iterator[Any]:
@@ -150,7 +150,7 @@ def wrong(info: types.Type) -> Iterator[Any]:
         case types.StructType():
             yield from (0, "text", {})
         case other:
-            raise NotImplementedError(other)
+            raise TypeError(f"a field has a type for which this test has no values: {other}")
 
 
 def unlimited(info: types.Type, name: str = "") -> Iterator[str]:
