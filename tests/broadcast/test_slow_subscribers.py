@@ -221,6 +221,8 @@ async def test_closing_waits_as_long_as_subscribers_read(broadcasts: Broadcasts)
         assert len([one async for one in slow]) == count
 
 
+# A subscriber cannot reconnect to a queue.
+@pytest.mark.parametrize("endpoint", ["unix", "tcp"], indirect=True)
 async def test_a_subscriber_beyond_the_limit_is_refused(broadcasts: Broadcasts) -> None:
     async with (
         broadcasts.open(2, max_subscribers=2) as (publisher, subscribers),
