@@ -43,14 +43,16 @@ class RawReceiver:
         _, message = await self._sock.recv_multipart()
         return [bytes(part) for part in read_batch(memoryview(message))] if message[0] == BATCH else [message]
 
-    async def announced(self) -> tuple[list[int], Put]:
-        """Wait for the next tensor; return its frame, and the kinds of the messages that came with it."""
+    async def announced(self) -> tuple[list[list[int]], Put]:
+        """Wait for the next tensor; return its frame, and the kinds of messages in each batch."""
+        batches = []
         while True:
             messages = await self.messages()
+            batches.append([one[0] for one in messages])
             for message in messages:
                 for frame in decode(FROM_SENDER, message[1:]) if message[0] == RECORD else ():
                     if isinstance(frame, Put):
-                        return [one[0] for one in messages], frame
+                        return batches, frame
 
 
 @asynccontextmanager
@@ -79,8 +81,9 @@ async def test_a_small_tensor_travels_with_its_frame_and_freed_blocks() -> None:
         await receiver.answer(Taken((put.message,)), Release((put.block,)))
         await sender.drain()
         await sender.send(SMALL)
-        kinds, put = await receiver.announced()
-        assert kinds == [FREE, STEP, RECORD]
+        batches, put = await receiver.announced()
+        # On a busy machine, the moment that freed blocks wait for a next message may have passed.
+        assert batches in ([[FREE, STEP, RECORD]], [[FREE], [STEP, RECORD]])
         assert put.block is not None
         await receiver.answer(Taken((put.message,)), Release((put.block,)))
         [free] = await receiver.messages()  # after a moment without a next message
