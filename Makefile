@@ -90,7 +90,7 @@ $(DIST)/.built: $(BUILD)/.ready FORCE
 FORCE:
 
 # An empty environment with the wheel and its extras, from which the list of dependencies is written. Then come the
-# packages that the programs of the README and of the tutorial need: tests run them there, without the checkout.
+# packages that the programs of the README, the tutorial and the guide need: tests run them there, without the checkout.
 INTO_WHEEL = $(BUILD)/bin/python -m pip --python $(WHEEL)/bin/python install --quiet --disable-pip-version-check -c constraints.txt
 $(WHEEL)/.programs: $(DIST)/.built
 	$(PYTHON) -m venv --clear --without-pip $(WHEEL)
@@ -98,7 +98,7 @@ $(WHEEL)/.programs: $(DIST)/.built
 	$(INTO_WHEEL) "aiotensor[aiohttp,cli,fastapi,opentelemetry,prometheus,uvloop] @ file://$$(echo $(abspath $(DIST))/*.whl)"
 	rm $(WHEEL)/lib/python*/site-packages/aiotensor-*/direct_url.json # the SBOM would contain this path
 	$(BUILD)/bin/cyclonedx-py environment $(WHEEL) --output-reproducible --output-file $(WHEEL)/sbom.json
-	$(INTO_WHEEL) av httpx uvicorn
+	$(INTO_WHEEL) av httpx pytest pytest-asyncio uvicorn
 	@touch $@
 
 dist: $(DIST)/.built $(WHEEL)/.programs
