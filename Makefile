@@ -60,7 +60,7 @@ test: lint types unit
 
 test-all: lint types $(WHEEL)/.programs $(VENV)/.fuzz
 	AIOTENSOR_TESTS=all AIOTENSOR_TEST_PYTHON=$(abspath $(WHEEL))/bin/python $(PYTEST) $(ARGS)
-	@$(MAKE) --no-print-directory model chaos fuzz SECONDS=60
+	@$(MAKE) --no-print-directory model chaos fuzz SECONDS=60 ARGS=
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
