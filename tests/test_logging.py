@@ -401,3 +401,28 @@ def _run(program: str) -> "subprocess.CompletedProcess[str]":
 def test_a_program_that_has_not_set_logging_up_prints_nothing() -> None:
     done = _run(PROGRAM)
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
+# In its main process, vLLM loads plugins before it configures logging; in others, afterwards.
+VLLM_PROGRAM = """
+import logging.config
+from aiotensor.integrations.vllm import plugin
+
+plugin.register()
+logging.config.dictConfig({
+    "version": 1,
+    "handlers": {"out": {"class": "logging.StreamHandler", "stream": "ext://sys.stdout"}},
+    "loggers": {"vllm": {"handlers": ["out"], "level": "WARNING", "propagate": False}},
+})
+plugin.register()
+"""
+
+
+def test_warnings_of_the_vllm_plugin_are_printed_before_and_after_vllm_configures_logging(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AIOTENSOR_VLLM", "tensor")
+    done = _run(VLLM_PROGRAM)
+    for output in (done.stderr, done.stdout):
+        (line,) = output.splitlines()
+        assert "AIOTENSOR_VLLM='tensor' is unknown" in line

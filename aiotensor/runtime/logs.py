@@ -21,9 +21,10 @@ def logger_of(name: str) -> logging.Logger:
     and an escape sequence could control the terminal.
 
     Args:
-        name: the part of the logger's name after ``aiotensor.``.
+        name: the part of the logger's name after ``aiotensor.``; ``vllm`` stands for ``vllm.aiotensor``.
     """
-    logger = logging.getLogger(f"aiotensor.{name}")
+    # vLLM configures only its own logger, and ``aiotensor`` has a handler, and so prints no warnings.
+    logger = logging.getLogger("vllm.aiotensor" if name == "vllm" else f"aiotensor.{name}")
     # The filter belongs to the logger, because the handlers belong to the application.
     logger.addFilter(_make_plain)
     return logger

@@ -13,7 +13,7 @@ INSTALLED = find_spec("vllm") is not None
 os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # the wheel is built for CUDA, and the tests need no GPU
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
-os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # otherwise the log of vLLM does not reach `caplog`
 os.environ["VLLM_PLUGINS"] = ""  # tests enable the plugins that they need
 os.environ["HF_HUB_OFFLINE"] = "1"
 

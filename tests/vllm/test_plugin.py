@@ -52,7 +52,7 @@ class OtherReceiver:
     [
         (vllm, "__version__", "0.99.1", ("version 0.99.1 is not supported",)),
         (core, "TensorIpcReceiver", OtherReceiver, ("TensorIpcReceiver", "('queues',)")),
-        (core_client, "TensorIpcSender", None, ("TensorIpcSender of version 0.33.0 is missing",)),
+        (core_client, "TensorIpcSender", None, (f"IpcSender of version {vllm.__version__} is missing",)),
     ],
     ids=["version", "signature", "name"],
 )
@@ -69,7 +69,7 @@ def test_nothing_changes_in_an_unknown_vllm(
     else:
         monkeypatch.setattr(owner, name, value)
     before = objects()
-    with caplog.at_level(logging.INFO, "aiotensor"):
+    with caplog.at_level(logging.INFO, "vllm.aiotensor"):
         plugin.register()
     assert objects() == before
     assert [record.event for record in caplog.records] == ["vllm_unchanged"]  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ def test_nothing_changes_with_a_wrong_setting(
 
 def test_only_the_documented_names_are_replaced_once(caplog: pytest.LogCaptureFixture) -> None:
     before = objects()
-    with caplog.at_level(logging.INFO, "aiotensor"):
+    with caplog.at_level(logging.INFO, "vllm.aiotensor"):
         plugin.register()
         after = objects()
         plugin.register()

@@ -1,4 +1,4 @@
-"""Tensor transport for vLLM 0.33 and later.
+"""Tensor transport for vLLM 0.32 and 0.33.
 
 `TensorConsumer` and `TensorProvider` are hooks for vLLM's `MsgpackEncoder` and `MsgpackDecoder`. The plugin
 in `aiotensor.integrations.vllm.plugin` installs them in the processes of vLLM; see docs/vllm.md.

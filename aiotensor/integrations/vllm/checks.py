@@ -24,7 +24,7 @@ __all__ = [
 
 logger = logger_of("vllm")
 
-KNOWN_VERSIONS = ("0.33",)
+KNOWN_VERSIONS = ("0.32", "0.33")
 
 CLIENT = "vllm.v1.engine.core_client"
 ENGINE = "vllm.v1.engine.core"

@@ -11,6 +11,7 @@ from vllm.v1.executor import multiproc_executor
 from aiotensor.integrations.vllm import broadcast
 from aiotensor.integrations.vllm.checks import BROADCAST, UnsupportedError, check, log_unchanged
 from aiotensor.integrations.vllm.pickling import Parts, dumps, loads
+from aiotensor.integrations.vllm.processes import export_metrics
 from aiotensor.runtime.logs import logger_of
 
 __all__ = ["BroadcastExecutor", "ExecutorQueue"]
@@ -104,6 +105,7 @@ class ExecutorQueue:
         return self
 
     def _open(self, small: Any, large: broadcast.MessageQueue) -> None:
+        export_metrics()
         self.small, self.large = small, large
         self._has_declined = False
 

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from aiotensor.tensors.dtypes import DTYPE_NAMES, dtype_from_name
+from aiotensor.tensors.raw import new_tensor
+from aiotensor.tensors.views import view_over
 
 __all__ = ["Parts", "dumps", "loads"]
 
@@ -61,6 +63,5 @@ def _rebuild(buffer: Any, shape: tuple[int, ...], name: str) -> torch.Tensor:
     dtype = dtype_from_name(name)
     view = memoryview(buffer)
     if not view.nbytes:
-        return torch.empty(shape, dtype=dtype)
-    writable = bytearray(view) if view.readonly else view
-    return torch.frombuffer(writable, dtype=torch.uint8).view(dtype).view(shape)
+        return new_tensor(shape, dtype)
+    return view_over(bytearray(view) if view.readonly else view, 0, dtype, shape).tensor

@@ -5,6 +5,7 @@ receives it replaces the names in vLLM, because vLLM creates the receiving end b
 """
 
 import asyncio
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ __all__ = [
     "EngineProvider",
     "EngineQueue",
     "check_request",
+    "export_metrics",
     "open_consumer",
     "open_provider",
 ]
@@ -117,7 +119,7 @@ class ClientConsumer(TensorConsumer):
 
 def open_consumer(queue: EngineQueue) -> ClientConsumer:
     """Return the sending end of an API server; its sender is closed when the consumer is freed."""
-    _export_metrics()
+    export_metrics()
     return ClientConsumer(queue)
 
 
@@ -204,12 +206,12 @@ def _call_in_thread(function: Callable[[], R]) -> R:
 
 
 _exporting = threading.Lock()
-_is_exporting = False
+_exporter: int | None = None  # the id of the process that called `export_metrics`
 
 
-def _export_metrics() -> None:
+def export_metrics() -> None:
     """Add the statistics of this process to the metrics of vLLM, once, if prometheus_client is installed."""
-    global _is_exporting
+    global _exporter
     try:
         from prometheus_client import REGISTRY, values
 
@@ -217,11 +219,12 @@ def _export_metrics() -> None:
     except ImportError:
         return
     with _exporting:
-        if _is_exporting:
-            return
-        _is_exporting = True
+        before, _exporter = _exporter, os.getpid()
+    if before == _exporter:
+        return
     if not getattr(values.ValueClass, "_multiprocess", False):
-        REGISTRY.register(AioTensorCollector())
+        if before is None:  # a forked child inherits the collector, but not the publisher
+            REGISTRY.register(AioTensorCollector())
         return
 
     async def publish() -> None:  # to files, because there are several API servers
@@ -231,7 +234,7 @@ def _export_metrics() -> None:
             _log_no_metrics(error)
 
     try:
-        borrow(_export_metrics).begin(Call(publish))
+        borrow(export_metrics).begin(Call(publish))
     except OSError as error:  # no thread is left, and tensors will be declined for the same reason
         _log_no_metrics(error)
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,6 +179,22 @@ def test_each_reader_receives_each_object_in_order(queue: MessageQueue) -> None:
             queue.enqueue(request(seed, count))
             for reader in processes:
                 reader.result()
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, partial(torch.device, "meta")])
+def test_modes_of_torch_do_not_affect_dequeued_tensors(mode: Callable[[], Any]) -> None:
+    sent = [pattern(1, count).to(dtype) for count in (0, 3, BIG) for dtype in (torch.int64, torch.bfloat16)]
+    writer = MessageQueue(1, 1)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    with mode():
+        writer.enqueue(sent)
+        received = reader.dequeue()
+    for tensor, original in zip(received, sent, strict=True):
+        assert tensor.is_cpu
+        assert not tensor.is_inference()
+        assert torch.equal(tensor, original)
+    reader.shutdown()
+    writer.shutdown()
 
 
 kept: list[Any] = []

@@ -161,7 +161,7 @@ def test_a_tensor_without_a_permit_is_serialized_and_logged_once(
     encoder, decoder = Encoder(ends.consumer), Decoder(ends.provider)
     messages = [videos(seed, BIG) for seed in range(3)]
     encoded = []
-    with caplog.at_level(logging.WARNING, "aiotensor.vllm"):
+    with caplog.at_level(logging.WARNING, "vllm.aiotensor"):
         for message in messages:
             with ends.consumer.message():
                 encoded.append([bytes(buffer) for buffer in encoder.encode(message)])
