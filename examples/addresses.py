@@ -5,8 +5,7 @@ The servers and the engine read them from the environment:
 - `XDG_RUNTIME_DIR`: the folder of the engine's sockets, if all processes run on one machine.
 - `ENGINE`: `tcp://` and the host and the port of the engine, if it runs on another machine. The messages use
   the next port. The engine itself listens there, such as at `tcp://0.0.0.0:7000`.
-- `ENGINE_KEYS`: the file with the keys of this side, from `python -m two_hosts.keys`. Another machine
-  needs them.
+- `ENGINE_KEYS`: the file with the keys of this side, from `aiotensor keys`. Another machine needs them.
 """
 
 import os

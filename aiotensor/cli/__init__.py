@@ -9,7 +9,7 @@ def main() -> None:
     """Run the command line, and exit with its status."""
     if find_spec("click") is None:
         # Python prints this to stderr and exits with status 1.
-        raise SystemExit("`aiotensor` needs click: pip install click")
+        raise SystemExit("`aiotensor` needs click: pip install 'aiotensor[cli]'")
     from aiotensor.cli.command import aiotensor
 
     aiotensor(prog_name="aiotensor")

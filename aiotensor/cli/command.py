@@ -6,12 +6,14 @@ import math
 import os
 import sys
 from functools import partial
+from pathlib import Path
 
 import click
 
 from aiotensor import __version__
-from aiotensor.cli.addresses import FORMS, HOW_TO_GIVE, key_options, keys_for, needs_keys, valid_address
+from aiotensor.cli.addresses import FORMS, needs_keys, valid_address
 from aiotensor.cli.doctor import Finding, Status, examine
+from aiotensor.cli.keys import HOW_TO_GIVE, Keys, check_keys, keys_option, write_keys
 from aiotensor.cli.top import Look, as_json, as_lines, watch
 from aiotensor.cli.words import printable
 from aiotensor.errors import AioTensorError
@@ -27,7 +29,7 @@ _TERMINATED = 143  # and for SIGTERM
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def aiotensor() -> None:
-    """Check this machine, and inspect running receivers and publishers."""
+    """Check this machine, inspect running receivers and publishers, and create keys."""
 
 
 # The doctor
@@ -41,7 +43,7 @@ def aiotensor() -> None:
     help="Address of your receiver or publisher. [default: a socket in $XDG_RUNTIME_DIR or in the folder "
     "for temporary files]",
 )
-@key_options
+@keys_option
 @click.option(
     "--arena-bytes",
     type=click.IntRange(min=1),
@@ -59,8 +61,7 @@ def aiotensor() -> None:
 @click.option("--json", "as_objects", is_flag=True, help="Write a list of JSON objects.")
 def doctor(
     address: str | None,
-    server_key: str | None,
-    secret_key: str | None,
+    keys: Keys,
     arena_bytes: int,
     subscribers: int,
     as_objects: bool,
@@ -74,9 +75,8 @@ def doctor(
     address, on this or another machine, it is a problem if none listens.
     """
     findings: dict[str, Finding] = {}
-    for check, finding in examine(
-        address, keys_for(address, secret_key, server_key), arena_bytes, subscribers
-    ):
+    check_keys(address, keys)
+    for check, finding in examine(address, keys, arena_bytes, subscribers):
         findings[check] = finding
         if not as_objects:
             status = click.style(f"{finding.status:<7}", fg=_COLORS[finding.status])
@@ -110,14 +110,13 @@ _seconds = partial(
 
 @aiotensor.command()
 @click.argument("address", callback=valid_address, metavar=FORMS)
-@key_options
+@keys_option
 @click.option("--json", "as_object", is_flag=True, help="Inspect twice, and write one JSON object.")
 @_seconds("--interval", "interval_s", default=1.0, help="Pause between two inspections.")
 @_seconds("--patience", "patience_s", default=0.5, help="How long each inspection waits for an answer.")
 def top(
     address: str,
-    server_key: str | None,
-    secret_key: str | None,
+    keys: Keys,
     as_object: bool,
     interval_s: float,
     patience_s: float,
@@ -129,7 +128,7 @@ def top(
     only the user of the receiver or publisher may inspect it. At a tcp:// address on another machine, its
     client_keys must contain the public key of this side.
     """
-    keys = keys_for(address, secret_key, server_key)
+    check_keys(address, keys)
     if keys.server_key is None and needs_keys(address):
         raise click.UsageError(f"any machine that reaches {address} could connect. {HOW_TO_GIVE}")
     is_live = not as_object and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
@@ -155,3 +154,28 @@ async def _inspected(address: str, look: Look, interval_s: float, *, as_object: 
         return "\n".join(as_lines(address, None, now))
     await asyncio.sleep(interval_s)
     return as_json(address, now, await look())
+
+
+# Keys
+
+
+@aiotensor.command("keys")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+def make_keys(folder: Path, names: tuple[str, ...]) -> None:
+    """Create keys for tcp:// addresses, in a new FOLDER.
+
+    The file engine.json is for the side that listens. Each NAME is a side that connects to it, and gets a
+    file; by default, there is one, api.json. Each file is a JSON object with the arguments of its side:
+    secret_key and client_keys, or secret_key and server_key. Only this user can read the files.
+    """
+    try:
+        write_keys(folder, names or ("api",))
+    except FileExistsError as error:
+        raise click.ClickException(
+            f"{error.filename} exists; its keys may be in use, so they are not replaced"
+        ) from error
+    except OSError as error:
+        raise click.ClickException(f"{error.filename} cannot be created: {error.strerror}") from error
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, TypeAlias
 import zmq
 
 from aiotensor import __version__
-from aiotensor.cli.addresses import HOW_TO_GIVE, Keys, is_port
+from aiotensor.cli.addresses import is_port
+from aiotensor.cli.keys import HOW_TO_GIVE, Keys
 from aiotensor.cli.words import in_words, printable
 from aiotensor.errors import AccessDeniedError, AioTensorError, PeerLostError
 from aiotensor.inspection import Inspection, inspect
@@ -47,6 +48,7 @@ _CONNECT_S = 2.0
 _ANSWER_S = 5.0
 _BESIDE_ARENA = 512 << 20  # the memory of two processes that have imported torch
 _FEW_DESCRIPTORS = 64
+_ACCEPTS = "00010000"  # the flags of a listening socket in /proc/net/unix
 _UNLIMITED = 1 << 60  # cgroup v1 expresses "no limit" as a number of about this size or more
 _ANOTHER = "choose another path"
 _OTHERWISE = "Choose another path"
@@ -178,6 +180,9 @@ def socket_file(path: Path) -> tuple[Finding, bool]:
     try:
         facts = path.stat()
     except (FileNotFoundError, NotADirectoryError):
+        if _is_bound(path):
+            found = f"a process listens at {path}, but its socket file was removed, so no other can connect"
+            return Finding(Status.PROBLEM, found, "Restart the receiver or publisher"), False
         return Finding(Status.OK, f"nothing exists at {path} yet"), False
     except OSError as error:
         found = f"{path} cannot be examined: {error.strerror or error}"
@@ -196,6 +201,12 @@ def socket_file(path: Path) -> tuple[Finding, bool]:
         found = f"{path} was left by a process that has ended; the next receiver takes it over"
         return Finding(Status.OK, found), False
     return Finding(Status.OK, f"{path} is in use by a process of this user"), True
+
+
+def _is_bound(path: Path) -> bool:
+    """Return whether a process in this network namespace listens at a path, even if its file was removed."""
+    lines = _read(Path("/proc/net/unix")).splitlines()
+    return any(line.endswith(f" {path}") and f" {_ACCEPTS} " in line for line in lines)
 
 
 # Ports

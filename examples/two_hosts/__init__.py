@@ -6,12 +6,12 @@
     MessageClient  --- request, port 7001 ----->    MessageServer
     MessageClient  <-- answer -----------------     MessageServer
 
-`keys.py` makes the keys by which both sides authenticate each other. `messages.py` defines the request and
+`keys.py` reads the keys by which both sides authenticate each other. `messages.py` defines the request and
 the answer. `README.md` shows how to run them on two machines or in containers.
 
 On one machine, in the folder `examples`:
 
-python -m two_hosts.keys two_hosts/keys
+python -m aiotensor keys two_hosts/keys
 python -m two_hosts.engine two_hosts/keys/engine.json &
 python -m two_hosts.api two_hosts/keys/api.json
 """

@@ -1,6 +1,7 @@
 """Run the `aiotensor` command, and make keys for it."""
 
 import asyncio
+import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -26,11 +27,10 @@ class Pair(NamedTuple):
         public, secret = zmq.curve_keypair()
         return cls(public.decode(), secret.decode())
 
-    def secret_file(self, folder: Path) -> str:
-        """Write the secret key to a new file that only this user can read, and return its path."""
-        file = folder / "secret"
-        file.touch(0o600)
-        file.write_text(f"{self.secret}\n")
+    def file(self, folder: Path, server_key: str) -> str:
+        """Write the key file of a side with this pair that connects to a server; return its path."""
+        file = folder / f"{self.public.encode().hex()[:8]}-{server_key.encode().hex()[:8]}.json"
+        file.write_text(json.dumps({"secret_key": self.secret, "server_key": server_key}))
         return str(file)
 
 

@@ -49,7 +49,10 @@ finally:
 
 def test_the_shell_can_complete_commands_and_options() -> None:
     environment = {**os.environ, "_AIOTENSOR_COMPLETE": "bash_complete", "COMP_CWORD": "1"}
-    for words, expected in (("aiotensor ", ["plain,doctor", "plain,top"]), ("aiotensor d", ["plain,doctor"])):
+    for words, expected in (
+        ("aiotensor ", ["plain,doctor", "plain,keys", "plain,top"]),
+        ("aiotensor d", ["plain,doctor"]),
+    ):
         done = subprocess.run(
             commands.aiotensor(),
             env={**environment, "COMP_WORDS": words},
@@ -77,7 +80,7 @@ def test_a_missing_dependency_prints_one_line_with_an_install_command() -> None:
 
     assert result.returncode == 1
     assert result.stdout == ""
-    assert result.stderr == "`aiotensor` needs click: pip install click\n"
+    assert result.stderr == "`aiotensor` needs click: pip install 'aiotensor[cli]'\n"
 
 
 @pytest.mark.parametrize(

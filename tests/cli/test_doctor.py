@@ -213,6 +213,17 @@ def test_existing_files_at_the_path_of_a_socket_are_distinguished(
     check(socket_file(tmp_path / "socket")[0], Status.PROBLEM, "socket of user", "Run as that user")
 
 
+def test_a_removed_socket_file_of_a_running_process_is_a_problem(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with bound(path) as sock:
+        sock.listen()
+        path.unlink()
+        finding, is_in_use = socket_file(path)
+        check(finding, Status.PROBLEM, "its socket file was removed", "Restart the receiver or publisher")
+        assert not is_in_use
+    check(socket_file(path)[0], Status.OK, "nothing exists")
+
+
 # Ports
 
 
@@ -248,11 +259,11 @@ async def test_the_process_that_listens_at_a_port_is_named(port: int) -> None:
 
 
 async def test_keys_are_tried_and_never_shown(port: int, ours: Pair, theirs: Pair, tmp_path: Path) -> None:
-    keys = ("--address", f"tcp://0.0.0.0:{port}", "--secret-key-file", ours.secret_file(tmp_path))
+    keys = ("--address", f"tcp://0.0.0.0:{port}", "--keys")
     at_server = {"secret_key": theirs.secret, "client_keys": [ours.public]}
     async with Publisher(f"tcp://127.0.0.1:{port}", **at_server):  # type: ignore[arg-type]
-        accepted, findings = await doctor(*keys, "--server-key", theirs.public)
-        refused, others = await doctor(*keys, "--server-key", ours.public)
+        accepted, findings = await doctor(*keys, ours.file(tmp_path, theirs.public))
+        refused, others = await doctor(*keys, ours.file(tmp_path, ours.public))
 
     assert (accepted, refused) == (0, 1)
     assert findings["listener"]["found"].startswith("a publisher (pid ")
@@ -267,7 +278,7 @@ async def test_missing_keys_are_a_problem_and_the_port_is_still_checked(port: in
         status, findings = await doctor("--address", f"tcp://0.0.0.0:{port}")
 
     assert (status, problems(findings)) == (1, ["keys"])
-    for words in ("--server-key", "--secret-key-file", "AIOTENSOR_SECRET_KEY", "zmq.curve_keypair()"):
+    for words in ("--keys", "api.json", "`aiotensor keys`"):
         assert words in findings["keys"]["advice"]
     assert findings["port"]["status"] == "ok"
     assert "listener" not in findings

@@ -308,35 +308,13 @@ def test_an_invalid_time_is_a_usage_error_that_names_the_option(option: str, tim
 # Keys
 
 
-async def test_keys_come_from_files_or_the_environment(port: str, tmp_path: Path) -> None:
-    ours, theirs = Pair.new(), Pair.new()
-    (public := tmp_path / "public").write_text(f"{theirs.public}\n")
-    # The same port, by an address that needs keys.
-    reached = port.replace("127.0.0.1", "0.0.0.0")  # noqa: S104 - nothing listens at it
-    by_file = ("--server-key", theirs.public, "--secret-key-file", ours.secret_file(tmp_path))
-    async with Publisher(port, secret_key=theirs.secret, client_keys=[ours.public]):
-        shown = [
-            # The file takes precedence.
-            await top(reached, "--patience", "10", *by_file, AIOTENSOR_SECRET_KEY=theirs.secret),
-            await top(
-                *(reached, "--patience", "10", "--server-key", str(public)), AIOTENSOR_SECRET_KEY=ours.secret
-            ),
-        ]
-
-    for done in shown:
-        assert (done.stderr, done.exit_code) == ("", 0)
-        assert done.stdout.startswith(f"publisher pid {os.getpid()}  {reached}\n")
-
-
 @pytest.mark.parametrize("wrong", ["the client key", "the server key"])
-async def test_wrong_keys_are_a_one_line_error_with_status_1(wrong: str, port: str) -> None:
+async def test_wrong_keys_are_a_one_line_error_with_status_1(wrong: str, port: str, tmp_path: Path) -> None:
     ours, theirs = Pair.new(), Pair.new()
     known = theirs if wrong == "the client key" else ours
     server = ours if wrong == "the server key" else theirs
     async with TensorReceiver(port, secret_key=theirs.secret, client_keys=[known.public]):
-        done = await top(
-            *(port, "--patience", "10", "--server-key", server.public), AIOTENSOR_SECRET_KEY=ours.secret
-        )
+        done = await top(port, "--patience", "10", "--keys", ours.file(tmp_path, server.public))
 
     assert (done.exit_code, done.stdout) == (1, "")
     [line] = done.stderr.splitlines()

@@ -14,10 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from aiotensor.cli.keys import write_keys
 from tests.deployment.composition import Composition, image_user
 from tests.deployment.containers import container
 from tests.examples.films import film, is_right
-from two_hosts import keys
 from verification.networks import Hosts
 from verification.processes.peers import State, peers
 
@@ -97,7 +97,7 @@ async def _succeed(state: State) -> None:
 async def test_uploads_are_served_while_either_side_restarts(hosts: Hosts, folder: Path) -> None:
     services = Composition("compose.two-hosts.yaml").services
     secrets = folder / "keys"
-    keys.make(secrets)
+    write_keys(secrets, ["api"])
     for file in secrets.iterdir():
         os.chown(file, image_user(), image_user())
     film(folder / "film.mkv", 40, height=180, width=320)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from aiotensor.cli.keys import write_keys
 from demo.clips import sample_clips
 from tests.examples.films import film
 from tests.examples.programs import Program, engine, running, shown
@@ -153,7 +154,7 @@ async def test_an_api_server_on_another_host_sends_lost_videos_to_the_next_engin
 
 async def test_an_api_server_with_other_keys_ends_with_an_error(folder: Path) -> None:
     for name in ("one", "other"):
-        keys.make(folder / name)
+        write_keys(folder / name, ["api"])
     with pytest.raises(ValueError, match=r"one/api.json is not the key file of this side.*missing"):
         keys.read(f"{folder}/one/api.json", keys.EngineKeys)
     port = str(first_of_two_ports())
