@@ -34,14 +34,14 @@ class Folder:
         self.path = path
         self.started: list[subprocess.Popen[str]] = []
         # Without coverage, which writes to standard error, and without proxies for local addresses.
-        self._environment = {
+        self.environment = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith("COVERAGE_") and not name.lower().endswith("_proxy")
         }
-        self._environment["PYTHONPATH"] = str(ROOT)
+        self.environment["PYTHONPATH"] = str(ROOT)
         if _PYTHON is not None:
-            del self._environment["PYTHONPATH"]
+            del self.environment["PYTHONPATH"]
 
     def save(self, name: str, program: str) -> None:
         """Save a program. Its sockets lie in this folder: several runs of these tests may be in progress."""
@@ -52,7 +52,7 @@ class Folder:
         process = subprocess.Popen(
             [_PYTHON or sys.executable, *arguments],
             cwd=self.path,
-            env=self._environment,
+            env=self.environment,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
