@@ -1,7 +1,6 @@
 """Receive tensors from the senders of an endpoint; the implementation is in `aiotensor.receiving`."""
 
 import asyncio
-import operator
 import secrets
 from collections.abc import Collection
 from typing import Self
@@ -15,7 +14,7 @@ from aiotensor.receiving.intake import Intake
 from aiotensor.receiving.senders import Senders
 from aiotensor.receiving.taking import Taking, key_of
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
-from aiotensor.runtime.waiting import seconds_or_never
+from aiotensor.runtime.arguments import count, count_or_none, seconds_or_never
 from aiotensor.runtime.worker import in_thread
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.tensors.views import own_copy
@@ -86,16 +85,11 @@ class TensorReceiver(LoopObject):
         self.affinity = LoopAffinity("TensorReceiver")
         self._route = route_to(endpoint, TcpArguments(False, secret_key, None, client_keys, peer_timeout_s))
         self._limits = AdmissionLimits(
-            _limit("max_senders", max_senders),
-            _limit("max_mapped_bytes", max_mapped_bytes),
-            _limit("max_unclaimed_messages", max_unclaimed_messages),
-            operator.index(max_frame_bytes),
+            count_or_none("max_senders", max_senders),
+            count_or_none("max_mapped_bytes", max_mapped_bytes),
+            count_or_none("max_unclaimed_messages", max_unclaimed_messages),
+            count("max_frame_bytes", max_frame_bytes, LEAST_FRAME_BYTES, MAX_RECORD_BYTES),
         )
-        if not LEAST_FRAME_BYTES <= self._limits.frame_bytes <= MAX_RECORD_BYTES:
-            raise ValueError(
-                f"max_frame_bytes must be between {LEAST_FRAME_BYTES} and {MAX_RECORD_BYTES}, "
-                f"got {max_frame_bytes}"
-            )
         self._max_wait_s = seconds_or_never("max_wait_s", max_wait_s)
         self._errors = ErrorCounter()
         self._counts = new_counts(ReceiverStatistics)
@@ -127,7 +121,7 @@ class TensorReceiver(LoopObject):
         except BaseException:
             await intake.close()
             raise
-        return Taking(intake, senders, listener, self.affinity, self._max_wait_s)
+        return Taking(intake, senders, listener, self.affinity, self._max_wait_s, self._route.label)
 
     async def receive(self, handle: TensorHandle, *, copy: bool = False) -> torch.Tensor:
         """Return the tensor that a handle names, once it has arrived.
@@ -299,9 +293,3 @@ class TensorReceiver(LoopObject):
 def has_seen(receiver: TensorReceiver, sender: str) -> bool:
     """Return whether a sender is or was connected to a receiver; for servers that wait for its tensors."""
     return receiver._taking is not None and receiver._taking.mailbox.has_joined(sender)
-
-
-def _limit(name: str, value: int | None) -> int | None:
-    if value is not None and operator.index(value) < 1:
-        raise ValueError(f"{name} must be at least 1, or None, got {value}")
-    return value

@@ -1,6 +1,5 @@
 """Publish messages to subscribers; the implementation is in `aiotensor.broadcast.publishing`."""
 
-import operator
 import secrets
 from collections.abc import Collection, Sequence
 from typing import Self, get_args
@@ -13,13 +12,13 @@ from aiotensor.errors import ClosedError
 from aiotensor.protocol.audience import SlowPolicy
 from aiotensor.protocol.frames import MAX_RECORD_BYTES, Subscribe
 from aiotensor.receiving.intake import Intake
-from aiotensor.runtime import tracing
+from aiotensor.runtime import arguments, tracing
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
-from aiotensor.runtime.waiting import seconds_or_never
+from aiotensor.runtime.arguments import count_or_none, seconds_or_never
 from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
 from aiotensor.transports.base import Listener
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
-from aiotensor.types import MAX_NUMBER, CurveKey, Published, PublisherStatistics
+from aiotensor.types import CurveKey, Published, PublisherStatistics
 
 __all__ = ["Publisher"]
 
@@ -96,12 +95,12 @@ class Publisher(LoopObject):
         self.affinity = LoopAffinity("Publisher")
         self._route = route_to(endpoint, TcpArguments(False, secret_key, None, client_keys, peer_timeout_s))
         self._settings = PublisherSettings(
-            _at_least("arena_bytes", arena_bytes, 1),
-            _at_least("max_behind", max_behind, 1),
+            arguments.count("arena_bytes", arena_bytes),
+            arguments.count("max_behind", max_behind),
             slow,
-            None if max_held_bytes is None else _at_least("max_held_bytes", max_held_bytes, 1),
-            _at_least("history", history, 0),
-            None if max_subscribers is None else _at_least("max_subscribers", max_subscribers, 1),
+            count_or_none("max_held_bytes", max_held_bytes),
+            arguments.count("history", history, 0),
+            count_or_none("max_subscribers", max_subscribers),
             seconds_or_never("keep_warm_s", keep_warm_s),
             seconds_or_never("long_wait_s", long_wait_s),
             seconds_or_never("max_wait_s", max_wait_s),
@@ -238,9 +237,10 @@ class Publisher(LoopObject):
         with self._errors:
             publishing = self._checked()
             limit = self._settings.max_subscribers
-            if _at_least("count", count, 1) > (count if limit is None else limit):
-                raise ValueError(f"count must be at most max_subscribers={limit}, got {count}")
-            await publishing.wait_for_subscribers(count)
+            number = arguments.count("count", count)
+            if limit is not None and number > limit:
+                raise ValueError(f"count must be at most max_subscribers={limit}, got {number}")
+            await publishing.wait_for_subscribers(number)
 
     async def drain(self) -> None:
         """Wait until every subscriber has taken or lost all earlier messages, or is gone.
@@ -325,9 +325,3 @@ def _check(settings: PublisherSettings) -> None:
             f"max_held_bytes must be at most arena_bytes={settings.max_bytes}, got {held}: a subscriber "
             "cannot use more; lower it, or raise arena_bytes"
         )
-
-
-def _at_least(name: str, value: int, least: int) -> int:
-    if not least <= operator.index(value) <= MAX_NUMBER:  # larger numbers do not fit into a frame
-        raise ValueError(f"{name} must be at least {least}, and at most {MAX_NUMBER}, got {value}")
-    return value

@@ -6,9 +6,9 @@ from typing import Any, Generic, Self, TypeVar
 
 from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.channel.incoming_requests import IncomingRequests
-from aiotensor.channel.options import positive, seconds
 from aiotensor.channel.request import Request, enter_batch, fail_batch, has_ended, leave_batch
 from aiotensor.runtime import tracing
+from aiotensor.runtime.arguments import count, seconds
 
 __all__ = ["Batches", "answer_batch", "checked_results"]
 
@@ -37,7 +37,7 @@ class Batches(Generic[M]):
     ) -> None:
         self._take = take
         self._requests = requests
-        self._max_batch = positive("max_batch", max_batch)
+        self._max_batch = count("max_batch", max_batch)
         self._wait_s = seconds("batch_wait_s", batch_wait_s)
         self._taken: list[Request[M]] = []
 
@@ -105,7 +105,10 @@ async def answer_batch(
         for request in batch:
             enter_batch(request, block)
         try:
-            results = checked_results(await handler([request.message for request in batch]), len(batch))
+            answers = handler([request.message for request in batch])
+            if not hasattr(answers, "__await__"):
+                raise not_awaitable(answers)
+            results = checked_results(await answers, len(batch))
             if span is not None:
                 span.end()
         except BaseException as error:
@@ -121,6 +124,14 @@ async def answer_batch(
         async with asyncio.TaskGroup() as replying:  # a client that does not read delays only its own reply
             for request, result in zip(batch, results, strict=True):
                 replying.create_task(_reply(request, result))
+
+
+def not_awaitable(answer: object) -> TypeError:
+    """Return the error of a handler that is not a coroutine function."""
+    return TypeError(
+        f"the handler returned {type(answer).__name__!r} in place of a coroutine: define it with `async def` "
+        "or use an aiotensor.blocking.MessageServer"
+    )
 
 
 def checked_results(results: Sequence[object], count: int) -> Sequence[object]:

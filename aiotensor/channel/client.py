@@ -17,7 +17,7 @@ from aiotensor.codec.payload import Payload
 from aiotensor.receiver import TensorReceiver
 from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
-from aiotensor.runtime.waiting import grace_period, seconds_or_never
+from aiotensor.runtime.arguments import grace_period, instances, seconds, seconds_or_never
 from aiotensor.sender import OpenMessage, TensorSender, capacity_of
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.transports.address import is_folder, label_of
@@ -113,7 +113,9 @@ class MessageClient(LoopObject, Generic[R]):
         self._addresses = [parse(text, has_keys=bool(keys), is_client=True) for text in texts]
         self._label = ",".join(label_of(address.text) for address in self._addresses)
         self._senders: list[TensorSender | None] = (
-            [sender] if sender is None or isinstance(sender, TensorSender) else list(sender)
+            [None]
+            if sender is None
+            else [*instances("sender", sender, TensorSender, "aiotensor.TensorSender")]
         )
         if sender is None:
             self._senders *= len(texts)
@@ -139,7 +141,9 @@ class MessageClient(LoopObject, Generic[R]):
         }
         self._max_wait_s = seconds_or_never("max_wait_s", max_wait_s)
         self._grace_s = grace_period(grace_s)
-        self._linger_s = options.seconds("linger_s", linger_s)
+        self._linger_s = seconds("linger_s", linger_s)
+        if receiver is not None:
+            instances("receiver", receiver, TensorReceiver, "aiotensor.TensorReceiver")
         self._receiver = receiver
         self._decoder: TensorDecoder[R] = TensorDecoder(reply_type)
         self._requests: OutgoingRequests[R] | None = None  # None before opening

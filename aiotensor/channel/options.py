@@ -1,16 +1,16 @@
 """Validate the limits and the heartbeats of clients and servers."""
 
-import operator
 from collections.abc import Collection
 
 import zmq
 
 from aiotensor.protocol.exchange import MAX_HEADER_BYTES
 from aiotensor.protocol.parts import PartLimits
+from aiotensor.runtime.arguments import count
 from aiotensor.transports.zeromq.addresses import Address
 from aiotensor.types import MAX_NUMBER
 
-__all__ = ["limits", "part_limits", "positive", "seconds"]
+__all__ = ["limits", "part_limits"]
 
 # The defaults for other machines, where only missing replies show that the peer is gone: a loss is noticed
 # within 1 s, or 1.5 s if only the packets to the peer are lost.
@@ -37,8 +37,9 @@ def limits(
     Raises:
         ValueError: a limit is not positive.
     """
+    high_water_mark = count("high_water_mark", high_water_mark, most=2**31 - 1)
     options: dict[int, int | bytes] = {
-        zmq.SNDHWM: positive("high_water_mark", high_water_mark),
+        zmq.SNDHWM: high_water_mark,
         zmq.RCVHWM: high_water_mark,
         # Peers only know the limit on parts, and a header may be longer than that.
         zmq.MAXMSGSIZE: -1 if largest is None else min(largest + MAX_HEADER_BYTES, MAX_NUMBER),
@@ -65,23 +66,7 @@ def part_limits(max_part_bytes: int | None, max_body_bytes: int | None) -> PartL
         ValueError: a limit is not positive.
     """
     named = {"max_part_bytes": max_part_bytes, "max_body_bytes": max_body_bytes}
-    return PartLimits(
-        *(None if limit is None else min(positive(name, limit), MAX_NUMBER) for name, limit in named.items())
-    )
-
-
-def positive(name: str, value: int) -> int:
-    """Return a limit after checking that it is at least 1."""
-    if operator.index(value) < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return value
-
-
-def seconds(name: str, value: float) -> float:
-    """Return a number of seconds after checking that it is valid, and at least 0."""
-    if not 0 <= value < 2**31 / 1000:
-        raise ValueError(f"{name} must be at least 0 seconds, got {value}")
-    return value
+    return PartLimits(*(None if limit is None else count(name, limit) for name, limit in named.items()))
 
 
 def _milliseconds(name: str, value: float | None, default: float) -> int:

@@ -5,7 +5,6 @@ client may try again. The texts of errors are logged and not sent to clients, be
 ids, paths and messages from the engine.
 """
 
-import errno
 import logging
 import math
 import traceback
@@ -26,6 +25,7 @@ from aiotensor.errors import (
     TooLargeError,
     UnavailableError,
     WouldBlockError,
+    is_shortage,
 )
 from aiotensor.integrations.limits import OverdueError, SlowUploadError
 from aiotensor.runtime.logs import logger_of
@@ -35,9 +35,6 @@ __all__ = ["ANSWERED_ERRORS", "MEDIA_TYPE", "Problem", "log_cut_off", "problem_o
 logger = logger_of("integrations")
 
 MEDIA_TYPE: Final = "application/problem+json"
-
-# No descriptors, memory or threads are left in this process or on this machine. A later call may succeed.
-_EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.ENOBUFS, errno.EAGAIN))
 
 
 class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -143,7 +140,7 @@ def _answer_to(error: AioTensorError | OSError) -> tuple[HTTPStatus, str, str] |
         case WouldBlockError() | RemoteError(type_name=WouldBlockError.__name__):
             detail = "the server is overloaded: try again later"
             return HTTPStatus.SERVICE_UNAVAILABLE, detail, "busy"
-        case OSError() if error.errno in _EXHAUSTED and _is_of_library(error):
+        case OSError() if is_shortage(error) and _is_of_library(error):
             detail = "the server has no descriptors, memory or threads left: try again later"
             return HTTPStatus.SERVICE_UNAVAILABLE, detail, "exhausted"
         case (

@@ -27,7 +27,8 @@ except ModuleNotFoundError as error:
     raise not_installed(error, __name__) from None
 
 from aiotensor.errors import UsageError
-from aiotensor.integrations.totals import MAX_ENDPOINTS, EndpointTotals, checked_max_endpoints
+from aiotensor.integrations.totals import MAX_ENDPOINTS, EndpointTotals
+from aiotensor.runtime.arguments import count, seconds
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.worker import in_thread
 from aiotensor.statistics import registry
@@ -70,8 +71,8 @@ class AioTensorCollector(Collector):
     """
 
     def __init__(self, *, timeout_s: float = 1.0, max_endpoints: int = MAX_ENDPOINTS) -> None:
-        self._timeout_s = _timeout(timeout_s)
-        self._max_endpoints = checked_max_endpoints(max_endpoints)
+        self._timeout_s = seconds("timeout_s", timeout_s)
+        self._max_endpoints = count("max_endpoints", max_endpoints)
         self._totals = EndpointTotals()
 
     def __repr__(self) -> str:
@@ -88,12 +89,6 @@ class AioTensorCollector(Collector):
         Can be called from any thread. Blocks it for at most `timeout_s` seconds.
         """
         return list(_metrics_of(self._totals, self._timeout_s, self._max_endpoints))
-
-
-def _timeout(seconds: float) -> float:
-    if not 0 <= seconds <= threading.TIMEOUT_MAX:
-        raise ValueError(f"timeout_s must be at least 0 seconds, got {seconds}")
-    return seconds
 
 
 # The metrics and their samples, derived from the declared fields of statistics
@@ -226,13 +221,13 @@ class MultiprocessPublisher:
     ) -> None:
         if not 0 < interval_s < inf:
             raise ValueError(f"interval_s must be positive, got {interval_s}")
-        self._max_endpoints = checked_max_endpoints(max_endpoints)
+        self._max_endpoints = count("max_endpoints", max_endpoints)
         if not getattr(values.ValueClass, "_multiprocess", False):
             raise UsageError(
                 "prometheus_client stores its metrics only in this process: set PROMETHEUS_MULTIPROC_DIR to "
                 "a folder before anything imports it, or register an AioTensorCollector instead"
             )
-        self._timeout_s = _timeout(timeout_s)
+        self._timeout_s = seconds("timeout_s", timeout_s)
         self._interval_s = interval_s
         self._task: asyncio.Task[None] | None = None
 

@@ -100,8 +100,8 @@ class Engine(Generic[M]):
 
     A handler that is a plain function is called in another thread, for one message at a time, as by a
     blocking engine. A coroutine function is called in a task for each message, and cancelled when its client
-    disconnects. An exception in the handler is raised at the client as `RemoteError`. The methods can be
-    called in any thread, and block it briefly, even in asynchronous tests.
+    disconnects. An exception in the handler is raised at the client as `RemoteError`; `SystemExit` stops the
+    engine. The methods can be called in any thread, and block it briefly, even in asynchronous tests.
 
     Attributes:
         address: the address of the engine.
@@ -193,18 +193,21 @@ class Engine(Generic[M]):
                     continue  # the request may have been cancelled in the meantime
                 request = await anext(server)
                 if self._is_async:
-                    tasks.start_soon(self._answer, request)
+                    tasks.start_soon(self._answer, request, tasks.cancel_scope)
                 else:
-                    await self._answer(request)
+                    await self._answer(request, tasks.cancel_scope)
                 del request  # its tensors must not live until the next request
 
-    async def _answer(self, request: Request[M]) -> None:
-        async with request:
-            self.requests.append(copy.deepcopy(request.message))
-            if self._is_async:
-                answer = await self._handler(request.message)
-            else:
-                answer = await anyio.to_thread.run_sync(
-                    self._handler, request.message, abandon_on_cancel=True, limiter=self._thread
-                )
-            await request.reply(answer)
+    async def _answer(self, request: Request[M], engine: anyio.CancelScope) -> None:
+        try:
+            async with request:
+                self.requests.append(copy.deepcopy(request.message))
+                if self._is_async:
+                    answer = await self._handler(request.message)
+                else:
+                    answer = await anyio.to_thread.run_sync(
+                        self._handler, request.message, abandon_on_cancel=True, limiter=self._thread
+                    )
+                await request.reply(answer)
+        except (SystemExit, KeyboardInterrupt):
+            engine.cancel()  # the process of an engine would end; the event loop here must not

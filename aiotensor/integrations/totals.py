@@ -1,6 +1,5 @@
 """The statistics of this process, added up for a limited number of endpoints."""
 
-import operator
 import os
 import threading
 import weakref
@@ -10,7 +9,7 @@ from typing import NamedTuple
 from aiotensor.statistics.registry import Counts, Group, Snapshot
 from aiotensor.types import Statistics
 
-__all__ = ["MAX_ENDPOINTS", "OTHER", "EndpointTotals", "Totals", "checked_max_endpoints"]
+__all__ = ["MAX_ENDPOINTS", "OTHER", "EndpointTotals", "Totals"]
 
 MAX_ENDPOINTS = 100
 
@@ -137,19 +136,6 @@ class EndpointTotals:
 
 
 _all: weakref.WeakSet[EndpointTotals] = weakref.WeakSet()
-
-
-def checked_max_endpoints(value: int) -> int:
-    """Validate and return the maximum number of endpoints.
-
-    Raises:
-        TypeError: it is not an integer.
-        ValueError: it is less than 1.
-    """
-    number = operator.index(value)
-    if number < 1:
-        raise ValueError(f"max_endpoints must be at least 1, got {value}")
-    return number
 
 
 def _renew() -> None:

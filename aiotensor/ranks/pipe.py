@@ -19,9 +19,10 @@ from aiotensor.ranks.routes import network_options
 from aiotensor.ranks.session import Session
 from aiotensor.ranks.settings import PipeSettings
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
-from aiotensor.runtime.waiting import at_most, seconds_or_never
+from aiotensor.runtime.arguments import count, seconds_or_never
+from aiotensor.runtime.waiting import at_most
 from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
-from aiotensor.types import MAX_NUMBER, PipeStatistics, Usage
+from aiotensor.types import PipeStatistics, Usage
 
 __all__ = ["RankPipe"]
 
@@ -87,11 +88,11 @@ class RankPipe(LoopObject):
             raise ValueError(f"there is no rank {peer} in a group of {self._membership.size}")
         if self._peer == self._membership.rank:
             raise ValueError(f"rank {peer} is this rank: a pipe connects two different ranks")
-        if not LEAST_MESSAGE_BYTES <= operator.index(max_bytes) <= MAX_NUMBER:
-            raise ValueError(f"max_bytes must be from {LEAST_MESSAGE_BYTES} to {MAX_NUMBER}, got {max_bytes}")
         self._host = None if host is None else str(ipaddress.ip_address(host))
         self._network = network_options(seconds_or_never("peer_timeout_s", peer_timeout_s), encrypt=encrypt)
-        self._settings = PipeSettings(max_bytes, seconds_or_never("max_wait_s", max_wait_s))
+        self._settings = PipeSettings(
+            count("max_bytes", max_bytes, LEAST_MESSAGE_BYTES), seconds_or_never("max_wait_s", max_wait_s)
+        )
         self._label = f"pipe of rank {self._membership.rank} to rank {self._peer}"
         self._errors = ErrorCounter()
         self._counts = new_counts(PipeStatistics)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import MethodType, TracebackType
-from typing import Any, Generic, NoReturn, Self, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, SupportsIndex, TypeVar
 
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.statistics import registry
@@ -202,6 +202,15 @@ class LoopObject(ProcessBound, abc.ABC):
     ) -> None:
         if not self.affinity.is_left_in_child(error):  # otherwise, closing would replace the exception
             await self.aclose()
+
+    if not TYPE_CHECKING:  # type checkers report the wrong statement
+
+        def __enter__(self) -> NoReturn:
+            name = type(self).__name__
+            raise TypeError(f"use `async with` for this {name}, or `with` for an aiotensor.blocking.{name}")
+
+        def __exit__(self, *error: object) -> None:
+            """Exist, because `with` looks for it before it calls `__enter__`."""
 
     def __repr__(self) -> str:
         name, affinity = type(self).__name__, self.__dict__.get("affinity")

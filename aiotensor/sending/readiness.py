@@ -1,8 +1,7 @@
 """The waits of a sender for a receiver: until a receiver has admitted it, or is connected and reads."""
 
-import operator
-
 from aiotensor.errors import AioTensorError, WouldBlockError
+from aiotensor.runtime.arguments import count
 from aiotensor.runtime.waiting import at_most
 from aiotensor.sending.grants import Grants
 from aiotensor.sending.message import Message
@@ -29,10 +28,10 @@ class Readiness:
     async def ready(self, nbytes: int | None) -> None:
         """Wait until a receiver has admitted this sender, as `TensorSender.ready` does."""
         limit = self._grants.memory.gate.budget.limit
-        if nbytes is not None and operator.index(nbytes) < 0:
-            raise ValueError(f"nbytes must not be negative, got {nbytes}")
-        if nbytes is not None and nbytes > limit:
-            raise too_large(nbytes, limit)
+        if nbytes is not None:
+            nbytes = count("nbytes", nbytes, 0)
+            if nbytes > limit:
+                raise too_large(nbytes, limit)
         if self._obstacle(nbytes) is None:
             return
         try:

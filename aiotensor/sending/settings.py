@@ -1,10 +1,8 @@
 """The limits of a sender."""
 
-import operator
 from typing import NamedTuple, Self
 
-from aiotensor.runtime.waiting import grace_period, seconds_or_never
-from aiotensor.types import MAX_NUMBER
+from aiotensor.runtime.arguments import count, grace_period, seconds_or_never
 
 __all__ = ["Settings"]
 
@@ -45,18 +43,10 @@ class Settings(NamedTuple):
             ValueError: a limit is out of bounds.
         """
         return cls(
-            _positive("max_concurrent_videos", max_concurrent_videos),
-            _positive("arena_bytes", arena_bytes),
+            count("max_concurrent_videos", max_concurrent_videos),
+            count("arena_bytes", arena_bytes),
             seconds_or_never("keep_warm_s", keep_warm_s),
             seconds_or_never("long_wait_s", long_wait_s),
             seconds_or_never("max_wait_s", max_wait_s),
             grace_period(grace_s),
         )
-
-
-def _positive(name: str, value: int) -> int:
-    if operator.index(value) < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    if value > MAX_NUMBER:  # larger numbers do not fit into a frame
-        raise ValueError(f"{name} must be at most {MAX_NUMBER}, got {value}")
-    return value

@@ -207,7 +207,7 @@ def test_invalid_arguments_are_refused() -> None:
     for max_endpoints in (0, -1):
         with pytest.raises(ValueError, match=f"max_endpoints must be at least 1, got {max_endpoints}"):
             new_registry(max_endpoints=max_endpoints)
-    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+    with pytest.raises(TypeError, match="max_endpoints must be an integer"):
         new_registry(max_endpoints=1.0)
     registry = new_registry()
     with pytest.raises(ValueError, match="Duplicated timeseries"):

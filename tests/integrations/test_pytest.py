@@ -63,6 +63,20 @@ def test_a_function_answers(engine_address, tensor_engine):
     assert engine.requests[0][0].shape == (10_000,)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_an_engine_exits(engine_address, tensor_engine, is_async):
+    def exit_now(message):
+        raise SystemExit(1)
+
+    async def exit_in_loop(message):
+        raise SystemExit(1)
+
+    tensor_engine(list, exit_in_loop if is_async else exit_now)
+    async with MessageClient(engine_address, reply_type=int) as client:
+        with pytest.raises(PeerLostError):
+            await client.request([1])
+
+
 async def test_a_function_raises_and_its_engine_stops(engine_address, tensor_engine):
     def broken_model(message):
         raise ValueError("out of memory")
@@ -75,7 +89,7 @@ async def test_a_function_raises_and_its_engine_stops(engine_address, tensor_eng
         with pytest.raises(PeerLostError):
             await client.request([2])
 """,
-        passed=3,
+        passed=5,
     )
 
 

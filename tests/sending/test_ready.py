@@ -197,7 +197,7 @@ async def test_ready_with_bytes_times_out_after_max_wait_s_and_states_the_cause(
 
 async def test_ready_refuses_bytes_that_are_never_free(address: str) -> None:
     async with TensorSender(address, arena_bytes=4096) as sender:
-        with pytest.raises(ValueError, match="nbytes must not be negative, got -1"):
+        with pytest.raises(ValueError, match="nbytes must be at least 0, got -1"):
             await sender.ready(nbytes=-1)
         with pytest.raises(TooLargeError) as caught:
             await sender.ready(nbytes=4097)
