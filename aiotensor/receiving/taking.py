@@ -13,10 +13,16 @@ from aiotensor.receiving.intake import Intake
 from aiotensor.receiving.senders import Senders
 from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import LoopAffinity
+from aiotensor.runtime.outage import Absence
 from aiotensor.transports.base import Listener
 from aiotensor.types import Delivery, TensorHandle, Usage
 
 __all__ = ["Taking", "key_of"]
+
+
+_NOT_CONNECTED = (
+    "no sender with this id has connected to this receiver: it is not open, or sends to another endpoint"
+)
 
 
 class Taking:
@@ -28,6 +34,7 @@ class Taking:
         listener: the listener, which accepts the connections.
         affinity: the `LoopAffinity` of the receiver, which states whether it is closed.
         max_wait_s: the time in seconds after which a wait for a tensor fails; None for no limit.
+        label: the address of the receiver, for the log.
     """
 
     def __init__(
@@ -37,6 +44,7 @@ class Taking:
         listener: Listener,
         affinity: LoopAffinity,
         max_wait_s: float | None,
+        label: str,
     ) -> None:
         self.intake = intake
         self.senders = senders
@@ -47,9 +55,12 @@ class Taking:
         self._counts = senders.counts
         self._max_wait_s = max_wait_s
         self._loop = asyncio.get_running_loop()
+        self._absence = Absence(label, self._missing)
+        self._absence.begin()
 
     async def close(self) -> None:
         """End all waits, notify the senders, and release their memory; waits as `Senders.close` does."""
+        self._absence.end()
         self.arrivals.wake_all()
         # Senders that receive a `Close` connect to the next receiver, and must not find this one again.
         self._listener.close()
@@ -126,14 +137,18 @@ class Taking:
         self.arrivals.raise_if_failed()
         return WouldBlockError(f"{_name(key)} has not arrived", messages=Usage(requested=1))
 
+    def _missing(self) -> str:
+        """Return why a call waits for a tensor whose sender has not connected; "" if there is none."""
+        for key in self.arrivals.waiters:
+            if not self.mailbox.has_joined(key.sender):
+                return f"{_name(key)} has not arrived: {_NOT_CONNECTED}"
+        return ""
+
     def _overdue(self, key: Key) -> WouldBlockError:
         if self.mailbox.has_joined(key.sender):
             reason = "its sender is connected, but has not sent the whole message"
         else:
-            reason = (
-                "no sender with this id has connected to this receiver: it is not open, or sends to another "
-                "endpoint"
-            )
+            reason = _NOT_CONNECTED
         return WouldBlockError(
             f"{_name(key)} has not arrived within {self._max_wait_s:g} s: {reason}",
             messages=Usage(requested=1),

@@ -1,9 +1,16 @@
-"""The time for which no peer is connected, and its limit."""
+"""The time for which no peer is connected: its limit, and the log of it."""
 
 import asyncio
 from collections.abc import Callable
 
-__all__ = ["Outage"]
+from aiotensor.runtime.logs import logger_of
+
+__all__ = ["Absence", "Outage"]
+
+logger = logger_of("transports")
+
+# The time without a peer after which it is logged, and those between further lines.
+_FIRST_LINE_S, _NEXT_LINE_S, _LAST_LINE_S = 10.0, 60.0, 3600.0
 
 
 class Outage:
@@ -43,3 +50,44 @@ class Outage:
         self._timer = None
         self.is_too_long = True
         self._on_too_long()
+
+
+class Absence:
+    """Log that calls wait for a peer, and why: after 10 s, and then at growing intervals of minutes.
+
+    Belongs to the running loop.
+
+    Args:
+        address: the address of the peer, or the one to which it has to connect.
+        reason: returns what is missing; "" if no call waits.
+    """
+
+    def __init__(self, address: str, reason: Callable[[], str]) -> None:
+        self._address = address
+        self._reason = reason
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """Begin to measure, unless that has begun already."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_FIRST_LINE_S, self._log, _NEXT_LINE_S)
+
+    def end(self) -> None:
+        """Stop, because a peer was reached, or none is needed any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _log(self, interval: float) -> None:
+        loop = asyncio.get_running_loop()
+        reason = self._reason()
+        if not reason:
+            self._timer = loop.call_later(_FIRST_LINE_S, self._log, interval)
+            return
+        logger.warning(
+            "waiting for a peer at %s: %s",
+            self._address,
+            reason,
+            extra={"event": "peer_missing", "address": self._address, "reason": reason},
+        )
+        self._timer = loop.call_later(interval, self._log, min(2 * interval, _LAST_LINE_S))

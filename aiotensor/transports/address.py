@@ -6,7 +6,7 @@
 import os
 from urllib.parse import unquote_to_bytes
 
-__all__ = ["MAX_PATH_BYTES", "is_folder", "label_of", "socket_path"]
+__all__ = ["MAX_PATH_BYTES", "is_folder", "label_of", "missing_at", "socket_path"]
 
 MAX_PATH_BYTES = 107  # of a socket's address on Linux
 
@@ -64,3 +64,13 @@ def socket_path(address: str, scheme: str) -> str:
 def label_of(address: str) -> str:
     """Return an address for logs and metrics; bytes that are not UTF-8 are escaped."""
     return address.encode(errors="backslashreplace").decode()
+
+
+def missing_at(path: str) -> str:
+    """Return why no process can be reached at the path of a socket."""
+    folder = os.path.dirname(path)
+    if not os.path.isdir(folder):
+        return f"the folder {folder} does not exist"
+    if not os.path.exists(path):
+        return "no process listens there"
+    return "the process that listened there has ended, or accepts no connections"

@@ -10,9 +10,10 @@ only on the thread of the event loop.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from aiotensor.errors import AioTensorError, ProtocolError
+from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
 from aiotensor.protocol.moves import Move
 from aiotensor.protocol.network import STEP_BYTES
+from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.process_end import ProcessEnd
 
 __all__ = [
@@ -26,7 +27,10 @@ __all__ = [
     "Listener",
     "Mover",
     "Transport",
+    "unexpected",
 ]
+
+logger = logger_of("transports")
 
 # The maximum bytes that the accepting side queues for a peer that does not read. A stopped sender can only be
 # owed the answers to its messages in flight. With the default limit on these messages, and as many tensors in
@@ -266,3 +270,15 @@ class Listener(Protocol):
 
     def close(self) -> None:
         """Accept no more connections; existing ones stay open, but may not deliver further records."""
+
+
+def unexpected(address: str, error: Exception) -> PeerLostError:
+    """Log an error of connecting that is a bug, and return the error for the calls that wait for the peer."""
+    name, text = type(error).__name__, str(error)
+    logger.error(
+        "connecting to %s failed unexpectedly",
+        address,
+        exc_info=error,
+        extra={"event": "connecting_failed", "address": address, "error": name, "reason": text},
+    )
+    return PeerLostError(f"connecting to {address} failed: {name}: {text}")

@@ -9,10 +9,13 @@ import errno
 import math
 import socket
 from contextlib import ExitStack
+from functools import partial
 
 from aiotensor.errors import AccessDeniedError, AioTensorError, UsageError
 from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
-from aiotensor.transports.base import MAX_UNREAD_BYTES, Acceptor, ConnectorEvents
+from aiotensor.runtime.outage import Absence
+from aiotensor.transports.address import missing_at
+from aiotensor.transports.base import MAX_UNREAD_BYTES, Acceptor, ConnectorEvents, unexpected
 from aiotensor.transports.records import SocketTransport
 from aiotensor.transports.socket_file import SocketFile
 from aiotensor.transports.users import check_file, check_user, not_permitted
@@ -57,6 +60,7 @@ class UnixConnector:
         self._delay = _FIRST_RETRY_S
         self._is_exhausted = False  # this process has no descriptors or no memory, and that was logged
         self._is_closed = False
+        self._absence = Absence(path, partial(missing_at, path))
 
     def connect(self) -> None:
         """Connect if a process listens, or begin to poll for it, as `Connector.connect` does."""
@@ -96,12 +100,14 @@ class UnixConnector:
         except BaseException:
             transport.close()  # the peer would reject any other first record
             raise
+        self._absence.end()
         self._is_exhausted = False
 
     def reconnect(self) -> None:
         """Begin to poll for the next process that listens."""
         if self._is_closed or self._attempt is not None:
             return
+        self._absence.begin()
         if self.is_backlogged:
             self._attempt = self._loop.call_later(_FULL_RETRY_S, self._connect_again)
             return
@@ -120,6 +126,7 @@ class UnixConnector:
     def close(self) -> None:
         """Stop polling."""
         self._is_closed = True
+        self._absence.end()
         if self._attempt is not None:
             self._attempt.cancel()
             self._attempt = None
@@ -143,6 +150,8 @@ class UnixConnector:
                 )
             self._is_exhausted = True
             self.reconnect()
+        except Exception as error:  # noqa: BLE001 - otherwise, the calls that wait for the peer would hang
+            self._events.connecting_failed(unexpected(self._path, error))
 
 
 async def listen_at(

@@ -9,16 +9,15 @@ reach the next process, and a connection that ends slowly does not disturb the n
 """
 
 import asyncio
-import errno
 import math
 from collections.abc import Mapping
 from hmac import compare_digest
 
 import zmq
 
-from aiotensor.errors import AccessDeniedError, UsageError
+from aiotensor.errors import AccessDeniedError, UsageError, is_shortage
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
-from aiotensor.transports.base import ConnectorEvents
+from aiotensor.transports.base import ConnectorEvents, unexpected
 from aiotensor.transports.tcp.options import TcpOptions
 from aiotensor.transports.tcp.transport import TcpTransport
 from aiotensor.transports.zeromq.addresses import Target
@@ -28,7 +27,6 @@ from aiotensor.transports.zeromq.sockets import LoopSocket
 
 __all__ = ["TcpConnector"]
 
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 # After a connection that has lasted longer than this, the next attempt follows without a delay.
 _SHORT_S = 0.25
@@ -102,7 +100,7 @@ class TcpConnector:
             attempt = _Attempt(self._context, {**self._options, **target.options}, target.address, self)
         except zmq.ZMQError as error:
             text = f"connecting to {self._address.text} failed: {error.strerror}"
-            if error.errno in _EXHAUSTED:
+            if is_shortage(error):
                 self._dialer.report(f"{text}; it will be retried", error.strerror)
                 self._dialer.again()
             else:
@@ -143,6 +141,9 @@ class TcpConnector:
                 f"connecting to {self._address.text} failed and will be retried: {error}", str(error)
             )
             self._dialer.again()
+        except Exception as error:  # noqa: BLE001 - otherwise, the calls that wait for the peer would hang
+            transport.close()
+            self._events.connecting_failed(unexpected(self._address.text, error))
 
     def unreachable(self) -> None:
         """Try again after an attempt that got no answer."""

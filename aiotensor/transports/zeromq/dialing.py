@@ -19,6 +19,8 @@ import zmq
 
 from aiotensor.runtime.descriptors import Descriptor, copy_of
 from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.outage import Absence
+from aiotensor.transports.address import missing_at
 from aiotensor.transports.zeromq.addresses import Address, Target, look_up
 
 __all__ = ["DIALING_OPTIONS", "Dialer"]
@@ -69,6 +71,7 @@ class Dialer:
         self._is_reported = False
         self._connection = Descriptor(-1)  # a copy of the descriptor, until the handshake has ended
         self._ended_handshakes: Counter[Target] = Counter()  # in a row, by the server at each address
+        self._absence = Absence(address.text, self._missing)
 
     def begin(self) -> None:
         """Try the first address at once."""
@@ -76,12 +79,14 @@ class Dialer:
         self.reason = ""
         self._ended_handshakes.clear()
         self.is_active = True
+        self._absence.begin()
         self._delay = _FIRST_RETRY_S
         self._begin_round()
 
     def again(self) -> None:
         """Try the next address soon; after the last one, try the first one again after a delay."""
         self.is_active = True
+        self._absence.begin()
         self._cancel()
         self._connection.close()
         if self._left:
@@ -127,6 +132,7 @@ class Dialer:
     def end(self) -> None:
         """Stop trying until `begin` or `again`."""
         self.is_active = False
+        self._absence.end()
         self._left = []
         self._cancel()
         self._connection.close()  # otherwise the peer would not see the end of the connection
@@ -161,6 +167,13 @@ class Dialer:
         if self._lookup is not None:
             self._lookup.cancel()
             self._lookup = None
+
+    def _missing(self) -> str:
+        """Return what is missing at the address."""
+        path = self._address.path
+        if path:
+            return missing_at(path)
+        return self.reason or "no process listens there, or it does not answer"
 
     # Names
 

@@ -1,0 +1,93 @@
+"""A peer that cannot be reached: the log names it while calls wait, and a bug ends their waits."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from aiotensor import PeerLostError, TensorHandle, TensorReceiver, TensorSender
+from aiotensor.broadcast import Subscriber
+from aiotensor.channel import MessageClient
+from aiotensor.runtime import outage
+from aiotensor.sending import sessions
+from tests.channel.parties import Place, place
+from tests.pairs import endpoint
+from verification.patterns import pattern
+from verification.places import free_port
+from verification.waiting import until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+_ELSEWHERE = TensorHandle("f" * 32, 0, 0, "int64", (3,), "cpu")
+
+# How a role waits for its peer, and the reason that the log states.
+_WAITS: dict[str, tuple[Callable[[Place], tuple[Any, Callable[[Any], Awaitable[object]]]], str]] = {
+    "a sender": (
+        lambda here: (TensorSender(here.tensors), lambda it: it.ready()),
+        "no process listens there",
+    ),
+    "a sender to a folder that does not exist": (
+        lambda _: (TensorSender("unix:///nowhere/s"), lambda it: it.send(pattern(0, 3))),
+        "the folder /nowhere does not exist",
+    ),
+    "a subscriber": (
+        lambda here: (Subscriber(here.tensors), lambda it: it.receive()),
+        "no process listens there",
+    ),
+    "a client": (
+        lambda here: (MessageClient(here.messages, reply_type=int), lambda it: it.request(1)),
+        "no process listens there",
+    ),
+    "a client on another machine": (
+        lambda _: (
+            MessageClient(f"tcp://127.0.0.1:{free_port()}", reply_type=int),
+            lambda it: it.request(1),
+        ),
+        "no process listens there, or it does not answer",
+    ),
+    "a receiver": (
+        lambda here: (TensorReceiver(here.tensors), lambda it: it.receive(_ELSEWHERE)),
+        "no sender with this id has connected to this receiver",
+    ),
+}
+
+
+@pytest.mark.parametrize("wait", _WAITS)
+async def test_a_long_wait_for_a_peer_is_logged_with_what_is_missing(
+    wait: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outage, "_FIRST_LINE_S", 0.01)
+    make, reason = _WAITS[wait]
+
+    def reasons() -> list[str]:
+        return [record.reason for record in caplog.records if record.event == "peer_missing"]  # type: ignore[attr-defined]
+
+    with place() as here:
+        role, call = make(here)
+        async with role:
+            waiting = asyncio.ensure_future(call(role))
+            await until(lambda: bool(reasons()))
+            waiting.cancel()
+            assert reason in reasons()[0]
+            assert len(reasons()) == 1
+
+
+@pytest.mark.usefixtures("link")
+@pytest.mark.parametrize("link", ["unix", "tcp"], indirect=True)
+async def test_an_unexpected_error_while_connecting_ends_the_waits(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("bug")
+
+    with endpoint() as at:
+        async with AsyncExitStack() as stack:
+            sender = await stack.enter_async_context(TensorSender(at))
+            waiting = asyncio.create_task(sender.ready())
+            monkeypatch.setattr(sessions, "Session", fail)
+            await stack.enter_async_context(TensorReceiver(at))
+            with pytest.raises(PeerLostError, match="failed: KeyError: 'bug'"):
+                await waiting
+            assert any(record.exc_info for record in caplog.records)
