@@ -19,6 +19,7 @@ Invalid arguments, such as a limit of zero or a path in place of a tensor, raise
 and ``TypeError``.
 """
 
+import errno
 from typing import TypeVar
 
 from aiotensor.types import Usage
@@ -41,6 +42,9 @@ __all__ = [
 ]
 
 E = TypeVar("E", bound=Exception)
+
+# No descriptors, memory or threads are left in this process or on this machine. A later call may succeed.
+_EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.ENOBUFS, errno.EAGAIN))
 
 
 # All keyword arguments below have defaults, so that errors can be pickled: unpickling creates an error from
@@ -172,3 +176,8 @@ def again(error: E) -> E:
     again.__dict__.update(error.__dict__)
     again.__cause__ = error.__cause__
     return again
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Return whether descriptors, memory or threads were missing, so that a later attempt may succeed."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _EXHAUSTED)

@@ -1,29 +1,14 @@
 """The tensors and the blocks of a message that is being published."""
 
-from typing import NamedTuple
-
 from torch.nn import Parameter
 
 from aiotensor.protocol.broadcast import PlacedTensor
-from aiotensor.tensors.allocations import Allocation, Block
+from aiotensor.tensors.allocations import Block
 from aiotensor.tensors.dtypes import DTYPE_NAMES
 from aiotensor.tensors.placement import Placed
-from aiotensor.tensors.segments import whole_pages
 from aiotensor.tensors.source import Source
 
-__all__ = ["Placement", "Planned"]
-
-
-class Planned(NamedTuple):
-    """A tensor of a message, and the allocated block that contains it, if any."""
-
-    source: Source
-    allocation: Allocation | None
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes of shared memory that a copy needs."""
-        return whole_pages(self.source.nbytes)
+__all__ = ["Placement"]
 
 
 class Placement:
@@ -33,7 +18,7 @@ class Placement:
         self.tensors: list[PlacedTensor] = []
         self.blocks: list[tuple[int, int]] = []  # the number and the size in bytes, once for each use
         self.segments: dict[int, None] = {}
-        self.owned: list[int] = []  # the blocks that were filled for this message
+        self.owned: set[int] = set()  # the blocks that were filled for this message
 
     def add(self, source: Source, placed: Placed, block: Block) -> None:
         """Add a tensor whose bytes are in a block."""

@@ -10,13 +10,13 @@ import asyncio
 import mmap
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 import torch
 
-from aiotensor.broadcast.placement import Placement, Planned
+from aiotensor.broadcast.placement import Placement
 from aiotensor.broadcast.reports import Reports
 from aiotensor.broadcast.settings import PublisherSettings
 from aiotensor.broadcast.subscribers import Subscribers
@@ -48,6 +48,7 @@ _MAX_RECORD_CONTENT_BYTES = 2 * MAX_INLINE_BYTES
 
 # The maximum number of tensors placed in one iteration of the event loop. Each takes a few microseconds.
 _QUICK_TENSORS = 64
+_QUICK_PLANS = 256  # the same for planning their placement
 
 _STUCK = (
     "all shared memory is used by this message and by tensors from allocate() that no subscriber uses and "
@@ -167,7 +168,7 @@ class Publishing:
             payload = Payload(has_sender=True, max_inline_bytes=sys.maxsize)
             payload.encode([message])
             del message
-            for source, allocation in self._plan(payload):
+            for source, allocation in list(self._plan(payload)):
                 if not self._place_allocated(source, allocation, placement):
                     placement.add(source, *self._copy_now(source, placement))
             content = self._content_of(payload, placement)
@@ -212,21 +213,20 @@ class Publishing:
 
     # Steps
 
-    def _plan(self, payload: Payload) -> list[Planned]:
-        """Plan the placement of each tensor; reject a message that can never be published."""
-        planned, used = [], {}
+    def _plan(self, payload: Payload) -> Iterator[tuple[Source, Allocation | None]]:
+        """Plan the placement of each tensor; at the end, reject a message that can never be published."""
+        used: dict[int, int] = {}
         body_bytes = len(payload.parts[0])
         new_bytes = whole_pages(body_bytes) if body_bytes > _MAX_RECORD_CONTENT_BYTES else 0
         for value in payload.tensors:
             source = as_source(value)
             allocation = plan_placement(source, self.memory.allocations).allocation
-            planned.append(one := Planned(source, allocation))
             if allocation is None or not self._can_carry(allocation, source):
-                new_bytes += one.nbytes
+                new_bytes += whole_pages(source.nbytes)
             else:
                 used[allocation.block.number] = allocation.block.place.nbytes
+            yield source, allocation
         self._check_fits(new_bytes, sum(used.values()))
-        return planned
 
     def _check_fits(self, new_bytes: int, allocated_bytes: int) -> None:
         """Check that a message fits into the arena, and into the memory that a subscriber may use."""
@@ -242,8 +242,14 @@ class Publishing:
             )
 
     async def _place(self, payload: Payload, placement: Placement) -> None:
+        planned = []
+        for one in self._plan(payload):
+            planned.append(one)
+            if len(planned) % _QUICK_PLANS == 0:
+                await asyncio.sleep(0)
+                self._check_open()
         tensors = nbytes = 0  # placed in this iteration of the event loop, unless a copy has waited
-        for source, allocation in self._plan(payload):
+        for source, allocation in planned:
             if tensors == _QUICK_TENSORS or nbytes > QUICK_BYTES:
                 tensors = nbytes = 0
                 await asyncio.sleep(0)
@@ -274,7 +280,7 @@ class Publishing:
             await self.memory.copy(source, block, placement)
         except CopyAbandonedError:
             raise _closed() from None
-        placement.owned.append(block.number)
+        placement.owned.add(block.number)
         self._check_open()
         return block
 
@@ -285,7 +291,7 @@ class Publishing:
         block = self.memory.try_acquire(nbytes, placement)
         if block is None:
             raise self._reports.would_block("not enough shared memory is free", nbytes)
-        placement.owned.append(block.number)
+        placement.owned.add(block.number)
         self.memory.copy_now(source, block)
         return Placed(ARENA, block.place.describe(0)), block
 

@@ -1,21 +1,30 @@
 """Receive the messages of a publisher; the implementation is in `aiotensor.broadcast.subscription`."""
 
-import operator
 import secrets
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack, overload
 
 from aiotensor.broadcast.subscription import Ended, Subscription
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import AioTensorError, again
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
-from aiotensor.runtime.waiting import seconds_or_never
+from aiotensor.runtime.arguments import count_or_none, seconds_or_never
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
 from aiotensor.types import CurveKey, Publication, SubscriberStatistics
 
-__all__ = ["Subscriber"]
+__all__ = ["Subscriber", "SubscriberOptions"]
 
 T = TypeVar("T")
+
+
+class SubscriberOptions(TypedDict, total=False):
+    """The keyword arguments of a `Subscriber`."""
+
+    max_mapped_bytes: int | None
+    max_wait_s: float | None
+    secret_key: CurveKey | None
+    server_key: CurveKey | None
+    peer_timeout_s: float | None
 
 
 class Subscriber(LoopObject, Generic[T]):
@@ -23,7 +32,8 @@ class Subscriber(LoopObject, Generic[T]):
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. Opening does not
     wait for the publisher. If the publisher is lost, the next publisher that listens at the address replaces
-    it.
+    it. Until they are received, the publications of the last two publishers are kept; those of earlier ones
+    are dropped, and counted as missed.
 
     A received tensor is a view of shared memory; a small tensor has its own memory. A received tensor stays
     valid as long as it or a view of it exists, even after the publisher or this subscriber has ended. Writes
@@ -51,28 +61,11 @@ class Subscriber(LoopObject, Generic[T]):
 
     @overload
     def __init__(
-        self: "Subscriber[Any]",
-        endpoint: Endpoint,
-        *,
-        max_mapped_bytes: int | None = ...,
-        max_wait_s: float | None = ...,
-        secret_key: CurveKey | None = ...,
-        server_key: CurveKey | None = ...,
-        peer_timeout_s: float | None = ...,
+        self: "Subscriber[Any]", endpoint: Endpoint, **options: Unpack[SubscriberOptions]
     ) -> None: ...
 
     @overload
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        type: type[T],
-        *,
-        max_mapped_bytes: int | None = ...,
-        max_wait_s: float | None = ...,
-        secret_key: CurveKey | None = ...,
-        server_key: CurveKey | None = ...,
-        peer_timeout_s: float | None = ...,
-    ) -> None: ...
+    def __init__(self, endpoint: Endpoint, type: type[T], **options: Unpack[SubscriberOptions]) -> None: ...
 
     def __init__(
         self,
@@ -89,9 +82,7 @@ class Subscriber(LoopObject, Generic[T]):
         self.affinity = LoopAffinity("Subscriber")
         self._route = route_to(endpoint, TcpArguments(True, secret_key, server_key, (), peer_timeout_s))
         self._decoder: TensorDecoder[T] = TensorDecoder(type)
-        if max_mapped_bytes is not None and operator.index(max_mapped_bytes) < 1:
-            raise ValueError(f"max_mapped_bytes must be at least 1, or None, got {max_mapped_bytes}")
-        self._max_mapped_bytes = max_mapped_bytes
+        self._max_mapped_bytes = count_or_none("max_mapped_bytes", max_mapped_bytes)
         self._max_wait_s = seconds_or_never("max_wait_s", max_wait_s)
         self._errors = ErrorCounter()
         self._counts = new_counts(SubscriberStatistics)
@@ -134,7 +125,9 @@ class Subscriber(LoopObject, Generic[T]):
     async def receive(self) -> Publication[T]:
         """Return the next publication, once it has arrived.
 
-        Waits at most `max_wait_s`. Cancellation loses nothing: the next call returns the publication.
+        Waits at most `max_wait_s`. Cancellation loses nothing: the next call returns the publication. An
+        error of the message type, such as one of its `__post_init__`, is raised as it is; the next call
+        returns the next publication.
 
         Raises:
             PeerLostError: the publisher died, closed, or disconnected this subscriber, and all of its

@@ -8,6 +8,7 @@
 The end of a session is queued behind its publications, so calls learn of it only after receiving all of them.
 """
 
+import asyncio
 import logging
 import os
 from collections import deque
@@ -25,6 +26,7 @@ from aiotensor.errors import (
     UnavailableError,
     WouldBlockError,
     again,
+    is_shortage,
 )
 from aiotensor.protocol.broadcast import Publish
 from aiotensor.protocol.connection import Loss
@@ -100,6 +102,8 @@ class Subscription(Generic[T]):
         self._last_end: Ended | None = None
         self._ends = 0
         self._failure: AioTensorError | None = None  # while it is set, no publisher is searched for
+        self._admitted: Session | None = None  # the latest session that a publisher has admitted
+        self._unreported = 0  # missed publications that no call has reported
         self._publisher = ""  # the id of the latest publisher
         self._first = 0  # the number of its first publication since this subscriber found it
         self._next_to_arrive = 0  # the number of its next publication
@@ -210,10 +214,12 @@ class Subscription(Generic[T]):
         return self._received(found, message)
 
     def _not_decoded(self, found: Arrived, error: BaseException) -> None:
-        if isinstance(error, ProtocolError):
-            found.finish()  # the message is not of the type of this subscriber
-        else:
+        # An error of the type, such as one of its `__post_init__`, would occur again.
+        if is_shortage(error) or not isinstance(error, Exception):
             self._keep(found)
+        else:
+            self._unreported += found.missed or 0
+            found.finish()
 
     def _received(self, found: Arrived, message: T) -> Publication[T]:
         found.finish()
@@ -234,15 +240,22 @@ class Subscription(Generic[T]):
         if not self._inbox:
             return None
         item = self._inbox.popleft()
+        if self._waiters and self._inbox:
+            self._waiters.wake_one()
         if isinstance(item, Arrived) and item.missed is None:
-            session = item.session
-            if session is not self._taken_from:
-                if self._taken_from is None or session.publisher != self._taken_from.publisher:
-                    self._next_to_take = session.first
-                self._taken_from = session
-            item.missed = item.number - self._next_to_take
-            self._next_to_take = item.number + 1
+            self._count_missed(item)
         return item
+
+    def _count_missed(self, item: Arrived) -> None:
+        """Set the number of publications that were missed before an item and not reported yet."""
+        session = item.session
+        if session is not self._taken_from:
+            if self._taken_from is None or session.publisher != self._taken_from.publisher:
+                self._next_to_take = session.first
+            self._taken_from = session
+        item.missed = item.number - self._next_to_take + self._unreported
+        self._next_to_take = item.number + 1
+        self._unreported = 0
 
     def _keep(self, found: Arrived) -> None:
         """Return a publication to its place in the inbox, from which a later call takes it."""
@@ -255,7 +268,7 @@ class Subscription(Generic[T]):
                 break
             index += 1
         self._inbox.insert(index, found)
-        self._waiters.wake()
+        self._waiters.wake_one()
 
     async def _change(self, max_wait_s: float | None) -> Ended | None:
         """Wait for the next item of the inbox; return the end of a session if another call has taken it."""
@@ -267,6 +280,10 @@ class Subscription(Generic[T]):
         except WouldBlockError:
             if not self._inbox:  # an item may have arrived just as the time ran out
                 raise
+        except asyncio.CancelledError:
+            if self._inbox:
+                self._waiters.wake_one()  # in place of this task, which may have been woken
+            raise
         if self.is_closed:
             raise _closed()
         return self._last_end if self._ends != ends and not self._inbox else None
@@ -308,7 +325,6 @@ class Subscription(Generic[T]):
             OSError: its first record could not be written.
         """
         hello = Subscribe(VERSION, os.getpid(), self._subscriber, self._publisher, self._next_to_arrive)
-        self._drop_older()
         self._session = Session(hello, transport, self._mappings, self._max_mapped_bytes, self)
         self._failure = None
 
@@ -321,6 +337,8 @@ class Subscription(Generic[T]):
 
     def admitted(self, session: Session) -> None:
         """Record the publisher that has admitted this subscriber."""
+        self._evict_older()
+        self._admitted = session
         if session.publisher != self._publisher:
             self._publisher, self._next_to_arrive = session.publisher, session.first
             self._first = session.first
@@ -335,7 +353,7 @@ class Subscription(Generic[T]):
         self._order += 1
         self._inbox.append(Arrived(session, publish, self._mappings, self._order))
         if self._waiters:
-            self._waiters.wake()
+            self._waiters.wake_one()
 
     def withdrawn(self, session: Session, number: int) -> None:
         """Drop a publication that the application has not begun to take."""
@@ -380,16 +398,21 @@ class Subscription(Generic[T]):
         self._inbox.append(ended)
         self._waiters.wake()
 
-    def _drop_older(self) -> None:
-        """Drop the items of all sessions before the latest, so that restarts do not fill the inbox."""
-        last = self._session
+    def _evict_older(self) -> None:
+        """Drop the items of all publishers before the latest, so that restarts do not fill the inbox."""
+        last = self._admitted
         while self._inbox:
             item = self._inbox[0]
             if isinstance(item, Arrived) and item.session is last:
                 return
             if isinstance(item, Ended) and len(self._inbox) == 1:
                 return
-            _finish(self._inbox.popleft())
+            self._inbox.popleft()
+            if isinstance(item, Arrived):
+                if item.missed is None:
+                    self._count_missed(item)
+                self._unreported += (item.missed or 0) + 1
+                item.finish()
 
 
 def _break(found: Arrived, error: ProtocolError) -> None:

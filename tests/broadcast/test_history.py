@@ -10,7 +10,9 @@ import torch
 from aiotensor import PeerLostError
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.receiving import mappings
+from aiotensor.transports.endpoints import Endpoint
 from tests.broadcast.audiences import Broadcasts, idle, received
+from verification.fuzz.listening import waiting_at
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -97,3 +99,37 @@ async def test_publications_before_the_first_arrival_after_a_reconnect_are_misse
         await publisher.publish(pattern(2, BIG))
         publication = await receiving
         assert (publication.number, publication.missed, subscriber.missed) == (2, 2, 2)
+
+
+@once
+async def test_publications_that_a_busy_subscriber_cannot_keep_are_missed(endpoint: Endpoint) -> None:
+    """A subscriber keeps the publications of the last two publishers."""
+    async with Subscriber(endpoint) as subscriber:
+        for count in (5, 1, 1):
+            async with Publisher(endpoint) as publisher:
+                await publisher.wait_for_subscribers(1)
+                for number in range(count):
+                    await publisher.publish(number)
+            await until(lambda: not subscriber.statistics().publishers)
+        publication = await subscriber.receive()
+        assert (publication.message, publication.missed) == (0, 5)
+        with pytest.raises(PeerLostError):
+            await subscriber.receive()
+        publication = await subscriber.receive()
+        assert (publication.message, publication.missed) == (0, 0)
+        assert subscriber.missed == subscriber.statistics().missed == 5
+
+
+async def test_a_process_that_admits_no_subscriber_evicts_no_publications(address: str) -> None:
+    async with Subscriber(address) as subscriber:
+        async with Publisher(address) as publisher:
+            await publisher.wait_for_subscribers(1)
+            await publisher.publish(b"kept")
+        await until(lambda: not subscriber.statistics().publishers)
+        with waiting_at(address) as listener:
+            connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+            connection.close()
+        async with Publisher(address) as publisher:
+            await publisher.wait_for_subscribers(1)
+            publication = await subscriber.receive()
+        assert (publication.message, publication.missed) == (b"kept", 0)

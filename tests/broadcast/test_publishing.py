@@ -256,6 +256,29 @@ async def test_a_message_of_another_type_is_reported_and_skipped(broadcasts: Bro
         await idle(publisher)
 
 
+class Positive(msgspec.Struct):
+    """A message whose type refuses some values with errors of its own."""
+
+    number: int
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            raise KeyError(self.number)
+        if self.number == 0:
+            raise FileNotFoundError
+
+
+@once
+async def test_a_publication_that_its_type_refuses_is_received_once(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(1, Positive, max_behind=1) as (publisher, [subscriber]):
+        for number, error in ((-1, KeyError), (0, FileNotFoundError), (-1, KeyError)):
+            await publisher.publish({"number": number})
+            with pytest.raises(error):
+                await subscriber.receive()
+        await publisher.publish({"number": 1})
+        assert (await subscriber.receive()).message == Positive(1)
+
+
 _REFUSED: dict[str, tuple[Callable[[], object], type[Exception]]] = {
     "object": (object, TypeError),
     "sparse": (lambda: [pattern(1, BIG), torch.zeros(3).to_sparse()], UnsupportedTensorError),
