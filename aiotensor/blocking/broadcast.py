@@ -1,16 +1,15 @@
 """Blocking publishers and subscribers."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, Unpack, overload
 
 import torch
 
 from aiotensor import broadcast
-from aiotensor.blocking.portal import BlockingObject, parameters_of
-from aiotensor.errors import ClosedError
+from aiotensor.blocking.portal import BlockingObject, UntilClosed, parameters_of
+from aiotensor.broadcast.subscriber import SubscriberOptions
 from aiotensor.transports.endpoints import Endpoint
 from aiotensor.types import (
-    CurveKey,
     Publication,
     Published,
     PublisherStatistics,
@@ -74,51 +73,15 @@ class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], 
 
     @overload
     def __init__(
-        self: "Subscriber[Any]",
-        endpoint: Endpoint,
-        *,
-        max_mapped_bytes: int | None = ...,
-        max_wait_s: float | None = ...,
-        secret_key: CurveKey | None = ...,
-        server_key: CurveKey | None = ...,
-        peer_timeout_s: float | None = ...,
+        self: "Subscriber[Any]", endpoint: Endpoint, **options: Unpack[SubscriberOptions]
     ) -> None: ...
 
     @overload
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        type: type[T],
-        *,
-        max_mapped_bytes: int | None = ...,
-        max_wait_s: float | None = ...,
-        secret_key: CurveKey | None = ...,
-        server_key: CurveKey | None = ...,
-        peer_timeout_s: float | None = ...,
-    ) -> None: ...
+    def __init__(self, endpoint: Endpoint, type: type[T], **options: Unpack[SubscriberOptions]) -> None: ...
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        type: Any = Any,  # noqa: A002
-        *,
-        max_mapped_bytes: int | None = 64 << 30,
-        max_wait_s: float | None = None,
-        secret_key: CurveKey | None = None,
-        server_key: CurveKey | None = None,
-        peer_timeout_s: float | None = None,
-    ) -> None:
-        super().__init__(
-            broadcast.Subscriber(
-                endpoint,
-                type,
-                max_mapped_bytes=max_mapped_bytes,
-                max_wait_s=max_wait_s,
-                secret_key=secret_key,
-                server_key=server_key,
-                peer_timeout_s=peer_timeout_s,
-            )
-        )
+    @parameters_of(broadcast.Subscriber)  # type: ignore[misc]  # mypy reads only its first overload
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(broadcast.Subscriber(*args, **options))
 
     @property
     def id(self) -> str:
@@ -140,11 +103,11 @@ class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], 
 
         After a timeout, no publication is lost. With a timeout of 0, the call does not wait.
         """
-        return self.wait_for(self.inner.receive, timeout=timeout)
+        return self.take(None, self.inner.receive, timeout=timeout)
 
     def receive_nowait(self) -> Publication[T]:
         """Return the next publication if it has arrived, or raise `WouldBlockError`."""
-        return self.call(self.inner.receive_nowait)
+        return self.take_now(None, self.inner.receive_nowait)
 
     def __iter__(self) -> Iterator[Publication[T]]:
         """Iterate over the publications.
@@ -152,14 +115,4 @@ class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], 
         The iteration ends when the publisher has closed and all its publications were received, or when this
         subscriber is closed. Iterate again to wait for the next publisher.
         """
-        while True:
-            try:
-                publication = self.wait_for(self._next_or_none)
-            except ClosedError:
-                return
-            if publication is None:
-                return
-            yield publication
-
-    async def _next_or_none(self) -> Publication[T] | None:
-        return await anext(self.inner, None)
+        return UntilClosed(lambda: self.take(None, self._next, self.inner))

@@ -1,6 +1,7 @@
 """Blocking clients and servers of messages."""
 
 import asyncio
+import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, overload
@@ -9,7 +10,7 @@ import torch
 
 import aiotensor
 from aiotensor import channel
-from aiotensor.blocking.portal import BlockingObject, until_closed
+from aiotensor.blocking.portal import BlockingObject, UntilClosed
 from aiotensor.blocking.requests import Request
 from aiotensor.blocking.tensors import OpenMessage, TensorReceiver, TensorSender
 from aiotensor.channel.batches import checked_results
@@ -17,6 +18,7 @@ from aiotensor.channel.request import fail_batch
 from aiotensor.channel.server import take_ready
 from aiotensor.errors import ClosedError
 from aiotensor.runtime import tracing
+from aiotensor.runtime.arguments import instances
 from aiotensor.types import ClientStatistics, CurveKey, ServerStatistics
 
 __all__ = ["MessageClient", "MessageServer", "Permit"]
@@ -54,7 +56,7 @@ class MessageClient(BlockingObject[channel.MessageClient[R], ClientStatistics], 
             channel.MessageClient(
                 address,
                 sender=_inner_senders(sender),
-                receiver=None if receiver is None else receiver.inner,
+                receiver=_inner_receiver(receiver),
                 reply_type=reply_type,
                 high_water_mark=high_water_mark,
                 max_part_bytes=max_part_bytes,
@@ -205,7 +207,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], 
             channel.MessageServer(
                 address,
                 message_type,
-                receiver=None if receiver is None else receiver.inner,
+                receiver=_inner_receiver(receiver),
                 sender=_inner_senders(sender) or (),
                 max_clients=max_clients,
                 max_waiting=max_waiting,
@@ -229,7 +231,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], 
 
     def __iter__(self) -> Iterator[Request[M]]:
         """Iterate over the requests whose tensors have arrived, until this server is closed."""
-        return until_closed(self.next)
+        return UntilClosed(self.next)
 
     def next(self, *, timeout: float | None = None) -> Request[M]:
         """Return the next request whose tensors have arrived.
@@ -240,22 +242,22 @@ class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], 
             TimeoutError: no request arrived within `timeout` seconds.
             ClosedError: this server was closed.
         """
-        return Request(self, self.wait_for(self._take, timeout))
+        return self.take(None, self._take, timeout)
 
     def arrived(self, *, timeout: float | None = None) -> None:
         """Wait until a request has arrived with its tensors, without taking it."""
         self.wait_for(self.inner.arrived, timeout=timeout)
 
-    async def _take(self, timeout: float | None) -> channel.Request[M]:
+    async def _take(self, timeout: float | None) -> Request[M]:
         """Wait for a request until the timeout; decoding a request that has arrived may take longer."""
         try:
             async with asyncio.timeout(timeout):
-                return await self._next(self.inner)
+                return Request(self, await self._next(self.inner))
         except TimeoutError:
             request = await take_ready(self.inner)
             if request is None:
                 raise
-            return request
+            return Request(self, request)
 
     def batches(self, max_batch: int, *, batch_wait_s: float = 0.0) -> Iterator[list[Request[M]]]:
         """Iterate over batches of requests, until this server is closed.
@@ -264,10 +266,10 @@ class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], 
         """
         batches = self.inner.batches(max_batch, batch_wait_s=batch_wait_s)
 
-        def next_batch() -> list[Request[M]]:
-            return [Request(self, request) for request in self.wait_for(self._next, batches)]
+        async def next_batch() -> list[Request[M]]:
+            return [Request(self, request) for request in await self._next(batches)]
 
-        return until_closed(next_batch)
+        return UntilClosed(lambda: self.take(batches, next_batch))
 
     @overload
     def serve(self, handler: Callable[[M], object]) -> None: ...
@@ -299,6 +301,10 @@ class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], 
             max_batch: the maximum number of messages in a batch; None for single messages.
             batch_wait_s: the time in seconds for which the first message of a batch may wait for others.
         """
+        if inspect.iscoroutinefunction(handler):
+            raise TypeError(
+                f"the handler {handler!r:.64} is a coroutine function: use an aiotensor.channel.MessageServer"
+            )
         if max_batch is None:
             for request in self:
                 with request:
@@ -336,7 +342,14 @@ class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], 
 
 def _inner_senders(
     sender: TensorSender | Sequence[TensorSender] | None,
-) -> aiotensor.TensorSender | list[aiotensor.TensorSender] | None:
+) -> list[aiotensor.TensorSender] | None:
     if sender is None:
         return None
-    return sender.inner if isinstance(sender, TensorSender) else [one.inner for one in sender]
+    return [one.inner for one in instances("sender", sender, TensorSender, "aiotensor.blocking.TensorSender")]
+
+
+def _inner_receiver(receiver: TensorReceiver | None) -> aiotensor.TensorReceiver | None:
+    if receiver is None:
+        return None
+    [found] = instances("receiver", receiver, TensorReceiver, "aiotensor.blocking.TensorReceiver")
+    return found.inner

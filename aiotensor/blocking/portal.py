@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar
 
-from aiotensor.blocking.thread import Call, Loop, borrow, release
+from aiotensor.blocking.thread import Call, Loop, Taking, Untaken, borrow, release
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.runtime.affinity import LoopObject, ProcessBound, close_now, warn_unclosed
 
-__all__ = ["BlockingObject", "parameters_of", "until_closed"]
+__all__ = ["BlockingObject", "UntilClosed", "parameters_of"]
 
 A = TypeVar("A", bound=LoopObject)
 P = ParamSpec("P")
@@ -70,6 +70,7 @@ class BlockingObject(ProcessBound, Generic[A, S]):
         self.is_closed = False
         self._is_ending = self._has_released_loop = False
         self._last: S | None = None  # the statistics at the end
+        self._untaken = Untaken([], [])
 
     def __repr__(self) -> str:
         inner = self.__dict__.get("inner")
@@ -102,6 +103,14 @@ class BlockingObject(ProcessBound, Generic[A, S]):
                 raise ClosedError(f"this {self._name} was closed while it was being opened") from None
             raise
         return self
+
+    if not TYPE_CHECKING:  # type checkers report the wrong statement
+
+        async def __aenter__(self) -> NoReturn:
+            raise TypeError(f"use `with` for this {self._name}, or `async with` for the class in aiotensor")
+
+        async def __aexit__(self, *error: object) -> None:
+            """Exist, because `async with` looks for it before it calls `__aenter__`."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -217,12 +226,32 @@ class BlockingObject(ProcessBound, Generic[A, S]):
             TimeoutError: the coroutine was cancelled after `timeout` seconds.
         """
         self._check_place()
+        return self._run(Call(_work(function, args, timeout, options)))
+
+    def take(
+        self,
+        key: object,
+        function: Callable[..., Awaitable[R]],
+        *args: Any,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> R:
+        """Run a coroutine function that takes an item, as `wait_for` does, and lose no item.
+
+        If a signal handler raises an error in this thread after the item was taken, another call with the
+        same key returns it.
+        """
+        self._check_place()
+        return self._run(Taking(_work(function, args, timeout, options), key, self._untaken))
+
+    def take_now(self, key: object, function: Callable[..., R], *args: Any) -> R:
+        """Call a function that takes an item without waiting in the thread of the loop, as `take` does."""
 
         async def work() -> R:
-            async with asyncio.timeout(timeout):
-                return await function(*args, **options)
+            return function(*args)
 
-        return self._run(Call(work))
+        self._check_place()
+        return self._run(Taking(work, key, self._untaken))
 
     def _run(self, call: Call[R]) -> R:
         try:
@@ -265,13 +294,32 @@ class BlockingObject(ProcessBound, Generic[A, S]):
             )
 
 
-def until_closed(next_item: Callable[[], R]) -> Iterator[R]:
-    """Iterate over the results of a function until it raises `ClosedError`; several threads may iterate."""
+def _work(
+    function: Callable[..., Awaitable[R]],
+    args: tuple[Any, ...],
+    timeout: float | None,
+    options: dict[str, Any],
+) -> Callable[[], Awaitable[R]]:
+    """Return a coroutine function that calls another with arguments, for at most `timeout` seconds."""
 
-    def next_or_none() -> R | None:
+    async def work() -> R:
+        async with asyncio.timeout(timeout):
+            return await function(*args, **options)
+
+    return work
+
+
+class UntilClosed(Iterator[R]):
+    """Iterate over the results of a function until it raises `ClosedError`; several threads may iterate.
+
+    Not a generator, which would keep each result while it waits for the next one.
+    """
+
+    def __init__(self, next_item: Callable[[], R]) -> None:
+        self._next_item = next_item
+
+    def __next__(self) -> R:
         try:
-            return next_item()
+            return self._next_item()
         except ClosedError:
-            return None
-
-    return iter(next_or_none, None)
+            raise StopIteration from None

@@ -6,17 +6,16 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import util
 from types import FrameType, TracebackType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, Unpack, overload
 
 from aiotensor import queues
-from aiotensor.blocking.portal import BlockingObject
+from aiotensor.blocking.portal import BlockingObject, UntilClosed
 from aiotensor.errors import AioTensorError, ClosedError
-from aiotensor.queues.description import QueueDescription
-from aiotensor.queues.settings import QueueSettings
+from aiotensor.queues.description import QueueDescription, QueueOptions
 
 __all__ = ["MessageQueue", "QueueConsumer", "QueueProducer"]
 
@@ -57,6 +56,10 @@ class QueueProducer(BlockingObject[queues.QueueProducer, queues.ProducerStatisti
         """Drop the messages that no consumer has taken; `close` then does not wait for consumers."""
         self.call(self.inner.abort)
 
+    def expect_no_first_consumer(self) -> None:
+        """Wait for the first consumer at most for `grace_s`, because the program ends."""
+        self.call(self.inner.expect_no_first_consumer)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -78,21 +81,15 @@ class QueueConsumer(BlockingObject[queues.QueueConsumer[M], queues.ConsumerStati
         Waiting and errors are those of `aiotensor.queues.QueueConsumer.get`: after a timeout, the call raises
         `WouldBlockError`, and no message is lost.
         """
-        return self.wait_for(partial(self.inner.get, timeout=timeout))
+        return self.take(None, partial(self.inner.get, timeout=timeout))
 
     def get_nowait(self) -> M:
         """Take the next message if one has arrived, or raise `WouldBlockError`."""
-        return self.call(self.inner.get_nowait)
+        return self.take_now(None, self.inner.get_nowait)
 
     def __iter__(self) -> Iterator[M]:
         """Iterate over the messages, until all producers have closed or this consumer is closed."""
-        while True:
-            try:
-                message = self.get()
-            except ClosedError:
-                return
-            yield message
-            del message  # otherwise, its tensors would live until the next message arrives
+        return UntilClosed(self.get)
 
 
 class MessageQueue(QueueDescription[M]):
@@ -103,69 +100,21 @@ class MessageQueue(QueueDescription[M]):
 
     The methods `put` and `get` also exist on the queue itself, for programs that were written for
     `multiprocessing.Queue`. The first `put` of a process opens a producer, and the first `get` opens a
-    consumer. They are closed when the process calls `close`, and otherwise at its end: the producer then
-    waits until consumers have taken its messages. If the process ends with an exception, the producer is
-    aborted.
+    consumer; all copies of the queue in a process share them. They are closed when the process calls `close`,
+    and otherwise at its end: the producer then waits until consumers have taken its messages, and for the
+    first consumer at most `grace_s`. If the process ends with an exception, the producer is aborted. Python
+    does not show the status of `sys.exit` in the main process: use ``with queue:`` if an exit with a status
+    must abort the producer.
     """
 
     @overload
-    def __init__(
-        self: "MessageQueue[Any]",
-        *,
-        producers: int = ...,
-        consumers: int = ...,
-        max_messages: int = ...,
-        arena_bytes: int = ...,
-        max_body_bytes: int | None = ...,
-        redeliver: bool = ...,
-        grace_s: float | None = ...,
-        folder: str | os.PathLike[str] | None = ...,
-    ) -> None: ...
+    def __init__(self: "MessageQueue[Any]", **options: Unpack[QueueOptions]) -> None: ...
 
     @overload
-    def __init__(
-        self,
-        message_type: type[M],
-        *,
-        producers: int = ...,
-        consumers: int = ...,
-        max_messages: int = ...,
-        arena_bytes: int = ...,
-        max_body_bytes: int | None = ...,
-        redeliver: bool = ...,
-        grace_s: float | None = ...,
-        folder: str | os.PathLike[str] | None = ...,
-    ) -> None: ...
+    def __init__(self, message_type: type[M], **options: Unpack[QueueOptions]) -> None: ...
 
-    def __init__(
-        self,
-        message_type: Any = Any,
-        *,
-        producers: int = 1,
-        consumers: int = 1,
-        max_messages: int = 8,
-        arena_bytes: int = 1 << 30,
-        max_body_bytes: int | None = 1 << 20,
-        redeliver: bool = True,
-        grace_s: float | None = 30.0,
-        folder: str | os.PathLike[str] | None = None,
-    ) -> None:
-        super().__init__(
-            message_type,
-            producers,
-            consumers,
-            max_messages,
-            arena_bytes,
-            max_body_bytes,
-            redeliver,
-            grace_s,
-            folder,
-        )
-        self._ends_by_pid: dict[int, _Ends[M]] = {}
-
-    def __setstate__(self, settings: QueueSettings) -> None:
-        super().__setstate__(settings)
-        self._ends_by_pid = {}
+    def __init__(self, message_type: Any = Any, **options: Unpack[QueueOptions]) -> None:
+        super().__init__(message_type, **options)
 
     def producer(self) -> QueueProducer:
         """Return a new producer: ``with queue.producer() as producer``."""
@@ -179,19 +128,27 @@ class MessageQueue(QueueDescription[M]):
 
     def put(self, message: object, *, timeout: float | None = None) -> None:
         """Put a message with the producer of this process, which the first call opens."""
-        self._ends().producer().put(message, timeout=timeout)
+        with self._ends().observing_exit() as ends:
+            ends.producer().put(message, timeout=timeout)
 
     def put_nowait(self, message: object) -> None:
         """Put a message with the producer of this process, or raise `WouldBlockError`."""
-        self._ends().producer().put_nowait(message)
+        with self._ends().observing_exit() as ends:
+            ends.producer().put_nowait(message)
 
     def join(self, *, timeout: float | None = None) -> None:
         """Wait until consumers have taken all messages of the producer of this process."""
-        self._ends().producer().join(timeout=timeout)
+        with self._ends().observing_exit() as ends:
+            ends.producer().join(timeout=timeout)
 
     def get(self, *, timeout: float | None = None) -> M:
         """Take a message with the consumer of this process, which the first call opens."""
-        return self._ends().consumer().get(timeout=timeout)
+        ends = self._ends()
+        try:
+            return ends.consumer().get(timeout=timeout)
+        except ClosedError:
+            ends.stop_daemon()
+            raise
 
     def get_nowait(self) -> M:
         """Take a message with the consumer of this process if one has arrived, or raise `WouldBlockError`."""
@@ -203,8 +160,11 @@ class MessageQueue(QueueDescription[M]):
 
     def _ends(self) -> "_Ends[M]":
         # A forked child inherits the ends of its parent, and opens its own.
-        ends = self._ends_by_pid.get(os.getpid())
-        return ends or self._ends_by_pid.setdefault(os.getpid(), _Ends(self))
+        pid = os.getpid()
+        used: dict[int, _Ends[M]] = self.__dict__.setdefault("_ends_by_pid", {})
+        if pid not in used:
+            used[pid] = _known_ends.setdefault((pid, self._settings.folder.path), _Ends(self))
+        return used[pid]
 
     def close(self) -> None:
         """Close the producer and the consumer of this process, and remove the files of the queue.
@@ -236,6 +196,21 @@ class _Ends(Generic[M]):
         self._consumer: QueueConsumer[M] | None = None
         self._finalizer: util.Finalize[None] | None = None
         self._main = _frame_of_child()
+        self._exits = False  # whether a signal handler has raised `SystemExit` with a status in a call
+        self._is_finishing = False
+
+    @contextmanager
+    def observing_exit(self) -> "Iterator[_Ends[M]]":
+        """Record that a signal handler ends the program in a call.
+
+        In the main process, Python does not show this exception to the handlers that run at the end.
+        """
+        self._exits = False
+        try:
+            yield self
+        except SystemExit as error:
+            self._exits = bool(error.code)
+            raise
 
     def producer(self) -> QueueProducer:
         """Return the producer; the first call opens it."""
@@ -268,10 +243,11 @@ class _Ends(Generic[M]):
 
     def _settle(self) -> None:
         """Wait until the messages were taken, when the main thread ends."""
-        if self._pid != os.getpid() or self._producer is None or _ends_with_an_exception(self._main):
+        if self._pid != os.getpid() or self._producer is None or self._is_interrupted():
             return
         try:
             with suppress(AioTensorError, OSError):  # `_finish` raises it again
+                self._producer.expect_no_first_consumer()
                 self._producer.join()
         except BaseException:  # `KeyboardInterrupt`: otherwise, `_finish` would wait again
             self.abort()
@@ -280,9 +256,21 @@ class _Ends(Generic[M]):
     def _finish(self) -> None:
         """Close at the end of the process."""
         if self._pid == os.getpid():
-            if _ends_with_an_exception(self._main):
+            self._is_finishing = True
+            if self._is_interrupted():
                 self.abort()
             self.close()
+
+    def _is_interrupted(self) -> bool:
+        return self._exits or _ends_with_an_exception(self._main)
+
+    def stop_daemon(self) -> None:
+        """Wait forever in a daemon thread while the process ends, as in a queue of `multiprocessing`.
+
+        An error would end the thread with a traceback, although nothing has failed.
+        """
+        if self._is_finishing and threading.current_thread().daemon:
+            threading.Event().wait()
 
     def abort(self) -> None:
         """Make closing drop the messages that were not taken."""
@@ -300,6 +288,11 @@ class _Ends(Generic[M]):
         finally:
             if self._producer is not None:
                 self._producer.close()
+
+
+# By the process and the folder of the queue. Each task of a pool unpickles a copy of the queue, and all
+# copies in a process use the same producer.
+_known_ends: "weakref.WeakValueDictionary[tuple[int, str], _Ends[Any]]" = weakref.WeakValueDictionary()
 
 
 def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:

@@ -47,7 +47,7 @@ class RankPipe(BlockingObject[ranks.RankPipe, PipeStatistics]):
 
         After a timeout, no message is lost.
         """
-        return self.wait_for(self.inner.receive, copy=copy, timeout=timeout)
+        return self.take(None, self.inner.receive, copy=copy, timeout=timeout)
 
     def drain(self, *, timeout: float | None = None) -> None:
         """Wait until the other rank has received all messages that were sent before this call."""

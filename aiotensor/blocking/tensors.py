@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 
 import aiotensor
-from aiotensor.blocking.portal import BlockingObject, parameters_of, until_closed
+from aiotensor.blocking.portal import BlockingObject, UntilClosed, parameters_of
 from aiotensor.errors import ClosedError
 from aiotensor.sending.open_message import enter_in_thread
 from aiotensor.tensors.source import Sendable
@@ -165,11 +165,11 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver, ReceiverStatistics
 
         With `copy`, return a copy with its own memory. After a timeout, the tensor can still be received.
         """
-        return self.wait_for(self.inner.receive, handle, copy=copy, timeout=timeout)
+        return self.take(handle, self.inner.receive, handle, copy=copy, timeout=timeout)
 
     def receive_nowait(self, handle: TensorHandle) -> torch.Tensor:
         """Return the tensor that a handle names if it has arrived, or raise `WouldBlockError`."""
-        return self.call(self.inner.receive_nowait, handle)
+        return self.take_now(handle, self.inner.receive_nowait, handle)
 
     def arrived(self, handle: TensorHandle, *, timeout: float | None = None) -> None:
         """Wait until the tensor that a handle names has arrived, without receiving it."""
@@ -177,7 +177,7 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver, ReceiverStatistics
 
     def __iter__(self) -> Iterator[Delivery]:
         """Iterate over the tensors in the order of arrival, until this receiver is closed."""
-        return until_closed(self.next)
+        return UntilClosed(self.next)
 
     def next(self, *, timeout: float | None = None) -> Delivery:
         """Return the next tensor in the order of arrival, except tensors that calls await by handle.
@@ -188,7 +188,8 @@ class TensorReceiver(BlockingObject[aiotensor.TensorReceiver, ReceiverStatistics
             TimeoutError: no tensor arrived within `timeout` seconds.
             ClosedError: this receiver was closed.
         """
-        return self.wait_for(lambda: self._next(self.inner), timeout=timeout)
+        delivery: Delivery = self.take(None, self._next, self.inner, timeout=timeout)
+        return delivery
 
     def discard(self, handle: TensorHandle) -> None:
         """Discard the whole message of a handle, because it is no longer needed."""

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import anyio
 import zmq.utils.garbage  # noqa: F401 - imported first, so that its exit handler runs after the one here
@@ -21,7 +21,7 @@ import zmq.utils.garbage  # noqa: F401 - imported first, so that its exit handle
 from aiotensor.runtime.worker import no_thread, thread_limiter
 from aiotensor.statistics import registry
 
-__all__ = ["Call", "Loop", "borrow", "release"]
+__all__ = ["Call", "Loop", "Taking", "Untaken", "borrow", "release"]
 
 R = TypeVar("R")
 
@@ -59,7 +59,11 @@ class Call(Generic[R]):
         self._wait()
         error, self._error = self._error, None
         if error is None:
-            return self._results.pop()
+            # A signal handler may run after each call of a C function. From here to the user's code there is
+            # none, so that the result is either still in this object or in the user's hands.
+            [result] = self._results
+            self._results = []
+            return result
         try:
             raise error
         finally:
@@ -68,7 +72,7 @@ class Call(Generic[R]):
     def give_up(self) -> None:
         """Cancel the call, or prevent its start, and wait until it has released its resources."""
         self._is_wanted = False
-        if self._loop is None or self._has_ended:
+        if self._loop is None or (self._has_ended and not self._results):
             return
         try:
             self._loop.call_soon_threadsafe(self._cancel)
@@ -100,13 +104,18 @@ class Call(Generic[R]):
         try:
             if not self._is_wanted:
                 raise asyncio.CancelledError
-            self._results.append(await self._work())
+            await self._work_and_keep()
         except BaseException as error:  # noqa: BLE001 - raised in the calling thread
             self._error = error
         self._ended()
 
+    async def _work_and_keep(self) -> None:
+        self._results.append(await self._work())
+
     def _cancel(self) -> None:
-        if self._task is None:  # a signal has interrupted the thread before the call was started
+        if self._has_ended:
+            self._not_received()
+        elif self._task is None:  # a signal has interrupted the thread before the call was started
             self._error = asyncio.CancelledError()
             self._ended()
         elif self._is_running:  # otherwise, the task would be cancelled before it could report its end
@@ -117,6 +126,63 @@ class Call(Generic[R]):
             self._has_ended = True
             for end in tuple(self._ends):  # threads that are added later do not wait
                 end.release()
+
+    def _not_received(self) -> None:
+        """Drop the result of a call whose thread was interrupted before it received the result."""
+
+
+class Untaken(NamedTuple):
+    """Items that interrupted threads have not received, and the calls that wait for items; for the loop."""
+
+    items: list[tuple[object, Any]]
+    waiting: "list[Taking[Any]]"
+
+
+class Taking(Call[R]):
+    """A call that takes an item, and loses none if a signal handler interrupts its thread.
+
+    Another call with the same key then gets the item.
+
+    Args:
+        work: the coroutine function, which takes an item; cancelling it loses none.
+        key: names what is taken from an object that has several items to take.
+        untaken: the items of earlier calls that were interrupted.
+    """
+
+    def __init__(self, work: Callable[[], Awaitable[R]], key: object, untaken: Untaken) -> None:
+        super().__init__(work)
+        self._key = key
+        self._untaken = untaken
+
+    async def _work_and_keep(self) -> None:
+        items, waiting = self._untaken
+        for index, (key, item) in enumerate(items):
+            if key == self._key:
+                self._results.append(item)
+                del items[index]
+                return
+        waiting.append(self)
+        try:
+            item = await self._work()
+        finally:
+            waiting.remove(self)
+        if self._is_wanted and not self._has_ended:
+            self._results.append(item)
+        else:  # interrupted, or ended with the item of another call
+            self._put_back(item)
+
+    def _not_received(self) -> None:
+        if self._results:
+            self._put_back(self._results.pop())
+
+    def _put_back(self, item: R) -> None:
+        for call in self._untaken.waiting:
+            if call._key == self._key and call._task is not None and not call._has_ended:
+                call._results.append(item)
+                call._ended()
+                call._task.cancel()
+                return
+        self._untaken.items.append((self._key, item))
 
 
 class Loop:

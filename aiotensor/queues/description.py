@@ -5,13 +5,13 @@ import shutil
 import tempfile
 from multiprocessing import util
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypedDict, TypeVar
 
-from aiotensor.channel.options import part_limits, positive
+from aiotensor.channel.options import part_limits
 from aiotensor.codec import TensorDecoder
 from aiotensor.queues.folder import Folder
 from aiotensor.queues.settings import QueueSettings
-from aiotensor.runtime.waiting import grace_period
+from aiotensor.runtime.arguments import count, grace_period
 
 __all__ = ["QueueDescription"]
 
@@ -22,20 +22,34 @@ M = TypeVar("M")
 _AFTER_CHILDREN = -100
 
 
+class QueueOptions(TypedDict, total=False):
+    """The keyword arguments of a `MessageQueue`."""
+
+    producers: int
+    consumers: int
+    max_messages: int
+    arena_bytes: int
+    max_body_bytes: int | None
+    redeliver: bool
+    grace_s: float | None
+    folder: str | os.PathLike[str] | None
+
+
 class QueueDescription(Generic[M]):
     """The base of queues; see `aiotensor.queues.MessageQueue`."""
 
     def __init__(
         self,
         message_type: Any,
-        producers: int,
-        consumers: int,
-        max_messages: int,
-        arena_bytes: int,
-        max_body_bytes: int | None,
-        redeliver: bool,
-        grace_s: float | None,
-        folder: str | os.PathLike[str] | None,
+        *,
+        producers: int = 1,
+        consumers: int = 1,
+        max_messages: int = 8,
+        arena_bytes: int = 1 << 30,
+        max_body_bytes: int | None = 1 << 20,
+        redeliver: bool = True,
+        grace_s: float | None = 30.0,
+        folder: str | os.PathLike[str] | None = None,
     ) -> None:
         if isinstance(message_type, int):
             raise TypeError(
@@ -43,12 +57,12 @@ class QueueDescription(Generic[M]):
                 f"max_messages={message_type}"
             )
         TensorDecoder(message_type)  # raises the error of an invalid type here, and not in a consumer
-        positive("producers", producers)
-        positive("consumers", consumers)
-        positive("max_messages", max_messages)
-        positive("arena_bytes", arena_bytes)
-        part_limits(None, max_body_bytes)
-        grace_period(grace_s)
+        producers = count("producers", producers)
+        consumers = count("consumers", consumers)
+        max_messages = count("max_messages", max_messages)
+        arena_bytes = count("arena_bytes", arena_bytes)
+        max_body_bytes = part_limits(None, max_body_bytes).body_bytes
+        grace_s = grace_period(grace_s)
         is_private = folder is None
         path = tempfile.mkdtemp(prefix="aiotensor-") if folder is None else _absolute(folder)
         place = Folder(path, producers, consumers, is_private)

@@ -1,10 +1,9 @@
 """The public queue."""
 
-import os
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, Unpack, overload
 
 from aiotensor.queues.consumer import QueueConsumer
-from aiotensor.queues.description import QueueDescription
+from aiotensor.queues.description import QueueDescription, QueueOptions
 from aiotensor.queues.producer import QueueProducer
 
 __all__ = ["MessageQueue"]
@@ -66,58 +65,13 @@ class MessageQueue(QueueDescription[M]):
     """
 
     @overload
-    def __init__(
-        self: "MessageQueue[Any]",
-        *,
-        producers: int = ...,
-        consumers: int = ...,
-        max_messages: int = ...,
-        arena_bytes: int = ...,
-        max_body_bytes: int | None = ...,
-        redeliver: bool = ...,
-        grace_s: float | None = ...,
-        folder: str | os.PathLike[str] | None = ...,
-    ) -> None: ...
+    def __init__(self: "MessageQueue[Any]", **options: Unpack[QueueOptions]) -> None: ...
 
     @overload
-    def __init__(
-        self,
-        message_type: type[M],
-        *,
-        producers: int = ...,
-        consumers: int = ...,
-        max_messages: int = ...,
-        arena_bytes: int = ...,
-        max_body_bytes: int | None = ...,
-        redeliver: bool = ...,
-        grace_s: float | None = ...,
-        folder: str | os.PathLike[str] | None = ...,
-    ) -> None: ...
+    def __init__(self, message_type: type[M], **options: Unpack[QueueOptions]) -> None: ...
 
-    def __init__(
-        self,
-        message_type: Any = Any,
-        *,
-        producers: int = 1,
-        consumers: int = 1,
-        max_messages: int = 8,
-        arena_bytes: int = 1 << 30,
-        max_body_bytes: int | None = 1 << 20,
-        redeliver: bool = True,
-        grace_s: float | None = 30.0,
-        folder: str | os.PathLike[str] | None = None,
-    ) -> None:
-        super().__init__(
-            message_type,
-            producers,
-            consumers,
-            max_messages,
-            arena_bytes,
-            max_body_bytes,
-            redeliver,
-            grace_s,
-            folder,
-        )
+    def __init__(self, message_type: Any = Any, **options: Unpack[QueueOptions]) -> None:
+        super().__init__(message_type, **options)
 
     def producer(self) -> QueueProducer:
         """Return a new producer: ``async with queue.producer() as producer``."""

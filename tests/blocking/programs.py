@@ -101,6 +101,24 @@ def put_and_end(folder: str) -> None:
     threading._register_atexit(_say, "ended")  # type: ignore[attr-defined]
 
 
+def put_without_a_consumer(folder: str) -> None:
+    """Put a message into a queue, and end at once."""
+    queue: MessageQueue[int] = MessageQueue(folder=folder, grace_s=0)
+    left_open.append(queue)
+    queue.put(1)
+
+
+def exit_in_put(folder: str) -> None:
+    """Wait in `put` until a handler of SIGTERM ends the program with a status."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    queue: MessageQueue[int] = MessageQueue(folder=folder, max_messages=1)
+    left_open.append(queue)
+    queue.put(1)
+    thread = threading.get_ident()
+    _say_when(lambda: _waits(thread), "waits")
+    queue.put(2)
+
+
 # Signals
 
 
@@ -284,6 +302,16 @@ def leave_threads_waiting(*place: str) -> None:
     until(lambda: drains.count)
     left_open.append(stack)
     _say(threading.active_count() - threads)
+
+
+def leave_a_thread_waiting_at_a_queue(folder: str) -> None:
+    """End while a daemon thread waits for a message."""
+    queue: MessageQueue[int] = MessageQueue(int, folder=folder)
+    left_open.append(queue)
+    thread = threading.Thread(target=queue.get, daemon=True)
+    thread.start()
+    until(lambda: queue._ends()._consumer is not None and _waits(thread.ident or 0))
+    _say("waits")
 
 
 def be_busy(*place: str) -> None:

@@ -20,6 +20,12 @@ def test_waiting_daemon_threads_do_not_delay_the_exit(fork_server: ForkServer, p
         assert program.ended() == Ended(0, ["8"], "")
 
 
+def test_a_daemon_thread_that_waits_at_a_queue_ends_silently(fork_server: ForkServer, place: Place) -> None:
+    folder = f"{place.tensors.removeprefix('unix://')}.queue"
+    with fork_server.program("leave_a_thread_waiting_at_a_queue", folder) as program:
+        assert program.ended() == Ended(0, ["waits"], "")
+
+
 @pytest.mark.parametrize("attempt", range(5 if COMPLETE else 1))
 def test_busy_daemon_threads_do_not_crash_the_exit(
     attempt: int, fork_server: ForkServer, place: Place

@@ -1,5 +1,6 @@
 """Publishers, subscribers, queues and pipes between ranks, in threads."""
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,7 @@ from aiotensor.transports.endpoints import Endpoint
 from tests.blocking.fork_server import ForkServer
 from tests.blocking.waiting import in_thread, until
 from tests.channel.parties import Place
+from verification.descriptors import our_descriptors
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 
@@ -212,6 +214,27 @@ def test_the_end_of_a_child_process_closes_its_producer(context: Any, queue: Mes
         assert child.exitcode == 0
 
 
+def _put_one(queue: MessageQueue[Any], number: int) -> int:
+    queue.put(pattern(number, BIG))
+    return len(our_descriptors())
+
+
+def test_the_tasks_of_a_pool_share_the_producer_of_their_process(queue: MessageQueue[Any]) -> None:
+    with queue.producer():
+        pass
+    with forkserver.Pool(1) as pool:
+        putting = pool.map_async(functools.partial(_put_one, queue), range(6), chunksize=1)
+        assert sorted(int(queue.get(timeout=60)[0]) for _ in range(6)) == sorted(
+            int(pattern(number, BIG)[0]) for number in range(6)
+        )
+        counts = putting.get()
+        pool.close()
+        pool.join()
+    assert max(counts) - min(counts) < 12  # of one producer
+    with pytest.raises(ClosedError):
+        queue.get(timeout=60)
+
+
 @pytest.mark.skipif(
     (3, 12) <= sys.version_info < (3, 12, 2), reason="no thread can be started at the end of a program"
 )
@@ -225,6 +248,30 @@ def test_the_end_of_a_program_waits_until_its_messages_were_copied_and_taken(
         assert program.line() == "ended"  # no consumer is open until now
         assert [int(frames[-1]) for frames in queue] == [0, 1, 2]
         assert program.ended() == (0, [], "")
+
+
+def test_a_program_that_a_signal_handler_ends_in_a_put_does_not_wait_for_consumers(
+    fork_server: ForkServer, folder: Path
+) -> None:
+    with (
+        MessageQueue(folder=folder / "queue") as queue,
+        fork_server.program("exit_in_put", str(folder / "queue")) as program,
+    ):
+        assert program.line() == "waits"
+        program.signal(signal.SIGTERM)
+        assert program.ended() == (3, [], "")
+        with pytest.raises(PeerLostError, match="1 of the 1 producers"):
+            queue.get()
+
+
+def test_the_end_of_a_program_waits_for_the_first_consumer_for_the_grace_period(
+    fork_server: ForkServer, folder: Path
+) -> None:
+    with (
+        MessageQueue(folder=folder / "queue"),
+        fork_server.program("put_without_a_consumer", str(folder / "queue")) as program,
+    ):
+        assert "no consumer of this queue is open, and none has opened for 0 s" in program.ended().errors
 
 
 @pytest.mark.promise(40)

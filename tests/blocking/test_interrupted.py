@@ -1,0 +1,176 @@
+"""Calls that a signal handler interrupts lose no item, even if the item has been taken for them."""
+
+import itertools
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from aiotensor.blocking import (
+    MessageClient,
+    MessageQueue,
+    MessageServer,
+    Publisher,
+    RankPipe,
+    Request,
+    Subscriber,
+    TensorReceiver,
+    TensorSender,
+)
+from tests.blocking.waiting import in_thread
+from tests.channel.parties import Place
+
+pytestmark = pytest.mark.filterwarnings(  # raised in a finalizer of the interpreter or of a library
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+_COUNT = 300
+_LONGEST_S = 0.0005  # about as long as a call takes, so that signals arrive at each of its steps
+
+
+class Role(NamedTuple):
+    """Both sides of a role, each of whose items contains a number."""
+
+    send: Callable[[int], object]
+    receive: Callable[[], Any]
+    number: Callable[[Any], int]
+
+
+@contextmanager
+def _subscriber(place: Place) -> Iterator[Role]:
+    with Publisher(place.tensors) as publisher, Subscriber(place.tensors, int) as subscriber:
+        publisher.wait_for_subscribers(1)
+        yield Role(publisher.publish, subscriber.receive, lambda found: found.message)
+
+
+@contextmanager
+def _iterated_subscriber(place: Place) -> Iterator[Role]:
+    def receive() -> object:
+        for publication in subscriber:
+            return publication
+        raise AssertionError("the iteration has ended")
+
+    with Publisher(place.tensors) as publisher, Subscriber(place.tensors, int) as subscriber:
+        publisher.wait_for_subscribers(1)
+        yield Role(publisher.publish, receive, lambda found: found.message)
+
+
+@contextmanager
+def _consumer(place: Place) -> Iterator[Role]:
+    with MessageQueue(int) as queue, queue.consumer() as consumer, queue.producer() as producer:
+        yield Role(producer.put, consumer.get, int)
+        producer.join()
+
+
+@contextmanager
+def _pipe(place: Place) -> Iterator[Role]:
+    store = HashStore()
+    pipes = [RankPipe(store, 1 - rank, rank=rank, world_size=2) for rank in range(2)]
+    opening = in_thread(pipes[1].__enter__)
+    with pipes[0] as pipe, closing(opening.result()) as other:
+        yield Role(lambda number: pipe.send(torch.tensor([number])), other.receive, int)
+
+
+@contextmanager
+def _receiver(place: Place) -> Iterator[Role]:
+    with TensorReceiver(place.tensors) as receiver, TensorSender(place.tensors) as sender:
+        yield Role(
+            lambda number: sender.send(torch.tensor([number])),
+            receiver.next,
+            lambda found: int(found.tensor),
+        )
+
+
+@contextmanager
+def _server(place: Place) -> Iterator[Role]:
+    def number_in(request: Request[int]) -> int:
+        number = request.message
+        request.reply(None)
+        return number
+
+    with (
+        MessageServer(place.messages, int) as server,
+        MessageClient(place.messages, reply_type=int) as client,
+    ):
+        yield Role(client.send, server.next, number_in)
+
+
+_ROLES = {
+    "Subscriber.receive": _subscriber,
+    "Subscriber": _iterated_subscriber,
+    "QueueConsumer.get": _consumer,
+    "RankPipe.receive": _pipe,
+    "TensorReceiver.next": _receiver,
+    "MessageServer.next": _server,
+}
+
+
+class InterruptedTestError(Exception):
+    """Raised by the signal handler."""
+
+
+def _interrupt(*_: object) -> None:
+    raise InterruptedTestError
+
+
+@pytest.mark.promise(21)
+@pytest.mark.parametrize("role", _ROLES)
+def test_interrupted_calls_lose_nothing(role: str, place: Place, moments: random.Random) -> None:
+    with _ROLES[role](place) as (send, receive, number_in):
+        sending = in_thread(lambda: [send(number) for number in range(_COUNT)])
+        found: list[Any] = []
+        before = signal.signal(signal.SIGALRM, _interrupt)
+        try:
+            while len(found) < _COUNT:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, _LONGEST_S))
+                    found.append(receive())
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except InterruptedTestError:
+                    pass
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert sorted(map(number_in, found)) == list(range(_COUNT))
+        sending.result()
+
+
+def test_an_interrupted_receive_by_handle_can_be_repeated(place: Place, moments: random.Random) -> None:
+    with TensorReceiver(place.tensors) as receiver, TensorSender(place.tensors) as sender:
+        before = signal.signal(signal.SIGALRM, _interrupt)
+        try:
+            for number in range(_COUNT):
+                handle, found = sender.send(torch.tensor([number])), None
+                while found is None:
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, _LONGEST_S))
+                        found = receiver.receive(handle)
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                    except InterruptedTestError:
+                        pass
+                assert int(found) == number
+                del found
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def test_an_iteration_keeps_no_item(place: Place) -> None:
+    """Neither does it keep the memory of an item while it waits for the next one."""
+    nbytes = 1 << 19
+    with (
+        Publisher(place.tensors, arena_bytes=nbytes) as publisher,
+        Subscriber(place.tensors, torch.Tensor) as subscriber,
+        MessageQueue(torch.Tensor, arena_bytes=nbytes) as queue,
+    ):
+        publisher.wait_for_subscribers(1)
+        for items, send in ((subscriber, publisher.publish), (queue, queue.put)):
+            sending = in_thread(lambda: [send(torch.ones(nbytes, dtype=torch.uint8)) for _ in range(3)])  # noqa: B023
+            for item in itertools.islice(items, 3):
+                del item
+            sending.result()
