@@ -81,7 +81,8 @@ def found(server: MessageServer[Any]) -> int:
 def waiters_for_requests(server: MessageServer[Any]) -> int:
     """Count the tasks that wait for a request."""
     assert server._clients is not None
-    return len(server._clients.requests.waiters)
+    requests = server._clients.requests
+    return len(requests.takers) + len(requests.waiters)
 
 
 def worker_of(one: MessageClient[Any] | MessageServer[Any]) -> Worker:

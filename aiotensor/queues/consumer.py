@@ -1,19 +1,20 @@
 """A consumer: takes messages from a queue."""
 
 import asyncio
+import math
 from contextlib import AsyncExitStack
 from typing import Generic, Self, TypeVar
 
 import msgspec
 
-from aiotensor.channel.options import seconds
-from aiotensor.channel.server import MessageServer, changed, receive_now, receive_ready
-from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, WouldBlockError
+from aiotensor.channel.server import MessageServer, changed, receive_now, receive_ready, wake
+from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, WouldBlockError, again
 from aiotensor.queues.folder import Kind, SlotState
 from aiotensor.queues.settings import QueueSettings
 from aiotensor.queues.statistics import ConsumerStatistics
 from aiotensor.receiver import TensorReceiver
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
+from aiotensor.runtime.arguments import seconds
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import at_most
 
@@ -62,6 +63,12 @@ class QueueConsumer(LoopObject, Generic[M]):
         self._server: MessageServer[M] | None = None  # None before opening
         self._taken = 0
         self._has_reported = False  # that producers have not been opened
+        self._waiting = 0  # calls of `get`
+        self._waiting_since = 0.0  # since then, no message has arrived
+        self._taken_before = 0  # the messages taken before that
+        self._end: AioTensorError | None = None  # found by the last check
+        self._looked_at = -math.inf  # the time of that check
+        self._timer: asyncio.TimerHandle | None = None  # of the next check
 
     async def __aenter__(self) -> Self:
         self.affinity.enter()
@@ -119,28 +126,25 @@ class QueueConsumer(LoopObject, Generic[M]):
         """
         self._opened()
         if timeout is not None:
-            seconds("timeout", timeout)
+            timeout = seconds("timeout", timeout)
         async with at_most(timeout, lambda: self._nothing_within(timeout)):
             return await self._next()
 
     async def _next(self) -> M:
-        loop = asyncio.get_running_loop()
-        began, delay = loop.time(), _FIRST_CHECK_S
-        while True:
-            server = self._opened()
-            for message in await receive_ready(server, _TAKEN):
-                self._taken += 1
-                return message
-            server = self._opened()  # it may have been closed during the decoding of a refused message
-            self._raise_at_end()
-            if loop.time() - began >= _LONG_WAIT_S:
-                self._report_missing_producers()
-            change = changed(server)
-            try:
-                done, _ = await asyncio.wait((change,), timeout=delay)
-            finally:
-                change.cancel()
-            delay = _FIRST_CHECK_S if done else min(2 * delay, _LAST_CHECK_S)
+        if self._end is not None:
+            self._looked_at = -math.inf  # another producer may have taken the place of one that ended
+        self._waiting += 1
+        try:
+            while True:
+                for message in await receive_ready(self._opened(), _TAKEN):
+                    self._taken += 1
+                    return message
+                server = self._opened()  # it may have been closed during the decoding of a refused message
+                self._raise_at_end()
+                self._check_within(_FIRST_CHECK_S)
+                await changed(server)
+        finally:
+            self._waiting -= 1
 
     def get_nowait(self) -> M:
         """Take the next message if one has arrived, or raise `WouldBlockError`.
@@ -150,17 +154,54 @@ class QueueConsumer(LoopObject, Generic[M]):
         for message in receive_now(self._opened(), _TAKEN):
             self._taken += 1
             return message
+        self._looked_at = -math.inf
         self._raise_at_end()
         raise WouldBlockError("no message has arrived in this consumer")
 
+    # The end of the queue. All waiting calls share its checks, each of which takes several system calls.
+
     def _raise_at_end(self) -> None:
-        """Raise an error if no producer is open, and none is still expected."""
-        error = self._end_of_queue()
-        if error is not None:
-            raise error
+        """Raise an error if no producer was open, and none was expected, at the last check."""
+        now = asyncio.get_running_loop().time()
+        if now - self._looked_at >= _FIRST_CHECK_S:
+            self._looked_at, self._end = now, self._end_of_queue()
+        if self._end is not None:
+            raise again(self._end)
+
+    def _check_within(self, delay: float) -> None:
+        """Check after at most `delay` seconds, and then at growing intervals while calls wait."""
+        loop = asyncio.get_running_loop()
+        if self._timer is None:
+            self._waiting_since = loop.time()
+        elif self._timer.when() > loop.time() + delay:
+            self._timer.cancel()
+        else:
+            return
+        self._timer = loop.call_later(delay, self._check, delay)
+
+    def _check(self, delay: float) -> None:
+        self._timer = None
+        if self._server is None or not (self._waiting and self.affinity.is_open):
+            return
+        self._looked_at = -math.inf
+        try:
+            self._raise_at_end()
+        except AioTensorError:
+            wake(self._server)
+            return
+        loop = asyncio.get_running_loop()
+        if self._taken != self._taken_before:
+            self._taken_before, self._waiting_since = self._taken, loop.time()
+        elif loop.time() - self._waiting_since >= _LONG_WAIT_S:
+            self._report_missing_producers()
+        delay = min(2 * delay, _LAST_CHECK_S)
+        self._timer = loop.call_later(delay, self._check, delay)
 
     def _end_of_queue(self) -> AioTensorError | None:
-        states = self._settings.folder.states(Kind.PRODUCER)
+        try:
+            states = self._settings.folder.states_in_use(Kind.PRODUCER)
+        except PeerLostError as error:
+            return error
         if SlotState.LIVE in states or SlotState.UNUSED in states:
             return None
         dead = states.count(SlotState.DEAD)
@@ -176,7 +217,7 @@ class QueueConsumer(LoopObject, Generic[M]):
 
     def _missing_producers(self) -> str:
         """Return the number of producers that were opened, as the end of a text; "" if all were."""
-        states = self._settings.folder.states(Kind.PRODUCER)
+        states = self._settings.folder.states_in_use(Kind.PRODUCER)
         opened = len(states) - states.count(SlotState.UNUSED)
         return f"; producers opened so far: {opened} of {len(states)}" if opened < len(states) else ""
 
@@ -218,6 +259,8 @@ class QueueConsumer(LoopObject, Generic[M]):
         """
         self.affinity.check_place()
         if self.affinity.close() and self._server is not None:  # None: it is being opened by another task
+            if self._timer is not None:
+                self._timer.cancel()
             await self._stack.aclose()
 
     def statistics(self) -> ConsumerStatistics:

@@ -1,11 +1,12 @@
 """The messages of a producer, from `put` until a consumer has taken them."""
 
 import asyncio
+from collections import deque
 from functools import partial
 
 from aiotensor.channel.client import MessageClient, request_encoded
 from aiotensor.codec.payload import Payload
-from aiotensor.errors import ClosedError, PeerLostError, WouldBlockError, again
+from aiotensor.errors import ClosedError, PeerLostError, RemoteError, WouldBlockError, again
 from aiotensor.protocol.credits import Ticket
 from aiotensor.queues.folder import Kind, SlotState
 from aiotensor.queues.settings import QueueSettings
@@ -21,6 +22,10 @@ logger = logger_of("queues")
 # The delays before a message is sent again. A connection that fails at once must not keep the loop busy.
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.005, 1.0
 
+# The types of errors after which another attempt may succeed: the consumer has lost the tensors, or has no
+# descriptors, memory or threads left. Errors of a message type have other names (`FileNotFoundError`).
+_PASSING = ("PeerLostError", "OSError", "BlockingIOError", "MemoryError")
+
 _WATCH_S = 1.0  # between two checks whether any consumer is left
 
 _LONG_WAIT_CHECKS = 10  # without any consumer, after which the wait is logged
@@ -34,7 +39,8 @@ class Deliveries:
         settings: the settings of the queue.
 
     Attributes:
-        failure: why a message cannot be delivered; None while all can be.
+        failure: why no further message can be delivered; None while they can be.
+        expects_consumer: whether to wait for the first consumer without limit.
         gate: lets calls wait for the permit of a message, which it has from `put` until it was taken.
         taken: the number of messages that consumers have taken.
         redelivered: how often a message was sent again.
@@ -42,10 +48,12 @@ class Deliveries:
 
     def __init__(self, client: MessageClient[None], settings: QueueSettings) -> None:
         self.failure: Exception | None = None
+        self.expects_consumer = True
         self.gate: Gate[None] = Gate(settings.max_messages, stuck_elsewhere=None, step="wait for a permit")
         self.taken = self.redelivered = 0
         self._client = client
         self._settings = settings
+        self._refused: deque[Exception] = deque()  # the errors of refused messages, to be raised once each
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiters = Waiters()  # for the end of all deliveries
@@ -71,7 +79,7 @@ class Deliveries:
     def full(self) -> WouldBlockError:
         """Return the error of a call that cannot wait any longer."""
         limit = self.gate.budget.limit
-        are_unopened = set(self._settings.folder.states(Kind.CONSUMER)) == {SlotState.UNUSED}
+        are_unopened = set(self._settings.folder.states_in_use(Kind.CONSUMER)) == {SlotState.UNUSED}
         return WouldBlockError(
             f"the consumers have not taken the {len(self)} earlier messages of this producer, and "
             f"max_messages={limit}{': no consumer of this queue was opened yet' if are_unopened else ''}",
@@ -90,22 +98,26 @@ class Deliveries:
 
     async def all_taken(self) -> None:
         """Wait until all messages were taken; raise the error of a message that cannot be delivered."""
-        while self._tasks:
-            self.check()
+        while self._tasks and self.failure is None:
             await self._waiters.wait()
         self.check()
 
     def check(self) -> None:
-        """Raise the error of a message that could not be delivered, if there is one."""
+        """Raise the error of an earlier message that could not be delivered, if there is one."""
         if self.failure is not None:
             raise _copy(self.failure)
+        if self._refused:
+            raise self._refused.popleft()
 
     async def _deliver(self, payload: Payload) -> None:
         delay = _FIRST_RETRY_S
         while True:
             try:
                 await request_encoded(self._client, payload, self._turn)
-            except PeerLostError as error:
+            except (PeerLostError, RemoteError) as error:
+                if isinstance(error, RemoteError) and error.type_name not in _PASSING:
+                    self._refused.append(_copy(error))
+                    return
                 if not self._settings.redeliver:
                     self._fail(error)
                     return
@@ -143,12 +155,18 @@ class Deliveries:
         """
         loop, grace_s = asyncio.get_running_loop(), self._settings.grace_s
         self._timer = loop.call_later(_WATCH_S, self._watch)
-        states = self._settings.folder.states(Kind.CONSUMER)
+        try:
+            states = self._settings.folder.states_in_use(Kind.CONSUMER)
+        except PeerLostError as error:
+            self._fail(error)
+            self._cancel()
+            return
         if set(states) == {SlotState.UNUSED}:
             self._unopened_checks += 1
             if self._unopened_checks == _LONG_WAIT_CHECKS:
                 self._report_missing_consumers()
-            return
+            if self.expects_consumer:
+                return
         if SlotState.LIVE in states:
             self._alone_since = None
             return
@@ -157,8 +175,8 @@ class Deliveries:
         if grace_s is not None and loop.time() - self._alone_since >= grace_s:
             self._fail(
                 PeerLostError(
-                    f"the consumers of this queue have ended, and no other one has opened for {grace_s:g} s; "
-                    f"they have not taken {len(self)} messages of this producer"
+                    f"no consumer of this queue is open, and none has opened for {grace_s:g} s; {len(self)} "
+                    "messages of this producer were not taken"
                 )
             )
             self._cancel()

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 from urllib.parse import quote
 
-from aiotensor.errors import ClosedError, UsageError
+from aiotensor.errors import ClosedError, PeerLostError, UsageError
 from aiotensor.runtime.descriptors import Descriptor
 from aiotensor.runtime.range_locks import change_lock, conflicting_lock
 from aiotensor.transports.address import socket_path
@@ -261,11 +261,25 @@ class Folder(NamedTuple):
             f"{self.path}"
         )
 
+    def states_in_use(self, kind: Kind) -> list[SlotState]:
+        """Return the states of the slots of one kind, for a process that has claimed a slot.
+
+        Raises:
+            PeerLostError: the files of the queue were removed, but not by a process of the queue.
+        """
+        try:
+            return self.states(kind)
+        except ClosedError:
+            raise PeerLostError(
+                f"the files of the queue in {self.path} were removed while it was in use, so its other "
+                "processes cannot be found: pass a `folder` that no cleaner of temporary files removes"
+            ) from None
+
     def states(self, kind: Kind) -> list[SlotState]:
         """Return the states of the slots of one kind.
 
         Raises:
-            ClosedError: the files of the queue were removed.
+            ClosedError: the queue was closed, and its files were removed.
         """
         with contextlib.closing(self._open()) as file:
             return [_state(file.number, place) for place in self._places(kind)]

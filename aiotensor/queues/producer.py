@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Self
 
 from aiotensor.channel.client import MessageClient
-from aiotensor.channel.options import part_limits, seconds
+from aiotensor.channel.options import part_limits
 from aiotensor.codec.payload import Payload, pack
 from aiotensor.errors import ClosedError, TooLargeError
 from aiotensor.protocol.parts import check_parts
@@ -14,6 +14,7 @@ from aiotensor.queues.folder import Kind, Slot
 from aiotensor.queues.settings import QueueSettings
 from aiotensor.queues.statistics import ProducerStatistics
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
+from aiotensor.runtime.arguments import seconds
 from aiotensor.runtime.waiting import at_most
 from aiotensor.sender import TensorSender
 
@@ -94,7 +95,8 @@ class QueueProducer(LoopObject):
             WouldBlockError: the wait exceeded `timeout`.
             PeerLostError: an earlier message cannot be delivered: its consumer was lost, and the queue does
                 not redeliver messages; or all consumers have ended, and none has opened for `grace_s`.
-            RemoteError: a consumer could not decode an earlier message, or it has another type.
+            RemoteError: a consumer could not decode an earlier message, or it has another type. This error is
+                raised once; the other messages are delivered.
             TooLargeError: the tensors exceed `arena_bytes`, the rest of the message exceeds `max_body_bytes`,
                 or there are too many tensors.
             TypeError: part of the message cannot be encoded; `TensorEncoder.encode` lists further errors.
@@ -103,10 +105,13 @@ class QueueProducer(LoopObject):
         """
         deliveries = self._opened()
         if timeout is not None:
-            seconds("timeout", timeout)
+            timeout = seconds("timeout", timeout)
+        deliveries.check()
         box = [message]
         del message  # so that only the queue and the caller keep its tensors alive
-        payload = await pack(box, has_sender=True)
+        payload = await pack(
+            box, has_sender=True, body_limit=lambda: self._limits.body_bytes, peer="consumer"
+        )
         self._check_size(payload)
         async with at_most(timeout, deliveries.full):
             permit = await deliveries.gate.acquire(1)
@@ -154,6 +159,10 @@ class QueueProducer(LoopObject):
         """
         self.affinity.check_place()
         self._is_aborted = True
+
+    def expect_no_first_consumer(self) -> None:
+        """Wait for the first consumer only as long as for others, which is `grace_s`."""
+        self._opened().expects_consumer = False
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

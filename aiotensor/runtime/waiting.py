@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from aiotensor.errors import AioTensorError
 
-__all__ = ["Waiters", "at_most", "grace_period", "seconds_or_never", "within"]
+__all__ = ["Waiters", "at_most", "within"]
 
 T = TypeVar("T")
 
@@ -34,19 +34,16 @@ class Waiters(list["asyncio.Future[None]"]):
             if not future.done():
                 future.set_result(None)
 
+    def wake_one(self) -> None:
+        """Wake the first waiting task, for an item that one task takes.
 
-def seconds_or_never(name: str, value: float | None) -> float | None:
-    """Validate and return a number of seconds; None means never."""
-    if value is not None and not value > 0:
-        raise ValueError(f"{name} must be positive, or None, got {value}")
-    return value
-
-
-def grace_period(value: float | None) -> float | None:
-    """Validate and return the time in seconds for which calls may wait for a peer; None for no limit."""
-    if value is not None and not 0 <= value < 2**31:
-        raise ValueError(f"grace_s must be at least 0, or None, got {value}")
-    return value
+        With a thousand tasks, waking all of them for each item would block the event loop. A task that takes
+        an item while others remain, or that is cancelled after it was woken, must call this again.
+        """
+        for future in self:
+            if not future.done():
+                future.set_result(None)
+                return
 
 
 def at_most(

@@ -1,7 +1,10 @@
 """Messages, capacity, timeouts and cancellation, with producers and consumers in this process."""
 
 import asyncio
+import errno
 import gc
+import os
+import shutil
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +21,9 @@ from aiotensor import (
     UsageError,
     WouldBlockError,
 )
-from aiotensor.queues import ConsumerStatistics, ProducerStatistics, deliveries
+from aiotensor.channel import incoming_requests
+from aiotensor.codec import payload
+from aiotensor.queues import ConsumerStatistics, ProducerStatistics, deliveries, folder
 from aiotensor.queues import consumer as consumers
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, cancel_everywhere
@@ -59,19 +64,66 @@ async def test_messages_arrive_in_order_as_they_were_at_put() -> None:
         assert torch.equal(got.frames, pattern(1, BIG))
 
 
-async def test_a_message_of_another_type_fails_the_next_call_of_its_producer() -> None:
-    with queue_of(message_type=Video) as queue:
+class Positive(msgspec.Struct):
+    """A message whose type refuses some values with an error of its own."""
+
+    number: int
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            raise KeyError(self.number)
+
+
+async def test_a_message_that_its_type_refuses_is_reported_once_and_the_others_arrive() -> None:
+    with queue_of(message_type=Positive) as queue:
+        async with queue.consumer() as consumer, queue.producer() as producer:
+            for number in (0, -1, 2, "3", 4):
+                await producer.put({"number": number})
+            assert [(await consumer.get(timeout=60)).number for _ in range(3)] == [0, 2, 4]
+            with pytest.raises(RemoteError, match="KeyError: -1"):
+                await producer.put({"number": 5})
+            with pytest.raises(RemoteError, match="Expected `int`, got `str`"):
+                producer.put_nowait({"number": 5})
+            await producer.put({"number": 6})
+            assert (await consumer.get(timeout=60)).number == 6
+            await producer.join()
+
+
+async def test_closing_a_producer_reports_a_refused_message_after_the_others_were_taken() -> None:
+    with queue_of(message_type=Positive) as queue:
         async with queue.consumer() as consumer:
             producer = await queue.producer().__aenter__()
-            await producer.put({"name": 5})
-            taking = asyncio.create_task(consumer.get())
-            with pytest.raises(RemoteError, match="`str`"):
-                await producer.join()
-            for call in (producer.put(1), producer.join(), producer.aclose()):
-                with pytest.raises(RemoteError):
-                    await call
+            for number in (-1, 1, 2):
+                await producer.put({"number": number})
+            closing = asyncio.create_task(producer.aclose())
+            assert [(await consumer.get(timeout=60)).number for _ in range(2)] == [1, 2]
+            with pytest.raises(RemoteError, match="KeyError"):
+                await closing
             with pytest.raises(PeerLostError, match="1 of the 1 producers"):
-                await taking
+                await consumer.get()
+
+
+async def test_a_consumer_without_descriptors_leaves_its_messages_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = payload.unpack
+
+    async def unpack_elsewhere(*arguments: Any) -> Any:
+        if asyncio.current_task() is failing:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return await real(*arguments)
+
+    monkeypatch.setattr(incoming_requests, "unpack", unpack_elsewhere)
+    with queue_of(consumers=2) as queue:
+        async with queue.consumer() as first, queue.producer() as producer:
+            failing = asyncio.create_task(first.get())
+            await producer.put(1)
+            await until(lambda: producer.statistics().redelivered > 0)
+            async with queue.consumer() as second:
+                assert await second.get(timeout=60) == 1
+            failing.cancel()
+            await producer.put(2)
+            assert await first.get(timeout=60) == 2
 
 
 async def test_put_waits_while_max_messages_are_in_the_queue() -> None:
@@ -140,6 +192,42 @@ async def test_long_waits_for_producers_and_consumers_are_logged_once(
             getting.cancel()
             await asyncio.wait([getting])
             producer.abort()
+
+
+async def test_waiting_calls_share_the_checks_for_the_end_of_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checks, real = 0, folder.Folder.states
+
+    def states(*arguments: Any) -> Any:
+        nonlocal checks
+        checks += 1
+        return real(*arguments)
+
+    async with opened(message_type=int) as ends:
+        getting = [asyncio.create_task(ends.consumer.get()) for _ in range(1000)]
+        await asyncio.sleep(0)
+        monkeypatch.setattr(folder.Folder, "states", states)
+        for number in range(1000):
+            await ends.producer.put(number)
+        assert sorted(await asyncio.gather(*getting)) == list(range(1000))
+        assert checks < 1000
+
+
+async def test_removing_the_folder_of_a_queue_is_an_error_at_both_sides() -> None:
+    async with opened() as ends:
+        getting = asyncio.create_task(ends.consumer.get())
+        await asyncio.sleep(0)
+        shutil.rmtree(ends.queue._settings.folder.path)
+        with pytest.raises(PeerLostError, match="were removed while it was in use"):
+            await getting
+        with pytest.raises(PeerLostError, match="were removed while it was in use"):
+            async for _ in ends.consumer:
+                pass
+        await ends.producer.put(1)
+        with pytest.raises(PeerLostError, match="were removed while it was in use"):
+            await ends.producer.join()
+        ends.producer.abort()
 
 
 @pytest.mark.parametrize("many", [1, 5000])
@@ -241,7 +329,7 @@ async def test_when_the_last_consumer_has_ended_producers_wait_for_grace_s() -> 
         await producer.put(message(2))
         waiting = asyncio.create_task(producer.put(message(3)))
         for call in (producer.join(), waiting, producer.aclose()):
-            with pytest.raises(PeerLostError, match="no other one has opened for 0 s"):
+            with pytest.raises(PeerLostError, match="none has opened for 0 s"):
                 await call
 
 
