@@ -3,11 +3,13 @@
 import array
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
 from aiotensor import UnsupportedTensorError
+from aiotensor.codec import TensorDecoder, TensorEncoder
 from aiotensor.tensors.dtypes import DTYPES
 from aiotensor.tensors.raw import new_tensor
 from tests.pairs import pair
@@ -48,6 +50,19 @@ async def test_every_dtype_arrives_bit_for_bit() -> None:
                 assert handle.dtype == name
                 assert type(received) is torch.Tensor
                 assert same_bits(received, source), name
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+async def test_arrays_of_ml_dtypes_arrive_as_tensors(dtype: type[np.generic]) -> None:
+    array = (np.arange(30_000) % 100).astype(dtype).reshape(300, 100)
+    expected = torch.from_numpy(array.astype(np.float32))
+    async with pair() as (sender, receiver):
+        for view in (slice(None), slice(None, None, 3), slice(None, None, -1)):
+            received = await receiver.receive(await sender.send(array[view]))
+            assert str(received.dtype) == f"torch.{np.dtype(dtype).name}"
+            assert torch.equal(received.float(), torch.from_numpy(expected.numpy()[view].copy()))
+    decoded = TensorDecoder(list[torch.Tensor]).decode(TensorEncoder().encode([array]))
+    assert torch.equal(decoded[0].float(), expected)
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -214,7 +214,7 @@ class Clients(Connections):
         client.queue.close()
         if client.identity not in self._rejected:
             client.queue.clear()
-        self.requests.waiters.wake()  # the consumer of a queue then checks whether its producers have ended
+        self.requests.wake()  # the consumer of a queue then checks whether its producers have ended
 
 
 def _log_connection_refused(count: int, reason: str) -> None:

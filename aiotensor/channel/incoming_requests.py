@@ -91,7 +91,8 @@ class IncomingRequests(Generic[M]):
         counts: the counters of the server.
 
     Attributes:
-        waiters: the tasks that wait for a request.
+        takers: the tasks that wait for a request, and take it.
+        waiters: the other tasks that wait for a change.
         unfinished: the requests that have not ended, of all clients.
         ready: the requests whose tensors have arrived.
         waiting: the number of requests that have not been taken.
@@ -108,7 +109,7 @@ class IncomingRequests(Generic[M]):
         affinity: LoopAffinity,
         counts: dict[str, int],
     ) -> None:
-        self.waiters = Waiters()
+        self.takers, self.waiters = Waiters(), Waiters()
         self.unfinished: set[IncomingRequest] = set()
         self.ready = FairQueue()
         self.waiting = self.waiting_bytes = 0
@@ -133,7 +134,17 @@ class IncomingRequests(Generic[M]):
         """Cancel all requests, and end the waits for them."""
         for incoming in list(self.unfinished):
             self.cancel(incoming)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake all tasks that wait for a request or a change."""
+        self.takers.wake()
         self.waiters.wake()
+
+    def wake_taker(self) -> None:
+        """Wake one task that waits for a request, if there is one to take."""
+        if self.takers and self.ready.by_client:
+            self.takers.wake_one()
 
     # From clients
 
@@ -200,7 +211,10 @@ class IncomingRequests(Generic[M]):
 
     def _make_ready(self, incoming: IncomingRequest) -> None:
         self.ready.add(incoming)
-        self.waiters.wake()
+        if self.takers:
+            self.takers.wake_one()
+        if self.waiters:
+            self.waiters.wake()
 
     # Taking
 
@@ -210,6 +224,8 @@ class IncomingRequests(Generic[M]):
         Waits while a thread decodes a large message. Cancellation returns the request to the front.
         """
         incoming = self.ready.take()
+        if self.takers:
+            self.wake_taker()
         try:
             found = self._found.pop(incoming, None) or []
             try:
@@ -220,6 +236,7 @@ class IncomingRequests(Generic[M]):
                 if incoming.state is RequestState.WAITING:
                     self._found[incoming] = found
                     self.ready.put_back(incoming)
+                    self.takers.wake_one()
                     self.waiters.wake()
                 raise
         except Exception as error:  # noqa: BLE001 - decoding runs code of the user's type
@@ -242,6 +259,7 @@ class IncomingRequests(Generic[M]):
     def take_now(self) -> tuple[IncomingRequest, M] | None:
         """Take the next request as `take` does, but decode even a large message on this thread."""
         incoming = self.ready.take()
+        self.wake_taker()
         found = self._found.pop(incoming, [])
         try:
             if incoming.handles and self._receiver is not None:
@@ -328,7 +346,10 @@ class IncomingRequests(Generic[M]):
     async def _send_answer(
         self, incoming: IncomingRequest, box: list[object], sender: TensorSender | None
     ) -> bool:
-        payload = await pack(box, has_sender=sender is not None)
+        limits = incoming.client.connection.limits
+        payload = await pack(
+            box, has_sender=sender is not None, body_limit=lambda: limits.body_bytes, peer="client"
+        )
         parts = payload.parts
         handles: Handles = ()
         try:

@@ -230,6 +230,13 @@ class OutgoingRequests(Generic[R]):
             )
         return self.servers[number]
 
+    def _body_limit(self) -> int | None:
+        """Return the largest body that a server accepts, in bytes; None for no limit, or an unknown one."""
+        sessions = [server.session for server in self.servers]
+        limits = [None if session is None else session.connection.limits.body_bytes for session in sessions]
+        known = [limit for limit in limits if limit is not None]
+        return max(known) if len(known) == len(limits) else None
+
     async def _ask(
         self,
         message: list[object] | Payload,
@@ -247,7 +254,9 @@ class OutgoingRequests(Generic[R]):
         if isinstance(message, Payload):
             payload = message
         else:
-            payload = await pack(message, has_sender=self._has_senders)
+            payload = await pack(
+                message, has_sender=self._has_senders, body_limit=self._body_limit, peer="server"
+            )
         lost: set[RemoteServer] = set()
         try:
             while True:

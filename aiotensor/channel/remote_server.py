@@ -11,7 +11,6 @@ which is used once the server has accepted this client.
 """
 
 import asyncio
-import errno
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -32,6 +31,7 @@ from aiotensor.errors import (
     UsageError,
     WouldBlockError,
     again,
+    is_shortage,
 )
 from aiotensor.protocol.client import ClientConnection
 from aiotensor.protocol.connection import Close, Loss
@@ -55,8 +55,6 @@ __all__ = ["RemoteServer"]
 # message by then, and this side has discarded the others, libzmq 4.3.5 fails an assertion, which ends the
 # process. So unsent parts remain until the server has read them or has closed, at most for this long.
 _LINGER_S = 0.2
-
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 
 class RemoteServer:
@@ -144,7 +142,7 @@ class RemoteServer:
             sock.connect(target.address)
         except zmq.ZMQError as error:
             text = f"connecting to {self.address.text} failed: {error.strerror}"
-            if error.errno in _EXHAUSTED:
+            if is_shortage(error):
                 self._dialer.report(text, error.strerror)
                 self._dial_again()
             else:
@@ -241,7 +239,7 @@ class RemoteServer:
         except AccessDeniedError as error:
             self._refuse(error)
         except OSError as error:
-            if error.errno in _EXHAUSTED:  # the user is unknown, so nothing may be sent
+            if is_shortage(error):  # the user is unknown, so nothing may be sent
                 self._dialer.report(
                     f"the user of the server at {self.address.text} cannot be checked: {error}", str(error)
                 )

@@ -55,7 +55,7 @@ class Request(Generic[M]):
     def __init__(
         self, incoming: IncomingRequest, message: M, requests: IncomingRequests[Any], owner: object
     ) -> None:
-        self._message: M | None = message
+        self._box = [message]  # empty when the message was released
         self._incoming = incoming
         self._requests = requests
         self._owner = owner  # keeps the server alive as long as its requests
@@ -72,11 +72,11 @@ class Request(Generic[M]):
     @property
     def message(self) -> M:
         """The message of the client, with its tensors in place."""
-        if self._message is None:
+        if not self._box:
             raise UsageError(
                 "this request was answered, or its block has ended: its message is no longer available"
             )
-        return self._message
+        return self._box[0]
 
     @property
     def client_pid(self) -> int:
@@ -201,10 +201,9 @@ class Request(Generic[M]):
 
     def _release(self) -> None:
         """Release the message; a large one is freed in a thread, if nothing else refers to it."""
-        if self._incoming.is_large and self._message is not None:
-            box, self._message = [self._message], None
+        box, self._box = self._box, []
+        if self._incoming.is_large and box:
             self._requests.memory.free(box)
-        self._message = None
 
     def _answer_once(self) -> None:
         if self._is_answered:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Generic, Self, TypeVar, overload
 
 from aiotensor.channel import options
-from aiotensor.channel.batches import Batches, answer_batch
+from aiotensor.channel.batches import Batches, answer_batch, not_awaitable
 from aiotensor.channel.clients import Clients
 from aiotensor.channel.incoming_requests import IncomingRequests
 from aiotensor.channel.request import Request
@@ -18,6 +18,7 @@ from aiotensor.protocol.parts import Parts
 from aiotensor.protocol.server import ClientLimits
 from aiotensor.receiver import TensorReceiver
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
+from aiotensor.runtime.arguments import count, count_or_none, instances, seconds
 from aiotensor.sender import TensorSender
 from aiotensor.statistics.counters import new_counts, snapshot
 from aiotensor.transports.address import label_of
@@ -26,7 +27,7 @@ from aiotensor.transports.zeromq.keys import listening_keys
 from aiotensor.transports.zeromq.listener import MessageListener
 from aiotensor.types import CurveKey, ServerStatistics
 
-__all__ = ["MessageServer", "changed", "receive_now", "receive_ready", "take_ready"]
+__all__ = ["MessageServer", "changed", "receive_now", "receive_ready", "take_ready", "wake"]
 
 M = TypeVar("M")
 
@@ -114,14 +115,16 @@ class MessageServer(LoopObject, Generic[M]):
             [parsed], high_water_mark, parts.part_bytes, heartbeat_interval_s, heartbeat_timeout_s
         )
         self._listener = MessageListener(parsed, {**limits, **keys}, allowed)
-        self._linger_s = options.seconds("linger_s", linger_s)
+        self._linger_s = seconds("linger_s", linger_s)
         self._receiver = receiver
-        self._senders = (sender,) if isinstance(sender, TensorSender) else tuple(sender)
+        if receiver is not None:
+            instances("receiver", receiver, TensorReceiver, "aiotensor.TensorReceiver")
+        self._senders = tuple(instances("sender", sender, TensorSender, "aiotensor.TensorSender"))
         self._decoder: TensorDecoder[M] = TensorDecoder(message_type)
         self._limits = ClientLimits(
-            None if max_clients is None else options.positive("max_clients", max_clients),
-            options.positive("max_waiting", max_waiting),
-            options.positive("max_waiting_bytes", max_waiting_bytes),
+            count_or_none("max_clients", max_clients),
+            count("max_waiting", max_waiting),
+            count("max_waiting_bytes", max_waiting_bytes),
             parts,
         )
         self._counts = new_counts(ServerStatistics)
@@ -175,7 +178,11 @@ class MessageServer(LoopObject, Generic[M]):
                     return Request(*taken, requests, self)
             if not waits or self.affinity.is_closed:
                 return None
-            await requests.waiters.wait()
+            try:
+                await requests.takers.wait()
+            except asyncio.CancelledError:
+                requests.wake_taker()  # in place of this task, which may have been woken
+                raise
 
     def _opened(self) -> IncomingRequests[Any]:
         if asyncio._get_running_loop() is not self.affinity.open_in:
@@ -275,9 +282,8 @@ class MessageServer(LoopObject, Generic[M]):
             ValueError: `max_batch` or `max_concurrent` is not positive, `batch_wait_s` is negative, or
                 `max_concurrent` is less than `max_batch`.
         """
-        if max_concurrent is not None and options.positive("max_concurrent", max_concurrent) < (
-            max_batch or 1
-        ):
+        max_concurrent = count_or_none("max_concurrent", max_concurrent)
+        if max_concurrent is not None and max_concurrent < (max_batch or 1):
             raise ValueError(
                 f"max_concurrent must be at least max_batch, which is {max_batch}, got {max_concurrent}"
             )
@@ -291,7 +297,10 @@ class MessageServer(LoopObject, Generic[M]):
             async def answer(one: list[Request[M]]) -> None:
                 [request] = one
                 async with request:
-                    await request.reply(await handler(request.message))
+                    result = handler(request.message)
+                    if not hasattr(result, "__await__"):
+                        raise not_awaitable(result)
+                    await request.reply(await result)
 
             await serve(take, answer, 1, max_concurrent)
         else:
@@ -384,6 +393,16 @@ def receive_now(server: MessageServer[M], answer: Parts) -> list[M]:
     return []
 
 
-def changed(server: MessageServer[Any]) -> "asyncio.Future[None]":
-    """Return a future that completes when a request may be ready, or the server or a client has closed."""
-    return server._opened().waiters.wait()
+async def changed(server: MessageServer[Any]) -> None:
+    """Wait until a request may be ready, which the caller takes, or the server or a client has closed."""
+    requests = server._opened()
+    try:
+        await requests.takers.wait()
+    except asyncio.CancelledError:
+        requests.wake_taker()
+        raise
+
+
+def wake(server: MessageServer[Any]) -> None:
+    """End all waits of `changed`."""
+    server._opened().wake()

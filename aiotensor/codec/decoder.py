@@ -25,6 +25,13 @@ Find: TypeAlias = Callable[[Any], torch.Tensor]
 """A function that returns the tensor of a handle."""
 
 
+# The terms of msgspec for the contents of MessagePack, and what they mean here.
+_PLAIN_TERMS = {
+    "Expected `object`": "Expected a Struct, a dataclass or a dict",
+    "got `ext`": "got a tensor or an array",
+}
+
+
 def _nowhere(handle: object) -> torch.Tensor:
     raise ProtocolError(
         f"the peer sent the handle of a tensor, but this decoder has no `find`: {handle!r:.64}"
@@ -115,6 +122,7 @@ class TensorDecoder(Generic[T]):
 
     def __init__(self, type: type[T], find: Find = _nowhere) -> None:  # noqa: A002
         self._find = find
+        self._name = repr(type) if get_args(type) else getattr(type, "__name__", repr(type))
         self._current = _Current()
         check_decodable(type)
         self._expectations = expectations(type)
@@ -154,7 +162,12 @@ class TensorDecoder(Generic[T]):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
             if error is now.error:
                 raise
-            raise ProtocolError(f"the peer sent a message that cannot be decoded: {error}") from error
+            text = str(error)
+            for term, plain in _PLAIN_TERMS.items():
+                text = text.replace(term, plain)
+            raise ProtocolError(
+                f"the peer sent a message that cannot be decoded as {self._name}: {text}"
+            ) from error
         finally:
             self._current.parts = outer
             now.error = None  # its traceback refers to this object, and thus to tensors

@@ -24,7 +24,7 @@ from aiotensor.codec.placeholders import (
 from aiotensor.tensors.dtypes import DTYPE_NAMES
 from aiotensor.tensors.gathering import as_tensor
 from aiotensor.tensors.inline import MAX_INLINE_BYTES, buffer_of, bytes_of
-from aiotensor.tensors.source import Sendable, Source, SupportsDLPack, as_source
+from aiotensor.tensors.source import REGISTERED, Sendable, Source, SupportsDLPack, as_source
 
 __all__ = ["Encoding", "Place", "TensorEncoder"]
 
@@ -88,7 +88,9 @@ class Encoding(msgspec.Struct, eq=False):
         if not isinstance(value, _TENSORS):
             return _plain_value(value)
         source = self.open(value)
-        code = ARRAY if isinstance(value, np.ndarray) else TENSOR
+        # An array of a dtype that numpy itself does not have, such as bfloat16, arrives as a tensor.
+        is_array = isinstance(value, np.ndarray) and value.dtype.isbuiltin != REGISTERED
+        code = ARRAY if is_array else TENSOR
         handle = self.place(source)
         if handle is not None:
             return msgspec.msgpack.Ext(code, write(External(handle)))

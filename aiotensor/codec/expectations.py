@@ -5,6 +5,7 @@ decoding.
 """
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -16,9 +17,12 @@ import torch
 
 from aiotensor.codec.meta import MismatchError, TensorMeta
 
-__all__ = ["Check", "arms", "check_decodable", "expectations"]
+__all__ = ["Check", "arms", "check_before_sending", "check_decodable", "expectations"]
 
 Check: TypeAlias = Callable[[Any], None]
+
+# Not their subclasses, which the receiver cannot rebuild.
+_DECODABLE = (torch.Tensor, torch.nn.Parameter, np.ndarray)
 
 _SAME = (typing.Required, typing.NotRequired, Final)  # equivalent to the type in their brackets
 
@@ -34,6 +38,28 @@ def expectations(type_: Any) -> Check | None:
     walk = _Walk()
     check = walk.check_of(type_)
     return check if walk.has_meta else None  # a class that contains itself has a check in any case
+
+
+@functools.lru_cache(maxsize=1024)
+def check_before_sending(type_: type) -> Check | None:
+    """Return the check of a Struct for the sending side, before any tensor is copied; None if there is none.
+
+    The function raises a `TypeError` if a tensor does not match its `TensorMeta`.
+    """
+    try:
+        check = expectations(type_)
+    except NameError:
+        return None  # only type checkers can resolve its annotations, and msgspec does not need to
+    if check is None:
+        return None
+
+    def check_tensors(message: Any) -> None:
+        try:
+            check(message)
+        except MismatchError as error:
+            raise TypeError(f"`${error.path}` does not match its annotation: {error}") from None
+
+    return check_tensors
 
 
 def check_decodable(type_: Any) -> None:
@@ -55,8 +81,11 @@ def check_decodable(type_: Any) -> None:
     seen = set()
     while found:
         one: Any = found.pop()
-        if isinstance(one, msgspec.inspect.CustomType) and not _is_tensor(get_origin(one.cls) or one.cls):
-            raise TypeError(f"a message of type {type_!r} cannot be decoded: it contains a {one.cls!r}")
+        if isinstance(one, msgspec.inspect.CustomType) and (get_origin(one.cls) or one.cls) not in _DECODABLE:
+            raise TypeError(
+                f"a message of type {type_!r} cannot be decoded: it contains a {one.cls!r}; annotate a "
+                "tensor as torch.Tensor, with a TensorMeta for its dtype and shape, and convert other objects"
+            )
         if id(one) in seen:
             continue
         seen.add(id(one))

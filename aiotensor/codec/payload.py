@@ -1,6 +1,6 @@
 """Encode and decode messages on the event loop, or in a thread if that may take long."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -8,11 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aiotensor.codec.cost import QUICK_CODED_TENSORS, takes_long
+from aiotensor.codec.cost import QUICK_CODED_TENSORS, least_bytes, takes_long
 from aiotensor.codec.decoder import TensorDecoder
 from aiotensor.codec.encoder import Encoding
+from aiotensor.codec.expectations import check_before_sending
 from aiotensor.codec.placeholders import PACKED
 from aiotensor.errors import ProtocolError
+from aiotensor.protocol.parts import body_too_large
 from aiotensor.runtime.worker import in_thread
 from aiotensor.tensors.copying import QUICK_BYTES
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
@@ -54,6 +56,10 @@ class Payload(msgspec.Struct, eq=False, kw_only=True):
     def encode(self, box: list[object]) -> None:
         """Encode the message that a list contains, and empty the list, so that the message can be freed."""
         try:
+            message = box[0]
+            if isinstance(message, msgspec.Struct) and (check := check_before_sending(type(message))):
+                check(message)
+            del message
             encoding = Encoding(self._place, max_inline_bytes=self.max_inline_bytes)
             self.parts = encoding.encode(box.pop())
         except BaseException:
@@ -73,7 +79,12 @@ class Payload(msgspec.Struct, eq=False, kw_only=True):
 
 
 async def pack(
-    box: list[object], *, has_sender: bool, max_inline_bytes: int = MAX_BODY_TENSOR_BYTES
+    box: list[object],
+    *,
+    has_sender: bool,
+    max_inline_bytes: int = MAX_BODY_TENSOR_BYTES,
+    body_limit: Callable[[], int | None] = lambda: None,
+    peer: str = "",
 ) -> Payload:
     """Encode a message, in a thread if that may take long.
 
@@ -85,14 +96,22 @@ async def pack(
             in the thread.
         has_sender: as for `Payload`.
         max_inline_bytes: as for `Payload`.
+        body_limit: called for a large message; returns the largest body that the peer accepts, in bytes; None
+            for no limit.
+        peer: "client", "server" or "consumer", for the error message.
 
     Raises:
-        TypeError: part of the message cannot be encoded; `TensorEncoder.encode` lists further errors.
+        TypeError: part of the message cannot be encoded, or a tensor does not match its `TensorMeta`;
+            `TensorEncoder.encode` lists further errors.
         UnsupportedTensorError: a tensor in the message cannot be sent unchanged.
+        TooLargeError: the strings and bytes of a large message exceed the limit.
         OSError: no thread can be started.
     """
     payload = Payload(has_sender=has_sender, max_inline_bytes=max_inline_bytes)
     if takes_long(box[0], has_sender=has_sender):
+        limit = body_limit()
+        if limit is not None and (size := least_bytes(box[0])) > limit:
+            raise body_too_large(size, limit, peer)
         await in_thread(payload.encode, box)
     else:
         payload.encode(box)

@@ -14,7 +14,16 @@ from typing import NamedTuple, TypeAlias
 from aiotensor.errors import ProtocolError, TooLargeError
 from aiotensor.protocol.frames import MAX_TENSORS
 
-__all__ = ["BODY_BYTES", "MAX_PARTS", "PartLimits", "Parts", "check_parts", "parts_of", "split"]
+__all__ = [
+    "BODY_BYTES",
+    "MAX_PARTS",
+    "PartLimits",
+    "Parts",
+    "body_too_large",
+    "check_parts",
+    "parts_of",
+    "split",
+]
 
 Parts: TypeAlias = Sequence[bytes | memoryview]
 
@@ -59,12 +68,7 @@ def check_parts(parts: Parts, limits: PartLimits, peer: str) -> None:
         )
     size, limit = len(parts[0]), limits.body_bytes
     if limit is not None and size > limit:
-        raise TooLargeError(
-            f"the body of this message has {size} bytes, but the {peer} accepts only max_body_bytes={limit}: "
-            "put large data into tensors or arrays, which are sent beside it, or raise this limit",
-            limit=limit,
-            requested=size,
-        )
+        raise body_too_large(size, limit, peer)
     limit = limits.part_bytes
     if limit is not None and (largest := max(map(len, parts))) > limit:
         what = "the body" if size == largest else "a tensor, or all small tensors together,"
@@ -75,6 +79,16 @@ def check_parts(parts: Parts, limits: PartLimits, peer: str) -> None:
             limit=limit,
             requested=largest,
         )
+
+
+def body_too_large(size: int, limit: int, peer: str) -> TooLargeError:
+    """Return the error for a body of `size` bytes, or more; `peer` is as for `check_parts`."""
+    return TooLargeError(
+        f"the body of this message has {size} bytes, but the {peer} accepts only max_body_bytes={limit}: "
+        "put large data into tensors or arrays, which are sent beside it, or raise this limit",
+        limit=limit,
+        requested=size,
+    )
 
 
 def split(parts: Parts) -> tuple[memoryview | None, Parts]:

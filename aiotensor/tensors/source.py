@@ -9,10 +9,14 @@ from torch.nn import Parameter
 
 from aiotensor.errors import UnsupportedTensorError
 from aiotensor.protocol.frames import MAX_DIMENSIONS
-from aiotensor.tensors.dtypes import DTYPE_NAMES
+from aiotensor.tensors.dtypes import DTYPE_NAMES, DTYPES
 from aiotensor.tensors.raw import ArrayMemory, is_addressable
 
-__all__ = ["ArraySource", "Sendable", "Source", "SupportsDLPack", "as_source", "is_flat"]
+__all__ = ["REGISTERED", "ArraySource", "Sendable", "Source", "SupportsDLPack", "as_source", "is_flat"]
+
+
+REGISTERED: Final = 2  # `isbuiltin` of dtypes that another package has added to numpy, such as ml_dtypes
+_UNSIGNED = {1: np.uint8, 2: np.uint16}
 
 
 @runtime_checkable
@@ -84,9 +88,12 @@ def as_source(value: Sendable) -> Source:
     if isinstance(tensor, ArraySource):
         return tensor
     if type(tensor) is not torch.Tensor and type(tensor) is not Parameter:
+        if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+            remedy = "send tensor.as_subclass(torch.Tensor) and wrap it again there"
+        else:  # its values are in other tensors
+            remedy = "send the tensors that it is made of, such as tensor.to_local() of a DTensor"
         raise UnsupportedTensorError(
-            f"a tensor of the subclass {type(tensor).__name__!r} cannot be rebuilt by the receiver: send "
-            "tensor.as_subclass(torch.Tensor) and wrap it again there"
+            f"a tensor of the subclass {type(tensor).__name__!r} cannot be rebuilt by the receiver: {remedy}"
         )
     if tensor.is_nested:
         raise UnsupportedTensorError(
@@ -156,6 +163,11 @@ def _from_numpy(array: npt.NDArray[np.generic]) -> Source:
             f"an array of dtype {array.dtype} is in the byte order of another machine: "
             "send array.astype(array.dtype.newbyteorder('='))"
         )
+    if array.dtype.isbuiltin == REGISTERED and (dtype := DTYPES.get(array.dtype.name)) is not None:
+        # A dtype of the package ml_dtypes, such as bfloat16, which torch has under the same name.
+        bits = array.view(_UNSIGNED[array.itemsize])
+        source = _from_numpy(bits)
+        return (torch.from_numpy(bits.copy()) if isinstance(source, ArraySource) else source).view(dtype)
     if any(stride < 0 or stride % max(array.itemsize, 1) for stride in array.strides):
         if array.nbytes:
             return ArraySource(array, _view(np.empty(0, array.dtype)).dtype)

@@ -168,7 +168,7 @@ NO_TENSOR = TensorEncoder(lambda _: 0).encode(Question(1, torch.zeros(3)))[0]
 NEGATIVE = TensorHandle("x" * 32, -1, 0, "int64", (1,), "cpu")
 REFUSED: list[tuple[Parts, str]] = [
     ([ask(0, b"\xc1")], "cannot be decoded"),
-    ([ask(1, msgspec.msgpack.encode(5))], "Expected `object`, got `int`"),
+    ([ask(1, msgspec.msgpack.encode(5))], "Expected a Struct, a dataclass or a dict, got `int`"),
     ([ask(2, b"")], "cannot be decoded"),
     ([ask(3), b"x"], "1 buffers"),
     ([ask(4, handles=(NEGATIVE,))], "negative"),

@@ -1,9 +1,11 @@
 """Requests are answered in any order, with their tensors in place."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,7 @@ from aiotensor import (
     UsageError,
 )
 from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.codec import TensorMeta
 from tests.channel.parties import Answer, Channel, Question, answer, channel, place, said, settled
 from verification.patterns import BIG, pattern
 from verification.waiting import until
@@ -272,6 +275,21 @@ async def test_a_message_that_cannot_be_encoded_acquires_no_resources() -> None:
         await settled(ends)
 
 
+class Pixels(msgspec.Struct):
+    """A message whose tensor has a fixed dtype."""
+
+    frames: Annotated[torch.Tensor, TensorMeta(dtype=torch.uint8)]
+
+
+async def test_a_tensor_that_does_not_match_its_annotation_is_refused_before_it_is_copied() -> None:
+    async with served() as ends:
+        await ends.client.ready()
+        text = r"`\$\.frames` does not match its annotation: expected uint8 of any shape, found int64"
+        with pytest.raises(TypeError, match=text):
+            await ends.client.request(Pixels(pattern(1, BIG)))
+        assert ends.sender.statistics().peak_bytes_in_use == 0
+
+
 async def test_a_message_of_the_wrong_type_fails_only_its_request() -> None:
     async with served() as ends:
         with pytest.raises(RemoteError, match=r"Expected `int`, got `str` - at `\$.seed`") as caught:
@@ -382,3 +400,32 @@ async def test_a_sender_connected_to_another_receiver_raises_peer_lost_error() -
             with pytest.raises(PeerLostError, match="were sent to a receiver other than"):
                 await client.request(Question(1, pattern(1, BIG)))
             await until(lambda: astray.statistics().in_flight == 0)
+
+
+async def test_none_is_a_message_like_any_other() -> None:
+    async def answer(message: object) -> object:
+        return [message]
+
+    async def answer_all(messages: list[object]) -> list[object]:
+        return [[message] for message in messages]
+
+    async def iterate(server: MessageServer[Any]) -> None:
+        async for request in server:
+            async with request:
+                await request.reply([request.message])
+
+    ways: list[Callable[[MessageServer[Any]], Coroutine[Any, Any, None]]] = [
+        lambda server: server.serve(answer),
+        lambda server: server.serve(answer_all, max_batch=4),
+        iterate,
+    ]
+    for serve in ways:
+        with place() as here:
+            async with (
+                MessageServer(here.messages, Any) as server,
+                MessageClient(here.messages, reply_type=list[None]) as client,
+            ):
+                serving = asyncio.create_task(serve(server))
+                assert await asyncio.gather(*(client.request(None) for _ in range(3))) == [[None]] * 3
+                await server.aclose()
+                await serving

@@ -11,6 +11,7 @@ import zmq
 
 from aiotensor import PeerLostError, ProtocolError, RemoteError, TooLargeError
 from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.codec.payload import Payload
 from aiotensor.protocol import exchange
 from aiotensor.protocol.connection import Close
 from aiotensor.protocol.exchange import (
@@ -68,6 +69,33 @@ async def test_a_message_that_is_too_large_is_refused_before_it_is_sent(
             await request.reply(Answer(1))
             assert (await other).seed == 1
             assert client.statistics().servers_lost == 0
+
+
+async def test_a_long_text_or_bytes_beyond_the_limit_are_refused_before_they_are_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("encoding would hold the GIL")
+
+    with place() as here:
+        async with (
+            MessageServer(here.messages, Any, max_body_bytes=LIMIT) as server,
+            MessageClient(here.messages, reply_type=list[Any], max_body_bytes=LIMIT) as client,
+        ):
+            asking = asyncio.create_task(client.request(1))
+            request = await anext(server)
+            with monkeypatch.context() as patch:
+                patch.setattr(Payload, "encode", fail)
+                for message in (
+                    b"x" * 200_000,
+                    {"name": ["x" * 100_000] * 2},
+                    Question(1, wish="x" * 200_000),
+                ):
+                    for call in (client.request, client.send, request.reply):
+                        with pytest.raises(TooLargeError, match=f"accepts only max_body_bytes={LIMIT}"):
+                            await call(message)
+            await request.reply([2])
+            assert await asking == [2]
 
 
 @too_large

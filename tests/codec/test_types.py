@@ -121,6 +121,10 @@ def test_annotations_follow_the_method_resolution_order() -> None:
 # Valid annotations
 
 
+class Named(torch.Tensor):
+    """A subclass that the receiver cannot rebuild."""
+
+
 class Plain:
     """A class that msgspec cannot decode."""
 
@@ -148,6 +152,10 @@ def test_an_annotation_that_cannot_be_checked_raises_type_error() -> None:
         TensorDecoder(of(Annotated, torch.Tensor, TensorMeta))
     with pytest.raises(TypeError, match=r"cannot be decoded: it contains a .*Plain"):
         TensorDecoder(list[Plain])
+    kind: Any
+    for kind in (torch.FloatTensor, Named, np.matrix):
+        with pytest.raises(TypeError, match=rf"it contains a .*{kind.__name__}.*annotate a tensor as torch"):
+            TensorDecoder(list[kind])
 
 
 def test_a_meta_has_a_torch_dtype_and_a_shape_of_sizes() -> None:
@@ -242,9 +250,12 @@ OTHERS: dict[str, tuple[Any, object]] = {
     "Expected `numpy.ndarray`, got `bytes` - at `$[0]`": (list[npt.NDArray[np.uint8]], [b"bytes"]),
     "Expected `Tensor`, got `int` - at `$.video.frames`": (Movie, {"video": {"frames": 3}}),
     "missing required field `frames` - at `$.video`": (Movie, {"video": {}}),
-    "Expected `int`, got `ext` - at `$.item`": (Box[int], Box(torch.zeros(1))),
-    "Expected `str`, got `ext` - at `$.item`": (Box[str], Box(np.zeros(9000))),
-    "Expected `object`, got `ext` - at `$[0]`": (list[Box[int]], [torch.zeros(1)]),
+    "Expected `int`, got a tensor or an array - at `$.item`": (Box[int], Box(torch.zeros(1))),
+    "Expected `str`, got a tensor or an array - at `$.item`": (Box[str], Box(np.zeros(9000))),
+    "Expected a Struct, a dataclass or a dict, got a tensor or an array - at `$[0]`": (
+        list[Box[int]],
+        [torch.zeros(1)],
+    ),
     "Invalid value 'Other' - at `$.type`": (Still | Moving, {"type": "Other", "frames": 1}),
     "Expected `array` of length 2, got 1": (tuple[torch.Tensor, torch.Tensor], [torch.zeros(1)]),
 }

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from aiotensor.errors import UnsupportedTensorError
 from aiotensor.tensors import dtypes
@@ -129,6 +130,12 @@ def test_a_quantized_tensor_is_refused() -> None:
 
 class Named(torch.Tensor):
     """A subclass that the receiver does not have."""
+
+
+def test_a_subclass_that_contains_other_tensors_is_refused_with_another_remedy() -> None:
+    wrapper = TwoTensor(torch.zeros(3), torch.ones(3))  # type: ignore[no-untyped-call]
+    assert "'TwoTensor'" in refusal_of(wrapper)
+    assert "send the tensors that it is made of" in refusal_of(wrapper)
 
 
 def test_a_subclass_is_refused_by_name() -> None:
