@@ -54,6 +54,7 @@ _WAITS: dict[str, tuple[Callable[[Place], tuple[Any, Callable[[Any], Awaitable[o
 }
 
 
+@pytest.mark.promise(40)
 @pytest.mark.parametrize("wait", _WAITS)
 async def test_a_long_wait_for_a_peer_is_logged_with_what_is_missing(
     wait: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -101,6 +101,7 @@ async def test_publications_before_the_first_arrival_after_a_reconnect_are_misse
         assert (publication.number, publication.missed, subscriber.missed) == (2, 2, 2)
 
 
+@pytest.mark.promise(40)
 @once
 async def test_publications_that_a_busy_subscriber_cannot_keep_are_missed(endpoint: Endpoint) -> None:
     """A subscriber keeps the publications of the last two publishers."""

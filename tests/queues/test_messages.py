@@ -74,6 +74,7 @@ class Positive(msgspec.Struct):
             raise KeyError(self.number)
 
 
+@pytest.mark.promise(40)
 async def test_a_message_that_its_type_refuses_is_reported_once_and_the_others_arrive() -> None:
     with queue_of(message_type=Positive) as queue:
         async with queue.consumer() as consumer, queue.producer() as producer:
@@ -214,6 +215,7 @@ async def test_waiting_calls_share_the_checks_for_the_end_of_the_queue(
         assert checks < 1000
 
 
+@pytest.mark.promise(40)
 async def test_removing_the_folder_of_a_queue_is_an_error_at_both_sides() -> None:
     async with opened() as ends:
         getting = asyncio.create_task(ends.consumer.get())
