@@ -161,6 +161,7 @@ def test_a_killed_receiver_raises_peer_lost_error(fork_server: ForkServer, place
         assert engine.line() == "ready"
         sender.send(pattern(0, 3))
         assert engine.line() == "0 True"
+        until(lambda: not sender.statistics().in_flight)  # the permit may return after the line
         engine.stop()
         sender.send(pattern(1, BIG))
         sending = in_thread(lambda: sender.send(pattern(2, BIG)))
