@@ -180,4 +180,5 @@ def again(error: E) -> E:
 
 def is_shortage(error: BaseException) -> bool:
     """Return whether descriptors, memory or threads were missing, so that a later attempt may succeed."""
-    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _EXHAUSTED)
+    # The errors of ZeroMQ have an `errno`, too, but are not instances of `OSError`.
+    return isinstance(error, MemoryError) or getattr(error, "errno", None) in _EXHAUSTED

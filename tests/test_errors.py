@@ -1,8 +1,10 @@
 import copy
+import errno
 import inspect
 import pickle
 
 import pytest
+import zmq
 
 import aiotensor
 from aiotensor import errors
@@ -59,3 +61,10 @@ def test_errors_of_the_caller_derive_from_built_in_exceptions(
 ) -> None:
     with pytest.raises(builtin, match="a text"):
         raise kind("a text")
+
+
+def test_a_shortage_of_resources_is_told_apart_from_other_errors() -> None:
+    for shortage in (OSError(errno.EMFILE, ""), zmq.ZMQError(errno.EMFILE), MemoryError()):
+        assert errors.is_shortage(shortage)
+    for other in (FileNotFoundError(errno.ENOENT, ""), zmq.ZMQError(errno.EINVAL), OSError(), KeyError()):
+        assert not errors.is_shortage(other)
