@@ -1,13 +1,14 @@
 """A peer that cannot be reached: the log names it while calls wait, and a bug ends their waits."""
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
-from aiotensor import PeerLostError, TensorHandle, TensorReceiver, TensorSender
+from aiotensor import PeerLostError, TensorHandle, TensorReceiver, TensorSender, UsageError
 from aiotensor.broadcast import Subscriber
 from aiotensor.channel import MessageClient
 from aiotensor.runtime import outage
@@ -92,3 +93,20 @@ async def test_an_unexpected_error_while_connecting_ends_the_waits(
             with pytest.raises(PeerLostError, match="failed: KeyError: 'bug'"):
                 await waiting
             assert any(record.exc_info for record in caplog.records)
+
+
+async def test_a_peer_is_not_missing_after_a_permanent_failure(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outage, "_FIRST_LINE_S", 0.1)
+    with place() as here:
+        async with Subscriber(here.tensors) as subscriber:
+            receiving = asyncio.create_task(subscriber.receive())
+            await asyncio.sleep(0)
+            os.mkdir(here.tensors.removeprefix("unix://"))
+            with pytest.raises(UsageError, match="but a folder"):
+                await receiving
+            caplog.clear()
+            await asyncio.sleep(0.3)
+            assert not caplog.records
+        os.rmdir(here.tensors.removeprefix("unix://"))

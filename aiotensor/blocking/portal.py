@@ -317,9 +317,12 @@ class UntilClosed(Iterator[R]):
 
     def __init__(self, next_item: Callable[[], R]) -> None:
         self._next_item = next_item
+        self._is_over = False
 
     def __next__(self) -> R:
         try:
-            return self._next_item()
+            if not self._is_over:
+                return self._next_item()
         except ClosedError:
-            raise StopIteration from None
+            self._is_over = True
+        raise StopIteration

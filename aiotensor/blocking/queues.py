@@ -16,6 +16,7 @@ from aiotensor import queues
 from aiotensor.blocking.portal import BlockingObject, UntilClosed
 from aiotensor.errors import AioTensorError, ClosedError
 from aiotensor.queues.description import QueueDescription, QueueOptions
+from aiotensor.queues.producer import expect_no_first_consumer
 
 __all__ = ["MessageQueue", "QueueConsumer", "QueueProducer"]
 
@@ -55,10 +56,6 @@ class QueueProducer(BlockingObject[queues.QueueProducer, queues.ProducerStatisti
     def abort(self) -> None:
         """Drop the messages that no consumer has taken; `close` then does not wait for consumers."""
         self.call(self.inner.abort)
-
-    def expect_no_first_consumer(self) -> None:
-        """Wait for the first consumer at most for `grace_s`, because the program ends."""
-        self.call(self.inner.expect_no_first_consumer)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -247,7 +244,7 @@ class _Ends(Generic[M]):
             return
         try:
             with suppress(AioTensorError, OSError):  # `_finish` raises it again
-                self._producer.expect_no_first_consumer()
+                self._producer.call(expect_no_first_consumer, self._producer.inner)
                 self._producer.join()
         except BaseException:  # `KeyboardInterrupt`: otherwise, `_finish` would wait again
             self.abort()

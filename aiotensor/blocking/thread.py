@@ -145,7 +145,7 @@ class Taking(Call[R]):
 
     Args:
         work: the coroutine function, which takes an item; cancelling it loses none.
-        key: names what is taken from an object that has several items to take.
+        key: identifies the kind of item, such as a handle; None for the next item of the object.
         untaken: the items of earlier calls that were interrupted.
     """
 

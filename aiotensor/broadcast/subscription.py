@@ -103,7 +103,7 @@ class Subscription(Generic[T]):
         self._ends = 0
         self._failure: AioTensorError | None = None  # while it is set, no publisher is searched for
         self._admitted: Session | None = None  # the latest session that a publisher has admitted
-        self._unreported = 0  # missed publications that no call has reported
+        self._evicted = 0  # publications dropped since the last one that was taken
         self._publisher = ""  # the id of the latest publisher
         self._first = 0  # the number of its first publication since this subscriber found it
         self._next_to_arrive = 0  # the number of its next publication
@@ -218,7 +218,7 @@ class Subscription(Generic[T]):
         if is_shortage(error) or not isinstance(error, Exception):
             self._keep(found)
         else:
-            self._unreported += found.missed or 0
+            self._counts["missed"] += found.missed or 0  # the error takes the place of the publication
             found.finish()
 
     def _received(self, found: Arrived, message: T) -> Publication[T]:
@@ -247,15 +247,15 @@ class Subscription(Generic[T]):
         return item
 
     def _count_missed(self, item: Arrived) -> None:
-        """Set the number of publications that were missed before an item and not reported yet."""
+        """Set the number of publications missed before an item: skipped numbers, and evicted publications."""
         session = item.session
         if session is not self._taken_from:
             if self._taken_from is None or session.publisher != self._taken_from.publisher:
                 self._next_to_take = session.first
             self._taken_from = session
-        item.missed = item.number - self._next_to_take + self._unreported
+        item.missed = item.number - self._next_to_take + self._evicted
         self._next_to_take = item.number + 1
-        self._unreported = 0
+        self._evicted = 0
 
     def _keep(self, found: Arrived) -> None:
         """Return a publication to its place in the inbox, from which a later call takes it."""
@@ -411,7 +411,7 @@ class Subscription(Generic[T]):
             if isinstance(item, Arrived):
                 if item.missed is None:
                     self._count_missed(item)
-                self._unreported += (item.missed or 0) + 1
+                self._evicted += (item.missed or 0) + 1
                 item.finish()
 
 

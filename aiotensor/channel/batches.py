@@ -10,7 +10,7 @@ from aiotensor.channel.request import Request, enter_batch, fail_batch, has_ende
 from aiotensor.runtime import tracing
 from aiotensor.runtime.arguments import count, seconds
 
-__all__ = ["Batches", "answer_batch", "checked_results"]
+__all__ = ["Batches", "answer_batch", "checked_results", "not_awaitable"]
 
 M = TypeVar("M")
 
@@ -129,8 +129,8 @@ async def answer_batch(
 def not_awaitable(answer: object) -> TypeError:
     """Return the error of a handler that is not a coroutine function."""
     return TypeError(
-        f"the handler returned {type(answer).__name__!r} in place of a coroutine: define it with `async def` "
-        "or use an aiotensor.blocking.MessageServer"
+        f"the handler returned {type(answer).__name__!r} in place of a coroutine: "
+        "define it with `async def`, or use an aiotensor.blocking.MessageServer"
     )
 
 

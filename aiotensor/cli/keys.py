@@ -1,4 +1,4 @@
-"""The key files: what `aiotensor keys` writes, and what other subcommands read.
+"""The key files that `aiotensor keys` writes and other subcommands read.
 
 Each file is a JSON object with the keyword arguments of one side. A secret key is never an argument of a
 command: other users could read it with `ps`.

@@ -25,7 +25,7 @@ Find: TypeAlias = Callable[[Any], torch.Tensor]
 """A function that returns the tensor of a handle."""
 
 
-# The terms of msgspec for the contents of MessagePack, and what they mean here.
+# Replacements for terms of MessagePack in the error texts of msgspec.
 _PLAIN_TERMS = {
     "Expected `object`": "Expected a Struct, a dataclass or a dict",
     "got `ext`": "got a tensor or an array",

@@ -132,7 +132,7 @@ class QueueConsumer(LoopObject, Generic[M]):
 
     async def _next(self) -> M:
         if self._end is not None:
-            self._looked_at = -math.inf  # another producer may have taken the place of one that ended
+            self._looked_at = -math.inf  # a new producer may have claimed the slot of a dead one
         self._waiting += 1
         try:
             while True:

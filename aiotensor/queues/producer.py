@@ -160,10 +160,6 @@ class QueueProducer(LoopObject):
         self.affinity.check_place()
         self._is_aborted = True
 
-    def expect_no_first_consumer(self) -> None:
-        """Wait for the first consumer only as long as for others, which is `grace_s`."""
-        self._opened().expects_consumer = False
-
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -211,3 +207,8 @@ class QueueProducer(LoopObject):
         if self.affinity.is_open and self._deliveries is not None:
             details.append(f"{len(self._deliveries)} messages not taken")
         return details
+
+
+def expect_no_first_consumer(producer: QueueProducer) -> None:
+    """Wait for the first consumer only as long as for others, which is `grace_s`: the program ends."""
+    producer._opened().expects_consumer = False

@@ -23,7 +23,7 @@ def logger_of(name: str) -> logging.Logger:
     Args:
         name: the part of the logger's name after ``aiotensor.``; ``vllm`` stands for ``vllm.aiotensor``.
     """
-    # vLLM configures only its own logger, and ``aiotensor`` has a handler, and so prints no warnings.
+    # vLLM configures only its own logger, and the handler of ``aiotensor`` drops records.
     logger = logging.getLogger("vllm.aiotensor" if name == "vllm" else f"aiotensor.{name}")
     # The filter belongs to the logger, because the handlers belong to the application.
     logger.addFilter(_make_plain)

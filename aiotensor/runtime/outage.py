@@ -59,7 +59,7 @@ class Absence:
 
     Args:
         address: the address of the peer, or the one to which it has to connect.
-        reason: returns what is missing; "" if no call waits.
+        reason: returns the reason for the wait; "" if no call waits.
     """
 
     def __init__(self, address: str, reason: Callable[[], str]) -> None:

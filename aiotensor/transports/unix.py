@@ -138,6 +138,7 @@ class UnixConnector:
         try:
             self.connect()
         except AioTensorError as error:
+            self._absence.end()  # the calls that waited get this error
             self._events.connecting_failed(error)
         except OSError as error:
             # There may be descriptors or memory again later; calls that wait for the peer keep waiting.
@@ -151,6 +152,7 @@ class UnixConnector:
             self._is_exhausted = True
             self.reconnect()
         except Exception as error:  # noqa: BLE001 - otherwise, the calls that wait for the peer would hang
+            self._absence.end()
             self._events.connecting_failed(unexpected(self._path, error))
 
 

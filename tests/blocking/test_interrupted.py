@@ -160,6 +160,18 @@ def test_an_interrupted_receive_by_handle_can_be_repeated(place: Place, moments:
             signal.signal(signal.SIGALRM, before)
 
 
+def test_an_iteration_stays_at_its_end(place: Place) -> None:
+    with Subscriber(place.tensors) as subscriber:
+        publications = iter(subscriber)
+        for count in range(2):
+            with Publisher(place.tensors) as publisher:
+                publisher.wait_for_subscribers(1)
+                for _ in range(count):
+                    publisher.publish(b"for the next iteration")
+            assert list(publications) == []
+        assert len(list(subscriber)) == 1
+
+
 def test_an_iteration_keeps_no_item(place: Place) -> None:
     """Neither does it keep the memory of an item while it waits for the next one."""
     nbytes = 1 << 19

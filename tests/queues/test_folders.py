@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 import os
 import pickle
+import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from aiotensor import ClosedError, UsageError
+from aiotensor import ClosedError, PeerLostError, UsageError
 from aiotensor.queues import MessageQueue
 from tests.queues.parties import check, close, get, message, open_consumer, open_producer, process, queue_of
 
@@ -134,6 +135,24 @@ def test_a_copy_of_a_queue_does_not_remove_the_folder() -> None:
         assert repr(copy) == repr(queue)
         copy.close()
         assert os.path.exists(queue._settings.folder.path)
+
+
+@pytest.mark.promise(40)
+async def test_removing_the_folder_of_a_queue_is_an_error_at_both_sides(folder: Path) -> None:
+    with MessageQueue(folder=folder / "queue") as queue:
+        async with queue.consumer() as consumer, queue.producer() as producer:
+            getting = asyncio.create_task(consumer.get())
+            await asyncio.sleep(0)
+            shutil.rmtree(folder / "queue")
+            with pytest.raises(PeerLostError, match="were removed while it was in use"):
+                await getting
+            with pytest.raises(PeerLostError, match="were removed while it was in use"):
+                async for _ in consumer:
+                    pass
+            await producer.put(1)
+            with pytest.raises(PeerLostError, match="were removed while it was in use"):
+                await producer.join()
+            producer.abort()
 
 
 async def test_too_many_producers_or_consumers_raise_with_a_suggestion() -> None:

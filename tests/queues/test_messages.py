@@ -4,7 +4,6 @@ import asyncio
 import errno
 import gc
 import os
-import shutil
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +21,7 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor.channel import incoming_requests
+from aiotensor.channel import server as servers
 from aiotensor.codec import payload
 from aiotensor.queues import ConsumerStatistics, ProducerStatistics, deliveries, folder
 from aiotensor.queues import consumer as consumers
@@ -195,9 +195,25 @@ async def test_long_waits_for_producers_and_consumers_are_logged_once(
             producer.abort()
 
 
-async def test_waiting_calls_share_the_checks_for_the_end_of_the_queue(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_message_wakes_one_of_the_waiting_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, real = 0, servers.receive_ready
+
+    async def receive_ready(*arguments: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return await real(*arguments)
+
+    async with opened(message_type=int) as ends:
+        getting = [asyncio.create_task(ends.consumer.get()) for _ in range(1000)]
+        await asyncio.sleep(0)
+        monkeypatch.setattr(consumers, "receive_ready", receive_ready)
+        for number in range(1000):
+            await ends.producer.put(number)
+        assert sorted(await asyncio.gather(*getting)) == list(range(1000))
+        assert looks < 2000
+
+
+async def test_waiting_calls_share_a_check_for_the_end_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     checks, real = 0, folder.Folder.states
 
     def states(*arguments: Any) -> Any:
@@ -209,27 +225,11 @@ async def test_waiting_calls_share_the_checks_for_the_end_of_the_queue(
         getting = [asyncio.create_task(ends.consumer.get()) for _ in range(1000)]
         await asyncio.sleep(0)
         monkeypatch.setattr(folder.Folder, "states", states)
-        for number in range(1000):
-            await ends.producer.put(number)
-        assert sorted(await asyncio.gather(*getting)) == list(range(1000))
+        await ends.producer.aclose()
+        for get in getting:
+            with pytest.raises(ClosedError, match="all producers"):
+                await get
         assert checks < 1000
-
-
-@pytest.mark.promise(40)
-async def test_removing_the_folder_of_a_queue_is_an_error_at_both_sides() -> None:
-    async with opened() as ends:
-        getting = asyncio.create_task(ends.consumer.get())
-        await asyncio.sleep(0)
-        shutil.rmtree(ends.queue._settings.folder.path)
-        with pytest.raises(PeerLostError, match="were removed while it was in use"):
-            await getting
-        with pytest.raises(PeerLostError, match="were removed while it was in use"):
-            async for _ in ends.consumer:
-                pass
-        await ends.producer.put(1)
-        with pytest.raises(PeerLostError, match="were removed while it was in use"):
-            await ends.producer.join()
-        ends.producer.abort()
 
 
 @pytest.mark.parametrize("many", [1, 5000])

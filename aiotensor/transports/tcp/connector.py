@@ -27,7 +27,6 @@ from aiotensor.transports.zeromq.sockets import LoopSocket
 
 __all__ = ["TcpConnector"]
 
-
 # After a connection that has lasted longer than this, the next attempt follows without a delay.
 _SHORT_S = 0.25
 

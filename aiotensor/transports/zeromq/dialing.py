@@ -169,7 +169,7 @@ class Dialer:
             self._lookup = None
 
     def _missing(self) -> str:
-        """Return what is missing at the address."""
+        """Return the reason why no server was reached."""
         path = self._address.path
         if path:
             return missing_at(path)
