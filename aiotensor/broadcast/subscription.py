@@ -102,8 +102,8 @@ class Subscription(Generic[T]):
         self._last_end: Ended | None = None
         self._ends = 0
         self._failure: AioTensorError | None = None  # while it is set, no publisher is searched for
-        self._admitted: Session | None = None  # the latest session that a publisher has admitted
-        self._evicted = 0  # publications dropped since the last one that was taken
+        self._admitted: Session | None = None  # the latest admitted session
+        self._evicted = 0  # publications dropped since the latest call
         self._publisher = ""  # the id of the latest publisher
         self._first = 0  # the number of its first publication since this subscriber found it
         self._next_to_arrive = 0  # the number of its next publication
