@@ -32,8 +32,8 @@ class Subscriber(LoopObject, Generic[T]):
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. Opening does not
     wait for the publisher. If the publisher is lost, the next publisher that listens at the address replaces
-    it. Until they are received, the publications of the last two publishers are kept; those of earlier ones
-    are dropped, and counted as missed.
+    it. Until they are received, the publications of the last two connections are kept; those of earlier
+    ones are dropped, and counted as missed.
 
     A received tensor is a view of shared memory; a small tensor has its own memory. A received tensor stays
     valid as long as it or a view of it exists, even after the publisher or this subscriber has ended. Writes

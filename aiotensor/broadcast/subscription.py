@@ -399,7 +399,7 @@ class Subscription(Generic[T]):
         self._waiters.wake()
 
     def _evict_older(self) -> None:
-        """Drop the items of all publishers before the latest, so that restarts do not fill the inbox."""
+        """Drop the items of all sessions before the latest, so that restarts do not fill the inbox."""
         last = self._admitted
         while self._inbox:
             item = self._inbox[0]

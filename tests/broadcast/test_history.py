@@ -104,7 +104,7 @@ async def test_publications_before_the_first_arrival_after_a_reconnect_are_misse
 @pytest.mark.promise(40)
 @once
 async def test_publications_that_a_busy_subscriber_cannot_keep_are_missed(endpoint: Endpoint) -> None:
-    """A subscriber keeps the publications of the last two publishers."""
+    """A subscriber keeps the publications of the last two connections."""
     async with Subscriber(endpoint) as subscriber:
         for count in (5, 1, 1):
             async with Publisher(endpoint) as publisher:
