@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -85,6 +86,29 @@ async def test_views_of_any_strides_arrive_bit_for_bit(shape: tuple[int, ...]) -
             for dtype in (torch.uint8, torch.bfloat16, torch.complex64):
                 source = view(random_bits(dtype, shape))
                 assert same_bits(await receiver.receive(await sender.send(source)), source), name
+
+
+DENSE: dict[str, Callable[[torch.Tensor], torch.Tensor | npt.NDArray[np.float32]]] = {
+    **{name: VIEWS[name] for name in ("transposed", "permuted", "channels last")},
+    "a parameter": lambda tensor: torch.nn.Parameter(tensor.t()),
+    "of dimensions of one element": lambda tensor: tensor.t()[:, None, :, None],
+    "an array in the order of Fortran": lambda tensor: np.asfortranarray(tensor.numpy()),
+}
+
+
+@pytest.mark.parametrize("shape", [(6, 4), LARGE], ids=str)
+@pytest.mark.usefixtures("link")
+async def test_the_order_of_dense_tensors_in_memory_is_preserved(shape: tuple[int, ...]) -> None:
+    async with pair() as (sender, receiver):
+        for name, view in DENSE.items():
+            source = view(torch.randn(shape))
+            tensor = source if isinstance(source, torch.Tensor) else torch.from_numpy(source)
+            for copy in (False, True):
+                received = await receiver.receive(await sender.send(source), copy=copy)
+                assert torch.equal(received, tensor), name
+                assert received.stride() == tensor.stride(), name
+                assert type(received) is type(tensor)
+                assert received.requires_grad == tensor.requires_grad
 
 
 @pytest.mark.promise(7)

@@ -14,7 +14,7 @@ from aiotensor.receiving.mappings import Mappings
 from aiotensor.runtime import tracing
 from aiotensor.runtime.worker import in_thread
 from aiotensor.tensors.placement import open_tensor
-from aiotensor.tensors.views import as_leaf
+from aiotensor.tensors.views import with_attributes
 
 __all__ = ["Arrived"]
 
@@ -122,8 +122,8 @@ class Arrived:
         if placed.placement != ARENA:
             raise ProtocolError(f"it used the unknown placement {placed.placement!r} for a tensor")
         tensor = self._open_tensor(placed)
-        if placed.requires_grad or placed.is_parameter:
-            tensor = as_leaf(tensor, requires_grad=placed.requires_grad, is_parameter=placed.is_parameter)
+        if placed.attributes is not None:
+            tensor = with_attributes(tensor, placed.attributes)
         self.tensors.append(tensor)
 
     def _open_tensor(self, placed: PlacedTensor) -> torch.Tensor:

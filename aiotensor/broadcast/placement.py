@@ -1,12 +1,10 @@
 """The tensors and the blocks of a message that is being published."""
 
-from torch.nn import Parameter
-
 from aiotensor.protocol.broadcast import PlacedTensor
 from aiotensor.tensors.allocations import Block
 from aiotensor.tensors.dtypes import DTYPE_NAMES
 from aiotensor.tensors.placement import Placed
-from aiotensor.tensors.source import Source
+from aiotensor.tensors.source import Source, attributes_of
 
 __all__ = ["Placement"]
 
@@ -30,8 +28,7 @@ class Placement:
                 placed.placement,
                 placed.payload,
                 block.number,
-                source.requires_grad,
-                type(source) is Parameter,
+                attributes_of(source),
             )
         )
 

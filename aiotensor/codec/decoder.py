@@ -11,11 +11,11 @@ import torch
 from aiotensor.codec import placeholders
 from aiotensor.codec.expectations import arms, check_decodable, expectations
 from aiotensor.codec.meta import MismatchError
-from aiotensor.codec.placeholders import ARRAY, TENSOR, External, Inline
+from aiotensor.codec.placeholders import ARRAY, TENSOR, External, Inline, Tied
 from aiotensor.errors import ProtocolError
 from aiotensor.tensors.dtypes import DTYPES, unknown_dtype
 from aiotensor.tensors.inline import open_buffer, open_inline
-from aiotensor.tensors.views import as_leaf, tensor_over
+from aiotensor.tensors.views import tensor_over, with_attributes
 
 __all__ = ["Find", "TensorDecoder"]
 
@@ -47,6 +47,7 @@ class _Decoding(msgspec.Struct, eq=False):
     used: set[int] = set()  # the numbers of the buffers that were returned
     pack: memoryview | None = None  # the buffer of packed placeholders, once one of them was read
     packed_read: int = 0  # the number of bytes of the pack that were read
+    tensors: dict[int, torch.Tensor] = {}  # the tensors that were decoded, by their numbers
 
     def next_packed(self) -> placeholders.Inline:
         """Return the next placeholder of the pack, which is the last buffer."""
@@ -59,7 +60,7 @@ class _Decoding(msgspec.Struct, eq=False):
         return placeholders.read_packed(self.pack[start : self.packed_read])
 
     def take(self, number: int) -> memoryview:
-        """Return a buffer, but only once, since two tensors must not share memory."""
+        """Return a buffer, but only once: tied tensors refer to a number of a tensor instead."""
         if number >= len(self.buffers):
             raise ProtocolError(f"the peer referred to buffer {number}, but sent {len(self.buffers)} buffers")
         if number in self.used:
@@ -180,19 +181,28 @@ class TensorDecoder(Generic[T]):
             return msgspec.msgpack.Ext(code, bytes(data))
         parts = self._current.parts
         placeholder = parts.next_packed() if data == placeholders.PACKED else placeholders.read(data)
+        number = placeholder.number
         if isinstance(placeholder, External):
             tensor = parts.find(placeholder.handle)
-            return tensor if code == TENSOR else _as_array(tensor)
-        meaning = placeholder.meaning
-        dtype = DTYPES.get(meaning.dtype)
-        if dtype is None:
-            raise unknown_dtype(meaning.dtype)
-        if isinstance(placeholder, Inline):
-            tensor = open_inline(placeholder.payload, dtype, meaning.shape)
+        elif not isinstance(placeholder, Tied):
+            meaning = placeholder.meaning
+            dtype = DTYPES.get(meaning.dtype)
+            if dtype is None:
+                raise unknown_dtype(meaning.dtype)
+            if isinstance(placeholder, Inline):
+                tensor = open_inline(placeholder.payload, dtype, meaning.shape)
+            else:
+                tensor = open_buffer(parts.take(placeholder.buffer), dtype, meaning.shape)
+            if meaning.attributes is not None:
+                tensor = with_attributes(tensor, meaning.attributes)
+        elif number in parts.tensors:
+            tensor = parts.tensors[number]
         else:
-            tensor = open_buffer(parts.take(placeholder.buffer), dtype, meaning.shape)
-        if meaning.requires_grad or meaning.is_parameter:
-            tensor = as_leaf(tensor, requires_grad=meaning.requires_grad, is_parameter=meaning.is_parameter)
+            raise ProtocolError(
+                f"the peer sent a tensor tied to tensor {number}, which was not decoded: it may be in a "
+                "field that the type of this decoder does not have"
+            )
+        parts.tensors[number] = tensor
         return tensor if code == TENSOR else _as_array(tensor)
 
 

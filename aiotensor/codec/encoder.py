@@ -1,13 +1,12 @@
 """Encode a message as a body and out-of-band buffers."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TypeAlias, cast
 
 import msgspec
 import numpy as np
 import torch
-from torch.nn import Parameter
 
 from aiotensor.codec.placeholders import (
     ARRAY,
@@ -19,12 +18,20 @@ from aiotensor.codec.placeholders import (
     Inline,
     Meaning,
     OutOfBand,
+    Tied,
     write,
 )
 from aiotensor.tensors.dtypes import DTYPE_NAMES
 from aiotensor.tensors.gathering import as_tensor
 from aiotensor.tensors.inline import MAX_INLINE_BYTES, buffer_of, bytes_of
-from aiotensor.tensors.source import REGISTERED, Sendable, Source, SupportsDLPack, as_source
+from aiotensor.tensors.source import (
+    REGISTERED,
+    Sendable,
+    Source,
+    SupportsDLPack,
+    as_source,
+    attributes_of,
+)
 
 __all__ = ["Encoding", "Place", "TensorEncoder"]
 
@@ -68,6 +75,7 @@ class Encoding(msgspec.Struct, eq=False):
         open: called with each tensor or array; returns its source.
         buffers: the buffers that follow the body.
         pack: the contents of the additional buffer.
+        sources: the sources, which stay alive, so that no other one has the same address, and their numbers.
     """
 
     place: Callable[[Source], object | None]
@@ -76,6 +84,7 @@ class Encoding(msgspec.Struct, eq=False):
     open: Callable[[Sendable], Source] = as_source
     buffers: Buffers = []
     pack: bytearray = msgspec.field(default_factory=bytearray)
+    sources: dict[Hashable, tuple[Source, int]] = {}
 
     def encode(self, message: object) -> Buffers:
         """Encode the message, as `TensorEncoder.encode` does; may be called only once."""
@@ -91,17 +100,18 @@ class Encoding(msgspec.Struct, eq=False):
         # An array of a dtype that numpy itself does not have, such as bfloat16, arrives as a tensor.
         is_array = isinstance(value, np.ndarray) and value.dtype.isbuiltin != REGISTERED
         code = ARRAY if is_array else TENSOR
+        number = len(self.sources)
+        elements = (source.data_ptr() or id(source), source.dtype, source.shape, source.stride())
+        kind = (source.requires_grad, type(source), source.is_conj(), source.is_neg())
+        _, first = self.sources.setdefault((elements, kind), (source, number))
+        if first != number:
+            return msgspec.msgpack.Ext(code, write(Tied(first)))
         handle = self.place(source)
         if handle is not None:
-            return msgspec.msgpack.Ext(code, write(External(handle)))
-        meaning = Meaning(
-            DTYPE_NAMES[source.dtype],
-            tuple(source.shape),
-            source.requires_grad,
-            type(source) is Parameter,
-        )
+            return msgspec.msgpack.Ext(code, write(External(handle, number)))
+        meaning = Meaning(DTYPE_NAMES[source.dtype], tuple(source.shape), attributes_of(source))
         if source.nbytes <= self.inline_bytes:
-            placeholder = write(Inline(meaning, memoryview(bytes_of(source))))
+            placeholder = write(Inline(meaning, memoryview(bytes_of(source)), number))
             size = len(placeholder)
             if self.max_inline_bytes < size <= MAX_PACKED_BYTES:
                 self.pack += size.to_bytes(LENGTH_BYTES, "big") + placeholder
@@ -109,7 +119,7 @@ class Encoding(msgspec.Struct, eq=False):
             self.max_inline_bytes -= size
             return msgspec.msgpack.Ext(code, placeholder)
         self.buffers.append(buffer_of(source).data.toreadonly())
-        return msgspec.msgpack.Ext(code, write(OutOfBand(meaning, len(self.buffers) - 1)))
+        return msgspec.msgpack.Ext(code, write(OutOfBand(meaning, len(self.buffers) - 1, number)))
 
 
 class TensorEncoder:
@@ -134,8 +144,8 @@ class TensorEncoder:
         """Encode a message, and return its body, followed by its buffers.
 
         A buffer shares the memory of its tensor, which must not change until the buffer has been sent. A
-        large tensor that is not contiguous in row-major order is copied. A tensor that occurs twice in the
-        message is decoded as two tensors.
+        large tensor whose memory has gaps or overlaps is copied. A tensor that occurs twice in the message,
+        perhaps as two views of the same elements, is encoded once, and decoded as one tensor.
 
         Args:
             message: a value that msgspec can encode; it may contain, at any depth, tensors, arrays and

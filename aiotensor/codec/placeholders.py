@@ -1,5 +1,8 @@
 """The placeholders that replace tensors in a message, each in a msgpack extension.
 
+The encoder numbers the tensors of a message, so that a later placeholder can refer to an earlier tensor: tied
+tensors, which share their memory, travel once.
+
 Placeholders of small tensors may be packed: the last buffer then contains them, each preceded by its length,
 and each of their extensions in the body contains `PACKED`, which refers to the next placeholder. This keeps a
 body with many tensors small.
@@ -11,7 +14,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.frames import DECODE_ERRORS, MAX_DIMENSIONS
+from aiotensor.protocol.frames import DECODE_ERRORS, MAX_DIMENSIONS, Attributes
 
 __all__ = [
     "ARRAY",
@@ -23,6 +26,7 @@ __all__ = [
     "Inline",
     "Meaning",
     "OutOfBand",
+    "Tied",
     "read",
     "read_packed",
     "write",
@@ -38,12 +42,11 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
 class Meaning(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The type and the shape of a tensor, and its attributes for autograd."""
+    """The type and the shape of a tensor, and its attributes; None for an ordinary tensor."""
 
     dtype: _Name
     shape: _Shape
-    requires_grad: bool = False
-    is_parameter: bool = False
+    attributes: Attributes | None = None
 
 
 class Inline(msgspec.Struct, frozen=True, array_like=True, tag="in", gc=False):
@@ -51,6 +54,7 @@ class Inline(msgspec.Struct, frozen=True, array_like=True, tag="in", gc=False):
 
     meaning: Meaning
     payload: memoryview
+    number: _Number
 
 
 class OutOfBand(msgspec.Struct, frozen=True, array_like=True, tag="by", gc=False):
@@ -58,15 +62,23 @@ class OutOfBand(msgspec.Struct, frozen=True, array_like=True, tag="by", gc=False
 
     meaning: Meaning
     buffer: _Number
+    number: _Number
 
 
 class External(msgspec.Struct, frozen=True, array_like=True, tag="at"):
     """A tensor that another transport carries, and the handle that identifies it there."""
 
     handle: Any
+    number: _Number
 
 
-Placeholder: TypeAlias = Inline | OutOfBand | External
+class Tied(msgspec.Struct, frozen=True, array_like=True, tag="as", gc=False):
+    """A tensor over the same memory as an earlier one, which has this number."""
+
+    number: _Number
+
+
+Placeholder: TypeAlias = Inline | OutOfBand | External | Tied
 
 write: Callable[[Placeholder], bytes] = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Placeholder] = msgspec.msgpack.Decoder(Placeholder)

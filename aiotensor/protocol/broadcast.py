@@ -29,6 +29,7 @@ from aiotensor.protocol.frames import (
     MAX_DIMENSIONS,
     MAX_FRAMES,
     Attach,
+    Attributes,
     Discard,
     Discarded,
     Name,
@@ -94,8 +95,7 @@ class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
     placement: Name
     payload: bytes
     block: Number
-    requires_grad: bool = False
-    is_parameter: bool = False
+    attributes: Attributes | None = None
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True):

@@ -68,6 +68,7 @@ __all__ = [
     "TO_SENDER",
     "VERSION",
     "Attach",
+    "Attributes",
     "Begin",
     "Discard",
     "Discarded",
@@ -186,11 +187,23 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     message: Number
 
 
+class Attributes(msgspec.Struct, frozen=True, array_like=True):
+    """The attributes of a tensor that requires a gradient or has its values in an unusual order.
+
+    `order` contains its dimensions, from the outermost to the innermost in memory; empty for row-major order.
+    """
+
+    requires_grad: bool = False
+    is_parameter: bool = False
+    order: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)] = ()
+
+
 class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
     """Announce one tensor; `placement` determines the content of the `payload`.
 
     `block` is the number of the block that contains the bytes, for a later `Release`; None if there is no
-    block. `last` makes the message whole. `trace` is the trace context of the sender; None without tracing.
+    block. `last` makes the message whole. `attributes` is None for an ordinary tensor. `trace` is the trace
+    context of the sender; None without tracing.
     """
 
     message: Number
@@ -202,8 +215,7 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
     payload: bytes
     block: Number | None = None
     last: bool = False
-    requires_grad: bool = False
-    is_parameter: bool = False
+    attributes: Attributes | None = None
     trace: TraceContext | None = None
 
 

@@ -27,7 +27,7 @@ from aiotensor.runtime.worker import Worker
 from aiotensor.tensors.mapping import MappedSegment, open_segment
 from aiotensor.tensors.placement import ArrivedTensor, open_tensor
 from aiotensor.tensors.segments import whole_pages
-from aiotensor.tensors.views import Watch, as_leaf
+from aiotensor.tensors.views import Watch, with_attributes
 from aiotensor.transports.base import Mover
 
 _QUICK_DROP_BYTES = 256 << 10  # copies in a block of this size are dropped in a few microseconds
@@ -192,9 +192,7 @@ class Mappings:
             if put.block is None:
                 raise ProtocolError("it placed a tensor in a block without a number")
             self.lease(memory, arrived, put.block)
-        if put.requires_grad or put.is_parameter:
-            return as_leaf(arrived.tensor, requires_grad=put.requires_grad, is_parameter=put.is_parameter)
-        return arrived.tensor
+        return arrived.tensor if put.attributes is None else with_attributes(arrived.tensor, put.attributes)
 
     def lease(self, memory: PeerMemory, arrived: ArrivedTensor, block: int) -> None:
         """Lease a block from its peer until the storage of a tensor over it is freed."""

@@ -125,7 +125,7 @@ class Memory:
             OSError: the machine has no memory left.
         """
         place = block.place
-        is_quick = source.nbytes <= QUICK_BYTES and source.is_contiguous()
+        is_quick = source.nbytes <= QUICK_BYTES and is_flat(source)
         if is_quick and place.segment.warm.has(place.offset, place.nbytes):
             try:
                 copy_now(source, place)

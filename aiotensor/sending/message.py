@@ -17,14 +17,13 @@ from contextvars import ContextVar
 from typing import TypeAlias
 
 import msgspec
-from torch.nn import Parameter
 
 from aiotensor.errors import AioTensorError
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import Put
 from aiotensor.tensors.dtypes import DTYPE_NAMES
 from aiotensor.tensors.placement import Placed
-from aiotensor.tensors.source import Source
+from aiotensor.tensors.source import Source, attributes_of
 from aiotensor.types import TraceContext
 
 __all__ = [
@@ -116,8 +115,7 @@ def put_of(
         placed.payload,
         block,
         last,
-        source.requires_grad,
-        type(source) is Parameter,
+        attributes_of(source),
         trace,
     )
 

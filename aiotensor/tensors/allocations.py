@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from aiotensor.tensors.arena import Extent
-from aiotensor.tensors.source import Source
+from aiotensor.tensors.source import Source, memory_order
 from aiotensor.tensors.views import Watch, view_over
 
 __all__ = ["Allocation", "Allocations", "Block"]
@@ -31,7 +31,7 @@ class Allocation(msgspec.Struct, frozen=True):
         """Return whether a tensor in the block can be announced without a copy."""
         if self.block.place.segment.is_retired:
             return False  # a lost receiver may still read it
-        if not source.is_contiguous() or source.is_conj() or source.is_neg():
+        if not (source.is_contiguous() or memory_order(source)) or source.is_conj() or source.is_neg():
             return False
         # Receivers reject tensors that are misaligned or end in the next block, as numpy views may be.
         start = source.data_ptr()

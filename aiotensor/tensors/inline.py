@@ -9,7 +9,7 @@ import torch
 from aiotensor.errors import ProtocolError
 from aiotensor.tensors.gathering import gathered
 from aiotensor.tensors.raw import RawBytes, flat_bytes, is_addressable, new_bytes, new_tensor
-from aiotensor.tensors.source import Source, is_flat
+from aiotensor.tensors.source import Source, is_flat, memory_order
 from aiotensor.tensors.views import view_over
 
 __all__ = ["MAX_INLINE_BYTES", "buffer_of", "bytes_of", "open_buffer", "open_inline"]
@@ -23,8 +23,8 @@ _bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_
 
 
 def bytes_of(source: Source) -> bytes:
-    """Return a copy of the values of a source, in row-major order."""
-    if source.is_contiguous() and not source.is_conj() and not source.is_neg():
+    """Return a copy of the values of a source, in the order of its memory if it is flat, else row-major."""
+    if (source.is_contiguous() or memory_order(source)) and not source.is_conj() and not source.is_neg():
         data: bytes = _bytes_at(source.data_ptr(), source.nbytes)  # twice as fast as through an array
         return data
     return gathered(source).tobytes()
@@ -44,7 +44,7 @@ def open_inline(payload: bytes | memoryview, dtype: torch.dtype, shape: tuple[in
 
 
 def buffer_of(source: Source) -> RawBytes:
-    """Return the values of a source in row-major order: its own memory if it is flat, else a copy."""
+    """Return the bytes of a source: its own memory if it is flat, else a copy in row-major order."""
     return flat_bytes(source) if is_flat(source) else gathered(source)
 
 

@@ -17,7 +17,7 @@ from aiotensor.tensors.dtypes import DTYPES, dtype_from_name, unknown_dtype
 from aiotensor.tensors.inline import MAX_INLINE_BYTES, open_buffer, open_inline
 from aiotensor.tensors.mapping import MappedSegment
 from aiotensor.tensors.source import Source
-from aiotensor.tensors.views import Owner, as_leaf
+from aiotensor.tensors.views import Owner, with_attributes
 
 __all__ = [
     "ArrivedTensor",
@@ -73,7 +73,7 @@ def open_out_of_band(put: Put, data: memoryview) -> torch.Tensor:
     if put.placement != OUT_OF_BAND:
         raise ProtocolError(f"the peer sent the bytes of a tensor with the placement {put.placement[:64]!r}")
     tensor = open_buffer(data, dtype_from_name(put.dtype), put.shape)
-    return as_leaf(tensor, requires_grad=put.requires_grad, is_parameter=put.is_parameter)
+    return tensor if put.attributes is None else with_attributes(tensor, put.attributes)
 
 
 class ArrivedTensor(msgspec.Struct, frozen=True):

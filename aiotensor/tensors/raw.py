@@ -43,15 +43,14 @@ def is_addressable(shape: Sequence[int], itemsize: int) -> bool:
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a contiguous tensor on this thread; torch would start several threads.
+    """Copy a flat tensor with its strides on this thread; torch would start several threads.
 
     Raises:
         OSError: no memory is left.
     """
-    copy = new_tensor(tuple(tensor.shape), tensor.dtype)
-    raw = _RAW_DTYPE[tensor.element_size()]
-    np.copyto(copy.view(raw).numpy(), tensor.detach().view(raw).numpy())
-    return copy
+    copy = new_tensor((tensor.numel(),), tensor.dtype)
+    np.copyto(flat_bytes(copy), flat_bytes(tensor))
+    return copy.as_strided_(tensor.shape, tensor.stride())
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -8,11 +8,21 @@ import torch
 from torch.nn import Parameter
 
 from aiotensor.errors import UnsupportedTensorError
-from aiotensor.protocol.frames import MAX_DIMENSIONS
+from aiotensor.protocol.frames import MAX_DIMENSIONS, Attributes
 from aiotensor.tensors.dtypes import DTYPE_NAMES, DTYPES
 from aiotensor.tensors.raw import ArrayMemory, is_addressable
 
-__all__ = ["REGISTERED", "ArraySource", "Sendable", "Source", "SupportsDLPack", "as_source", "is_flat"]
+__all__ = [
+    "REGISTERED",
+    "ArraySource",
+    "Sendable",
+    "Source",
+    "SupportsDLPack",
+    "as_source",
+    "attributes_of",
+    "is_flat",
+    "memory_order",
+]
 
 
 REGISTERED: Final = 2  # `isbuiltin` of dtypes that another package has added to numpy, such as ml_dtypes
@@ -55,6 +65,10 @@ class ArraySource:
         address: int = self.array.__array_interface__["data"][0]
         return address
 
+    def stride(self) -> tuple[int, ...]:
+        """Return the strides, in bytes."""
+        return self.array.strides
+
     def is_contiguous(self) -> bool:
         """Return False, since torch cannot read the values."""
         return False
@@ -73,8 +87,36 @@ Source: TypeAlias = torch.Tensor | ArraySource
 
 
 def is_flat(source: Source) -> TypeGuard[torch.Tensor]:
-    """Return whether the memory of a source contains its values in row-major order."""
-    return source.is_contiguous() and not source.is_conj() and not source.is_neg()
+    """Return whether the memory of a source consists of its values, in row-major or in a permuted order."""
+    return (
+        (source.is_contiguous() or bool(memory_order(source)))
+        and not source.is_conj()
+        and not source.is_neg()
+    )
+
+
+def attributes_of(source: Source) -> Attributes | None:
+    """Return the attributes that a receiver needs to rebuild a source; None for an ordinary tensor."""
+    is_parameter = type(source) is Parameter
+    order = () if source.is_contiguous() or not is_flat(source) else memory_order(source)
+    if source.requires_grad or is_parameter or order:
+        return Attributes(source.requires_grad, is_parameter, order)
+    return None
+
+
+def memory_order(source: Source) -> tuple[int, ...]:
+    """Return the dimensions, outermost in memory first; an empty tuple if the memory has gaps or overlaps."""
+    if isinstance(source, ArraySource):
+        return ()
+    shape, strides = source.shape, source.stride()
+    order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+    expected = 1
+    for dimension in reversed(order):
+        if shape[dimension] != 1:
+            if strides[dimension] != expected:
+                return ()
+            expected *= shape[dimension]
+    return tuple(order)
 
 
 def as_source(value: Sendable) -> Source:

@@ -11,9 +11,10 @@ import torch
 from torch.nn import Parameter
 
 from aiotensor.errors import ProtocolError
+from aiotensor.protocol.frames import Attributes
 from aiotensor.tensors.raw import copy_of
 
-__all__ = ["Owner", "View", "Watch", "as_leaf", "own_copy", "tensor_over", "view_over"]
+__all__ = ["Owner", "View", "Watch", "own_copy", "tensor_over", "view_over", "with_attributes"]
 
 # The array that torch keeps alive until the storage of a view is freed.
 Owner = npt.NDArray[Any]
@@ -77,15 +78,25 @@ class Watch(weakref.ref[Owner]):
     number: int
 
 
-def as_leaf(tensor: torch.Tensor, *, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
-    """Return a received tensor with its attributes for autograd.
+def with_attributes(tensor: torch.Tensor, attributes: Attributes) -> torch.Tensor:
+    """Return a received tensor with its attributes; the argument is in row-major order.
 
     Raises:
-        ProtocolError: a tensor of this dtype cannot require a gradient.
+        ProtocolError: the order does not contain each dimension once, or a tensor of this dtype cannot
+            require a gradient.
     """
+    requires_grad, order = attributes.requires_grad, attributes.order
+    if order:
+        if sorted(order) != list(range(tensor.dim())):
+            raise ProtocolError(f"the peer sent a tensor of {tensor.dim()} dimensions in the order {order}")
+        strides, stride = [0] * len(order), 1
+        for dimension in reversed(order):
+            strides[dimension] = stride
+            stride *= tensor.shape[dimension]
+        tensor.as_strided_(tensor.shape, strides)  # a new view would not be independent of the current modes
     if requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ProtocolError(f"the peer sent a tensor of {tensor.dtype} that requires a gradient")
-    if is_parameter:
+    if attributes.is_parameter:
         return Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_(requires_grad)
 
@@ -96,5 +107,4 @@ def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         OSError: no memory is left.
     """
-    is_parameter = isinstance(tensor, Parameter)
-    return as_leaf(copy_of(tensor), requires_grad=tensor.requires_grad, is_parameter=is_parameter)
+    return with_attributes(copy_of(tensor), Attributes(tensor.requires_grad, isinstance(tensor, Parameter)))

@@ -83,6 +83,7 @@ _CHANGES: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda tensor: tensor.to(torch.complex64).conj().imag,
     lambda tensor: tensor.clone().requires_grad_(),
     lambda tensor: Parameter(tensor, requires_grad=False),
+    lambda tensor: tensor.view(5, 100, 500).permute(2, 0, 1),
     lambda tensor: tensor[0, 0],
     lambda tensor: tensor[:0],
 ]
@@ -97,9 +98,25 @@ async def test_views_and_attributes_of_tensors_arrive(broadcasts: Broadcasts) ->
                 message = (await subscriber.receive()).message
                 assert (message.dtype, message.shape) == (tensor.dtype, tensor.shape), number
                 assert torch.equal(message, tensor), number
+                if tensor.dim() == 3:  # it is permuted
+                    assert message.stride() == tensor.stride(), number
                 assert type(message) is type(tensor), number
                 assert message.requires_grad == tensor.requires_grad, number
                 assert message.is_leaf, number
+
+
+@once
+async def test_tied_tensors_are_published_once_and_arrive_tied(broadcasts: Broadcasts) -> None:
+    tensor = pattern(1, BIG)
+    async with broadcasts.open(1, dict[str, torch.Tensor]) as (publisher, [subscriber]):
+        await publisher.publish({"embedding": tensor, "head": tensor.detach()})
+        message = (await subscriber.receive()).message
+        assert torch.equal(message["embedding"], tensor)
+        message["embedding"].zero_()
+        assert not message["head"].any()
+        assert publisher.statistics().tensors_copied == 1
+        del message
+        await idle(publisher)
 
 
 async def test_tensors_anywhere_in_a_message_arrive(broadcasts: Broadcasts) -> None:

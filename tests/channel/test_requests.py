@@ -59,6 +59,24 @@ async def test_a_request_arrives_with_its_tensors_in_their_places_and_is_answere
         assert torch.equal(got.tensor, pattern(7, 50))
 
 
+async def test_tied_tensors_of_a_request_travel_once_and_arrive_tied() -> None:
+    async with channel() as ends:
+        tensor = pattern(1, BIG)
+        asking = asyncio.create_task(ends.client.request(Question(7, tensor, {"tied": [tensor.detach()]})))
+        async with await anext(ends.server) as request:
+            message = request.message
+            assert message.tensor is not None
+            assert torch.equal(message.tensor, tensor)
+            message.tensor.zero_()
+            assert not message.more["tied"][0].any()
+            await request.reply(Answer(7))
+            del message
+        await asking
+        assert ends.sender.statistics().tensors_sent == 1
+        del request
+        await settled(ends)
+
+
 @any_way
 async def test_requests_are_answered_in_any_order() -> None:
     async with channel() as ends:
@@ -95,7 +113,7 @@ async def test_without_a_sender_tensors_arrive_in_the_message_and_are_writable()
             MessageServer(here.messages, Question) as server,
             MessageClient(here.messages, reply_type=Answer) as client,
         ):
-            large, strided = pattern(1, BIG), pattern(2, 4 * BIG).view(-1, 2).t()
+            large, strided = pattern(1, BIG), pattern(2, 4 * BIG)[::2]
             asking = asyncio.create_task(client.request(Question(1, large, {"x": [strided, pattern(3, 3)]})))
             request = await anext(server)
             got = request.message

@@ -39,8 +39,11 @@ TOO_LARGE: list[tuple[str, Callable[[], dict[str, Any]]]] = [
     ("max_part_bytes", lambda: {"wish": "x" * 60_000}),
     ("max_part_bytes", lambda: {"wish": "x" * 2 * BODY_BYTES}),
     ("max_part_bytes", lambda: {"tensor": torch.zeros(60_000, dtype=torch.uint8)}),
-    ("max_part_bytes", lambda: {"tensor": torch.zeros(300, 200, dtype=torch.uint8).t()}),
-    ("max_part_bytes", lambda: {"more": {"packed": [torch.zeros(1024)] * 20}}),  # they are sent as one part
+    ("max_part_bytes", lambda: {"tensor": torch.zeros(300, 400, dtype=torch.uint8)[:, ::2]}),
+    (
+        "max_part_bytes",
+        lambda: {"more": {"packed": list(torch.zeros(20, 1024))}},
+    ),  # they are sent as one part
     ("max_body_bytes", lambda: {"wish": "x" * 60_000}),
     ("max_body_bytes", lambda: {"more": {str(number): [] for number in range(20_000)}}),
 ]
@@ -184,7 +187,7 @@ async def test_an_error_whose_text_is_longer_than_the_limit_arrives() -> None:
 
 
 async def test_more_large_tensors_than_a_message_may_have_are_refused_before_it_is_sent() -> None:
-    many = [torch.zeros(9_000, dtype=torch.uint8)] * 1025
+    many = list(torch.zeros(1025, 9_000, dtype=torch.uint8))
     with place() as here:
         async with (
             MessageServer(here.messages, Question) as server,
@@ -267,9 +270,9 @@ async def test_a_server_that_ignores_the_limit_is_lost_and_its_body_is_never_dec
 TENSORS: dict[str, Callable[[], list[torch.Tensor]]] = {
     "many of one number": lambda: [torch.tensor(float(number)) for number in range(6000)],
     "as many large ones as there may be, and small and empty ones": lambda: [
-        *[torch.zeros(9000, dtype=torch.uint8)] * 1024,
-        *[torch.full((1024,), 1.0)] * 300,
-        *[torch.zeros(0)] * 4000,
+        *torch.zeros(1024, 9000, dtype=torch.uint8),
+        *torch.ones(300, 1024),
+        *torch.zeros(4000, 0),
     ],
 }
 

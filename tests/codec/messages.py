@@ -52,11 +52,12 @@ def extension(code: str, placeholder: object) -> msgspec.msgpack.Ext:
 
 
 def inside(dtype: str, shape: object, payload: object, *flags: object) -> msgspec.msgpack.Ext:
-    return extension("T", ["in", [dtype, shape, *flags], payload])
+    attributes = [flags] if flags else []
+    return extension("T", ["in", [dtype, shape, *attributes], payload, 0])
 
 
 def beside(number: object, dtype: str = "uint8", shape: object = (3,)) -> msgspec.msgpack.Ext:
-    return extension("T", ["by", [dtype, shape], number])
+    return extension("T", ["by", [dtype, shape], number, 0])
 
 
 def body_of(message: object) -> bytes:

@@ -132,7 +132,7 @@ def test_an_error_of_find_frees_its_tensors_without_a_collection(no_collections:
 
 def test_find_can_decode_another_message_with_the_same_decoder() -> None:
     messages: dict[int, list[bytes]] = {
-        1: [body_of([beside(0), extension("T", ["at", 2]), beside(1)]), b"bbb", b"ddd"],
+        1: [body_of([beside(0), extension("T", ["at", 2, 1]), beside(1)]), b"bbb", b"ddd"],
         2: [body_of([beside(0)]), b"ccc"],
     }
 
@@ -140,11 +140,11 @@ def test_find_can_decode_another_message_with_the_same_decoder() -> None:
         return torch.cat(decoder.decode(messages[handle]))
 
     decoder: TensorDecoder[list[torch.Tensor]] = TensorDecoder(list[torch.Tensor], find)
-    outer = [body_of([beside(0), extension("T", ["at", 1]), beside(1)]), b"aaa", b"eee"]
+    outer = [body_of([beside(0), extension("T", ["at", 1, 1]), beside(1)]), b"aaa", b"eee"]
 
     assert bytes(torch.cat(decoder.decode(outer)).numpy()) == b"aaabbbcccdddeee"
     with pytest.raises(KeyError):
-        decoder.decode([body_of([extension("T", ["at", 0])])])
+        decoder.decode([body_of([extension("T", ["at", 0, 0])])])
 
 
 def test_two_threads_can_share_a_decoder() -> None:
@@ -157,7 +157,7 @@ def test_two_threads_can_share_a_decoder() -> None:
     decoder: TensorDecoder[list[torch.Tensor]] = TensorDecoder(list[torch.Tensor], find)
 
     def decode(number: int) -> list[bytes]:
-        elsewhere = extension("T", ["at", number])
+        elsewhere = extension("T", ["at", number, 1])
         body = body_of([beside(0), elsewhere, beside(1), elsewhere])
         received = decoder.decode([body, bytes([number + 10] * 3), bytes([number + 20] * 3)])
         return [bytes(tensor.numpy()) for tensor in received]
@@ -179,7 +179,7 @@ def test_two_threads_can_share_an_encoder() -> None:
     encoder = TensorEncoder(place, inline_bytes=0)
 
     def encode(number: int) -> list[bytes]:
-        return [bytes(part) for part in encoder.encode([torch.full((3,), number)] * 3)]
+        return [bytes(part) for part in encoder.encode([torch.full((3,), number) for _ in range(3)])]
 
     with ThreadPoolExecutor(2) as threads:
         received = [anything.decode(parts) for parts in threads.map(encode, (1, 2))]

@@ -105,14 +105,15 @@ meanings = (
     st.tuples(
         st.sampled_from([*DTYPES, "mystery", "", None]),
         st.lists(few, max_size=3) | st.just([1] * 65) | few,
-        *[st.booleans()] * 2,
+        st.tuples(st.booleans(), st.booleans(), st.lists(few, max_size=3)) | st.none(),
     )
     | unknown_items
 )
 placeholders = st.one_of(
-    st.tuples(st.just("in"), meanings, st.binary(max_size=16)),
-    st.tuples(st.just("by"), meanings, few),
-    st.tuples(st.just("at"), unknown_items),
+    st.tuples(st.just("in"), meanings, st.binary(max_size=16), few),
+    st.tuples(st.just("by"), meanings, few, few),
+    st.tuples(st.just("at"), unknown_items, few),
+    st.tuples(st.just("as"), few),
     unknown_items,
 )
 extensions = st.builds(extension, st.sampled_from("TA"), placeholders) | st.builds(

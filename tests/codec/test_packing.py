@@ -15,9 +15,9 @@ from verification.patterns import pattern
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
-HERE = ["in", ["uint8", [3]], b"abc"]
+HERE = ["in", ["uint8", [3]], b"abc", 0]
 NEXT = msgspec.msgpack.Ext(ord("T"), PACKED)
-NAMED = extension("T", ["by", ["uint8", [3]], 0])
+NAMED = extension("T", ["by", ["uint8", [3]], 0, 0])
 
 
 def packed(*placeholders: object) -> bytes:
@@ -26,7 +26,10 @@ def packed(*placeholders: object) -> bytes:
 
 
 def test_a_packed_tensor_needs_only_a_few_bytes_in_the_body() -> None:
-    message = {"a": [pattern(number, 4) for number in range(1000)], "b": [torch.zeros(0)] * 1000}
+    message = {
+        "a": [pattern(number, 4) for number in range(1000)],
+        "b": [torch.zeros(0) for _ in range(1000)],
+    }
     body, pack = Encoding(lambda _: None, max_inline_bytes=0).encode(message)
 
     assert len(body) < 2000 * 7
@@ -36,7 +39,7 @@ def test_a_packed_tensor_needs_only_a_few_bytes_in_the_body() -> None:
 
 def test_the_buffers_of_large_tensors_precede_the_pack() -> None:
     large = torch.arange(MAX_INLINE_BYTES + 1).to(torch.uint8)
-    message = [pattern(1, 4), large, pattern(2, 4), large]
+    message = [pattern(1, 4), large, pattern(2, 4), large.clone()]
     body, *buffers, pack = Encoding(lambda _: None, max_inline_bytes=0).encode(message)
 
     assert [type(buffer) for buffer in buffers] == [memoryview, memoryview]
@@ -62,10 +65,10 @@ WRONG: dict[str, tuple[Any, list[bytes]]] = {
     "a byte too many": ([NEXT], [packed(HERE) + b"\x00"]),
     "a pack that is a tensor too": ([NEXT, NAMED], [packed(HERE)]),
     "a tensor that is a pack too": ([NAMED, NEXT], [packed(HERE)]),
-    "a handle in the pack": ([NEXT], [packed(["at", [1] * 1000])]),
-    "a buffer in the pack": ([NEXT], [packed(["by", ["uint8", [3]], 0])]),
+    "a handle in the pack": ([NEXT], [packed(["at", [1] * 1000, 0])]),
+    "a buffer in the pack": ([NEXT], [packed(["by", ["uint8", [3]], 0, 0])]),
     "a pack in the pack": ([NEXT], [packed("pk")]),
-    "too few bytes of a tensor": ([NEXT], [packed(["in", ["uint8", [4]], b"abc"])]),
+    "too few bytes of a tensor": ([NEXT], [packed(["in", ["uint8", [4]], b"abc", 0])]),
     "a buffer that nothing names": ([NEXT], [b"abc", packed(HERE)]),
 }
 

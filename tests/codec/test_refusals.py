@@ -49,19 +49,19 @@ def test_an_invalid_tensor_placeholder_raises_protocol_error() -> None:
         inside("uint8", [1], b"1", None, None),
         inside("float32", [1], b"1234", 1),
         inside("float32", [1], b"1234", True, 1),
-        extension("T", ["in", ["uint8"], b"1"]),
-        extension("T", ["in", [8, [1]], b"1"]),
+        extension("T", ["in", ["uint8"], b"1", 0]),
+        extension("T", ["in", [8, [1]], b"1", 0]),
         extension("T", ["in"]),
         extension("T", ["of"]),
         extension("T", []),
         extension("T", None),
         extension("T", ["by", ["uint8", [3]]]),
-        extension("T", ["by", ["uint8", [3]], 0.0]),
+        extension("T", ["by", ["uint8", [3]], 0.0, 0]),
         extension("T", ["at"]),
-        extension("T", ["at", "handle"]),
-        extension("A", ["at", {"a": msgspec.msgpack.Ext(84, b"")}]),
-        extension("A", ["in", ["bfloat16", [1]], b"12"]),
-        extension("A", ["in", ["int4", [1]], b"1"]),
+        extension("T", ["at", "handle", 0]),
+        extension("A", ["at", {"a": msgspec.msgpack.Ext(84, b"")}, 0]),
+        extension("A", ["in", ["bfloat16", [1]], b"12", 0]),
+        extension("A", ["in", ["int4", [1]], b"1", 0]),
         msgspec.msgpack.Ext(ord("T"), b""),
         msgspec.msgpack.Ext(ord("A"), b"\xc1"),
         msgspec.msgpack.Ext(ord("T"), b"\x92\xa2at\xa1\xff"),
@@ -80,7 +80,7 @@ def test_an_invalid_tensor_placeholder_raises_protocol_error() -> None:
 
 
 def test_a_tensor_of_64_dimensions_is_decoded() -> None:
-    most = extension("T", ["in", ["float32", [1] * 64], b"1234"])
+    most = extension("T", ["in", ["float32", [1] * 64], b"1234", 0])
     assert anything.decode([body_of(most)]).ndim == 64
 
 
@@ -91,8 +91,8 @@ def test_only_float_and_complex_tensors_may_require_a_gradient() -> None:
         for shape in ([2], [0], []):
             data = bytes(dtype.itemsize * (shape[0] if shape else 1))
             for placeholder, buffers in (
-                (["in", [name, shape, *flags], data], []),
-                (["by", [name, shape, *flags], 0], [data]),
+                (["in", [name, shape, flags], data, 0], []),
+                (["by", [name, shape, flags], 0, 0], [data]),
             ):
                 parts = [body_of(extension(code, placeholder)), *buffers]
                 if flags[0] and not (dtype.is_floating_point or dtype.is_complex):
@@ -157,7 +157,7 @@ def test_a_body_that_is_garbage_is_refused(which: str) -> None:
         b"\x81\x91\x80\x01",
         b"\xd4\xff\x00",
         b"\xd7\xff" + b"\xff" * 8,
-        b"\x81" + body_of(extension("A", ["in", ["uint8", [1]], b"1"])) + b"\x01",
+        b"\x81" + body_of(extension("A", ["in", ["uint8", [1]], b"1", 0])) + b"\x01",
     ):
         with pytest.raises(ProtocolError):
             DECODERS[which].decode([body])
@@ -181,7 +181,7 @@ def test_a_message_of_any_depth_is_read_or_refused(which: str) -> None:
 
 
 def test_items_that_a_set_cannot_contain_raise_protocol_error() -> None:
-    array = extension("A", ["in", ["uint8", [1]], b"1"])
+    array = extension("A", ["in", ["uint8", [1]], b"1", 0])
     types: list[Any] = [set[Any], frozenset[Any], set]
     for type_, item in product(types, ({}, [{}], array, msgspec.msgpack.Ext(5, b"theirs"))):
         for decoder, message in (
@@ -193,7 +193,7 @@ def test_items_that_a_set_cannot_contain_raise_protocol_error() -> None:
 
 
 def test_an_error_does_not_repeat_long_data_of_a_peer() -> None:
-    handle = extension("T", ["at", "x" * 100_000])
+    handle = extension("T", ["at", "x" * 100_000, 0])
     for message in (handle, inside("u" * 100_000, [1], b""), inside("uint8", [1], b"1" * 100_000)):
         with pytest.raises(ProtocolError) as caught:
             anything.decode([body_of(message)])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from aiotensor.codec import Encoding, TensorDecoder, TensorEncoder
 from aiotensor.codec.cost import takes_long
+from aiotensor.errors import ProtocolError
 from aiotensor.tensors.gathering import as_tensor
 from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from aiotensor.tensors.source import as_source
@@ -153,12 +154,77 @@ def test_an_inline_tensor_may_be_modified_after_encoding() -> None:
     assert anything.decode(parts).tolist() == [0, 0, 0]
 
 
-def test_a_tensor_that_occurs_twice_is_decoded_as_two_tensors() -> None:
-    source = large()
-    one, other = TensorDecoder(list[torch.Tensor]).decode(sent(TensorEncoder().encode([source, source])))
-    one.fill_(0)
+@pytest.mark.parametrize(("inline_bytes", "packed_beyond"), [(1 << 20, 1 << 20), (1 << 20, 0), (0, 0)])
+def test_tied_tensors_are_encoded_once_and_arrive_tied(inline_bytes: int, packed_beyond: int) -> None:
+    first, second = torch.nn.Linear(9, 9), torch.nn.Linear(9, 9)
+    second.weight = first.weight
+    model = torch.nn.Sequential(first, second)
+    array = np.zeros((3, 5))
+    encoding = Encoding(lambda _: None, inline_bytes, packed_beyond)
+    parts = sent(encoding.encode({"state": model.state_dict(), "arrays": [array, array]}))
+    assert sum(memoryview(part).nbytes for part in parts) < 2 * first.weight.nbytes + array.nbytes
 
-    assert torch.equal(other, source)
+    received = anything.decode(parts)
+    state, (one, other) = received["state"], received["arrays"]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(state[name], tensor)
+    state["0.weight"].zero_()
+    assert not state["1.weight"].any()
+    one += 1
+    assert other.all()
+
+
+def test_tensors_that_share_memory_otherwise_are_decoded_as_separate_ones() -> None:
+    tensor = torch.ones(30, 40)
+    for other in (
+        tensor.view(40, 30),
+        tensor.t(),
+        tensor[:29],
+        torch.nn.Parameter(tensor),
+        tensor.view(torch.int32),
+    ):
+        one, received = through(list[torch.Tensor], [tensor, other])
+        one.zero_()
+        assert torch.equal(received, other)
+    assert [len(one) for one in through(list[torch.Tensor], [torch.empty(0), torch.empty(0)])] == [0, 0]
+
+
+class Foreigner:
+    """An object whose tensor exists only while it is imported."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __dlpack__(self, **options: object) -> object:
+        return torch.full((100,), self.value).__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+def test_tensors_that_exist_only_during_encoding_are_not_mistaken_for_tied_ones() -> None:
+    received = anything.decode(TensorEncoder().encode([Foreigner(value) for value in range(20)]))
+
+    assert [int(tensor[0]) for tensor in received] == list(range(20))
+
+
+def test_a_tie_to_a_tensor_that_was_not_decoded_is_refused() -> None:
+    class Second(msgspec.Struct):
+        second: torch.Tensor
+
+    tensor = torch.zeros(3)
+    [body] = TensorEncoder().encode({"first": tensor, "second": tensor})
+    with pytest.raises(ProtocolError, match="a field that the type of this decoder does not have"):
+        TensorDecoder(Second).decode([body])
+
+
+def test_dense_strides_survive() -> None:
+    tensor = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    for inline_bytes in (1 << 20, 0):
+        received = through(Any, {"tensor": tensor, "array": np.asfortranarray(np.eye(3, 4))}, inline_bytes)
+        assert torch.equal(received["tensor"], tensor)
+        assert received["tensor"].stride() == tensor.stride()
+        assert received["array"].flags.f_contiguous
 
 
 def test_a_body_is_read_from_any_kind_of_bytes() -> None:

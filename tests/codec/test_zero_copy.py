@@ -41,10 +41,10 @@ def test_a_buffer_refers_to_the_memory_of_a_dlpack_object() -> None:
 
 def test_a_noncontiguous_tensor_is_copied_into_its_buffer() -> None:
     source = large()
-    [_, buffer] = encoded(source.t())
+    [_, buffer] = encoded(source[:, 1:].t())
     source.fill_(0)
 
-    assert bytes(buffer) == raw(large()).T.tobytes()
+    assert bytes(buffer) == raw(large())[:, 1:].T.tobytes()
 
 
 def test_a_buffer_keeps_its_memory_alive() -> None:

@@ -26,6 +26,7 @@ from aiotensor.protocol.frames import (
     OPENING,
     VERSION,
     Attach,
+    Attributes,
     Discard,
     Discarded,
     Release,
@@ -408,7 +409,7 @@ def test_detached_segments_do_not_count_against_the_limit() -> None:
     assert not subscriber_end(*frames).is_closed
 
 
-PLACED = PlacedTensor("uint8", (3, 4), ARENA, b"where", 9, requires_grad=True)
+PLACED = PlacedTensor("uint8", (3, 4), ARENA, b"where", 9, Attributes(requires_grad=True))
 
 
 def test_a_content_is_read_without_a_copy_of_its_body() -> None:

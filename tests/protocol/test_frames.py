@@ -144,7 +144,7 @@ def wrong(info: types.Type) -> Iterator[Any]:
                 yield {str(number): simplest(value) for number in range(most + 1)}
         case types.StructType(fields=fields, array_like=True):
             good = [simplest(field.type) for field in fields]
-            yield from (0, "text", [])
+            yield from (0, "text", *([[]] if any(field.required for field in fields) else []))
             for place, field in enumerate(fields):
                 yield from ([*good[:place], one, *good[place + 1 :]] for one in wrong(field.type))
         case types.StructType():

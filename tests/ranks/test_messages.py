@@ -14,7 +14,7 @@ from aiotensor.protocol.frames import MAX_FRAMES
 from aiotensor.transports.base import MAX_DATA_BYTES, MAX_UNREAD_BYTES
 from tests.ranks.pipes import ends, in_every_mode
 from tests.selection import COMPLETE
-from tests.test_values import VIEWS, random_bits, same_bits
+from tests.test_values import DENSE, VIEWS, random_bits, same_bits
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -58,6 +58,8 @@ async def test_dtypes_layouts_gradients_and_parameters_arrive_as_such() -> None:
                 received = await high.receive()
                 assert received is not None
                 assert torch.equal(received, view(whole)), name
+                if name in DENSE:
+                    assert received.stride() == view(whole).stride(), name
         for count in (_FEW, _SOME, _MANY):
             await low.send(torch.ones(count, requires_grad=True))
             await low.send(Parameter(torch.ones(count), requires_grad=False))

@@ -19,6 +19,7 @@ from aiotensor.protocol.frames import (
     MAX_HELLO_BYTES,
     MAX_RECORD_BYTES,
     Attach,
+    Attributes,
     End,
     FromSender,
     Put,
@@ -103,7 +104,8 @@ VIOLATIONS: dict[str, FromSender | bytes] = {
     "an unknown placement": put(placement="elsewhere"),
     "a shape that does not fit the bytes": put(shape=(4,)),
     "a shape larger than all memory": put(shape=(2**62, 2**62, 2**62)),
-    "a gradient of integers": put(requires_grad=True),
+    "a gradient of integers": put(attributes=Attributes(requires_grad=True)),
+    "an order that lacks a dimension": put(attributes=Attributes(order=(1,))),
     "a segment that was never attached": put(placement="arena", payload=_PLACE.pack(0, 0), block=0),
 }
 

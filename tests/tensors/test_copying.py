@@ -122,7 +122,7 @@ def test_a_copy_gathered_in_several_boxes_is_complete(
 ) -> None:
     monkeypatch.setattr(gathering, "_BOX_BYTES", 1000)
     numbers = torch.randn(123, 45, dtype=torch.complex64)
-    for source in (numbers.t(), numbers[::2, 1:], numbers.conj().t(), numbers.conj().imag):
+    for source in (numbers[:, :9].t(), numbers[::2, 1:], numbers.conj().t(), numbers.conj().imag):
         expected = source.resolve_conj().resolve_neg().contiguous().numpy().tobytes()
         for copy in (copy_now, lambda source, place: copy_in_threads(source, place, wanted, helper)):
             assert copied(source, copy) == expected

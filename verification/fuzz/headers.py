@@ -8,6 +8,7 @@ from aiotensor.codec.placeholders import ARRAY, LENGTH_BYTES, PACKED, TENSOR
 from aiotensor.protocol.exchange import VERSION
 from aiotensor.tensors.dtypes import DTYPES
 from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
+from verification.fuzz.placing import attributes
 from verification.fuzz.steps import STAND_IN, Step
 from verification.fuzz.traces import with_trace
 from verification.fuzz.wire import Frame, Scalar, boundary, broken_bytes, broken_frame
@@ -77,24 +78,26 @@ class _Words:
         chooser = self._chooser
         buffers: list[bytes] = []
         pack = bytearray()
-        tensors = [self._tensor(["at", number]) for number in range(elsewhere)]
+        tensors = [self._tensor(["at", number, number]) for number in range(elsewhere)]
         for _ in range(chooser.number(0, 3)):
             meaning, nbytes = self._meaning()
             data = chooser.data(nbytes) if nbytes < 300 else bytes(nbytes)
             if not has_buffers:
-                tensors.append(self._tensor(["in", meaning, data]))
+                tensors.append(self._tensor(["in", meaning, data, 9]))
             elif happens(chooser, 2):
                 buffers.append(data)
-                tensors.append(self._tensor(["by", meaning, len(buffers) - 1]))
+                tensors.append(self._tensor(["by", meaning, len(buffers) - 1, 9]))
             elif happens(chooser, 3):
-                record = _encode(["in", meaning, data])
+                record = _encode(["in", meaning, data, 9])
                 pack += len(record).to_bytes(LENGTH_BYTES, "big") + record
                 tensors.append(msgspec.msgpack.Ext(TENSOR, PACKED))
             else:
-                tensors.append(self._tensor(["in", meaning, data]))
+                tensors.append(self._tensor(["in", meaning, data, 9]))
+        if tensors and happens(chooser, 4):
+            tensors.append(self._tensor(["as", one_of(chooser, (0, 9))]))
         fields: dict[str, Scalar] = {"number": chooser.number(0, 9), "tensors": tensors}
         if happens(chooser, 3):
-            fields["array"] = msgspec.msgpack.Ext(ARRAY, _encode(["in", ["uint8", [2]], b"ab"]))
+            fields["array"] = msgspec.msgpack.Ext(ARRAY, _encode(["in", ["uint8", [2]], b"ab", 9]))
         if happens(chooser, self._one_in):
             fields[one_of(chooser, ("number", "tensors", "array", "more"))] = one_of(
                 chooser, (None, [], {}, "text", boundary(chooser), tensors)
@@ -125,7 +128,7 @@ class _Words:
             shape = [boundary(chooser) for _ in range(chooser.number(1, 4))]
         meaning: Frame = [dtype, shape]
         if happens(chooser, 4):
-            meaning += [chooser.number(0, 1) == 1, chooser.number(0, 1) == 1]
+            meaning.append(attributes(chooser, self._one_in, dtype, len(shape)))
         return (broken_frame(chooser, meaning) if happens(chooser, self._one_in) else meaning), nbytes
 
     def _handles(self) -> list[Scalar]:

@@ -7,9 +7,9 @@ from aiotensor.tensors.dtypes import DTYPES
 from verification.fuzz.choosers import Chooser, happens, one_of
 from verification.fuzz.things import MEMORY_KINDS, OTHER_THINGS, SEGMENT_BYTES, WHERE
 from verification.fuzz.traces import with_trace
-from verification.fuzz.wire import BOUNDARIES, Frame, boundary
+from verification.fuzz.wire import BOUNDARIES, Frame, Scalar, boundary
 
-__all__ = ["ANYTHING", "BLOCK", "DTYPE_NAMES", "Segments", "put_frame", "small_shape", "with_attributes"]
+__all__ = ["ANYTHING", "BLOCK", "DTYPE_NAMES", "Segments", "attributes", "put_frame", "small_shape"]
 
 ANYTHING = (*OTHER_THINGS, "itself")
 BLOCK = 8  # the position of the number of a block in the frame of a tensor
@@ -102,13 +102,18 @@ def put_frame(
     if happens(chooser, 2 * one_in):
         shape = [boundary(chooser) for _ in range(chooser.number(0, 4))]
     where = [placement, payload, block if in_memory else None]
-    frame = with_attributes(chooser, one_in, ["put", *names, dtype, shape, "cpu", *where, last])
-    return with_trace(chooser, one_in, frame, 12)
+    frame: Frame = ["put", *names, dtype, shape, "cpu", *where, last]
+    if happens(chooser, 4):
+        frame.append(attributes(chooser, one_in, dtype, len(shape)))
+    return with_trace(chooser, one_in, frame, 11)
 
 
-def with_attributes(chooser: Chooser, one_in: int, put: Frame) -> Frame:
-    """Add the attributes for autograd to the frame of a tensor, in some cases."""
-    if not happens(chooser, 4):
-        return put
-    may_require = DTYPES[str(put[3])].is_floating_point or happens(chooser, one_in)
-    return [*put, may_require and chooser.number(0, 1) == 1, chooser.number(0, 1) == 1]
+def attributes(chooser: Chooser, one_in: int, dtype: str, dimensions: int) -> Frame:
+    """Choose the attributes of a tensor: whether it requires a gradient and is a parameter, and its order."""
+    may_require = DTYPES[dtype].is_floating_point or happens(chooser, one_in)
+    order: list[Scalar] = [*range(dimensions)]
+    if happens(chooser, 2):
+        order.reverse()
+    if happens(chooser, one_in):
+        order.append(boundary(chooser))
+    return [may_require and chooser.number(0, 1) == 1, chooser.number(0, 1) == 1, order]

@@ -16,9 +16,9 @@ from verification.fuzz.placing import (
     BLOCK,
     DTYPE_NAMES,
     Segments,
+    attributes,
     put_frame,
     small_shape,
-    with_attributes,
 )
 from verification.fuzz.steps import STAND_IN, Step
 from verification.fuzz.things import GUARD
@@ -113,7 +113,8 @@ class _Rank:
             data = one_of(chooser, (data[1:], data + b"x", b""))
         payload = b"x" if happens(chooser, 2 * self._one_in) else b""
         frame: Frame = ["put", self._number(), 0, dtype, shape, "cpu", OUT_OF_BAND, payload, None, True]
-        frame = with_attributes(chooser, self._one_in, frame)
+        if happens(chooser, 4):
+            frame.append(attributes(chooser, self._one_in, dtype, len(shape)))
         return broken_frame(chooser, frame) if happens(chooser, self._one_in) else frame, data
 
     def _number(self) -> int:

@@ -15,7 +15,7 @@ def with_trace(chooser: Chooser, one_in: int, frame: Frame, fields: int) -> Fram
     Args:
         chooser: decides.
         one_in: how seldom something is wrong.
-        frame: the frame; fields before the trace context that it lacks are False.
+        frame: the frame; fields before the trace context that it lacks are None.
         fields: the number of items before the trace context, with the tag.
     """
     if not happens(chooser, 4):
@@ -30,4 +30,4 @@ def with_trace(chooser: Chooser, one_in: int, frame: Frame, fields: int) -> Fram
     if happens(chooser, one_in):
         count = MAX_TRACE_FIELDS + chooser.number(0, 1)
         trace = {f"field-{number}": "" for number in range(count)}
-    return [*frame, *[False] * (fields - len(frame)), trace]
+    return [*frame, *[None] * (fields - len(frame)), trace]
