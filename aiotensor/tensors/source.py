@@ -109,7 +109,10 @@ def memory_order(source: Source) -> tuple[int, ...]:
     if isinstance(source, ArraySource):
         return ()
     shape, strides = source.shape, source.stride()
-    order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+    # A dimension of one element may have the stride of the next one: it is then the inner one of the two.
+    order = sorted(
+        range(len(strides)), key=lambda dimension: (strides[dimension], shape[dimension]), reverse=True
+    )
     expected = 1
     for dimension in reversed(order):
         if shape[dimension] != 1:

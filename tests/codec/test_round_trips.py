@@ -219,12 +219,14 @@ def test_a_tie_to_a_tensor_that_was_not_decoded_is_refused() -> None:
 
 
 def test_dense_strides_survive() -> None:
-    tensor = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    images = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    message = [images, torch.randn(3, 4, 1).permute(2, 1, 0), np.asfortranarray(np.eye(3, 4))]
     for inline_bytes in (1 << 20, 0):
-        received = through(Any, {"tensor": tensor, "array": np.asfortranarray(np.eye(3, 4))}, inline_bytes)
-        assert torch.equal(received["tensor"], tensor)
-        assert received["tensor"].stride() == tensor.stride()
-        assert received["array"].flags.f_contiguous
+        first, second, array = through(Any, message, inline_bytes)
+        assert torch.equal(first, images)
+        assert first.stride() == images.stride()
+        assert array.flags.f_contiguous
+        assert second.stride() == through(torch.Tensor, second, inline_bytes).stride()
 
 
 def test_a_body_is_read_from_any_kind_of_bytes() -> None:
