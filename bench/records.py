@@ -26,7 +26,7 @@ Answer = Literal["own", "same"]
 Cargo = Literal["tensors", "messages", "publications", "videos"]
 Loop = Literal["asyncio", "uvloop"]
 Reply = Literal["echo", "answer"]
-Source = Literal["copied", "allocated", "decoded"]
+Source = Literal["copied", "allocated", "decoded", "computed"]
 
 
 class Effort(msgspec.Struct, frozen=True):

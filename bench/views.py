@@ -138,6 +138,7 @@ VIEWS: dict[str, list[Pivot | Flat]] = {
         Pivot("All senders together. 16 are connected all the time.", _rate),
         Pivot("The same, as times the rate of the baseline.", _ratio),
     ],
+    "producers": [Flat("", {"tensors a second": _rate, "against the baseline": _ratio})],
     "loop-lag": [
         Flat(
             "Lateness at p50 / p99 / p99.9 / max.",

@@ -7,6 +7,8 @@ which holds that many. Senders that are not among those of a batch stay connecte
 With many senders, torch copies with one thread in each: its threads wait for each other by spinning, and with
 16 processes on a few cores, little but that would be measured. Users would configure torch in the same way.
 
+Or each sender computes its tensors between sends, with torch's threads: the source is then "computed".
+
 Each sender derives the number of tensors of a batch from the rate of its warm-up, so that fast and slow
 contenders are measured for about as long. Tensors are fresh, and made before the clock starts.
 """
@@ -19,7 +21,7 @@ import torch
 from bench.contenders.base import Port
 from bench.records import Batch
 from bench.workloads.base import Stage
-from bench.workloads.stream import drained, fresh, pour, send_end, take
+from bench.workloads.stream import computed, drained, fresh, pour, send_end, take
 
 __all__ = ["far", "near"]
 
@@ -42,7 +44,8 @@ async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
 async def far(stage: Stage[Port]) -> None:
     """Send, if this process is among the senders of the batch."""
     effort = stage.spec.effort
-    if max(stage.spec.peers) > 1:
+    is_computed = stage.spec.source == "computed"
+    if max(stage.spec.peers) > 1 and not is_computed:
         torch.set_num_threads(1)
     for size, senders in stage.spec.batches:
         sends = stage.number < senders
@@ -54,10 +57,12 @@ async def far(stage: Stage[Port]) -> None:
         by_time = round(effort.fewest * effort.seconds / (perf_counter() - began))
         by_bytes = effort.bytes // size // senders
         count = max(effort.fewest, min(effort.most // senders, by_time, by_bytes))
-        tensors = fresh(size, count) if sends else []
+        tensors = fresh(size, count) if sends and not is_computed else []
         await stage.barrier.meet()
         if sends:
-            await pour(stage.port, drained(tensors), stage.spec.depth)
+            await pour(
+                stage.port, computed(size, count) if is_computed else drained(tensors), stage.spec.depth
+            )
             await send_end(stage.port, size, count)
         await stage.barrier.meet()
 

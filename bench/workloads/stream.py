@@ -7,7 +7,7 @@ import torch
 
 from bench.contenders.base import Port
 
-__all__ = ["drained", "fresh", "pour", "send_end", "take"]
+__all__ = ["computed", "drained", "fresh", "pour", "send_end", "take"]
 
 _END = 255  # the first byte of the last tensor of a stream; all others begin with a one
 _COUNT = slice(8, 16)
@@ -22,6 +22,12 @@ def fresh(size: int, count: int) -> list[torch.Tensor]:
         # cores.
         tensor.numpy().fill(1)
     return tensors
+
+
+def computed(size: int, count: int) -> Iterator[torch.Tensor]:
+    """Compute tensors one after the other, each with an operation that torch divides among its threads."""
+    for _ in range(count):
+        yield torch.full((size,), 1, dtype=torch.uint8)
 
 
 def drained(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
