@@ -226,7 +226,11 @@ class TensorReceiver(LoopObject):
         try:
             taking = self._opened()
             while (found := taking.mailbox.hold_next()) is None:
-                await taking.arrivals.change()
+                try:
+                    await taking.arrivals.change()
+                except asyncio.CancelledError:
+                    taking.arrivals.iterators.wake_one()  # in place of this task, which may have been woken
+                    raise
                 if self.affinity.is_closed:
                     raise StopAsyncIteration
         except AioTensorError as error:  # not the end of the iteration

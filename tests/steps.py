@@ -1,12 +1,14 @@
 """Counts of calls, for tests that cannot measure time."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Generator, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Count", "counted_calls"]
+__all__ = ["Count", "Resumed", "counted_calls"]
+
+T = TypeVar("T")
 
 
 class Count:
@@ -29,3 +31,22 @@ def counted_calls() -> Iterator[Count]:
         yield count
     finally:
         sys.setprofile(None)
+
+
+class Resumed(Awaitable[T]):
+    """Await a coroutine, and count how often it is resumed."""
+
+    def __init__(self, coroutine: Awaitable[T], count: Count) -> None:
+        self._coroutine = coroutine
+        self._count = count
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        steps = self._coroutine.__await__()
+        while True:
+            try:
+                future = next(steps)
+            except StopIteration as end:
+                value: T = end.value
+                return value
+            yield future
+            self._count.number += 1

@@ -1,5 +1,6 @@
 """The messages that one end of a pipe receives, in the order in which the peer sent them."""
 
+import asyncio
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
@@ -95,6 +96,10 @@ class Incoming:
         except WouldBlockError:
             if not self._inbox:  # it may have arrived just as the time ran out
                 raise
+        except asyncio.CancelledError:
+            if self._inbox:
+                self._waiters.wake_one()  # in place of this task, which may have been woken
+            raise
 
     async def _copy(self, arrived: _Arrived) -> torch.Tensor:
         """Copy a tensor; after an error or a cancellation, return it to the inbox."""
@@ -107,7 +112,7 @@ class Incoming:
             # The error refers to this frame, whose variable would keep the tensor and its block alive.
             del value
             insort(self._inbox, arrived, key=lambda one: one.number)
-            self._waiters.wake()
+            self._waiters.wake_one()
             raise
         arrived.value = None
         return copy
@@ -144,7 +149,7 @@ class Incoming:
     def _store(self, number: int, value: torch.Tensor | None) -> None:
         self._inbox.append(_Arrived(number, value))
         if self._waiters:
-            self._waiters.wake()
+            self._waiters.wake_one()
 
     def fail(self, make_error: Callable[[], AioTensorError]) -> None:
         """Let calls raise an error from `make_error` after the last message."""

@@ -35,18 +35,19 @@ class Arrivals:
 
     Attributes:
         waiters: the futures of the calls that wait for a tensor, by the key of the tensor.
+        iterators: the futures of the iterations that wait for any tensor; each tensor wakes one of them.
     """
 
     def __init__(self) -> None:
         self.waiters: dict[Key, Waiters] = {}
-        self._iterators = Waiters()
+        self.iterators = Waiters()
         self._loop = asyncio.get_running_loop()
         self._failure: OSError | None = None
 
     @property
     def waiting(self) -> int:
         """The number of waiting calls and iterations."""
-        return sum(map(len, self.waiters.values())) + len(self._iterators)
+        return sum(map(len, self.waiters.values())) + len(self.iterators)
 
     def change(self) -> "asyncio.Future[None]":
         """Return a future to await, which completes when an iteration must check the mailbox again.
@@ -56,7 +57,7 @@ class Arrivals:
         """
         if self._failure is not None:
             self.raise_if_failed()
-        return self._iterators.wait()
+        return self.iterators.wait()
 
     def arrival(self, key: Key, limit: Limit | None) -> "asyncio.Future[None]":
         """Return a future to await, which completes when a call must check the mailbox for its tensor again.
@@ -80,29 +81,26 @@ class Arrivals:
         return arrival
 
     def wake(self, keys: Sequence[Key]) -> None:
-        """Wake the calls that wait for these tensors, and the iterations if a tensor has no waiting call."""
-        is_unclaimed = False
+        """Wake the calls that wait for these tensors, and an iteration for each tensor without one."""
         for key in keys:
             waiters = self.waiters.pop(key, None)
-            if waiters is None:
-                is_unclaimed = True
-            else:
+            if waiters is not None:
                 waiters.wake()
-        if is_unclaimed and self._iterators:
-            self._iterators.wake()
+            elif self.iterators:
+                self.iterators.wake_one()
 
     def give_up(self, key: Key) -> None:
-        """Wake the iterations after a call has given up its tensor, since they may return it instead."""
+        """Wake an iteration after a call has given up its tensor, since it may return the tensor instead."""
         if not self.waiters.get(key, True):
             del self.waiters[key]
-        self._iterators.wake()
+        self.iterators.wake_one()
 
     def wake_all(self) -> None:
         """Wake all waiting calls and iterations."""
         for waiters in self.waiters.values():
             waiters.wake()
         self.waiters.clear()
-        self._iterators.wake()
+        self.iterators.wake()
 
     def fail(self, error: OSError) -> None:
         """End all waits, because reading from the senders has failed and no more tensors will arrive."""

@@ -37,8 +37,8 @@ class Waiters(list["asyncio.Future[None]"]):
     def wake_one(self) -> None:
         """Wake the first waiting task, for an item that one task takes.
 
-        With a thousand tasks, waking all of them for each item would block the event loop. A task that takes
-        an item while others remain, or that is cancelled after it was woken, must call this again.
+        With a thousand tasks, waking all of them for each item would block the event loop. A task that is
+        cancelled after it was woken must call this again.
         """
         for future in self:
             if not future.done():

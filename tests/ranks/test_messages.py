@@ -14,6 +14,7 @@ from aiotensor.protocol.frames import MAX_FRAMES
 from aiotensor.transports.base import MAX_DATA_BYTES, MAX_UNREAD_BYTES
 from tests.ranks.pipes import ends, in_every_mode
 from tests.selection import COMPLETE
+from tests.steps import Count, Resumed
 from tests.test_values import DENSE, VIEWS, random_bits, same_bits
 from verification.patterns import BIG, pattern
 from verification.waiting import until
@@ -81,6 +82,38 @@ async def test_concurrent_sends_arrive_in_the_order_of_the_calls(counts: list[in
             assert (received is None) == (message is None)
             assert received is None or message is None or torch.equal(received, message)
         await asyncio.gather(*sending)
+
+
+async def test_a_message_wakes_one_of_the_waiting_calls() -> None:
+    async with ends() as (low, high):
+        resumed = Count()
+
+        async def take() -> torch.Tensor | None:
+            return await Resumed(high.receive(), resumed)
+
+        taking = [asyncio.create_task(take()) for _ in range(300)]
+        await asyncio.sleep(0)
+        for number in range(300):
+            await low.send(torch.tensor(number))
+        assert [int(found) for one in taking if (found := await one) is not None] == list(range(300))
+        assert resumed.number < 2 * len(taking)
+
+
+async def test_a_message_goes_to_another_call_if_the_one_that_it_woke_is_cancelled() -> None:
+    async with ends() as (low, high):
+        for turns in range(12):
+            first, second = [asyncio.create_task(high.receive()) for _ in range(2)]
+            await asyncio.sleep(0)
+            await low.send(torch.tensor(turns))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            got = first if not first.cancel() else second
+            async with asyncio.timeout(10):
+                found = await got
+            assert found is not None
+            assert int(found) == turns
+            second.cancel()
+            await asyncio.wait([first, second])
 
 
 async def test_the_source_may_change_as_soon_as_send_has_returned() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from aiotensor import Delivery, TensorHandle, TensorReceiver, TensorSender
 from tests.pairs import endpoint, pair
+from tests.steps import Count, Resumed
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -61,6 +62,37 @@ async def test_several_iterations_share_the_order() -> None:
         assert taken == [(message, tensor) for message in range(4) for tensor in range(5)]
         await receiver.aclose()
         await asyncio.wait(iterating)
+
+
+async def test_a_tensor_wakes_one_of_the_waiting_iterations() -> None:
+    async with pair(max_concurrent_videos=300) as (sender, receiver):
+        await sender.ready()
+        resumed = Count()
+
+        async def take() -> Delivery:
+            return await Resumed(anext(receiver), resumed)
+
+        taking = [asyncio.create_task(take()) for _ in range(300)]
+        await asyncio.sleep(0)
+        handles = [sender.send_nowait(pattern(seed, 3)) for seed in range(300)]
+        assert [(await one).handle for one in taking] == handles
+        assert resumed.number < 2 * len(taking)
+
+
+async def test_a_tensor_goes_to_another_iteration_if_the_one_that_it_woke_is_cancelled() -> None:
+    async with pair() as (sender, receiver):
+        await sender.ready()
+        for turns in range(12):
+            first, second = [asyncio.create_task(anext(receiver)) for _ in range(2)]
+            await asyncio.sleep(0)
+            handle = sender.send_nowait(pattern(turns, 3))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            got = first if not first.cancel() else second
+            async with asyncio.timeout(10):
+                assert (await got).handle == handle
+            second.cancel()
+            await asyncio.wait([first, second])
 
 
 async def test_remaining_tensors_of_a_discarded_message_are_not_delivered() -> None:
