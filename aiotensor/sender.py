@@ -271,9 +271,9 @@ class TensorSender(LoopObject):
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in shared memory, which is sent without a copy.
 
-        A contiguous view of the tensor is also sent without a copy. Write to the tensor before you send it,
-        because the receiver reads the same memory afterwards. Its bytes are in use as long as the tensor, a
-        view of it, or a received tensor exists.
+        A contiguous or permuted view of the tensor is also sent without a copy. Write to the tensor before
+        you send it, because the receiver reads the same memory afterwards. Its bytes are in use as long as
+        the tensor, a view of it, or a received tensor exists.
 
         Args:
             shape: the sizes of the tensor's dimensions, in elements.
