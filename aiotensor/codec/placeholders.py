@@ -42,7 +42,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
 class Meaning(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The type and the shape of a tensor, and its attributes; None for an ordinary tensor."""
+    """The type, the shape and the attributes of a tensor."""
 
     dtype: _Name
     shape: _Shape
