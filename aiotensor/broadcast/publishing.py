@@ -151,6 +151,9 @@ class Publishing:
             if payload.tensors:
                 await self._place(payload, placement)
             content = self._content_of(payload, placement)
+            if len(placement.blocks) > _QUICK_PLANS:  # encoding and announcing them take milliseconds each
+                await asyncio.sleep(0)
+                self._check_open()
             if len(content) > _MAX_RECORD_CONTENT_BYTES:
                 block = await self._copy(as_source(np.frombuffer(content, np.uint8)), placement)
                 return self._announce_placed(placement, block, len(content))

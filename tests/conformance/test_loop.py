@@ -19,6 +19,8 @@ from verification.waiting import settled, until
 
 _BYTES = 150 << 20
 _PAGE = 4096
+_MANY = list(torch.ones(2000, 9000, dtype=torch.uint8))
+_GATHERED = torch.ones(_BYTES // 2, 3, dtype=torch.uint8)[:, 1:].t()  # its memory has gaps
 _SUBSCRIBERS = 4
 
 # What takes long takes as long in every mode and on both loops.
@@ -66,7 +68,7 @@ async def test_no_call_of_a_sender_keeps_the_loop_busy_for_long(link: str) -> No
                 sending.cancel()
                 await settled(sender)
             with measured("send what has to be gathered", lengths):
-                handle = await sender.send(source.view(-1, 2).t())
+                handle = await sender.send(_GATHERED)
             await engine.call(_take, handle)
             with measured("close", lengths):
                 await sender.aclose()
@@ -186,7 +188,7 @@ async def test_no_call_of_a_publisher_keeps_the_loop_busy_for_long(link: str) ->
                 await _all(children, peers.forget_tensors)
                 await until(lambda: not any(lag.held_bytes for lag in publisher.statistics().lags))
             with measured("publish what has to be gathered", lengths):
-                await publisher.publish(source.view(-1, 2).t())
+                await publisher.publish(_GATHERED)
             await _all(children, _take_next)
             with measured("a subscriber dies", lengths):
                 children[0].kill()
@@ -200,6 +202,9 @@ async def test_no_call_of_a_publisher_keeps_the_loop_busy_for_long(link: str) ->
                 await publisher.aclose()
 
         async with audience(endpoint, 2, slow="drop", max_behind=1) as (publisher, children):
+            with measured("publish many tensors", lengths):
+                await publisher.publish(_MANY)
+            await _all(children, _take_many)
             await publisher.publish(source)
             with measured("drop a publication", lengths):
                 await publisher.publish(b"next")
@@ -259,6 +264,10 @@ async def _take_next(state: peers.State) -> None:
     tensor = (await _subscriber(state).receive()).message
     assert int(tensor.view(-1)[::_PAGE].sum()) == _BYTES // _PAGE
     state.tensors.append(tensor)
+
+
+async def _take_many(state: peers.State) -> None:
+    assert len((await state.others["subscriber"].receive()).message) == len(_MANY)
 
 
 async def _take_message(state: peers.State) -> None:

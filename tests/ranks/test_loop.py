@@ -101,7 +101,7 @@ async def test_no_call_of_a_rank_that_sends_keeps_its_loop_busy_for_long(places:
             assert sending.cancelled()
             for what, tensor in (
                 ("send", source),
-                ("send what has to be gathered", source.view(-1, 2).t()),
+                ("send what has to be gathered", torch.ones(_BYTES // 2, 3, dtype=torch.uint8)[:, 1:].t()),
             ):
                 with measured(what, lengths):
                     await pipe.send(tensor)
