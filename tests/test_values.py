@@ -90,6 +90,8 @@ async def test_views_of_any_strides_arrive_bit_for_bit(shape: tuple[int, ...]) -
 
 DENSE: dict[str, Callable[[torch.Tensor], torch.Tensor | npt.NDArray[np.float32]]] = {
     **{name: VIEWS[name] for name in ("transposed", "permuted", "channels last")},
+    "channels last, of one channel": lambda tensor: tensor.as_strided((3, 1, 4, 2), (8, 1, 2, 1)),
+    "channels last, of one pixel": lambda tensor: tensor.as_strided((6, 4, 1, 1), (4, 1, 4, 4)),
     "a parameter": lambda tensor: torch.nn.Parameter(tensor.t()),
     "of dimensions of one element": lambda tensor: tensor.t()[:, None, :, None],
     "an array in the order of Fortran": lambda tensor: np.asfortranarray(tensor.numpy()),

@@ -5,6 +5,7 @@ Tests use private attributes of senders and receivers only through these functio
 
 import asyncio
 import socket
+from collections.abc import Collection
 from typing import Any
 
 from aiotensor import TensorReceiver, TensorSender
@@ -108,7 +109,7 @@ def leases_of(sender: TensorSender) -> int:
     return len(memory_of(sender).leases)
 
 
-def drainers_of(sender: TensorSender) -> "list[asyncio.Future[None]]":
+def drainers_of(sender: TensorSender) -> Collection["asyncio.Future[None]"]:
     """Return the futures of the calls that wait for a sender to drain."""
     return pipeline_of(sender).grants.drainers
 

@@ -143,8 +143,8 @@ class Publisher(LoopObject):
         Args:
             message: a tensor, None, bytes, a msgspec Struct, a dataclass, a list or a dict, nested to any
                 depth, with tensors, arrays and objects with ``__dlpack__`` anywhere in it. It must not change
-                until the call returns. A tensor from `allocate`, or a contiguous view of it, is not copied
-                unless an earlier publication of it is in use.
+                until the call returns. A tensor from `allocate`, or a contiguous or permuted view of
+                it, is not copied unless an earlier publication of it is in use.
 
         Waits for slow subscribers (with ``slow="wait"``) and for earlier calls in their order, for memory,
         and for the copies. It does not wait until subscribers connect or take the message; use

@@ -53,8 +53,8 @@ _QUICK_PLANS = 256  # the same for planning their placement
 _STUCK = (
     "all shared memory is used by this message and by tensors from allocate() that no subscriber uses and "
     "that can only be published after this message: publish them first, free them, or raise arena_bytes; an "
-    "allocated tensor is copied if it is not contiguous or not aligned, or if an earlier publication of it "
-    "is in use"
+    "allocated tensor is copied if it has gaps or is not aligned, or if an earlier publication of it is in "
+    "use"
 )
 
 

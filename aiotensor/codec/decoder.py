@@ -172,6 +172,7 @@ class TensorDecoder(Generic[T]):
         finally:
             self._current.parts = outer
             now.error = None  # its traceback refers to this object, and thus to tensors
+            now.tensors.clear()
         if buffers:
             now.check_all_used()
         return message
@@ -182,9 +183,18 @@ class TensorDecoder(Generic[T]):
         parts = self._current.parts
         placeholder = parts.next_packed() if data == placeholders.PACKED else placeholders.read(data)
         number = placeholder.number
-        if isinstance(placeholder, External):
+        if isinstance(placeholder, Tied):
+            if number not in parts.tensors:
+                raise ProtocolError(
+                    f"the peer sent a tensor tied to tensor {number}, which was not decoded: it may be in a "
+                    "field that the type of this decoder does not have"
+                )
+            tensor = parts.tensors[number]
+        elif number in parts.tensors:
+            raise ProtocolError(f"the peer sent tensor {number} twice")
+        elif isinstance(placeholder, External):
             tensor = parts.find(placeholder.handle)
-        elif not isinstance(placeholder, Tied):
+        else:
             meaning = placeholder.meaning
             dtype = DTYPES.get(meaning.dtype)
             if dtype is None:
@@ -195,13 +205,6 @@ class TensorDecoder(Generic[T]):
                 tensor = open_buffer(parts.take(placeholder.buffer), dtype, meaning.shape)
             if meaning.attributes is not None:
                 tensor = with_attributes(tensor, meaning.attributes)
-        elif number in parts.tensors:
-            tensor = parts.tensors[number]
-        else:
-            raise ProtocolError(
-                f"the peer sent a tensor tied to tensor {number}, which was not decoded: it may be in a "
-                "field that the type of this decoder does not have"
-            )
         parts.tensors[number] = tensor
         return tensor if code == TENSOR else _as_array(tensor)
 

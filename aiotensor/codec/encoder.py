@@ -75,7 +75,8 @@ class Encoding(msgspec.Struct, eq=False):
         open: called with each tensor or array; returns its source.
         buffers: the buffers that follow the body.
         pack: the contents of the additional buffer.
-        sources: the sources, which stay alive, so that no other one has the same address, and their numbers.
+        numbers: for each tensor and array, by what identifies it, its number, and the object itself: it must
+            exist for as long as another one could get its address.
     """
 
     place: Callable[[Source], object | None]
@@ -84,7 +85,7 @@ class Encoding(msgspec.Struct, eq=False):
     open: Callable[[Sendable], Source] = as_source
     buffers: Buffers = []
     pack: bytearray = msgspec.field(default_factory=bytearray)
-    sources: dict[Hashable, tuple[Source, int]] = {}
+    numbers: dict[Hashable, tuple[int, object]] = {}
 
     def encode(self, message: object) -> Buffers:
         """Encode the message, as `TensorEncoder.encode` does; may be called only once."""
@@ -100,10 +101,12 @@ class Encoding(msgspec.Struct, eq=False):
         # An array of a dtype that numpy itself does not have, such as bfloat16, arrives as a tensor.
         is_array = isinstance(value, np.ndarray) and value.dtype.isbuiltin != REGISTERED
         code = ARRAY if is_array else TENSOR
-        number = len(self.sources)
-        elements = (source.data_ptr() or id(source), source.dtype, source.shape, source.stride())
-        kind = (source.requires_grad, type(source), source.is_conj(), source.is_neg())
-        _, first = self.sources.setdefault((elements, kind), (source, number))
+        number = len(self.numbers)
+        identity: Hashable = id(value)
+        if isinstance(value, torch.Tensor) and value.nbytes:
+            elements = (value.data_ptr(), value.dtype, value.shape, value.stride())
+            identity = (elements, value.requires_grad, type(value), value.is_conj(), value.is_neg())
+        first, _ = self.numbers.setdefault(identity, (number, value))
         if first != number:
             return msgspec.msgpack.Ext(code, write(Tied(first)))
         handle = self.place(source)
@@ -129,9 +132,10 @@ class TensorEncoder:
     the codes 65 and 84 of msgpack extensions; other extensions are encoded unchanged.
 
     Args:
-        place: called with each tensor in the order of the message. A numpy array is passed as a tensor over
-            its memory, or as a copy if torch cannot view that memory (negative strides). Returns a handle
-            that msgpack can encode, or None to encode it in the message. Its errors propagate from `encode`.
+        place: called with each tensor in the order of the message, but once for a tensor that occurs twice.
+            A numpy array is passed as a tensor over its memory, or as a copy if torch cannot view that memory
+            (negative strides). Returns a handle that msgpack can encode, or None to encode the tensor in the
+            message. Its errors propagate from `encode`.
         inline_bytes: the size in bytes up to which tensors are part of the body; larger ones become buffers.
     """
 
@@ -144,8 +148,9 @@ class TensorEncoder:
         """Encode a message, and return its body, followed by its buffers.
 
         A buffer shares the memory of its tensor, which must not change until the buffer has been sent. A
-        large tensor whose memory has gaps or overlaps is copied. A tensor that occurs twice in the message,
-        perhaps as two views of the same elements, is encoded once, and decoded as one tensor.
+        large tensor whose memory has gaps or overlaps is copied. A tensor or an array that occurs twice in
+        the message is encoded once, and decoded as one; the same applies to two tensors over the same
+        elements.
 
         Args:
             message: a value that msgspec can encode; it may contain, at any depth, tensors, arrays and

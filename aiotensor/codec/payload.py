@@ -32,8 +32,8 @@ MAX_BODY_TENSOR_BYTES = 8 * MAX_INLINE_BYTES
 # counted, too.
 QUICK_BODY_BYTES = MAX_INLINE_BYTES + 2 * 1024
 _MANY_TENSORS_BYTES = 2 * 1024  # a body of this size contains at most `QUICK_CODED_TENSORS` inline tensors
-_INLINE_TAG = msgspec.msgpack.encode("in")  # the tag of a tensor in a body
-_TAG_START = PACKED[:1]  # the first byte of `_INLINE_TAG` and `PACKED`
+_TAGS = (msgspec.msgpack.encode("in"), msgspec.msgpack.encode("as"), PACKED)  # of tensors in a body
+_TAG_START = PACKED[:1]  # the first byte of each tag
 
 
 class Payload(msgspec.Struct, eq=False, kw_only=True):
@@ -145,7 +145,7 @@ def _decodes_quickly(parts: Sequence[memoryview], tensors: int) -> bool:
     if len(body) > _MANY_TENSORS_BYTES or len(parts) > 1:  # references to packed tensors are short
         data = bytes(body)
         if tensors + data.count(_TAG_START) > QUICK_CODED_TENSORS:  # rare: counting a single byte is faster
-            tensors += data.count(_INLINE_TAG) + data.count(PACKED)
+            tensors += sum(map(data.count, _TAGS))
     return tensors <= QUICK_CODED_TENSORS
 
 

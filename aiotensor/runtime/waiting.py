@@ -1,8 +1,10 @@
 """Waiting for a possible change, and limits on the duration of waits."""
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
 from typing import TypeVar
 
 from aiotensor.errors import AioTensorError
@@ -14,7 +16,7 @@ T = TypeVar("T")
 _NO_LIMIT: AbstractAsyncContextManager[None] = nullcontext()
 
 
-class Waiters(list["asyncio.Future[None]"]):
+class Waiters(OrderedDict["asyncio.Future[None]", None]):
     """Futures of the tasks that wait for a possible change; each task checks the state when it resumes.
 
     The change itself is not assigned to a task: it remains available until a task takes it without an
@@ -24,13 +26,15 @@ class Waiters(list["asyncio.Future[None]"]):
     def wait(self) -> "asyncio.Future[None]":
         """Return a future, which the next `wake` completes; await it at once, in a task."""
         future = asyncio.get_running_loop().create_future()
-        self.append(future)
-        future.add_done_callback(self.remove)
+        self[future] = None
+        future.add_done_callback(partial(self.pop, default=None))  # if it is cancelled or expires
         return future
 
     def wake(self) -> None:
         """Wake all waiting tasks, in the order of their calls."""
-        for future in self:
+        waiting = list(self)
+        self.clear()
+        for future in waiting:
             if not future.done():
                 future.set_result(None)
 
@@ -40,7 +44,8 @@ class Waiters(list["asyncio.Future[None]"]):
         With a thousand tasks, waking all of them for each item would block the event loop. A task that is
         cancelled after it was woken must call this again.
         """
-        for future in self:
+        while self:
+            future, _ = self.popitem(last=False)
             if not future.done():
                 future.set_result(None)
                 return

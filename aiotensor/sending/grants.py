@@ -35,7 +35,7 @@ _STUCK = (
     "never end: raise arena_bytes or lower max_concurrent_videos"
 )
 _STUCK_IN_COPY = (
-    "this tensor from allocate() must be copied because it is not contiguous or not aligned, or an earlier "
+    "this tensor from allocate() must be copied because it has gaps or is not aligned, or an earlier "
     "receiver may still read it, and its own memory leaves no room for the copy: send a clone of it, and "
     "free it"
 )

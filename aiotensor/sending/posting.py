@@ -10,8 +10,11 @@ from collections import OrderedDict, deque
 from contextvars import Context, copy_context
 from typing import NamedTuple
 
+import torch
+from torch.nn import Parameter
+
 from aiotensor.errors import AioTensorError, DiscardedError, TooLargeError, again
-from aiotensor.protocol.frames import MAX_TENSORS
+from aiotensor.protocol.frames import MAX_TENSORS, Attributes
 from aiotensor.runtime import tracing
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters
@@ -22,6 +25,7 @@ from aiotensor.tensors.allocations import Block
 from aiotensor.tensors.dtypes import DTYPE_NAMES
 from aiotensor.tensors.placement import Plan
 from aiotensor.tensors.source import Sendable, Source
+from aiotensor.tensors.views import with_attributes
 from aiotensor.types import TensorHandle
 
 __all__ = ["PostedMessage", "Posts"]
@@ -242,6 +246,9 @@ class PostedMessage:
             block = pipeline.block_nowait(message, plan.new_bytes)
             if copies_now:
                 pipeline.copy_now(source, block)
+                if isinstance(source, torch.Tensor):  # the strides of the tensor may change, too
+                    attributes = Attributes(source.requires_grad, isinstance(source, Parameter))
+                    source = with_attributes(source.detach(), attributes)
                 if not self.is_copying and pipeline.sessions.mover is None:
                     handle = pipeline.announce_copy(block, message, source, last=last)
         if handle is not None:

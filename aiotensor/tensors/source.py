@@ -98,7 +98,12 @@ def is_flat(source: Source) -> TypeGuard[torch.Tensor]:
 def attributes_of(source: Source) -> Attributes | None:
     """Return the attributes that a receiver needs to rebuild a source; None for an ordinary tensor."""
     is_parameter = type(source) is Parameter
-    order = () if source.is_contiguous() or not is_flat(source) else memory_order(source)
+    order: tuple[int, ...] = ()
+    # A dimension of one element may have any stride: an image of one channel is always contiguous.
+    if (not source.is_contiguous() or (1 in source.shape and source.nbytes)) and is_flat(source):
+        order = memory_order(source)
+        if order == tuple(range(len(order))):
+            order = ()
     if source.requires_grad or is_parameter or order:
         return Attributes(source.requires_grad, is_parameter, order)
     return None

@@ -1,6 +1,7 @@
 """Messages of all kinds, placeholders of peers, and comparable descriptions of messages."""
 
 import dataclasses
+import itertools
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -46,6 +47,9 @@ class Options(TypedDict, Generic[T], total=False):
 # Records that are made by hand, as a peer with another program may make them
 
 
+_numbers = itertools.count(1000)  # of tensors
+
+
 def extension(code: str, placeholder: object) -> msgspec.msgpack.Ext:
     """Return an extension for a tensor (T) or an array (A) with any content."""
     return msgspec.msgpack.Ext(ord(code), msgspec.msgpack.encode(placeholder))
@@ -53,11 +57,11 @@ def extension(code: str, placeholder: object) -> msgspec.msgpack.Ext:
 
 def inside(dtype: str, shape: object, payload: object, *flags: object) -> msgspec.msgpack.Ext:
     attributes = [flags] if flags else []
-    return extension("T", ["in", [dtype, shape, *attributes], payload, 0])
+    return extension("T", ["in", [dtype, shape, *attributes], payload, next(_numbers)])
 
 
 def beside(number: object, dtype: str = "uint8", shape: object = (3,)) -> msgspec.msgpack.Ext:
-    return extension("T", ["by", [dtype, shape], number, 0])
+    return extension("T", ["by", [dtype, shape], number, next(_numbers)])
 
 
 def body_of(message: object) -> bytes:

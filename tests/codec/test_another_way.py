@@ -130,6 +130,24 @@ def test_an_error_of_find_frees_its_tensors_without_a_collection(no_collections:
     assert decode()() is None
 
 
+def test_an_error_of_find_keeps_no_tensor_that_was_found_before() -> None:
+    found: list[weakref.ref[torch.Tensor]] = []
+
+    def find(handle: int) -> torch.Tensor:
+        if found:
+            raise KeyError(handle)
+        tensor = torch.zeros(3)
+        found.append(weakref.ref(tensor))
+        return tensor
+
+    body = body_of([extension("T", ["at", number, number]) for number in range(2)])
+    with pytest.raises(KeyError) as caught:
+        TensorDecoder(list[torch.Tensor], find).decode([body])
+    gc.collect()
+    assert found[0]() is None
+    assert caught.value.args == (1,)
+
+
 def test_find_can_decode_another_message_with_the_same_decoder() -> None:
     messages: dict[int, list[bytes]] = {
         1: [body_of([beside(0), extension("T", ["at", 2, 1]), beside(1)]), b"bbb", b"ddd"],
@@ -157,8 +175,8 @@ def test_two_threads_can_share_a_decoder() -> None:
     decoder: TensorDecoder[list[torch.Tensor]] = TensorDecoder(list[torch.Tensor], find)
 
     def decode(number: int) -> list[bytes]:
-        elsewhere = extension("T", ["at", number, 1])
-        body = body_of([beside(0), elsewhere, beside(1), elsewhere])
+        first, second = [extension("T", ["at", number, each]) for each in range(2)]
+        body = body_of([beside(0), first, beside(1), second])
         received = decoder.decode([body, bytes([number + 10] * 3), bytes([number + 20] * 3)])
         return [bytes(tensor.numpy()) for tensor in received]
 

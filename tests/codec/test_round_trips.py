@@ -208,6 +208,19 @@ def test_tensors_that_exist_only_during_encoding_are_not_mistaken_for_tied_ones(
     assert [int(tensor[0]) for tensor in received] == list(range(20))
 
 
+def test_copies_of_arrays_are_freed_while_a_message_is_encoded() -> None:
+    arrays = [np.ones((LARGE[0], LARGE[1]))[::-1] for _ in range(5)]
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def place(tensor: torch.Tensor) -> int:
+        assert sum(one() is not None for one in alive) <= 1
+        alive.append(weakref.ref(tensor))
+        return len(alive)
+
+    TensorEncoder(place).encode(arrays)
+    assert len(alive) == len(arrays)
+
+
 def test_a_tie_to_a_tensor_that_was_not_decoded_is_refused() -> None:
     class Second(msgspec.Struct):
         second: torch.Tensor
@@ -216,6 +229,13 @@ def test_a_tie_to_a_tensor_that_was_not_decoded_is_refused() -> None:
     [body] = TensorEncoder().encode({"first": tensor, "second": tensor})
     with pytest.raises(ProtocolError, match="a field that the type of this decoder does not have"):
         TensorDecoder(Second).decode([body])
+
+
+def test_two_tensors_with_one_number_are_refused() -> None:
+    [inner] = TensorEncoder().encode({"a": torch.zeros(3)})
+    parts = TensorEncoder().encode({"x": torch.ones(3), "inner": msgspec.Raw(inner)})
+    with pytest.raises(ProtocolError, match="sent tensor 0 twice"):
+        anything.decode(parts)
 
 
 def test_dense_strides_survive() -> None:

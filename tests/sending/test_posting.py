@@ -179,6 +179,23 @@ async def test_many_posted_tensors_arrive_and_the_limits_hold() -> None:
         await settled(sender)
 
 
+@pytest.mark.promise(8)
+@pytest.mark.usefixtures("link")
+async def test_the_strides_of_a_tensor_may_change_after_send_nowait() -> None:
+    async with pair() as (sender, receiver):
+        await sender.ready()
+        for kind in (torch.Tensor, torch.nn.Parameter):
+            source = torch.arange(40_000.0).reshape(200, 200)
+            source = torch.nn.Parameter(source) if kind is torch.nn.Parameter else source
+            expected = source.detach().clone()
+            handle = sender.send_nowait(source)
+            source.data = source.data.t()
+            received = await receiver.receive(handle)
+            assert torch.equal(received, expected)
+            assert type(received) is kind
+            assert received.requires_grad == source.requires_grad
+
+
 # Several tensors in one message
 
 

@@ -83,21 +83,21 @@ class _Words:
             meaning, nbytes = self._meaning()
             data = chooser.data(nbytes) if nbytes < 300 else bytes(nbytes)
             if not has_buffers:
-                tensors.append(self._tensor(["in", meaning, data, 9]))
+                tensors.append(self._tensor(["in", meaning, data, len(tensors)]))
             elif happens(chooser, 2):
                 buffers.append(data)
-                tensors.append(self._tensor(["by", meaning, len(buffers) - 1, 9]))
+                tensors.append(self._tensor(["by", meaning, len(buffers) - 1, len(tensors)]))
             elif happens(chooser, 3):
-                record = _encode(["in", meaning, data, 9])
+                record = _encode(["in", meaning, data, len(tensors)])
                 pack += len(record).to_bytes(LENGTH_BYTES, "big") + record
                 tensors.append(msgspec.msgpack.Ext(TENSOR, PACKED))
             else:
-                tensors.append(self._tensor(["in", meaning, data, 9]))
+                tensors.append(self._tensor(["in", meaning, data, len(tensors)]))
         if tensors and happens(chooser, 4):
-            tensors.append(self._tensor(["as", one_of(chooser, (0, 9))]))
+            tensors.append(self._tensor(["as", chooser.number(0, len(tensors))]))
         fields: dict[str, Scalar] = {"number": chooser.number(0, 9), "tensors": tensors}
         if happens(chooser, 3):
-            fields["array"] = msgspec.msgpack.Ext(ARRAY, _encode(["in", ["uint8", [2]], b"ab", 9]))
+            fields["array"] = msgspec.msgpack.Ext(ARRAY, _encode(["in", ["uint8", [2]], b"ab", len(tensors)]))
         if happens(chooser, self._one_in):
             fields[one_of(chooser, ("number", "tensors", "array", "more"))] = one_of(
                 chooser, (None, [], {}, "text", boundary(chooser), tensors)
