@@ -31,6 +31,7 @@ class Allocation(msgspec.Struct, frozen=True):
         """Return whether a tensor in the block can be announced without a copy."""
         if self.block.place.segment.is_retired:
             return False  # a lost receiver may still read it
+        # As `is_flat`, without a call.
         if not (source.is_contiguous() or memory_order(source)) or source.is_conj() or source.is_neg():
             return False
         # Receivers reject tensors that are misaligned or end in the next block, as numpy views may be.

@@ -24,6 +24,7 @@ _bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_
 
 def bytes_of(source: Source) -> bytes:
     """Return a copy of the values of a source, in the order of its memory if it is flat, else row-major."""
+    # As `is_flat`, without a call.
     if (source.is_contiguous() or memory_order(source)) and not source.is_conj() and not source.is_neg():
         data: bytes = _bytes_at(source.data_ptr(), source.nbytes)  # twice as fast as through an array
         return data
