@@ -101,6 +101,18 @@ async def test_a_long_wait_is_logged_once_with_the_slow_subscribers(
 
 
 @pytest.mark.promise(34)
+@pytest.mark.parametrize("endpoint", ["tcp"], indirect=True)
+async def test_a_publication_can_be_dropped_while_its_moves_begin(broadcasts: Broadcasts) -> None:
+    async with broadcasts.open(1, max_behind=1, slow="drop") as (publisher, [subscriber]):
+        for _ in range(2):
+            await publisher.publish(list(torch.ones(1000, 9000, dtype=torch.uint8)))
+            assert publisher.publish_nowait(b"next").dropped == 1
+            publication = await subscriber.receive()
+            assert (publication.message, publication.missed) == (b"next", 1)
+            await idle(publisher)
+
+
+@pytest.mark.promise(34)
 async def test_the_oldest_publication_of_a_slow_subscriber_is_dropped(broadcasts: Broadcasts) -> None:
     async with broadcasts.open(2, max_behind=3, slow="drop") as (publisher, [slow, quick]):
         for number in range(10):
