@@ -75,8 +75,8 @@ class Encoding(msgspec.Struct, eq=False):
         open: called with each tensor or array; returns its source.
         buffers: the buffers that follow the body.
         pack: the contents of the additional buffer.
-        numbers: for each tensor and array, by what identifies it, its number, and the object itself: it must
-            exist for as long as another one could get its address.
+        numbers: the number of each tensor and array, by its identity, and the object, which stays alive, so
+            that no other object gets its address.
     """
 
     place: Callable[[Source], object | None]
