@@ -24,7 +24,7 @@ from aiotensor.types import SubscriberLag
 
 __all__ = ["SubscriberPeer"]
 
-# The maximum number of moves that begin in one iteration of the event loop. Each takes about 20 us.
+# The maximum number of moves that begin in one iteration of the event loop. Each takes tens of microseconds.
 _QUICK_MOVES = 32
 
 

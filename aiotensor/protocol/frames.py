@@ -188,7 +188,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
 
 
 class Attributes(msgspec.Struct, frozen=True, array_like=True):
-    """The attributes of a tensor that requires a gradient or has its values in an unusual order.
+    """The attributes of a tensor for autograd, and the order of its values in memory.
 
     `order` contains its dimensions, from the outermost to the innermost in memory; empty for row-major order.
     """

@@ -65,10 +65,6 @@ class ArraySource:
         address: int = self.array.__array_interface__["data"][0]
         return address
 
-    def stride(self) -> tuple[int, ...]:
-        """Return the strides, in bytes."""
-        return self.array.strides
-
     def is_contiguous(self) -> bool:
         """Return False, since torch cannot read the values."""
         return False

@@ -274,7 +274,7 @@ async def test_a_message_of_another_type_is_reported_and_skipped(broadcasts: Bro
 
 
 class Positive(msgspec.Struct):
-    """A message whose type refuses some values with errors of its own."""
+    """A message whose type raises its own errors for some values."""
 
     number: int
 
