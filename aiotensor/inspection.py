@@ -113,7 +113,7 @@ async def inspect(
     if not patience_s > 0:
         raise ValueError(f"patience_s must be positive, got {patience_s}")
     inspector = _Inspector()
-    connector = route_to(address, TcpArguments(True, secret_key, server_key)).connector("", inspector)
+    connector = route_to(address, TcpArguments(True, secret_key, server_key)).connector(inspector)
     try:
         connector.connect()
         if connector.connects_at_once and not (inspector.is_connected or connector.is_backlogged):

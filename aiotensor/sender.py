@@ -7,7 +7,6 @@ from typing import Self
 
 import torch
 
-from aiotensor.errors import again
 from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.sending.capacity import SenderCapacity
@@ -397,8 +396,6 @@ class TensorSender(LoopObject):
         pipeline = self._pipeline
         if pipeline is None:
             raise AssertionError("an open sender has a pipeline")
-        if pipeline.grants.failure is not None:
-            raise again(pipeline.grants.failure)
         return pipeline
 
 
@@ -411,7 +408,7 @@ def posts_of(sender: TensorSender) -> Posts:
     """Return the posted messages of an open sender, for hooks that post several tensors in one message.
 
     Raises:
-        AioTensorError: the sender is not open here, or no message can be sent any more.
+        AioTensorError: the sender is not open here.
     """
     sender._opened()
     return sender._opened_posts()

@@ -49,24 +49,21 @@ class Link(NamedTuple):
 
     Attributes:
         place: makes an endpoint, and removes it with the files that a killed receiver left.
-        comes_back: whether a sender that lost its receiver connects to the next one at the same endpoint.
+        survives_kills: whether another receiver can open at the endpoint after one was killed. A plain queue
+            has a lock that a killed receiver leaves locked.
         is_local: whether both sides share memory.
         connects_at_once: whether connecting to a receiver that listens takes no time.
     """
 
     place: Callable[[], AbstractContextManager[Place]]
-    comes_back: bool
+    survives_kills: bool = True
     is_local: bool = True
     connects_at_once: bool = True
 
 
 @contextmanager
 def _on_a_queue() -> Iterator[Place]:
-    queue = TensorQueue()
-    try:
-        yield Place(queue, list)
-    finally:
-        queue.close()
+    yield Place(TensorQueue(), list)
 
 
 @contextmanager
@@ -76,6 +73,7 @@ def _on_a_stock_queue() -> Iterator[Place]:
         yield Place(queue, list)
     finally:
         queue.close()
+        queue.join_thread()
         for end in (queue._reader, queue._writer):  # which it would leave to the garbage collector
             end.close()
 
@@ -107,10 +105,10 @@ def free_port() -> int:
 
 
 LINKS = {
-    "queue": Link(_on_a_queue, comes_back=False),
-    "stock": Link(_on_a_stock_queue, comes_back=False, connects_at_once=False),
-    "tcp": Link(_at_a_port, comes_back=True, is_local=False, connects_at_once=False),
-    "unix": Link(_at_an_address, comes_back=True),
+    "queue": Link(_on_a_queue),
+    "stock": Link(_on_a_stock_queue, survives_kills=False, connects_at_once=False),
+    "tcp": Link(_at_a_port, is_local=False, connects_at_once=False),
+    "unix": Link(_at_an_address),
 }
 
 LOCAL = [name for name, link in LINKS.items() if link.is_local]

@@ -5,7 +5,6 @@ their memory stays mapped until the application has taken them.
 """
 
 import asyncio
-from functools import partial
 from typing import Protocol
 
 from aiotensor.errors import PeerLostError, ProtocolError, RefusedError
@@ -264,8 +263,7 @@ class Session:
         if self.is_over:
             return
         self.is_over = True
-        pid = self.connection.peer_pid
-        self._mappings.take_over_after(self.memory, partial(self.transport.watch_peer, pid or 0))
+        self._mappings.take_over_after(self.memory, self.transport.watch_peer)
         self.transport.close()
         self.memory.release = None
         if not self.publications:

@@ -99,7 +99,7 @@ class SubscriberPeer:
 
     def watch(self, ended: Callable[[], object]) -> ProcessEnd:
         """Call a function once the process of the subscriber has ended."""
-        return self.transport.watch_peer(self.pid, ended)
+        return self.transport.watch_peer(ended)
 
     def announce(self) -> None:
         """Announce the pending publications for which the subscriber has capacity.

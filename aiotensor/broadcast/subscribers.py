@@ -148,10 +148,7 @@ class Subscribers:
     # Connections; see `Host`
 
     def connect(self, transport: Transport, subscribe: Subscribe, welcome: Welcome) -> None:
-        """Admit or refuse a subscriber, and send it the result, unless it has closed."""
-        if transport.peer_has_closed():  # its record may have waited in a queue until this publisher opened
-            transport.close()
-            return
+        """Admit or refuse a subscriber, and send it the result."""
         connection = PublisherConnection(subscribe, welcome)
         peer = SubscriberPeer(transport, connection, self)
         transport.start(peer)
@@ -223,14 +220,12 @@ class Subscribers:
         self.refusals.refused.add(name, opening.pid, reason)
 
     def listening_failed(self, error: OSError) -> None:
-        """Disconnect all subscribers, because the queue cannot be read and no answer can arrive."""
+        """Log that no more subscribers can connect."""
         logger.critical(
-            "reading from the subscribers failed; all of them were disconnected",
+            "no more subscribers can connect",
             exc_info=error,
             extra={"event": "reading_failed", "error": type(error).__name__, "reason": str(error)},
         )
-        for peer in list(self.connected.values()):
-            self.disconnect(peer, f"the publisher cannot read its queue: {error}")
 
     # Ends
 

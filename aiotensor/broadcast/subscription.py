@@ -25,7 +25,6 @@ from aiotensor.errors import (
     ProtocolError,
     UnavailableError,
     WouldBlockError,
-    again,
     is_shortage,
 )
 from aiotensor.protocol.broadcast import Publish
@@ -63,7 +62,7 @@ class Subscription(Generic[T]):
 
     Args:
         subscriber: the id of the subscriber.
-        connector: makes the `Connector`, given the id of the subscriber and the object to notify.
+        connector: makes the `Connector`, given the object to notify.
         decoder: decodes the messages.
         max_mapped_bytes: the limit on the arena of a publisher in bytes; None for no limit.
         max_wait_s: the limit on waiting for a publication in seconds; None for no limit.
@@ -78,7 +77,7 @@ class Subscription(Generic[T]):
     def __init__(
         self,
         subscriber: str,
-        connector: Callable[[str, ConnectorEvents], Connector],
+        connector: Callable[[ConnectorEvents], Connector],
         decoder: TensorDecoder[T],
         max_mapped_bytes: int | None,
         max_wait_s: float | None,
@@ -88,7 +87,7 @@ class Subscription(Generic[T]):
         self.number: int | None = None
         self.is_closed = False
         self._subscriber = subscriber
-        self._connector = connector(subscriber, self)
+        self._connector = connector(self)
         self._decoder = decoder
         self._max_mapped_bytes = max_mapped_bytes
         self._max_wait_s = max_wait_s
@@ -289,17 +288,10 @@ class Subscription(Generic[T]):
         return self._last_end if self._ends != ends and not self._inbox else None
 
     def _search(self) -> None:
-        """Connect again, unless this object is already searching for a publisher.
-
-        Raises:
-            AioTensorError: no other publisher can be reached.
-        """
-        if self._failure is None:
-            return
-        if not self._connector.reconnects:
-            raise again(self._failure)
-        self._failure = None
-        self._connector.connect_now()
+        """Connect again, unless this object is already searching for a publisher."""
+        if self._failure is not None:
+            self._failure = None
+            self._connector.connect_now()
 
     def _overdue(self) -> WouldBlockError:
         return self._would_block(f" within {self._max_wait_s:g} s")
@@ -366,7 +358,7 @@ class Subscription(Generic[T]):
 
     def ended(self, session: Session, loss: Loss) -> None:
         """Queue the end of a session, and connect again if that is possible."""
-        if loss.is_retried and self._connector.reconnects:
+        if loss.is_retried:
             self._connector.reconnect()
             if not session.publisher:
                 return  # a closing publisher has accepted the connection: no publication was missed

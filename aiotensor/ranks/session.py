@@ -216,7 +216,7 @@ class Session:
         self._is_over = True
         error = loss.error
         make_error = partial(again, error)
-        watch = partial(self._transport.watch_peer, self._connection.peer_pid or 0)
+        watch = self._transport.watch_peer
         try:
             lost = self.outgoing.lost(make_error, watch)
             self.incoming.lost(make_error, watch)

@@ -66,7 +66,7 @@ class SenderPeer:
 
     def watch(self, ended: Callable[[], object]) -> ProcessEnd:
         """Call a function once the process of the sender has ended."""
-        return self.transport.watch_peer(self.connection.hello.pid, ended)
+        return self.transport.watch_peer(ended)
 
     def summary(self) -> SenderSummary:
         """Return the summary of the sender that a receiver sends to inspectors."""

@@ -42,11 +42,11 @@ class SenderCapacity:
 
     @property
     def has_failed(self) -> bool:
-        """Whether calls raise an error, permanently or until `connect_now` finds a receiver."""
+        """Whether calls raise an error until `connect_now` finds a receiver."""
         pipeline = self.pipeline
         if pipeline is None or not self._affinity.is_open:
             return True
-        return (pipeline.grants.failure or pipeline.sessions.failure) is not None
+        return pipeline.sessions.failure is not None
 
     def connect_now(self) -> None:
         """Connect now, as a send would, if the sender has stopped trying after a refusal."""

@@ -53,7 +53,6 @@ class Grants:
         label: the address or the name of the endpoint.
 
     Attributes:
-        failure: the reason why no message can be sent any more; None while messages can be sent.
         is_closed: whether the sender was closed.
         messages: the messages in flight, the oldest first.
         drainers: the calls that wait for messages to end.
@@ -74,7 +73,6 @@ class Grants:
     ) -> None:
         self.settings = settings
         self.counts = counts
-        self.failure: AioTensorError | None = None
         self.is_closed = False
         self.messages: dict[Message, None] = {}
         self.drainers = Waiters()
@@ -177,8 +175,6 @@ class Grants:
         """Return the error to raise in a waiting call, with the reason why a message cannot be sent."""
         if message is not None and message.loss is not None:
             return again(message.loss)
-        if self.failure is not None:
-            return again(self.failure)
         if self.is_closed:
             return ClosedError("this TensorSender was closed")
         return DiscardedError("this message was discarded: begin a new one")
@@ -211,19 +207,14 @@ class Grants:
         self._is_wake_scheduled = False
         self.changes.wake()
 
-    def receiver_lost(self, error: AioTensorError, watch: WatchProcess | None, *, is_final: bool) -> int:
+    def receiver_lost(self, error: AioTensorError, watch: WatchProcess | None) -> int:
         """End all messages in flight and all waits, and return the number of messages.
 
         Args:
             error: the reason.
             watch: watches the process of the receiver; None if there was no receiver.
-            is_final: whether no other receiver can be reached.
         """
-        if is_final:
-            self.failure = error
-            self.fail()
-        else:
-            self.fail_waiting(lambda: again(error))
+        self.fail_waiting(lambda: again(error))
         lost = list(self.messages)
         for message in lost:
             message.loss = error

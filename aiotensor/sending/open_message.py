@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 
-from aiotensor.errors import DiscardedError, TooLargeError, UsageError, again
+from aiotensor.errors import DiscardedError, TooLargeError, UsageError
 from aiotensor.protocol.frames import MAX_TENSORS
 from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import LoopAffinity
@@ -60,7 +60,7 @@ class OpenMessage:
         with self._errors:
             if self._is_beginning or self._message is not None:
                 raise UsageError("this message has already begun: begin another with sender.message()")
-            self._check()
+            self.affinity.check()
             self._is_beginning = True
             try:
                 self._message = await self._pipeline.begin()
@@ -96,7 +96,7 @@ class OpenMessage:
             OSError: the machine has no shared memory or no descriptors left.
         """
         with self._errors:
-            self._check()
+            self.affinity.check()
             return await self._pipeline.allocate(shape, dtype, self._open_message())
 
     async def send(self, tensor: Sendable) -> TensorHandle:
@@ -119,7 +119,7 @@ class OpenMessage:
         try:
             if self._message is None:
                 raise UsageError(_NOT_BEGUN)
-            self._check()
+            self.affinity.check()
             if (tracer := tracing.tracer) is not None:
                 span = tracer.begin("send tensor", self._pipeline.label)
             source, plan = self._pipeline.prepare(tensor)
@@ -195,12 +195,6 @@ class OpenMessage:
         else:
             self.affinity.check_place()
             self.finish()
-
-    def _check(self) -> None:
-        self.affinity.check()
-        failure = self._pipeline.grants.failure
-        if failure is not None:
-            raise again(failure)
 
 
 def owner_of(message: OpenMessage) -> object:

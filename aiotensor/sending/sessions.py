@@ -8,7 +8,6 @@
 
 import logging
 import os
-from functools import partial
 
 from aiotensor.errors import AioTensorError, ClosedError, RefusedError, again
 from aiotensor.protocol.connection import Close, ConnectionState, Loss
@@ -57,7 +56,7 @@ class Sessions:
         self._grants = grants
         self._changes = grants.changes
         self._label = route.label
-        self._connector = route.connector(sender, self)
+        self._connector = route.connector(self)
         self._refusal: RefusedError | None = None  # from a receiver that may still be running
         self._next_message = 0
 
@@ -113,7 +112,7 @@ class Sessions:
             AioTensorError: this sender does not connect to another receiver; the error states the reason.
             ClosedError: the sender was closed.
         """
-        if self._connector.reconnects and self.current is None:
+        if self.current is None:
             self.failure = None  # of an earlier attempt
             self.connect_now()
         while not self.is_admitted:
@@ -189,7 +188,7 @@ class Sessions:
     def connecting_failed(self, error: AioTensorError) -> None:
         """Handle a permanent failure to connect."""
         self.failure, self._refusal = error, None
-        self._grants.receiver_lost(error, None, is_final=not self._connector.reconnects)
+        self._grants.receiver_lost(error, None)
 
     def _admitted(self) -> None:
         """Let messages be announced, because the receiver has admitted this sender."""
@@ -204,17 +203,15 @@ class Sessions:
             return  # this side has closed it
         self.current = self.mover = None
         error, pid = loss.error, session.connection.peer_pid
-        reconnects = self._connector.reconnects
         self._next_message = session.connection.next_message
         self.failure = error
-        if loss.is_retried and reconnects:
+        if loss.is_retried:
             self.failure = None
             self._connector.reconnect()
         self._refusal = error if isinstance(error, RefusedError) else None
         self.needs_admission |= self._refusal is not None
         self.outage.begin()
-        watch = partial(session.transport.watch_peer, pid or 0)
-        lost = self._grants.receiver_lost(error, watch, is_final=not reconnects)
+        lost = self._grants.receiver_lost(error, session.transport.watch_peer)
         self._grants.counts["receivers_lost"] += 1
         logger.log(
             logging.WARNING if lost or self._refusal is not None else logging.INFO,

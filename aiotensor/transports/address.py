@@ -6,7 +6,7 @@
 import os
 from urllib.parse import unquote_to_bytes
 
-__all__ = ["MAX_PATH_BYTES", "is_folder", "label_of", "missing_at", "socket_path"]
+__all__ = ["MAX_PATH_BYTES", "is_abstract", "is_folder", "label_of", "missing_at", "socket_path"]
 
 MAX_PATH_BYTES = 107  # of a socket's address on Linux
 
@@ -66,8 +66,15 @@ def label_of(address: str) -> str:
     return address.encode(errors="backslashreplace").decode()
 
 
+def is_abstract(path: str) -> bool:
+    """Return whether the address of a socket is a name without a file, as that of a `TensorQueue`."""
+    return path.startswith("\0")
+
+
 def missing_at(path: str) -> str:
-    """Return why no process can be reached at the path of a socket."""
+    """Return why no process can be reached at the address of a socket."""
+    if is_abstract(path):
+        return "no process listens there"
     folder = os.path.dirname(path)
     if not os.path.isdir(folder):
         return f"the folder {folder} does not exist"

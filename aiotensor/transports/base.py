@@ -154,14 +154,12 @@ class Transport(Protocol):
     def peer_pid(self) -> int | None:
         """The process id of the peer from the kernel; 0 if not in this PID namespace, None if unknown."""
 
-    def watch_peer(self, stated_pid: int, ended: Callable[[], object]) -> ProcessEnd:
+    def watch_peer(self, ended: Callable[[], object]) -> ProcessEnd:
         """Call a function once the process of the peer has ended.
 
         This must not be called after `close`. After a loss, it can be called in `Handler.connection_lost`.
 
         Args:
-            stated_pid: the process id that the peer has stated, for transports over which the kernel does
-                not identify the peer.
             ended: called in the event loop.
         """
 
@@ -190,9 +188,6 @@ class Transport(Protocol):
     def read_now(self) -> None:
         """Read a record immediately, if one has arrived; must not be called while another is being read."""
 
-    def peer_has_closed(self) -> bool:
-        """Return whether the peer has closed its end; its last records may still be unread."""
-
     def finish(self) -> None:
         """Write no more records; `is_writable` becomes true once closing can no longer lose any of them."""
 
@@ -220,10 +215,6 @@ class ConnectorEvents(Protocol):
 
 class Connector(Protocol):
     """The connecting side: connects to the listener, and connects again after a loss."""
-
-    @property
-    def reconnects(self) -> bool:
-        """Whether another connection is possible after a loss."""
 
     @property
     def connects_at_once(self) -> bool:
@@ -259,7 +250,7 @@ class Acceptor(Protocol):
         """Called with the transport of a new connection, which this callback starts or closes."""
 
     def listening_failed(self, error: OSError) -> None:
-        """Called when the listener can no longer read, so that no more records arrive."""
+        """Called when the listener can accept no more connections."""
 
 
 class Listener(Protocol):
@@ -269,7 +260,7 @@ class Listener(Protocol):
         """Accept the pending connections immediately."""
 
     def close(self) -> None:
-        """Accept no more connections; existing ones stay open, but may not deliver further records."""
+        """Accept no more connections; existing ones stay open."""
 
 
 def unexpected(address: str, error: Exception) -> PeerLostError:

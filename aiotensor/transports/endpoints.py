@@ -10,17 +10,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from aiotensor.transports.address import is_folder, label_of, socket_path
 from aiotensor.transports.base import Acceptor, Connector, ConnectorEvents, Listener
-from aiotensor.transports.queue import QueueConnector, listen_on
-from aiotensor.transports.stock.connector import StockConnector
-from aiotensor.transports.stock.listener import listen_on as listen_on_stock
-from aiotensor.transports.stock.pipe import StockQueue
+from aiotensor.transports.rendezvous import PlainQueue, QueueConnector, listen_on
 from aiotensor.transports.tcp.arguments import TcpArguments
 from aiotensor.transports.tensor_queue import TensorQueue
 from aiotensor.transports.unix import UnixConnector, listen_at
 
 __all__ = ["Endpoint", "Route", "TcpArguments", "TensorQueue", "route_to"]
 
-Endpoint: TypeAlias = str | TensorQueue | StockQueue
+Endpoint: TypeAlias = str | TensorQueue | PlainQueue
 
 _CONNECTS = TcpArguments()
 
@@ -30,14 +27,14 @@ class Route(NamedTuple):
 
     Attributes:
         label: the name of the endpoint in logs and metrics: its address, or ``queue``.
-        connector: makes the connecting side, given the id of a sender and the object that is notified.
+        connector: makes the connecting side, given the object that is notified.
         listen: begins to listen, given an acceptor and the size of the longest valid record in bytes. Raises
             `UsageError` if another receiver listens there or the address is otherwise in use, and `OSError`
             if this process cannot listen there.
     """
 
     label: str
-    connector: Callable[[str, ConnectorEvents], Connector]
+    connector: Callable[[ConnectorEvents], Connector]
     listen: Callable[[Acceptor, int], Coroutine[Any, Any, Listener]]
 
 
@@ -45,7 +42,7 @@ def route_to(endpoint: Endpoint, given: TcpArguments = _CONNECTS) -> Route:
     """Validate an endpoint, and return its route, without opening anything.
 
     Args:
-        endpoint: an address, a `TensorQueue` or a stock queue.
+        endpoint: an address, a `TensorQueue` or a `multiprocessing.Queue`.
         given: the arguments for connections between machines.
 
     Raises:
@@ -60,13 +57,10 @@ def route_to(endpoint: Endpoint, given: TcpArguments = _CONNECTS) -> Route:
             "identifies the user of the peer, and reports its end"
         )
     if isinstance(endpoint, TensorQueue):
-        return Route("queue", partial(QueueConnector, endpoint), partial(listen_on, endpoint))
+        name = endpoint.socket_name
+        return Route("queue", partial(UnixConnector, name), partial(listen_at, name))
     if isinstance(endpoint, Queue):
-        return Route(
-            "queue",
-            lambda _, events: StockConnector(endpoint, events),
-            partial(listen_on_stock, endpoint),
-        )
+        return Route("queue", partial(QueueConnector, endpoint), partial(listen_on, endpoint))
     if not isinstance(endpoint, str):
         raise TypeError(
             "endpoint must be an address such as 'unix:///run/user/1000/engine.sock', an "
@@ -75,7 +69,7 @@ def route_to(endpoint: Endpoint, given: TcpArguments = _CONNECTS) -> Route:
     path = socket_path(endpoint, "unix")
     return Route(
         label_of(endpoint),
-        lambda _, events: UnixConnector(path, events),
+        partial(UnixConnector, path),
         partial(listen_at, path, makes_folder=is_folder(endpoint)),
     )
 
@@ -89,6 +83,6 @@ def _over_tcp(endpoint: str, given: TcpArguments) -> Route:
     options = options_of(endpoint, given)
     return Route(
         label_of(endpoint),
-        lambda _, events: TcpConnector(options, events),
+        partial(TcpConnector, options),
         partial(listen_over_tcp, options),
     )

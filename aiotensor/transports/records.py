@@ -1,15 +1,13 @@
 """Sockets that preserve record boundaries (`SOCK_SEQPACKET`), on the event loop.
 
 One `send` is one record: it is written completely or not at all, even if its writer is killed, and it may
-carry file descriptors, which the kernel holds until they are read. So several processes can write to one
-such socket without a lock.
+carry file descriptors, which the kernel holds until they are read.
 """
 
 import array
 import asyncio
 import errno
 import fcntl
-import os
 import select
 import socket
 import termios
@@ -24,7 +22,7 @@ from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.transports.base import Handler
 from aiotensor.transports.users import peer_process
 
-__all__ = ["RecordReader", "SocketTransport", "pipe_of", "record_pair"]
+__all__ = ["RecordReader", "SocketTransport"]
 
 _MAX_DESCRIPTORS = 8
 # Plain numbers, because enums are slow and these are used for every record. MSG_DONTWAIT is set in each call,
@@ -35,28 +33,6 @@ _INT_BYTES = array.array("i").itemsize
 _NOT_WRITABLE = (BlockingIOError, InterruptedError)
 _PEER_CLOSED = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError)
 _QUEUED_RECORD_BYTES = 128  # the overhead that is counted for a queued record
-
-
-def record_pair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected non-blocking sockets that children do not inherit by default."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setblocking(False)
-    theirs.setblocking(False)
-    return ours, theirs
-
-
-def pipe_of(descriptor: int) -> socket.socket | None:
-    """Return the end of a record pair that a peer has sent; close any other descriptor and return None."""
-    try:
-        sock = socket.socket(fileno=descriptor)
-    except OSError:
-        os.close(descriptor)
-    else:
-        if (sock.family, sock.type) == (socket.AF_UNIX, socket.SOCK_SEQPACKET):
-            sock.setblocking(False)
-            return sock
-        sock.close()
-    return None
 
 
 class RecordReader:
@@ -76,10 +52,10 @@ class RecordReader:
 
         The record is valid until the next call. It may be empty, truncated because it is too long, or lack
         descriptors because this process may open no more (EMFILE). The decoder of the frames detects these
-        cases and can identify the sender, so that other senders on this socket are not affected.
+        cases.
 
         Raises:
-            EOFError: no process can write to the socket any more.
+            EOFError: the other side has closed.
         """
         while True:
             try:
@@ -102,15 +78,9 @@ class RecordReader:
     def _is_at_end(self) -> bool:
         """Return whether an empty read was the end of the stream and not an empty record."""
         # The order matters: no more records arrive once the other side has closed.
-        return _is_hung_up(self._sock) and not any(
-            fcntl.ioctl(self._sock, termios.FIONREAD, bytes(_INT_BYTES))
-        )
-
-
-def _is_hung_up(sock: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(sock, select.POLLRDHUP)
-    return bool(poll.poll(0))
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
+        return bool(poll.poll(0)) and not any(fcntl.ioctl(self._sock, termios.FIONREAD, bytes(_INT_BYTES)))
 
 
 def _descriptors_of(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
@@ -143,8 +113,6 @@ class SocketTransport:
     Args:
         sock: a connected, non-blocking `SOCK_SEQPACKET` socket; belongs to this object.
         peer_pid: the process id of the peer, as for `Transport.peer_pid`.
-        reads: whether to read records. Sockets that several processes share for writing are not read, and
-            do not report that the peer has closed.
         max_record_bytes: the size in bytes of the longest valid record that is read.
         max_unsent_bytes: the maximum bytes in the queue, for a writer that never waits; None for no limit.
     """
@@ -154,9 +122,8 @@ class SocketTransport:
     def __init__(
         self,
         sock: socket.socket,
-        peer_pid: int | None = None,
+        peer_pid: int = 0,
         *,
-        reads: bool = True,
         max_record_bytes: int = MAX_RECORD_BYTES,
         max_unsent_bytes: int | None = None,
     ) -> None:
@@ -167,7 +134,7 @@ class SocketTransport:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._handler: Handler | None = None
-        self._reader = RecordReader(sock, max_record_bytes) if reads else None
+        self._reader = RecordReader(sock, max_record_bytes)
         self._queue = _Queue()
         self._unsent_bytes = 0
         self._max_unsent_bytes = max_unsent_bytes
@@ -177,7 +144,7 @@ class SocketTransport:
         """Begin to read, or pass further records to another handler, as `Transport.start` does."""
         if self.is_closed:
             return
-        if self._handler is None and self._reader is not None:
+        if self._handler is None:
             self._loop.add_reader(self._sock.fileno(), self.read_now)
         self._handler = handler
 
@@ -218,16 +185,14 @@ class SocketTransport:
             self._stop()
             self._sock.close()
 
-    def watch_peer(self, stated_pid: int, ended: Callable[[], object]) -> ProcessEnd:
+    def watch_peer(self, ended: Callable[[], object]) -> ProcessEnd:
         """Call a function once the process of the peer has ended, as `Transport.watch_peer` does."""
-        if self.peer_pid is None:
-            return ProcessEnd(stated_pid, ended)
         return ProcessEnd(self.peer_pid, ended, partial(peer_process, self._sock))
 
     def _stop(self) -> None:
         self.is_closed = True
         self._loop.remove_writer(self._sock.fileno())
-        if self._reader is not None and self._handler is not None:
+        if self._handler is not None:
             self._loop.remove_reader(self._sock.fileno())
         self._handler = None  # breaks a reference cycle, so that both objects are freed at once
         self._queue.close()
@@ -259,14 +224,14 @@ class SocketTransport:
         self._has_stopped_writing = True
         self._loop.remove_writer(self._sock.fileno())
         self._queue.close()
-        if self._reader is not None and isinstance(error, ConnectionResetError):
+        if isinstance(error, ConnectionResetError):
             self._reader.was_reset = True
 
     def read_now(self) -> None:
         """Read a record, if there is one, as `Transport.read_now` does; also called for a readable socket."""
         # One record per callback: an extra read without a result costs more than another poll of the loop.
         reader, handler = self._reader, self._handler
-        if reader is None or handler is None:
+        if handler is None:
             return
         try:
             record = reader.read()
@@ -281,10 +246,6 @@ class SocketTransport:
             # uvloop stops watching a socket after an error. No more records arrive; read the rest from here.
             self._loop.remove_reader(self._sock.fileno())
             self._loop.call_soon(self.read_now)
-
-    def peer_has_closed(self) -> bool:
-        """Return whether the other side has closed, as `Transport.peer_has_closed` does."""
-        return self.is_closed or _is_hung_up(self._sock)
 
     def _end(self, reason: str) -> None:
         if not self.is_closed:

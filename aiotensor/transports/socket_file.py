@@ -12,11 +12,11 @@ from aiotensor.errors import UsageError
 from aiotensor.runtime.descriptors import Descriptor, close_after_fork
 from aiotensor.runtime.logs import logger_of
 
-__all__ = ["SocketFile"]
+__all__ = ["BACKLOG", "SocketFile"]
 
 logger = logger_of("transports")
 
-_BACKLOG = 128
+BACKLOG = 128
 
 # The delays between attempts while another process holds the lock of the folder, usually for a few system
 # calls. A wait of `_LONG_WAIT_S` is logged.
@@ -139,7 +139,7 @@ class SocketFile:
             raise self._refused(error) from error
         self._identity = _identity_of(self.path)
         # Listen while the folder is still locked: a socket that does not listen looks stale.
-        self.sock.listen(_BACKLOG)
+        self.sock.listen(BACKLOG)
 
     def _remove_stale(self) -> None:
         """Remove the socket file of a dead receiver.

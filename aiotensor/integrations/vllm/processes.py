@@ -58,9 +58,7 @@ class EngineQueue:
         self._install = install
 
     def close(self) -> None:
-        """Close the ends of the queue in this process, as a queue of multiprocessing does."""
-        if isinstance(self.endpoint, TensorQueue):
-            self.endpoint.close()
+        """Do nothing: unlike a queue of multiprocessing, it has no ends to close."""
 
     def __reduce__(self) -> tuple[Callable[..., "EngineQueue"], tuple[object, ...]]:
         return _inherited, (self.endpoint, self.settings, self._install)

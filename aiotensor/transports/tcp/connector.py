@@ -39,7 +39,6 @@ class TcpConnector:
         events: the object that is notified.
     """
 
-    reconnects = True
     connects_at_once = False
     is_backlogged = False  # the kernel of another machine does not report this
 

@@ -81,13 +81,9 @@ class TcpTransport:
         if not self.is_closed:
             self._handler = handler
 
-    def watch_peer(self, stated_pid: int, ended: Callable[[], object]) -> ProcessEnd:
+    def watch_peer(self, ended: Callable[[], object]) -> ProcessEnd:
         """Call a function at once, because the peer cannot access memory of this process."""
-        return ProcessEnd(stated_pid, ended, _ended_process)
-
-    def peer_has_closed(self) -> bool:
-        """Return whether the peer has closed, as `Transport.peer_has_closed` does."""
-        return self.is_closed
+        return ProcessEnd(0, ended, _ended_process)
 
     def read_now(self) -> None:
         """Read a record immediately, if one has arrived, and the messages before it."""
