@@ -40,11 +40,6 @@ def endpoint(link: str | None = None) -> AbstractContextManager[Endpoint]:
     return places.endpoint(link or Links.current)
 
 
-def comes_back() -> bool:
-    """Return whether a sender that lost its receiver connects to the next one, on this test's link."""
-    return places.LINKS[Links.current].comes_back
-
-
 def is_local() -> bool:
     """Return whether both ends of the link of the running test share memory."""
     return places.LINKS[Links.current].is_local

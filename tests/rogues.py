@@ -46,7 +46,7 @@ class RogueSender:
         self.is_lost = asyncio.Event()
         self._is_connected = asyncio.Event()
         self._reads = reads
-        self._connector = route_to(endpoint).connector(self.id, self)
+        self._connector = route_to(endpoint).connector(self)
         self._transport: Transport | None = None
         self._first = b""
 

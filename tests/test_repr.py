@@ -9,7 +9,7 @@ import pytest
 import torch
 import zmq
 
-from aiotensor import TensorQueue, TensorReceiver, TensorSender, blocking
+from aiotensor import TensorReceiver, TensorSender, blocking
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel.parties import Answer, Place, Question, place
 from tests.runtime.test_affinity import forks, in_a_fork
@@ -82,11 +82,6 @@ async def test_an_object_shows_that_it_is_unusable_after_a_fork() -> None:
             async with one:
                 said = in_a_fork(partial(say, one))
                 assert said.startswith(f"LookupError: <{type(one).__name__} unusable after a fork, {address}")
-    queue = TensorQueue()
-    assert repr(queue) == "<TensorQueue open>"
-    assert in_a_fork(partial(say, queue)) == "LookupError: <TensorQueue unusable after a fork>"
-    queue.close()
-    assert repr(queue) == "<TensorQueue closed>"
 
 
 def test_an_object_shows_no_keys() -> None:

@@ -299,7 +299,7 @@ def keep_socket_file(receiver: TensorReceiver) -> None:
     """Leave the socket file of a receiver behind, as a killed process does."""
     listener = listener_of(receiver)
     if isinstance(listener, UnixListener):
-        listener._file._identity = None
+        listener._leave = listener._sock.close
 
 
 def cut(transport: Transport) -> None:
@@ -316,35 +316,33 @@ def cut(transport: Transport) -> None:
                 with copy_of(descriptor) as sock:
                     sock.shutdown(socket.SHUT_RDWR)
     else:
-        _receiving_end(transport)._sock.shutdown(socket.SHUT_RDWR)
+        _over_socket(transport)._sock.shutdown(socket.SHUT_RDWR)
 
 
 def pause_reading(transport: Transport) -> None:
     """Stop reading from the socket of a transport."""
-    asyncio.get_running_loop().remove_reader(_receiving_end(transport)._sock.fileno())
+    asyncio.get_running_loop().remove_reader(_over_socket(transport)._sock.fileno())
 
 
 def read_next(transport: Transport) -> None:
     """Read from the socket of a transport once."""
-    _receiving_end(transport).read_now()
+    _over_socket(transport).read_now()
 
 
 def resume_reading(transport: Transport) -> None:
     """Read from the socket of a transport again."""
-    end = _receiving_end(transport)
+    end = _over_socket(transport)
     asyncio.get_running_loop().add_reader(end._sock.fileno(), end.read_now)
 
 
 def shrink_send_buffer(transport: Transport) -> None:
     """Set the smallest send buffer that the kernel allows on the socket of a transport."""
-    _receiving_end(transport)._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    _over_socket(transport)._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
 
 
-def _receiving_end(transport: Transport) -> SocketTransport:
-    """Return the transport that the sender reads and the receiver writes: of a queue, the pipe."""
-    found = getattr(transport, "_pipe", transport)
-    assert isinstance(found, SocketTransport)
-    return found
+def _over_socket(transport: Transport) -> SocketTransport:
+    assert isinstance(transport, SocketTransport)
+    return transport
 
 
 def connections_at(receiver: TensorReceiver) -> int:

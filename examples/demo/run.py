@@ -8,7 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -86,11 +86,10 @@ async def _main(options: Options, arena_bytes: int) -> int:
     errors = Console(stderr=True)
     with (
         tempfile.TemporaryDirectory(prefix="aiotensor-", ignore_cleanup_errors=True) as name,
-        closing(TensorQueue()) as queue,
         # Port 0: the kernel chooses a free port.
         socket.create_server(("127.0.0.1", 0)) as listener,
     ):
-        folder = Path(name)
+        folder, queue = Path(name), TensorQueue()
         try:
             for file in SOCKETS:  # an unopened server only checks its address
                 MessageServer(f"ipc://{folder / file}", AnalyseVideo)

@@ -90,17 +90,16 @@ async def in_line(sender: TensorSender, operation: Coroutine[Any, Any, T]) -> "a
 class Unread:
     """The far end of a connection, which reads only on request."""
 
-    def __init__(self, listening: socket.socket | None, reading: socket.socket | None) -> None:
+    def __init__(self, listening: socket.socket) -> None:
         self._listening = listening
-        self._reading = reading
-        self._descriptors: list[int] = []  # a sender notices the end of its pipe when these are closed
+        self._reading: socket.socket | None = None
+        self._descriptors: list[int] = []
 
     def read(self) -> None:
         """Read all pending records."""
-        if self._listening is not None and self._reading is None:
+        if self._reading is None:
             self._reading, _ = self._listening.accept()
             self._reading.setblocking(False)
-        assert self._reading is not None
         with contextlib.suppress(BlockingIOError):
             while True:
                 data, descriptors, _, _ = socket.recv_fds(self._reading, 1 << 16, 8)
@@ -119,18 +118,14 @@ class Unread:
 @contextlib.contextmanager
 def unread(place: Endpoint) -> Iterator[Unread]:
     """Listen at an endpoint instead of a receiver, and read only on request."""
-    if isinstance(place, TensorQueue):
-        with contextlib.closing(Unread(None, place.open_reader())) as far:
-            yield far
-        return
-    assert isinstance(place, str)
-    path = place.removeprefix("unix://")
+    path = place.socket_name if isinstance(place, TensorQueue) else str(place).removeprefix("unix://")
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listening.bind(path)
     listening.listen()
-    with contextlib.closing(Unread(listening, None)) as far:
+    with contextlib.closing(Unread(listening)) as far:
         yield far
-    os.unlink(path)
+    if isinstance(place, str):
+        os.unlink(path)
 
 
 def clog(sender: TensorSender, seed: int = 0) -> int:

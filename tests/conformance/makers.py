@@ -47,11 +47,9 @@ class PairMaker:
 
     Attributes:
         endpoint: the endpoint of both; no other test uses it.
-        comes_back: whether a sender that lost its receiver connects to the next one.
     """
 
     endpoint: Endpoint
-    comes_back: bool
 
     @asynccontextmanager
     async def near_sender(
@@ -96,7 +94,7 @@ class PairMaker:
 def pairs_over(link: str) -> Iterator[PairMaker]:
     """Create an endpoint for pairs, and check at the end that no file of it is left."""
     with LINKS[link].place() as place:
-        yield PairMaker(place.endpoint, LINKS[link].comes_back)
+        yield PairMaker(place.endpoint)
         assert len(place.names()) <= 1  # the socket of a receiver that was killed
 
 

@@ -1,8 +1,12 @@
-"""Queues: processes that inherit one, or that are killed with a lock or in the middle of a record."""
+"""Queues, over which processes find each other: killed processes, several producers, and foreign objects."""
 
 import asyncio
+import logging
+import multiprocessing
 import os
 import pickle
+import socket
+import threading
 from collections.abc import Iterator
 from multiprocessing import get_context
 from typing import Any
@@ -11,15 +15,15 @@ import pytest
 import torch
 
 from aiotensor import (
-    DiscardedError,
+    AccessDeniedError,
     PeerLostError,
     TensorQueue,
     TensorReceiver,
     TensorSender,
     UsageError,
-    WouldBlockError,
 )
-from tests.pairs import beyond
+from aiotensor.broadcast import Publisher, Subscriber
+from tests.transports.unix_ends import NOBODY, in_child, needs_root
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.promptly import promptly
@@ -31,173 +35,236 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 # Queues of this library
 
 
-async def test_a_queue_can_be_pickled_only_while_a_child_is_spawned() -> None:
+async def test_a_queue_is_only_a_name_and_can_be_pickled_at_any_time() -> None:
+    before = os.listdir("/proc/self/fd")
     queue = TensorQueue()
-    with pytest.raises(UsageError, match="while it is spawned"):
-        pickle.dumps(queue)
-    assert repr(queue) == "<TensorQueue open>"
-    queue.close()
-    queue.close()
-    assert repr(queue) == "<TensorQueue closed>"
-    with pytest.raises(UsageError, match="was closed"):
-        await TensorReceiver(queue).__aenter__()
+    assert os.listdir("/proc/self/fd") == before
+    copy: TensorQueue = pickle.loads(pickle.dumps(queue))
+    assert repr(copy) == repr(queue) != repr(TensorQueue())
+    async with TensorReceiver(copy) as receiver, TensorSender(queue) as sender:
+        assert torch.equal(await receiver.receive(await sender.send(pattern(1, BIG))), pattern(1, BIG))
 
 
-async def test_a_queue_has_one_receiver_over_all_processes_whatever_was_closed() -> None:
+async def test_a_queue_has_one_receiver_over_all_processes() -> None:
     queue = TensorQueue()
     async with peers.peers(queue, 1) as [child]:
         async with TensorReceiver(queue):
-            with pytest.raises(UsageError, match="already has a receiver"):
-                await TensorReceiver(queue).__aenter__()
-            queue.close()
-            with pytest.raises(UsageError, match="already has a receiver"):
+            with pytest.raises(UsageError, match="already listens on this queue"):
+                await Publisher(queue).__aenter__()
+            with pytest.raises(UsageError, match="already listens on this queue"):
                 await child.call(peers.open_receiver)
         await child.call(peers.open_receiver)
 
 
-async def test_an_engine_killed_before_opening_is_detected_if_the_queue_is_closed() -> None:
+@pytest.mark.promise(10)
+async def test_a_sender_goes_on_with_the_next_receiver_after_one_was_killed() -> None:
     queue = TensorQueue()
     async with (
-        peers.peers(queue, 1) as [engine],
+        peers.peers(queue, 2) as [engine, next_engine],
         TensorSender(queue, max_concurrent_videos=1) as sender,
     ):
-        queue.close()
+        await engine.call(peers.open_receiver)
         await sender.send(pattern(0, BIG))
-        waiting = asyncio.create_task(sender.send(pattern(1, BIG)))
+        waiting = asyncio.create_task(sender.send(pattern(0, 3)))
         await until(lambda: sender.statistics().waiting == 1)
-        engine.kill()
-        with pytest.raises(PeerLostError):
-            await waiting
-
-
-@pytest.mark.promise(10)
-async def test_a_sender_killed_before_the_receiver_opened_raises_peer_lost_error() -> None:
-    queue = TensorQueue()
-    async with peers.peers(queue, 1) as [child]:
-        await child.call(peers.open_sender)
-        handle = await child.call(peers.send_pattern, 1, BIG)
-        child.kill()
-        await child.ended()
-        async with TensorReceiver(queue) as receiver:
+        with promptly():
+            engine.kill()
             with pytest.raises(PeerLostError) as caught:
-                await receiver.receive(beyond(handle))
-            assert caught.value.pid == child.pid
+                await waiting
+        assert caught.value.pid == engine.pid
+        assert not _sockets_of(queue), "a killed receiver left its socket"
+        await next_engine.call(peers.open_receiver)
+        assert await next_engine.call(peers.receive_pattern, await sender.send(pattern(1, BIG)), 1)
 
 
-@pytest.mark.promise(10)
-async def test_tensors_sent_before_a_clean_exit_can_still_be_received() -> None:
+def _sockets_of(queue: TensorQueue) -> list[str]:
+    with open("/proc/net/unix") as table:
+        return [line for line in table if queue.socket_name[1:] in line]
+
+
+@needs_root
+@pytest.mark.promise(25)
+async def test_another_user_who_knows_the_name_of_a_queue_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     queue = TensorQueue()
-    async with peers.peers(queue, 1) as [child]:
-        await child.call(peers.open_sender)
-        handles = [await child.call(peers.send_pattern, seed, count) for seed, count in ((1, 5), (2, BIG))]
-        assert await child.finish() == 0
-        async with TensorReceiver(queue) as receiver:
-            for seed, handle in zip((1, 2), handles, strict=True):
-                assert torch.equal(await receiver.receive(handle), pattern(seed, handle.shape[0]))
-            with pytest.raises(DiscardedError, match="closed"):
-                await receiver.receive(beyond(handles[0]))
+    async with TensorReceiver(queue) as receiver:
+        assert await in_child(_send_as_nobody, queue) == "AccessDeniedError"
+        assert receiver.statistics().senders == 0
+        await until(lambda: f"runs as user {NOBODY}" in caplog.text)
 
 
-# Stock queues
+def _send_as_nobody(queue: TensorQueue) -> str:
+    async def send() -> str:
+        try:
+            await TensorSender(queue).__aenter__()
+        except AccessDeniedError as error:
+            return type(error).__name__
+        return "it was admitted"
+
+    os.setuid(NOBODY)
+    return asyncio.run(send())
+
+
+# Queues of multiprocessing
 
 
 @pytest.fixture
-def queue() -> Iterator[Any]:  # whose private parts the tests use
+def queue() -> Iterator[Any]:
     queue = get_context("spawn").Queue()
     yield queue
     queue.close()
     queue.join_thread()
 
 
-async def _acquire(state: peers.State, lock: str) -> None:
-    endpoint: Any = state.endpoint
-    assert getattr(endpoint, lock).acquire(block=False)
+async def test_many_producers_reach_a_receiver_that_starts_later_and_the_one_after_it(queue: Any) -> None:
+    async with peers.peers(queue, 3) as producers:
+        for producer in producers:
+            await producer.call(peers.open_sender)
+        for _ in range(2):
+            async with TensorReceiver(queue) as receiver:
+                for seed, producer in enumerate(producers):
+                    handle = await producer.call(peers.send_pattern, seed, BIG)
+                    assert torch.equal(await receiver.receive(handle), pattern(seed, BIG))
+            await asyncio.to_thread(_join_takers)
+    assert queue.empty()
 
 
-@pytest.mark.parametrize("lock", ["_wlock", "_rlock"])
-async def test_a_process_killed_with_a_lock_of_the_queue_blocks_no_other(lock: str, queue: Any) -> None:
-    async with (
-        peers.peers(queue, 2) as [holder, api],
-        TensorReceiver(queue) as receiver,
-        TensorSender(queue) as sender,
-    ):
-        await sender.ready()
-        await holder.call(_acquire, lock)
-        holder.kill()
-        await holder.ended()
-        assert not getattr(queue, lock).acquire(block=False)
-        with promptly():
-            for seed, count in enumerate((3, BIG)):
-                handle = await sender.send(pattern(seed, count))
-                assert torch.equal(await receiver.receive(handle), pattern(seed, count))
-        await api.call(peers.open_sender)
-        handle = await api.call(peers.send_pattern, 1, BIG)
-        assert torch.equal(await receiver.receive(handle), pattern(1, BIG))
+def _join_takers() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "aiotensor-queue":
+            thread.join()
 
 
-async def test_a_receiver_does_not_open_if_a_process_was_killed_in_get(queue: Any) -> None:
-    async with peers.peers(queue, 1) as [holder]:
-        await holder.call(_acquire, "_rlock")
-        holder.kill()
-        await holder.ended()
-        with pytest.raises(UsageError, match="was killed in it"):
-            await TensorReceiver(queue).__aenter__()
-
-
-async def _put_half(state: peers.State) -> None:
-    """Write half of an object as multiprocessing does, with the lock."""
-    endpoint: Any = state.endpoint
-    endpoint._wlock.acquire()
-    os.write(endpoint._writer.fileno(), (1 << 20).to_bytes(4) + bytes(10_000))
+async def test_publications_reach_subscribers_over_a_plain_queue(queue: Any) -> None:
+    async with Subscriber(queue, dict) as subscriber, Publisher(queue, history=1) as publisher:
+        await publisher.publish({"frames": pattern(1, BIG)})
+        assert torch.equal((await subscriber.receive()).message["frames"], pattern(1, BIG))
 
 
 @pytest.mark.promise(10)
-async def test_a_partial_object_of_a_killed_process_ends_every_wait_within_a_second(queue: Any) -> None:
+async def test_a_killed_receiver_of_a_plain_queue_ends_every_wait_within_a_second(queue: Any) -> None:
     async with (
-        peers.peers(queue, 1) as [other],
-        TensorReceiver(queue) as receiver,
-        TensorSender(queue, 1) as sender,
-    ):
-        handle = await sender.send(pattern(0, 3))
-        await receiver.arrived(handle)
-        waits: list[asyncio.Task[object]] = [
-            asyncio.create_task(sender.send(pattern(1, 3))),
-            asyncio.create_task(sender.drain()),
-            asyncio.create_task(receiver.receive(beyond(handle))),
-        ]
-        await until(lambda: sender.statistics().waiting == receiver.statistics().waiting == 1)
-        with promptly():
-            await other.call(_put_half)
-            other.kill()
-            for wait in waits:
-                with pytest.raises(PeerLostError):
-                    await wait
-        with pytest.raises(PeerLostError, match="not written in one piece"):
-            await anext(receiver)
-
-
-async def test_a_queue_serves_a_new_receiver_and_sender_after_a_killed_receiver(queue: Any) -> None:
-    async with (
-        peers.peers(queue, 2) as [engine, next_engine],
-        TensorSender(queue, 1000) as sender,
+        peers.peers(queue, 1) as [engine],
+        TensorSender(queue, max_concurrent_videos=1) as sender,
     ):
         await engine.call(peers.open_receiver)
-        await sender.ready()
-        await engine.stop()
-        with pytest.raises(WouldBlockError, match="slow to read"):
-            while True:
-                sender.send_nowait(pattern(0, 1000))
+        await sender.send(pattern(0, BIG))
         waiting = asyncio.create_task(sender.send(pattern(0, 3)))
+        await until(lambda: sender.statistics().waiting == 1)
         with promptly():
             engine.kill()
             with pytest.raises(PeerLostError) as caught:
                 await waiting
         assert caught.value.pid == engine.pid
-        with pytest.raises(PeerLostError):
-            await sender.send(pattern(0, 3))
 
-        await engine.ended()  # the kernel closes the connection of a killed process before its lock
-        async with TensorSender(queue) as later:  # whose request waits behind the unread records
-            await next_engine.call(peers.open_receiver)
-            handle = await later.send(pattern(1, BIG))
-            assert await next_engine.call(peers.receive_pattern, handle, 1)
+
+async def test_a_killed_sender_that_waited_on_a_plain_queue_is_ignored(queue: Any) -> None:
+    async with peers.peers(queue, 2) as [killed, living]:
+        await killed.call(peers.open_sender)
+        await until(lambda: not queue.empty())
+        killed.kill()
+        await killed.ended()
+        async with TensorReceiver(queue) as receiver:
+            await living.call(peers.open_sender)
+            handle = await living.call(peers.send_pattern, 1, BIG)
+            assert torch.equal(await receiver.receive(handle), pattern(1, BIG))
+            assert receiver.statistics().senders == 1
+
+
+async def test_senders_wait_until_a_full_queue_has_space() -> None:
+    queue: Any = get_context("spawn").Queue(maxsize=1)
+    async with TensorSender(queue) as first, TensorSender(queue) as second:
+        assert queue.full()
+        async with TensorReceiver(queue) as receiver:
+            for seed, sender in enumerate((first, second)):
+                assert torch.equal(
+                    await receiver.receive(await sender.send(pattern(seed, 3))), pattern(seed, 3)
+                )
+    queue.close()
+    queue.join_thread()
+
+
+class _NotUnpickled:
+    def __reduce__(self) -> tuple[object, ...]:
+        return _fail, ()
+
+
+def _fail() -> None:
+    raise LookupError("this object cannot be unpickled here")
+
+
+async def test_objects_of_the_application_on_a_queue_are_logged_once_and_ignored(
+    queue: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for one in (b"aiotensor-", "aiotensor-" + "0" * 32, {"a": [1]}, _NotUnpickled(), torch.ones(3).numpy()):
+        queue.put(one)
+    async with TensorSender(queue) as sender, TensorReceiver(queue) as receiver:
+        assert torch.equal(await receiver.receive(await sender.send(pattern(1, BIG))), pattern(1, BIG))
+        found = [record for record in caplog.records if getattr(record, "event", "") == "object_ignored"]
+        assert len(found) == 1
+
+
+async def test_a_closed_queue_raises_usage_error_at_a_sender(queue: Any) -> None:
+    queue.close()
+    with pytest.raises(UsageError, match="this queue was closed"):
+        await TensorSender(queue).__aenter__()
+
+
+async def test_a_queue_closed_under_its_receiver_ends_every_wait(caplog: pytest.LogCaptureFixture) -> None:
+    queue: Any = get_context("spawn").Queue()
+    caplog.set_level(logging.CRITICAL)
+    async with TensorReceiver(queue) as receiver:
+        waiting = asyncio.create_task(anext(receiver))
+        await until(lambda: receiver.statistics().waiting == 1)
+        queue.put(None)  # which the thread takes after the queue was closed
+        queue.close()
+        with pytest.raises(PeerLostError, match="queue was closed"):
+            await waiting
+    queue.join_thread()
+
+
+@needs_root
+async def test_another_user_who_finds_a_waiting_sender_is_refused(
+    queue: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with TensorSender(queue) as sender:
+        name = queue.get()
+        assert await in_child(_connect_as_nobody, b"\0" + name) == b""
+        assert f"runs as user {NOBODY}" in caplog.text
+        async with TensorReceiver(queue) as receiver:  # for which the sender has put its name again
+            assert torch.equal(await receiver.receive(await sender.send(pattern(1, 3))), pattern(1, 3))
+
+
+def _connect_as_nobody(name: bytes) -> bytes:
+    os.setuid(NOBODY)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.connect(name)
+        try:
+            return sock.recv(100)
+        except ConnectionResetError:
+            return b""
+
+
+def test_a_process_that_ends_with_an_open_receiver_leaves_the_queue_usable() -> None:
+    context = get_context("spawn")
+    queue: Any = context.Queue()
+    child = context.Process(target=_leave_open, args=(queue,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+    async def receive() -> None:
+        async with TensorReceiver(queue) as receiver, TensorSender(queue) as sender:
+            assert torch.equal(await receiver.receive(await sender.send(pattern(1, 3))), pattern(1, 3))
+
+    asyncio.run(receive())
+    queue.close()
+    queue.join_thread()
+
+
+def _leave_open(queue: "multiprocessing.Queue[Any]") -> None:
+    async def open_only() -> None:
+        await TensorReceiver(queue).__aenter__()
+
+    asyncio.run(open_only())

@@ -10,34 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from aiotensor import PeerLostError, RefusedError, TensorHandle, TensorQueue, TensorReceiver, TensorSender
+from aiotensor import RefusedError, TensorHandle, TensorReceiver, TensorSender
 from aiotensor.codec import TensorDecoder, TensorEncoder
 from tests.pairs import endpoint
-from tests.transports.unix_ends import no_descriptors
 from verification.patterns import BIG, pattern
 from verification.processes import peers, watch
 
 MIB, GIB = 1 << 20, 1 << 30
-
-
-async def test_a_sender_whose_descriptors_did_not_arrive_raises_peer_lost_error() -> None:
-    queue = TensorQueue()
-    async with peers.peers(queue, 1) as [child]:
-        reason, pid = await child.call(_receive_without_descriptors)
-        assert "ulimit -n" in reason
-        assert pid == child.pid
-    queue.close()
-
-
-async def _receive_without_descriptors(state: peers.State) -> tuple[str, int | None]:
-    async with TensorReceiver(state.endpoint) as receiver, TensorSender(state.endpoint) as sender:
-        with no_descriptors():  # the receiver has not looked at the queue yet
-            handle = await sender.send(pattern(0, 3))
-            with pytest.raises(PeerLostError) as caught:
-                await receiver.receive(handle)
-        with pytest.raises(PeerLostError):
-            await sender.drain()
-    return str(caught.value), caught.value.pid
 
 
 async def test_a_copy_without_memory_raises_os_error_and_the_tensor_stays_claimable() -> None:

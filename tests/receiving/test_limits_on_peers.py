@@ -16,11 +16,12 @@ from aiotensor.receiving.senders import Senders
 from aiotensor.statistics.counters import ErrorCounter, new_counts
 from aiotensor.transports import unix
 from aiotensor.transports.endpoints import Endpoint
-from aiotensor.transports.records import SocketTransport, record_pair
+from aiotensor.transports.records import SocketTransport
 from aiotensor.types import ReceiverStatistics
 from tests.frames import hello, put
 from tests.pairs import endpoint
 from tests.rogues import rogue_sender
+from tests.transports.ends import record_pair
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 

@@ -26,7 +26,7 @@ from aiotensor.protocol.frames import (
     encode,
 )
 from tests.bare_peers import BareReceiver
-from tests.pairs import comes_back, endpoint
+from tests.pairs import endpoint
 from tests.rogues import RogueSender, rogue_sender
 from verification.fuzz.listening import waiting_at
 from verification.patterns import pattern
@@ -52,8 +52,6 @@ async def test_a_sender_refused_by_a_limit_connects_again_at_the_next_call(limit
             with pytest.raises(RefusedError, match=f"refused this sender: .*{limit}=.*: raise {limit}") as no:
                 await _send_on(second)
             assert no.value.pid == os.getpid()
-            if not comes_back():
-                return
             refused = receiver.statistics().senders_refused
             await first.aclose()
             await until(lambda: receiver.statistics().senders == 0)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aiotensor.transports.records import record_pair
-from tests.transports.ends import End, end_of, open_sockets
+from tests.transports.ends import End, end_of, open_sockets, record_pair
 
 
 @pytest.fixture(autouse=True)

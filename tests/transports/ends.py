@@ -65,9 +65,14 @@ class End:
         return data
 
 
-def end_of(sock: socket.socket, *, reads: bool = True, max_unsent_bytes: int | None = None) -> End:
+def record_pair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected non-blocking sockets."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+
+
+def end_of(sock: socket.socket, *, max_unsent_bytes: int | None = None) -> End:
     """Return a started end over a socket."""
-    return End(SocketTransport(sock, reads=reads, max_unsent_bytes=max_unsent_bytes))
+    return End(SocketTransport(sock, max_unsent_bytes=max_unsent_bytes))
 
 
 def fill(transport: Transport) -> int:

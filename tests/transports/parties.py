@@ -13,7 +13,6 @@ from tests.transports.ends import End
 
 __all__ = ["Accepting", "Connecting", "connected_over"]
 
-_SENDER = "0123456789abcdef" * 2  # an id
 _MAX_RECORD_BYTES = 1 << 16
 
 
@@ -95,7 +94,7 @@ async def connected_over(endpoint: Endpoint) -> AsyncIterator[tuple[End, End]]:
     accepting = Accepting()
     listener = await route.listen(accepting, _MAX_RECORD_BYTES)
     try:
-        connecting = Connecting(lambda events: route.connector(_SENDER, events))
+        connecting = Connecting(lambda events: route.connector(events))
         try:
             connecting.connector.connect()
             accepted = await accepting.accepted.get()

@@ -89,20 +89,6 @@ async def test_the_last_records_arrive_before_the_end_is_reported(writer: str, e
         assert near.lost == []
 
 
-@on_one_machine
-@directions
-async def test_a_peer_that_has_closed_is_detected_before_its_last_records_are_read(
-    writer: str, endpoint: Endpoint
-) -> None:
-    async with both_ways(endpoint, writer) as (near, far):
-        assert not far.transport.peer_has_closed()
-        near.transport.write(b"last")
-        near.transport.close()
-        assert far.transport.peer_has_closed()
-        assert far.arrived.empty()
-        assert await far.read() == b"last"
-
-
 @directions
 async def test_a_full_connection_whose_peer_closes_ends_once_and_closes_queued_descriptors(
     writer: str, endpoint: Endpoint

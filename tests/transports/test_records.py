@@ -10,8 +10,8 @@ import pytest
 
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from aiotensor.runtime.descriptors import close_all
-from aiotensor.transports.records import RecordReader, SocketTransport, record_pair
-from tests.transports.ends import End, end_of, fill, open_sockets, read_all, turns
+from aiotensor.transports.records import RecordReader, SocketTransport
+from tests.transports.ends import End, end_of, fill, open_sockets, read_all, record_pair, turns
 from tests.transports.unix_ends import no_descriptors
 
 

@@ -8,8 +8,8 @@ import socket
 import pytest
 
 from aiotensor.runtime.descriptors import close_all
-from aiotensor.transports.records import SocketTransport, record_pair
-from tests.transports.ends import End, end_of, fill, turns
+from aiotensor.transports.records import SocketTransport
+from tests.transports.ends import End, end_of, fill, record_pair, turns
 
 
 class Pipe:
@@ -86,24 +86,6 @@ async def test_the_last_records_arrive_although_queued_ones_could_not_be_sent(
 
     assert end.arrived.qsize() == 20
     assert end.lost == ["the peer closed the connection"]
-    pipe.check_closed()
-
-
-async def test_writing_resumes_although_the_peer_has_closed_with_records_in_the_queue() -> None:
-    near, far = record_pair()
-    end = end_of(near, reads=False)
-    pipe = Pipe()
-    fill(end.transport)
-    end.transport.write(b"queued", [pipe.writing_end])
-    far.close()
-    await end.resumed.wait()
-
-    assert end.transport.is_writable
-    assert not end.transport.is_closed, "a socket that does not read is closed by its owner only"
-    end.transport.write(b"to nobody", [pipe.writing_end])
-    await turns()
-    assert end.lost == []
-    end.transport.close()
     pipe.check_closed()
 
 

@@ -17,8 +17,7 @@ __all__ = ["BroadcastFamily", "BroadcastPlay"]
 class BroadcastFamily(Family):
     """A publisher and its subscribers; killed processes are replaced.
 
-    In every round the processes open new publishers and subscribers, and close them. A queue has one
-    publisher: its processes end after each round.
+    In every round the processes open new publishers and subscribers, and close them.
     """
 
     sending: SendersPart = publishing
@@ -54,7 +53,6 @@ class BroadcastFamily(Family):
         return await self._new(f"subscriber-{number}", self.connecting, uvloop=plan.takers[number].uvloop)
 
     async def prepare(self, plan: Round) -> None:
-        self.has_ended = self.has_ended or self.is_queue
         await super().prepare(plan)
         missing = range(len(self.subscribers), len(plan.takers))
         self.subscribers += await asyncio.gather(*(self.new_subscriber(plan, number) for number in missing))
@@ -65,8 +63,6 @@ class BroadcastFamily(Family):
         return wrong
 
     async def _begin(self, plan: Round) -> None:
-        if self.is_queue:
-            self.renew_queue()
         self.senders = [await self.new_sender(plan, 0)]
         self.has_ended = False
 
@@ -117,22 +113,15 @@ class BroadcastPlay(Play):
             await self._kill_subscriber(member, target)
 
     async def _close_publisher(self, member: Member) -> None:
-        if self.family.is_queue:
-            self.family.has_ended = True
-            await member.call(publishing.close)
-        else:
-            member.id = await member.call(publishing.reopen, self.plan.senders[0])
+        member.id = await member.call(publishing.reopen, self.plan.senders[0])
 
     async def _kill_publisher(self, member: Member) -> None:
         family = self.family
-        family.has_ended = family.is_queue
         living = [one for one in self.subscribers if not one.is_killed]
         at = member.kill()
         self.gone.append((member, 0))
         async with all_of(self._heard(one, member.id, at) for one in living):
             pass
-        if family.is_queue:
-            return
         await member.ended()  # the kernel may close its sockets later than it closes its connections
         replacement = await family.new_sender(self.plan, 0)
         await self._open(replacement)
@@ -182,26 +171,16 @@ class BroadcastPlay(Play):
     async def recover(self, living: list[tuple[int, Member]]) -> None:
         """Check that another publication reaches every subscriber."""
         healed = time.monotonic()
-        count = len(self.subscribers)
-        if self.family.is_queue:
-            # A subscriber that was disconnected cannot return; another one may only have begun to connect.
-            await asyncio.gather(*(one.call(subscribing.admitted) for one in self.subscribers))
-            count = 0
-        last = await self.publisher.call(publishing.finish, count)
+        last = await self.publisher.call(publishing.finish, len(self.subscribers))
         await asyncio.gather(*(one.call(subscribing.finish, *last) for one in self.subscribers))
         self.times.recovered = max(self.times.recovered, time.monotonic() - healed)
 
     async def settle(self, living: list[Member]) -> list[str]:
         publisher, subscribers = self.publisher, [one for one in self.subscribers if not one.is_killed]
-        problems = []
-        if self.family.has_ended:
-            await asyncio.gather(*(one.call(subscribing.ended) for one in subscribers))
-            await asyncio.gather(*(one.call(subscribing.settle) for one in subscribers))
-        else:
-            await asyncio.gather(*(one.call(subscribing.settle) for one in subscribers))
-            await publisher.call(publishing.settle, is_free=self._releases_at_once)
-            problems += await publisher.call(publishing.close)
-            await asyncio.gather(*(one.call(subscribing.ended) for one in subscribers))
+        await asyncio.gather(*(one.call(subscribing.settle) for one in subscribers))
+        await publisher.call(publishing.settle, is_free=self._releases_at_once)
+        problems = await publisher.call(publishing.close)
+        await asyncio.gather(*(one.call(subscribing.ended) for one in subscribers))
         await asyncio.gather(*(one.call(subscribing.stop) for one in subscribers))
         return [f"{publisher.name}: {problem}" for problem in problems]
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
 import os
 import shutil
 import signal
@@ -12,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from aiotensor import AioTensorError, TensorQueue
+from aiotensor import AioTensorError
 from aiotensor.transports.endpoints import Endpoint
 from verification.chaos import here, journal, sending, taking
 from verification.chaos.network import Network, Side
@@ -222,7 +221,6 @@ class Family:
     def __init__(self, name: str) -> None:
         self.name = name
         self.kind = FAMILIES[name]
-        self.is_queue = self.kind.is_queue
         self.receiver: Member
         self.senders: list[Member] = []
         self.notes: list[str] = []  # features that cannot be tested on this machine
@@ -264,7 +262,7 @@ class Family:
 
     def left_in_folder(self) -> list[str]:
         """List the files in the shared folder, except the socket."""
-        return [name for name in os.listdir(self._meeting) if name != "s" or self.is_queue]
+        return [name for name in os.listdir(self._meeting) if name != "s"]
 
     async def new_receiver(self, plan: Round) -> Member:
         """Start a process for a receiver, without opening the receiver."""
@@ -306,8 +304,6 @@ class Family:
         for member in members:
             if not member.is_killed:
                 await self.leave(member)
-        if not isinstance(self._endpoint, str):
-            self._endpoint.close()
         for member in members:
             if not member.is_killed:
                 status = await member.finish()
@@ -338,14 +334,7 @@ class Family:
         if self.network is not None:
             self.network.close()
 
-    def renew_queue(self) -> None:
-        """Connect the next processes by another queue."""
-        stock = self.kind.link == "stock"
-        self._endpoint = multiprocessing.get_context("spawn").Queue() if stock else TensorQueue()
-
     async def _begin(self, plan: Round) -> None:
-        if self.is_queue:
-            self.renew_queue()
         self.receiver, *self.senders = await asyncio.gather(
             self.new_receiver(plan), *(self.new_sender(plan, slot) for slot in range(SLOTS))
         )

@@ -49,17 +49,12 @@ class Kind(NamedTuple):
 
     Attributes:
         work: "tensors", "questions" to one server, "engines" for questions to several, or "broadcast".
-        link: "unix"; "queue" or "stock", which end with their receiver or publisher; "tcp" on the loopback,
-            without keys and heartbeats; or "hosts": two hosts and a cable, with keys and heartbeats.
+        link: "unix"; "tcp" on the loopback, without keys and heartbeats; or "hosts": two hosts and a cable,
+            with keys and heartbeats.
     """
 
     work: str
     link: str
-
-    @property
-    def is_queue(self) -> bool:
-        """Whether no process can follow the receiver or publisher."""
-        return self.link in ("queue", "stock")
 
     @property
     def lands(self) -> bool:
@@ -75,15 +70,11 @@ class Kind(NamedTuple):
 FAMILIES = {
     "server": Kind("tensors", "unix"),
     "engine": Kind("tensors", "unix"),
-    "queue": Kind("tensors", "queue"),
-    "stock queue": Kind("tensors", "stock"),
     "asking": Kind("questions", "unix"),
     "answering": Kind("questions", "unix"),
     "engines": Kind("engines", "hosts"),
     "publisher": Kind("broadcast", "unix"),
     "subscriber": Kind("broadcast", "unix"),
-    "audience": Kind("broadcast", "queue"),
-    "stock audience": Kind("broadcast", "stock"),
     "tcp server": Kind("tensors", "tcp"),
     "tcp engine": Kind("tensors", "tcp"),
     "remote server": Kind("tensors", "hosts"),

@@ -323,6 +323,4 @@ def _plan_faults_of_broadcast(rng: random.Random, family: str, subscribers: int)
         faults[target, kind] = Fault(kind, target, rng.uniform(0, 25), _plan_for_ms(rng, kind, family))
     if FAMILIES[family].has_timeout and rng.random() < 0.2:
         faults[None, FaultKind.PARTITION] = _plan_partition(rng)
-    if 0 in ends and FAMILIES[family].is_queue:  # which admits no other subscriber then
-        faults = {where: fault for where, fault in faults.items() if where[0] == 0 or fault.kind not in ENDS}
     return tuple(faults.values())

@@ -87,8 +87,6 @@ class Play:
             async with asyncio.timeout(3 * WATCHDOG_S), all_of(self.inject(fault) for fault in plan.faults):
                 pass
             self.faults_ended = time.monotonic()
-            if family.has_ended:
-                self._give_up_new()
             while self.programs:
                 await asyncio.gather(*self.programs)
                 self.programs = {program for program in self.programs if not program.done()}
@@ -98,8 +96,7 @@ class Play:
             for pid in self.lingering:
                 os.kill(pid, signal.SIGKILL)
         living = [(slot, sender) for slot, sender in enumerate(family.senders) if not sender.is_killed]
-        if not family.has_ended:
-            await self.recover(living)
+        await self.recover(living)
         settling = time.monotonic()
         problems = await self.settle([sender for _, sender in living])
         self.times.settled = max(self.times.settled, time.monotonic() - settling)
@@ -213,8 +210,7 @@ class Play:
                         raise RoundError(
                             f"the end of {sender.name} was told after {took:.3f} s, naming {pid}"
                         )
-        if not family.has_ended:
-            await self.replace_sender(slot)
+        await self.replace_sender(slot)
 
     async def replace_sender(self, slot: int) -> None:
         """Start a new process in place of a killed one."""
@@ -228,8 +224,6 @@ class Play:
         family, old = self.family, self.family.receiver
         senders = [sender for sender in family.senders if sender not in self.new]
         self.receiver_is_old = False
-        if family.is_queue:
-            family.has_ended = True
         if kind is FaultKind.CLOSE:
             await old.call(family.taking.close)
             at = time.monotonic()
@@ -237,8 +231,6 @@ class Play:
             at = old.kill()
             self.gone.append((old, None))
         async with all_of(self._told(sender, at) for sender in senders):
-            if family.is_queue:
-                return
             if kind is FaultKind.CLOSE:
                 new = old
             else:
@@ -254,13 +246,6 @@ class Play:
             self.times.senders_told = max(self.times.senders_told, took)
             if self.is_late(took):
                 raise RoundError(f"{sender.name} was told of the end of its receiver after {took:.3f} s")
-
-    def _give_up_new(self) -> None:
-        """Kill the senders whose hello may still be on a queue that no process reads any more."""
-        for slot, sender in enumerate(self.family.senders):
-            if sender in self.new and not sender.is_killed:
-                sender.kill()
-                self.gone.append((sender, slot))
 
     # Its end
 
@@ -293,7 +278,7 @@ class Play:
         family = self.family
         problems = []
         receiver: ReceiverStatistics | None = None
-        if not family.receiver.is_killed and not family.has_ended:
+        if not family.receiver.is_killed:
             receiver = await family.receiver.call(taking.settle, len(living) if family.kind.lands else None)
         for sender in living:
             statistics, sender.losses = await sender.call(sending.settle)
@@ -326,8 +311,7 @@ class Play:
             if member.is_killed:
                 continue
             problems += self._said(member, slot)
-            if not family.has_ended:
-                problems += await _wrong_with_process(member, self.segments(slot))
+            problems += await _wrong_with_process(member, self.segments(slot))
         mine = [f"torch_{member.pid}_" for member in family.members]
         for name in os.listdir("/dev/shm"):  # noqa: S108 - read only
             if "aiotensor" in name or any(name.startswith(one) for one in mine):

@@ -18,7 +18,7 @@ from verification.chaos.taking import Cycle
 from verification.internals import publisher_of
 from verification.processes.peers import State
 
-__all__ = ["admitted", "close", "ended", "finish", "heard", "open_receiver", "settle", "stop", "take"]
+__all__ = ["close", "ended", "finish", "heard", "open_receiver", "settle", "stop", "take"]
 
 _CANCELLED = 0.2  # of the calls
 _ITERATED = 0.5  # of the calls
@@ -157,14 +157,6 @@ async def heard(state: State, publisher: str) -> None:
     """Wait until a subscriber is disconnected from a publisher that is gone."""
     del state
     while publisher_of(_all[-1].subscriber) == publisher:
-        await asyncio.sleep(0.001)
-
-
-async def admitted(state: State) -> None:
-    """Wait until a publisher has admitted the subscriber, or none can."""
-    del state
-    last = _all[-1]
-    while not publisher_of(last.subscriber) and not last.task.done():
         await asyncio.sleep(0.001)
 
 

@@ -27,9 +27,8 @@ from verification.fuzz.targets import Progress, conversation_of
 GUIDED = {
     "decoder": 0.05,
     "messages": 0.05,
-    "receiver, unix": 0.06,
+    "receiver, unix": 0.11,
     "receiver, tcp": 0.05,
-    "receiver, queue": 0.05,
     "sender": 0.04,
     "sender, tcp": 0.03,
     "inspector": 0.03,
@@ -42,8 +41,7 @@ GUIDED = {
     "rank, tcp": 0.04,
 }
 LIVE = {
-    "receiver, unix": 0.05,
-    "receiver, queue": 0.04,
+    "receiver, unix": 0.09,
     "receiver, tcp": 0.05,
     "sender": 0.03,
     "sender, tcp": 0.03,
@@ -51,8 +49,7 @@ LIVE = {
     "inspector, tcp": 0.02,
     "server": 0.04,
     "client": 0.03,
-    "publisher, unix": 0.03,
-    "publisher, queue": 0.02,
+    "publisher, unix": 0.05,
     "publisher, tcp": 0.03,
     "subscriber": 0.03,
     "subscriber, tcp": 0.03,

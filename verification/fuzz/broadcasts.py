@@ -15,12 +15,10 @@ from verification.fuzz.inspecting import INSPECT
 from verification.fuzz.moving import Movement, any_opening
 from verification.fuzz.placing import ANYTHING, DTYPE_NAMES, Segments
 from verification.fuzz.steps import (
-    ENVELOPES,
     FIRST_BLOCK,
     FIRST_NUMBER,
     PID,
     PUBLISHER,
-    RIGHT,
     STAND_IN,
     Step,
 )
@@ -152,8 +150,7 @@ def _step(
     descriptors = []
     if happens(chooser, 4 * one_in):
         descriptors = [one_of(chooser, ANYTHING)] * one_of(chooser, (1, 7, 8, 9, 64))
-    envelope = one_of(chooser, ENVELOPES) if happens(chooser, 2 * one_in) else RIGHT
-    return Step(record.hex(), tuple(descriptors), envelope, connects, after=0 if connects else reading.read)
+    return Step(record.hex(), tuple(descriptors), connects, after=0 if connects else reading.read)
 
 
 class _Publishing:

@@ -11,7 +11,7 @@ from verification.fuzz.inspecting import INSPECT, TO_INSPECTOR, to_inspector
 from verification.fuzz.moving import Movement, any_opening
 from verification.fuzz.placing import ANYTHING, BLOCK, Segments, put_frame
 from verification.fuzz.ranks import TO_RANK, to_rank
-from verification.fuzz.steps import ENVELOPES, RIGHT, STAND_IN, Conversation, Step
+from verification.fuzz.steps import STAND_IN, Conversation, Step
 from verification.fuzz.wire import Frame, boundary, broken_frame, record_of
 
 __all__ = [
@@ -159,8 +159,7 @@ def _step(chooser: Chooser, talk: Talk, one_in: int, frames: list[Frame], *, con
     descriptors = talk.segments.taken_descriptors()
     if happens(chooser, 2 * one_in):
         descriptors += [one_of(chooser, ANYTHING)] * one_of(chooser, (1, 7, 8, 9, 64))
-    envelope = one_of(chooser, ENVELOPES) if happens(chooser, 2 * one_in) else RIGHT
-    return Step(record.hex(), tuple(descriptors), envelope, connects)
+    return Step(record.hex(), tuple(descriptors), connects)
 
 
 def _to_sender(chooser: Chooser) -> list[Step]:

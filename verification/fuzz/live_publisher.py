@@ -111,11 +111,9 @@ async def _settle(state: peers.State, subscribers: int) -> _Settled:
 
 def _is_settled(state: peers.State, publisher: Publisher, subscribers: int) -> bool:
     held, now = held_by_publisher(publisher), publisher.statistics()
-    # Over a queue a rogue may have named another process, whose end is awaited until memory is needed.
-    departures = held["departures"] if isinstance(state.endpoint, str) else 0
     of_honest = [(lag.behind, lag.held_bytes) for lag in now.lags]
     return (
-        (held["turns"], departures, now.waiting) == (0, 0, 0)
+        (held["turns"], held["departures"], now.waiting) == (0, 0, 0)
         and of_honest == [(0, 0)] * subscribers
         and not unidentified_at_publisher(publisher)
     )

@@ -5,28 +5,15 @@ import contextlib
 import errno
 import os
 import secrets
-import select
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from multiprocessing.queues import Queue
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from aiotensor import TensorQueue
 from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Hello, encode
 from aiotensor.transports.endpoints import Endpoint
-from aiotensor.transports.records import record_pair
-from aiotensor.transports.stock.ends import address_of, new_socket
-from aiotensor.transports.stock.pipe import (
-    CONNECTION_BYTES,
-    MAX_DATA_BYTES,
-    Kind,
-    StockQueue,
-    encode_chunk,
-    open_writer,
-)
 from verification.fuzz.roads import Connections
 from verification.fuzz.speaking_tcp import OnTcp
-from verification.fuzz.steps import RIGHT, STAND_IN, Conversation, Step
+from verification.fuzz.steps import STAND_IN, Conversation, Step
 from verification.fuzz.things import Things
 
 __all__ = ["Road", "converse", "heard", "road_to", "say"]
@@ -153,192 +140,11 @@ class OnSocket:
         self._open.close()
 
 
-class OnQueue:
-    """The pipe of a queue, which honest senders also use."""
-
-    def __init__(self, queue: TensorQueue, things: Things) -> None:
-        self._queue = queue.open_writer()
-        self._things = things
-        self._open = Connections[socket.socket]()
-        self._is_new = False
-
-    async def connect(self, opening: str | None = None) -> None:
-        self._open.leave()
-        self._is_new = True
-
-    async def say(self, step: Step, sender: bytes) -> bool:
-        record = step.data.replace(STAND_IN.encode(), sender)
-        beside = self._things.descriptors(step.descriptors, self._queue.fileno())
-        is_new, self._is_new = self._is_new, False
-        envelope = step.envelope
-        if envelope == RIGHT:
-            envelope = "hello" if is_new else "frame"
-        match envelope:
-            case "hello":
-                self._open.leave()
-                self._open.current, far = record_pair()
-                with far:
-                    return await say(self._queue, b"H" + sender + record, [far.fileno(), *beside])
-            case "hello without a pipe":
-                return await say(self._queue, b"H" + sender + record, beside)
-            case "none":
-                return await say(self._queue, record, beside)
-            case "stranger":
-                return await say(self._queue, b"F" + b"\xff" * 32 + record, beside)
-            case "unknown kind":
-                return await say(self._queue, b"X" + sender + record, beside)
-            case "frame":
-                return await say(self._queue, b"F" + sender + record, beside)
-        thing = self._things.descriptor(envelope.removeprefix("hello with a "))
-        return await say(self._queue, b"H" + sender + record, [thing, *beside])
-
-    async def answered(self) -> None:
-        if self._open.current is not None:
-            await _first_byte(self._open.current)
-
-    async def read(self, within_s: float) -> bytes:
-        return await _record(self._open.current, within_s)
-
-    async def say_beside(self, step: Step, sender: bytes) -> None:
-        pipe, far = record_pair()
-        self._open.beside.append(pipe)
-        with far:
-            is_said = await say(self._queue, b"H" + sender + step.data, [far.fileno()])
-        if is_said:
-            await _first_byte(pipe)
-
-    def close(self) -> None:
-        self._open.close()
-        self._queue.close()
-
-
-class _StockConnection:
-    """A connection over a stock queue.
-
-    Args:
-        write: writes bytes to the queue.
-        sock: the socket to the other side; None if there is none.
-        name: identifies the connection.
-    """
-
-    def __init__(
-        self, write: Callable[[bytes], Awaitable[None]], sock: socket.socket | None, name: bytes
-    ) -> None:
-        self.sock = sock
-        self._write = write
-        self._name = name
-        self._number = 0
-
-    async def say(self, record: bytes, descriptors: Sequence[int] = (), kind: bytes = Kind.LAST) -> bool:
-        """Send a record; return False if the connection has ended."""
-        is_heard = True
-        if descriptors and self.sock is not None:
-            is_heard = await say(self.sock, b"D", descriptors)
-            kind = Kind.CARRIER
-        for start in range(0, len(record) or 1, MAX_DATA_BYTES):
-            part = record[start : start + MAX_DATA_BYTES]
-            is_last = start + MAX_DATA_BYTES >= len(record)
-            chunk = encode_chunk(kind if is_last else Kind.PART, self._name, self._number, part)
-            await self._write(chunk)
-            self._number += 1
-        return is_heard
-
-    def close(self) -> None:
-        if self.sock is not None:
-            self.sock.close()
-
-
-class OnStockQueue:
-    """The pipe of a stock queue, which honest senders also use."""
-
-    def __init__(self, queue: StockQueue, things: Things) -> None:
-        self._queue = open_writer(queue)
-        self._things = things
-        self._open: Connections[_StockConnection] = Connections()
-        self._is_new = False
-
-    async def connect(self, opening: str | None = None) -> None:
-        self._open.leave()
-        self._is_new = True
-
-    async def _connected(self) -> _StockConnection:
-        name = secrets.token_bytes(CONNECTION_BYTES)
-        with new_socket() as door:
-            door.bind(address_of(name))
-            door.listen()
-            await self._write(encode_chunk(Kind.CONNECT, name, 0, b""))
-            sock, _ = await asyncio.get_running_loop().sock_accept(door)
-        return _StockConnection(self._write, sock, name)
-
-    async def _write(self, chunk: bytes) -> None:
-        while True:
-            try:
-                os.write(self._queue.number, chunk)
-            except BlockingIOError:
-                await _has_room(self._queue.number)
-            else:
-                return
-
-    async def say(self, step: Step, sender: bytes) -> bool:
-        record = step.data.replace(STAND_IN.encode(), sender)
-        beside = self._things.descriptors(step.descriptors, self._queue.number)
-        is_new, self._is_new = self._is_new, False
-        envelope = step.envelope
-        if envelope.startswith("hello") or is_new:
-            self._open.leave()
-            if envelope == "hello without a pipe":
-                self._open.current = _StockConnection(
-                    self._write, None, secrets.token_bytes(CONNECTION_BYTES)
-                )
-            else:
-                self._open.current = await self._connected()
-        connection = self._open.current
-        if connection is None:
-            raise RuntimeError("nothing is said before connecting")
-        match envelope:
-            case "none":  # an object of the application
-                body = record[: select.PIPE_BUF - 4]
-                await self._write(len(body).to_bytes(4) + body)
-                return True
-            case "stranger":
-                return await _StockConnection(self._write, None, b"\xff" * CONNECTION_BYTES).say(record)
-            case "unknown kind":
-                return await connection.say(record, kind=b"X")
-        if envelope.startswith("hello with a ") and connection.sock is not None:
-            thing = self._things.descriptor(envelope.removeprefix("hello with a "))
-            await say(connection.sock, b"D", [thing])  # which belong to no record
-        return await connection.say(record, beside)
-
-    async def answered(self) -> None:
-        if self._open.current is not None and self._open.current.sock is not None:
-            await _first_byte(self._open.current.sock)
-
-    async def read(self, within_s: float) -> bytes:
-        return await _record(None if self._open.current is None else self._open.current.sock, within_s)
-
-    async def say_beside(self, step: Step, sender: bytes) -> None:
-        connection = await self._connected()
-        self._open.beside.append(connection)
-        if await connection.say(step.data) and connection.sock is not None:
-            await _first_byte(connection.sock)
-
-    def close(self) -> None:
-        self._open.close()
-        self._queue.close()
-
-
 @contextlib.contextmanager
 def road_to(endpoint: Endpoint, things: Things) -> Iterator[Road]:
     """Return an object that connects to a receiver."""
-    road: OnQueue | OnStockQueue | OnTcp | OnSocket
-    if isinstance(endpoint, TensorQueue):
-        road = OnQueue(endpoint, things)
-    elif isinstance(endpoint, Queue):
-        road = OnStockQueue(endpoint, things)
-    elif endpoint.startswith("tcp://"):
-        road = OnTcp(endpoint)
-    else:
-        road = OnSocket(endpoint, things)
+    address = str(endpoint)
+    road = OnTcp(address) if address.startswith("tcp://") else OnSocket(address, things)
     with contextlib.closing(road):
         yield road
 

@@ -8,13 +8,11 @@ from aiotensor.protocol import network
 
 __all__ = [
     "CASES",
-    "ENVELOPES",
     "FIRST_BLOCK",
     "FIRST_NUMBER",
     "HEARD",
     "PID",
     "PUBLISHER",
-    "RIGHT",
     "STAND_IN",
     "Conversation",
     "Step",
@@ -35,13 +33,6 @@ FIRST_NUMBER = 0x2EAD_5EAD_0000_0000  # the first publication of a connection; t
 FIRST_BLOCK = 0x2EAD_B10C_0000_0000  # a block of the first publication; those of the next ones follow
 HEARD = 0x2EAD_ACED_0000_0000  # the bytes of steps, and of records, that the rogue has received
 
-RIGHT = "right"  # the valid envelope of this record on a queue
-
-ENVELOPES = (
-    *(RIGHT, "none", "hello", "hello without a pipe", "hello with a pipe", "hello with a file"),
-    *("hello with a listener", "stranger", "unknown kind"),
-)
-
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One record of a conversation.
@@ -49,7 +40,6 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         record: the bytes, in hexadecimal digits.
         descriptors: the kinds of the descriptors that travel with it; see `things.Things`.
-        envelope: its prefix on a queue; see `speaking.OnQueue`.
         connects: whether it is sent on a new connection.
         beside: whether it is sent on a further connection, whose answer is awaited, and which stays open.
         after: how many records of the other side are read before it is sent; of a publisher, how many
@@ -64,7 +54,6 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     record: str
     descriptors: tuple[str, ...] = ()
-    envelope: str = RIGHT
     connects: bool = False
     beside: bool = False
     after: int = 0

@@ -121,10 +121,7 @@ class WholeBroadcast(SubscriberRules):
             if name in lags:
                 self._check_lag(side, subscriber, lags[name])
             else:
-                may_be_gone = has_ended(subscriber.subscriber) or (
-                    not self.comes_back and subscriber.was_lost
-                )
-                assert may_be_gone, f"{subscriber} did not find {side}"
+                assert has_ended(subscriber.subscriber), f"{subscriber} did not find {side}"
         self._check_calls(side, now)
         self._check_bytes(side, now, lags)
 
@@ -250,8 +247,6 @@ class WholeBroadcast(SubscriberRules):
             self._free_all()
             for subscriber in self.living:
                 while not isinstance(self.receive_now(subscriber), WouldBlockError):
-                    if has_ended(subscriber.subscriber) and not self.comes_back:
-                        break
                     self._free_all()
             self.settle()
             now = side.publisher.statistics()

@@ -67,15 +67,7 @@ class _OverTcp(WholeProtocol):
     link = "tcp"
 
 
-class _OverStock(WholeProtocol):
-    link = "stock"
-
-
 class _OverQueueOnUvloop(_OverQueue):
-    loop = "uvloop"
-
-
-class _OverStockOnUvloop(_OverStock):
     loop = "uvloop"
 
 
@@ -91,11 +83,9 @@ PAIRS: dict[str, type[WholeProtocol]] = {
     "queue, asyncio": _OverQueue,
     "unix, asyncio": _OverUnix,
     "tcp, asyncio": _OverTcp,
-    "stock, asyncio": _OverStock,
     "queue, uvloop": _OverQueueOnUvloop,
     "unix, uvloop": _OverUnixOnUvloop,
     "tcp, uvloop": _OverTcpOnUvloop,
-    "stock, uvloop": _OverStockOnUvloop,
 }
 
 
@@ -119,8 +109,6 @@ BROADCASTS: dict[str, type[WholeBroadcast]] = {
         (2, "tcp", "uvloop"),
         (4, "tcp", "asyncio"),
         (8, "tcp", "uvloop"),
-        (2, "stock", "asyncio"),
-        (4, "stock", "uvloop"),
     )
 }
 

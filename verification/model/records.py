@@ -46,7 +46,6 @@ class Sender(_Printed):
 
     number: int
     sender: TensorSender
-    comes_back: bool
     limit: int
     arena_bytes: int
     met: Receiver | None = None  # the connected receiver, after the last settling
@@ -62,7 +61,7 @@ class Sender(_Printed):
 
     def may_have_lost(self, began: int) -> bool:
         """Return whether an operation that began at that moment may be lost by now."""
-        if self.may_be_refused or (self.losses and not self.comes_back):
+        if self.may_be_refused:
             return True
         return any(loss.noticed is None or began < loss.noticed for loss in self.losses)
 

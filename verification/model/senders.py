@@ -32,7 +32,7 @@ class SenderRules(World):
     @rule(limit=st.integers(1, 3), arena_bytes=ARENAS)
     def open_sender(self, limit: int, arena_bytes: int) -> None:
         sender = TensorSender(self.place, limit, arena_bytes)
-        record = Sender(len(self.senders), sender, self.comes_back, limit, arena_bytes)
+        record = Sender(len(self.senders), sender, limit, arena_bytes)
         self.senders.append(record)
         promised = sum(one.limit for one in self.senders)
         for one in self.senders:

@@ -71,8 +71,7 @@ class SettledWorld(EndRules):
                 sender.met = None
             elif receiver is not None:
                 is_here = sender.sender.id in senders_of(receiver.receiver).connected
-                must_be_here = not sender.may_be_refused and (sender.comes_back or not sender.losses)
-                assert is_here or not must_be_here, f"{sender} did not find {receiver}"
+                assert is_here or sender.may_be_refused, f"{sender} did not find {receiver}"
                 sender.met = receiver if is_here else None
                 if is_here:
                     sender.introduced.add(receiver)

@@ -1,25 +1,20 @@
 """The common parts of all worlds: a stepped event loop, an endpoint, and the checks for leftovers."""
 
 import asyncio
-import contextlib
-import fcntl
 import gc
 import sys
-import termios
 import threading
 from abc import abstractmethod
 from contextlib import ExitStack
-from multiprocessing.queues import Queue
 from typing import Any
 
 import torch
 from hypothesis.stateful import RuleBasedStateMachine
 
-from aiotensor import AioTensorError, TensorQueue, TensorReceiver
+from aiotensor import AioTensorError, TensorReceiver
 from aiotensor.broadcast import Subscriber
 from aiotensor.runtime.worker import Worker
 from aiotensor.transports.base import Transport
-from aiotensor.transports.stock.pipe import open_writer
 from verification.descriptors import our_descriptors
 from verification.internals import cut, worker_of
 from verification.model.delivery import Delivery
@@ -31,14 +26,10 @@ from verification.places import LINKS
 __all__ = ["Stage", "outcome_of"]
 
 
-def _unread_bytes(descriptor: int) -> int:
-    return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
-
-
 class Stage(RuleBasedStateMachine):
     """Run real objects on one loop, whose iterations the rules choose."""
 
-    link = "queue"
+    link = "unix"
     loop = "asyncio"
 
     def __init__(self) -> None:
@@ -66,29 +57,14 @@ class Stage(RuleBasedStateMachine):
         return pattern(self.seeds * 1_000_003, count)
 
     @property
-    def comes_back(self) -> bool:
-        """Whether a peer that was lost is found again."""
-        return LINKS[self.link].comes_back
-
-    @property
     def searches(self) -> int:
         """The number of searches until each peer has certainly found the receiver or the publisher."""
-        if not self.comes_back:
-            return 1
         # Between machines, the first search may have reached a listener that was closing, and never answered.
         return 2 if self.delivery is None else 3
 
     def traffic(self) -> object:
         """Return values that change while messages are under way, even if nothing else changes."""
-        if self.delivery is not None:
-            return self.delivery.traffic()
-        if isinstance(self.place, Queue):
-            with contextlib.closing(open_writer(self.place)) as writer:
-                return _unread_bytes(writer.number)
-        if not isinstance(self.place, TensorQueue):
-            return 0
-        with self.place.open_reader() as reader:  # the unread bytes on the queue
-            return _unread_bytes(reader.fileno())
+        return 0 if self.delivery is None else self.delivery.traffic()
 
     def hold_or_let_go_of_memory(self, owner: TensorReceiver | Subscriber[Any]) -> None:
         """Hold the worker that provides memory for the bytes of other machines, or release it.

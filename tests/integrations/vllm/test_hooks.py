@@ -105,7 +105,6 @@ def ends(permits: int) -> Iterator[Ends]:
     ):
         sender.ready()
         yield Ends(TensorConsumer(sender), TensorProvider(receiver), sender, receiver)
-    queue.close()
 
 
 SMALL = 100  # elements of int64: sent in a frame
@@ -210,7 +209,6 @@ def engines() -> Iterator[tuple[TensorConsumer, list[TensorProvider]]]:
         senders, providers = [], []
         for _ in range(2):
             queue = TensorQueue()
-            stack.callback(queue.close)
             receiver = stack.enter_context(blocking.TensorReceiver(queue))
             senders.append(stack.enter_context(blocking.TensorSender(queue)))
             senders[-1].ready()
@@ -242,7 +240,6 @@ def test_a_placeholder_of_another_implementation_is_an_error(ends: Ends, data: d
 def receive(queue: TensorQueue, commands: Connection) -> None:
     """Open a receiver, as an engine does, and wait to be killed."""
     with blocking.TensorReceiver(queue):
-        queue.close()
         commands.send("ready")
         commands.recv()
 
@@ -256,7 +253,6 @@ def test_a_killed_engine_leaves_no_memory_in_use_and_later_tensors_are_declined(
     try:
         assert ours.recv() == "ready"
         with blocking.TensorSender(queue) as sender:
-            queue.close()
             sender.ready()
             consumer = TensorConsumer(sender)
             for seed in range(3):
@@ -268,7 +264,7 @@ def test_a_killed_engine_leaves_no_memory_in_use_and_later_tensors_are_declined(
             seen = sender.statistics()
             assert (seen.in_flight, seen.waiting) == (0, 0)
             assert consumer(pattern(9, BIG)) is None
-            assert consumer.declined == {"PeerLostError": 1}
+            assert consumer.declined == {"UnavailableError": 1}
     finally:
         engine.kill()
         engine.join()
