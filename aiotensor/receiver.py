@@ -45,7 +45,8 @@ class TensorReceiver(LoopObject):
     Args:
         endpoint: the location of the receiver: an address such as ``unix:///run/user/1000/engine.sock``, to
             which only processes of this user may connect, a `TensorQueue`, or a `multiprocessing.Queue` if
-            the application cannot use a `TensorQueue`. Only this receiver may read from the queue.
+            the application cannot use a `TensorQueue`. Nothing else may read from such a queue or put objects
+            into it, and it must be closed after the receiver.
         max_senders: the maximum number of connected senders; None for no limit.
         max_mapped_bytes: the maximum number of bytes of mapped shared memory, over all senders: the sum of
             their `arena_bytes`, and the memory of disconnected senders that tensors still use; None for no

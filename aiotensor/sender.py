@@ -28,14 +28,14 @@ class TensorSender(LoopObject):
     """Send tensors to the receiver at the other end of an endpoint.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. Opening does not
-    wait for the receiver: messages sent before the receiver starts wait for it. If a receiver at an address
-    is lost, the next receiver that listens there replaces it: the messages in flight are lost with
-    `PeerLostError`, and later sends go to the new receiver.
+    wait for the receiver: messages sent before the receiver starts wait for it. If a receiver is lost, the
+    next receiver at the same endpoint replaces it: the messages in flight are lost with `PeerLostError`, and
+    later sends go to the new receiver.
 
     Args:
         endpoint: the location of the receiver: an address such as ``unix:///run/user/1000/engine.sock``, a
-            `TensorQueue`, or a `multiprocessing.Queue` if the application cannot use a `TensorQueue`. Such a
-            queue must carry nothing else, and the sender is connected once the receiver has read from it.
+            `TensorQueue`, or a `multiprocessing.Queue` if the application cannot use a `TensorQueue`. Both
+            sides find each other over such a queue, which must carry nothing else.
         max_concurrent_videos: the maximum number of messages in flight, that is, begun by this sender, and
             neither fully taken by the receiver nor discarded. Further sends wait in the order of the calls.
         arena_bytes: the maximum number of bytes of shared memory that this sender uses at once. Memory is
@@ -143,7 +143,7 @@ class TensorSender(LoopObject):
             TooLargeError: `nbytes` exceeds `arena_bytes`.
             RefusedError: the receiver refused this sender, because of a limit or its version.
             WouldBlockError: the call waited for longer than `max_wait_s`.
-            PeerLostError: the receiver of a queue died or closed, or a receiver broke the protocol.
+            PeerLostError: a receiver broke the protocol.
             AccessDeniedError: the receiver runs as another user.
             UsageError: the process at the address is not a receiver.
             ClosedError: this sender was closed, possibly during the wait.

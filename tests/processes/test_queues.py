@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import socket
-import threading
 from collections.abc import Iterator
 from multiprocessing import get_context
 from typing import Any
@@ -126,14 +125,6 @@ async def test_many_producers_reach_a_receiver_that_starts_later_and_the_one_aft
                 for seed, producer in enumerate(producers):
                     handle = await producer.call(peers.send_pattern, seed, BIG)
                     assert torch.equal(await receiver.receive(handle), pattern(seed, BIG))
-            await asyncio.to_thread(_join_takers)
-    assert queue.empty()
-
-
-def _join_takers() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "aiotensor-queue":
-            thread.join()
 
 
 async def test_publications_reach_subscribers_over_a_plain_queue(queue: Any) -> None:
