@@ -49,14 +49,11 @@ class Link(NamedTuple):
 
     Attributes:
         place: makes an endpoint, and removes it with the files that a killed receiver left.
-        survives_kills: whether another receiver can open at the endpoint after one was killed. A plain queue
-            has a lock that a killed receiver leaves locked.
         is_local: whether both sides share memory.
         connects_at_once: whether connecting to a receiver that listens takes no time.
     """
 
     place: Callable[[], AbstractContextManager[Place]]
-    survives_kills: bool = True
     is_local: bool = True
     connects_at_once: bool = True
 
@@ -106,7 +103,7 @@ def free_port() -> int:
 
 LINKS = {
     "queue": Link(_on_a_queue),
-    "stock": Link(_on_a_stock_queue, survives_kills=False, connects_at_once=False),
+    "stock": Link(_on_a_stock_queue, connects_at_once=False),
     "tcp": Link(_at_a_port, is_local=False, connects_at_once=False),
     "unix": Link(_at_an_address),
 }

@@ -8,7 +8,6 @@ import asyncio
 import errno
 import re
 import secrets
-from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
@@ -35,6 +34,8 @@ else:
 _NAME = re.compile(rb"aiotensor-[0-9a-f]{32}")
 _WAKE = b"aiotensor-closed"  # ends the thread of a closed receiver
 
+_NOT_CONNECTED = "no receiver has connected: none is open, or one was killed and has left the queue locked"
+
 # Before the finalizers of multiprocessing, which end the threads that write to queues.
 _EXIT_PRIORITY = 20
 _EXIT_S = 1.0
@@ -46,7 +47,7 @@ class QueueConnector(RetryingConnector):
     connects_at_once = False
 
     def __init__(self, queue: PlainQueue, events: ConnectorEvents) -> None:
-        super().__init__("queue", lambda: "no receiver has taken the address of this process", events)
+        super().__init__("queue", lambda: _NOT_CONNECTED, events)
         self._queue = queue
         self._listener: UnixListener | None = None  # until the receiver has connected
         self._name = b""
@@ -64,12 +65,11 @@ class QueueConnector(RetryingConnector):
                 self._is_put = True
         except Full:
             pass
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RuntimeError) as error:
             self._stop_listening()
+            if isinstance(error, RuntimeError):  # the first object starts a thread of the queue
+                raise no_thread(error) from error
             raise UsageError(f"this queue was closed: create a new one ({error})") from error
-        except RuntimeError as error:  # the first object starts a thread
-            self._stop_listening()
-            raise no_thread(error) from error
         self.reconnect()
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class QueueListener:
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         # Any process with the queue can cause these at any rate.
-        self._refused = RepeatedEvent(_log_refused)
+        self._failed = RepeatedEvent(_log_failed)
         self._objects = RepeatedEvent(_log_object)
         # The thread holds the lock of the queue while it waits. If the process ended then, no other process
         # could take from the queue any more.
@@ -133,15 +133,13 @@ class QueueListener:
         if self._is_closed:
             return
         self._wake()
-        self._refused.close()
+        self._failed.close()
         self._objects.close()
 
     def _wake(self) -> None:
         """End the thread, which waits for the next object."""
         self._is_closed = True
-        with suppress(
-            Full, ValueError, OSError, RuntimeError
-        ):  # if the queue is full, there is a next object
+        with suppress(Full, ValueError, RuntimeError):  # if the queue is full, there is a next object
             self._queue.put_nowait(_WAKE)
 
     def _end(self) -> None:
@@ -151,47 +149,41 @@ class QueueListener:
 
     def _take(self) -> None:
         """Take names, and pass them to the loop; runs in the thread."""
-        while True:
-            item = None
-            try:
-                item = self._queue.get()
-            except (ValueError, OSError, EOFError) as error:
-                self._call_in_loop(self._fail, error)
-                break
-            except Exception:  # noqa: BLE001, S110 - an object that cannot be unpickled here
-                pass
-            if self._is_closed or not self._call_in_loop(self._found, item):
-                if _is_name(item):
-                    with suppress(Full, ValueError, OSError):
-                        self._queue.put_nowait(item)
-                break
+        item: object = None
+        with suppress(RuntimeError):  # the loop was closed
+            while not self._is_closed:
+                item = None  # it must not live as long as the wait
+                try:
+                    item = self._queue.get()
+                except (ValueError, OSError, EOFError) as error:
+                    self._loop.call_soon_threadsafe(self._fail, error)
+                    break
+                except Exception:  # noqa: BLE001, S110 - an object that cannot be unpickled here
+                    pass
+                if not self._is_closed:
+                    self._loop.call_soon_threadsafe(self._found, item)
+                    item = None
+        if _is_name(item):
+            with suppress(Full, ValueError):
+                self._queue.put_nowait(item)
         self._exit.cancel()
-
-    def _call_in_loop(self, function: Callable[[Any], None], argument: object) -> bool:
-        """Call a function in the loop; return False if the loop is closed."""
-        try:
-            self._loop.call_soon_threadsafe(function, argument)
-        except RuntimeError:
-            return False
-        return True
 
     def _found(self, item: object) -> None:
         """Connect to the sender with a name; an unreachable one puts its name into the queue again."""
-        if self._is_closed or item == _WAKE:
+        if self._is_closed or (isinstance(item, bytes) and item == _WAKE):
             return
         if not _is_name(item):
             self._objects.add()
             return
         try:
             transport = connect_to(f"\0{item.decode()}", self._max_record_bytes, MAX_UNREAD_BYTES)
-        except AccessDeniedError as error:
-            self._refused.add(str(error))
-        except OSError as error:
+        except ConnectionRefusedError:
             logger.info(
-                "a sender cannot be reached; it has ended, or will try again: %s",
-                error,
-                extra={"event": "sender_unreachable", "address": "queue", "reason": str(error)},
+                "a sender that put its name into the queue has ended, or runs in another network namespace",
+                extra={"event": "sender_unreachable", "address": "queue"},
             )
+        except (AccessDeniedError, OSError) as error:
+            self._failed.add(str(error))
         else:
             self._acceptor.connection_accepted(transport)
 
@@ -204,12 +196,12 @@ def _is_name(item: object) -> TypeGuard[bytes]:
     return isinstance(item, bytes) and _NAME.fullmatch(item) is not None
 
 
-def _log_refused(count: int, reason: str) -> None:
+def _log_failed(count: int, reason: str) -> None:
     logger.error(
-        "a sender was refused: %s%s",
+        "connecting to a sender failed: %s%s",
         reason,
         others(count),
-        extra={"event": "sender_refused", "address": "queue", "reason": reason, "count": count},
+        extra={"event": "connecting_failed", "address": "queue", "reason": reason, "count": count},
     )
 
 
