@@ -25,9 +25,10 @@ from aiotensor.transports.users import peer_process
 __all__ = ["RecordReader", "SocketTransport"]
 
 _MAX_DESCRIPTORS = 8
-# Plain numbers, because enums are slow and these are used for every record.
-_WRITE_FLAGS = int(socket.MSG_NOSIGNAL)
-_READ_FLAGS = int(socket.MSG_CMSG_CLOEXEC)
+# Plain numbers, because enums are slow and these are used for every record. MSG_DONTWAIT is set in each call,
+# since another process with the same socket can switch it to blocking mode.
+_WRITE_FLAGS = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+_READ_FLAGS = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _INT_BYTES = array.array("i").itemsize
 _NOT_WRITABLE = (BlockingIOError, InterruptedError)
 _PEER_CLOSED = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError)
