@@ -4,8 +4,8 @@ uvicorn starts the workers. Each worker calls `create_app`, and reads its settin
 
     uvicorn demo.server:create_app --app-dir examples --factory --workers 2
 
-Only child processes can inherit a `TensorQueue`, so with a queue there is a single worker: a child of the
-demo that runs `run_server`.
+A `TensorQueue` is passed as an argument, which uvicorn's workers do not get, so with a queue there is a
+single worker: a child of the demo that runs `run_server`.
 """
 
 import asyncio

@@ -30,7 +30,7 @@ from verification.chaos.plan import (
 
 __all__ = ["plan_round"]
 
-_FAMILY_WEIGHTS = (9, 9, 4, 4, 6, 6, 4, 5, 5, 2, 2, 4, 4, 4, 3, 3)
+_FAMILY_WEIGHTS = (9, 9, 6, 6, 4, 5, 5, 4, 4, 4, 3, 3)
 
 _SMALL, _MIDDLE, _LARGE, _HUGE = 10, 10_000, 100_000, 600_000  # elements of 8 bytes
 _FRAME = 900  # sent inline; a few dozen of them fill the socket
