@@ -1,22 +1,26 @@
 """Inspect a running receiver or publisher."""
 
-import asyncio
 import os
 import time
-from collections.abc import Callable
 from multiprocessing.queues import Queue
 
 import msgspec
 from msgspec.structs import asdict
 
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError, RefusedError, again
-from aiotensor.protocol.connection import Close
-from aiotensor.protocol.frames import SenderSummary
-from aiotensor.protocol.inspector import InspectorConnection
+from aiotensor.protocol.connection import Connection
+from aiotensor.protocol.frames import (
+    VERSION,
+    Close,
+    Hello,
+    PublisherReport,
+    ReceiverReport,
+    SenderSummary,
+)
 from aiotensor.runtime.descriptors import close_all
-from aiotensor.runtime.waiting import Waiters
+from aiotensor.runtime.waiting import Waiters, until
 from aiotensor.transports.address import socket_path
-from aiotensor.transports.base import Transport
+from aiotensor.transports.base import Connector, Transport
 from aiotensor.transports.endpoints import TcpArguments, route_to
 from aiotensor.transports.tensor_queue import TensorQueue
 from aiotensor.types import CurveKey, PublisherStatistics, ReceiverStatistics
@@ -112,27 +116,21 @@ async def inspect(
         )
     if not patience_s > 0:
         raise ValueError(f"patience_s must be positive, got {patience_s}")
-    inspector = _Inspector()
-    connector = route_to(address, TcpArguments(True, secret_key, server_key)).connector(inspector)
+    inspection = _Inspection()
+    connector = route_to(address, TcpArguments(True, secret_key, server_key)).connector(inspection)
     try:
         connector.connect()
-        if connector.connects_at_once and not (inspector.is_connected or connector.is_backlogged):
+        if connector.connects_at_once and not (inspection.is_connected or connector.is_backlogged):
             raise _not_listening(address)
-        try:
-            async with asyncio.timeout(patience_s):
-                await inspector.until(lambda: inspector.connection.is_complete)
-        except TimeoutError:
-            if not (inspector.is_connected or connector.is_backlogged):
-                raise _not_listening(address) from None  # no process has accepted the connection
-            raise PeerLostError(
-                f"the receiver at {address} has not answered for {patience_s:g} s: its process is stopped, "
-                "or its event loop is busy; try again, or wait longer",
-                pid=inspector.connection.peer_pid,
-            ) from None
-        return inspector.inspection()
+        return await until(
+            inspection.result,
+            inspection.changes,
+            patience_s,
+            lambda: _no_answer(address, inspection, connector, patience_s),
+        )
     finally:
         connector.close()
-        inspector.close()
+        inspection.close()
 
 
 def _not_listening(address: str) -> PeerLostError:
@@ -144,37 +142,46 @@ def _not_listening(address: str) -> PeerLostError:
     return PeerLostError(f"no receiver or publisher listens at {address}: {advice}")
 
 
-class _Inspector:
+def _no_answer(
+    address: str, inspection: "_Inspection", connector: Connector, patience_s: float
+) -> PeerLostError:
+    if not (inspection.is_connected or connector.is_backlogged):
+        return _not_listening(address)  # no process has accepted the connection
+    return PeerLostError(
+        f"the receiver at {address} has not answered for {patience_s:g} s: its process is stopped, or its "
+        "event loop is busy; try again, or wait longer",
+        pid=inspection.connection.peer_pid,
+    )
+
+
+class _Inspection:
     """One inspection: its connection, and the reports that arrive on it."""
 
     def __init__(self) -> None:
-        self.connection = InspectorConnection(os.getpid())
+        self.connection = Connection(Hello(VERSION, os.getpid(), "inspector"), "the receiver")
+        self.changes = Waiters()
+        self.reports: list[ReceiverReport | PublisherReport] = []
+        self.failure: AioTensorError | None = None
+        self.is_connected = False
         self._transport: Transport | None = None
-        self._failure: AioTensorError | None = None
-        self._changes = Waiters()
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether a connection was made."""
-        return self._transport is not None
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition on the received frames is met; raise the error that ends the inspection."""
-        while not condition():
-            if self._failure is not None:
-                raise self._failure
-            await self._changes.wait()
-
-    def inspection(self) -> Inspection | PublisherInspection:
-        """Return the reports that have arrived."""
-        connection = self.connection
-        if connection.statistics is None or connection.peer_pid is None:
-            raise AssertionError("an inspection ends after the last report")
-        statistics, now = connection.statistics, time.monotonic()
-        if isinstance(statistics, PublisherStatistics):
-            return PublisherInspection(connection.receiver_id, connection.peer_pid, statistics, now)
-        senders = tuple(SenderInspection(**asdict(row)) for row in connection.senders.values())
-        return Inspection(connection.receiver_id, connection.peer_pid, statistics, senders, now)
+    def result(self) -> Inspection | PublisherInspection | None:
+        """Return the result once the last report has arrived; raise the error that ends the inspection."""
+        theirs = self.connection.theirs
+        if theirs is not None and self.reports and self.reports[-1].last:
+            statistics, now = self.reports[-1].statistics, time.monotonic()
+            if isinstance(statistics, PublisherStatistics):
+                return PublisherInspection(theirs.id, theirs.pid, statistics, now)
+            rows = [
+                row for report in self.reports if isinstance(report, ReceiverReport) for row in report.senders
+            ]
+            senders = tuple(
+                SenderInspection(**asdict(row)) for row in {row.sender: row for row in rows}.values()
+            )
+            return Inspection(theirs.id, theirs.pid, statistics, senders, now)
+        if self.failure is not None:
+            raise self.failure
+        return None
 
     def close(self) -> None:
         """Close the connection."""
@@ -186,6 +193,7 @@ class _Inspector:
     def connected(self, transport: Transport) -> None:
         """Start the transport, and send the only frame that an inspector sends."""
         self._transport = transport
+        self.is_connected = True
         transport.start(self)
         for record in self.connection.data_to_send():
             transport.write(record)
@@ -199,11 +207,20 @@ class _Inspector:
         close_all(descriptors)  # none are expected
         try:
             for frame in self.connection.receive(data):
-                if isinstance(frame, Close):
-                    self._fail(self.connection.closed(frame).error)
+                match frame:
+                    case ReceiverReport() | PublisherReport():
+                        if self.reports and self.reports[-1].last:
+                            raise ProtocolError("it sent a report after the last one")
+                        self.reports.append(frame)
+                    case Close():
+                        self._fail(self.connection.closed(frame).error)
+                    case Hello():
+                        pass
+                    case _:
+                        raise ProtocolError("it sent a frame that is not for inspectors")
         except (RefusedError, ProtocolError) as error:
             self._fail(again(error))
-        self._changes.wake()
+        self.changes.wake()
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
         """End the inspection with an error: the receiver or publisher is gone."""
@@ -214,6 +231,6 @@ class _Inspector:
 
     def _fail(self, error: AioTensorError) -> None:
         self.close()
-        if self._failure is None:  # the first error is the cause
-            self._failure = ProtocolError(str(error)) if isinstance(error, RefusedError) else error
-        self._changes.wake()
+        if self.failure is None:  # the first error is the cause
+            self.failure = ProtocolError(str(error)) if isinstance(error, RefusedError) else error
+        self.changes.wake()

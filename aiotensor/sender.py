@@ -1,27 +1,189 @@
-"""Send tensors to the receiver at an endpoint; the implementation is in `aiotensor.sending`."""
+"""Send tensors to the receiver at an endpoint.
+
+    permit -> a receiver that reads -> bytes -> placement -> announcement    a failure rolls back all steps
+
+A message holds its permit until the receiver has taken all its tensors or either side has discarded it. A
+block of shared memory is pinned by the tensor announced over it until the receiver releases it.
+
+    OPEN --last tensor--> WHOLE --taken--> TAKEN
+      |                     |
+      +---------------------+--discarded, by either side--> DISCARDED
+      |                     |
+      '---------------------'--the receiver is gone--> LOST
+
+When the receiver is gone, all messages in flight are lost, and waiting calls raise an error. Later sends wait
+for the next receiver. Permits and memory are granted in the order of the calls. A wait that could never end
+is refused: if messages that wait for more memory hold all of it, one of them raises an error.
+
+A posted message is announced by its number at once, and a task copies its tensors afterwards, in order. A
+failed copy discards the message: the receiver is notified, and `copied` raises the error.
+"""
 
 import asyncio
+import enum
+import os
 import secrets
-from collections.abc import Sequence
-from typing import Self
+import time
+import weakref
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self, TypeAlias
 
+import msgspec
 import torch
+from torch.nn import Parameter
 
-from aiotensor.runtime import tracing
+from aiotensor.errors import (
+    AioTensorError,
+    ClosedError,
+    DiscardedError,
+    ProtocolError,
+    RefusedError,
+    TooLargeError,
+    UnavailableError,
+    UsageError,
+    WouldBlockError,
+    again,
+)
+from aiotensor.link.events import PeerLog
+from aiotensor.link.session import Session
+from aiotensor.memory.allocations import Allocation, Block
+from aiotensor.memory.arena import Arena, Extent
+from aiotensor.memory.copying import CopyAbandonedError
+from aiotensor.memory.dtypes import DTYPE_NAMES
+from aiotensor.memory.gates import Gate, StuckError
+from aiotensor.memory.inline import bytes_of
+from aiotensor.memory.memory import Memory
+from aiotensor.memory.placement import Plan, plan_placement, put_of
+from aiotensor.memory.segments import Segment
+from aiotensor.memory.sizes import new_empty, sizes_of, too_large
+from aiotensor.memory.source import Sendable, Source, as_source
+from aiotensor.memory.views import with_attributes
+from aiotensor.protocol.connection import OPEN as CONNECTED
+from aiotensor.protocol.connection import Connection, Loss
+from aiotensor.protocol.credits import Ticket
+from aiotensor.protocol.frames import (
+    ARENA,
+    INLINE,
+    MAX_TENSORS,
+    VERSION,
+    Attributes,
+    Close,
+    Discarded,
+    Frame,
+    Hello,
+    Release,
+    Taken,
+)
+from aiotensor.runtime import arguments, tracing
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
-from aiotensor.sending.capacity import SenderCapacity
-from aiotensor.sending.grants import unopened_statistics
-from aiotensor.sending.message import Message
-from aiotensor.sending.open_message import OpenMessage
-from aiotensor.sending.pipeline import Pipeline
-from aiotensor.sending.posting import Posts
-from aiotensor.sending.settings import Settings
-from aiotensor.statistics.counters import ErrorCounter, new_counts
-from aiotensor.tensors.source import Sendable
+from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.outage import Outage
+from aiotensor.runtime.waiting import Waiters, until
+from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
+from aiotensor.transports.base import Connector, Events, Mover, Transport
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
-from aiotensor.types import CurveKey, SenderStatistics, TensorHandle
+from aiotensor.types import CurveKey, Holder, SenderStatistics, TensorHandle, Usage
 
-__all__ = ["OpenMessage", "TensorSender", "capacity_of", "posts_of"]
+__all__ = ["Message", "OpenMessage", "SenderCapacity", "TensorSender"]
+
+logger = logger_of("sender")
+
+# With at most this many messages in flight, the receiver probably waits for the next one, so it is sent
+# immediately. With more, the messages announced in one iteration of the event loop share a record.
+_FEW_MESSAGES = 2
+
+_REMEMBERED_FAILURES = 256
+_NAMED_HOLDERS = 8
+_ALLOCATED = "allocated"
+
+_STUCK = (
+    "all shared memory is held by messages that wait for more of it, including this one, so the wait would "
+    "never end: raise arena_bytes or lower max_concurrent_videos"
+)
+_STUCK_IN_COPY = (
+    "this tensor from allocate() must be copied because it has gaps or is not aligned, or an earlier "
+    "receiver may still read it, and its own memory leaves no room for the copy: send a clone of it, and "
+    "free it"
+)
+
+
+class MessageState(enum.Enum):
+    """The state of a message; the value is its text in statistics."""
+
+    OPEN = "being sent"
+    WHOLE = "waiting to be taken"
+    TAKEN = "taken, its tensors still in use"
+    DISCARDED = "discarded"
+    LOST = "lost"
+
+
+# Names of the module, because each step of a message checks its state, and looking up a member of an enum is
+# slow.
+OPEN, WHOLE, TAKEN, DISCARDED, LOST = MessageState
+
+
+class _Pending(NamedTuple):
+    """A posted tensor that is still to be announced.
+
+    Attributes:
+        block: the block for its copy; None if it is not copied.
+        is_copied: whether the block already contains the copy.
+        context: the context of the call that posted it, with its span; None without tracing.
+    """
+
+    source: Source
+    plan: Plan
+    block: Block | None
+    is_copied: bool
+    last: bool
+    context: Context | None
+
+
+class Message(msgspec.Struct, eq=False):
+    """A message of a sender.
+
+    Attributes:
+        permit: its permit, which is released when the message ends.
+        state: its state.
+        loss: the reason why it is LOST; None in other states.
+        number: its number; None before it is announced.
+        count: the number of its announced tensors.
+        posted: the number of its posted tensors, announced or not.
+        pending: its posted tensors that are still to be announced.
+        is_copying: whether a task copies and announces these.
+        is_finished: whether all its tensors were posted, so that it becomes whole once they are announced.
+        awaits_bytes: the number of its sends that wait for shared memory.
+        awaits_receiver: the number of its sends that wait until the receiver reads.
+    """
+
+    permit: Ticket[None]
+    state: MessageState = OPEN
+    loss: AioTensorError | None = None
+    number: int | None = None
+    count: int = 0
+    posted: int = 0
+    pending: deque[_Pending] = msgspec.field(default_factory=deque)
+    is_copying: bool = False
+    is_finished: bool = False
+    awaits_bytes: int = 0
+    awaits_receiver: int = 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its permit was released."""
+        return self.state is not OPEN and self.state is not WHOLE
+
+
+class CapacityListener(Protocol):
+    """An object that is notified when the capacity of a sender changes."""
+
+    def capacity_changed(self) -> None:
+        """Called when a permit or memory was released, or the receiver has changed."""
 
 
 class TensorSender(LoopObject):
@@ -80,15 +242,69 @@ class TensorSender(LoopObject):
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("TensorSender")
         self._route = route_to(endpoint, TcpArguments(True, secret_key, server_key, (), peer_timeout_s))
-        self._settings = Settings.checked(
-            max_concurrent_videos, arena_bytes, keep_warm_s, long_wait_s, max_wait_s, grace_s
-        )
+        self._label = self._route.label
+        self._where = f" at {self._label}" if "://" in self._label else ""  # for errors
+        self._max_bytes = arguments.count("arena_bytes", arena_bytes)
+        self._long_wait_s = arguments.seconds_or_never("long_wait_s", long_wait_s)
+        self._max_wait_s = arguments.seconds_or_never("max_wait_s", max_wait_s)
+        self._grace_s = arguments.grace_period(grace_s)
         self._errors = ErrorCounter()
         self._counts = new_counts(SenderStatistics)
-        self._capacity = SenderCapacity(self._route.label, self._settings, self.affinity)
-        # Created by `__aenter__`, because they belong to a loop.
-        self._pipeline: Pipeline | None = None
-        self._posts: Posts | None = None
+        self._log = PeerLog("sender")
+        self._permits: Gate[None] = Gate(
+            arguments.count("max_concurrent_videos", max_concurrent_videos),
+            stuck_elsewhere=None,
+            long_wait_s=self._long_wait_s,
+            on_long_wait=lambda _: self._log_wait("a permit"),
+            max_wait_s=self._max_wait_s,
+            overdue=lambda _: self._overdue("no permit was free", 1, 0),
+            step="wait for a permit",
+        )
+        self._memory = Memory(
+            self._max_bytes,
+            self._gate_over,
+            arguments.seconds_or_never("keep_warm_s", keep_warm_s),
+            self._counts,
+            self._max_wait_s,
+            lambda nbytes: self._overdue("other copies were in progress", 0, nbytes),
+            segment_closed=self._segment_closed,
+        )
+        self._messages: dict[Message, None] = {}  # in flight, the oldest first
+        self._drainers = Waiters()  # the calls that wait for messages to end
+        self._changes = Waiters()  # the calls that wait for a receiver, for capacity, or for the transport
+        self._is_wake_scheduled = False
+        # The numbers of the allocated blocks whose sends wait, for a permit or for bytes. Such a block is not
+        # freed during the wait, because the send refers to its tensor.
+        self._await_permits: Counter[int] = Counter()
+        self._await_bytes: Counter[int] = Counter()
+        self._listeners: weakref.WeakSet[CapacityListener] = weakref.WeakSet()
+        self._capacity_waits = 0  # the number of calls that wait for capacity
+        # The receiver
+        self._connector: Connector | None = None  # created by `__aenter__`, because it belongs to a loop
+        self._session: _Receiver | None = None
+        self._failure: AioTensorError | None = None  # why this sender does not connect until a call asks
+        self._refusal: RefusedError | None = None  # from a receiver that may still be running
+        # Whether messages wait until a receiver admits this sender: after a refusal, and on a new connection
+        # between machines.
+        self._needs_admission = False
+        self._outage = Outage(self._grace_s, lambda: self._fail_waiting(self._unavailable))
+        self._next_message = 0
+        # Posted messages
+        self._copying: dict[int, Message] = {}  # by their numbers
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._post_failures: OrderedDict[int, Exception] = OrderedDict()  # of messages that were not copied
+        self._copies_changes = Waiters()
+
+    def _gate_over(self, arena: Arena) -> Gate[Extent]:
+        return Gate(
+            self._max_bytes,
+            space=arena,
+            stuck_elsewhere=self._stuck_in_sends,
+            long_wait_s=self._long_wait_s,
+            on_long_wait=lambda nbytes: self._log_wait(f"{nbytes} bytes of shared memory"),
+            max_wait_s=self._max_wait_s,
+            overdue=lambda nbytes: self._overdue("not enough shared memory was free", 0, nbytes),
+        )
 
     @property
     def id(self) -> str:
@@ -98,25 +314,21 @@ class TensorSender(LoopObject):
     @property
     def receiver_id(self) -> str | None:
         """The id of the connected receiver; None while none is connected, or before it has answered."""
-        return None if self._pipeline is None else self._pipeline.sessions.receiver_id
+        theirs = None if self._session is None else self._session.connection.theirs
+        return None if theirs is None else theirs.id
 
     async def __aenter__(self) -> Self:
         self.affinity.enter()
         try:
-            self._pipeline = self._capacity.pipeline = Pipeline(
-                self._id,
-                self._route,
-                self._settings,
-                self._counts,
-                self._errors,
-                self._capacity.listeners,
-            )
-            self._posts = Posts(self._pipeline, self._errors)
-            self._pipeline.open()
+            self._memory.freed.bind()
+            self._outage.begin()
+            self._connector = self._route.connector(Events(self._connected, self._not_connected))
+            self._connector.connect()
         except BaseException:
+            self._abort()
             self.affinity.close()
             raise
-        self.affinity.settle(self, self._route.label)
+        self.affinity.settle(self, self._label)
         return self
 
     async def ready(self, *, nbytes: int | None = None) -> None:
@@ -149,7 +361,29 @@ class TensorSender(LoopObject):
             ClosedError: this sender was closed, possibly during the wait.
         """
         with self._errors:
-            await self._opened().readiness.ready(nbytes)
+            self._check()
+            if nbytes is not None:
+                nbytes = arguments.count("nbytes", nbytes, 0)
+                if nbytes > self._max_bytes:
+                    raise too_large(nbytes, self._max_bytes)
+            if self._obstacle(nbytes) is None:
+                return
+            if self._session is None:
+                self._failure = None  # of an earlier attempt
+                self._connect_now()
+            self._capacity_waits += 1
+            self._notify_listeners()
+            try:
+                await until(
+                    partial(self._is_ready_for, nbytes),
+                    self._changes,
+                    self._max_wait_s,
+                    partial(self._not_ready, nbytes),
+                )
+            finally:
+                self._capacity_waits -= 1
+                if not self._capacity_waits and not self._listeners:
+                    self._permits.on_release = self._memory.gate.on_release = None
 
     async def send(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor, and return the handle that names it for the receiver.
@@ -184,14 +418,30 @@ class TensorSender(LoopObject):
         message: Message | None = None
         span: tracing.Span | None = None
         try:
-            pipeline = self._opened()
+            if asyncio._get_running_loop() is not self.affinity.open_in:
+                self.affinity.check()
             if (tracer := tracing.tracer) is not None:
-                span = tracer.begin("send tensor", pipeline.label)
-            source, plan = pipeline.prepare(tensor)
-            message = await pipeline.begin(plan.allocation)
-            handle = await pipeline.put(message, source, plan, last=True)
+                span = tracer.begin("send tensor", self._label)
+            source = as_source(tensor)
+            plan = plan_placement(source, self._memory.allocations)
+            if plan.new_bytes > self._max_bytes:
+                raise too_large(plan.new_bytes, self._max_bytes)
+            if self._outage.is_too_long:
+                raise self._unavailable()
+            permit = self._permits.budget.try_request(1)
+            if permit is None:
+                permit = await self._permit(plan.allocation)
+            message = Message(permit)
+            self._messages[message] = None
+            handle = await self._put(message, source, plan, last=True)
         except BaseException as error:
-            self._failed(error, message, span)
+            try:
+                if message is not None:
+                    self._abandon(message)
+                self._errors.add(error)
+            finally:
+                if span is not None:
+                    span.end(error)
             raise
         if span is not None:
             span.end(name=f"{handle.sender}.{handle.message}.{handle.tensor}", nbytes=source.nbytes)
@@ -208,9 +458,7 @@ class TensorSender(LoopObject):
             WouldBlockError: no permit or too few bytes are free, other calls already wait for them, no
                 receiver is connected, or it is slow to read.
         """
-        with self._errors:
-            self._opened()
-        return self._opened_posts().post_in(None, tensor, last=True, copies_now=True)[1]
+        return self._post_in(None, tensor, last=True, copies_now=True)[1]
 
     def post(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor without waiting, and copy the tensor in the worker thread afterwards.
@@ -228,9 +476,7 @@ class TensorSender(LoopObject):
             WouldBlockError: no permit or too few bytes are free, other calls already wait for them, no
                 receiver is connected, or it is slow to read.
         """
-        with self._errors:
-            self._opened()
-        return self._opened_posts().post_in(None, tensor, last=True)[1]
+        return self._post_in(None, tensor, last=True)[1]
 
     async def copied(self, handle: TensorHandle) -> None:
         """Wait until a tensor that was sent with `post` is copied, and may be changed or freed.
@@ -252,11 +498,16 @@ class TensorSender(LoopObject):
             ClosedError: this sender was closed, and closing was cancelled before the tensor was copied.
         """
         with self._errors:
-            self._checked()
+            self._check()
             self._check_own(handle)
-        await self._opened_posts().copied(handle)  # a failed copy was counted when it failed
+        number = handle.message
+        while (message := self._copying.get(number)) is not None and message.count <= handle.tensor:
+            await self._copies_changes.wait()
+        failure = self._post_failures.get(number)
+        if failure is not None:  # it was counted when the copy failed
+            raise again(failure)
 
-    def message(self) -> OpenMessage:
+    def message(self) -> "OpenMessage":
         """Begin a message of several tensors, which share one permit and arrive together or not at all.
 
         Use it as ``async with sender.message() as message:``, and send each tensor in the block with
@@ -265,7 +516,8 @@ class TensorSender(LoopObject):
         message.
         """
         with self._errors:
-            return OpenMessage(self, self._checked(), self.affinity, self._errors)
+            self._check()
+            return OpenMessage(self)
 
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in shared memory, which is sent without a copy.
@@ -292,11 +544,9 @@ class TensorSender(LoopObject):
             WouldBlockError: the call waited for longer than `max_wait_s`; or this task is in the block of a
                 message, and all of `arena_bytes` is held by messages that wait for more of it.
         """
-        try:
-            return await self._opened().allocate(shape, dtype)
-        except Exception as error:
-            self._errors.add(error)
-            raise
+        with self._errors:
+            self._check()
+            return await self._allocate(shape, dtype, None)
 
     def discard(self, handle: TensorHandle) -> None:
         """Discard the whole message of a handle, because it is no longer needed.
@@ -308,9 +558,11 @@ class TensorSender(LoopObject):
             ValueError: the handle belongs to another sender.
         """
         with self._errors:
-            pipeline = self._checked()
+            self._check()
             self._check_own(handle)
-        pipeline.abandon_number(handle.message)
+        message = None if self._session is None else self._session.announced.get(handle.message)
+        if message is not None:
+            self._abandon(message)
 
     def discard_all(self) -> int:
         """Discard every message that the receiver has not taken yet, and return their number.
@@ -318,8 +570,11 @@ class TensorSender(LoopObject):
         The effect on each message is the same as with `discard`.
         """
         with self._errors:
-            pipeline = self._checked()
-        return pipeline.abandon_all()
+            self._check()
+        messages = list(self._messages)
+        for message in messages:
+            self._abandon(message)
+        return len(messages)
 
     async def drain(self) -> None:
         """Wait until every message sent before this call was taken or discarded.
@@ -332,14 +587,44 @@ class TensorSender(LoopObject):
             ClosedError: this sender was closed during the wait.
         """
         with self._errors:
-            await self._opened().grants.drain()
+            self._check()
+            sent = set(self._messages)
+            while any(not message.has_ended for message in sent):
+                await self._drainers.wait()
+                if self.affinity.is_closed:
+                    break
+            # The receiver may have taken all of them and then closed: no message is lost in that case.
+            for message in sent:
+                if message.state is LOST or not message.has_ended:
+                    raise self._error(message)
 
     def statistics(self) -> SenderStatistics:
         """Return the current usage and the totals since opening; also available after closing."""
         self.affinity.check_place()
-        if self._pipeline is None:
-            return unopened_statistics(self._settings, self._errors)
-        return self._pipeline.grants.statistics()
+        memory, permits, budget = self._memory, self._permits.budget, self._memory.gate.budget
+        now, since = time.monotonic(), memory.waiting_since
+        return snapshot(
+            SenderStatistics,
+            self._counts,
+            max_concurrent_videos=permits.limit,
+            in_flight=permits.in_use,
+            peak_in_flight=permits.peak,
+            waiting=permits.waiting + budget.waiting + len(since),
+            longest_wait_s=max(
+                self._permits.longest_wait_s(),
+                memory.gate.longest_wait_s(),
+                now - min(since, default=now),
+            ),
+            holders=tuple(self._holders()),
+            arena_bytes=budget.limit,
+            bytes_in_use=budget.in_use,
+            peak_bytes_in_use=budget.peak,
+            warm_bytes=memory.warm_bytes,
+            largest_free_bytes=memory.largest_free,
+            permit_waits=self._permits.waited.waits(),
+            memory_waits=memory.gate.waited.waits(),
+            errors=self._errors.counts(),
+        )
 
     async def aclose(self) -> None:
         """Close the sender; complete messages can still be received, and waiting calls raise `ClosedError`.
@@ -352,63 +637,1113 @@ class TensorSender(LoopObject):
         """
         self.affinity.check_place()
         was_open = self.affinity.close()
-        if was_open and self._pipeline is not None:
+        if was_open and self._connector is not None:
             with self.affinity.leaving():
-                await self._pipeline.close(self._opened_posts().settle)
+                await self._close()
+
+    async def _close(self) -> None:
+        memory = self._memory
+        memory.freed.collect_all()
+        self._permits.fail(self._error)
+        memory.gate.fail(self._error)
+        try:
+            for message in [one for one in self._messages if one.state is OPEN and not one.is_finished]:
+                self._abandon(message)
+            await self._settle_copies()
+            # The session is closed before any other wait: without its last frame, the receiver treats this
+            # sender, and all messages that it sent, as lost.
+            self._changes.wake()
+            session = self._session
+            if session is not None:
+                session.close()
+                await session.accepted()
+            self._disconnect()
+            await memory.aclose()
+        finally:
+            self._abort()
+
+    async def _settle_copies(self) -> None:
+        """Wait until all copies of posted tensors have ended; cancellation stops them."""
+        try:
+            while self._tasks:
+                await self._copies_changes.wait()
+        except BaseException:
+            _cancel(self._tasks)
+            raise
+
+    def _abort(self) -> None:
+        """Close without waiting."""
+        self._disconnect()
+        self._memory.close()
+        self._drainers.wake()
+        self._log.close()
+
+    def _disconnect(self) -> None:
+        if self._connector is not None:
+            self._connector.close()
+        self._outage.end()
+        session, self._session = self._session, None
+        if session is not None:
+            session.is_over = True
+            session.transport.close()
+        self._changes.wake()
 
     def _details(self) -> list[str]:
-        details = [f"at {self._route.label}"]
-        if self._pipeline is not None and self.affinity.is_open:
-            permits = self._pipeline.grants.permits.budget
+        details = [f"at {self._label}"]
+        if self.affinity.is_open:
+            permits = self._permits.budget
             details.append(f"{permits.in_use} of {permits.limit} messages in flight")
         return details
 
-    def _checked(self) -> Pipeline:
-        """Return the pipeline, after checking that this sender is open and belongs to this loop."""
-        self.affinity.check()
-        if self._pipeline is None:
-            raise AssertionError("an open sender has a pipeline")
-        return self._pipeline
+    def _check(self) -> None:
+        """Check that this sender is open and may be used here."""
+        if asyncio._get_running_loop() is not self.affinity.open_in:
+            self.affinity.check()
 
     def _check_own(self, handle: TensorHandle) -> None:
         if handle.sender != self._id:
             raise ValueError(f"this handle belongs to sender {handle.sender}, not to this one ({self._id})")
 
-    def _failed(self, error: BaseException, message: Message | None, span: tracing.Span | None) -> None:
-        """Discard the message of a failed or cancelled call, and count its error."""
+    # Messages
+
+    async def _permit(self, allocation: Allocation | None) -> Ticket[None]:
+        """Wait for a permit; the block of the tensor to send cannot be freed during this wait."""
+        if allocation is None:
+            return await self._permits.acquire(1)
+        with _counted(self._await_permits, allocation):
+            self._memory.gate.refuse_if_stuck()
+            return await self._permits.acquire(1)
+
+    def _begin_nowait(self, nbytes: int) -> Message:
+        """Assign a permit to a new message without waiting, or raise an error; `nbytes` is for its text."""
+        if not self._is_ready:
+            raise self._not_read(nbytes)
+        permit = self._permits.budget.try_request(1)
+        if permit is None:
+            raise self._would_block("no permit is free", 1, nbytes)
+        message = Message(permit)
+        self._messages[message] = None
+        return message
+
+    def _complete(self, message: Message) -> None:
+        """Complete a message after its last tensor."""
+        session = self._session
+        if message.number is None or session is None:
+            self._end(message, DISCARDED)  # an empty message was never announced
+            return
+        session.connection.end(message.number)
+        if len(self._messages) <= _FEW_MESSAGES:
+            session.flush()
+            self._check_message(message)
+        else:
+            session.schedule_flush()
+        self._make_whole(message)
+
+    def _make_whole(self, message: Message) -> None:
+        message.state = WHOLE
+        self._counts["messages_sent"] += 1
+        budget = self._memory.gate.budget
+        if message in budget.held:
+            budget.settle(message)  # no wait delays the release of its bytes
+
+    def _abandon(self, message: Message) -> None:
+        """Discard a message, including any tensors already announced; no effect if it has ended."""
+        if message.has_ended:
+            return
+        self._end(message, DISCARDED)
+        self._counts["messages_discarded"] += 1
+        session = self._session
+        if message.number is not None and session is not None:
+            del session.announced[message.number]
+            session.connection.discard(message.number)
+            session.schedule_flush()
+
+    def _end(self, message: Message, state: MessageState) -> None:
+        """End a message with a final state: stop its copies and moves, and release its permit."""
+        was_open = message.state is OPEN
+        message.state = state
+        del self._messages[message]
+        if was_open or self._memory.movers:
+            self._memory.abandon(message)
+        if was_open:
+            self._memory.gate.budget.settle(message)
+            if message.awaits_receiver and not self._is_wake_scheduled:
+                self._is_wake_scheduled = True
+                asyncio.get_running_loop().call_soon(self._wake)
+        self._permits.release(message.permit)
+        if self._drainers:
+            self._drainers.wake()
+
+    def _wake(self) -> None:
+        """Wake the calls that wait for a receiver, once per iteration: their messages may have ended."""
+        self._is_wake_scheduled = False
+        self._changes.wake()
+
+    def _check_message(self, message: Message) -> None:
+        """Raise an error if a message has ended, either during a wait or because writing has failed."""
+        if message.state is not OPEN:
+            raise self._error(message)
+
+    def _error(self, message: Message | None = None) -> AioTensorError:
+        """Return the error to raise in a waiting call, with the reason why a message cannot be sent."""
+        if message is not None and message.loss is not None:
+            return again(message.loss)
+        if self.affinity.is_closed:
+            return ClosedError("this TensorSender was closed")
+        return DiscardedError("this message was discarded: begin a new one")
+
+    def _fail_waiting(self, make_error: Callable[[], AioTensorError]) -> None:
+        """End all current waits, each with a new error."""
+        self._permits.fail_waiting(make_error)
+        self._memory.gate.fail_waiting(make_error)
+        self._changes.wake()
+
+    # Tensors
+
+    async def _put(self, message: Message, source: Source, plan: Plan, *, last: bool) -> TensorHandle:
+        """Wait for a receiver that reads and for memory, place a tensor, and announce it."""
+        # Only this check bounds the transport's queue: no call adds to the queue while it is not empty.
+        session = self._session
+        if session is None or not session.transport.is_writable or self._needs_admission:
+            await tracing.step("wait for a receiver", self._receiver_reads(message))
+        elif message.state is not OPEN:
+            raise self._error(message)
+        allocation = plan.allocation
+        if allocation is None:
+            if not plan.new_bytes:
+                return self._announce(message, source, INLINE, bytes_of(source), None, last=last)
+        elif not (plan.new_bytes or allocation.block.place.segment.is_retired):
+            offset = source.data_ptr() - allocation.start
+            if (mover := self._mover) is not None:
+                await self._move_allocated(mover, message, source, allocation.block, offset)
+            payload = allocation.block.place.describe(offset)
+            return self._announce(message, source, ARENA, payload, allocation.block, last=last)
+        block = self._memory.try_acquire(source.nbytes, message)
+        if block is None:
+            block = await self._block(source.nbytes, message, allocation)
+        return await self._put_into(block, message, source, last=last)
+
+    async def _put_into(
+        self, block: Block, message: Message, source: Source, *, last: bool, is_copied: bool = False
+    ) -> TensorHandle:
+        """Copy or move a tensor, announce it, and remove the pin of its block's owner in any case.
+
+        Args:
+            block: the block.
+            message: the message.
+            source: the tensor.
+            last: whether it is the last tensor of the message.
+            is_copied: whether the block already contains the tensor, so that it is only moved.
+        """
+        session = self._session
+        if message.state is not OPEN or session is None:  # it may have ended while waiting
+            self._memory.unpin_owner(block.number)
+            raise self._error(message)
         try:
-            if message is not None and self._pipeline is not None:
-                self._pipeline.abandon(message)
-            self._errors.add(error)
+            await session.fill(self._memory, source, block, message, is_copied=is_copied)
+        except CopyAbandonedError:
+            raise self._error(message) from None
+        try:
+            if not self._is_ready:
+                await tracing.step("wait for a receiver", self._receiver_reads(message))
+            payload = block.place.describe(0)
+            return self._announce(message, source, ARENA, payload, block, last=last)
         finally:
+            self._memory.unpin_owner(block.number)
+
+    async def _move_allocated(
+        self, mover: Mover, message: Message, source: Source, block: Block, offset: int
+    ) -> None:
+        """Move the bytes of a tensor from `allocate` to a receiver on another machine."""
+        if self._session is not None:
+            self._session.attach(block.place.segment)
+        self._check_message(message)
+        data = block.place.view()[offset : offset + source.nbytes]
+        try:
+            moving = self._memory.moves.run(mover, block, offset, data, message)
+            await tracing.step("move", moving, len(data))
+        except CopyAbandonedError:
+            raise self._error(message) from None
+        self._check_message(message)
+
+    def _announce(
+        self, message: Message, source: Source, kind: str, payload: bytes, block: Block | None, *, last: bool
+    ) -> TensorHandle:
+        """Announce a tensor with a `Put` frame, after which the receiver decides when its memory is free."""
+        session, number = self._session, None
+        if message.state is not OPEN or session is None:
+            raise self._error(message)
+        if block is not None:
+            number = block.number
+            if block.place.segment.number not in session.attached:
+                session.attach(block.place.segment)
+                self._check_message(message)  # writing may have failed
+            self._memory.announced(number, message, is_whole=last)
+            session.pins[number] = session.pins.get(number, 0) + 1
+        if message.number is None:
+            message.number = session.connection.next_message
+            session.announced[message.number] = message
+        trace = None if (tracer := tracing.tracer) is None else tracer.context()
+        put = put_of(message.number, message.count, source, kind, payload, number, last=last, trace=trace)
+        session.connection.put(put)
+        if (last and len(self._messages) <= _FEW_MESSAGES) or session.connection.records:
+            session.flush()
+            if message.state is not OPEN:  # writing the frame failed
+                raise self._error(message)
+        else:
+            session.schedule_flush()
+        message.count += 1
+        counts = self._counts
+        counts["tensors_sent"] += 1
+        counts["bytes_sent"] += source.nbytes
+        if last:
+            message.state = WHOLE  # as `_make_whole`, without a call
+            counts["messages_sent"] += 1
+            if message in self._memory.gate.budget.held:
+                self._memory.gate.budget.settle(message)
+        return TensorHandle(self._id, put.message, put.tensor, put.dtype, put.shape, put.device)
+
+    async def _allocate(
+        self, shape: Sequence[int], dtype: torch.dtype, message: Message | None
+    ) -> torch.Tensor:
+        """Wait for a block, and return a tensor over it, which owns the block.
+
+        The memory is accounted to `message`. If it is None, the wait is accounted to the message in whose
+        `async with` block this task runs, because the block cannot end during the wait. The memory is then
+        accounted to no message, because another task may free it.
+        """
+        sizes, nbytes = sizes_of(shape, dtype, self._max_bytes)
+        if nbytes == 0:
+            return new_empty(sizes, dtype)
+        memory = self._memory
+        block = memory.try_acquire(nbytes, message)
+        if block is None:
+            waiting = message or innermost_block(self._messages)
+            block = await (memory.acquire(nbytes) if waiting is None else self._block(nbytes, waiting))
+            memory.account(block.number, message)
+        if message is not None and message.state is not OPEN:  # it may have ended while waiting
+            memory.unpin_owner(block.number)
+            raise self._error(message)
+        try:
+            tensor = await memory.tensor_over(block, dtype, sizes, message)
+        except CopyAbandonedError:
+            raise self._error(message) from None
+        if self.affinity.is_closed:
+            raise self._error()
+        return tensor
+
+    async def _block(self, nbytes: int, message: Message, allocation: Allocation | None = None) -> Block:
+        """Wait for a block of shared memory for a message, and pin it.
+
+        Args:
+            nbytes: the size of the block.
+            message: the message.
+            allocation: the allocated memory that will be copied to the block; None for other tensors.
+
+        Raises:
+            WouldBlockError: the wait would never end, or exceeded `max_wait_s`.
+            OSError: the machine has no descriptors or no addresses left.
+        """
+        message.awaits_bytes += 1
+        try:
+            if allocation is None:
+                return await self._memory.acquire(nbytes, message)
+            with _counted(self._await_bytes, allocation):
+                return await self._memory.acquire(nbytes, message)
+        except StuckError:
+            reason = _STUCK if allocation is None else _STUCK_IN_COPY
+            raise self._would_block(reason, 0, nbytes, for_receiver=False) from None
+        finally:
+            message.awaits_bytes -= 1
+
+    def _segment_closed(self, segment: Segment) -> None:
+        if self._session is not None:
+            self._session.detach(segment)
+
+    def _stuck_in_sends(self) -> int:
+        """Return the bytes of allocated blocks whose sends wait, directly or indirectly, for other bytes."""
+        blocks = set(self._await_bytes)
+        waiting = sum(message.awaits_bytes > 0 for message in self._messages)
+        if waiting == self._permits.budget.in_use:
+            blocks.update(self._await_permits)
+        return self._memory.unaccounted_bytes(blocks)
+
+    # Posted messages
+
+    def _post_in(
+        self, message: Message | None, value: Sendable, *, last: bool = False, copies_now: bool = False
+    ) -> tuple[Message, TensorHandle]:
+        """Post a tensor in a message, and return both the message and the handle.
+
+        Errors are those of `post`.
+
+        Args:
+            message: the message; None to begin a new one, which is discarded if this call fails.
+            value: the tensor.
+            last: whether it is the last tensor of the message.
+            copies_now: whether to copy the tensor on this thread, so that it may change afterwards.
+        """
+        posted, span = message, None
+        try:
+            self._check()
+            if (tracer := tracing.tracer) is not None:
+                span = tracer.begin("send tensor", self._label)
+            source = as_source(value)
+            plan = plan_placement(source, self._memory.allocations)
+            if plan.new_bytes > self._max_bytes:
+                raise too_large(plan.new_bytes, self._max_bytes)
+            if posted is None:
+                posted = self._begin_nowait(plan.new_bytes)
+            handle = self._post(posted, source, plan, last=last, copies_now=copies_now)
+        except BaseException as error:
+            try:
+                if message is None and posted is not None:
+                    self._abandon(posted)
+                self._errors.add(error)
+            finally:
+                if span is not None:
+                    span.end(error)
+            raise
+        if span is not None:
+            span.end(name=f"{handle.sender}.{handle.message}.{handle.tensor}", nbytes=source.nbytes)
+        return posted, handle
+
+    def _post(
+        self, message: Message, source: Source, plan: Plan, *, last: bool, copies_now: bool
+    ) -> TensorHandle:
+        """Add a tensor to a posted message; a failure does not end the message."""
+        if message.is_finished:
+            raise DiscardedError("this message has ended: begin a new one")
+        self._check_message(message)
+        if message.posted >= MAX_TENSORS:
+            raise _too_many(message.posted + 1)
+        block = handle = None
+        if plan.new_bytes:
+            block = self._memory.try_acquire(plan.new_bytes, message)
+            if block is None:
+                raise self._would_block("not enough shared memory is free", 1, plan.new_bytes)
+            if copies_now:
+                try:
+                    self._memory.copy_now(source, block)
+                except BaseException:
+                    self._memory.unpin_owner(block.number)
+                    raise
+                if isinstance(source, torch.Tensor):  # the strides of the tensor may change, too
+                    attributes = Attributes(source.requires_grad, isinstance(source, Parameter))
+                    source = with_attributes(source.detach(), attributes)
+                if not message.is_copying and self._mover is None:
+                    try:
+                        payload = block.place.describe(0)
+                        handle = self._announce(message, source, ARENA, payload, block, last=last)
+                    finally:
+                        self._memory.unpin_owner(block.number)
+        elif not message.is_copying and self._is_ready:
+            if plan.allocation is None:
+                handle = self._announce(message, source, INLINE, bytes_of(source), None, last=last)
+            elif self._mover is None:
+                own = plan.allocation.block
+                payload = own.place.describe(source.data_ptr() - plan.allocation.start)
+                handle = self._announce(message, source, ARENA, payload, own, last=last)
+        message.is_finished = last
+        tensor, message.posted = message.posted, message.posted + 1
+        if handle is not None:
+            return handle
+        if message.number is None:
+            if self._session is None:
+                raise AssertionError("an open message has no session")
+            message.number = self._session.connection.begin()
+            self._session.announced[message.number] = message
+            self._session.schedule_flush()
+        context = None if tracing.tracer is None else copy_context()
+        message.pending.append(_Pending(source, plan, block, copies_now, last, context))
+        if not message.is_copying:
+            message.is_copying = True
+            self._copying[message.number] = message
+            task = asyncio.get_running_loop().create_task(self._send_pending(message))
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._copies_ended, message, message.number))
+        device = "cpu" if source.is_cpu else str(source.device)
+        return TensorHandle(
+            self._id, message.number, tensor, DTYPE_NAMES[source.dtype], tuple(source.shape), device
+        )
+
+    def _finish(self, message: Message) -> None:
+        """Finish a posted message: it becomes whole once all its tensors are announced."""
+        if not (message.has_ended or message.is_finished):
+            message.is_finished = True
+            if not message.is_copying:
+                self._complete(message)
+
+    async def _send_pending(self, message: Message) -> None:
+        """Copy and announce the pending tensors in order, then complete the message if it is finished."""
+        last = False
+        while message.pending:
+            source, plan, block, is_copied, last, context = message.pending.popleft()
+            if context is not None:  # only this task uses the context that changes
+                for variable, value in context.items():
+                    variable.set(value)
+            if block is None:
+                await self._put(message, source, plan, last=last)
+            else:
+                await self._put_into(block, message, source, last=last, is_copied=is_copied)
+            del source
+            if self._copies_changes:
+                self._copies_changes.wake()
+        message.is_copying = False
+        if message.is_finished and not last:
+            self._complete(message)
+
+    def _copies_ended(self, message: Message, number: int, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
+            message.is_copying = False
+            for pending in message.pending:
+                if pending.block is not None:
+                    self._memory.unpin_owner(pending.block.number)
+            message.pending.clear()
+            if error is not None and not message.has_ended:
+                self._post_failed(message, number, error)
+            else:  # the receiver is gone, the message was discarded, or the task was cancelled
+                self._abandon(message)
+                self._remember(number, self._error(message))
+        if not message.is_copying:
+            self._copying.pop(number, None)
+        self._copies_changes.wake()
+
+    def _post_failed(self, message: Message, number: int, error: BaseException) -> None:
+        """Discard the message of a failed copy, and log the error, since perhaps no call ever raises it."""
+        self._errors.add(error)
+        reason = str(error)  # the log must not keep the error: its traceback refers to the tensor
+        logger.error(
+            "copying a posted tensor failed, and its message was discarded: %s",
+            reason,
+            exc_info=None if isinstance(error, (AioTensorError, OSError)) else error,
+            extra={
+                "event": "post_failed",
+                "sender_id": self._id,
+                "error": type(error).__name__,
+                "reason": reason,
+            },
+        )
+        if isinstance(error, Exception):
+            self._remember(number, again(error))
+        self._abandon(message)
+
+    def _remember(self, number: int, error: Exception) -> None:
+        self._post_failures[number] = error
+        if len(self._post_failures) > _REMEMBERED_FAILURES:
+            self._post_failures.popitem(last=False)
+
+    # The receiver
+
+    @property
+    def _is_admitted(self) -> bool:
+        """Whether a receiver has admitted this sender and is still connected."""
+        return self._session is not None and self._session.connection.state is CONNECTED
+
+    @property
+    def _is_ready(self) -> bool:
+        """Whether a message can be announced.
+
+        After a refusal, no message is announced until a receiver has admitted this sender: another refusal
+        would lose the message silently, because its call would already have returned. Between machines, the
+        same holds for each new connection.
+        """
+        session = self._session
+        return session is not None and session.transport.is_writable and not self._needs_admission
+
+    @property
+    def _is_receiver_there(self) -> bool:
+        """Whether a receiver is connected, or listens with a full backlog."""
+        return self._session is not None or (self._connector is not None and self._connector.is_backlogged)
+
+    @property
+    def _mover(self) -> Mover | None:
+        """The object that moves bytes to the receiver; None if memory is shared with it."""
+        return None if self._session is None else self._session.transport.mover
+
+    async def _receiver_reads(self, message: Message) -> None:
+        """Wait until a receiver is connected and reads; raise an error if the message ends before that."""
+        self._check_message(message)  # a message lost during its copy must not wait for the next receiver
+        message.awaits_receiver += 1
+        try:
+            await until(
+                partial(self._reads_for, message), self._changes, self._max_wait_s, self._nothing_read
+            )
+        finally:
+            message.awaits_receiver -= 1
+
+    def _reads_for(self, message: Message) -> bool | None:
+        self._check_message(message)
+        if self._session is None and not self._outage.is_too_long:
+            self._connect_now()
+            self._check_message(message)
+        if self._is_ready:
+            return True
+        if self._outage.is_too_long:
+            raise self._unavailable()
+        return None
+
+    def _is_ready_for(self, nbytes: int | None) -> bool | None:
+        if self.affinity.is_closed:
+            raise self._error()
+        if self._failure is not None:
+            raise again(self._failure)
+        return True if self._obstacle(nbytes) is None else None
+
+    def _obstacle(self, nbytes: int | None) -> str | None:
+        """Return the reason why `ready` must wait; None if it need not."""
+        if not self._is_admitted:
+            if self._is_receiver_there:
+                return f"the receiver{self._where} has not answered"
+            return f"no receiver was connected{self._where}"
+        if nbytes is None:
+            return None
+        if not self._is_ready:
+            return "the receiver read nothing"
+        permits, memory = self._permits.budget, self._memory.gate.budget
+        if permits.waiting or permits.in_use == permits.limit:
+            return "no permit was free"
+        if nbytes and (memory.waiting or nbytes > self._memory.largest_free):
+            return "not enough shared memory was free"
+        return None
+
+    def _connect_now(self) -> None:
+        """Connect now, if there is no session and no attempt is scheduled."""
+        if self._connector is not None:
+            self._connector.connect_now()
+        if not self._is_receiver_there:
+            self._refusal = None  # the receiver that refused this sender has ended
+
+    def _connected(self, transport: Transport) -> None:
+        """Begin a session; raises `OSError` if its first record could not be written."""
+        hello = Hello(
+            VERSION,
+            os.getpid(),
+            "sender",
+            self._id,
+            self._permits.budget.limit,
+            self._max_bytes,
+            self._next_message,
+        )
+        self._session = None
+        session = _Receiver(transport, Connection(hello, "the receiver"), self)
+        session.begin()
+        self._session = session
+        if transport.mover is not None:
+            self._memory.movers.add(transport.mover)
+            # A handle may reach the receiver over another channel before the first record of this session.
+            # The receiver would then still consider this sender lost, and raise an error for the handle.
+            self._needs_admission = True
+        self._failure = None
+        self._changes.wake()
+        self._capacity_changed()
+
+    def _not_connected(self, error: AioTensorError) -> None:
+        """Handle a permanent failure to connect."""
+        self._failure, self._refusal = error, None
+        self._lose_messages(error, None)
+
+    def _admitted(self) -> None:
+        """Let messages be announced, because the receiver has admitted this sender."""
+        self._refusal, self._needs_admission = None, False
+        self._outage.end()
+        self._changes.wake()
+        self._capacity_changed()
+
+    def _lost(self, session: "_Receiver", loss: Loss) -> None:
+        """End all messages in flight, and connect again if the loss permits it."""
+        if self._session is not session or self._connector is None:
+            return  # this side has closed it
+        self._session = None
+        error = loss.error
+        self._next_message = session.connection.next_message
+        self._failure = error
+        if loss.is_retried:
+            self._failure = None
+            self._connector.reconnect()
+        self._refusal = error if isinstance(error, RefusedError) else None
+        self._needs_admission |= self._refusal is not None
+        self._outage.begin()
+        lost = self._lose_messages(error, session)
+        self._counts["receivers_lost"] += 1
+        self._log.lost(loss, self._label, lost)
+
+    def _lose_messages(self, error: AioTensorError, session: "_Receiver | None") -> int:
+        """End all messages in flight and all waits, and return the number of messages."""
+        self._fail_waiting(lambda: again(error))
+        lost = list(self._messages)
+        for message in lost:
+            message.loss = error
+            self._end(message, LOST)
+        if session is not None:
+            if session.transport.mover is not None:
+                self._memory.movers.discard(session.transport.mover)
+            session.keep_pins(self._memory)
+        self._drainers.wake()
+        self._changes.wake()
+        self._capacity_changed()
+        return len(lost)
+
+    def _notify_listeners(self) -> None:
+        """Notify the listeners from now on; without listeners, this would cost two calls per message."""
+        self._permits.on_release = self._memory.gate.on_release = self._capacity_changed
+
+    def _capacity_changed(self) -> None:
+        """Notify the listeners, and the calls of `ready`, that a new message may have become possible."""
+        for listener in tuple(self._listeners):
+            listener.capacity_changed()
+        if self._capacity_waits:
+            self._changes.wake()
+
+    # Errors and the log
+
+    def _holders(self) -> list[Holder]:
+        """Return the holders of permits and memory, with the longest time first."""
+        now = time.monotonic()
+        held: dict[Message | None, int] = dict.fromkeys(self._messages, 0)
+        allocated_since = now
+        for ticket, is_only_allocated in self._memory.holdings():
+            holder = ticket.holder if isinstance(ticket.holder, Message) else None
+            if is_only_allocated and holder is not None and holder.has_ended:
+                holder = None  # it was allocated in the block of a message, but not sent in it
+            held[holder] = held.get(holder, 0) + ticket.amount
+            if holder is None:
+                allocated_since = min(allocated_since, ticket.since)
+        holders = [
+            Holder(None, _ALLOCATED, nbytes, now - allocated_since)
+            if message is None
+            else Holder(message.number, message.state.value, nbytes, now - message.permit.since)
+            for message, nbytes in held.items()
+        ]
+        return sorted(holders, key=lambda holder: -holder.seconds)
+
+    def _log_wait(self, what: str) -> None:
+        """Log a long wait for a resource, with its holders."""
+        holders = self._holders()
+        held_by = "; ".join(
+            f"{_name(holder)} ({holder.state}, {holder.bytes} bytes, {holder.seconds:.1f} s)"
+            for holder in holders[:_NAMED_HOLDERS]
+        )
+        if len(holders) > _NAMED_HOLDERS:
+            held_by += f"; and {len(holders) - _NAMED_HOLDERS} more"
+        pid = None if self._session is None else self._session.pid
+        logger.warning(
+            "a send has waited %g s for %s; receiver: %s; held by: %s",
+            self._long_wait_s,
+            what,
+            "none has answered" if pid is None else f"pid {pid}",
+            held_by or "no message",
+            extra={
+                "event": "long_wait",
+                "waited_s": self._long_wait_s,
+                "waited_for": what,
+                "peer_pid": pid,
+                "holders": len(holders),
+                "held_by": held_by,
+            },
+        )
+
+    def _overdue(self, reason: str, messages: int, nbytes: int) -> WouldBlockError:
+        """Return the error of a wait beyond `max_wait_s`; the arguments are those of `_would_block`."""
+        return self._would_block(f"{reason} for {self._max_wait_s:g} s", messages, nbytes)
+
+    def _would_block(
+        self, reason: str, messages: int, nbytes: int, *, for_receiver: bool = True
+    ) -> WouldBlockError:
+        """Return the error of a call that would have to wait; an `UnavailableError` without a receiver.
+
+        Args:
+            reason: the reason, with which the text of the error begins. Without a receiver, the text also
+                contains the address.
+            messages: the number of permits that the call requested.
+            nbytes: the bytes of shared memory that the call requested; 0 if it waits for something else.
+            for_receiver: whether a receiver could end the wait.
+        """
+        permits, memory = self._permits.budget, self._memory.gate.budget
+        has_answered = self._session is not None and self._session.pid is not None
+        is_available = has_answered or not for_receiver
+        kind = WouldBlockError if is_available else UnavailableError
+        if not is_available and self._where not in reason:
+            reason += f", and no receiver has answered{self._where}"
+        requested = f"{nbytes} bytes requested, " if nbytes else ""
+        return kind(
+            f"{reason} ({permits.in_use} of {permits.limit} messages and {memory.in_use} of {memory.limit} "
+            f"bytes in use, {requested}{self._memory.largest_free} bytes free in one piece)",
+            messages=Usage(permits.limit, permits.in_use, messages),
+            bytes=Usage(memory.limit, memory.in_use, nbytes),
+        )
+
+    def _unavailable(self) -> AioTensorError:
+        """Return the error of a call after a long outage: the last refusal, or an `UnavailableError`."""
+        is_there = self._session is not None
+        reason = f"the receiver{self._where} has not answered" if is_there else self._absent
+        more = f", and none has been for the grace period of {self._grace_s:g} s"
+        return self._last_refusal() or self._would_block(f"{reason}{more}", 1, 0)
+
+    @property
+    def _absent(self) -> str:
+        return f"no receiver is connected{self._where}"
+
+    def _last_refusal(self) -> AioTensorError | None:
+        """Connect now, and return the last refusal as a new error if its receiver may still be running."""
+        self._connect_now()
+        return self._refusal if self._refusal is None else again(self._refusal)
+
+    def _not_read(self, nbytes: int) -> AioTensorError:
+        """Return the error of a call that would have to wait for the receiver; `nbytes` is for its text."""
+        if self._session is None:
+            reason = self._absent
+        elif self._session.transport.is_writable:
+            reason = f"the receiver{self._where} has not answered"
+        else:
+            reason = "the receiver is slow to read"
+        return self._last_refusal() or self._would_block(reason, 1, nbytes)
+
+    def _not_ready(self, nbytes: int | None) -> WouldBlockError:
+        reason = self._obstacle(nbytes) or "the sender was not ready"
+        return self._overdue(reason, nbytes is not None, nbytes or 0)
+
+    def _nothing_read(self) -> WouldBlockError:
+        is_connected = self._session is not None
+        reason = "the receiver read nothing" if is_connected else f"no receiver was connected{self._where}"
+        return self._overdue(reason, 1, 0)
+
+
+class _Receiver(Session):
+    """The connection to a receiver."""
+
+    name = "the receiver"
+
+    def __init__(self, transport: Transport, connection: Connection, sender: TensorSender) -> None:
+        super().__init__(transport, connection, sender._log)
+        self.announced: dict[int, Message] = {}  # the messages in flight, by their numbers
+        self._sender = sender
+
+    def received(self, frames: Sequence[Frame], descriptors: list[int]) -> None:
+        """Process the frames of a record."""
+        sender = self._sender
+        for frame in frames:
+            match frame:
+                case Taken() | Discarded():
+                    is_taken = isinstance(frame, Taken)
+                    for number in frame.messages:
+                        message = self.announced.pop(number, None)
+                        if message is not None:  # otherwise this side has discarded it
+                            sender._counts["messages_discarded"] += not is_taken
+                            sender._end(message, TAKEN if is_taken else DISCARDED)
+                case Release():
+                    self.released(sender._memory, frame.blocks)
+                case Hello():
+                    if frame.is_admitted:
+                        sender._admitted()
+                case Close():
+                    self.closed(frame)
+                case _:
+                    raise ProtocolError("it sent a frame that no receiver sends")
+
+    def lost(self, loss: Loss) -> None:
+        """Handle the end of the session."""
+        self._sender._lost(self, loss)
+
+    def resume_writing(self) -> None:
+        """Wake the calls that wait until the receiver reads."""
+        super().resume_writing()
+        self._sender._changes.wake()
+
+
+class OpenMessage:
+    """A message that is being sent, made by `TensorSender.message`."""
+
+    def __init__(self, sender: TensorSender) -> None:
+        self._sender = sender
+        self._message: Message | None = None
+        self._is_beginning = False
+        self._sending = 0  # the calls of `send` that have not returned
+        self._is_finished = False
+
+    def __repr__(self) -> str:
+        message = self._message
+        state = "new" if message is None else f"{message.state.value}, {message.count} tensors"
+        return f"<OpenMessage {state}, of {self._sender!r}>"
+
+    async def __aenter__(self) -> Self:
+        sender = self._sender
+        with sender._errors:
+            if self._is_beginning or self._message is not None:
+                raise UsageError("this message has already begun: begin another with sender.message()")
+            sender._check()
+            if sender._outage.is_too_long:
+                raise sender._unavailable()
+            self._is_beginning = True
+            try:
+                permit = sender._permits.budget.try_request(1) or await sender._permits.acquire(1)
+            finally:
+                self._is_beginning = False
+            self._message = Message(permit)
+            sender._messages[self._message] = None
+            _enter_block(self._message, asyncio.current_task())
+        return self
+
+    async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialized tensor in shared memory for this message, which is sent without a copy.
+
+        Like `TensorSender.allocate`, but the memory is accounted to this message: if all of `arena_bytes` is
+        held by messages that wait for more of it, one of the waiting calls raises `WouldBlockError`.
+
+        Args:
+            shape: the sizes of the tensor's dimensions, in elements.
+            dtype: the type of the tensor's elements.
+
+        Waits for bytes of shared memory, in the order of the calls; cancellation releases them.
+
+        Raises:
+            TypeError: the dtype is not a torch dtype.
+            UnsupportedTensorError: a tensor of this dtype cannot be sent.
+            ValueError: a size is negative.
+            TooLargeError: the tensor would be larger than `arena_bytes`; or it is empty, and its other sizes
+                are too large to address.
+            WouldBlockError: all of `arena_bytes` is held by messages that wait for more of it, so that
+                waiting would never end; or the call waited for longer than `max_wait_s`.
+            PeerLostError: the receiver died or closed.
+            DiscardedError: the message was discarded, by either side, or its block has ended.
+            UsageError: the message has not begun yet.
+            ClosedError: the sender was closed, possibly during the wait.
+            OSError: the machine has no shared memory or no descriptors left.
+        """
+        with self._sender._errors:
+            self._sender._check()
+            return await self._sender._allocate(shape, dtype, self._open_message())
+
+    async def send(self, tensor: Sendable) -> TensorHandle:
+        """Send one tensor of the message, and return its handle.
+
+        The receiver can take the tensor when the message is whole, after the block. An error in `send`
+        releases the resources of this tensor and does not affect the message: the block may catch the error
+        and continue. Cancellation does the same, unless the tensor was announced already: then the message
+        is discarded, and its block ends with `DiscardedError`.
+        Arguments, waiting, cancellation and errors are otherwise those of `TensorSender.send`.
+
+        Raises:
+            WouldBlockError: all of `arena_bytes` is held by messages that wait for more of it, so that
+                waiting would never end; or the call waited for longer than `max_wait_s`.
+            TooLargeError: the message already has the maximum number of tensors.
+            DiscardedError: the message was discarded, by either side, or its block has ended.
+            UsageError: the message has not begun yet.
+        """
+        sender, span = self._sender, None
+        try:
+            if self._message is None:
+                raise UsageError(_NOT_BEGUN)
+            sender._check()
+            if (tracer := tracing.tracer) is not None:
+                span = tracer.begin("send tensor", sender._label)
+            source = as_source(tensor)
+            plan = plan_placement(source, sender._memory.allocations)
+            if plan.new_bytes > sender._max_bytes:
+                raise too_large(plan.new_bytes, sender._max_bytes)
+            message = self._open_message()
+            if message.count + self._sending >= MAX_TENSORS:
+                raise _too_many(message.count + self._sending + 1)
+            self._sending += 1
+            try:
+                handle = await sender._put(message, source, plan, last=False)
+            finally:
+                self._sending -= 1
+        except BaseException as error:
+            sender._errors.add(error)
             if span is not None:
                 span.end(error)
+            raise
+        if span is not None:
+            span.end(name=f"{handle.sender}.{handle.message}.{handle.tensor}", nbytes=source.nbytes)
+        return handle
 
-    def _opened_posts(self) -> Posts:
-        if self._posts is None:
-            raise AssertionError("an open sender has posted messages")
-        return self._posts
+    def _open_message(self) -> Message:
+        """Return the message if tensors can be added to it; otherwise, raise an error."""
+        message = self._message
+        if message is None:
+            raise UsageError(_NOT_BEGUN)
+        if message.loss is not None:
+            raise self._sender._error(message)
+        if message.state is not OPEN:
+            raise DiscardedError("this message has ended: begin a new one")
+        return message
 
-    def _opened(self) -> Pipeline:
-        """Return the pipeline, after checking that this sender is open here and can send messages."""
-        if asyncio._get_running_loop() is not self.affinity.open_in:
-            self.affinity.check()
-        pipeline = self._pipeline
-        if pipeline is None:
-            raise AssertionError("an open sender has a pipeline")
-        return pipeline
+    def finish(self) -> None:
+        """Complete the message now rather than at the end of the block.
+
+        No further tensor can be sent in it. If the block then ends with an exception, the message is
+        discarded nevertheless, unless the receiver has already taken it. Finishing again has no effect.
+
+        Raises:
+            DiscardedError: the message was discarded, by either side.
+            PeerLostError: the receiver died or closed.
+            ClosedError: the sender was closed.
+            UsageError: a `send` of this message was not awaited, and the message is discarded; or the message
+                has not begun yet.
+        """
+        message, sender = self._message, self._sender
+        with sender._errors:
+            if message is None:
+                raise UsageError(_NOT_BEGUN)
+            if self._is_finished:
+                return
+            if message.has_ended:
+                raise sender._error(message)  # not taken, because it was not whole
+            if self._sending:
+                sender._abandon(message)
+                raise UsageError(
+                    "a send of this message was not awaited: await every message.send in its block"
+                )
+            self._is_finished = True
+            sender._complete(message)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._message is None or self._sender.affinity.is_left_in_child(error):
+            return
+        if kind is not None:
+            self._sender._abandon(self._message)
+        else:
+            self._sender.affinity.check_place()
+            self.finish()
+
+
+_NOT_BEGUN = "this message has not begun yet: use `async with sender.message() as message`"
+
+# The `async with` blocks of messages that surround the running code, the innermost one last. Each has a weak
+# reference to its task, or None for a thread. A task that was started in the block inherits this context, but
+# is not in the block.
+_CodeBlock: TypeAlias = "tuple[weakref.ref[asyncio.Task[object]] | None, Message]"
+_code_blocks: ContextVar[tuple[_CodeBlock, ...]] = ContextVar("aiotensor_blocks", default=())
+
+
+def _enter_block(message: Message, task: "asyncio.Task[object] | None") -> None:
+    """Record that a task, or a thread if it is None, is in the `async with` block of a message."""
+    outer = [block for block in _code_blocks.get() if block[1].state is OPEN]
+    _code_blocks.set((*outer, (None if task is None else weakref.ref(task), message)))
+
+
+def innermost_block(messages: Collection[Message]) -> Message | None:
+    """Return the open message among `messages` whose block surrounds the running task; None if there is none.
+
+    The block does not surround tasks that were started in it, because it may end before they do.
+    """
+    for task, message in reversed(_code_blocks.get()):
+        is_inside = task is None or task() is asyncio.current_task()
+        if is_inside and message.state is OPEN and message in messages:
+            return message
+    return None
+
+
+@contextmanager
+def _counted(blocks: Counter[int], allocation: Allocation) -> Iterator[None]:
+    """Count a send of an allocated block as waiting during the `with` block."""
+    number = allocation.block.number
+    blocks[number] += 1
+    try:
+        yield
+    finally:
+        blocks[number] -= 1
+        if not blocks[number]:
+            del blocks[number]
+
+
+def _cancel(tasks: Collection["asyncio.Task[None]"]) -> None:
+    # A separate function: the error keeps the frame of its caller alive, where a variable would keep a task
+    # and its tensor alive.
+    for task in tasks:
+        task.cancel()
+
+
+def _too_many(requested: int) -> TooLargeError:
+    return TooLargeError(
+        f"a message has at most {MAX_TENSORS} tensors: stack small ones, or begin another one",
+        limit=MAX_TENSORS,
+        requested=requested,
+        unit="tensors",
+    )
+
+
+def _name(holder: Holder) -> str:
+    if holder.state == _ALLOCATED:
+        return "memory from allocate()"
+    return "a message" if holder.message is None else f"message {holder.message}"
+
+
+# For other packages of this library
+
+
+def owner_of(message: OpenMessage) -> object:
+    """Return the `TensorSender` that made a message."""
+    return message._sender
+
+
+def check_unfinished(message: OpenMessage) -> None:
+    """Raise `UsageError` if a message was completed, by its block or by the request that was sent in it."""
+    if message._is_finished:
+        raise UsageError(
+            "this message or permit was used, or its block has ended: begin another one for each request"
+        )
+
+
+def enter_in_thread(message: OpenMessage) -> None:
+    """Record that this thread, rather than the task that entered the block, is in the block of a message."""
+    if message._message is not None:
+        _enter_block(message._message, None)
+
+
+def post_in(sender: TensorSender, message: Message | None, tensor: Sendable) -> tuple[Message, TensorHandle]:
+    """Post a tensor in a message, or in a new one, which `finish_posted` or `abandon_posted` ends."""
+    return sender._post_in(message, tensor)
+
+
+def finish_posted(sender: TensorSender, message: Message) -> None:
+    """Finish a posted message: it becomes whole once all its tensors are announced."""
+    sender._finish(message)
+
+
+def abandon_posted(sender: TensorSender, message: Message) -> None:
+    """Discard a posted message."""
+    sender._abandon(message)
+
+
+class SenderCapacity:
+    """The capacity of one sender for new messages, for clients that choose among several senders."""
+
+    def __init__(self, sender: TensorSender) -> None:
+        self._sender = sender
+        self.endpoint = sender._label
+        self.max_wait_s = sender._max_wait_s
+
+    @property
+    def free_permits(self) -> int:
+        """The number of messages that can begin now; 0 without a ready receiver, or while calls wait."""
+        sender = self._sender
+        if sender._session is None or sender._needs_admission:
+            return 0
+        permits, memory = sender._permits.budget, sender._memory.gate.budget
+        return 0 if permits.waiting or memory.waiting else permits.limit - permits.in_use
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether calls raise an error until `connect_now` finds a receiver."""
+        return not self._sender.affinity.is_open or self._sender._failure is not None
+
+    def connect_now(self) -> None:
+        """Connect now, as a send would, if the sender has stopped trying after a refusal."""
+        if self._sender.affinity.is_open:
+            self._sender._connect_now()
+
+    def listen(self, listener: CapacityListener) -> None:
+        """Notify a listener whenever a new message may have become possible; the reference to it is weak."""
+        self._sender._listeners.add(listener)
+        self._sender._notify_listeners()
 
 
 def capacity_of(sender: TensorSender) -> SenderCapacity:
-    """Return the capacity of a sender, for clients that choose among several senders."""
-    return sender._capacity
-
-
-def posts_of(sender: TensorSender) -> Posts:
-    """Return the posted messages of an open sender, for hooks that post several tensors in one message.
-
-    Raises:
-        AioTensorError: the sender is not open here.
-    """
-    sender._opened()
-    return sender._opened_posts()
+    """Return the capacity of a sender."""
+    return SenderCapacity(sender)

@@ -71,17 +71,31 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 
 def logged_events() -> set[str]:
-    """Return the loggers and the events of all log calls: ``extra`` is a literal with the key ``event``."""
-    found = set()
+    """Return the loggers and the events of all log calls: ``extra`` is a literal with the key ``event``.
+
+    The roles that have a `PeerLog` share its events, which are literals of their own.
+    """
+    found, roles, shared = set(), set(), set()
     for tree in modules():
-        loggers = [ast.literal_eval(call.args[0]) for name, call in calls(tree) if name == "logger_of"]
+        loggers = [call.args[0] for name, call in calls(tree) if name == "logger_of"]
+        roles |= {ast.literal_eval(call.args[0]) for name, call in calls(tree) if name == "PeerLog"}
         for _, call in calls(tree):
-            for keyword in call.keywords:
-                if keyword.arg == "extra" and isinstance(keyword.value, ast.Dict):
-                    for key, value in zip(keyword.value.keys, keyword.value.values, strict=True):
-                        if isinstance(key, ast.Constant) and key.value == "event":
-                            found.add(f"{loggers[0]} {ast.literal_eval(value)}")
-    return found
+            for event in filter(None, map(event_of, call.keywords)):
+                if isinstance(loggers[0], ast.Constant):
+                    found.add(f"{ast.literal_eval(loggers[0])} {event}")
+                else:
+                    shared.add(event)
+    return found | {f"{role} {event}" for role, event in product(roles, shared)}
+
+
+def event_of(keyword: ast.keyword) -> str | None:
+    """Return the event that a keyword argument states, if it does."""
+    value: ast.expr | None = keyword.value if keyword.arg == "event" else None
+    if keyword.arg == "extra" and isinstance(keyword.value, ast.Dict):
+        for key, entry in zip(keyword.value.keys, keyword.value.values, strict=True):
+            if isinstance(key, ast.Constant) and key.value == "event":
+                value = entry
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
 
 
 def declared_metrics() -> set[str]:

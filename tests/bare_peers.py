@@ -9,13 +9,12 @@ from typing import Any
 from aiotensor.inspection import Inspection
 from aiotensor.protocol.frames import (
     MAX_RECORD_BYTES,
-    OPENING,
-    TO_INSPECTOR,
     VERSION,
-    Inspect,
+    Frame,
+    Hello,
     ReceiverReport,
-    ToInspector,
     decode,
+    decode_hello,
     encode,
 )
 from verification.fuzz.listening import waiting_at
@@ -51,7 +50,7 @@ class BareInspector:
         """Write a record; return False if the connection has ended."""
         return await say(self.sock, record)
 
-    async def read(self) -> list[ToInspector] | None:
+    async def read(self) -> list[Frame] | None:
         """Return the next frames, or None at the end."""
         loop = asyncio.get_running_loop()
         try:
@@ -59,11 +58,11 @@ class BareInspector:
         except ConnectionResetError:
             return await self.read()  # the last records follow
         assert len(record) <= MAX_RECORD_BYTES
-        return decode(TO_INSPECTOR, record) if record else None
+        return decode(record) if record else None
 
-    async def read_all(self) -> list[ToInspector]:
+    async def read_all(self) -> list[Frame]:
         """Return all frames until the end of the connection."""
-        found: list[ToInspector] = []
+        found: list[Frame] = []
         while (frames := await self.read()) is not None:
             found += frames
         return found
@@ -87,7 +86,7 @@ async def bare_inspector(address: str, *, inspects: bool = True) -> AsyncIterato
     observer = BareInspector(address)
     with observer.sock:
         if inspects:
-            assert await observer.say(encode(Inspect(VERSION, 1)))
+            assert await observer.say(encode(Hello(VERSION, 1, "inspector")))
         yield observer
 
 
@@ -113,6 +112,6 @@ async def inspecting_bare_receiver(
         sock, _ = await loop.sock_accept(listener)
         with sock:
             sock.setblocking(False)
-            [first] = decode(OPENING, await loop.sock_recv(sock, MAX_RECORD_BYTES))
-            assert isinstance(first, Inspect)
+            first = decode_hello(await loop.sock_recv(sock, MAX_RECORD_BYTES))
+            assert first.role == "inspector"
             yield inspecting, BareReceiver(sock)

@@ -4,15 +4,8 @@ from typing import Any
 
 import msgspec
 
-from aiotensor.protocol.frames import (
-    FROM_SENDER,
-    VERSION,
-    FromSender,
-    Hello,
-    Put,
-    decode,
-)
-from aiotensor.protocol.sender import SenderConnection
+from aiotensor.protocol.connection import Connection
+from aiotensor.protocol.frames import VERSION, Frame, Hello, Publish, Put, decode
 from aiotensor.statistics.counters import WaitCounter
 from aiotensor.types import (
     MAX_TRACE_FIELDS,
@@ -25,7 +18,9 @@ __all__ = [
     "NO_WAITS",
     "frames_of",
     "hello",
+    "publish",
     "put",
+    "receiver_hello",
     "receiver_statistics",
     "record_of",
 ]
@@ -44,10 +39,17 @@ def hello(**changes: object) -> Hello:
     fields: dict[str, Any] = {
         "version": VERSION,
         "pid": 42,
-        "sender": "5" * 32,
-        "max_concurrent_videos": 2,
+        "role": "sender",
+        "id": "5" * 32,
+        "max_messages": 2,
         "arena_bytes": 1 << 20,
     }
+    return Hello(**{**fields, **changes})
+
+
+def receiver_hello(**changes: object) -> Hello:
+    """Return the first frame of a receiver that admits a sender, with some fields changed."""
+    fields: dict[str, Any] = {"version": VERSION, "pid": 7, "role": "receiver", "id": "r"}
     return Hello(**{**fields, **changes})
 
 
@@ -65,6 +67,12 @@ def put(**changes: object) -> Put:
     return Put(**{**fields, **changes})
 
 
+def publish(number: int, **changes: object) -> Publish:
+    """Announce a publication without tensors, with some fields changed."""
+    fields: dict[str, Any] = {"number": number, "placement": "inline", "payload": b"x", "nbytes": 1}
+    return Publish(**{**fields, **changes})
+
+
 # A trace context at all its limits.
 LONGEST_TRACE = {
     str(number).rjust(MAX_TRACE_NAME, "x"): "x" * MAX_TRACE_VALUE for number in range(MAX_TRACE_FIELDS)
@@ -76,6 +84,6 @@ def record_of(*frames: object) -> bytes:
     return msgspec.msgpack.encode(frames)
 
 
-def frames_of(sender: SenderConnection) -> list[FromSender]:
-    """Return the frames that a sender's end has to send."""
-    return [frame for record in sender.data_to_send() for frame in decode(FROM_SENDER, record)]
+def frames_of(connection: Connection) -> list[Frame]:
+    """Return the frames that one end has to send."""
+    return [frame for record in connection.data_to_send() for frame in decode(record)]

@@ -9,22 +9,16 @@ from contextlib import asynccontextmanager
 
 from aiotensor import AioTensorError, ProtocolError, TensorSender
 from aiotensor.protocol.frames import (
-    FROM_SENDER,
-    MAX_RECORD_BYTES,
-    TO_SENDER,
-    VERSION,
     Attach,
-    FromSender,
+    Frame,
     Hello,
-    ToSender,
-    Welcome,
     decode,
     encode,
 )
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.transports.base import Transport
 from aiotensor.transports.endpoints import Endpoint, route_to
-from tests.frames import hello
+from tests.frames import hello, receiver_hello
 
 __all__ = ["ARENA_BYTES", "SEALS", "RogueReceiver", "RogueSender", "rogue_receiver", "rogue_sender"]
 
@@ -42,7 +36,7 @@ class RogueSender:
 
     def __init__(self, endpoint: Endpoint, *, reads: bool = True) -> None:
         self.id = secrets.token_hex(16)
-        self.received: list[ToSender] = []
+        self.received: list[Frame] = []
         self.is_lost = asyncio.Event()
         self._is_connected = asyncio.Event()
         self._reads = reads
@@ -57,7 +51,7 @@ class RogueSender:
 
     def hello(self, **changes: object) -> Hello:
         """Return a valid hello, with some fields changed."""
-        fields: dict[str, object] = {"sender": self.id, "pid": os.getpid(), "arena_bytes": ARENA_BYTES}
+        fields: dict[str, object] = {"id": self.id, "pid": os.getpid(), "arena_bytes": ARENA_BYTES}
         return hello(**{**fields, **changes})
 
     async def connect(self, first: bytes) -> None:
@@ -66,7 +60,7 @@ class RogueSender:
         self._connector.connect()
         await self._is_connected.wait()
 
-    def write(self, *frames: FromSender | bytes, descriptors: Sequence[int] = ()) -> None:
+    def write(self, *frames: Frame | bytes, descriptors: Sequence[int] = ()) -> None:
         """Write each frame as a record, or a record as it is; the caller keeps the descriptors."""
         assert self._transport is not None
         for frame in frames:
@@ -106,8 +100,7 @@ class RogueSender:
 
     def record_received(self, data: memoryview, descriptors: list[int]) -> None:
         close_all(descriptors)
-        frames: list[ToSender] = decode(TO_SENDER, data)
-        self.received += frames
+        self.received += decode(data)
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
         self.is_lost.set()
@@ -143,12 +136,12 @@ class RogueReceiver:
     """A receiver that admits one sender, and then writes arbitrary records."""
 
     def __init__(self) -> None:
-        self.received: list[FromSender] = []
+        self.received: list[Frame] = []
         self.is_lost = asyncio.Event()
         self._transport: Transport | None = None
         self._has_hello = False
 
-    def write(self, frame: ToSender | bytes) -> None:
+    def write(self, frame: Frame | bytes) -> None:
         """Write a frame as a record, or a record as it is."""
         assert self._transport is not None
         self._transport.write(frame if isinstance(frame, bytes) else encode(frame))
@@ -158,7 +151,7 @@ class RogueReceiver:
     def connection_accepted(self, transport: Transport) -> None:
         self._transport = transport
         transport.start(self)
-        self.write(Welcome(VERSION, os.getpid(), MAX_RECORD_BYTES, "r", is_admitted=True))
+        self.write(receiver_hello(pid=os.getpid()))
 
     def listening_failed(self, error: OSError) -> None:
         raise error
@@ -166,7 +159,7 @@ class RogueReceiver:
     def record_received(self, data: memoryview, descriptors: list[int]) -> None:
         close_all(descriptors)
         if self._has_hello:
-            frames: list[FromSender] = decode(FROM_SENDER, data)
+            frames = decode(data)
             self.received += frames
             assert self._transport is not None
             for frame in frames:
@@ -186,7 +179,7 @@ async def rogue_receiver(
 ) -> AsyncIterator[tuple[TensorSender, RogueReceiver]]:
     """Connect a sender to a rogue."""
     rogue = RogueReceiver()
-    listener = await route_to(endpoint).listen(rogue, MAX_RECORD_BYTES)
+    listener = await route_to(endpoint).listen(rogue)
     try:
         async with TensorSender(endpoint, max_concurrent_videos) as sender:
             await sender.ready()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from aiotensor.tensors import dtypes
+from aiotensor.memory import dtypes
 from verification import loops, places
 
 __all__ = ["COMPLETE", "DTYPES", "LINKS", "LOCAL_LINKS", "MODES", "loop_factories", "select"]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from aiotensor.memory.dtypes import DTYPES
 from aiotensor.protocol.frames import MAX_DIMENSIONS
-from aiotensor.tensors.dtypes import DTYPES
 from tests.pairs import Pair, pair
 from tests.selection import COMPLETE
 from verification.waiting import settled

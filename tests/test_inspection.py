@@ -24,17 +24,17 @@ from aiotensor import (
     UsageError,
 )
 from aiotensor.inspection import inspect
-from aiotensor.protocol.connection import Close
 from aiotensor.protocol.frames import (
     MAX_ROWS,
     VERSION,
+    Close,
     ReceiverReport,
     SenderSummary,
     Taken,
-    Welcome,
 )
 from aiotensor.types import MAX_NUMBER
 from tests.bare_peers import bare_inspector, inspect_patiently, inspecting_bare_receiver
+from tests.frames import receiver_hello
 from tests.pairs import endpoint
 from tests.transports.unix_ends import in_child, leave_stale
 from verification.fuzz.listening import waiting_at
@@ -148,9 +148,9 @@ async def _report() -> ReceiverReport:
 
 @pytest.mark.parametrize("name", ["nonsense", "a frame for senders", "unnamed"])
 async def test_an_invalid_answer_of_a_receiver_raises_protocol_error(name: str, address: str) -> None:
-    report, welcome = await _report(), Welcome(VERSION, 7)
+    report, admission = await _report(), receiver_hello()
     said: dict[str, Sequence[Any]] = {
-        "a frame for senders": [welcome, Taken(())],
+        "a frame for senders": [admission, Taken(())],
         "unnamed": [report],
     }
     async with inspecting_bare_receiver(address) as (looking, rogue):
@@ -166,12 +166,12 @@ async def test_an_invalid_answer_of_a_receiver_raises_protocol_error(name: str, 
     ("says", "error", "text"),
     [
         (
-            [Welcome(VERSION + 1, 7)],
+            [receiver_hello(version=VERSION + 1)],
             ProtocolError,
             rf"pid 7.* the receiver has protocol version {VERSION + 1}.*install the same",
         ),
-        ([Welcome(VERSION, 7), Close("")], PeerLostError, "it closed"),
-        ([Welcome(VERSION, 7), Close("no room")], PeerLostError, "no room"),
+        ([receiver_hello(), Close("")], PeerLostError, "it closed"),
+        ([receiver_hello(), Close("no room")], PeerLostError, "no room"),
     ],
     ids=["another version", "closed", "refused"],
 )

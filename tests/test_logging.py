@@ -23,11 +23,11 @@ import zmq
 from aiotensor import RemoteError, TensorReceiver, TensorSender
 from aiotensor.channel import MessageServer
 from aiotensor.protocol import exchange
-from aiotensor.protocol.connection import Close
-from aiotensor.protocol.frames import VERSION, Hello, Welcome, encode
+from aiotensor.protocol.frames import Close, encode
 from aiotensor.runtime.logs import MAX_TEXT, logger_of, one_line
 from tests.channel.parties import Question, channel, place
 from tests.channel.rogues import raw
+from tests.frames import hello, receiver_hello
 from verification.patterns import BIG, pattern
 from verification.processes.peers import Peer, close_receiver, open_receiver, peers
 from verification.waiting import until
@@ -96,14 +96,14 @@ async def test_a_lost_receiver_is_logged_with_its_pid_and_the_lost_messages(end:
                 await sender.send(pattern(0, BIG))
                 await until(lambda: sender.receiver_id is not None)
                 await _end(engine, end)
-                await until(lambda: any(event.event == "receiver_lost" for event in events))
-                pid, sent_by = engine.pid, sender.id
+                await until(lambda: any(event.event == "peer_lost" for event in events))
+                pid = engine.pid
         if end == "is killed":
             os.unlink(address.removeprefix("unix://"))
-    lost = _one(events, "receiver_lost")
+    lost = _one(events, "peer_lost")
     assert (lost.logger, lost.level) == ("aiotensor.sender", "WARNING")
     assert str(lost.fields.pop("reason")) in lost.message
-    assert lost.fields == {"address": address, "sender_id": sent_by, "peer_pid": pid, "messages_lost": 1}
+    assert lost.fields == {"address": address, "peer_pid": pid, "messages_lost": 1}
 
 
 async def _end(engine: Peer, end: str) -> None:
@@ -123,11 +123,14 @@ async def test_a_sender_beyond_the_limit_is_logged_on_both_sides(address: str) -
             await until(lambda: receiver.statistics().senders == 1)
             async with TensorSender(address) as second:
                 await until(lambda: second.statistics().receivers_lost == 1)
-                refused = _one(events, "sender_refused")
+                refused = _one(events, "peer_refused")
                 assert (refused.logger, refused.level) == ("aiotensor.receiver", "WARNING")
                 assert "max_senders=1" in str(refused.fields["reason"])
-                assert (refused.fields["sender_id"], refused.fields["peer_pid"]) == (second.id, os.getpid())
-                lost = _one(events, "receiver_lost")
+                assert (refused.fields["peer"], refused.fields["peer_pid"]) == (
+                    f"sender {second.id}",
+                    os.getpid(),
+                )
+                lost = _one(events, "peer_lost")
                 # A warning although no message was lost, since only a change of the configuration helps.
                 assert lost.level == "WARNING"
                 assert "max_senders=1" in str(lost.fields["reason"])
@@ -171,7 +174,7 @@ def _rogue_sender(address: str, sender: str) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.setblocking(False)
         sock.connect(address.removeprefix("unix://"))
-        sock.send(encode(Hello(VERSION, 4711, sender, 2, 1 << 20)))
+        sock.send(encode(hello(pid=4711, id=sender)))
         yield sock
 
 
@@ -185,11 +188,11 @@ async def test_a_sender_cannot_forge_a_line_by_its_id_or_its_frames(address: str
                     await until(lambda: receiver.statistics().senders_refused == 1)
                 rogue.send(msgspec.msgpack.encode([[FORGED]]))
                 await until(lambda: receiver.statistics().senders_lost == 1)
-    refused, broken = _one(events, "sender_refused"), _one(events, "protocol_broken")
+    refused, broken = _one(events, "peer_refused"), _one(events, "protocol_broken")
     escaped = f"me\\n{'x' * 20}\\x1b[31m"
-    assert (refused.fields["sender_id"], refused.fields["peer_pid"]) == (f"{escaped} too", 4711)
-    assert (broken.fields["sender_id"], broken.fields["peer_pid"]) == (escaped, 4711)
-    assert f"sender {escaped} broke the protocol" in broken.message
+    assert (refused.fields["peer"], refused.fields["peer_pid"]) == (f"sender {escaped} too", 4711)
+    assert (broken.fields["peer"], broken.fields["peer_pid"]) == (f"sender {escaped}", 4711)
+    assert f"sender {escaped} (pid 4711) broke the protocol" in broken.message
     assert "so it is\\n2026-01-01 CRITICAL" in str(broken.fields["reason"])
     assert (broken.logger, broken.level) == ("aiotensor.receiver", "ERROR")
 
@@ -213,12 +216,12 @@ async def test_repeated_refusals_share_a_log_line_with_their_count(address: str)
                     rogue.send(b"nonsense")
                     await _counted(receiver, number + 2, "senders_lost")
     for name, first, latest, count in (
-        ("sender_refused", "refused 0", "refused 9", 10),
+        ("peer_refused", "refused 0", "refused 9", 10),
         ("protocol_broken", "admitted", "broken 4", 6),
     ):
         lines = [event.fields for event in events if event.event == name]
-        assert (lines[0]["sender_id"], lines[0]["count"]) == (first, 1)
-        assert lines[-1]["sender_id"] == latest
+        assert (lines[0]["peer"], lines[0]["count"]) == (f"sender {first}", 1)
+        assert lines[-1]["peer"] == f"sender {latest}"
         assert sum(map(int, map(str, (line["count"] for line in lines)))) == count
         assert len(lines) < count
     text = next(event.message for event in events if str(event.fields.get("count", 1)) != "1")
@@ -237,16 +240,16 @@ async def test_a_receiver_cannot_forge_a_line_by_its_reasons(says: str) -> None:
         async with TensorSender(f"unix://{folder}/s") as sender:
             accepted, _ = listener.accept()
             with accepted:
-                accepted.send(encode(Welcome(VERSION, 4711)))
+                accepted.send(encode(receiver_hello(pid=4711)))
                 accepted.send(
                     encode(Close(FORGED)) if says == "goodbye" else msgspec.msgpack.encode([[FORGED]])
                 )
                 await until(lambda: sender.statistics().receivers_lost == 1)
-    lost = _one(events, "receiver_lost")
+    lost = _one(events, "peer_lost")
     assert lost.fields["peer_pid"] == 4711
     assert "so it is\\n2026-01-01 CRITICAL aiotensor: forged\\r\\x1b[2J\\x85\\u2028\\u202e" in lost.message
     names = {event.event for event in events}
-    assert names == {"receiver_lost", *({"protocol_broken"} if says == "nonsense" else ())}
+    assert names == {"peer_lost", *({"protocol_broken"} if says == "nonsense" else ())}
 
 
 class Wish(Enum):
@@ -380,13 +383,13 @@ async def main(address):
             await receiver.aclose()
             await asyncio.wait([waiting])
             waiting.exception()
-            while "receiver_lost" not in events:
+            while "peer_lost" not in events:
                 await asyncio.sleep(0)
 
 logging.getLogger("aiotensor.sender").addFilter(look_on)
 with tempfile.TemporaryDirectory(prefix="aiotensor-") as folder:
     asyncio.run(main(f"unix://{folder}/s"))
-sys.exit(0 if events == {"long_wait", "receiver_lost"} else 3)
+sys.exit(0 if events == {"long_wait", "peer_lost"} else 3)
 """
 
 

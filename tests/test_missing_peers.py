@@ -12,7 +12,6 @@ from aiotensor import PeerLostError, TensorHandle, TensorReceiver, TensorSender,
 from aiotensor.broadcast import Subscriber
 from aiotensor.channel import MessageClient
 from aiotensor.runtime import outage
-from aiotensor.sending import sessions
 from tests.channel.parties import Place, place
 from tests.pairs import endpoint
 from verification.patterns import pattern
@@ -88,7 +87,7 @@ async def test_an_unexpected_error_while_connecting_ends_the_waits(
         async with AsyncExitStack() as stack:
             sender = await stack.enter_async_context(TensorSender(at))
             waiting = asyncio.create_task(sender.ready())
-            monkeypatch.setattr(sessions, "Session", fail)
+            monkeypatch.setattr("aiotensor.sender._Receiver", fail)
             await stack.enter_async_context(TensorReceiver(at))
             with pytest.raises(PeerLostError, match="failed: KeyError: 'bug'"):
                 await waiting

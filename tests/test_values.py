@@ -11,8 +11,8 @@ import torch
 
 from aiotensor import UnsupportedTensorError
 from aiotensor.codec import TensorDecoder, TensorEncoder
-from aiotensor.tensors.dtypes import DTYPES
-from aiotensor.tensors.raw import new_tensor
+from aiotensor.memory.dtypes import DTYPES
+from aiotensor.memory.raw import new_tensor
 from tests.pairs import pair
 from verification.waiting import settled
 

@@ -5,27 +5,27 @@ Tests use private attributes of senders and receivers only through these functio
 
 import asyncio
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.broadcast import Publisher, Subscriber
-from aiotensor.broadcast.arrived import Arrived
-from aiotensor.broadcast.session import Session as SubscriberSession
+from aiotensor.broadcast.subscriber import _Arrived, _Publisher
+from aiotensor.link.admission import Admission, _Inspector
+from aiotensor.memory import memory as memory_module
+from aiotensor.memory.gates import Gate
+from aiotensor.memory.mappings import Mappings
+from aiotensor.memory.memory import Memory
+from aiotensor.memory.segments import Segment
 from aiotensor.protocol.audience import Backlog
 from aiotensor.protocol.blocks import Blocks
-from aiotensor.protocol.frames import Hello
+from aiotensor.protocol.credits import Budget
 from aiotensor.ranks import RankPipe
-from aiotensor.receiving.intake import InspectorPeer, Intake
-from aiotensor.receiving.senders import Senders
+from aiotensor.receiver import _Sender
 from aiotensor.runtime.descriptors import copy_of, file_of
 from aiotensor.runtime.worker import Worker
-from aiotensor.sending.gates import Gate
-from aiotensor.sending.memory import Memory
-from aiotensor.sending.pipeline import Pipeline
-from aiotensor.sending.posting import Posts
-from aiotensor.sending.session import Session
-from aiotensor.tensors.segments import Segment
+from aiotensor.sender import Message, _Receiver
 from aiotensor.transports.base import Listener, Transport
 from aiotensor.transports.records import SocketTransport
 from aiotensor.transports.tcp.connector import _Attempt
@@ -33,8 +33,10 @@ from aiotensor.transports.tcp.transport import TcpTransport
 from aiotensor.transports.unix import UnixListener
 
 __all__ = [
+    "admission_of",
     "arrived_at",
     "backlogs_of",
+    "begin_posted",
     "blocks_of",
     "connections_at",
     "cut",
@@ -46,7 +48,6 @@ __all__ = [
     "held_by_receiver",
     "held_by_sender",
     "inspectors_of",
-    "intake_of",
     "is_trimming",
     "jobs_of",
     "keep_socket_file",
@@ -54,10 +55,11 @@ __all__ = [
     "lanes_of",
     "leases_of",
     "listener_of",
+    "mappings_of",
     "memory_of",
+    "no_grace",
     "pause_reading",
-    "pipeline_of",
-    "posts_of",
+    "permits_of",
     "publisher_of",
     "read_next",
     "resume_reading",
@@ -74,24 +76,19 @@ __all__ = [
 ]
 
 
-def pipeline_of(sender: TensorSender) -> Pipeline:
-    """Return the pipeline of a sender that was opened."""
-    assert sender._pipeline is not None
-    return sender._pipeline
+def permits_of(sender: TensorSender) -> Budget[None]:
+    """Return the permits of a sender."""
+    return sender._permits.budget
 
 
-def posts_of(sender: TensorSender) -> Posts:
-    """Return the posted messages of a sender that was opened."""
-    assert sender._posts is not None
-    return sender._posts
+def begin_posted(sender: TensorSender) -> Message:
+    """Begin a posted message of several tensors."""
+    return sender._begin_nowait(0)
 
 
 def memory_of(owner: TensorSender | Publisher) -> Memory:
     """Return the shared memory of a sender or publisher that was opened."""
-    if isinstance(owner, Publisher):
-        assert owner._publishing is not None
-        return owner._publishing.memory
-    return pipeline_of(owner).grants.memory
+    return owner._memory
 
 
 def segment_of(sender: TensorSender) -> Segment:
@@ -109,26 +106,36 @@ def leases_of(sender: TensorSender) -> int:
     return len(memory_of(sender).leases)
 
 
+@contextmanager
+def no_grace() -> Iterator[None]:
+    """Replace the memory of lost readers at once: they are in this process, which does not end."""
+    before, memory_module._GRACE_S = memory_module._GRACE_S, 0.0
+    try:
+        yield
+    finally:
+        memory_module._GRACE_S = before
+
+
 def drainers_of(sender: TensorSender) -> Collection["asyncio.Future[None]"]:
     """Return the futures of the calls that wait for a sender to drain."""
-    return pipeline_of(sender).grants.drainers
+    return sender._drainers
 
 
 def held_by_sender(sender: TensorSender) -> dict[str, int]:
     """Count the waits, holders and messages of a sender that are not part of its statistics."""
-    pipeline = pipeline_of(sender)
-    grants, session = pipeline.grants, pipeline.sessions.current
-    gates: list[Gate[Any]] = [grants.permits, grants.memory.gate]
+    session, memory = sender._session, sender._memory
+    gates: list[Gate[Any]] = [sender._permits, memory.gate]
     return {
         "waiters at the gates": sum(len(gate._waits) for gate in gates),
         "holders at the gates": sum(len(gate.budget.held) for gate in gates),
-        "blocks whose sends wait": len(grants._await_permits) + len(grants._await_bytes),
-        "drainers": len(drainers_of(sender)),
-        "copies": len(grants.memory._copies._copies) + jobs_of(worker_of(grants.memory)),
+        "blocks whose sends wait": len(sender._await_permits) + len(sender._await_bytes),
+        "drainers": len(sender._drainers),
+        "copies": len(memory._copies._copies) + jobs_of(worker_of(memory)),
         "announced messages": 0 if session is None else len(session.announced),
-        "waiters for a receiver": len(grants.changes),
-        "messages that are copied": len(posts_of(sender)._copying) + len(posts_of(sender)._tasks),
-        "waiters for posted tensors": len(posts_of(sender)._changes),
+        "pins of the receiver": 0 if session is None else len(session.pins),
+        "waiters for a receiver": len(sender._changes),
+        "messages that are copied": len(sender._copying) + len(sender._tasks),
+        "waiters for posted tensors": len(sender._copies_changes),
     }
 
 
@@ -150,10 +157,9 @@ def worker_of(owner: TensorSender | TensorReceiver | Publisher | Subscriber[Any]
         case TensorSender() | Publisher():
             return worker_of(memory_of(owner))
         case Subscriber():
-            assert owner._subscription is not None
-            return owner._subscription._mappings._worker
+            return owner._mappings._worker
         case TensorReceiver():
-            return senders_of(owner).mappings._worker
+            return mappings_of(owner)._worker
 
 
 def jobs_of(worker: Worker) -> int:
@@ -164,7 +170,7 @@ def jobs_of(worker: Worker) -> int:
 def landed_bytes(owner: TensorReceiver | Subscriber[Any]) -> int:
     """Return the bytes of the blocks that connected peers on other machines have here."""
     if isinstance(owner, TensorReceiver):
-        memories = [peer.memory for peer in senders_of(owner).connected.values()]
+        memories = [peer.memory for peer in senders_of(owner).values()]
     else:
         session = session_of_subscriber(owner)
         memories = [] if session is None or session.is_over else [session.memory]
@@ -176,41 +182,36 @@ def lanes_of(worker: Worker) -> tuple[Any, Any]:
     return worker._short, worker._long
 
 
-def session_of(sender: TensorSender) -> Session:
+def session_of(sender: TensorSender) -> _Receiver:
     """Return the session of a connected sender."""
-    session = pipeline_of(sender).sessions.current
+    session = sender._session
     assert session is not None
     return session
 
 
 def backlogs_of(publisher: Publisher) -> list[Backlog]:
     """Return the backlogs of the subscribers of a publisher that was opened."""
-    assert publisher._publishing is not None
-    return list(publisher._publishing.subscribers.audience.backlogs.values())
+    return list(publisher._audience.backlogs.values())
 
 
 def held_by_publisher(publisher: Publisher) -> dict[str, int]:
     """Count what a publisher holds and does not report."""
-    publishing = publisher._publishing
-    assert publishing is not None
     return {
-        "turns": publishing._turns.budget.in_use,
-        "pinned blocks": len(publishing.memory.leases),
-        "departures": len(publishing.subscribers.departures._departures),
-        "calls that wait for subscribers": len(publishing.subscribers.changes),
+        "turns": publisher._turns.budget.in_use,
+        "pinned blocks": len(publisher._memory.leases),
+        "departures": len(publisher._memory._departures),
+        "calls that wait for subscribers": len(publisher._changes),
     }
 
 
 def held_by_pipe(pipe: RankPipe) -> dict[str, int]:
     """Count what an end of a pipe holds and does not report."""
-    session = pipe._session
-    if session is None:
-        return {}
+    connection = None if pipe._session is None else pipe._session.connection
     return {
-        "pinned blocks": len(session.outgoing.memory.leases),
-        "bytes of the arena": session.outgoing.memory.gate.budget.in_use,
-        "calls that wait for changes": len(session.outgoing._changes),
-        "answers that are due": len(session._connection._untaken),
+        "pinned blocks": len(pipe._memory.leases),
+        "bytes of the arena": pipe._memory.gate.budget.in_use,
+        "calls that wait for changes": len(pipe._changes),
+        "answers that are due": 0 if connection is None else connection.in_flight,
     }
 
 
@@ -222,77 +223,72 @@ def publisher_of(subscriber: Subscriber[Any]) -> str:
 
 def transports_between(publisher: Publisher, subscriber: Subscriber[Any]) -> tuple[Transport, Transport]:
     """Return the transport of a connected subscriber at its publisher, and its own."""
-    assert publisher._publishing is not None
     session = session_of_subscriber(subscriber)
     assert session is not None
-    return publisher._publishing.subscribers.connected[subscriber.id].transport, session.transport
+    return publisher._subscribers[subscriber.id].transport, session.transport
 
 
-def session_of_subscriber(subscriber: Subscriber[Any]) -> SubscriberSession | None:
+def session_of_subscriber(subscriber: Subscriber[Any]) -> _Publisher | None:
     """Return the latest session of a subscriber that was opened."""
-    assert subscriber._subscription is not None
-    return subscriber._subscription._session
+    return subscriber._session
 
 
-def arrived_at(subscriber: Subscriber[Any]) -> list[Arrived]:
+def arrived_at(subscriber: Subscriber[Any]) -> list[_Arrived]:
     """List the publications that have arrived at a subscriber, the oldest first."""
-    assert subscriber._subscription is not None
-    return [item for item in subscriber._subscription._inbox if isinstance(item, Arrived)]
+    return [item for item in subscriber._inbox if isinstance(item, _Arrived)]
 
 
 def has_ended(subscriber: Subscriber[Any]) -> bool:
     """Return whether the end of a session is still to be reported, or no publisher is searched for."""
-    subscription = subscriber._subscription
-    assert subscription is not None
-    is_queued = any(not isinstance(item, Arrived) for item in subscription._inbox)
-    return is_queued or subscription._failure is not None
+    is_queued = any(not isinstance(item, _Arrived) for item in subscriber._inbox)
+    return is_queued or subscriber._failure is not None
 
 
 def unidentified_at_publisher(publisher: Publisher) -> int:
     """Count the connections of a publisher that have sent no frame, and its inspectors."""
-    intake = publisher._intake
-    assert intake is not None
-    return len(intake._unidentified) + len(intake._inspectors)
+    admission = publisher._admission
+    return len(admission._unidentified) + len(admission._inspectors)
 
 
 def segments_of(publisher: Publisher) -> list[Segment]:
     """Return the segments of a publisher that was opened, the present one first."""
-    assert publisher._publishing is not None
-    return list(publisher._publishing.memory.segments())
+    return list(publisher._memory.segments())
 
 
-def senders_of(receiver: TensorReceiver) -> Senders:
-    """Return the senders of a receiver that was opened."""
-    assert receiver._taking is not None
-    return receiver._taking.senders
+def senders_of(receiver: TensorReceiver) -> dict[str, _Sender]:
+    """Return the connected senders of a receiver, by their ids."""
+    return receiver._senders
 
 
-def intake_of(receiver: TensorReceiver) -> Intake[Hello]:
-    """Return the connections of a receiver that was opened."""
-    assert receiver._taking is not None
-    return receiver._taking.intake
+def mappings_of(receiver: TensorReceiver) -> Mappings:
+    """Return the memory that a receiver has mapped."""
+    return receiver._mappings
+
+
+def admission_of(receiver: TensorReceiver) -> Admission:
+    """Return the connections of a receiver that belong to no sender."""
+    return receiver._admission
 
 
 def held_by_receiver(receiver: TensorReceiver) -> dict[str, int]:
-    """Count the waits, claims and answers of a receiver that are not part of its statistics."""
-    senders = senders_of(receiver)
+    """Count the waits, claims and messages of a receiver that are not part of its statistics."""
     return {
-        "queues of waiters": len(senders.arrivals.waiters),
-        "claims": bool(senders.mailbox.claims.by_message),
-        "arrivals": len(senders.mailbox._whole),
-        "answers": len(senders._answered),
+        "keys of waiting calls": len(receiver._calls),
+        "claims": bool(receiver._mailbox.claims.by_message),
+        "whole messages": len(receiver._mailbox._whole),
+        "messages in flight": sum(sender.connection.in_flight for sender in senders_of(receiver).values()),
     }
 
 
-def inspectors_of(receiver: TensorReceiver) -> list[InspectorPeer]:
+def inspectors_of(receiver: TensorReceiver) -> list[_Inspector]:
     """List the inspectors of a receiver, the oldest first."""
-    return list(intake_of(receiver)._inspectors)
+    return list(admission_of(receiver)._inspectors)
 
 
 def listener_of(receiver: TensorReceiver) -> Listener:
     """Return the listener of a receiver that was opened."""
-    assert receiver._taking is not None
-    return receiver._taking._listener
+    assert receiver._listener is not None
+    return receiver._listener
 
 
 def keep_socket_file(receiver: TensorReceiver) -> None:
@@ -347,9 +343,9 @@ def _over_socket(transport: Transport) -> SocketTransport:
 
 def connections_at(receiver: TensorReceiver) -> int:
     """Count the connections of a receiver, in any role."""
-    return len(senders_of(receiver).connected) + unidentified_at(receiver) + len(inspectors_of(receiver))
+    return len(senders_of(receiver)) + unidentified_at(receiver) + len(inspectors_of(receiver))
 
 
 def unidentified_at(receiver: TensorReceiver) -> int:
     """Count the connections that have sent no frame."""
-    return len(intake_of(receiver)._unidentified)
+    return len(admission_of(receiver)._unidentified)

@@ -9,8 +9,8 @@ import torch
 import aiotensor
 from aiotensor.blocking.portal import BlockingObject, UntilClosed, parameters_of
 from aiotensor.errors import ClosedError
-from aiotensor.sending.open_message import enter_in_thread
-from aiotensor.tensors.source import Sendable
+from aiotensor.memory.source import Sendable
+from aiotensor.sender import enter_in_thread
 from aiotensor.types import Delivery, ReceiverStatistics, SenderStatistics, TensorHandle
 
 __all__ = ["OpenMessage", "TensorReceiver", "TensorSender"]

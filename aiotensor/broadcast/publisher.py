@@ -1,26 +1,121 @@
-"""Publish messages to subscribers; the implementation is in `aiotensor.broadcast.publishing`."""
+"""Publish messages to subscribers.
 
+    turn -> encoding -> memory, copies -> announcement to all subscribers     a failure rolls back all steps
+
+Publications are numbered in the order of the calls, so one call at a time has the turn. With ``slow="wait"``,
+a turn ends only when no subscriber is full, and further calls wait for it in their order.
+
+    Hello --admitted--> connected --Close, violation, failed write, end of the connection--> gone
+      |
+      '--limit, version--> refused
+"""
+
+import asyncio
+import contextlib
+import mmap
+import os
 import secrets
-from collections.abc import Collection, Sequence
+import sys
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import Self, get_args
 
+import msgspec
+import numpy as np
 import torch
+from msgspec.structs import replace
 
-from aiotensor.broadcast.publishing import Publishing
-from aiotensor.broadcast.settings import PublisherSettings
-from aiotensor.errors import ClosedError
-from aiotensor.protocol.audience import SlowPolicy
-from aiotensor.protocol.frames import MAX_RECORD_BYTES, Subscribe
-from aiotensor.receiving.intake import Intake
+from aiotensor.codec.payload import Payload, pack
+from aiotensor.errors import AioTensorError, ClosedError, ProtocolError, TooLargeError, WouldBlockError
+from aiotensor.link.admission import Admission
+from aiotensor.link.events import PeerLog
+from aiotensor.link.session import LAST_RECORDS_S, Session
+from aiotensor.memory.allocations import Allocation, Block
+from aiotensor.memory.arena import Arena, Extent
+from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError
+from aiotensor.memory.dtypes import DTYPE_NAMES
+from aiotensor.memory.gates import Gate, StuckError
+from aiotensor.memory.inline import MAX_INLINE_BYTES
+from aiotensor.memory.memory import Memory
+from aiotensor.memory.moving import PendingMove
+from aiotensor.memory.placement import plan_placement
+from aiotensor.memory.segments import Segment, whole_pages
+from aiotensor.memory.sizes import new_empty, sizes_of, too_large
+from aiotensor.memory.source import Source, as_source, attributes_of
+from aiotensor.protocol.audience import Audience, Backlog, Item, SlowPolicy
+from aiotensor.protocol.connection import Connection, Loss
+from aiotensor.protocol.credits import Ticket
+from aiotensor.protocol.frames import (
+    ARENA,
+    INLINE,
+    MAX_ROWS,
+    VERSION,
+    Close,
+    Content,
+    Discarded,
+    Frame,
+    Hello,
+    PlacedTensor,
+    Publish,
+    PublisherReport,
+    Release,
+    Taken,
+    bounded,
+    encode_record,
+)
 from aiotensor.runtime import arguments, tracing
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.arguments import count_or_none, seconds_or_never
-from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
-from aiotensor.transports.base import Listener
+from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.waiting import Waiters, until
+from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
+from aiotensor.transports.base import Listener, Mover, Transport
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
-from aiotensor.types import CurveKey, Published, PublisherStatistics
+from aiotensor.types import CurveKey, Published, PublisherStatistics, SubscriberLag, Usage
 
 __all__ = ["Publisher"]
+
+logger = logger_of("publisher")
+
+# Longer content is placed in shared memory, once for all subscribers.
+_MAX_RECORD_CONTENT_BYTES = 2 * MAX_INLINE_BYTES
+
+# The maximum number of tensors placed, planned and moved in one iteration of the event loop. Each takes a few
+# microseconds, and each move tens of them.
+_QUICK_TENSORS, _QUICK_PLANS, _QUICK_MOVES = 64, 256, 32
+
+_NAMED_SUBSCRIBERS = 8
+
+_STUCK = (
+    "all shared memory is used by this message and by tensors from allocate() that no subscriber uses and "
+    "that can only be published after this message: publish them first, free them, or raise arena_bytes; an "
+    "allocated tensor is copied if it has gaps or is not aligned, or if an earlier publication of it is in "
+    "use"
+)
+
+
+class _Placement:
+    """The tensors and the blocks of a message that is being published; also the holder of their bytes."""
+
+    def __init__(self) -> None:
+        self.tensors: list[PlacedTensor] = []
+        self.blocks: list[tuple[int, int]] = []  # the number and the size in bytes, once for each use
+        self.segments: dict[int, None] = {}
+        self.owned: set[int] = set()  # the blocks that were filled for this message
+
+    def add(self, source: Source, offset: int, block: Block) -> None:
+        """Add a tensor whose bytes are in a block, at an offset."""
+        self.use(block)
+        dtype, shape = DTYPE_NAMES[source.dtype], tuple(source.shape)
+        payload = block.place.describe(offset)
+        self.tensors.append(PlacedTensor(dtype, shape, ARENA, payload, block.number, attributes_of(source)))
+
+    def use(self, block: Block) -> None:
+        """Add a block that the message uses."""
+        self.blocks.append((block.number, block.place.nbytes))
+        self.segments[block.place.segment.number] = None
 
 
 class Publisher(LoopObject):
@@ -94,23 +189,86 @@ class Publisher(LoopObject):
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("Publisher")
         self._route = route_to(endpoint, TcpArguments(False, secret_key, None, client_keys, peer_timeout_s))
-        self._settings = PublisherSettings(
-            arguments.count("arena_bytes", arena_bytes),
-            arguments.count("max_behind", max_behind),
-            slow,
-            count_or_none("max_held_bytes", max_held_bytes),
-            arguments.count("history", history, 0),
-            count_or_none("max_subscribers", max_subscribers),
-            seconds_or_never("keep_warm_s", keep_warm_s),
-            seconds_or_never("long_wait_s", long_wait_s),
-            seconds_or_never("max_wait_s", max_wait_s),
-        )
-        _check(self._settings)
+        self._max_bytes = arguments.count("arena_bytes", arena_bytes)
+        self._arena_bytes = whole_pages(self._max_bytes)
+        self._max_behind = arguments.count("max_behind", max_behind)
+        self._slow = slow
+        self._max_held_bytes = count_or_none("max_held_bytes", max_held_bytes)
+        self._history_size = arguments.count("history", history, 0)
+        self._max_subscribers = count_or_none("max_subscribers", max_subscribers)
+        self._long_wait_s = seconds_or_never("long_wait_s", long_wait_s)
+        self._max_wait_s = seconds_or_never("max_wait_s", max_wait_s)
+        if slow not in get_args(SlowPolicy):
+            raise ValueError(f'slow must be "wait", "drop" or "disconnect", got {slow!r}')
+        if self._history_size >= self._max_behind:
+            raise ValueError(
+                f"history must be less than max_behind={self._max_behind}, got {history}: a new subscriber "
+                "starts that many publications behind; raise max_behind"
+            )
+        if self._max_held_bytes is not None and self._max_held_bytes > self._max_bytes:
+            raise ValueError(
+                f"max_held_bytes must be at most arena_bytes={self._max_bytes}, got {max_held_bytes}: a "
+                "subscriber cannot use more; lower it, or raise arena_bytes"
+            )
         self._errors = ErrorCounter()
         self._counts = new_counts(PublisherStatistics)
-        self._publishing: Publishing | None = None  # made by `__aenter__`, since it belongs to a loop
-        self._intake: Intake[Subscribe] | None = None
+        self._log = PeerLog("publisher")
+        self._memory = Memory(
+            self._arena_bytes,
+            self._gate_over,
+            seconds_or_never("keep_warm_s", keep_warm_s),
+            self._counts,
+            self._max_wait_s,
+            lambda nbytes: self._overdue("other copies were in progress", nbytes),
+            alignment=mmap.PAGESIZE,  # subscribers drop the pages of one block without changing others
+            segment_closed=self._segment_closed,
+        )
+        self._turns: Gate[None] = Gate(
+            1,
+            stuck_elsewhere=None,
+            long_wait_s=self._long_wait_s,
+            on_long_wait=lambda _: self._log_wait("slow subscribers, or earlier calls"),
+            max_wait_s=self._max_wait_s,
+            overdue=lambda _: self._overdue("subscribers were slow, or earlier calls waited", 0),
+            step="wait for a turn",
+        )
+        self._kept_turn: Ticket[None] | None = None  # kept until no subscriber is full
+        self._next_number = 0
+        self._history: deque[Item] = deque()
+        self._subscribers: dict[str, _Subscriber] = {}  # the connected ones, by their ids
+        self._audience: Audience[_Subscriber] = Audience(slow, self._max_behind, self._max_held_bytes)
+        self._changes = Waiters()  # woken when a subscriber has joined, has answered, or is gone
         self._listener: Listener | None = None
+        hello = Hello(
+            VERSION,
+            os.getpid(),
+            "publisher",
+            self._id,
+            2 * self._max_behind,  # the last publications before a `Close` ignore the limit
+            self._max_bytes,
+            withdraws=slow == "drop",
+        )
+        self._admission = Admission(
+            hello,
+            "subscriber",
+            self._log,
+            self._refusal,
+            self._admitted,
+            self._refused,
+            self._reports,
+            lambda error: None,
+        )
+
+    def _gate_over(self, arena: Arena) -> Gate[Extent]:
+        return Gate(
+            self._arena_bytes,
+            space=arena,
+            stuck_elsewhere=self._held_by_callers,
+            long_wait_s=self._long_wait_s,
+            on_long_wait=lambda nbytes: self._log_wait(f"{nbytes} bytes of shared memory"),
+            max_wait_s=self._max_wait_s,
+            overdue=lambda nbytes: self._overdue("not enough shared memory was free", nbytes),
+        )
 
     @property
     def id(self) -> str:
@@ -120,19 +278,14 @@ class Publisher(LoopObject):
     async def __aenter__(self) -> Self:
         self.affinity.enter()
         try:
-            publishing = Publishing(self._id, self._settings, self._counts, self._errors)
-            self._publishing = publishing
-            self._intake = Intake(self._id, MAX_RECORD_BYTES, publishing.subscribers)
-            try:
-                self._listener = await self._route.listen(self._intake, MAX_RECORD_BYTES)
-            except BaseException:
-                await publishing.close()
-                raise
+            self._memory.freed.bind()
+            self._listener = await self._route.listen(self._admission)
             if self.affinity.is_closed:  # by another task, during the wait
-                await self._close()
+                await self._close(self._listener)
                 raise ClosedError("this Publisher was closed")
         except BaseException:
             self.affinity.close()
+            self._memory.close()
             raise
         self.affinity.settle(self, self._route.label)
         return self
@@ -162,10 +315,10 @@ class Publisher(LoopObject):
         """
         span: tracing.Span | None = None
         try:
-            publishing = self._checked()
+            self.affinity.check()
             if (tracer := tracing.tracer) is not None:
                 span = tracer.begin("publish", self._route.label)
-            published = await publishing.publish(message)
+            published = await self._publish(message)
         except BaseException as error:
             self._errors.add(error)
             if span is not None:
@@ -186,10 +339,10 @@ class Publisher(LoopObject):
         """
         span: tracing.Span | None = None
         try:
-            publishing = self._checked()
+            self.affinity.check()
             if (tracer := tracing.tracer) is not None:
                 span = tracer.begin("publish", self._route.label)
-            published = publishing.publish_nowait(message)
+            published = self._publish_now(message)
         except BaseException as error:
             self._errors.add(error)
             if span is not None:
@@ -222,7 +375,18 @@ class Publisher(LoopObject):
             OSError: the machine has no shared memory or descriptors left.
         """
         with self._errors:
-            return await self._checked().allocate(shape, dtype)
+            self.affinity.check()
+            sizes, nbytes = sizes_of(shape, dtype, self._arena_bytes)
+            if nbytes == 0:
+                return new_empty(sizes, dtype)
+            block = await self._block(whole_pages(nbytes), None)
+            try:
+                tensor = await self._memory.tensor_over(block, dtype, sizes, None)
+            except CopyAbandonedError:
+                raise _closed() from None
+            self._check_open()
+            self._memory.gate.refuse_if_stuck()
+            return tensor
 
     async def wait_for_subscribers(self, count: int) -> None:
         """Wait until at least `count` subscribers are connected at the same time.
@@ -235,12 +399,17 @@ class Publisher(LoopObject):
             ClosedError: this publisher was closed, perhaps while waiting.
         """
         with self._errors:
-            publishing = self._checked()
-            limit = self._settings.max_subscribers
+            self.affinity.check()
+            limit = self._max_subscribers
             number = arguments.count("count", count)
             if limit is not None and number > limit:
                 raise ValueError(f"count must be at most max_subscribers={limit}, got {number}")
-            await publishing.wait_for_subscribers(number)
+            await until(
+                partial(self._has_subscribers, number),
+                self._changes,
+                self._max_wait_s,
+                partial(self._too_few, number),
+            )
 
     async def drain(self) -> None:
         """Wait until every subscriber has taken or lost all earlier messages, or is gone.
@@ -251,26 +420,38 @@ class Publisher(LoopObject):
             ClosedError: this publisher was closed, perhaps while waiting.
         """
         with self._errors:
-            await self._checked().drain()
+            self.affinity.check()
+            await until(partial(self._has_drained, self._next_number), self._changes)
 
     def statistics(self) -> PublisherStatistics:
         """Return the current usage and the totals since opening; also available after closing."""
         self.affinity.check_place()
-        if self._publishing is not None:
-            return self._publishing.statistics()
-        waits = WaitCounter().waits()
-        settings = self._settings
+        lags, memory = self._lags(), self._memory
+        budget, now, since = memory.gate.budget, time.monotonic(), memory.waiting_since
         return snapshot(
             PublisherStatistics,
-            dict.fromkeys(PublisherStatistics.__struct_fields__, 0),
-            max_subscribers=settings.max_subscribers,
-            lags=(),
-            max_behind=settings.max_behind,
-            longest_wait_s=0.0,
-            arena_bytes=settings.max_bytes,
-            largest_free_bytes=settings.max_bytes,
-            subscriber_waits=waits,
-            memory_waits=waits,
+            self._counts,
+            subscribers=len(lags),
+            max_subscribers=self._max_subscribers,
+            lags=tuple(lags),
+            max_behind=self._max_behind,
+            behind=lags[0].behind if lags else 0,
+            waiting=self._turns.budget.waiting + budget.waiting + len(since),
+            longest_wait_s=max(
+                self._turns.longest_wait_s(),
+                memory.gate.longest_wait_s(),
+                now - min(since, default=now),
+            ),
+            history=len(self._history),
+            arena_bytes=self._max_bytes,
+            bytes_in_use=budget.in_use,
+            peak_bytes_in_use=budget.peak,
+            warm_bytes=memory.warm_bytes,
+            largest_free_bytes=memory.largest_free,
+            dropped=self._counts["dropped"] + sum(lag.dropped for lag in lags),
+            deliveries=self._counts["deliveries"] + sum(lag.delivered for lag in lags),
+            subscriber_waits=self._turns.waited.waits(),
+            memory_waits=memory.gate.waited.waits(),
             errors=self._errors.counts(),
         )
 
@@ -285,43 +466,609 @@ class Publisher(LoopObject):
         was_open = self.affinity.close()
         if was_open and self._listener is not None:
             with self.affinity.leaving():
-                await self._close()
+                await self._close(self._listener)
 
-    async def _close(self) -> None:
-        if self._listener is None or self._intake is None or self._publishing is None:
-            raise AssertionError("an open publisher has a listener")
-        self._listener.close()
-        self._publishing.end_calls()
+    async def _close(self, listener: Listener) -> None:
+        listener.close()
+        self._admission.close()
+        self._memory.freed.collect_all()
+        self._turns.fail(_closed)
+        self._memory.gate.fail(_closed)
+        self._changes.wake()
         try:
-            await self._intake.close()
+            await self._announce_last()
+            self._leave()
+            await self._memory.aclose()
         finally:
-            await self._publishing.close()
+            self._leave()
+            self._memory.close()
+            self._log.close()
+
+    def _leave(self) -> None:
+        for subscriber in list(self._subscribers.values()):
+            self._forget(subscriber)
+            subscriber.is_over = True
+            subscriber.transport.close()
+        self._history.clear()
+
+    async def _announce_last(self) -> None:
+        """Announce the pending publications to all subscribers, and close the connections.
+
+        Waits until the connections have accepted the last records. A connection that accepts none for a
+        second is closed without them.
+        """
+        began = time.monotonic()
+        last = {one: one.backlog.rest() for one in self._subscribers.values()}
+        while True:
+            for subscriber, items in list(last.items()):
+                if subscriber.announce_last(items):
+                    del last[subscriber]
+            # A subscriber that does not read must not delay the end of the publisher.
+            ends = {one: max(began, one.accepted_at) + LAST_RECORDS_S for one in last}
+            last = {one: items for one, items in last.items() if time.monotonic() < ends[one]}
+            if not last:
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, min(ends[one] for one in last) - time.monotonic())):
+                    await self._changes.wait()
 
     def _details(self) -> list[str]:
         details = [f"at {self._route.label}"]
-        if self._publishing is not None and self.affinity.is_open:
-            details.append(f"{len(self._publishing.subscribers.connected)} subscribers connected")
+        if self.affinity.is_open:
+            details.append(f"{len(self._subscribers)} subscribers connected")
         return details
 
-    def _checked(self) -> Publishing:
-        """Return the implementation, after checking that this publisher is open and belongs to this loop."""
-        self.affinity.check()
-        if self._publishing is None:
-            raise AssertionError("an open publisher has an implementation")
-        return self._publishing
+    def _check_open(self) -> None:
+        if self.affinity.is_closed:
+            raise _closed()
+
+    # Messages
+
+    async def _publish(self, message: object) -> Published:
+        turn = await self._turns.acquire(1)
+        placement = _Placement()
+        try:
+            payload = await pack([message], has_sender=True, max_inline_bytes=sys.maxsize)
+            del message
+            self._check_open()
+            if payload.tensors:
+                await self._place(payload, placement)
+            content = self._content_of(payload, placement)
+            if len(placement.blocks) > _QUICK_PLANS:  # encoding and announcing them take milliseconds each
+                await asyncio.sleep(0)
+                self._check_open()
+            block = None
+            if len(content) > _MAX_RECORD_CONTENT_BYTES:
+                block = await self._copy(as_source(np.frombuffer(content, np.uint8)), placement)
+            return self._announce(placement, content, block)
+        finally:
+            self._end(turn, placement)
+
+    def _publish_now(self, message: object) -> Published:
+        """Publish a message on this thread, without waiting."""
+        turn = self._turns.budget.try_request(1)
+        if turn is None:
+            raise self._would_block("a subscriber is slow, or another call is publishing", 0)
+        placement = _Placement()
+        try:
+            payload = Payload(has_sender=True, max_inline_bytes=sys.maxsize)
+            payload.encode([message])
+            del message
+            for source, allocation in list(self._plan(payload)):
+                if not self._place_allocated(source, allocation, placement):
+                    placement.add(source, 0, self._copy_now(source, placement))
+            content, block = self._content_of(payload, placement), None
+            if len(content) > _MAX_RECORD_CONTENT_BYTES:
+                block = self._copy_now(as_source(np.frombuffer(content, np.uint8)), placement)
+            return self._announce(placement, content, block)
+        finally:
+            self._end(turn, placement)
+
+    def _plan(self, payload: Payload) -> Iterator[tuple[Source, Allocation | None]]:
+        """Plan the placement of each tensor; at the end, reject a message that can never be published."""
+        used: dict[int, int] = {}
+        body_bytes = len(payload.parts[0])
+        new_bytes = whole_pages(body_bytes) if body_bytes > _MAX_RECORD_CONTENT_BYTES else 0
+        for value in payload.tensors:
+            source = as_source(value)
+            allocation = plan_placement(source, self._memory.allocations).allocation
+            if allocation is None or not self._can_carry(allocation, source):
+                new_bytes += whole_pages(source.nbytes)
+            else:
+                used[allocation.block.number] = allocation.block.place.nbytes
+            yield source, allocation
+        self._check_fits(new_bytes, sum(used.values()))
+
+    def _check_fits(self, new_bytes: int, allocated_bytes: int) -> None:
+        """Check that a message fits into the arena, and into the memory that a subscriber may use."""
+        if new_bytes > self._arena_bytes:
+            raise too_large(new_bytes, self._arena_bytes)
+        nbytes, limit = new_bytes + allocated_bytes, self._max_held_bytes
+        if limit is not None and nbytes > limit:
+            raise TooLargeError(
+                f"this message has {nbytes} bytes, more than max_held_bytes={limit} allows each subscriber "
+                "to use: publish smaller parts, or raise max_held_bytes",
+                limit=limit,
+                requested=nbytes,
+            )
+
+    async def _place(self, payload: Payload, placement: _Placement) -> None:
+        planned = []
+        for one in self._plan(payload):
+            planned.append(one)
+            if len(planned) % _QUICK_PLANS == 0:
+                await asyncio.sleep(0)
+                self._check_open()
+        tensors = nbytes = 0  # placed in this iteration of the event loop, unless a copy has waited
+        for source, allocation in planned:
+            if tensors == _QUICK_TENSORS or nbytes > QUICK_BYTES:
+                tensors = nbytes = 0
+                await asyncio.sleep(0)
+                self._check_open()
+            tensors += 1
+            if not self._place_allocated(source, allocation, placement):
+                nbytes += source.nbytes
+                placement.add(source, 0, await self._copy(source, placement))
+
+    def _can_carry(self, allocation: Allocation, source: Source) -> bool:
+        # While an earlier publication of the block is in use, a subscriber that has written to it keeps its
+        # own copies of the pages, which would hide the new publication.
+        return allocation.can_carry(source) and not self._memory.leases.is_sent(allocation.block.number)
+
+    def _place_allocated(self, source: Source, allocation: Allocation | None, placement: _Placement) -> bool:
+        """Place an allocated tensor in its own block; return whether that was possible."""
+        if allocation is None or not self._can_carry(allocation, source):
+            return False
+        placement.add(source, source.data_ptr() - allocation.start, allocation.block)
+        return True
+
+    async def _copy(self, source: Source, placement: _Placement) -> Block:
+        """Copy a source to a new block."""
+        block = await self._block(whole_pages(source.nbytes), placement)
+        try:
+            await self._memory.copy(source, block, placement)
+        except CopyAbandonedError:
+            raise _closed() from None
+        placement.owned.add(block.number)
+        self._check_open()
+        return block
+
+    def _copy_now(self, source: Source, placement: _Placement) -> Block:
+        """Copy a source to a new block on this thread."""
+        nbytes = whole_pages(source.nbytes)
+        self._make_space(nbytes)
+        block = self._memory.try_acquire(nbytes, placement)
+        if block is None:
+            raise self._would_block("not enough shared memory is free", nbytes)
+        placement.owned.add(block.number)
+        self._memory.copy_now(source, block)
+        return block
+
+    async def _block(self, nbytes: int, holder: _Placement | None) -> Block:
+        """Wait for a block, and pin it."""
+        self._make_space(nbytes)
+        block = self._memory.try_acquire(nbytes, holder)
+        if block is not None:
+            return block
+        try:
+            return await self._memory.acquire(nbytes, holder)
+        except StuckError:
+            raise self._would_block(_STUCK, nbytes) from None
+
+    def _make_space(self, nbytes: int) -> None:
+        """Forget the oldest publications of the history until there is space for a block."""
+        while self._history and self._memory.largest_free < nbytes:
+            self._forget_oldest()
+
+    def _content_of(self, payload: Payload, placement: _Placement) -> bytes:
+        """Encode the content of a message, and check that it fits into memory together with its tensors."""
+        content = msgspec.msgpack.encode(Content(memoryview(payload.parts[0]), tuple(placement.tensors)))
+        if len(content) > _MAX_RECORD_CONTENT_BYTES:  # many tensors make it longer than its body
+            sizes, owned = dict(placement.blocks), placement.owned
+            new_bytes = whole_pages(len(content)) + sum(sizes[block] for block in owned)
+            self._check_fits(new_bytes, sum(size for block, size in sizes.items() if block not in owned))
+        return content
+
+    def _held_by_callers(self) -> int:
+        """Count the bytes of tensors from `allocate` that no subscriber uses.
+
+        Publishing them would wait for the call that has the turn, which waits for this memory.
+        """
+        self._memory.freed.collect_all()
+        return sum(ticket.amount for ticket, is_unsent in self._memory.holdings() if is_unsent)
+
+    def _announce(self, placement: _Placement, content: bytes, block: Block | None) -> Published:
+        """Announce a message to all subscribers; from this point on, nothing is rolled back.
+
+        Args:
+            placement: the tensors of the message.
+            content: the content of the message.
+            block: the block that contains the content; None if the record contains it.
+        """
+        trace = None if (tracer := tracing.tracer) is None else tracer.context()
+        number, nbytes = self._next_number, len(content)
+        if block is None:
+            publish = Publish(number, INLINE, content, nbytes, None, trace)
+        else:
+            placement.use(block)
+            publish = Publish(number, ARENA, block.place.describe(0), nbytes, block.number, trace)
+        blocks, segments = tuple(placement.blocks), tuple(placement.segments)
+        item = Item(number, encode_record([publish]), time.monotonic(), blocks, segments)
+        for subscriber in self._audience.to_disconnect():
+            subscriber.disconnect(
+                f"it was {subscriber.backlog.behind} publications behind, the limit max_behind of the "
+                "publisher: receive faster, or raise max_behind"
+            )
+        self._next_number = number + 1
+        uses = len(self._subscribers) + (self._history_size > 0)
+        for one, _ in blocks:
+            self._memory.leases.pin(one, uses)
+        dropped = self._audience.publish(item)
+        if self._history_size:
+            self._history.append(item)
+            # The history was empty when calls began to wait for memory, and has grown since.
+            waiting = self._memory.gate.budget.waiting
+            while len(self._history) > self._history_size or (
+                waiting and any(one.blocks for one in self._history)
+            ):
+                self._forget_oldest()
+        for subscriber, lost in dropped:
+            if lost.is_withdrawn:
+                subscriber.withdraw(lost.item)
+            else:
+                self._memory.unpin([block for block, _ in lost.item.blocks])
+        for subscriber in list(self._subscribers.values()):
+            subscriber.announce()
+        self._counts["published"] += 1
+        self._counts["bytes_published"] += (nbytes if block is None else 0) + sum(size for _, size in blocks)
+        return Published(number, len(self._subscribers), len(dropped))
+
+    def _end(self, turn: Ticket[None], placement: _Placement) -> None:
+        """Release the memory that no subscriber uses, and the turn unless a slow subscriber delays it."""
+        self._memory.gate.budget.settle(placement)
+        for number in placement.owned:
+            self._memory.unpin_owner(number)
+        if self._audience.delaying() and not self.affinity.is_closed:
+            self._kept_turn = turn
+        else:
+            self._turns.release(turn)
+
+    def _forget_oldest(self) -> None:
+        self._memory.unpin([block for block, _ in self._history.popleft().blocks])
+
+    def _segment_closed(self, segment: Segment) -> None:
+        for subscriber in self._subscribers.values():
+            subscriber.detach(segment)
+
+    # Subscribers
+
+    def _lags(self) -> list[SubscriberLag]:
+        """List the subscribers, the slowest first."""
+        now = time.monotonic()
+        lags = [subscriber.lag(now) for subscriber in self._subscribers.values()]
+        return sorted(lags, key=lambda lag: (-lag.behind, -lag.behind_s))
+
+    def _has_subscribers(self, count: int) -> bool | None:
+        self._check_open()
+        return True if len(self._subscribers) >= count else None
+
+    def _has_drained(self, before: int) -> bool | None:
+        self._check_open()
+        oldest = [backlog.oldest for backlog in self._audience.backlogs.values()]
+        return None if any(item is not None and item.number < before for item in oldest) else True
+
+    def _refusal(self, hello: Hello) -> str | None:
+        if not hello.id:
+            return "its hello has no id"
+        limit = self._max_subscribers
+        # If it has reconnected, its earlier connection ends with its admission.
+        if limit is not None and len(self._subscribers) - (hello.id in self._subscribers) >= limit:
+            return (
+                f"max_subscribers={limit} subscribers are already connected: raise max_subscribers of the "
+                "publisher, or close another subscriber"
+            )
+        return None
+
+    def _refused(self, hello: Hello | None, reason: str) -> None:
+        self._counts["subscribers_refused"] += 1
+
+    def _admitted(self, transport: Transport, connection: Connection) -> None:
+        subscriber = _Subscriber(transport, connection, self)
+        earlier = self._subscribers.get(subscriber.id)
+        if earlier is not None:  # the end of its connection is still unread
+            earlier.end(earlier.connection.lost("it connected again", is_retried=True))
+        hello = subscriber.hello
+        first = hello.next if hello.publisher == self._id else 0
+        items = [item for item in self._history if item.number >= first]
+        for item in items:
+            for block, _ in item.blocks:
+                self._memory.leases.pin(block)
+        transport.start(subscriber)
+        self._subscribers[subscriber.id] = subscriber
+        if transport.mover is not None:
+            self._memory.movers.add(transport.mover)
+        subscriber.backlog = self._audience.join(subscriber, items)
+        connection.admit(items[0].number if items else self._next_number)
+        subscriber.flush()
+        subscriber.announce()
+        self._progressed()
+
+    def _lost(self, subscriber: "_Subscriber", loss: Loss) -> None:
+        """Remove a subscriber whose connection has ended."""
+        if self._subscribers.get(subscriber.id) is subscriber:
+            self._forget(subscriber)
+            self._counts["subscribers_lost"] += not loss.is_clean
+            if loss.is_clean:
+                self._memory.unpin(subscriber.backlog.close())
+            can_read = subscriber.transport.mover is None
+            watch = subscriber.watch if can_read else None
+            self._memory.reader_lost(list(subscriber.backlog.pins()), watch)
+            self._memory.unpin(subscriber.backlog.pending_blocks())
+        self._progressed()
+
+    def _forget(self, subscriber: "_Subscriber") -> None:
+        """Remove a subscriber, and add its counts to the totals."""
+        del self._subscribers[subscriber.id]
+        if subscriber.transport.mover is not None:
+            self._memory.movers.discard(subscriber.transport.mover)
+        self._counts["dropped"] += subscriber.backlog.dropped
+        self._counts["deliveries"] += subscriber.backlog.delivered
+        self._audience.leave(subscriber)
+
+    def _progressed(self) -> None:
+        """Wake the calls that wait for subscribers, and release the turn if none delays it any more."""
+        self._changes.wake()
+        turn = self._kept_turn
+        if turn is not None and not self._audience.delaying():
+            self._kept_turn = None
+            self._turns.release(turn)
+
+    def _reports(self) -> list[PublisherReport]:
+        """Return the statistics for an inspector, with the slowest subscribers."""
+        logger.debug("a process inspects this publisher", extra={"event": "publisher_inspected"})
+        statistics = self.statistics()
+        return [PublisherReport(bounded(replace(statistics, lags=statistics.lags[:MAX_ROWS])))]
+
+    # Errors and the log
+
+    def _log_wait(self, what: str) -> None:
+        """Log a long wait, with the subscribers that cause it."""
+        held_by = self._slowest()
+        logger.warning(
+            "publishing has waited %g s for %s; %s",
+            self._long_wait_s,
+            what,
+            held_by,
+            extra={
+                "event": "long_wait",
+                "waited_s": self._long_wait_s,
+                "waited_for": what,
+                "subscribers": len(self._subscribers),
+                "held_by": held_by,
+            },
+        )
+
+    def _slowest(self) -> str:
+        """Describe the slowest subscribers."""
+        lags = [lag for lag in self._lags() if lag.behind or lag.held_bytes]
+        if not lags:
+            return "no subscriber is behind or uses memory"
+        described = [
+            f"subscriber {lag.subscriber} (pid {lag.pid}) is {lag.behind} of {self._max_behind} publications "
+            f"behind, for {lag.behind_s:.1f} s, and uses {lag.held_bytes} bytes"
+            for lag in lags[:_NAMED_SUBSCRIBERS]
+        ]
+        if len(lags) > _NAMED_SUBSCRIBERS:
+            described.append(f"and {len(lags) - _NAMED_SUBSCRIBERS} more")
+        return "; ".join(described)
+
+    def _overdue(self, reason: str, nbytes: int) -> WouldBlockError:
+        """Return the error for a wait that exceeded `max_wait_s`; arguments are those of `_would_block`."""
+        return self._would_block(f"{reason} for {self._max_wait_s:g} s", nbytes)
+
+    def _would_block(self, reason: str, nbytes: int) -> WouldBlockError:
+        """Return the error for a call that would have to wait, with the bytes that it requested."""
+        lags, memory = self._lags(), self._memory.gate.budget
+        behind = lags[0].behind if lags else 0
+        requested = f"{nbytes} bytes requested, " if nbytes else ""
+        return WouldBlockError(
+            f"{reason} ({self._slowest()}; {memory.in_use} of {memory.limit} bytes in use, {requested}"
+            f"{self._memory.largest_free} bytes free in one piece)",
+            messages=Usage(self._max_behind, behind, 1),
+            bytes=Usage(memory.limit, memory.in_use, nbytes),
+        )
+
+    def _too_few(self, count: int) -> WouldBlockError:
+        connected = len(self._subscribers)
+        return WouldBlockError(
+            f"{connected} of {count} subscribers have connected within {self._max_wait_s:g} s",
+            messages=Usage(count, connected, count - connected),
+        )
 
 
-def _check(settings: PublisherSettings) -> None:
-    if settings.slow not in get_args(SlowPolicy):
-        raise ValueError(f'slow must be "wait", "drop" or "disconnect", got {settings.slow!r}')
-    if settings.history >= settings.max_behind:
-        raise ValueError(
-            f"history must be less than max_behind={settings.max_behind}, got {settings.history}: a new "
-            "subscriber starts that many publications behind; raise max_behind"
+class _Transfer(msgspec.Struct, eq=False):
+    """A publication whose blocks are moved to a subscriber on another machine, before it is announced."""
+
+    item: Item
+    left: int  # the number of moves that have not ended
+    moves: list[PendingMove] = []
+
+
+class _Subscriber(Session):
+    """The connection to one subscriber, and the publications that it has not taken."""
+
+    def __init__(self, transport: Transport, connection: Connection, publisher: Publisher) -> None:
+        super().__init__(transport, connection, publisher._log)
+        if connection.theirs is None:
+            raise AssertionError("a subscriber was admitted before its hello")
+        self.hello = connection.theirs
+        self.id = self.hello.id
+        self.name = f"subscriber {self.id}"
+        self.backlog = Backlog(1, None)
+        self.accepted_at = 0.0  # when the transport last accepted records again or completed a move
+        self._publisher = publisher
+        self._memory = publisher._memory
+        self._transfers: dict[int, _Transfer] = {}  # by the numbers of the publications, the oldest first
+
+    def lag(self, now: float) -> SubscriberLag:
+        """Return how far the subscriber is behind."""
+        backlog = self.backlog
+        oldest = backlog.oldest
+        return SubscriberLag(
+            self.id,
+            self.hello.pid,
+            backlog.behind,
+            0.0 if oldest is None else max(0.0, now - oldest.at),
+            backlog.held_bytes,
+            backlog.delivered,
+            backlog.dropped,
         )
-    held = settings.max_held_bytes
-    if held is not None and held > settings.max_bytes:
-        raise ValueError(
-            f"max_held_bytes must be at most arena_bytes={settings.max_bytes}, got {held}: a subscriber "
-            "cannot use more; lower it, or raise arena_bytes"
-        )
+
+    def announce(self) -> None:
+        """Announce the pending publications for which the subscriber has capacity.
+
+        The transport queues no publication, so the backlog contains all unread publications.
+        """
+        backlog, transport = self.backlog, self.transport
+        while backlog.pending and transport.is_writable and not transport.is_closed:
+            item = backlog.next()
+            if item is None:
+                return
+            self._send(item)
+
+    def announce_last(self, items: Iterator[Item]) -> bool:
+        """Announce the last publications, and close; return whether the transport has accepted everything."""
+        transport, connection = self.transport, self.connection
+        while transport.is_writable and not (transport.is_closed or connection.is_closed):
+            item = next(items, None)
+            if item is not None:
+                self._send(item)
+            elif self._transfers:
+                return False
+            else:
+                self.close()
+        return transport.is_closed or (connection.is_closed and transport.is_writable)
+
+    def withdraw(self, item: Item) -> None:
+        """Withdraw a publication that was announced, or whose blocks are still being moved."""
+        transfer = self._transfers.pop(item.number, None)
+        if transfer is None:
+            self.connection.discard(item.number)
+            self.flush()
+            return
+        for move in transfer.moves:
+            move.stop()
+        self.backlog.discarded(item.number)
+        self._memory.unpin([block for block, _ in item.blocks])
+        self._announce_moved()
+
+    def disconnect(self, reason: str) -> None:
+        """Send the subscriber the reason, and close the connection."""
+        self.log.disconnected.add(self.name, self.pid, reason)
+        self.connection.close(Close(reason))
+        self.flush()
+        self.end(self.connection.lost(reason, is_retried=False))
+
+    def _send(self, item: Item) -> None:
+        """Announce a publication after attaching its segments and, between machines, moving its blocks."""
+        if not self.attached.issuperset(item.segments):
+            self._attach(item.segments)
+        mover = self.transport.mover
+        if mover is None:
+            self.connection.publish(item.number, item.record)
+            self.flush()
+        else:
+            blocks = dict(item.blocks)
+            self._transfers[item.number] = transfer = _Transfer(item, len(blocks))
+            self._begin_moves(mover, transfer, list(blocks))
+
+    def _attach(self, segments: Sequence[int]) -> None:
+        """Share the segments that the subscriber does not have yet."""
+        for segment in self._memory.segments():
+            if segment.number in segments:
+                try:
+                    self.attach(segment)
+                except OSError as error:
+                    self.unwritable(error)
+
+    def _begin_moves(self, mover: Mover, transfer: _Transfer, blocks: Sequence[int]) -> None:
+        """Begin to move blocks, in several iterations of the event loop if they are many."""
+        if self.transport.is_closed or self._transfers.get(transfer.item.number) is not transfer:
+            return  # the publication was withdrawn, or the subscriber is gone
+        for number in blocks[:_QUICK_MOVES]:
+            place = self._memory.leases.grant_of(number).place
+            if place is None:
+                raise AssertionError("a block that is published has a place")
+            moved = partial(self._moved, transfer)
+            moves, block = self._memory.moves, Block(number, place)
+            transfer.moves.append(moves.begin(mover, block, 0, place.view(), self, moved))
+        if rest := blocks[_QUICK_MOVES:]:
+            asyncio.get_running_loop().call_soon(self._begin_moves, mover, transfer, rest)
+        self._announce_moved()
+
+    def _moved(self, transfer: _Transfer, is_complete: bool) -> None:
+        if is_complete:
+            transfer.left -= 1
+            self.accepted_at = time.monotonic()
+            if not transfer.left:
+                self._announce_moved()
+                self._publisher._changes.wake()
+
+    def _announce_moved(self) -> None:
+        """Announce the publications whose blocks were moved completely, in order."""
+        transport = self.transport
+        while self._transfers and transport.is_writable and not transport.is_closed:
+            transfer = next(iter(self._transfers.values()))
+            if transfer.left:
+                break
+            del self._transfers[transfer.item.number]
+            self.connection.publish(transfer.item.number, transfer.item.record)
+            self.flush()
+
+    # Events
+
+    def received(self, frames: Sequence[Frame], descriptors: list[int]) -> None:
+        """Process the frames of a record."""
+        backlog, freed = self.backlog, []
+        try:
+            for frame in frames:
+                match frame:
+                    case Taken():
+                        for number in frame.messages:
+                            backlog.taken(number)
+                    case Release():
+                        for block in frame.blocks:
+                            backlog.released(block)
+                            freed.append(block)  # unpinned even if the next block is a violation
+                    case Discarded():
+                        for number in frame.messages:
+                            freed += [block for block, _ in backlog.discarded(number).blocks]
+                    case Close():
+                        pass
+                    case _:
+                        raise ProtocolError("it sent a frame that no subscriber sends")
+        finally:
+            if freed:
+                self._memory.unpin(freed)
+        if frames and isinstance(frames[-1], Close):
+            self.closed(frames[-1])
+            return
+        self.announce()
+        self._publisher._progressed()
+
+    def lost(self, loss: Loss) -> None:
+        """Handle the end of the session."""
+        self._publisher._lost(self, loss)
+
+    def resume_writing(self) -> None:
+        """Announce more publications, because the transport accepts records again."""
+        super().resume_writing()
+        self.accepted_at = time.monotonic()
+        if not self.connection.is_closed:
+            self._announce_moved()
+            self.announce()
+        self._publisher._changes.wake()
+
+
+def _closed() -> AioTensorError:
+    return ClosedError("this Publisher was closed")

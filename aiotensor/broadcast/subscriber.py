@@ -1,20 +1,91 @@
-"""Receive the messages of a publisher; the implementation is in `aiotensor.broadcast.subscription`."""
+"""Receive the messages of a publisher.
 
+    (no session) --connected--> session, not admitted --Hello--> session, admitted
+    ^                              |                              |
+    '--------- loss, close --------+------------------------------'
+    '--------- refusal, violation, disconnected for being slow: `_failure` is set, until a call connects again
+
+The end of a session is queued behind its publications, so calls learn of it only after receiving all of them.
+The publications outlive the session: their memory stays mapped until the application has taken them.
+"""
+
+import asyncio
+import os
 import secrets
-from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack, overload
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Generic, NamedTuple, Self, TypedDict, TypeVar, Unpack, overload
 
-from aiotensor.broadcast.subscription import Ended, Subscription
+import torch
+
 from aiotensor.codec import TensorDecoder
-from aiotensor.errors import AioTensorError, again
+from aiotensor.codec.payload import unpack, unpack_now
+from aiotensor.errors import (
+    AioTensorError,
+    ClosedError,
+    ProtocolError,
+    RefusedError,
+    UnavailableError,
+    WouldBlockError,
+    again,
+    is_shortage,
+)
+from aiotensor.link.events import PeerLog
+from aiotensor.link.session import LAST_RECORDS_S, Session
+from aiotensor.memory.mappings import Mappings, PeerMemory
+from aiotensor.memory.placement import open_tensor
+from aiotensor.memory.views import with_attributes
+from aiotensor.protocol.connection import Connection, Loss
+from aiotensor.protocol.frames import (
+    ARENA,
+    VERSION,
+    Attach,
+    Close,
+    Content,
+    Detach,
+    Discard,
+    Frame,
+    Hello,
+    PlacedTensor,
+    Publish,
+    read_content,
+)
+from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.arguments import count_or_none, seconds_or_never
+from aiotensor.runtime.waiting import Waiters, until
+from aiotensor.runtime.worker import in_thread
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
+from aiotensor.transports.base import MAX_UNREAD_BYTES, Connector, Events, Transport
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
-from aiotensor.types import CurveKey, Publication, SubscriberStatistics
+from aiotensor.types import CurveKey, Publication, SubscriberStatistics, Usage
 
 __all__ = ["Subscriber", "SubscriberOptions"]
 
 T = TypeVar("T")
+
+# The maximum number of records read before a publication is taken. Each takes a few microseconds.
+_MAX_PENDING_RECORDS = 256
+
+# Longer content has many tensors or a long body, so decoding it may take a millisecond.
+_QUICK_CONTENT_BYTES = 64 << 10
+
+# The maximum number of tensors opened in one iteration of the event loop. Each takes a few microseconds.
+_QUICK_TENSORS = 64
+
+
+class _Ended(NamedTuple):
+    """The end of a session, which is queued behind its publications.
+
+    Attributes:
+        error: the error for the call that receives this item.
+        is_clean: whether the publisher has closed, so that an iteration ends without an error.
+    """
+
+    error: AioTensorError
+    is_clean: bool
 
 
 class SubscriberOptions(TypedDict, total=False):
@@ -86,7 +157,24 @@ class Subscriber(LoopObject, Generic[T]):
         self._max_wait_s = seconds_or_never("max_wait_s", max_wait_s)
         self._errors = ErrorCounter()
         self._counts = new_counts(SubscriberStatistics)
-        self._subscription: Subscription[T] | None = None  # made by `__aenter__`, since it belongs to a loop
+        self._log = PeerLog("subscriber")
+        self._mappings = Mappings(are_private=True)
+        self._number: int | None = None
+        self._connector: Connector | None = None  # created by `__aenter__`, because it belongs to a loop
+        self._session: _Publisher | None = None
+        self._failure: AioTensorError | None = None  # while it is set, no publisher is searched for
+        self._inbox: deque[_Arrived | _Ended] = deque()
+        self._waiters = Waiters()
+        self._last_end: _Ended | None = None
+        self._ends = 0
+        self._admitted_last: _Publisher | None = None
+        self._publisher_id = ""  # of the latest publisher
+        self._first = 0  # the number of its first publication since this subscriber found it
+        self._next_to_arrive = 0  # the number of its next publication
+        self._order = 0  # the number of publications that have arrived
+        self._taken_from: _Publisher | None = None
+        self._next_to_take = 0
+        self._evicted = 0  # publications dropped since the latest call
 
     @property
     def id(self) -> str:
@@ -96,7 +184,7 @@ class Subscriber(LoopObject, Generic[T]):
     @property
     def number(self) -> int | None:
         """The number of the publication that was received last; None before the first."""
-        return None if self._subscription is None else self._subscription.number
+        return self._number
 
     @property
     def missed(self) -> int:
@@ -106,17 +194,13 @@ class Subscriber(LoopObject, Generic[T]):
     async def __aenter__(self) -> Self:
         self.affinity.enter()
         try:
-            self._subscription = Subscription(
-                self._id,
-                self._route.connector,
-                self._decoder,
-                self._max_mapped_bytes,
-                self._max_wait_s,
-                self._counts,
-                self._errors,
-            )
-            self._subscription.open()
+            self._mappings.freed.bind()
+            self._connector = self._route.connector(Events(self._connected, self._not_connected))
+            self._connector.connect()
         except BaseException:
+            if self._connector is not None:
+                self._connector.close()
+            self._mappings.close()
             self.affinity.close()
             raise
         self.affinity.settle(self, self._route.label)
@@ -145,8 +229,8 @@ class Subscriber(LoopObject, Generic[T]):
                 again.
         """
         try:
-            found = await self._opened().receive()
-            if isinstance(found, Ended):
+            found = await self._receive(self._max_wait_s)
+            if isinstance(found, _Ended):
                 raise again(found.error)
         except Exception as error:
             self._errors.add(error)
@@ -162,13 +246,28 @@ class Subscriber(LoopObject, Generic[T]):
             WouldBlockError: nothing has arrived. It is an `UnavailableError` if no publisher has answered.
         """
         with self._errors:
-            subscription = self._opened()
-            found = subscription.receive_nowait()
-            if found is None:
-                raise subscription.next_would_block()
-            if isinstance(found, Ended):
-                raise again(found.error)
-            return found
+            self.affinity.check()
+            while True:
+                found = self._next()
+                if found is None:
+                    self._search()
+                    raise self._would_block("")
+                if isinstance(found, _Ended):
+                    raise again(found.error)
+                try:
+                    found.open_now()
+                except ProtocolError as error:
+                    found.violated(error)
+                    continue
+                except BaseException:
+                    self._keep(found)
+                    raise
+                try:
+                    message: T = unpack_now(self._decoder, [found.body], found.tensors)
+                except BaseException as error:
+                    self._not_decoded(found, error)
+                    raise
+                return self._received(found, message)
 
     def __aiter__(self) -> Self:
         return self
@@ -183,8 +282,8 @@ class Subscriber(LoopObject, Generic[T]):
         if self.affinity.is_closed:
             raise StopAsyncIteration
         try:
-            found = await self._opened().receive(has_limit=False)
-            if isinstance(found, Ended):
+            found = await self._receive(None)
+            if isinstance(found, _Ended):
                 if found.is_clean:
                     raise StopAsyncIteration
                 raise again(found.error)
@@ -198,33 +297,484 @@ class Subscriber(LoopObject, Generic[T]):
     def statistics(self) -> SubscriberStatistics:
         """Return the current state and the totals since opening; also available after closing."""
         self.affinity.check_place()
-        if self._subscription is None:
-            return snapshot(
-                SubscriberStatistics,
-                dict.fromkeys(SubscriberStatistics.__struct_fields__, 0),
-                errors=self._errors.counts(),
-            )
-        return self._subscription.statistics()
+        session, mappings = self._session, self._mappings
+        is_connected = session is not None and not session.is_over
+        arena_bytes = session.memory.arena_bytes if session is not None and is_connected else 0
+        return snapshot(
+            SubscriberStatistics,
+            self._counts,
+            publishers=int(is_connected),
+            waiting=len(self._waiters),
+            unclaimed=sum(isinstance(item, _Arrived) for item in self._inbox),
+            mapped_bytes=mappings.lingering_bytes + arena_bytes,
+            leases=mappings.leases,
+            leased_bytes=mappings.leased_bytes,
+            peak_leased_bytes=mappings.peak_leased_bytes,
+            errors=self._errors.counts(),
+        )
 
     async def aclose(self) -> None:
         """Close the subscriber; waiting calls raise `ClosedError`, and iterations end.
 
         Received tensors stay valid; the other publications are dropped. Waits until the connection has
-        accepted the last answers. Cancellation closes the subscriber immediately. Closing again has no
-        effect.
+        accepted the last answers, at most for a second. Cancellation closes the subscriber immediately.
+        Closing again has no effect.
         """
         self.affinity.check_place()
         was_open = self.affinity.close()
-        if was_open and self._subscription is not None:
+        if was_open and self._connector is not None:
             with self.affinity.leaving():
-                await self._subscription.close()
+                await self._close(self._connector)
+
+    async def _close(self, connector: Connector) -> None:
+        self._waiters.wake()
+        connector.close()
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, _Arrived):
+                item.finish()
+        session = self._session
+        try:
+            self._mappings.freed.collect_all()
+            await self._mappings.settle()
+            if session is not None and not session.is_over:
+                session.close()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_RECORDS_S):
+                        await session.accepted()
+        finally:
+            if session is not None:
+                session.abort()
+            self._mappings.close()
+            self._log.close()
 
     def _details(self) -> list[str]:
         return [f"at {self._route.label}"]
 
-    def _opened(self) -> Subscription[T]:
-        """Return the implementation, after checking that this subscriber is open and belongs to this loop."""
+    # Publications
+
+    async def _receive(self, max_wait_s: float | None) -> Publication[T] | _Ended:
+        """Wait for the next publication or the end of a session."""
         self.affinity.check()
-        if self._subscription is None:
-            raise AssertionError("an open subscriber has an implementation")
-        return self._subscription
+        while True:
+            if (item := self._next()) is not None:
+                found = item
+            else:
+                self._search()
+                poll = partial(self._arrived_since, self._ends)
+                found = await until(poll, self._waiters, max_wait_s, self._overdue)
+            if isinstance(found, _Ended):
+                return found
+            try:
+                await found.open()
+            except ProtocolError as error:
+                found.violated(error)
+                continue
+            except BaseException:
+                self._keep(found)
+                raise
+            try:
+                message: T = await unpack(self._decoder, [found.body], found.tensors)
+            except BaseException as error:
+                self._not_decoded(found, error)
+                raise
+            return self._received(found, message)
+
+    def _arrived_since(self, ends: int) -> "_Arrived | _Ended | None":
+        """Return the next item, or the end of a session that another call has taken since `ends`."""
+        if self.affinity.is_closed:
+            raise _closed()
+        found = self._next()
+        return self._last_end if found is None and self._ends != ends else found
+
+    def _not_decoded(self, found: "_Arrived", error: BaseException) -> None:
+        # An error of the type, such as one of its `__post_init__`, would occur again.
+        if is_shortage(error) or not isinstance(error, Exception):
+            self._keep(found)
+        else:
+            self._counts["missed"] += found.missed or 0  # the error takes the place of the publication
+            found.finish()
+
+    def _received(self, found: "_Arrived", message: T) -> Publication[T]:
+        found.finish()
+        if self.affinity.is_closed:
+            raise _closed()
+        missed = found.missed or 0
+        self._number = found.number
+        self._counts["received"] += 1
+        self._counts["missed"] += missed
+        if found.trace_context is not None and (tracer := tracing.tracer) is not None:
+            tracer.delivered("publication", found.trace_context, name=str(found.number))
+        return Publication(message, found.number, missed, found.trace_context)
+
+    def _next(self) -> "_Arrived | _Ended | None":
+        """Remove the next item from the inbox, and return it; None if the inbox is empty."""
+        if self._session is not None and self._session.withdraws:
+            self._session.read_withdrawals()
+        if not self._inbox:
+            return None
+        item = self._inbox.popleft()
+        if self._waiters and self._inbox:
+            self._waiters.wake_one()
+        if isinstance(item, _Arrived) and item.missed is None:
+            self._count_missed(item)
+        return item
+
+    def _count_missed(self, item: "_Arrived") -> None:
+        """Set the number of publications missed before an item: skipped numbers, and evicted publications."""
+        session = item.session
+        if session is not self._taken_from:
+            if self._taken_from is None or session.publisher != self._taken_from.publisher:
+                self._next_to_take = session.first
+            self._taken_from = session
+        item.missed = item.number - self._next_to_take + self._evicted
+        self._next_to_take = item.number + 1
+        self._evicted = 0
+
+    def _keep(self, found: "_Arrived") -> None:
+        """Return a publication to its place in the inbox, from which a later call takes it."""
+        if self.affinity.is_closed:
+            found.finish()
+            return
+        index = 0
+        for item in self._inbox:
+            if isinstance(item, _Ended) or item.order > found.order:
+                break
+            index += 1
+        self._inbox.insert(index, found)
+        self._waiters.wake_one()
+
+    def _search(self) -> None:
+        """Connect again, unless this object is already searching for a publisher."""
+        if self._failure is not None and self._connector is not None:
+            self._failure = None
+            self._connector.connect_now()
+
+    def _overdue(self) -> WouldBlockError:
+        return self._would_block(f" within {self._max_wait_s:g} s")
+
+    def _would_block(self, within: str) -> WouldBlockError:
+        session = self._session
+        kind: type[WouldBlockError] = UnavailableError
+        if session is None or session.is_over:
+            state = "no publisher is connected: it is not open, or uses another endpoint"
+        elif session.pid is None:
+            state = "no publisher has answered"
+        else:
+            kind = WouldBlockError
+            state = f"a publisher (pid {session.pid}) is connected, but has published nothing since then"
+        return kind(f"no publication has arrived{within}: {state}", messages=Usage(requested=1))
+
+    # The publisher
+
+    def _connected(self, transport: Transport) -> None:
+        """Begin a session; raises `OSError` if its first record could not be written."""
+        hello = Hello(
+            VERSION,
+            os.getpid(),
+            "subscriber",
+            self._id,
+            publisher=self._publisher_id,
+            next=self._next_to_arrive,
+        )
+        session = _Publisher(transport, Connection(hello, "the publisher"), self)
+        transport.limit_queue(MAX_UNREAD_BYTES)  # of answers
+        session.begin()
+        self._session = session
+        self._failure = None
+
+    def _not_connected(self, error: AioTensorError) -> None:
+        """Queue the error of a permanent failure to connect."""
+        self._failure = error
+        self._queue_end(_Ended(error, is_clean=False))
+
+    def _admitted(self, session: "_Publisher") -> None:
+        """Record the publisher that has admitted this subscriber."""
+        self._evict_older()
+        self._admitted_last = session
+        if session.publisher != self._publisher_id:
+            self._publisher_id, self._next_to_arrive = session.publisher, session.first
+            self._first = session.first
+        session.first = self._first  # earlier sessions may have ended before a publication arrived
+
+    def _arrived(self, session: "_Publisher", publish: Publish) -> None:
+        """Queue a publication; a closing subscriber drops it."""
+        if self.affinity.is_closed:
+            session.dropped(publish.number)
+            return
+        self._next_to_arrive = publish.number + 1
+        self._order += 1
+        self._inbox.append(_Arrived(session, publish, self._order))
+        if self._waiters:
+            self._waiters.wake_one()
+
+    def _withdrawn(self, session: "_Publisher", number: int) -> None:
+        """Drop a publication that the application has not begun to take."""
+        for index, item in enumerate(self._inbox):
+            if isinstance(item, _Arrived) and item.session is session and item.number == number:
+                if not item.is_taken:
+                    del self._inbox[index]
+                    session.dropped(number)
+                return
+
+    def _lost(self, session: "_Publisher", loss: Loss) -> None:
+        """Queue the end of a session, and connect again if that is possible."""
+        if loss.is_retried and self._connector is not None:
+            self._connector.reconnect()
+            if not session.publisher:
+                return  # a closing publisher has accepted the connection: no publication was missed
+        else:
+            self._failure = loss.error
+        self._counts["publishers_lost"] += 1
+        self._queue_end(_Ended(loss.error, loss.is_clean))
+        self._log.lost(loss, self._route.label, 0)
+
+    def _queue_end(self, ended: _Ended) -> None:
+        self._ends += 1
+        self._last_end = ended
+        if self._inbox and isinstance(self._inbox[-1], _Ended):
+            self._inbox.pop()
+        self._inbox.append(ended)
+        self._waiters.wake()
+
+    def _evict_older(self) -> None:
+        """Drop the items of all sessions before the latest, so that restarts do not fill the inbox."""
+        last = self._admitted_last
+        while self._inbox:
+            item = self._inbox[0]
+            if isinstance(item, _Arrived) and item.session is last:
+                return
+            if isinstance(item, _Ended) and len(self._inbox) == 1:
+                return
+            self._inbox.popleft()
+            if isinstance(item, _Arrived):
+                if item.missed is None:
+                    self._count_missed(item)
+                self._evicted += (item.missed or 0) + 1
+                item.finish()
+
+
+class _Publisher(Session):
+    """The connection to a publisher.
+
+    Attributes:
+        publications: the number of publications that the application has not taken completely.
+        publisher: the id of the publisher; "" until it has admitted this subscriber.
+        first: the number of the first publication that the publisher may send, over this connection or over
+            an earlier one.
+        withdraws: whether the publisher may withdraw publications.
+    """
+
+    name = "the publisher"
+
+    def __init__(self, transport: Transport, connection: Connection, subscriber: Subscriber[Any]) -> None:
+        super().__init__(transport, connection, subscriber._log, subscriber._mappings.freed)
+        self.memory = PeerMemory(0, self.release)
+        self.mappings = subscriber._mappings
+        self.publications = 0
+        self.publisher = ""
+        self.first = 0
+        self.withdraws = False
+        self._records = 0  # the number of received records
+        self._subscriber = subscriber
+
+    def taken(self, number: int) -> None:
+        """Answer that the application takes a publication; freeing its tensors releases its blocks."""
+        self.connection.taken(number)
+        self.schedule_flush()
+
+    def dropped(self, number: int) -> None:
+        """Answer that the application will not take a publication."""
+        self.connection.discarded(number, confirms=True)
+        self.finished()
+        self.schedule_flush()
+
+    def finished(self) -> None:
+        """Forget a publication; after the last one of an ended session, release its memory."""
+        self.publications -= 1
+        if self.is_over and not self.publications:
+            self.mappings.peer_gone(self.memory)
+
+    def read_withdrawals(self) -> None:
+        """Read the pending records of a publisher that drops publications.
+
+        If the application has blocked its event loop, it then takes the newest publications, because
+        publications that the publisher has dropped in the meantime are withdrawn first.
+        """
+        for _ in range(_MAX_PENDING_RECORDS):
+            before = self._records
+            if not self.is_over:
+                self.transport.read_now()
+            if self._records == before:
+                return
+
+    def abort(self) -> None:
+        """Close the connection without waiting, and release the memory that no tensor uses."""
+        self.transport.close()
+        if not self.is_over:
+            self.is_over = True
+            self.mappings.peer_gone(self.memory)
+
+    def received(self, frames: Sequence[Frame], descriptors: list[int]) -> None:
+        """Process the frames of a record."""
+        self._records += 1
+        subscriber = self._subscriber
+        for frame in frames:
+            match frame:
+                case Publish():
+                    self.publications += 1
+                    subscriber._arrived(self, frame)
+                case Discard():
+                    subscriber._withdrawn(self, frame.message)
+                case Attach():
+                    self.map(self.mappings, self.memory, frame, descriptors)
+                case Detach():
+                    if self.transport.mover is not None:
+                        self.transport.mover.land(frame.segment, None)
+                    self.mappings.detach(self.memory, frame.segment)
+                case Hello():
+                    if frame.is_admitted:
+                        self._admitted(frame)
+                case Close():
+                    self.closed(frame)
+                case _:
+                    raise ProtocolError("it sent a frame that no publisher sends")
+            if self.is_over:
+                break
+
+    def _admitted(self, hello: Hello) -> None:
+        limit = self._subscriber._max_mapped_bytes
+        if limit is not None and hello.arena_bytes > limit:
+            self.refuse(
+                RefusedError(
+                    f"its arena has {hello.arena_bytes} bytes, more than max_mapped_bytes={limit} of the "
+                    "subscriber: raise max_mapped_bytes, or lower arena_bytes of the publisher"
+                )
+            )
+            return
+        self.memory.arena_bytes = hello.arena_bytes
+        self.first, self.withdraws, self.publisher = hello.first, hello.withdraws, hello.id
+        self._subscriber._admitted(self)
+
+    def lost(self, loss: Loss) -> None:
+        """Handle the end of the session."""
+        self.mappings.take_over_after(self.memory, self.watch)
+        self.memory.release = None
+        if not self.publications:
+            self.mappings.peer_gone(self.memory)
+        self._subscriber._lost(self, loss)
+
+
+class _Arrived:
+    """A publication, from its arrival until the application has taken it.
+
+    Opening a publication answers it and leases its memory. After a cancellation, the next call continues.
+
+    Args:
+        session: the session in which the publication arrived.
+        publish: its announcement.
+        order: its position in the order of arrival.
+
+    Attributes:
+        number: the number of the publication.
+        missed: the number of publications missed before it; None until the application begins to take it.
+        is_taken: whether the publication was answered as taken.
+        tensors: the tensors that were opened so far.
+        trace_context: the trace context of the publisher; None without tracing.
+    """
+
+    def __init__(self, session: _Publisher, publish: Publish, order: int) -> None:
+        self.session = session
+        self.order = order
+        self.number = publish.number
+        self.missed: int | None = None
+        self.is_taken = False
+        self.tensors: list[torch.Tensor] = []
+        self.trace_context: Mapping[str, str] | None = None
+        if publish.trace is not None and (tracer := tracing.tracer) is not None:
+            self.trace_context = tracer.arrived(publish.trace)
+        self._publish = publish
+        self._data: memoryview | None = None
+        self._content: Content | None = None
+
+    @property
+    def body(self) -> memoryview:
+        """The encoded message; empty until the publication was opened."""
+        return memoryview(b"") if self._content is None else self._content.body
+
+    async def open(self) -> None:
+        """Open the content and all tensors; a cancelled call loses nothing.
+
+        Raises:
+            ProtocolError: the publisher broke the protocol.
+            OSError: no thread can be started.
+        """
+        content = self._content
+        if content is None:
+            data = self._take()
+            if len(data) > _QUICK_CONTENT_BYTES:
+                content = await in_thread(read_content, data)
+            else:
+                content = read_content(data)
+            self._content = content
+        while len(self.tensors) < len(content.tensors):
+            self._open_next(content)
+            if len(self.tensors) % _QUICK_TENSORS == 0:
+                await asyncio.sleep(0)
+
+    def open_now(self) -> None:
+        """Open the content and all tensors on this thread; errors are those of `open`."""
+        if self._content is None:
+            self._content = read_content(self._take())
+        while len(self.tensors) < len(self._content.tensors):
+            self._open_next(self._content)
+
+    def finish(self) -> None:
+        """Forget the publication after it was received; drop it if it was not taken."""
+        # Tracebacks of errors refer to this object, so it must not keep its tensors alive.
+        self.tensors, self._data, self._content = [], None, None
+        if self.is_taken:
+            self.session.finished()
+        else:
+            self.session.dropped(self.number)
+
+    def violated(self, error: ProtocolError) -> None:
+        """End the session, because this publication breaks the protocol."""
+        self.finish()
+        self.session.violated(error)
+
+    def _take(self) -> memoryview:
+        """Answer the publication, and return its encoded content."""
+        if self._data is not None:
+            return self._data
+        publish = self._publish
+        self.session.taken(self.number)
+        self.is_taken = True
+        if publish.block is None:
+            if len(publish.payload) != publish.nbytes:
+                raise ProtocolError(f"it sent {len(publish.payload)} bytes, but announced {publish.nbytes}")
+            data = memoryview(publish.payload)
+        else:
+            placed = PlacedTensor("uint8", (publish.nbytes,), ARENA, publish.payload, publish.block)
+            data = self._open_tensor(placed).numpy().data
+        self._data = data
+        return data
+
+    def _open_next(self, content: Content) -> None:
+        placed = content.tensors[len(self.tensors)]
+        if placed.placement != ARENA:
+            raise ProtocolError(f"it used the unknown placement {placed.placement!r} for a tensor")
+        tensor = self._open_tensor(placed)
+        if placed.attributes is not None:
+            tensor = with_attributes(tensor, placed.attributes)
+        self.tensors.append(tensor)
+
+    def _open_tensor(self, placed: PlacedTensor) -> torch.Tensor:
+        memory, mappings = self.session.memory, self.session.mappings
+        arrived = open_tensor(placed.placement, placed.payload, placed.dtype, placed.shape, memory.mapped)
+        mappings.lease(memory, arrived, placed.block)
+        return arrived.tensor
+
+
+def _closed() -> ClosedError:
+    return ClosedError("this Subscriber was closed")

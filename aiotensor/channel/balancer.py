@@ -20,7 +20,7 @@ from aiotensor.channel.remote_server import RemoteServer
 from aiotensor.errors import AioTensorError, ClosedError, UnavailableError, WouldBlockError
 from aiotensor.runtime import tracing
 from aiotensor.runtime.waiting import at_most, within
-from aiotensor.sending.capacity import SenderCapacity
+from aiotensor.sender import SenderCapacity
 from aiotensor.types import Usage
 
 __all__ = ["Balancer", "Need"]

@@ -16,13 +16,13 @@ from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.channel.payloads import Handles
 from aiotensor.channel.send_queue import SendQueue
 from aiotensor.codec.payload import QUICK_BODY_BYTES
+from aiotensor.memory.copying import QUICK_BYTES
 from aiotensor.protocol.exchange import Ask, Cause
 from aiotensor.protocol.parts import Parts
 from aiotensor.protocol.server import ServerConnection
 from aiotensor.runtime import tracing
 from aiotensor.runtime.logs import logger_of
 from aiotensor.sender import TensorSender, capacity_of
-from aiotensor.tensors.copying import QUICK_BYTES
 
 __all__ = ["MAX_UNREAD", "ClientSession", "IncomingRequest", "RequestState"]
 

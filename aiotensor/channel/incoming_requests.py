@@ -121,9 +121,8 @@ class IncomingRequests(Generic[M]):
         self._counts = counts
         self._arriving: dict[IncomingRequest, asyncio.Task[None]] = {}  # tasks that wait for tensors
         self._found: dict[IncomingRequest, list[torch.Tensor]] = {}  # taken before decoding was cancelled
-        self.dropped: FreedItems[IncomingRequest] = FreedItems(
-            asyncio.get_running_loop(), self._requests_dropped
-        )
+        self.dropped: FreedItems[IncomingRequest] = FreedItems(self._requests_dropped)
+        self.dropped.bind()
 
     @property
     def in_hand(self) -> int:

@@ -34,7 +34,8 @@ class MessageMemory:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._freed: FreedItems[_Use] = FreedItems(self._loop, self._release)
+        self._freed: FreedItems[_Use] = FreedItems(self._release)
+        self._freed.bind()
         self._used: set[_Use] = set()  # keeps the weak references alive, so that they call their callbacks
         self._worker = Worker("aiotensor-channel")
         self._is_closed = False

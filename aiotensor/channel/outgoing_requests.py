@@ -34,8 +34,7 @@ from aiotensor.errors import (
 from aiotensor.protocol.parts import check_parts
 from aiotensor.receiver import TensorReceiver, has_seen
 from aiotensor.runtime import tracing
-from aiotensor.sender import OpenMessage, TensorSender, capacity_of
-from aiotensor.sending.open_message import check_unfinished, owner_of
+from aiotensor.sender import OpenMessage, TensorSender, capacity_of, check_unfinished, owner_of
 from aiotensor.statistics import registry
 from aiotensor.statistics.counters import ErrorCounter
 from aiotensor.transports.address import label_of

@@ -9,9 +9,9 @@ import msgspec
 from aiotensor.channel.memory import MessageMemory
 from aiotensor.codec.payload import Payload
 from aiotensor.errors import ClosedError
+from aiotensor.memory.copying import QUICK_BYTES
 from aiotensor.receiver import TensorReceiver
 from aiotensor.sender import OpenMessage, TensorSender
-from aiotensor.tensors.copying import QUICK_BYTES
 from aiotensor.types import TensorHandle
 
 __all__ = ["QUICK_TENSORS", "Handles", "ReceivedAnswer", "discard", "drop_answer", "send_tensors"]

@@ -34,8 +34,9 @@ from aiotensor.errors import (
     is_shortage,
 )
 from aiotensor.protocol.client import ClientConnection
-from aiotensor.protocol.connection import Close, Loss
+from aiotensor.protocol.connection import Loss
 from aiotensor.protocol.exchange import ServerHello
+from aiotensor.protocol.frames import Close
 from aiotensor.protocol.parts import PartLimits
 from aiotensor.runtime.descriptors import copy_of
 from aiotensor.runtime.outage import Outage

@@ -15,9 +15,9 @@ import torch
 from msgspec.structs import astuple
 from torch.nn import Parameter
 
-from aiotensor.tensors.copying import QUICK_BYTES
-from aiotensor.tensors.inline import MAX_INLINE_BYTES
-from aiotensor.tensors.source import SupportsDLPack, is_flat
+from aiotensor.memory.copying import QUICK_BYTES
+from aiotensor.memory.inline import MAX_INLINE_BYTES
+from aiotensor.memory.source import SupportsDLPack, is_flat
 
 __all__ = ["QUICK_CODED_TENSORS", "least_bytes", "takes_long"]
 

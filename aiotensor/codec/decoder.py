@@ -13,9 +13,9 @@ from aiotensor.codec.expectations import arms, check_decodable, expectations
 from aiotensor.codec.meta import MismatchError
 from aiotensor.codec.placeholders import ARRAY, TENSOR, External, Inline, Tied
 from aiotensor.errors import ProtocolError
-from aiotensor.tensors.dtypes import DTYPES, unknown_dtype
-from aiotensor.tensors.inline import open_buffer, open_inline
-from aiotensor.tensors.views import tensor_over, with_attributes
+from aiotensor.memory.dtypes import DTYPES, unknown_dtype
+from aiotensor.memory.inline import open_buffer, open_inline
+from aiotensor.memory.views import tensor_over, with_attributes
 
 __all__ = ["Find", "TensorDecoder"]
 

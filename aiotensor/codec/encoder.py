@@ -21,10 +21,10 @@ from aiotensor.codec.placeholders import (
     Tied,
     write,
 )
-from aiotensor.tensors.dtypes import DTYPE_NAMES
-from aiotensor.tensors.gathering import as_tensor
-from aiotensor.tensors.inline import MAX_INLINE_BYTES, buffer_of, bytes_of
-from aiotensor.tensors.source import (
+from aiotensor.memory.dtypes import DTYPE_NAMES
+from aiotensor.memory.gathering import as_tensor
+from aiotensor.memory.inline import MAX_INLINE_BYTES, buffer_of, bytes_of
+from aiotensor.memory.source import (
     REGISTERED,
     Sendable,
     Source,

@@ -14,11 +14,11 @@ from aiotensor.codec.encoder import Encoding
 from aiotensor.codec.expectations import check_before_sending
 from aiotensor.codec.placeholders import PACKED
 from aiotensor.errors import ProtocolError
+from aiotensor.memory.copying import QUICK_BYTES
+from aiotensor.memory.inline import MAX_INLINE_BYTES
+from aiotensor.memory.source import ArraySource, Source
 from aiotensor.protocol.parts import body_too_large
 from aiotensor.runtime.worker import in_thread
-from aiotensor.tensors.copying import QUICK_BYTES
-from aiotensor.tensors.inline import MAX_INLINE_BYTES
-from aiotensor.tensors.source import ArraySource, Source
 
 __all__ = ["MAX_BODY_TENSOR_BYTES", "QUICK_BODY_BYTES", "Payload", "pack", "unpack", "unpack_now"]
 

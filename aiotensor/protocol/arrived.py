@@ -40,14 +40,16 @@ class Claims:
         claims = self.by_message.setdefault((key.sender, key.message), {})
         claims[key.tensor] = claims.get(key.tensor, 0) + 1
 
-    def remove(self, key: Key) -> None:
-        """Remove a claim."""
+    def remove(self, key: Key) -> bool:
+        """Remove a claim, and return whether it was the last one for its tensor."""
         claims = self.by_message[key.sender, key.message]
         claims[key.tensor] -= 1
-        if not claims[key.tensor]:
-            del claims[key.tensor]
+        if claims[key.tensor]:
+            return False
+        del claims[key.tensor]
         if not claims:
             del self.by_message[key.sender, key.message]
+        return True
 
     def of_message(self, sender: str, number: int) -> list[Key]:
         """List the claimed tensors of a message, including unknown ones."""

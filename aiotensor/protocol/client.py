@@ -15,7 +15,7 @@ cancelled in the meantime; the owner of the connection ignores that answer, so `
 """
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.connection import CLOSED, OPEN, Connection, Loss
+from aiotensor.protocol.connection import CLOSED, OPEN, BaseConnection, Loss
 from aiotensor.protocol.exchange import (
     VERSION,
     Answer,
@@ -36,7 +36,7 @@ from aiotensor.types import TensorHandle, TraceContext
 __all__ = ["ClientConnection"]
 
 
-class ClientConnection(Connection):
+class ClientConnection(BaseConnection):
     """A client's end of one connection.
 
     Its commands return the messages to send; the first part of each is the header.

@@ -1,29 +1,90 @@
-"""The rules that all connections share: hello, version and closing.
+"""One end of a connection; both ends follow the same rules, whatever their roles.
 
-The connection object of each role derives from `Connection`. It performs no I/O: received bytes produce
-validated frames, which serve as events, and commands produce frames to send. The owner of the object passes
-the bytes between it and a socket, and closes the socket when the state is CLOSED.
+A `Connection` performs no I/O: received bytes produce validated frames, which serve as events, and commands
+produce records to write. The owner of the object passes the bytes between it and a socket, and closes the
+socket when the state is CLOSED.
 
-    OPENING --hello of the peer, accepted--> OPEN --Close, violation, refusal, loss--> CLOSED
-       |                                                                                 ^
-       '--Close, violation, refusal, loss------------------------------------------------'
+    OPENING --hellos of both ends, accepted--> OPEN --Close, violation, refusal, loss--> CLOSED
+       |                                                                                   ^
+       '--Close, violation, refusal, loss--------------------------------------------------'
 
-Either side may commit a violation or refuse the other; a loss is the end of the socket.
+Either end may commit a violation or refuse the other; a loss is the end of the socket. The connecting end
+sends its hello first, and may announce messages before the hello of the accepting end. Nothing follows a
+`Close`: commands have no effect on a closed connection, and records of the peer are ignored.
 
-The connecting side sends its hello first, and the type of this frame determines the roles of both sides. The
-accepting side answers with its own hello; if it refuses the peer, a `Close` with the reason follows. Each
-side sends one hello, and nothing after a `Close`: commands have no effect on a closed connection, and records
-of the peer are ignored. A peer of another version is refused.
+A message, in either direction, is numbered by its first frame, and numbers increase:
+
+    --Begin or Put--> begun --End, or the last Put--> whole --Taken--> (ended)
+                        |                               |
+                        '-------------------------------'--Discard, or Discarded by the other end--> (ended)
+
+Publishers and ranks skip the numbers of messages that they do not send, and send each message in one frame.
+Senders skip none, and may continue a message before they learn that the other end has discarded it; the owner
+of the connection ignores such frames, as it ignores answers to messages that it has discarded.
 """
 
 import enum
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from aiotensor.errors import PeerLostError, ProtocolError, RefusedError
+from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE
+from aiotensor.protocol.frames import (
+    ARENA,
+    DECODE_ERRORS,
+    INLINE,
+    MAX_FRAMES,
+    MAX_NUMBERS,
+    MAX_RECORD_BYTES,
+    MAX_TENSORS,
+    VERSION,
+    Attach,
+    Begin,
+    Close,
+    Detach,
+    Discard,
+    Discarded,
+    End,
+    Frame,
+    Hello,
+    Publish,
+    Put,
+    Release,
+    Taken,
+    decode_record,
+    encode,
+    encode_record,
+)
+from aiotensor.types import MAX_NUMBER
 
-__all__ = ["CLOSED", "OPEN", "OPENING", "Close", "Connection", "ConnectionState", "Loss", "mismatch"]
+__all__ = [
+    "CLOSED",
+    "MAX_SEGMENTS",
+    "OPEN",
+    "OPENING",
+    "BaseConnection",
+    "Connection",
+    "ConnectionState",
+    "Loss",
+    "mismatch",
+]
+
+# The maximum number of segments of one end. An end with this library attaches few at a time. Without a limit,
+# it could attach single pages until the other process has no mappings left (65530 by default on Linux).
+MAX_SEGMENTS = 8
+
+# The largest page size of a peer, which rounds the size of its arena up to whole pages.
+_LARGEST_PAGE_BYTES = 64 * 1024
+
+# The bytes that are counted for each frame in addition to its payload, so that no record has more than
+# `MAX_FRAMES` frames. Nearly all frames are shorter than this.
+_FRAME_BYTES = MAX_RECORD_BYTES // MAX_FRAMES
+
+# The maximum of counted bytes in a record. The rest is for the answers, of which there are three kinds.
+_SPACE = MAX_RECORD_BYTES - 3 * _FRAME_BYTES
+
+_WHOLE = -1
 
 
 class ConnectionState(enum.Enum):
@@ -36,21 +97,6 @@ class ConnectionState(enum.Enum):
 
 # Module variables, since each frame is checked against the state, and looking up a member of an enum is slow.
 OPENING, OPEN, CLOSED = ConnectionState
-
-
-class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
-    """Close the connection; no frame follows. A reason means that this side rejects the other one.
-
-    `is_refusal`: whether further attempts fail, too, until a limit or the version of one side is changed.
-    `retry`: whether the peer may connect again automatically, because a newer connection replaced this one.
-    `uses_memory`: whether tensors allocated by this sender still exist. If not, the receiver returns to the
-    system the memory that its own tensors do not use.
-    """
-
-    reason: Annotated[str, msgspec.Meta(max_length=1024)] = ""
-    is_refusal: bool = False
-    retry: bool = False
-    uses_memory: bool = True
 
 
 class Loss(NamedTuple):
@@ -86,8 +132,8 @@ def mismatch(theirs: int, ours: int, peer: str, this: str) -> str | None:
     )
 
 
-class Connection:
-    """One end of a connection.
+class BaseConnection:
+    """The states and the ends of a connection.
 
     Args:
         role: the role of this end, for error messages, such as ``"sender"``.
@@ -175,7 +221,320 @@ class Connection:
         error = RefusedError(f"{self._name} refused this {self._role}: {reason}", pid=self.peer_pid)
         return Loss(error, is_retried=False, reason=reason)
 
+    def rejected(self, reason: str, *, is_refusal: bool) -> Loss:
+        """End the connection because this end does not accept the other one."""
+        self.state = CLOSED
+        kind = RefusedError if is_refusal else PeerLostError
+        text = f"{self._this} cannot use {self._name}: {reason}"
+        return Loss(kind(text, pid=self.peer_pid), is_retried=False, reason=reason)
+
     @property
     def _name(self) -> str:
         pid = "" if self.peer_pid is None else f" (pid {self.peer_pid})"
         return f"{self._peer}{pid}{self._where}"
+
+
+class Connection(BaseConnection):
+    """One end of a connection.
+
+    Args:
+        hello: the hello of this end.
+        peer: the name of the other end for error messages, such as ``"the receiver"``.
+        theirs: the hello of the other end, if that end has connected. Otherwise, this end connects: it sends
+            its hello first, and the first frame of the other end is the answer.
+
+    Attributes:
+        hello: the hello of this end.
+        theirs: the hello of the other end; None before it has arrived.
+        mismatch: the reason to refuse the other end because of its version; None if there is none.
+        next_message: the number of the next message of this end, on this connection or on the next one.
+        segments: the sizes of the segments that the other end has attached, in bytes, by their numbers.
+        records: the records that are complete because the next frame did not fit into them.
+    """
+
+    def __init__(self, hello: Hello, peer: str, theirs: Hello | None = None) -> None:
+        super().__init__(hello.role, peer)
+        self.hello = hello
+        self.theirs: Hello | None = None
+        self.mismatch: str | None = None
+        self.next_message = hello.first
+        self.segments: dict[int, int] = {}
+        self._sent: dict[int, int] = {}  # for each message of this end: the announced tensors, or _WHOLE
+        self._received: dict[int, int] = {}  # the same for the messages of the other end
+        self._next_received = 0
+        self._max_received = 0
+        self._skips = False
+        self._taken: list[int] = []
+        self._discarded: list[int] = []
+        self._released: list[int] = []
+        self.records: list[bytes] = []
+        self._frames: list[Frame] = []  # of the next record
+        self._nbytes = 0  # counted for these frames
+        if theirs is None:
+            self.records.append(encode(hello))
+        else:
+            self.mismatch = self._greet(theirs)
+
+    @property
+    def messages(self) -> int:
+        """The number of messages that the other end has announced, also on earlier connections."""
+        return self._next_received
+
+    @property
+    def in_flight(self) -> int:
+        """The number of messages of the other end that have begun to arrive, and have not ended."""
+        return len(self._received)
+
+    # Commands
+
+    def admit(self, first: int = 0) -> None:
+        """Admit the other end, which has connected; the messages of this end begin with number `first`."""
+        self.hello = replace(self.hello, first=first)
+        self.next_message = first
+        self._send(self.hello)
+        self.state = OPEN
+
+    def refuse(self, reason: str, *, is_refusal: bool = True) -> None:
+        """Close the connection with a reason; see `Close` for `is_refusal`."""
+        if self.state is OPENING:  # the other end reads the version in the hello
+            self._send(replace(self.hello, is_admitted=False))
+        self.close(Close(reason, is_refusal))
+
+    def close(self, close: Close) -> None:
+        """Close the connection: `close` is the last frame, after all pending answers."""
+        self._add_answers()
+        self._send(close)
+        self.state = CLOSED
+
+    def attach(self, segment: int, nbytes: int) -> bytes:
+        """Return the record that shares a segment; write it after earlier records, with the descriptor."""
+        return encode(Attach(segment, ARENA, nbytes))
+
+    def detach(self, segment: int) -> None:
+        """Withdraw a segment in which the other end uses no block."""
+        self._send(Detach(segment))
+
+    def send(self, frame: Frame, nbytes: int = 0) -> None:
+        """Send a frame whose payload has `nbytes` bytes, and that changes no state of this end."""
+        self._send(frame, nbytes)
+
+    def begin(self) -> int:
+        """Begin a message before its first tensor, and return its number."""
+        number = self.next_message
+        self.next_message += 1
+        self._sent[number] = 0
+        self._send(Begin(number))
+        return number
+
+    def put(self, put: Put) -> None:
+        """Announce a tensor of a message that has not ended, or of a new one from `next_message` on."""
+        number = put.message
+        if number >= self.next_message:
+            self.next_message = number + 1
+        self._sent[number] = _WHOLE if put.last else put.tensor + 1
+        nbytes = len(put.payload) + _FRAME_BYTES
+        if put.trace is not None:
+            nbytes += sum(map(len, (*put.trace, *put.trace.values())))
+        if self._nbytes + nbytes > _SPACE or self.state is CLOSED:
+            self._send(put, nbytes - _FRAME_BYTES)
+        else:  # as `_send`, without a call
+            self._frames.append(put)
+            self._nbytes += nbytes
+
+    def end(self, message: int) -> None:
+        """Complete a message; a new message is whole without a tensor."""
+        self.next_message = max(self.next_message, message + 1)
+        self._send(End(message, self._sent.get(message, 0)))
+        self._sent[message] = _WHOLE
+
+    def publish(self, number: int, record: bytes) -> None:
+        """Announce a publication with its record, which is the same for all subscribers."""
+        if self.state is not CLOSED:
+            self.next_message = number + 1
+            self.records = self.data_to_send()
+            self.records.append(record)
+
+    def discard(self, message: int) -> None:
+        """Withdraw a message that has not ended; answers to it are ignored from now on."""
+        self._sent.pop(message, None)
+        self._send(Discard(message))
+
+    def taken(self, message: int) -> None:
+        """Return the permit of a message of the other end whose tensors were all taken."""
+        if self._received.pop(message, None) is not None:
+            self._taken.append(message)
+
+    def discarded(self, message: int, *, confirms: bool = False) -> None:
+        """Return the permit of a message that no call will take, if it has begun and not ended.
+
+        Args:
+            message: the number of the message.
+            confirms: whether to answer even if the other end has withdrawn the message.
+        """
+        if self._received.pop(message, None) is not None or confirms:
+            self._discarded.append(message)
+
+    def release(self, block: int) -> None:
+        """Return a block; called once for each tensor or content that was announced in it."""
+        self._released.append(block)
+
+    def data_to_send(self) -> list[bytes]:
+        """Return all records to write."""
+        if self._taken or self._discarded or self._released:
+            self._add_answers()
+        records, self.records = self.records, []
+        if self._frames:
+            records.append(encode_record(self._frames))
+            self._frames, self._nbytes = [], 0
+        return records
+
+    def _add_answers(self) -> None:
+        for make, numbers in ((Taken, self._taken), (Discarded, self._discarded), (Release, self._released)):
+            while len(numbers) > MAX_NUMBERS:
+                self._send(make(tuple(numbers[:MAX_NUMBERS])))
+                del numbers[:MAX_NUMBERS]
+            if numbers and self.state is not CLOSED:
+                self._frames.append(make(tuple(numbers)))  # as `_send`, without a call
+            numbers.clear()
+
+    def _send(self, frame: Frame, payload_bytes: int = 0) -> None:
+        """Add a frame to the next record; this has no effect on a closed connection."""
+        if self.state is CLOSED:
+            return
+        nbytes = payload_bytes + _FRAME_BYTES
+        if self._nbytes + nbytes > _SPACE and self._frames:
+            self.records.append(encode_record(self._frames))
+            self._frames, self._nbytes = [], 0
+        self._frames.append(frame)
+        self._nbytes += nbytes
+
+    # Frames of the other end
+
+    def receive(self, data: bytes | memoryview) -> list[Frame]:
+        """Validate a record, and return its frames in order, up to a `Close`.
+
+        An error closes the connection, and no frame of the record is returned.
+
+        Raises:
+            ProtocolError: the record is invalid, or a frame in it violates the protocol.
+            RefusedError: the peer has another version.
+        """
+        if self.state is CLOSED:
+            return []
+        try:
+            if len(data) > MAX_RECORD_BYTES:
+                raise ProtocolError(f"it sent a record of more than {MAX_RECORD_BYTES} bytes")
+            frames = decode_record(data)
+            for count, frame in enumerate(frames, 1):
+                if self.state is not OPEN and not isinstance(frame, Hello | Close):
+                    raise ProtocolError("it sent a frame before its hello")
+                match frame:
+                    case Put() | End() | Begin() | Publish():
+                        self._check_message(frame)
+                    case Taken() | Discarded():
+                        for number in frame.messages:
+                            sent = self._sent.pop(number, None)
+                            if sent is None:  # withdrawn by this end, a publication, or never sent
+                                if not self.hello.first <= number < self.next_message:
+                                    raise ProtocolError(f"it answered message {number}, which was never sent")
+                            elif sent != _WHOLE and isinstance(frame, Taken):
+                                raise ProtocolError(f"it took message {number}, which was not whole")
+                    case Release():
+                        pass  # the arena has counted the announcements of each block
+                    case Discard():
+                        self._check_sent(frame.message)
+                        self._received.pop(frame.message, None)
+                    case Attach() | Detach():
+                        self._check_segment(frame)
+                    case Hello():
+                        reason = self._greet(frame)
+                        if reason is not None:
+                            raise self.refused(reason).error
+                        self.state = OPEN if frame.is_admitted else OPENING
+                    case Close():
+                        self.state = CLOSED
+                        return frames[:count]
+        except ProtocolError:
+            self.state = CLOSED
+            raise
+        except DECODE_ERRORS as error:
+            self.state = CLOSED
+            raise ProtocolError(f"it sent a frame that cannot be decoded: {error}") from error
+        return frames
+
+    def _greet(self, hello: Hello) -> str | None:
+        """Record the hello of the other end, and return the reason to refuse its version, or None."""
+        if self.theirs is not None:
+            raise ProtocolError("it sent a second hello")
+        self.theirs = hello
+        self.peer_pid = hello.pid
+        self._next_received = hello.first
+        self._max_received = hello.max_messages
+        self._skips = hello.role in ("publisher", "rank")
+        return mismatch(hello.version, VERSION, self._peer, self._this)
+
+    def _check_message(self, frame: Put | End | Begin | Publish) -> None:
+        number = frame.number if isinstance(frame, Publish) else frame.message
+        count = self._received.get(number)
+        if count is None:
+            if number < self._next_received and not self._skips:
+                self._check_sent(number)  # this end has discarded the message
+                if isinstance(frame, Begin | Publish):
+                    raise ProtocolError(f"it began message {number} again")
+                return
+            if number < self._next_received or (number > self._next_received and not self._skips):
+                raise ProtocolError(
+                    f"it sent a frame of message {number}, but the next one is {self._next_received}"
+                )
+            if number == MAX_NUMBER:
+                raise ProtocolError("it sent more messages than there are numbers")
+            if len(self._received) >= self._max_received:
+                raise ProtocolError(f"it has more than its limit of {self._max_received} messages in flight")
+            self._next_received = number + 1
+            count = 0
+        elif isinstance(frame, Begin | Publish):
+            raise ProtocolError(f"it began message {number} again")
+        match frame:
+            case Put():
+                if frame.tensor != count or count >= MAX_TENSORS:  # _WHOLE is not a tensor number
+                    raise ProtocolError(f"it sent tensor {frame.tensor} of message {number} out of order")
+                count = _WHOLE if frame.last else count + 1
+            case End():
+                if frame.count != count:  # _WHOLE is not a valid count
+                    raise ProtocolError(f"it ended message {number} with a wrong count of tensors")
+                count = _WHOLE
+            case Publish():
+                if frame.placement != (INLINE if frame.block is None else ARENA):
+                    raise ProtocolError(
+                        f"it used the unknown placement {frame.placement!r} for message {number}"
+                    )
+                count = _WHOLE
+        self._received[number] = count
+
+    def _check_sent(self, number: int) -> None:
+        first = 0 if self.theirs is None else self.theirs.first
+        if not first <= number < self._next_received:
+            raise ProtocolError(
+                f"it sent a frame of message {number}, but the next one is {self._next_received}"
+            )
+
+    def _check_segment(self, frame: Attach | Detach) -> None:
+        number = frame.segment
+        if isinstance(frame, Detach):
+            if self.segments.pop(number, None) is None:
+                raise ProtocolError(f"it detached segment {number}, which it never attached")
+            return
+        arena_bytes = 0 if self.theirs is None else self.theirs.arena_bytes
+        # Of each segment: a new one may replace one whose blocks are still in use.
+        max_bytes = ADDRESSES_PER_BYTE * (arena_bytes + _LARGEST_PAGE_BYTES)
+        if frame.placement != ARENA:
+            raise ProtocolError(f"it attached memory for the unknown placement {frame.placement!r}")
+        if number in self.segments:
+            raise ProtocolError(f"it attached segment {number} twice")
+        if len(self.segments) >= MAX_SEGMENTS:
+            raise ProtocolError(f"it attached more than {MAX_SEGMENTS} segments")
+        if frame.nbytes > max_bytes:
+            raise ProtocolError(
+                f"it attached {frame.nbytes} bytes, more than the {max_bytes} of its arena of {arena_bytes}"
+            )
+        self.segments[number] = frame.nbytes

@@ -102,7 +102,14 @@ class Budget(Generic[P]):
         if self._queue:
             return None
         ticket: Ticket[P] = Ticket(amount, holder, 0.0)
-        return ticket if self._grant(ticket) else None
+        if self._space is not None or holder is not None:
+            return ticket if self._grant(ticket) else None
+        if self.in_use + amount > self.limit:  # as `_grant`, without a call
+            return None
+        ticket.granted, ticket.since = True, self._now()
+        self.in_use += amount
+        self.peak = max(self.peak, self.in_use)
+        return ticket
 
     def release(self, ticket: Ticket[P]) -> list[Ticket[P]]:
         """End a request, granted or not, and return the tickets that are granted as a result, in order."""

@@ -31,8 +31,7 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.connection import Close
-from aiotensor.protocol.frames import MAX_TENSORS, Number
+from aiotensor.protocol.frames import MAX_TENSORS, Close, Number
 from aiotensor.types import MAX_NUMBER, TensorHandle, TraceContext
 
 __all__ = [

@@ -1,31 +1,29 @@
-"""The frames between a receiver and its peers, and the only code that encodes and decodes them.
+"""The frames of a connection, and the only code that encodes and decodes them.
 
-    sender                                   receiver
-      | Hello(version, pid, sender, limits)     |   alone in the first record
+Both ends use the same frames:
+
+    connecting end                           accepting end
+      | Hello(version, pid, role, limits)       |   alone in the first record; the role decides what follows
       | --------------------------------------> |
-      |           Welcome(version, pid, limits) |   the first frame; states whether the sender is admitted
+      |       Hello(version, pid, role, limits) |   states whether the connecting end is admitted
       | <-------------------------------------- |
+
+    end that sends a message                 end that takes it
       | Attach(segment)                         |   before the first tensor in it, with its descriptor
       | Begin(message)                          |   only if later messages may be sent before its first tensor
-      | Put(message, tensor, ..., last)         |   one for each tensor
+      | Put(message, tensor, ..., last)         |   one for each tensor of a message
       | End(message, count)                     |   or Put(last=True): the message is whole
-      | Discard(message)                        |   the sender withdraws the message
+      | Publish(number, ...)                    |   a whole message with a body: a publication
+      | Discard(message)                        |   withdraws the message, unless it was taken
+      | Detach(segment)                         |   no block of the segment is in use
       | --------------------------------------> |
       |                         Taken(messages) |   returns permits
       |                     Discarded(messages) |   returns permits of messages that no call will take
-      |                         Release(blocks) |   returns memory
+      |                         Release(blocks) |   returns memory, once for each tensor or body in it
       | <-------------------------------------- |
-      | Close(reason)     either way            |   the last frame; earlier frames remain valid
+      | ReceiverReport, PublisherReport         |   to an inspector, which sends only its hello
+      | Close(reason)               either way  |   the last frame; earlier frames remain valid
       | <-------------------------------------> |
-
-    inspector                                receiver
-      | Inspect(version, pid)                   |   alone in the first record
-      | --------------------------------------> |
-      |             Welcome, ReceiverReport ... |   as many reports as the senders need
-      | <-------------------------------------- |
-
-A publisher answers an inspector with a `Welcome` and a `PublisherReport`; its other frames are in
-`aiotensor.protocol.broadcast`.
 
 No frame depends on the kind of memory or transport: `placement` identifies the code that opens a `payload`,
 and file descriptors accompany a record. Frames are msgpack arrays whose first item is the tag; unknown
@@ -40,7 +38,6 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.connection import Close
 from aiotensor.types import (
     MAX_NUMBER,
     Number,
@@ -52,9 +49,7 @@ from aiotensor.types import (
 __all__ = [
     "ARENA",
     "DECODE_ERRORS",
-    "FROM_SENDER",
     "INLINE",
-    "LEAST_FRAME_BYTES",
     "MAX_DIMENSIONS",
     "MAX_FRAMES",
     "MAX_HELLO_BYTES",
@@ -62,56 +57,48 @@ __all__ = [
     "MAX_RECORD_BYTES",
     "MAX_ROWS",
     "MAX_TENSORS",
-    "OPENING",
-    "OUT_OF_BAND",
-    "TO_INSPECTOR",
-    "TO_SENDER",
     "VERSION",
     "Attach",
     "Attributes",
     "Begin",
+    "Close",
+    "Content",
+    "Detach",
     "Discard",
     "Discarded",
     "End",
-    "FromSender",
+    "Frame",
     "Hello",
-    "Inspect",
     "Number",
-    "Opening",
     "Pid",
+    "PlacedTensor",
+    "Publish",
     "PublisherReport",
     "Put",
     "ReceiverReport",
     "Release",
     "SenderSummary",
-    "Subscribe",
     "Taken",
-    "ToInspector",
-    "ToSender",
-    "Welcome",
     "bounded",
     "decode",
+    "decode_hello",
+    "decode_record",
     "encode",
     "encode_record",
-    "unreadable",
+    "read_content",
 ]
 
-VERSION = 4
+VERSION = 5
 
 # The placements, which determine the payload of a tensor.
 INLINE = "inline"  # its bytes
 ARENA = "arena"  # the position of its bytes in an attached segment
-OUT_OF_BAND = "out of band"  # empty: between machines, the transport carries the bytes with the record
 
 # The maximum number of dimensions of a tensor, more than tensors have in practice. It keeps frames small.
 MAX_DIMENSIONS = 64
 
 # The longest record. It must fit into the send buffer of a local socket, by default 208 KiB on Linux.
 MAX_RECORD_BYTES = 64 * 1024
-
-# The longest record that every receiver accepts. A sender sends longer ones only after a `Welcome` that
-# allows them. A tensor that is placed inline fits into such a record.
-LEAST_FRAME_BYTES = 16 * 1024
 
 # The maximum number of frames in a record. Handling a record blocks the event loop: 64 KiB of the shortest
 # frames took 40 ms, and this number of frames takes 0.3 ms.
@@ -133,42 +120,39 @@ MAX_ROWS = 128
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 OptionalName = Annotated[str, msgspec.Meta(max_length=64)]
+Shape = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_NUMBERS)]
 Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # the range of `pid_t`: it is passed to system calls
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """Open the connection of a sender, and state the limits that it will keep.
+    """Open one direction of a connection, and state the limits that this end will keep.
 
-    Messages are numbered from `first_message`; earlier ones belonged to an earlier connection, and will not
-    arrive.
+    Attributes:
+        version: the version of the protocol.
+        pid: the process id of this end.
+        role: the role of this end, such as "sender".
+        id: the id of this end; "" for an inspector and a rank.
+        max_messages: the maximum number of messages of this end that the other end has not answered.
+        arena_bytes: the maximum shared memory of this end, in bytes.
+        first: the number of the first message of this end. Earlier ones belonged to an earlier connection,
+            and will not arrive.
+        is_admitted: whether this end, which accepts the connection, admits the other one. If not, a `Close`
+            with the reason follows.
+        withdraws: whether this publisher may withdraw publications.
+        publisher: the id of the publisher to which this subscriber was connected before; "" if none.
+        next: the number of the first publication that this subscriber has not received from that publisher.
     """
 
     version: int
     pid: Pid
-    sender: Name
-    max_concurrent_videos: Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
-    arena_bytes: Number
-    first_message: Number = 0
-
-
-class Inspect(msgspec.Struct, frozen=True, array_like=True, tag="inspect"):
-    """Open the connection of an inspector, which sends no other frame."""
-
-    version: int
-    pid: Pid
-
-
-class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag="subscribe"):
-    """Open the connection of a subscriber; see `aiotensor.protocol.broadcast`.
-
-    `publisher` is the id of the publisher to which it was connected before, and `next` is the number of the
-    first publication that it did not receive from that publisher.
-    """
-
-    version: int
-    pid: Pid
-    subscriber: Name
+    role: OptionalName
+    id: OptionalName = ""
+    max_messages: Number = 0
+    arena_bytes: Number = 0
+    first: Number = 0
+    is_admitted: bool = True
+    withdraws: bool = False
     publisher: OptionalName = ""
     next: Number = 0
 
@@ -179,6 +163,12 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
     segment: Number
     placement: Name
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
+
+
+class Detach(msgspec.Struct, frozen=True, array_like=True, tag="detach"):
+    """Withdraw a segment in which no block is in use; the other end then unmaps it."""
+
+    segment: Number
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
@@ -195,7 +185,7 @@ class Attributes(msgspec.Struct, frozen=True, array_like=True):
 
     requires_grad: bool = False
     is_parameter: bool = False
-    order: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)] = ()
+    order: Shape = ()
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
@@ -209,7 +199,7 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
     message: Number
     tensor: Number
     dtype: Name
-    shape: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    shape: Shape
     device: Name
     placement: Name
     payload: bytes
@@ -220,30 +210,49 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """Complete a message, and state the number of its tensors."""
+    """Complete a message, and state the number of its tensors; a rank sends None as a message without any."""
 
     message: Number
     count: Number
 
 
-class Discard(msgspec.Struct, frozen=True, array_like=True, tag="discard"):
-    """Withdraw a message or publication; this has no effect if it was taken."""
+class Publish(msgspec.Struct, frozen=True, array_like=True, tag="publish"):
+    """Announce a publication; `payload` is its content, or the position of the content in a segment.
 
-    message: Number
-
-
-class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """Answer a `Hello`, a `Subscribe` or an `Inspect`.
-
-    `max_frame_bytes` is the size of the longest record that the receiver or publisher accepts, and `receiver`
-    is its id. If a sender or subscriber is not admitted, a `Close` with the reason follows.
+    `nbytes` is the size of the content in bytes, and `block` the number of its block; None if there is none.
+    `trace` is the trace context of the publisher; None without tracing.
     """
 
-    version: int
-    pid: Pid
-    max_frame_bytes: Annotated[int, msgspec.Meta(ge=LEAST_FRAME_BYTES)] = LEAST_FRAME_BYTES
-    receiver: OptionalName = ""
-    is_admitted: bool = False
+    number: Number
+    placement: Name
+    payload: bytes
+    nbytes: Number
+    block: Number | None = None
+    trace: TraceContext | None = None
+
+
+class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a publication; fields as in `Put`."""
+
+    dtype: Name
+    shape: Shape
+    placement: Name
+    payload: bytes
+    block: Number
+    attributes: Attributes | None = None
+
+
+class Content(msgspec.Struct, frozen=True, array_like=True):
+    """The content of a publication: the message, and the tensors that it refers to by their positions."""
+
+    body: memoryview
+    tensors: tuple[PlacedTensor, ...] = ()
+
+
+class Discard(msgspec.Struct, frozen=True, array_like=True, tag="discard"):
+    """Withdraw a message; this has no effect if it was taken."""
+
+    message: Number
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
@@ -253,7 +262,7 @@ class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
 
 
 class Discarded(msgspec.Struct, frozen=True, array_like=True, tag="discarded"):
-    """Return the permits of messages that the receiver discarded."""
+    """Return the permits of messages that were discarded; of publications, also the memory."""
 
     messages: Numbers
 
@@ -284,7 +293,7 @@ class SenderSummary(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReceiverReport(msgspec.Struct, frozen=True, array_like=True, tag="receiver report"):
-    """Answer an `Inspect`; if the senders do not fit into one report, several are sent, up to the `last`."""
+    """Answer an inspector; if the senders do not fit into one report, several are sent, up to the `last`."""
 
     statistics: ReceiverStatistics
     senders: Annotated[tuple[SenderSummary, ...], msgspec.Meta(max_length=MAX_ROWS)]
@@ -292,41 +301,58 @@ class ReceiverReport(msgspec.Struct, frozen=True, array_like=True, tag="receiver
 
 
 class PublisherReport(msgspec.Struct, frozen=True, array_like=True, tag="publisher report"):
-    """Answer an `Inspect`, with at most `MAX_ROWS` subscribers: the slowest ones."""
+    """Answer an inspector, with at most `MAX_ROWS` subscribers: the slowest ones."""
 
     statistics: PublisherStatistics
+    last: bool = True
 
 
-Opening = Hello | Inspect | Subscribe
-FromSender = Attach | Begin | Put | End | Discard | Close
-ToSender = Welcome | Taken | Discarded | Release | Close
-ToInspector = Welcome | ReceiverReport | PublisherReport | Close
+class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
+    """Close the connection; no frame follows. A reason means that this side rejects the other one.
 
-Frame = Opening | FromSender | ToSender | ToInspector
-Frames = TypeVar("Frames")
+    `is_refusal`: whether further attempts fail, too, until a limit or the version of one side is changed.
+    `retry`: whether the peer may connect again automatically, because a newer connection replaced this one.
+    `uses_memory`: whether tensors of this end still use memory of the other end. If not, that end reuses it.
+    """
+
+    reason: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+    is_refusal: bool = False
+    retry: bool = False
+    uses_memory: bool = True
+
+
+Frame = (
+    Hello
+    | Attach
+    | Detach
+    | Begin
+    | Put
+    | End
+    | Publish
+    | Discard
+    | Taken
+    | Discarded
+    | Release
+    | ReceiverReport
+    | PublisherReport
+    | Close
+)
 Statistics = TypeVar("Statistics", ReceiverStatistics, PublisherStatistics)
 
 # Encodes a sequence of frames as one record.
 encode_record: Callable[[Sequence[object]], bytes] = msgspec.msgpack.Encoder().encode
 
-_record = msgspec.Meta(max_length=MAX_FRAMES)
-
 # The errors that a decoder raises for invalid bytes.
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
-# Decoders for the valid records of each direction, as arguments of `decode`.
-OPENING: msgspec.msgpack.Decoder[list[Opening]] = msgspec.msgpack.Decoder(
-    Annotated[list[Opening], msgspec.Meta(min_length=1, max_length=1)]
+# Decodes a record, and raises one of `DECODE_ERRORS`.
+decode_record: Callable[[bytes | memoryview], list[Frame]] = msgspec.msgpack.Decoder(
+    Annotated[list[Frame], msgspec.Meta(max_length=MAX_FRAMES)]
+).decode
+_hello: msgspec.msgpack.Decoder[list[Hello]] = msgspec.msgpack.Decoder(
+    Annotated[list[Hello], msgspec.Meta(min_length=1, max_length=1)]
 )
-FROM_SENDER: msgspec.msgpack.Decoder[list[FromSender]] = msgspec.msgpack.Decoder(
-    Annotated[list[FromSender], _record]
-)
-TO_SENDER: msgspec.msgpack.Decoder[list[ToSender]] = msgspec.msgpack.Decoder(
-    Annotated[list[ToSender], _record]
-)
-TO_INSPECTOR: msgspec.msgpack.Decoder[list[ToInspector]] = msgspec.msgpack.Decoder(
-    Annotated[list[ToInspector], _record]
-)
+_content = msgspec.msgpack.Decoder(Content)
 
 
 def encode(*frames: Frame) -> bytes:
@@ -334,24 +360,43 @@ def encode(*frames: Frame) -> bytes:
     return encode_record(frames)
 
 
-def decode(decoder: "msgspec.msgpack.Decoder[Frames]", data: bytes | memoryview) -> Frames:
+def decode(data: bytes | memoryview) -> list[Frame]:
     """Decode a record.
 
-    Args:
-        decoder: the decoder for the direction, such as `FROM_SENDER`.
-        data: the record.
+    Raises:
+        ProtocolError: the record is too long or invalid, or a number in it is out of bounds.
+    """
+    if len(data) > MAX_RECORD_BYTES:
+        raise ProtocolError(f"it sent a record of more than {MAX_RECORD_BYTES} bytes")
+    try:
+        return decode_record(data)
+    except DECODE_ERRORS as error:
+        raise _unreadable(error) from error
+
+
+def decode_hello(data: bytes | memoryview) -> Hello:
+    """Decode the first record of a connection; errors are those of `decode`."""
+    if len(data) > MAX_HELLO_BYTES:
+        raise ProtocolError(f"it sent a record of more than {MAX_HELLO_BYTES} bytes")
+    try:
+        return _hello.decode(data)[0]
+    except DECODE_ERRORS as error:
+        raise _unreadable(error) from error
+
+
+def read_content(data: bytes | memoryview) -> Content:
+    """Decode the content of a publication; its body refers to the memory of `data`.
 
     Raises:
-        ProtocolError: the record is invalid in this direction, or a number in it is out of bounds.
+        ProtocolError: the content is invalid, or a number in it is out of bounds.
     """
     try:
-        return decoder.decode(data)
+        return _content.decode(data)
     except DECODE_ERRORS as error:
-        raise unreadable(error) from error
+        raise _unreadable(error) from error
 
 
-def unreadable(error: Exception) -> ProtocolError:
-    """Return the error for a record that cannot be decoded."""
+def _unreadable(error: Exception) -> ProtocolError:
     return ProtocolError(f"it sent a frame that cannot be decoded: {error}")
 
 

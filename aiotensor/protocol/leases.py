@@ -49,10 +49,6 @@ class Leases(Generic[G]):
         """Return the grant of a block."""
         return self._blocks[number].grant
 
-    def sent(self) -> list[G]:
-        """Return the grants of the blocks that are pinned by announcements."""
-        return [block.grant for block in self._blocks.values() if block.sent]
-
     def is_sent(self, number: int) -> bool:
         """Return whether a block is pinned by an announcement."""
         return self._blocks[number].sent > 0
@@ -90,13 +86,6 @@ class Leases(Generic[G]):
         block = self._blocks[number]
         block.moves -= 1
         return self._freed(number, block)
-
-    def unpin_all(self) -> list[G]:
-        """Remove the pins of all announcements, and return the grants of the blocks that are free now."""
-        for block in self._blocks.values():
-            block.sent = 0
-        freed = [number for number, block in self._blocks.items() if not (block.is_owned or block.moves)]
-        return [self._blocks.pop(number).grant for number in freed]
 
     def _freed(self, number: int, block: _PinnedBlock[G]) -> G | None:
         if block.is_owned or block.sent or block.moves:

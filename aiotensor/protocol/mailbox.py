@@ -19,7 +19,7 @@ A tensor is taken in two steps, because the call can be cancelled in between: `h
 `hold_next`, which serves iterations, skips claimed tensors. It returns messages in the order in which they
 became whole; once it has returned one tensor of a message, it continues with this message.
 
-`ReceiverConnection` has validated the order of frames before they change a mailbox.
+`Connection` has validated the order of frames before they change a mailbox.
 """
 
 from collections import OrderedDict
@@ -133,7 +133,11 @@ class Mailbox(Generic[T]):
         message.sizes.append(nbytes)
         record.unclaimed_tensors += 1
         record.unclaimed_bytes += nbytes
-        return self.end(key.sender, key.message) if last else []
+        if not last or key.tensor or self.claims.by_message:
+            return self.end(key.sender, key.message) if last else []
+        message.count = 1  # as `end`, without a call
+        self._whole[key] = message
+        return message.keys
 
     def end(self, sender: str, number: int) -> Sequence[Key]:
         """Complete a message, which becomes whole; this has no effect on a message that has ended."""
@@ -211,6 +215,9 @@ class Mailbox(Generic[T]):
         if record is None:
             return None
         message = record.messages.get(key.message)
+        is_expected = record.loss is None and not (record.left or record.discarded)
+        if message is None and key.message >= record.next and is_expected:
+            return None  # the usual reason to wait, found without a call
         # A stored message has neither ended nor been lost.
         if (
             message is None

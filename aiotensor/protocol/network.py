@@ -10,7 +10,6 @@ the bytes of each block to the same offset in it, before it sends the record tha
 
     writer                                                        reader
       | RECORD frames                                               |   as on one machine
-      | DATA frames, then the bytes of a tensor                     |   up to a MiB, with the record about it
       | STEP segment, block, range, then its bytes                  |   one for each MiB of a block
       | FREE segment, block                                         |   the block is no longer used
       | ----------------------------------------------------------> |
@@ -20,7 +19,7 @@ the bytes of each block to the same offset in it, before it sends the record tha
 
 Both ends of a connection may write. The steps of several blocks take turns, and records are sent between
 steps, so no record waits for longer than one step takes. Credit limits the bytes of steps and of records that
-may be under way. The bytes of a large STEP or DATA are a separate message, so that they need not be copied to
+may be under way. The bytes of a large STEP are a separate message, so that they need not be copied to
 their header; the bytes of a small one follow its header. Small messages may share a BATCH.
 
 Each message is a ZeroMQ message with one part: if a connection ends between two parts, libzmq may abort the
@@ -37,7 +36,6 @@ __all__ = [
     "ACK",
     "BATCH",
     "BYE",
-    "DATA",
     "FREE",
     "MAX_BATCH",
     "OPEN",
@@ -51,19 +49,17 @@ __all__ = [
     "encode_ack",
     "encode_area",
     "encode_batch",
-    "encode_data",
     "encode_step",
     "read_ack",
     "read_area",
     "read_batch",
-    "read_data",
     "read_step",
 ]
 
 # The kind of a message, which is its first byte.
-RECORD, STEP, FREE, ACK, BYE, OPEN, BATCH, DATA = range(8)
+RECORD, STEP, FREE, ACK, BYE, OPEN, BATCH = range(7)
 
-_VERSION = 3
+_VERSION = 4
 OPENING = bytes([OPEN, _VERSION]) + b"aiotensor"
 
 STEP_BYTES = 1 << 20  # the maximum size of one step of a move
@@ -74,7 +70,6 @@ _STEP = struct.Struct("<BBQQQQI")  # kind, whether to acknowledge, segment, bloc
 _AREA = struct.Struct("<BQQ")  # kind, segment, block
 _ACK = struct.Struct("<BQQ")  # kind, bytes of steps, bytes of records
 _PART = struct.Struct("<I")  # the length of a message in a batch
-_DATA = struct.Struct("<BxxxI")  # kind, length of the record; the bytes follow at the next multiple of 8
 
 
 class Area(NamedTuple):
@@ -197,27 +192,3 @@ def read_batch(data: memoryview) -> list[memoryview]:
         if len(messages) > MAX_BATCH:
             raise ProtocolError(f"it sent a batch of more than {MAX_BATCH} messages")
     return messages
-
-
-def encode_data(record: bytes) -> bytes:
-    """Encode the header of a DATA message; the bytes of the tensor are appended, or are the next message.
-
-    Args:
-        record: the record that announces the tensor.
-    """
-    return _DATA.pack(DATA, len(record)) + record + bytes(-len(record) % _DATA.size)
-
-
-def read_data(data: memoryview) -> tuple[memoryview, memoryview]:
-    """Decode a DATA message, and return its record and its bytes, empty if these are the next message.
-
-    Raises:
-        ProtocolError: the message is shorter than it states.
-    """
-    if len(data) < _DATA.size:
-        raise ProtocolError(f"it sent data with an incomplete header of {len(data)} bytes")
-    _, length = _DATA.unpack_from(data)
-    stop = _DATA.size + length
-    if len(data) < stop + -length % _DATA.size:
-        raise ProtocolError(f"it sent {len(data)} bytes of a record that ends at byte {stop}")
-    return data[_DATA.size : stop], data[stop + -length % _DATA.size :]

@@ -18,7 +18,7 @@ may not have read the `Close` yet.
 from typing import NamedTuple
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.connection import CLOSED, OPEN, Close, Connection
+from aiotensor.protocol.connection import CLOSED, OPEN, BaseConnection
 from aiotensor.protocol.exchange import (
     VERSION,
     Answer,
@@ -33,6 +33,7 @@ from aiotensor.protocol.exchange import (
     read_from_client,
     write,
 )
+from aiotensor.protocol.frames import Close
 from aiotensor.protocol.parts import MAX_PARTS, PartLimits, Parts, check_parts, parts_of, split
 from aiotensor.protocol.window import ReceiveWindow
 from aiotensor.types import TensorHandle
@@ -58,7 +59,7 @@ class ClientLimits(NamedTuple):
     parts: PartLimits
 
 
-class ServerConnection(Connection):
+class ServerConnection(BaseConnection):
     """A server's end of one connection to a client.
 
     Its commands return the messages to send; the first part of each is the header.

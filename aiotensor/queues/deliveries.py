@@ -7,12 +7,12 @@ from functools import partial
 from aiotensor.channel.client import MessageClient, request_encoded
 from aiotensor.codec.payload import Payload
 from aiotensor.errors import ClosedError, PeerLostError, RemoteError, WouldBlockError, again
+from aiotensor.memory.gates import Gate
 from aiotensor.protocol.credits import Ticket
 from aiotensor.queues.folder import Kind, SlotState
 from aiotensor.queues.settings import QueueSettings
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters
-from aiotensor.sending.gates import Gate
 from aiotensor.types import Usage
 
 __all__ = ["Deliveries"]

@@ -1,7 +1,6 @@
-"""A pipe between two ranks of a torch.distributed group."""
+"""Pipes between the ranks of a torch.distributed group: tensors in order, in both directions."""
 
-from aiotensor.ranks.groups import Group
+from aiotensor.ranks.meeting import Group
 from aiotensor.ranks.pipe import RankPipe
-from aiotensor.types import PipeStatistics
 
-__all__ = ["Group", "PipeStatistics", "RankPipe"]
+__all__ = ["Group", "RankPipe"]

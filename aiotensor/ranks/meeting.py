@@ -1,174 +1,273 @@
-"""How the two ends of a pipe find each other: through the store of the group, which carries nothing else.
+"""How the two ends of a pipe find each other: through the store of their group, which carries nothing else.
 
     rank with the lower number                          the other rank
       | entry: its machine, its key         both ways     |
       | <-----------------------------------------------> |
       | entry: the address where it listens               |
       | ------------------------------------------------> |
-      | Join                      over the new connection |
-      | <-----------------------------------------------> |
+      |                 connects, and sends its hello     |
+      | <------------------------------------------------ |
 
-An end whose opening fails or is cancelled marks its entry as withdrawn, and the other end tries again with
-its next number. If the two ends are incompatible, both detect that, and neither tries again.
+Each rank numbers its pipes to the other, so the first pipe of one rank belongs to the first pipe of the
+other, even if one is opened much later. An end whose opening fails or is cancelled marks its entry as
+withdrawn, and the other end tries again with its next number.
+
+The calls of a store block, for minutes if its server does not answer. Therefore, each call runs in a thread
+that nothing has to wait for, and none waits for a missing entry.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import ipaddress
+import operator
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from msgspec.structs import replace
+import anyio
+import msgspec
+import torch.distributed
 
-from aiotensor.errors import ClosedError, PeerLostError, RefusedError
-from aiotensor.protocol.connection import mismatch
-from aiotensor.protocol.frames import VERSION
-from aiotensor.ranks.door import Door
-from aiotensor.ranks.entries import Entries, Entry, Name
-from aiotensor.ranks.groups import Membership
-from aiotensor.ranks.routes import NetworkOptions, connecting, listening
-from aiotensor.ranks.session import Session
-from aiotensor.ranks.settings import LONG_WAIT_S
-from aiotensor.runtime.logs import logger_of
+from aiotensor.errors import PeerLostError, ProtocolError, RefusedError, UsageError
+from aiotensor.runtime.detached import run_detached
+from aiotensor.transports.endpoints import Route, TcpArguments, TensorQueue, route_to
 
-__all__ = ["Meeting"]
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store  # torch.distributed does not declare it
+    from torch.distributed import ProcessGroup
 
-logger = logger_of("ranks")
+__all__ = ["Entry", "Group", "Meeting", "WithdrawnError", "machine_of_this_process", "membership_of"]
 
-# A store sends no notifications, so it is polled with the delays of `UnixConnector`.
-_FIRST_POLL_S = 0.005
-_LAST_POLL_S = 0.25
+R = TypeVar("R")
+
+Group: TypeAlias = "ProcessGroup | Store"
+"""What connects two ranks: a process group or a store."""
+
+_LAST_CALL_S = 1.0  # the longest wait for the store when opening has ended without a connection
+_NONE = "?"  # stands for a missing entry
+
+
+def membership_of(group: Group, rank: int | None, world_size: int | None) -> "tuple[Store, int, int]":
+    """Return the store of a group, the rank of this process and the number of ranks.
+
+    Arguments and errors are those of `RankPipe`.
+    """
+    if isinstance(group, torch.distributed.Store):  # type: ignore[attr-defined]
+        if rank is None or world_size is None:
+            raise TypeError("a store does not define the ranks: pass rank and world_size as well")
+        return group, operator.index(rank), operator.index(world_size)
+    if rank is not None or world_size is not None:
+        raise TypeError("rank and world_size can only be passed with a store: a group defines its own")
+    if not isinstance(group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            f"group must be a torch.distributed.ProcessGroup or a store, got {type(group).__name__!r}: "
+            "torch.distributed.group.WORLD is the default group, a DeviceMesh has get_group(), and new_group "
+            "returns no group to processes that are not in it"
+        )
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store(), group.rank(), group.size()
+    # Old versions of torch, such as 2.6, only have this internal function.
+    from torch.distributed.distributed_c10d import _get_process_group_store
+
+    return _get_process_group_store(group), group.rank(), group.size()
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """The entry of one end of a pipe.
+
+    Attributes:
+        machine: the host, the user and the namespaces of the process; equal if both ends may share memory.
+            "" if opening has ended without a connection.
+        host: the address of its network interface, by default the one towards the store; "" if unknown.
+        public_key: the public CURVE key of this end; "" if the pipe is not encrypted.
+        address: where this end listens: the name of a local socket, or a ``tcp://`` address; "" if it
+            connects, or does not listen yet.
+        token: the secret that the other end needs to connect; "" unless this end listens at ``tcp://``.
+    """
+
+    machine: str = ""
+    host: str = ""
+    public_key: str = ""
+    address: str = ""
+    token: str = ""
+
+
+class WithdrawnError(Exception):
+    """The other rank has given up opening its pipe with this number."""
 
 
 class Meeting:
-    """Connect to the other rank; belongs to the running loop.
+    """Exchange the entries of one end and the other rank; belongs to the running loop.
 
     Args:
-        membership: the membership of this process in the group.
+        store: the store of the group.
+        rank: the rank of this process.
         peer: the other rank.
-        entries: the entries of both ranks.
-        network: the options of this end for connections between machines.
-        new_door: makes the object that admits the connection.
-        label: the name of the pipe in the log.
-        is_closed: returns whether the pipe was closed in the meantime.
+        host: the address of the network interface to use; "" for the one towards the store.
+        timeout_s: the time without an answer after which a rank on another machine is lost.
+        encrypt: whether to encrypt the connection between machines, with new keys.
+
+    Attributes:
+        listens: whether this end listens; otherwise it connects.
+        theirs: the entry of the other rank, as last read.
     """
 
     def __init__(
-        self,
-        membership: Membership,
-        peer: int,
-        entries: Entries,
-        network: NetworkOptions,
-        new_door: Callable[[], Door],
-        label: str,
-        is_closed: Callable[[], bool],
+        self, store: "Store", rank: int, peer: int, host: str, timeout_s: float | None, *, encrypt: bool
     ) -> None:
-        self._rank = membership.rank
-        self._peer = peer
-        self._entries = entries
-        self._network = network
-        self._new_door = new_door
-        self._label = label
-        self._is_closed = is_closed
-        self._loop = asyncio.get_running_loop()
-        self._began_at = self._loop.time()
-        self._is_logged = False
-        self._delay = _FIRST_POLL_S
+        self.listens = rank < peer
+        self.theirs = Entry()
+        self._store, self._rank, self._peer = store, rank, peer
+        self._timeout_s = timeout_s
+        self._public_key = self._secret_key = ""
+        if encrypt:
+            import zmq  # imported here: ranks on one machine need no ZeroMQ
 
-    async def open(self) -> Session:
-        """Wait for the other rank, and return the connection.
+            self._public_key, self._secret_key = (key.decode() for key in zmq.curve_keypair())
+        self._machine, self._host = machine_of_this_process(), host
+        self._address = self._token = ""
+        self._prefix = "aiotensor/ranks/{}-{}".format(*sorted((self._rank, peer)))
+        self._number = 0
+        self._writing = threading.Lock()
 
-        Cancellation leaves no connection. Notifying the other rank through the store then takes at most a
-        second.
+    async def publish(self, address: str = "") -> None:
+        """Write the entry of this end; the first call numbers the pipe.
+
+        Args:
+            address: the address where this end listens; "" for that of the local route.
 
         Raises:
-            PeerLostError: the store cannot be reached, or the other rank has died while it connected.
-            RefusedError: the two ranks have different arguments, or different versions of the library.
-            ProtocolError: the other rank wrote an invalid entry to the store.
-            ClosedError: the pipe was closed in the meantime.
-            UsageError: no address is known at which the other rank reaches this one.
-            OSError: this process cannot listen, or has no descriptors or threads left.
+            PeerLostError: the store cannot be reached.
+            OSError: no thread can be started.
         """
-        while True:
-            name, entry = await self._entries.begin(self._network.public_key)
-            try:
-                session = await self._meet(name, entry)
-                if session is not None:
-                    return session
-            except RefusedError:
-                raise  # the other rank finds the reason in this entry, too
-            except BaseException:
-                await self._entries.withdraw(name)
-                raise
+        self._address = address or self._address
+        await _call(self._write)
 
-    async def _meet(self, name: Name, own: Entry) -> Session | None:
-        """Connect through the entries of one pipe; return None if the other rank has withdrawn its entry."""
-        listens = self._rank < self._peer
-        other = Name(self._peer, name.number)
-        entry = await self._entry_of(other, with_address=not listens)
-        if entry is None:
-            return None
-        door = self._new_door()
+    def _write(self) -> None:
+        with self._writing:  # so that the last call to begin writes the last state
+            if not self._number:
+                self._number = self._store.add(f"{self._prefix}/{self._rank}", 1)
+                self._host = self._host or _address_towards(_server_of(self._store))
+            entry = Entry(self._machine, self._host, self._public_key, self._address, self._token)
+            self._store.set(self._key(self._rank), msgspec.json.encode(entry).decode())
+
+    async def read(self) -> None:
+        """Read the entry of the other rank, unless it is missing.
+
+        Raises:
+            WithdrawnError: the other rank has withdrawn its entry.
+            RefusedError: the other rank has another value of `encrypt`.
+            ProtocolError: the entry is invalid.
+            PeerLostError: the store cannot be reached.
+            OSError: no thread can be started.
+        """
+        # `get` waits for a missing entry. `compare_set` returns the expected value instead.
+        data = await _call(partial(self._store.compare_set, self._key(self._peer), _NONE, _NONE))
+        if data == _NONE.encode():
+            return
         try:
-            if not listens:
-                async with connecting(entry, self._network, door):
-                    return await self._admitted(door, other)
-            async with listening(own, entry, self._network, door) as address:
-                await self._entries.write(name, replace(own, address=address.text, token=address.token))
-                session = await self._admitted(door, other)
-            if session is not None:
-                with suppress(PeerLostError):  # the ranks are connected, and no longer need the store
-                    await self._entries.remove(name.number)
-            return session
-        except BaseException:
-            door.abort()
-            raise
-        finally:
-            door.close()
+            theirs = msgspec.json.decode(data, type=Entry)
+            if theirs.host:
+                ipaddress.ip_address(theirs.host)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise ProtocolError(f"rank {self._peer} wrote an invalid entry: {error}") from error
+        self.theirs = theirs
+        if not theirs.machine:
+            raise WithdrawnError
+        if bool(theirs.public_key) != bool(self._public_key):
+            reason = f"encrypt={bool(theirs.public_key)}, unlike this rank: pass the same value at both ranks"
+            raise RefusedError(f"rank {self._peer} opened the pipe with {reason}")
 
-    async def _entry_of(self, name: Name, *, with_address: bool) -> Entry | None:
-        """Wait for an entry of the other rank; return None if it was withdrawn."""
-        while True:
-            entry = await self._entries.read(name)
-            if entry is not None:
-                if entry.is_withdrawn:
-                    return None
-                self._check(entry)
-                if entry.address or not with_address:
-                    self._delay = _FIRST_POLL_S
-                    return entry
-            await self._pause(asyncio.sleep)
+    def route(self) -> Route:
+        """Return the route to the other rank, whose entry was read.
 
-    async def _admitted(self, door: Door, other: Name) -> Session | None:
-        """Wait until the other rank has joined; return None if it has withdrawn its entry."""
-        while True:
-            await self._pause(lambda seconds: asyncio.wait([door.session], timeout=seconds))
-            if door.session.done() and door.session.exception() is None:
-                return door.session.result()
-            entry = await self._entries.read(other)
-            if entry is not None and entry.is_withdrawn:
-                return None
-            if door.session.done():
-                return door.session.result()
+        Raises:
+            UsageError: no address is known at which the other rank reaches this one.
+            ProtocolError: the address of the other rank is invalid.
+        """
+        theirs = self.theirs
+        if self._machine == theirs.machine:
+            self._address = secrets.token_hex(16) if self.listens else theirs.address
+            return route_to(TensorQueue(self._address))
+        secret, public = self._secret_key or None, theirs.public_key or None
+        if not self.listens:
+            given = TcpArguments(True, secret, public, (), self._timeout_s, theirs.token)
+            try:
+                return route_to(theirs.address, given)
+            except ValueError as error:
+                raise ProtocolError(f"rank {self._peer} wrote an invalid address: {error}") from error
+        self._token = secrets.token_hex(32)
+        keys = [public] if public else ()
+        given = TcpArguments(False, secret, None, keys, self._timeout_s, self._token)
+        return route_to(f"tcp://{self._host_towards(theirs.host)}:0", given)
 
-    async def _pause(self, wait: Callable[[float], Awaitable[object]]) -> None:
-        """Wait before the next poll of the store, longer each time."""
-        if self._loop.time() - self._began_at >= LONG_WAIT_S and not self._is_logged:
-            self._is_logged = True
-            logger.warning(
-                "%s: rank %s has not opened its end for %g s",
-                self._label,
-                self._peer,
-                LONG_WAIT_S,
-                extra={"event": "peer_missing", "pipe": self._label, "rank": self._peer},
+    def _host_towards(self, other: str) -> str:
+        """Return the address at which the other rank reaches this one.
+
+        This is the address of the interface towards the store, which all ranks reach. If that is the loopback
+        interface, as on the host of the store, it is the address of the interface towards the other rank.
+        """
+        host = self._host
+        if not host or ipaddress.ip_address(host).is_loopback:
+            host = _address_towards(other)
+        if not host:
+            raise UsageError(
+                "the other rank runs on another machine, and the store does not determine the network "
+                "interface by which it reaches this one: pass the address of that interface as host="
             )
-        await wait(self._delay)
-        self._delay = min(2 * self._delay, _LAST_POLL_S)
-        if self._is_closed():
-            raise ClosedError("this RankPipe was closed while it was being opened")
+        return f"[{host}]" if ":" in host else host
 
-    def _check(self, entry: Entry) -> None:
-        """Check that both ranks have the same version, and agree on encryption."""
-        reason = mismatch(entry.version, VERSION, f"rank {self._peer}", "this rank")
-        if reason is None and bool(entry.public_key) != bool(self._network.public_key):
-            reason = "only one of the two ranks has encrypt=True: pass the same value at both ranks"
-        if reason is not None:
-            raise RefusedError(f"connecting to rank {self._peer} failed: {reason}")
+    async def withdraw(self) -> None:
+        """Withdraw the entry of this end, even if the call is cancelled; waits at most a second.
+
+        A store that does not answer is ignored.
+        """
+        self._machine = ""
+        with suppress(OSError):
+            writing = run_detached("aiotensor-store", self._write)
+            writing.add_done_callback(asyncio.Future.exception)  # retrieved, so that asyncio does not log it
+            with anyio.move_on_after(_LAST_CALL_S, shield=True):
+                await asyncio.wait([writing])
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/{self._number}/{rank}"
+
+
+async def _call(function: Callable[[], R]) -> R:
+    """Call a function that uses the store, and convert its error to `PeerLostError`."""
+    try:
+        return await run_detached("aiotensor-store", function)
+    except RuntimeError as error:  # torch.distributed.DistError and others
+        raise PeerLostError(f"the store of the group cannot be reached: {error}") from None
+
+
+def _server_of(store: "Store") -> str:
+    """Return the host of the server of a store; "" for a store without a server."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return getattr(store, "host", "")
+
+
+def _address_towards(host: str) -> str:
+    """Return the address of the interface by which this process reaches a host; "" if there is none.
+
+    Blocks while the name of the host is resolved, and sends nothing.
+    """
+    with suppress(OSError):  # the name cannot be resolved, or no interface reaches the host
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as sock:
+            sock.connect(address)
+            return str(sock.getsockname()[0])
+    return ""
+
+
+def machine_of_this_process() -> str:
+    """Return a text that is equal in two processes if they run on one host, as one user, in one container."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("mnt", "net", "pid", "user")]
+    return "/".join([boot, *namespaces, str(os.geteuid())])

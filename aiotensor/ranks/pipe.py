@@ -1,30 +1,87 @@
-"""A pipe between two ranks; the implementation is in `aiotensor.ranks.session`."""
+"""A pipe between two ranks.
 
+    waits for its turn --> waits for bytes --> placed --> announced --taken--> (ended)
+       |                      |                  |           |
+       '----------------------'------------------'-----------'--cancelled, failed, the peer is gone--> (ended)
+
+Calls send in turn, so messages arrive in the order of the calls.
+
+A message counts towards `max_bytes` until the peer has taken it and, if its tensor is in shared memory, has
+freed the last view of the tensor. It counts as at least `LEAST_MESSAGE_BYTES`, so that the limit also covers
+its frame and the entries for it at both ends. A message that is not in shared memory reserves addresses
+there, which get no memory, so that one queue grants the bytes of all messages.
+"""
+
+import asyncio
 import ipaddress
 import operator
 import os
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Self
 
 import torch
 
-from aiotensor.errors import ClosedError, WouldBlockError
-from aiotensor.protocol.frames import VERSION
-from aiotensor.protocol.ranks import LEAST_MESSAGE_BYTES, Join
-from aiotensor.ranks.door import Door
-from aiotensor.ranks.entries import Entries
-from aiotensor.ranks.groups import Group, membership_of
-from aiotensor.ranks.meeting import Meeting
-from aiotensor.ranks.routes import network_options
-from aiotensor.ranks.session import Session
-from aiotensor.ranks.settings import PipeSettings
+from aiotensor.errors import (
+    AioTensorError,
+    ClosedError,
+    PeerLostError,
+    ProtocolError,
+    RefusedError,
+    TooLargeError,
+    WouldBlockError,
+    again,
+)
+from aiotensor.link.admission import Admission
+from aiotensor.link.events import PeerLog
+from aiotensor.link.session import Session
+from aiotensor.memory.allocations import Block
+from aiotensor.memory.arena import Extent
+from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError
+from aiotensor.memory.gates import Gate
+from aiotensor.memory.inline import MAX_INLINE_BYTES, bytes_of
+from aiotensor.memory.mappings import Mappings, PeerMemory
+from aiotensor.memory.memory import Memory
+from aiotensor.memory.placement import put_of
+from aiotensor.memory.source import Source, as_source
+from aiotensor.memory.views import own_copy
+from aiotensor.protocol import frames
+from aiotensor.protocol.connection import Connection, Loss
+from aiotensor.protocol.credits import Ticket
+from aiotensor.protocol.frames import Attach, Close, End, Frame, Hello, Put, Release, Taken
+from aiotensor.ranks.meeting import Group, Meeting, WithdrawnError, membership_of
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.arguments import count, seconds_or_never
-from aiotensor.runtime.waiting import at_most
-from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
+from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.outage import Absence
+from aiotensor.runtime.waiting import Waiters, at_most, until
+from aiotensor.runtime.worker import in_thread
+from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
+from aiotensor.transports.base import MAX_UNREAD_BYTES, Events, Transport
 from aiotensor.types import PipeStatistics, Usage
 
-__all__ = ["RankPipe"]
+__all__ = ["LEAST_MESSAGE_BYTES", "RankPipe"]
+
+logger = logger_of("ranks")
+
+LEAST_MESSAGE_BYTES = 4096
+
+_KEEP_WARM_S = 30.0  # after which idle memory is returned to the system
+_LONG_WAIT_S = 10.0  # after which a wait is logged
+
+# A store sends no notifications, so it is polled, with delays that grow.
+_FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.25
+
+# With at most this many messages in flight, the peer probably waits for the next one, so it is sent
+# immediately.
+_FEW_MESSAGES = 2
+
+# A call waits for `max_bytes`, but not until the peer reads. In the queue of the transport, a message takes
+# less than twice the bytes that it counts for, and an answer takes less than the bytes of its message.
+_MESSAGES_AND_ANSWERS = 3
 
 
 class RankPipe(LoopObject):
@@ -40,11 +97,11 @@ class RankPipe(LoopObject):
     the other rank does not reconnect; open another one.
 
     A received tensor is a view of shared memory. It stays valid as long as it or a view of it exists, and
-    counts towards `max_bytes` of the other rank until then. A tensor of at most 8 KiB (1 MiB from another
-    machine) has its own memory instead, and counts until it is received.
+    counts towards `max_bytes` of the other rank until then. A tensor of at most 8 KiB has its own memory
+    instead, and counts until it is received.
 
     Args:
-        group: a process group, a `DeviceMesh` of one dimension, or a store of torch.distributed.
+        group: a process group or a store of torch.distributed.
         peer: the other rank, as a rank of this group.
         rank: the rank of this process; only for a store, which requires it.
         world_size: the number of ranks; only for a store, which requires it.
@@ -60,6 +117,10 @@ class RankPipe(LoopObject):
             is needed.
         peer_timeout_s: the time in seconds without an answer after which a rank on another machine is lost;
             None means 2 s.
+
+    Attributes:
+        rank: the rank of this process in the group.
+        peer: the other rank.
 
     Raises:
         TypeError: `group` is not a group, `rank` and `world_size` do not match its kind, or an argument has
@@ -81,32 +142,55 @@ class RankPipe(LoopObject):
         encrypt: bool = False,
         peer_timeout_s: float | None = None,
     ) -> None:
-        self.affinity = LoopAffinity(type(self).__name__)
-        self._membership = membership_of(group, rank, world_size)
-        self._peer = operator.index(peer)
-        if not 0 <= self._peer < self._membership.size:
-            raise ValueError(f"there is no rank {peer} in a group of {self._membership.size}")
-        if self._peer == self._membership.rank:
+        self.affinity = LoopAffinity("RankPipe")
+        store, self.rank, size = membership_of(group, rank, world_size)
+        self.peer = operator.index(peer)
+        for one in (self.rank, self.peer):
+            if not 0 <= one < size:
+                raise ValueError(f"there is no rank {one} in a group of {size}")
+        if self.peer == self.rank:
             raise ValueError(f"rank {peer} is this rank: a pipe connects two different ranks")
-        self._host = None if host is None else str(ipaddress.ip_address(host))
-        self._network = network_options(seconds_or_never("peer_timeout_s", peer_timeout_s), encrypt=encrypt)
-        self._settings = PipeSettings(
-            count("max_bytes", max_bytes, LEAST_MESSAGE_BYTES), seconds_or_never("max_wait_s", max_wait_s)
-        )
-        self._label = f"pipe of rank {self._membership.rank} to rank {self._peer}"
+        address = "" if host is None else str(ipaddress.ip_address(host))
+        timeout_s = seconds_or_never("peer_timeout_s", peer_timeout_s)
+        self._meet = partial(Meeting, store, self.rank, self.peer, address, timeout_s, encrypt=encrypt)
+        self._max_bytes = count("max_bytes", max_bytes, LEAST_MESSAGE_BYTES)
+        self._max_wait_s = seconds_or_never("max_wait_s", max_wait_s)
+        self._label = f"pipe of rank {self.rank} to rank {self.peer}"
         self._errors = ErrorCounter()
         self._counts = new_counts(PipeStatistics)
-        self._session: Session | None = None  # created by `__aenter__`, since it belongs to a loop
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process in the group."""
-        return self._membership.rank
-
-    @property
-    def peer(self) -> int:
-        """The other rank."""
-        return self._peer
+        self._log = PeerLog("ranks")
+        most = self._max_bytes // LEAST_MESSAGE_BYTES
+        self._hello = Hello(
+            frames.VERSION, os.getpid(), "rank", max_messages=most, arena_bytes=self._max_bytes
+        )
+        self._session: _Rank | None = None
+        self._failure: AioTensorError | None = None  # why no further message is sent or arrives
+        self._changes = Waiters()
+        # Messages to the peer
+        self._turns: Gate[None] = Gate(
+            1, stuck_elsewhere=None, max_wait_s=self._max_wait_s, overdue=lambda _: self._would_block(0)
+        )
+        self._memory = Memory(
+            self._max_bytes,
+            lambda arena: Gate(
+                self._max_bytes,
+                space=arena,
+                stuck_elsewhere=None,
+                long_wait_s=_LONG_WAIT_S,
+                on_long_wait=self._log_wait,
+                max_wait_s=self._max_wait_s,
+                overdue=self._would_block,
+            ),
+            _KEEP_WARM_S,
+            self._counts,
+        )
+        self._turns.waited = self._memory.gate.waited  # one count of all waits
+        self._announced: dict[int, Ticket[Extent] | None] = {}  # not taken yet; None for those in blocks
+        # Messages of the peer
+        self._mappings = Mappings()
+        self._theirs = PeerMemory(self._max_bytes, None)
+        self._inbox: deque[tuple[int, torch.Tensor | None]] = deque()  # by their numbers
+        self._receivers = Waiters()
 
     async def __aenter__(self) -> Self:
         """Wait for the other rank to open its end, at most `max_wait_s`.
@@ -124,19 +208,78 @@ class RankPipe(LoopObject):
             OSError: this process cannot listen, or has no descriptors or threads left.
         """
         self.affinity.enter()
+        self._mappings.freed.bind()
+        self._memory.freed.bind()
+        missing = f"rank {self.peer} has not opened its end"
+        absence = Absence(self._label, lambda: missing)
+        absence.begin()
         try:
-            async with at_most(self._settings.max_wait_s, self._not_opened):
-                session = await self._meeting().open()
+            async with at_most(self._max_wait_s, partial(self._overdue, missing)):
+                while self._session is None:
+                    await self._open(self._meet())
+                    if self.affinity.is_closed:
+                        raise ClosedError("this RankPipe was closed while it was being opened")
         except BaseException as error:
             self.affinity.close()
+            self._abort()
             self._errors.add(error)
             raise
-        if self.affinity.is_closed:
-            session.abort()
-            raise ClosedError(f"this {type(self).__name__} was closed while it was being opened")
-        self._session = session
+        finally:
+            absence.end()
         self.affinity.settle(self, self._label)
         return self
+
+    async def _open(self, meeting: Meeting) -> None:
+        """Connect to the pipe of the other rank with the same number, unless that one is withdrawn."""
+        self._failure = None
+        with suppress(WithdrawnError), ExitStack() as stack:
+            try:
+                await meeting.publish()
+                await self._read(
+                    meeting, lambda: meeting.theirs.machine if meeting.listens else meeting.theirs.address
+                )
+                route = meeting.route()
+                if meeting.listens:
+                    admission = Admission(
+                        self._hello,
+                        "rank",
+                        self._log,
+                        lambda hello: None,  # `_join` compares the limits, at both ends
+                        self._admitted,
+                        self._refused,
+                        lambda: (),
+                        lambda error: self._not_joined(PeerLostError(f"listening failed: {error}")),
+                    )
+                    stack.callback(admission.close)
+                    listener = await route.listen(admission)
+                    stack.callback(listener.close)
+                    await meeting.publish(listener.address)
+                else:
+                    connector = route.connector(Events(partial(self._connected, stack), self._not_joined))
+                    stack.callback(connector.close)
+                    connector.connect()
+                await self._read(meeting, lambda: self._session)
+            except (WithdrawnError, RefusedError):
+                raise  # the other rank finds the reason in this entry, too
+            except BaseException:
+                # Before the connection is closed: after its end, the other rank reads the entry.
+                await meeting.withdraw()
+                raise
+
+    async def _read(self, meeting: Meeting, found: Callable[[], object]) -> None:
+        """Read the entry of the other rank again and again until a function finds something."""
+        delay = _FIRST_POLL_S
+        while not found():
+            failure = self._failure
+            await meeting.read()
+            if found():
+                break
+            if failure is not None:  # since before the read: the other rank has not withdrawn the entry
+                raise again(failure)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await self._changes.wait()
+            delay = min(2 * delay, _LAST_POLL_S)
 
     async def send(self, tensor: torch.Tensor | None) -> None:
         """Send a tensor or None.
@@ -157,11 +300,29 @@ class RankPipe(LoopObject):
             ClosedError: this pipe was closed, perhaps while waiting.
             OSError: the machine has no memory left.
         """
-        try:
-            await self._opened().outgoing.send(tensor)
-        except Exception as error:
-            self._errors.add(error)
-            raise
+        with self._errors:
+            session, source, nbytes = self._prepare(tensor)
+            del tensor
+            memory = self._memory
+            turn = self._turns.budget.try_request(1) or await self._turns.acquire(1)
+            try:
+                if source is None or nbytes <= MAX_INLINE_BYTES:
+                    gate = memory.gate
+                    ticket = gate.budget.try_request(nbytes) or await gate.acquire(nbytes)
+                    self._announce(session, self._put(session, source), ticket)
+                else:
+                    block = memory.try_acquire(nbytes) or await memory.acquire(nbytes)
+                    await session.fill(memory, source, block, self)
+                    try:
+                        self._announce(session, self._put(session, source, block))
+                    finally:
+                        memory.unpin_owner(block.number)
+            except CopyAbandonedError:
+                self._check()
+                raise
+            finally:
+                self._turns.release(turn)
+            self._sent(source)
 
     def send_nowait(self, tensor: torch.Tensor | None) -> None:
         """Send a tensor or None without waiting; a tensor is copied on the calling thread.
@@ -169,10 +330,41 @@ class RankPipe(LoopObject):
         Other errors are those of `send`.
 
         Raises:
-            WouldBlockError: `max_bytes` does not allow the message now, or earlier calls are waiting.
+            WouldBlockError: `max_bytes` does not allow the message now, or an earlier call has not ended. To
+                another machine, a tensor is moved after this call, which ends with the move.
         """
         with self._errors:
-            self._opened().outgoing.send_nowait(tensor)
+            session, source, nbytes = self._prepare(tensor)
+            memory = self._memory
+            if self._turns.budget.in_use:
+                raise self._would_block(nbytes)
+            if source is None or nbytes <= MAX_INLINE_BYTES:
+                ticket = memory.gate.budget.try_request(nbytes)
+                if ticket is None:
+                    raise self._would_block(nbytes)
+                self._announce(session, self._put(session, source), ticket)
+            else:
+                block = memory.try_acquire(nbytes)
+                if block is None:
+                    raise self._would_block(nbytes)
+                try:
+                    memory.copy_now(source, block)
+                    put = self._put(session, source, block)
+                    if session.transport.mover is None:
+                        self._announce(session, put)
+                    else:
+                        turn = self._turns.budget.request(1)
+
+                        def moved(is_complete: bool) -> None:
+                            if is_complete and not session.is_over:
+                                self._announce(session, put)
+                            self._turns.release(turn)
+
+                        data = block.place.view()[:nbytes]
+                        memory.moves.begin(session.transport.mover, block, 0, data, session, moved)
+                finally:
+                    memory.unpin_owner(block.number)
+            self._sent(source)
 
     async def receive(self, *, copy: bool = False) -> torch.Tensor | None:
         """Return the next message of the other rank, once it has arrived.
@@ -190,11 +382,27 @@ class RankPipe(LoopObject):
             ClosedError: this pipe was closed, perhaps while waiting.
             OSError: the machine has no memory or no thread left for the copy. The next call tries again.
         """
-        try:
-            return await self._opened().incoming.receive(copy=copy)
-        except Exception as error:
-            self._errors.add(error)
-            raise
+        with self._errors:
+            session = self._opened()
+            overdue = partial(self._overdue, "no message has arrived")
+            arrived = await until(self._next_arrived, self._receivers, self._max_wait_s, overdue)
+            number, value = arrived
+            if copy and value is not None:
+                try:
+                    is_quick = value.nbytes <= QUICK_BYTES
+                    value = own_copy(value) if is_quick else await in_thread(own_copy, value)
+                except BaseException:
+                    insort(self._inbox, arrived, key=operator.itemgetter(0))
+                    # The error refers to this frame, whose variables would keep the tensor alive.
+                    del arrived, value
+                    self._receivers.wake_one()
+                    raise
+            del arrived
+            self._counts["messages_received"] += 1
+            self._counts["bytes_received"] += 0 if value is None else value.nbytes
+            session.connection.taken(number)
+            session.schedule_flush()
+            return value
 
     async def drain(self) -> None:
         """Wait until the other rank has received all messages that were sent before this call.
@@ -206,19 +414,32 @@ class RankPipe(LoopObject):
             ClosedError: this pipe was closed.
         """
         with self._errors:
-            await self._opened().outgoing.drain()
+            connection = self._opened().connection
+            last = self._counts["messages_sent"]
+            while next(iter(self._announced), connection.next_message) < last:
+                self._check()
+                await self._changes.wait()
 
     def statistics(self) -> PipeStatistics:
         """Return the current usage and the totals since opening; also available after closing."""
         self.affinity.check_place()
-        if self._session is not None:
-            return self._session.statistics()
-        zeros = dict.fromkeys(PipeStatistics.__struct_fields__, 0)
+        gate = self._memory.gate
         return snapshot(
             PipeStatistics,
-            zeros,
-            max_bytes=self._settings.max_bytes,
-            send_waits=WaitCounter().waits(),
+            self._counts,
+            connected=int(self._session is not None and not self._session.is_over),
+            in_flight=self._in_flight,
+            max_bytes=self._max_bytes,
+            bytes_in_flight=gate.budget.in_use,
+            peak_bytes_in_flight=gate.budget.peak,
+            waiting_sends=self._turns.budget.waiting + gate.budget.waiting,
+            longest_wait_s=max(self._turns.longest_wait_s(), gate.longest_wait_s()),
+            warm_bytes=self._memory.warm_bytes,
+            waiting_receives=len(self._receivers),
+            unclaimed=len(self._inbox),
+            leases=self._mappings.leases,
+            leased_bytes=self._mappings.leased_bytes,
+            send_waits=gate.waited.waits(),
             errors=self._errors.counts(),
         )
 
@@ -230,42 +451,261 @@ class RankPipe(LoopObject):
         skips that wait. Closing again has no effect.
         """
         self.affinity.check_place()
-        was_open = self.affinity.close()
-        if was_open and self._session is not None:
-            with self.affinity.leaving():
-                await self._session.close()
+        if not self.affinity.close():
+            return
+        self._fail(ClosedError("this RankPipe was closed"))
+        if (session := self._session) is None:
+            return  # the call that opens the pipe raises the error
+        with self.affinity.leaving(), ExitStack() as stack:
+            stack.callback(self._abort)
+            await self._memory.moves.settle()
+            self._inbox.clear()
+            self._mappings.freed.collect_all()
+            if not session.is_over:
+                session.close(Close(uses_memory=self._theirs.leases > 0))
+                await session.accepted()
+            session.transport.close()
+            self._mappings.peer_gone(self._theirs)
+            await self._memory.aclose()
+            await self._mappings.settle()
+
+    def _abort(self) -> None:
+        """Close without waiting."""
+        if self._session is not None:
+            self._session.drop()
+        self._inbox.clear()
+        self._mappings.peer_gone(self._theirs)
+        self._mappings.close()
+        self._memory.close()
+        self._log.close()
 
     def _details(self) -> list[str]:
-        return [f"rank {self._membership.rank} to {self._peer}"]
+        return [f"rank {self.rank} to {self.peer}"]
 
-    def _opened(self) -> Session:
-        """Return the open session, after checking that this pipe may be used here."""
-        self.affinity.check()
+    def _opened(self) -> "_Rank":
+        """Return the session, after checking that this pipe may be used here."""
+        if asyncio._get_running_loop() is not self.affinity.open_in:
+            self.affinity.check()
         if self._session is None:
-            raise ClosedError(f"this {type(self).__name__} is still being opened")
+            raise ClosedError("this RankPipe is still being opened")
         return self._session
 
-    def _meeting(self) -> Meeting:
-        return Meeting(
-            self._membership,
-            self._peer,
-            Entries(self._membership, self._peer, self._host),
-            self._network,
-            self._new_door,
-            self._label,
-            lambda: self.affinity.is_closed,
-        )
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise again(self._failure)
 
-    def _new_door(self) -> Door:
-        join = Join(VERSION, os.getpid(), self._settings.max_bytes)
-        # Not a bound method: the listener and the connector may outlive this object if it is not closed.
-        new_session = partial(
-            Session, settings=self._settings, counts=self._counts, errors=self._errors, label=self._label
-        )
-        return Door(join, f"rank {self._peer}", new_session)
+    def _overdue(self, reason: str) -> WouldBlockError:
+        return WouldBlockError(f"{reason} within {self._max_wait_s:g} s", messages=Usage(requested=1))
 
-    def _not_opened(self) -> WouldBlockError:
+    # Opening
+
+    def _refused(self, hello: Hello | None, reason: str) -> None:
+        if hello is not None and hello.role == "rank":
+            self._not_joined(RefusedError(reason, pid=hello.pid))
+
+    def _admitted(self, transport: Transport, connection: Connection) -> None:
+        session = _Rank(transport, connection, self)
+        transport.start(session)
+        connection.admit()
+        session.flush()
+        self._join(session)
+
+    def _connected(self, stack: ExitStack, transport: Transport) -> None:
+        session = _Rank(transport, Connection(self._hello, f"rank {self.peer}"), self)
+        stack.callback(self._drop_unless_joined, session)
+        session.begin()
+
+    def _drop_unless_joined(self, session: "_Rank") -> None:
+        if self._session is not session:
+            session.drop()
+
+    def _not_joined(self, error: AioTensorError) -> None:
+        """Fail the opening of this pipe."""
+        if self._session is None:
+            self._failure = error
+            self._changes.wake()
+
+    def _join(self, session: "_Rank") -> None:
+        """Use a connection after the hello of the peer."""
+        if self._session is not None or self._failure is not None:
+            session.drop()
+            return
+        hello = session.connection.theirs
+        ours = self._hello
+        if hello is not None and (hello.arena_bytes, hello.max_messages) != (
+            ours.arena_bytes,
+            ours.max_messages,
+        ):
+            limits = f"max_bytes={hello.arena_bytes}, but this rank with {self._max_bytes}"
+            reason = f"rank {self.peer} opened the pipe with {limits}: pass the same value at both ranks"
+            session.refuse(RefusedError(reason))
+            return
+        self._session = session
+        self._theirs.release = session.release
+        if session.transport.mover is not None:
+            self._memory.movers.add(session.transport.mover)
+        session.transport.limit_queue(_MESSAGES_AND_ANSWERS * self._max_bytes + MAX_UNREAD_BYTES)
+        self._changes.wake()
+
+    # Messages to the peer
+
+    @property
+    def _in_flight(self) -> int:
+        """The number of messages that were begun, and neither taken nor failed."""
+        turns = self._turns.budget
+        return 0 if self._failure is not None else len(self._announced) + turns.in_use + turns.waiting
+
+    def _prepare(self, value: torch.Tensor | None) -> "tuple[_Rank, Source | None, int]":
+        """Return the session, the source of a valid value, and the bytes that count towards `max_bytes`."""
+        session, limit = self._opened(), self._max_bytes
+        self._check()
+        source = None if value is None else as_source(value)
+        nbytes = LEAST_MESSAGE_BYTES if source is None else max(source.nbytes, LEAST_MESSAGE_BYTES)
+        if nbytes > limit:
+            reason = f"{nbytes} bytes can never fit into max_bytes={limit}: send smaller parts"
+            raise TooLargeError(f"{reason}, or raise max_bytes", limit=limit, requested=nbytes)
+        return session, source, nbytes
+
+    def _put(self, session: "_Rank", source: Source | None, block: Block | None = None) -> Put | None:
+        """Return the frame of the next message, after sharing the segment of its block; None for None."""
+        if source is None:
+            return None
+        number = session.connection.next_message
+        if block is None:
+            return put_of(number, 0, source, frames.INLINE, bytes_of(source), None, last=True)
+        session.attach(block.place.segment)
+        self._check()  # writing may have failed, or the pipe was closed during the copy
+        return put_of(number, 0, source, frames.ARENA, block.place.describe(0), block.number, last=True)
+
+    def _announce(self, session: "_Rank", put: Put | None, ticket: Ticket[Extent] | None = None) -> None:
+        """Announce the next message, with the bytes to release when it is taken."""
+        connection = session.connection
+        self._announced[connection.next_message] = ticket
+        if put is None:
+            connection.end(connection.next_message)
+        else:
+            connection.put(put)
+            if put.block is not None:
+                self._memory.leases.pin(put.block)
+                session.pins[put.block] = 1
+        if len(self._announced) <= _FEW_MESSAGES or connection.records:
+            session.flush()
+        else:
+            session.schedule_flush()
+
+    def _sent(self, source: Source | None) -> None:
+        """Count a message, unless writing it has failed."""
+        self._check()
+        self._counts["messages_sent"] += 1
+        self._counts["bytes_sent"] += 0 if source is None else source.nbytes
+
+    def _would_block(self, nbytes: int) -> WouldBlockError:
+        budget = self._memory.gate.budget
         return WouldBlockError(
-            f"rank {self._peer} has not opened its end within {self._settings.max_wait_s:g} s",
-            messages=Usage(requested=1),
+            f"not enough bytes were free, or earlier calls were not complete: {budget.in_use} of "
+            f"max_bytes={budget.limit} are in use by {self._in_flight} messages that the peer has not taken, "
+            "and by tensors that the peer still uses",
+            messages=Usage(in_use=self._in_flight, requested=1),
+            bytes=Usage(budget.limit, budget.in_use, nbytes),
         )
+
+    def _log_wait(self, nbytes: int) -> None:
+        reason = f"a message of {nbytes} bytes has waited for {_LONG_WAIT_S:g} s: {self._would_block(nbytes)}"
+        logger.warning(
+            "%s: %s",
+            self._label,
+            reason,
+            extra={"event": "slow_peer", "pipe": self._label, "bytes": nbytes, "reason": reason},
+        )
+
+    # Messages of the peer
+
+    def _next_arrived(self) -> tuple[int, torch.Tensor | None] | None:
+        """Remove the next message from the inbox; raise an error if none will arrive any more."""
+        if self._inbox:
+            return self._inbox.popleft()
+        self._check()
+        return None
+
+    # The end
+
+    def _fail(self, error: AioTensorError) -> None:
+        """End all waiting and all further calls, except that messages that have arrived can be received."""
+        self._failure = error
+        self._turns.fail(partial(again, error))
+        self._memory.gate.fail(partial(again, error))
+        self._memory.abandon(self)
+        self._changes.wake()
+        self._receivers.wake()
+
+    def _lost(self, session: "_Rank", loss: Loss) -> None:
+        if session is not self._session:
+            self._not_joined(loss.error)
+            return
+        if isinstance(loss.error, RefusedError):  # only opening can be refused
+            loss = loss._replace(error=PeerLostError(str(loss.error), pid=loss.error.pid))
+        lost = self._in_flight
+        self._fail(loss.error)
+        for ticket in self._announced.values():
+            if ticket is not None:
+                self._memory.gate.release(ticket)
+        if session.transport.mover is not None:
+            self._memory.abandon(session)
+            self._memory.movers.discard(session.transport.mover)
+        session.keep_pins(self._memory)
+        self._theirs.release = None
+        self._mappings.take_over_after(self._theirs, session.watch)
+        self._mappings.peer_gone(self._theirs)
+        self._counts["peers_lost"] += 1
+        self._log.lost(loss, self._label, lost)
+
+
+class _Rank(Session):
+    """The connection to the other rank."""
+
+    def __init__(self, transport: Transport, connection: Connection, pipe: RankPipe) -> None:
+        super().__init__(transport, connection, pipe._log, pipe._mappings.freed)
+        self.name = f"rank {pipe.peer}"
+        self._pipe = pipe
+
+    def received(self, frames: Sequence[Frame], descriptors: list[int]) -> None:
+        """Process the frames of a record."""
+        pipe = self._pipe
+        for frame in frames:
+            match frame:
+                case Put():
+                    if not frame.last:
+                        raise ProtocolError("it sent a message of several tensors")
+                    pipe._inbox.append((frame.message, pipe._mappings.open(pipe._theirs, frame)))
+                    pipe._receivers.wake_one()
+                case End(count=0):
+                    pipe._inbox.append((frame.message, None))
+                    pipe._receivers.wake_one()
+                case Taken():
+                    for number in frame.messages:
+                        ticket = pipe._announced.pop(number, None)
+                        if ticket is not None:
+                            pipe._memory.gate.release(ticket)
+                    pipe._changes.wake()
+                case Release():
+                    self.released(pipe._memory, frame.blocks)
+                case Attach():
+                    self.map(pipe._mappings, pipe._theirs, frame, descriptors)
+                case Hello():
+                    if frame.is_admitted:
+                        pipe._join(self)
+                case Close():
+                    self.closed(frame)
+                case _:
+                    raise ProtocolError("it sent a frame that no rank sends")
+            if self.is_over:
+                break
+
+    def lost(self, loss: Loss) -> None:
+        """Handle the end of the session."""
+        self._pipe._lost(self, loss)
+
+    def drop(self) -> None:
+        """Close the connection, without effects on the pipe."""
+        self.is_over = True
+        self.transport.close()

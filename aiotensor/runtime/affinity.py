@@ -263,7 +263,6 @@ class FreedItems(Generic[T]):
     wakes the loop.
 
     Args:
-        loop: the loop of this thread.
         handle: a bound method, called in the loop with the freed items in order. It gets a limited number of
             them in each iteration of the loop, since each takes a few microseconds.
 
@@ -272,9 +271,9 @@ class FreedItems(Generic[T]):
         is_scheduled: whether `collect` will be called in the next iteration of the loop.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, handle: Callable[[list[T]], None]) -> None:
-        self._loop = loop
-        self._thread = threading.get_ident()
+    def __init__(self, handle: Callable[[list[T]], None]) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
         if not isinstance(handle, MethodType):
             raise TypeError(f"handle must be a bound method, got {handle!r}")
         # Weak, so that a living tensor does not keep its closed receiver alive.
@@ -283,10 +282,15 @@ class FreedItems(Generic[T]):
         self.items: deque[T] = deque()
         self.is_scheduled = False
 
+    def bind(self) -> None:
+        """Pass the items to the running loop; called once, before the first item is created."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+
     def __call__(self, item: T) -> None:
         """Queue an item; may be called in any thread."""
         self.items.append(item)
-        if self.is_scheduled:
+        if self.is_scheduled or self._loop is None:
             return
         self.is_scheduled = True
         try:
@@ -304,17 +308,32 @@ class FreedItems(Generic[T]):
         self.is_scheduled = False  # first, so that a later item schedules another call
         if not self.items:
             return
-        items: list[T] = []
-        while self.items and len(items) < _ITEMS_AN_ITERATION:
+        self._pass_some()
+        if self.items and not self.is_scheduled and self._loop is not None:
+            self.is_scheduled = True
+            self._loop.call_soon(self.collect)
+
+    def collect_few(self) -> None:
+        """Pass the queued items to `handle` during this call, unless they are many."""
+        count, items = len(self.items), []
+        if count > _ITEMS_AN_ITERATION:
+            return
+        while count:  # not more, because other threads may append
             items.append(self.items.popleft())
+            count -= 1
         owner = self._owner()
         if owner is not None:
             self._handle(owner, items)
-        if self.items and not self.is_scheduled:
-            self.is_scheduled = True
-            self._loop.call_soon(self.collect)
 
     def collect_all(self) -> None:
         """Pass all queued items to `handle` during this call."""
         while self.items:
-            self.collect()
+            self._pass_some()
+
+    def _pass_some(self) -> None:
+        items: list[T] = []
+        while self.items and len(items) < _ITEMS_AN_ITERATION:
+            items.append(self.items.popleft())
+        owner = self._owner()
+        if items and owner is not None:
+            self._handle(owner, items)

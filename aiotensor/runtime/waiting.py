@@ -1,6 +1,7 @@
 """Waiting for a possible change, and limits on the duration of waits."""
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -9,7 +10,7 @@ from typing import TypeVar
 
 from aiotensor.errors import AioTensorError
 
-__all__ = ["Waiters", "at_most", "within"]
+__all__ = ["Waiters", "at_most", "until", "within"]
 
 T = TypeVar("T")
 
@@ -49,6 +50,50 @@ class Waiters(OrderedDict["asyncio.Future[None]", None]):
             if not future.done():
                 future.set_result(None)
                 return
+
+
+async def until(
+    poll: Callable[[], T | None],
+    waiters: Waiters,
+    seconds: float | None = None,
+    overdue: Callable[[], Exception] = TimeoutError,
+) -> T:
+    """Wait until a function returns something other than None, and return that.
+
+    A result that arrives in the iteration of the timeout is returned.
+
+    Args:
+        poll: called at once, and after each change; its errors end the wait.
+        waiters: woken after each change.
+        seconds: the limit on the duration in seconds; None for no limit.
+        overdue: returns the error to raise when the time is over.
+    """
+    found = poll()
+    if found is not None:
+        return found
+    loop = asyncio.get_running_loop()
+    ends_at = math.inf if seconds is None else loop.time() + seconds
+    while True:
+        change = waiters.wait()
+        alarm = None if seconds is None else loop.call_at(ends_at, _expire, change)
+        try:
+            await change
+        except asyncio.CancelledError:
+            waiters.wake_one()  # in place of this task, which may have been woken
+            raise
+        finally:
+            if alarm is not None:
+                alarm.cancel()
+        found = poll()
+        if found is not None:
+            return found
+        if loop.time() >= ends_at:
+            raise overdue()
+
+
+def _expire(change: "asyncio.Future[None]") -> None:
+    if not change.done():
+        change.set_result(None)
 
 
 def at_most(

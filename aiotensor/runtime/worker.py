@@ -138,13 +138,13 @@ class _Lane:
     def __init__(self, name: str, changes: Waiters) -> None:
         self.executor = ThreadPoolExecutor(1, thread_name_prefix=name)
         self.running = 0  # calls of `submit` whose work has not ended
-        self._loop = asyncio.get_running_loop()
         self._changes = changes  # woken when work has ended
 
     def submit(
         self, work: Callable[[], R], on_done: Callable[[], object] = lambda: None
     ) -> "asyncio.Future[R]":
-        future: asyncio.Future[R] = self._loop.create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[R] = loop.create_future()
         is_wanted = True
 
         def run() -> R:
@@ -159,14 +159,20 @@ class _Lane:
             is_wanted = False
             raise no_thread(error) from error
         self.running += 1
-        running.add_done_callback(partial(self._in_loop, future, on_done))
+        running.add_done_callback(partial(self._in_loop, loop, future, on_done))
         future.add_done_callback(lambda _: running.cancel())
         return future
 
-    def _in_loop(self, future: "asyncio.Future[R]", on_done: Callable[[], object], done: "Future[R]") -> None:
+    def _in_loop(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        future: "asyncio.Future[R]",
+        on_done: Callable[[], object],
+        done: "Future[R]",
+    ) -> None:
         # If the loop is closed, `_ended` has no state left to update.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._ended, future, on_done, done)
+            loop.call_soon_threadsafe(self._ended, future, on_done, done)
 
     def _ended(self, future: "asyncio.Future[R]", on_done: Callable[[], object], done: "Future[R]") -> None:
         self.running -= 1

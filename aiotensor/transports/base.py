@@ -8,20 +8,19 @@ only on the thread of the event loop.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
 from aiotensor.protocol.moves import Move
-from aiotensor.protocol.network import STEP_BYTES
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.process_end import ProcessEnd
 
 __all__ = [
-    "MAX_DATA_BYTES",
     "MAX_UNREAD_BYTES",
     "Acceptor",
     "Connector",
     "ConnectorEvents",
+    "Events",
     "Handler",
     "Landing",
     "Listener",
@@ -36,9 +35,6 @@ logger = logger_of("transports")
 # owed the answers to its messages in flight. With the default limit on these messages, and as many tensors in
 # each as possible, all answers together are shorter than this.
 MAX_UNREAD_BYTES = 8 << 20
-
-# The size in bytes of the largest tensor that is sent together with its record.
-MAX_DATA_BYTES = STEP_BYTES
 
 
 class Handler(Protocol):
@@ -103,26 +99,6 @@ class Mover(Protocol):
         """Begin to move bytes; if the connection has ended, the move ends at once.
 
         Records that are written after the end of a move arrive after its bytes.
-        """
-
-    def write_with_data(self, record: bytes, data: memoryview) -> None:
-        """Send a record with the bytes of a tensor, which may change afterwards.
-
-        Errors are those of `Transport.write`.
-
-        Args:
-            record: the record.
-            data: at least one byte, and at most `MAX_DATA_BYTES`.
-        """
-
-    def receive_data(self, received: Callable[[memoryview, memoryview], None]) -> None:
-        """Accept records with the bytes of a tensor, and pass them to a function.
-
-        Before this call, such a record violates the protocol.
-
-        Args:
-            received: called with a record, which is valid only during the call, and with the bytes, whose
-                memory the function may keep.
         """
 
     def cancel(self, move: "Move[memoryview]") -> None:
@@ -213,6 +189,13 @@ class ConnectorEvents(Protocol):
         """Called when connecting has failed permanently; `Connector.connect_now` tries again."""
 
 
+class Events(NamedTuple):
+    """The callbacks of a connector, as functions; see `ConnectorEvents`."""
+
+    connected: Callable[[Transport], None]
+    connecting_failed: Callable[[AioTensorError], None]
+
+
 class Connector(Protocol):
     """The connecting side: connects to the listener, and connects again after a loss."""
 
@@ -255,6 +238,10 @@ class Acceptor(Protocol):
 
 class Listener(Protocol):
     """The accepting side: listens at the address to which connectors connect."""
+
+    @property
+    def address(self) -> str:
+        """The address, with the actual port; "" unless it is a ``tcp://`` address."""
 
     def accept_now(self) -> None:
         """Accept the pending connections immediately."""

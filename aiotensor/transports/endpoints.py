@@ -28,14 +28,13 @@ class Route(NamedTuple):
     Attributes:
         label: the name of the endpoint in logs and metrics: its address, or ``queue``.
         connector: makes the connecting side, given the object that is notified.
-        listen: begins to listen, given an acceptor and the size of the longest valid record in bytes. Raises
-            `UsageError` if another receiver listens there or the address is otherwise in use, and `OSError`
-            if this process cannot listen there.
+        listen: begins to listen, given an acceptor. Raises `UsageError` if another receiver listens there or
+            the address is otherwise in use, and `OSError` if this process cannot listen there.
     """
 
     label: str
     connector: Callable[[ConnectorEvents], Connector]
-    listen: Callable[[Acceptor, int], Coroutine[Any, Any, Listener]]
+    listen: Callable[[Acceptor], Coroutine[Any, Any, Listener]]
 
 
 def route_to(endpoint: Endpoint, given: TcpArguments = _CONNECTS) -> Route:

@@ -22,7 +22,7 @@ from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.transports.base import Handler
 from aiotensor.transports.users import peer_process
 
-__all__ = ["RecordReader", "SocketTransport"]
+__all__ = ["SocketTransport"]
 
 _MAX_DESCRIPTORS = 8
 # Plain numbers, because enums are slow and these are used for every record. MSG_DONTWAIT is set in each call,
@@ -30,65 +30,10 @@ _MAX_DESCRIPTORS = 8
 _WRITE_FLAGS = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _READ_FLAGS = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _INT_BYTES = array.array("i").itemsize
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _INT_BYTES)
 _NOT_WRITABLE = (BlockingIOError, InterruptedError)
 _PEER_CLOSED = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError)
 _QUEUED_RECORD_BYTES = 128  # the overhead that is counted for a queued record
-
-
-class RecordReader:
-    """Read records and their descriptors from a non-blocking socket.
-
-    A record of more than `max_bytes` is invalid, and is truncated to `max_bytes + 1` bytes.
-    """
-
-    def __init__(self, sock: socket.socket, max_bytes: int = MAX_RECORD_BYTES) -> None:
-        self._sock = sock
-        self._buffer = memoryview(bytearray(max_bytes + 1))
-        self.was_reset = False  # the other side closed before it had read everything
-        self._ancillary_bytes = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _INT_BYTES)
-
-    def read(self) -> tuple[memoryview, list[int]] | None:
-        """Return the next record and its descriptors, or None if there is none yet.
-
-        The record is valid until the next call. It may be empty, truncated because it is too long, or lack
-        descriptors because this process may open no more (EMFILE). The decoder of the frames detects these
-        cases.
-
-        Raises:
-            EOFError: the other side has closed.
-        """
-        while True:
-            try:
-                size, ancillary, _, _ = self._sock.recvmsg_into(
-                    [self._buffer], self._ancillary_bytes, _READ_FLAGS
-                )
-                break
-            except BlockingIOError:
-                return None
-            except ConnectionResetError:
-                # The other side closed before it had read everything. The kernel reports that once, before
-                # the last records of the other side, which can still be read.
-                self.was_reset = True
-                continue
-        descriptors = _descriptors_of(ancillary) if ancillary else []
-        if size == 0 and not descriptors and self._is_at_end():
-            raise EOFError
-        return self._buffer[:size], descriptors
-
-    def _is_at_end(self) -> bool:
-        """Return whether an empty read was the end of the stream and not an empty record."""
-        # The order matters: no more records arrive once the other side has closed.
-        poll = select.poll()
-        poll.register(self._sock, select.POLLRDHUP)
-        return bool(poll.poll(0)) and not any(fcntl.ioctl(self._sock, termios.FIONREAD, bytes(_INT_BYTES)))
-
-
-def _descriptors_of(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    found = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    return found.tolist()
 
 
 class _Queue:
@@ -113,7 +58,6 @@ class SocketTransport:
     Args:
         sock: a connected, non-blocking `SOCK_SEQPACKET` socket; belongs to this object.
         peer_pid: the process id of the peer, as for `Transport.peer_pid`.
-        max_record_bytes: the size in bytes of the longest valid record that is read.
         max_unsent_bytes: the maximum bytes in the queue, for a writer that never waits; None for no limit.
     """
 
@@ -124,7 +68,6 @@ class SocketTransport:
         sock: socket.socket,
         peer_pid: int = 0,
         *,
-        max_record_bytes: int = MAX_RECORD_BYTES,
         max_unsent_bytes: int | None = None,
     ) -> None:
         close_after_fork(sock)
@@ -134,7 +77,9 @@ class SocketTransport:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._handler: Handler | None = None
-        self._reader = RecordReader(sock, max_record_bytes)
+        self._buffer = memoryview(bytearray(MAX_RECORD_BYTES + 1))  # a longer record is truncated to its size
+        self._buffers = [self._buffer]
+        self._was_reset = False  # the peer closed before it had read everything
         self._queue = _Queue()
         self._unsent_bytes = 0
         self._max_unsent_bytes = max_unsent_bytes
@@ -225,27 +170,45 @@ class SocketTransport:
         self._loop.remove_writer(self._sock.fileno())
         self._queue.close()
         if isinstance(error, ConnectionResetError):
-            self._reader.was_reset = True
+            self._was_reset = True
 
     def read_now(self) -> None:
-        """Read a record, if there is one, as `Transport.read_now` does; also called for a readable socket."""
+        """Read a record, if there is one, as `Transport.read_now` does; also called for a readable socket.
+
+        The record is valid until the next call. It may be empty, truncated because it is too long, or lack
+        descriptors because this process may open no more (EMFILE). The decoder of the frames detects these
+        cases.
+        """
         # One record per callback: an extra read without a result costs more than another poll of the loop.
-        reader, handler = self._reader, self._handler
-        if handler is None:
+        if self._handler is None:
             return
         try:
-            record = reader.read()
-        except EOFError:
-            self._end("the peer closed the connection")
+            size, ancillary, _, _ = self._sock.recvmsg_into(self._buffers, _ANCILLARY_BYTES, _READ_FLAGS)
+        except BlockingIOError:
+            pass
+        except ConnectionResetError:
+            # The peer closed before it had read everything. The kernel reports that once, before the last
+            # records of the peer, which can still be read.
+            self._was_reset = True
         except OSError as error:
             self._end(f"reading failed: {error}")
         else:
-            if record is not None:
-                handler.record_received(*record)
-        if reader.was_reset and self._handler is not None:
+            descriptors = _descriptors_of(ancillary) if ancillary else []
+            if size or descriptors or not self._is_at_end():
+                self._handler.record_received(self._buffer[:size], descriptors)
+            else:
+                self._end("the peer closed the connection")
+        if self._was_reset and self._handler is not None:
             # uvloop stops watching a socket after an error. No more records arrive; read the rest from here.
             self._loop.remove_reader(self._sock.fileno())
             self._loop.call_soon(self.read_now)
+
+    def _is_at_end(self) -> bool:
+        """Return whether an empty read was the end of the stream and not an empty record."""
+        # The order matters: no more records arrive once the peer has closed.
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
+        return bool(poll.poll(0)) and not any(fcntl.ioctl(self._sock, termios.FIONREAD, bytes(_INT_BYTES)))
 
     def _end(self, reason: str) -> None:
         if not self.is_closed:
@@ -256,3 +219,11 @@ class SocketTransport:
                     handler.connection_lost(reason)
             finally:
                 self._sock.close()
+
+
+def _descriptors_of(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return found.tolist()

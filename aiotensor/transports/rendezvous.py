@@ -16,7 +16,6 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from aiotensor.errors import AccessDeniedError, UsageError
-from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
 from aiotensor.runtime.worker import no_thread
 from aiotensor.transports.base import MAX_UNREAD_BYTES, Acceptor, ConnectorEvents, Transport
@@ -58,7 +57,7 @@ class QueueConnector(RetryingConnector):
         if self._listener is None:
             self._name, self._is_put = f"aiotensor-{secrets.token_hex(16)}".encode(), False
             # A sender has no limit on queued records, as over other sockets.
-            self._listener = listen_by_name(f"\0{self._name.decode()}", self, MAX_RECORD_BYTES, None)
+            self._listener = listen_by_name(f"\0{self._name.decode()}", self, None)
         try:
             if not self._is_put or self._queue.empty():
                 self._queue.put_nowait(self._name)
@@ -94,22 +93,23 @@ class QueueConnector(RetryingConnector):
         """Do nothing: the listener of a socket does not call this."""
 
 
-async def listen_on(queue: PlainQueue, acceptor: Acceptor, max_record_bytes: int) -> "QueueListener":
+async def listen_on(queue: PlainQueue, acceptor: Acceptor) -> "QueueListener":
     """Begin to take names from a queue, as `Route.listen` does; does not wait.
 
     Raises:
         OSError: no thread can be started.
     """
-    return QueueListener(queue, acceptor, max_record_bytes)
+    return QueueListener(queue, acceptor)
 
 
 class QueueListener:
     """Connect to the senders whose names a thread takes from a queue; created by `listen_on`."""
 
-    def __init__(self, queue: PlainQueue, acceptor: Acceptor, max_record_bytes: int) -> None:
+    address = ""
+
+    def __init__(self, queue: PlainQueue, acceptor: Acceptor) -> None:
         self._queue = queue
         self._acceptor = acceptor
-        self._max_record_bytes = max_record_bytes
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         # Any process with the queue can cause these at any rate.
@@ -176,7 +176,7 @@ class QueueListener:
             self._objects.add()
             return
         try:
-            transport = connect_to(f"\0{item.decode()}", self._max_record_bytes, MAX_UNREAD_BYTES)
+            transport = connect_to(f"\0{item.decode()}", MAX_UNREAD_BYTES)
         except ConnectionRefusedError:
             logger.info(
                 "a sender that put its name into the queue has ended, or runs in another network namespace",

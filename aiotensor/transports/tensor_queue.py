@@ -17,8 +17,8 @@ class TensorQueue:
     Only processes of this user and in this network namespace can connect; a container has its own by default.
     """
 
-    def __init__(self) -> None:
-        self._name = secrets.token_hex(16)
+    def __init__(self, name: str | None = None) -> None:
+        self._name = name or secrets.token_hex(16)
 
     def __repr__(self) -> str:
         return f"<TensorQueue {self._name}>"

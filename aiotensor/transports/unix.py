@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 
 from aiotensor.errors import AccessDeniedError, AioTensorError, UsageError, is_shortage
-from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from aiotensor.runtime.descriptors import close_after_fork
 from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
 from aiotensor.runtime.outage import Absence
@@ -51,9 +50,7 @@ def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
 
 
-def connect_to(
-    address: str, max_record_bytes: int = MAX_RECORD_BYTES, max_unsent_bytes: int | None = None
-) -> SocketTransport:
+def connect_to(address: str, max_unsent_bytes: int | None = None) -> SocketTransport:
     """Connect to a listening process, and check its user; the limits are those of `SocketTransport`.
 
     Raises:
@@ -67,7 +64,7 @@ def connect_to(
     except BaseException:
         sock.close()
         raise
-    return SocketTransport(sock, pid, max_record_bytes=max_record_bytes, max_unsent_bytes=max_unsent_bytes)
+    return SocketTransport(sock, pid, max_unsent_bytes=max_unsent_bytes)
 
 
 class RetryingConnector(ABC):
@@ -208,9 +205,7 @@ class UnixConnector(RetryingConnector):
         self.begin(transport)
 
 
-async def listen_at(
-    address: str, acceptor: Acceptor, max_record_bytes: int, *, makes_folder: bool = False
-) -> "UnixListener":
+async def listen_at(address: str, acceptor: Acceptor, *, makes_folder: bool = False) -> "UnixListener":
     """Listen at a path or an abstract name, as `Route.listen` does.
 
     At a path, it replaces the socket file of a dead receiver; it waits and raises errors as `SocketFile.take`
@@ -219,7 +214,7 @@ async def listen_at(
     if is_abstract(address):
         for retries in range(_BIND_RETRIES, -1, -1):
             try:
-                return listen_by_name(address, acceptor, max_record_bytes, MAX_UNREAD_BYTES)
+                return listen_by_name(address, acceptor, MAX_UNREAD_BYTES)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
@@ -235,12 +230,10 @@ async def listen_at(
     except BaseException:
         file.leave()
         raise
-    return UnixListener(file.sock, address, file.leave, acceptor, max_record_bytes, MAX_UNREAD_BYTES)
+    return UnixListener(file.sock, address, file.leave, acceptor, MAX_UNREAD_BYTES)
 
 
-def listen_by_name(
-    name: str, acceptor: Acceptor, max_record_bytes: int, max_unsent_bytes: int | None
-) -> "UnixListener":
+def listen_by_name(name: str, acceptor: Acceptor, max_unsent_bytes: int | None) -> "UnixListener":
     """Listen at an abstract name.
 
     Raises:
@@ -254,7 +247,7 @@ def listen_by_name(
     except BaseException:
         sock.close()
         raise
-    return UnixListener(sock, _label_of(name), sock.close, acceptor, max_record_bytes, max_unsent_bytes)
+    return UnixListener(sock, _label_of(name), sock.close, acceptor, max_unsent_bytes)
 
 
 class UnixListener:
@@ -265,9 +258,10 @@ class UnixListener:
         label: its address in logs.
         leave: closes the socket, and removes its file.
         acceptor: the object that is notified.
-        max_record_bytes: as for `SocketTransport`.
         max_unsent_bytes: as for `SocketTransport`.
     """
+
+    address = ""
 
     def __init__(
         self,
@@ -275,14 +269,12 @@ class UnixListener:
         label: str,
         leave: Callable[[], object],
         acceptor: Acceptor,
-        max_record_bytes: int,
         max_unsent_bytes: int | None,
     ) -> None:
         self._sock = sock
         self._label = label
         self._leave = leave
         self._acceptor = acceptor
-        self._max_record_bytes = max_record_bytes
         self._max_unsent_bytes = max_unsent_bytes
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
@@ -322,9 +314,7 @@ class UnixListener:
                 self._refused.add(self._label, str(error))
                 sock.close()
                 continue
-            transport = SocketTransport(
-                sock, pid, max_record_bytes=self._max_record_bytes, max_unsent_bytes=self._max_unsent_bytes
-            )
+            transport = SocketTransport(sock, pid, max_unsent_bytes=self._max_unsent_bytes)
             self._acceptor.connection_accepted(transport)
 
     def _pause_accepting(self, error: OSError) -> None:
@@ -348,7 +338,7 @@ def _log_refused(count: int, path: str, reason: str) -> None:
         "a sender was refused: %s%s",
         reason,
         others(count),
-        extra={"event": "sender_refused", "address": path, "reason": reason, "count": count},
+        extra={"event": "connection_refused", "address": path, "reason": reason, "count": count},
     )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from aiotensor import PeerLostError
 from aiotensor.broadcast import Publisher, Subscriber
-from aiotensor.receiving import mappings
+from aiotensor.memory import mappings
 from aiotensor.transports.endpoints import Endpoint
 from tests.broadcast.audiences import Broadcasts, idle, received
 from verification.fuzz.listening import waiting_at

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from aiotensor import TensorQueue, TensorSender, WouldBlockError
+from aiotensor.memory.copying import QUICK_BYTES
 from aiotensor.runtime.descriptors import close_all
-from aiotensor.tensors.copying import QUICK_BYTES
 from aiotensor.transports.endpoints import Endpoint
 from verification.internals import worker_of
 from verification.patterns import pattern

@@ -15,8 +15,8 @@ from aiotensor import (
     TensorSender,
 )
 from aiotensor.inspection import Inspection, inspect
-from aiotensor.tensors import views
-from aiotensor.tensors.raw import copy_of
+from aiotensor.memory import views
+from aiotensor.memory.raw import copy_of
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, Running, Way, cancel_everywhere
 from tests.pairs import endpoint, on_one_machine, pair

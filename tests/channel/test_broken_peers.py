@@ -18,7 +18,6 @@ from aiotensor import AccessDeniedError, PeerLostError, ProtocolError, RefusedEr
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.channel.client_session import MAX_UNREAD
 from aiotensor.codec import TensorEncoder
-from aiotensor.protocol.connection import Close
 from aiotensor.protocol.exchange import (
     VERSION,
     Answer,
@@ -29,6 +28,7 @@ from aiotensor.protocol.exchange import (
     read_from_server,
     write,
 )
+from aiotensor.protocol.frames import Close
 from tests.channel import parties
 from tests.channel.parties import Channel, Question, answer, channel, key_options, place, said, settled
 from tests.channel.rogues import hear, raw

@@ -13,7 +13,6 @@ from aiotensor import PeerLostError, ProtocolError, RemoteError, TooLargeError
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.codec.payload import Payload
 from aiotensor.protocol import exchange
-from aiotensor.protocol.connection import Close
 from aiotensor.protocol.exchange import (
     VERSION,
     Ask,
@@ -22,6 +21,7 @@ from aiotensor.protocol.exchange import (
     read_from_server,
     write,
 )
+from aiotensor.protocol.frames import Close
 from aiotensor.protocol.parts import BODY_BYTES
 from tests.channel.parties import Answer, Question, channel, place, said, settled
 from tests.channel.rogues import hear, raw

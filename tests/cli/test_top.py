@@ -22,13 +22,12 @@ from aiotensor.cli.command import aiotensor as command
 from aiotensor.cli.top import as_json, as_lines
 from aiotensor.cli.words import in_words, short
 from aiotensor.inspection import Inspection, PublisherInspection, SenderInspection
-from aiotensor.protocol.connection import Close
-from aiotensor.protocol.frames import VERSION, Welcome
+from aiotensor.protocol.frames import Close
 from tests.bare_peers import BareReceiver
 from tests.broadcast.audiences import Broadcasts
 from tests.cli import commands
 from tests.cli.commands import Pair
-from tests.frames import receiver_statistics
+from tests.frames import receiver_hello, receiver_statistics
 from verification.fuzz.listening import waiting_at
 from verification.internals import inspectors_of
 from verification.patterns import BIG, pattern
@@ -243,7 +242,7 @@ async def test_control_characters_in_a_refusal_are_not_printed(address: str) -> 
         with sock:
             sock.setblocking(False)
             rogue = BareReceiver(sock)
-            await rogue.say(Welcome(VERSION, 7), Close("\x1b[31mred\x1b]0;title\x07\nError: all is well"))
+            await rogue.say(receiver_hello(), Close("\x1b[31mred\x1b]0;title\x07\nError: all is well"))
             done = await running
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr == (

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
-from aiotensor.tensors.dtypes import DTYPES
-from tests.tensors.segments import random_tensor
+from aiotensor.memory.dtypes import DTYPES
+from tests.memory.segments import random_tensor
 
 T = TypeVar("T")
 Array: TypeAlias = npt.NDArray[Any]

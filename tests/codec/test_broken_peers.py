@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiotensor.codec import Encoding
-from aiotensor.tensors.dtypes import DTYPES
+from aiotensor.memory.dtypes import DTYPES
 from tests.codec.messages import Box, Crate, Labelled, arrays, body_of, extension, sent, tensors
 from tests.codec.scenes import DECODERS, Scene, read_or_refuse
+from tests.memory.segments import random_tensor
 from tests.protocol.test_frames import unknown_items
 from tests.selection import COMPLETE
-from tests.tensors.segments import random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

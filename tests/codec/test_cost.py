@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from aiotensor.codec.cost import takes_long
-from aiotensor.tensors.copying import QUICK_BYTES
-from aiotensor.tensors.inline import MAX_INLINE_BYTES
+from aiotensor.memory.copying import QUICK_BYTES
+from aiotensor.memory.inline import MAX_INLINE_BYTES
 
 SMALL = torch.zeros(MAX_INLINE_BYTES, 2, dtype=torch.uint8)[:, 0]  # not flat
 

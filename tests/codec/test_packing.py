@@ -9,7 +9,7 @@ import torch
 from aiotensor.codec import Encoding
 from aiotensor.codec.placeholders import LENGTH_BYTES, PACKED
 from aiotensor.errors import ProtocolError
-from aiotensor.tensors.inline import MAX_INLINE_BYTES
+from aiotensor.memory.inline import MAX_INLINE_BYTES
 from tests.codec.messages import anything, body_of, extension, plain
 from verification.patterns import pattern
 

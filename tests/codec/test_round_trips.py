@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from aiotensor.codec import Encoding, TensorDecoder, TensorEncoder
 from aiotensor.codec.cost import takes_long
 from aiotensor.errors import ProtocolError
-from aiotensor.tensors.gathering import as_tensor
-from aiotensor.tensors.inline import MAX_INLINE_BYTES
-from aiotensor.tensors.source import as_source
+from aiotensor.memory.gathering import as_tensor
+from aiotensor.memory.inline import MAX_INLINE_BYTES
+from aiotensor.memory.source import as_source
 from tests.codec.messages import (
     LARGE,
     Array,

@@ -11,9 +11,9 @@ from torch.nn import Parameter
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
 from tests.codec.messages import LARGE, Array, address_of, anything, encoded, large, plain, raw, sent
+from tests.memory.test_source import Box as Foreign
+from tests.memory.test_source import read_only
 from tests.selection import DTYPES
-from tests.tensors.test_source import Box as Foreign
-from tests.tensors.test_source import read_only
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

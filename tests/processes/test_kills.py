@@ -204,6 +204,26 @@ async def test_a_handle_of_an_earlier_receiver_raises_peer_lost_error(address: s
 
 
 @pytest.mark.promise(9)
+@pytest.mark.parametrize("end", ["close", "kill"])
+async def test_tensors_of_two_receivers_survive_the_end_of_their_sender(end: str, address: str) -> None:
+    async with peers.peers(address, 1) as [child]:
+        await child.call(peers.open_sender)
+        async with TensorReceiver(address) as first:
+            old = await first.receive(await child.call(peers.send_pattern, 1, BIG))
+        async with TensorReceiver(address) as second:
+            new = await second.receive(await child.call(peers.send_pattern, 2, BIG))
+            if end == "kill":
+                child.kill()
+                await child.ended()
+            else:
+                await child.call(peers.close_sender)
+            await until(lambda: second.statistics().senders == 0)
+        # Both receivers have returned the memory that their tensors do not use.
+        assert torch.equal(old, pattern(1, BIG))
+        assert torch.equal(new, pattern(2, BIG))
+
+
+@pytest.mark.promise(9)
 async def test_a_view_survives_its_receiver_while_the_sender_uses_another(address: str) -> None:
     arena_bytes = 4 * BIG * 8
     async with TensorSender(address, arena_bytes=arena_bytes) as sender:

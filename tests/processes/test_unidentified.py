@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from aiotensor import TensorReceiver
-from aiotensor.protocol.connection import Close
-from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Hello, encode
-from aiotensor.receiving.intake import MAX_UNIDENTIFIED
+from aiotensor.link.admission import MAX_UNIDENTIFIED
+from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Close, Hello, encode
 from tests.repeated import check_rate
 from tests.selection import COMPLETE
 from verification.patterns import BIG, pattern
@@ -40,7 +39,7 @@ def _record(kind: str) -> bytes | None:
         case "many frames":
             return encode(*[Close()] * 8000)
         case "a hello":
-            return encode(Hello(VERSION, os.getpid(), secrets.token_hex(16), 1 << 40, 0))
+            return encode(Hello(VERSION, os.getpid(), "sender", secrets.token_hex(16), 1 << 40))
     return None
 
 

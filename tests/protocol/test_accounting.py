@@ -242,23 +242,12 @@ class LeasesMachine(RuleBasedStateMachine):
         self.owned.discard(number)
         assert self.leases.disown(number) == self.expected(number)
 
-    @rule()
-    def unpin_all(self) -> None:
-        self.pins = dict.fromkeys(self.pins, 0)
-        expected = [self.granted.pop(number) for number in sorted(self.granted) if number not in self.owned]
-        assert self.leases.unpin_all() == expected
-
     @invariant()
     def it_knows_the_blocks_that_are_not_free_and_what_they_were_granted(self) -> None:
         assert len(self.leases) == len(self.granted)
         assert self.leases.grants() == self.granted
         assert all(self.leases.is_sent(number) == (self.pins[number] > 0) for number in self.granted)
         assert all(self.leases.grant_of(number) == grant for number, grant in self.granted.items())
-
-    @invariant()
-    def it_knows_which_the_other_side_has(self) -> None:
-        expected = [grant for number, grant in self.granted.items() if self.pins[number]]
-        assert self.leases.sent() == expected
 
 
 TestAnyOrderOfPinsAndUnpins = LeasesMachine.TestCase

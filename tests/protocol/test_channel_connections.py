@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aiotensor.errors import PeerLostError, ProtocolError, RefusedError, TooLargeError
 from aiotensor.protocol.client import ClientConnection
-from aiotensor.protocol.connection import Close, ConnectionState
+from aiotensor.protocol.connection import ConnectionState
 from aiotensor.protocol.exchange import (
     VERSION,
     Answer,
@@ -28,7 +28,7 @@ from aiotensor.protocol.exchange import (
     read_from_server,
     write,
 )
-from aiotensor.protocol.frames import MAX_TENSORS
+from aiotensor.protocol.frames import MAX_TENSORS, Close
 from aiotensor.protocol.parts import BODY_BYTES, MAX_PARTS, PartLimits, Parts
 from aiotensor.protocol.server import ClientLimits, ServerConnection
 from aiotensor.types import TensorHandle

@@ -3,8 +3,8 @@
 Valid and invalid values of each field follow from its type, so these tests cover frames that are added later.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -13,30 +13,38 @@ from hypothesis import strategies as st
 from msgspec import inspect as types
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol import broadcast, exchange, frames, ranks
-from aiotensor.protocol.connection import Close
+from aiotensor.memory.inline import MAX_INLINE_BYTES
+from aiotensor.protocol import exchange, frames
 from aiotensor.protocol.exchange import MAX_HEADER_BYTES, Answer, Ask, Cause, Failure, failure
 from aiotensor.protocol.frames import (
-    FROM_SENDER,
-    LEAST_FRAME_BYTES,
+    ARENA,
     MAX_DIMENSIONS,
     MAX_FRAMES,
     MAX_HELLO_BYTES,
     MAX_NUMBERS,
     MAX_RECORD_BYTES,
+    MAX_ROWS,
     MAX_TENSORS,
-    TO_SENDER,
+    Attributes,
+    Close,
+    Content,
     Discard,
+    Hello,
+    PlacedTensor,
     Put,
+    ReceiverReport,
+    SenderSummary,
     Taken,
+    bounded,
     decode,
+    decode_hello,
     encode,
     encode_record,
+    read_content,
 )
 from aiotensor.protocol.parts import BODY_BYTES
-from aiotensor.tensors.inline import MAX_INLINE_BYTES
 from aiotensor.types import MAX_NUMBER, TensorHandle
-from tests.frames import LONGEST_TRACE, hello
+from tests.frames import LONGEST_TRACE, hello, receiver_statistics
 from tests.selection import COMPLETE
 
 # Any value that a later version could add.
@@ -175,61 +183,43 @@ def unlimited(info: types.Type, name: str = "") -> Iterator[str]:
 
 
 class Direction:
-    """The frames of one direction, by their tags; in the channel, and first of all, each is sent alone."""
+    """The frames of one kind of record, by their tags; hellos and frames of the channel are sent alone."""
 
     def __init__(
         self,
         read: Callable[[bytes], list[Any]],
         write: Callable[[list[Any]], bytes],
-        union: Any,
-        *tags: str,
+        structs: Sequence[Any],
+        *,
         is_single: bool = False,
     ) -> None:
-        info = types.type_info(union)
-        assert isinstance(info, types.UnionType)
-        found = {one.tag: one for one in info.types if isinstance(one, types.StructType)}
         self.read, self.write, self.is_single = read, write, is_single
-        self.structs = {tag: found[tag] for tag in tags}
+        self.structs: dict[object, types.StructType] = {}
+        for struct in structs:
+            info = types.type_info(struct)
+            assert isinstance(info, types.StructType)
+            self.structs[info.tag] = info
         frame = st.one_of([values(info) for info in self.structs.values()])
         self.lists = st.lists(frame, min_size=1, max_size=1 if is_single else 4)
 
 
-def of_records(decoder: Any, union: Any, *tags: str, is_single: bool = False) -> Direction:
+def of_records(read: Callable[[bytes], list[Any]], *structs: Any, is_single: bool = False) -> Direction:
+    return Direction(read, encode_record, structs, is_single=is_single)
+
+
+def of_headers(read: Callable[[bytes], Any], union: Any) -> Direction:
     return Direction(
-        lambda data: list(decode(decoder, data)), encode_record, union, *tags, is_single=is_single
+        lambda data: [read(data)], lambda one: msgspec.msgpack.encode(one[0]), get_args(union), is_single=True
     )
 
 
-def of_headers(read: Callable[[bytes], Any], union: Any, *tags: str) -> Direction:
-    return Direction(
-        lambda data: [read(data)], lambda one: msgspec.msgpack.encode(one[0]), union, *tags, is_single=True
-    )
-
-
-_ANSWERS = ("taken", "discarded", "release")
-
+# The fields of distributions depend on each other, so that arbitrary `PublisherReport`s are not valid.
+FRAMES = [one for one in get_args(frames.Frame) if one is not frames.PublisherReport]
 DIRECTIONS = {
-    "opening": of_records(frames.OPENING, frames.Opening, "hello", "inspect", "subscribe", is_single=True),
-    "from sender": of_records(
-        FROM_SENDER, frames.FromSender, "attach", "begin", "put", "end", "discard", "close"
-    ),
-    "to sender": of_records(TO_SENDER, frames.ToSender, "welcome", *_ANSWERS, "close"),
-    "to inspector": of_records(
-        frames.TO_INSPECTOR, frames.ToInspector, "welcome", "receiver report", "close"
-    ),
-    "from subscriber": of_records(broadcast.FROM_SUBSCRIBER, broadcast.FromSubscriber, *_ANSWERS, "close"),
-    "to subscriber": of_records(
-        broadcast.TO_SUBSCRIBER,
-        broadcast.ToSubscriber,
-        *("welcome", "admit", "attach", "detach", "publish", "discard", "close"),
-    ),
-    "between ranks": of_records(
-        ranks.FROM_RANK, ranks.FromRank, "join", "attach", "put", "put none", "taken", "release", "close"
-    ),
-    "from client": of_headers(exchange.read_from_client, exchange.FromClient, "client", "ask", "cancel"),
-    "from server": of_headers(
-        exchange.read_from_server, exchange.FromServer, "server", "answer", "failure", "credit", "close"
-    ),
+    "first record": of_records(lambda data: [decode_hello(data)], Hello, is_single=True),
+    "later record": of_records(decode, *FRAMES),
+    "from client": of_headers(exchange.read_from_client, exchange.FromClient),
+    "from server": of_headers(exchange.read_from_server, exchange.FromServer),
 }
 ANY_STRUCT = {tag: one for direction in DIRECTIONS.values() for tag, one in direction.structs.items()}
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
@@ -274,7 +264,7 @@ def test_every_field_has_a_limit_unless_the_size_of_its_record_is_its_limit() ->
     }
     bodies = {"Put.payload", "Publish.payload", "Ask.body", "Answer.body"}
     handles = {f"TensorHandle.{name}" for name in TensorHandle.__struct_fields__}
-    credit = {"Welcome.max_frame_bytes", "ServerHello.max_waiting", "ServerHello.max_waiting_bytes"}
+    credit = {"ServerHello.max_waiting", "ServerHello.max_waiting_bytes"}
     versions = {name for name in found if name.endswith(".version")}
     assert found == bodies | handles | credit | versions
 
@@ -338,38 +328,68 @@ def test_records_with_an_invalid_structure_are_refused(direction: Direction) -> 
 # Sizes
 
 
-def test_the_first_record_is_short_and_contains_one_frame() -> None:
-    longest = hello(
-        pid=2**31 - 1,
-        sender="\N{GRINNING FACE}" * 64,
-        max_concurrent_videos=MAX_NUMBER,
-        first_message=MAX_NUMBER,
-    )
-    assert len(encode(longest)) <= MAX_HELLO_BYTES
-    for number in (0, 2):
+def test_the_first_record_is_short_and_contains_one_hello() -> None:
+    name = "\N{GRINNING FACE}" * 64
+    longest = hello(pid=2**31 - 1, role=name, id=name, publisher=name, next=MAX_NUMBER, first=MAX_NUMBER)
+    assert decode_hello(encode(longest)) == longest
+    padded = [*msgspec.msgpack.decode(msgspec.msgpack.encode(longest)), bytes(MAX_HELLO_BYTES)]
+    for record in (encode(), encode(longest, longest), encode(Close()), encode_record([padded])):
         with pytest.raises(ProtocolError):
-            decode(frames.OPENING, encode(*[longest] * number))
+            decode_hello(record)
 
 
 def test_a_record_has_at_most_max_frames_with_max_numbers_each() -> None:
     puts, answers = [Discard(0)] * MAX_FRAMES, [Taken((MAX_NUMBER,) * MAX_NUMBERS)] * MAX_FRAMES
-    assert decode(FROM_SENDER, encode(*puts)) == puts
-    assert decode(TO_SENDER, encode(*answers)) == answers
-    assert len(encode(*answers)) <= MAX_RECORD_BYTES
-    for name in ("from sender", "to sender", "from subscriber", "to subscriber", "between ranks"):
-        with pytest.raises(ProtocolError, match=f"length <= {MAX_FRAMES}"):
-            DIRECTIONS[name].read(encode(*[Close()] * (MAX_FRAMES + 1)))
+    for sent in (puts, answers):
+        assert len(encode(*sent)) <= MAX_RECORD_BYTES
+        assert decode(encode(*sent)) == sent
+    with pytest.raises(ProtocolError, match=f"length <= {MAX_FRAMES}"):
+        decode(encode(*[Close()] * (MAX_FRAMES + 1)))
 
 
-def test_the_longest_tensor_in_a_frame_fits_into_a_record_of_every_receiver() -> None:
+def test_the_longest_tensor_and_the_longest_report_fit_into_a_record() -> None:
     name = "\N{GRINNING FACE}" * 64
     put = Put(
         *(MAX_NUMBER, MAX_NUMBER, name, (MAX_NUMBER,) * MAX_DIMENSIONS, name, name),
         *(bytes(MAX_INLINE_BYTES), MAX_NUMBER),
+        attributes=Attributes(order=(MAX_NUMBER,) * MAX_DIMENSIONS),
         trace=LONGEST_TRACE,
     )
-    assert len(encode(put)) <= LEAST_FRAME_BYTES
-    assert decode(FROM_SENDER, encode(put)) == [put]
+    row = SenderSummary(name, *[MAX_NUMBER] * (len(SenderSummary.__struct_fields__) - 1))
+    report = ReceiverReport(receiver_statistics(leases=MAX_NUMBER), (row,) * MAX_ROWS)
+    for frame in (put, report):
+        assert len(encode(frame)) <= MAX_RECORD_BYTES
+        assert decode(encode(frame)) == [frame]
+
+
+def test_numbers_of_statistics_that_no_frame_can_contain_are_clamped() -> None:
+    seen = receiver_statistics(leases=3, max_mapped_bytes=2**70, max_senders=None)
+    assert bounded(seen) == receiver_statistics(leases=3, max_mapped_bytes=MAX_NUMBER, max_senders=None)
+    with pytest.raises(OverflowError):
+        encode(ReceiverReport(seen, ()))
+
+
+# The content of a publication
+
+
+def test_a_content_is_read_without_a_copy_of_its_body() -> None:
+    tensor = PlacedTensor("uint8", (3, 4), ARENA, b"where", 9, Attributes(requires_grad=True))
+    data = msgspec.msgpack.encode(Content(memoryview(b"body"), (tensor,)))
+    content = read_content(memoryview(data))
+    assert (bytes(content.body), content.tensors) == (b"body", (tensor,))
+    assert content.body.obj is not None
+
+
+@given(st.binary(max_size=50))
+def test_arbitrary_bytes_are_content_or_refused(data: bytes) -> None:
+    try:
+        content = read_content(data)
+    except ProtocolError:
+        return
+    assert isinstance(content, Content)
+
+
+# The channel
 
 
 def test_headers_of_the_channel_have_a_limit_that_the_longest_valid_ones_keep() -> None:

@@ -52,7 +52,7 @@ class Known:
 class MailboxMachine(RuleBasedStateMachine):
     """Keep plain sets and lists beside a `Mailbox`.
 
-    Senders send their frames in the order that `ReceiverConnection` enforces.
+    Senders send their frames in the order that `Connection` enforces.
     """
 
     @initialize()

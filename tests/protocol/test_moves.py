@@ -12,7 +12,6 @@ from aiotensor.protocol.moves import WINDOW_BYTES, Move, OutgoingMoves, Received
 from aiotensor.protocol.network import (
     ACK,
     BATCH,
-    DATA,
     FREE,
     STEP,
     STEP_BYTES,
@@ -22,12 +21,10 @@ from aiotensor.protocol.network import (
     encode_ack,
     encode_area,
     encode_batch,
-    encode_data,
     encode_step,
     read_ack,
     read_area,
     read_batch,
-    read_data,
     read_step,
 )
 from tests.selection import COMPLETE
@@ -239,38 +236,9 @@ def test_an_impossible_step_is_a_violation(data: bytes) -> None:
         read_step(data)
 
 
-@given(record=st.binary(max_size=40), payload=st.binary(max_size=40), cut=st.integers(0, 100))
-def test_a_record_is_decoded_with_the_aligned_data_that_follows_it(
-    record: bytes, payload: bytes, cut: int
-) -> None:
-    head = encode_data(record)
-    assert head[0] == DATA
-    assert len(head) % 8 == 0
-    assert 8 + len(record) <= len(head) < 16 + len(record)
-    message = memoryview(head + payload)[:cut]
-    if cut >= len(head):
-        read, data = read_data(message)
-        assert (bytes(read), bytes(data)) == (record, payload[: cut - len(head)])
-        assert read.obj is data.obj is message.obj  # neither is a copy
-        return
-    with pytest.raises(
-        ProtocolError,
-        match=f"it sent data with an incomplete header of {cut} bytes|{cut} bytes of a record that ends at",
-    ):
-        read_data(message)
-
-
-def test_a_record_cannot_be_longer_than_its_message() -> None:
-    for length in (1, 8, 9, 2**31, 2**32 - 1):
-        message = bytearray(encode_data(b""))
-        message[4:8] = length.to_bytes(4, "little")
-        with pytest.raises(ProtocolError, match=f"8 bytes of a record that ends at byte {8 + length}"):
-            read_data(memoryview(message))
-
-
 @given(st.binary(max_size=64))
 def test_any_bytes_are_read_or_rejected(data: bytes) -> None:
-    for read in (read_step, read_area, read_ack, read_data, read_batch):
+    for read in (read_step, read_area, read_ack, read_batch):
         try:
             read(memoryview(data))
         except ProtocolError:

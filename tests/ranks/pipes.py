@@ -12,7 +12,7 @@ import torch
 from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
 from aiotensor import PeerLostError
-from aiotensor.ranks import RankPipe, entries
+from aiotensor.ranks import RankPipe, meeting
 from tests.selection import MODES
 from verification.patterns import pattern
 from verification.processes.peers import Peer, State
@@ -77,7 +77,7 @@ class Ends(NamedTuple):
 def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let each end of a pipe in this process state another machine."""
     with monkeypatch.context() as patch:
-        patch.setattr(entries, "machine_of_this_process", lambda: secrets.token_hex(8))
+        patch.setattr(meeting, "machine_of_this_process", lambda: secrets.token_hex(8))
         yield
 
 
@@ -116,7 +116,7 @@ async def open_pipe(state: State, /, rank: int, machine: str | None = None, **op
         options: further arguments of the pipe.
     """
     if machine is not None:
-        entries.machine_of_this_process = lambda: machine
+        meeting.machine_of_this_process = lambda: machine
     store = FileStore(str(state.endpoint), 2)
     pipe = RankPipe(store, 1 - rank, rank=rank, world_size=2, **options)
     state.others["pipe"] = await state.stack.enter_async_context(pipe)

@@ -47,7 +47,7 @@ async def exchange_everything(found: Findings) -> None:
     groups: list[tuple[Group, list[int], int]] = [(world, others, 2)]
     for name in ("dp", "tp"):
         group = mesh[name].get_group()
-        groups.append((mesh[name], [one for one in range(group.size()) if one != group.rank()], 1))
+        groups.append((group, [one for one in range(group.size()) if one != group.rank()], 1))
     async with AsyncExitStack() as stack:
         pipes = [
             RankPipe(group, peer, max_bytes=64 << 20, max_wait_s=_WAIT_S)

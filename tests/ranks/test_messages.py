@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from aiotensor import TooLargeError, UnsupportedTensorError
+from aiotensor import TooLargeError, UnsupportedTensorError, WouldBlockError
+from aiotensor.memory.inline import MAX_INLINE_BYTES
 from aiotensor.protocol.frames import MAX_FRAMES
-from aiotensor.transports.base import MAX_DATA_BYTES, MAX_UNREAD_BYTES
+from aiotensor.transports.base import MAX_UNREAD_BYTES
 from tests.ranks.pipes import ends, in_every_mode
 from tests.selection import COMPLETE
 from tests.steps import Count, Resumed
@@ -25,11 +26,11 @@ pytestmark = [
 ]
 
 # Elements of int64, one size for each way: in a frame, with a frame (between machines), and in a segment.
-_FEW, _SOME, _MANY = 100, 5_000, MAX_DATA_BYTES // 8 + 1
+_FEW, _SOME, _MANY = 100, 5_000, MAX_INLINE_BYTES // 8 + 1
 _SMALL = 1_000  # in the frame
 _IN_FLIGHT = 4  # so many that later messages of one iteration share a record
 
-_COUNTS = [0, 1, _FEW, _SOME, BIG, MAX_DATA_BYTES // 8, _MANY]
+_COUNTS = [0, 1, _FEW, _SOME, BIG, MAX_INLINE_BYTES // 8, _MANY]
 
 
 @in_every_mode
@@ -120,19 +121,16 @@ async def test_the_source_may_change_as_soon_as_send_has_returned() -> None:
     async with ends() as (low, high):
         for count in (_FEW, _SOME, BIG, _MANY):
             for seed in (3, 4):  # the first in fresh memory, the second in warm
-                large = asyncio.ensure_future(low.send(pattern(seed, 4 * BIG)))
-                await asyncio.sleep(0)  # the call has begun: later messages wait for this one
                 source, other = pattern(seed + 10, count), pattern(seed + 20, count)
                 low.send_nowait(other)
                 other.fill_(-1)
                 await low.send(source)
                 source.fill_(-1)
-                for expected, length in ((seed, 4 * BIG), (seed + 20, count), (seed + 10, count)):
+                for expected in (seed + 20, seed + 10):
                     received = await high.receive()
                     assert received is not None
-                    assert torch.equal(received, pattern(expected, length))
+                    assert torch.equal(received, pattern(expected, count))
                     del received
-                await large
 
 
 async def test_a_received_tensor_outlives_the_pipe_and_its_neighbours() -> None:
@@ -189,14 +187,28 @@ async def test_a_tensor_arrives_after_small_messages_that_fill_a_record_with_an_
         assert torch.equal(received, pattern(count, _SOME))
 
 
-@pytest.mark.parametrize(("sends", "count"), [("low", _SOME), ("high", _SMALL)])
-async def test_messages_within_max_bytes_wait_for_a_rank_that_does_not_read(sends: str, count: int) -> None:
+@pytest.mark.parametrize("sends", ["low", "high"])
+async def test_messages_within_max_bytes_wait_for_a_rank_that_does_not_read(sends: str) -> None:
     async with ends() as (low, high):
         sender, receiver = (low, high) if sends == "low" else (high, low)
-        number = 2 * MAX_UNREAD_BYTES // (8 * count)
+        number = 2 * MAX_UNREAD_BYTES // (8 * _SMALL)
         for seed in range(number):
-            sender.send_nowait(pattern(seed, count))
+            sender.send_nowait(pattern(seed, _SMALL))
         for seed in range(number):
             received = await receiver.receive()
             assert received is not None
-            assert torch.equal(received, pattern(seed, count))
+            assert torch.equal(received, pattern(seed, _SMALL))
+
+
+async def test_send_nowait_never_overtakes_a_call_in_progress() -> None:
+    async with ends() as (low, high):
+        large = asyncio.ensure_future(low.send(pattern(1, 4 * BIG)))
+        await asyncio.sleep(0)
+        with pytest.raises(WouldBlockError, match="earlier calls were not complete"):
+            low.send_nowait(None)
+        await large
+        low.send_nowait(None)
+        received = await high.receive()
+        assert received is not None
+        assert torch.equal(received, pattern(1, 4 * BIG))
+        assert await high.receive() is None

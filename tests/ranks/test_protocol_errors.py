@@ -3,161 +3,215 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
-from msgspec.msgpack import encode
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from aiotensor import PeerLostError, RefusedError
-from aiotensor.protocol.frames import MAX_FRAMES, VERSION
-from aiotensor.protocol.ranks import LEAST_MESSAGE_BYTES
+from aiotensor import AioTensorError, PeerLostError, ProtocolError, RefusedError
+from aiotensor.memory.inline import MAX_INLINE_BYTES
+from aiotensor.protocol.frames import (
+    MAX_FRAMES,
+    VERSION,
+    Attach,
+    Close,
+    Discard,
+    End,
+    Frame,
+    Hello,
+    Put,
+    Release,
+    Taken,
+    encode,
+)
 from aiotensor.ranks import RankPipe
-from tests.ranks.pipes import Route
+from aiotensor.ranks.meeting import Meeting
+from aiotensor.ranks.pipe import LEAST_MESSAGE_BYTES
+from aiotensor.runtime.descriptors import close_all
+from aiotensor.transports.base import Events, Transport
+from tests.frames import put, record_of
+from tests.ranks.pipes import Routes, ends
 from tests.selection import COMPLETE
-from verification.fuzz.joining import address_of, entry_of, joining, store_with
-from verification.fuzz.piping import honest_ranks, new_pipe
-from verification.fuzz.ranks import MAX_BYTES, TO_RANK
-from verification.fuzz.steps import Conversation, Step
-from verification.fuzz.things import Things
-from verification.places import endpoint
+from verification.patterns import pattern
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("route")
 
-ranks_of_rogues = pytest.mark.parametrize("rank", [0, 1])
-one_rank = pytest.mark.parametrize("rank", [0, 1] if COMPLETE else [1])  # the rules are the same
-between_machines = pytest.mark.parametrize("route", ["tcp"], indirect=True)
 on_any_machine = pytest.mark.parametrize("route", ["unix", "tcp"] if COMPLETE else ["unix"], indirect=True)
+both_ranks = pytest.mark.parametrize("rank", [0, 1])
 
-JOIN = ["join", VERSION, 1, MAX_BYTES]
-NONE = ["put none", 0]
-
-
-def put(placement: str, payload: bytes, shape: tuple[int, ...] = (3,), message: int = 0) -> list[object]:
-    return ["put", message, 0, "uint8", shape, "cpu", placement, payload, None, True]
+_MAX_BYTES = 1 << 20
 
 
-def record(*frames: list[object], carried: bytes | None = None) -> Step:
-    """Return a step; bytes of a tensor share a message with the record unless they are empty."""
-    carried_hex = None if carried is None else carried.hex()
-    return Step(encode(frames).hex(), carried=carried_hex, is_apart=not carried)
+def hello(**changes: Any) -> Hello:
+    most = _MAX_BYTES // LEAST_MESSAGE_BYTES
+    return Hello(
+        **{
+            "version": VERSION,
+            "pid": 1,
+            "role": "rank",
+            "max_messages": most,
+            "arena_bytes": _MAX_BYTES,
+            **changes,
+        }
+    )
+
+
+def inline(number: int = 0, payload: bytes = b"abc", **changes: Any) -> Put:
+    return put(message=number, shape=(3,), payload=payload, last=True, **changes)
+
+
+class _Rogue:
+    """A rank that writes records as soon as it is connected, and then disconnects."""
+
+    def __init__(self, records: list[bytes]) -> None:
+        self.is_connected = asyncio.Event()
+        self._records = records
+        self._transport: Transport | None = None
+
+    def connected(self, transport: Transport) -> None:
+        self._transport = transport
+        transport.start(self)
+        for record in self._records:
+            transport.write(record)
+        self.is_connected.set()
+
+    def failed(self, error: AioTensorError | OSError) -> None:
+        raise error
+
+    connection_accepted = connected
+    listening_failed = failed
+
+    def record_received(self, data: memoryview, descriptors: list[int]) -> None:
+        close_all(descriptors)
+
+    def connection_lost(self, reason: str | ProtocolError) -> None: ...
+
+    def resume_writing(self) -> None: ...
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
 
 
 @asynccontextmanager
-async def pipe_to_rogue(route: Route, rank: int, *steps: Step) -> AsyncIterator[RankPipe]:
-    """Open a pipe to a rogue of a rank, which sends records and disconnects."""
-    with endpoint("unix" if route.is_local else "tcp") as place, Things() as things:
-        store = store_with(entry_of(str(place), rank), rank)
-        pipe = new_pipe(store, 1 - rank, max_bytes=MAX_BYTES)
-        async with joining(str(place), rank, things) as talk:
-            opening = asyncio.ensure_future(pipe.__aenter__())
-            entry = await address_of(store, 1 - rank) if rank else None
-            await talk(entry, Conversation(TO_RANK, steps))
+async def pipe_to_rogue(rank: int, *records: bytes) -> AsyncIterator[RankPipe]:
+    """Open a pipe to a rogue of a rank."""
+    store, options = HashStore(), Routes.current.options
+    pipe = RankPipe(store, rank, rank=1 - rank, world_size=2, max_bytes=_MAX_BYTES, **options)
+    rogue = _Rogue(list(records))
+    meeting = Meeting(store, rank, 1 - rank, options.get("host", ""), None, encrypt=False)
+    opening = asyncio.ensure_future(pipe.__aenter__())
+    await meeting.publish()
+    while not (meeting.theirs.machine if meeting.listens else meeting.theirs.address):
+        await meeting.read()
+    route = meeting.route()
+    if meeting.listens:
+        end: Any = await route.listen(rogue)
+        await meeting.publish(end.address)
+    else:
+        end = route.connector(Events(rogue.connected, rogue.failed))
+        end.connect()
+    try:
+        await rogue.is_connected.wait()
         await opening
         try:
             yield pipe
         finally:
             await pipe.aclose()
+    finally:
+        rogue.close()
+        end.close()
 
 
-VIOLATIONS: dict[str, tuple[list[list[object]], str]] = {
-    "a frame of a sender": ([["discard", 0]], "a frame that cannot be decoded"),
-    "a second join": ([JOIN], "a second hello"),
-    "a repeated number": ([NONE, NONE], "message 0 after 0"),
-    "a tensor of another size": ([put("inline", b"ab")], "sent 2 bytes for a tensor of torch.uint8"),
-    "a tensor in no segment": ([put("arena", bytes(16))], "segment 0, which it never attached"),
-    "a tensor elsewhere": ([put("disk", b"")], "unknown placement 'disk' for a tensor"),
-    "bytes that never came": ([put("out of band", b"")], "unknown placement 'out of band' for a tensor"),
-    "a message that it did not have": (
-        [["taken", [0]]],
-        "took message 0, which was not sent or was already taken",
+VIOLATIONS: dict[str, tuple[list[Frame], str]] = {
+    "a frame of a sender": ([Discard(0)], "a frame of message 0"),
+    "a second hello": ([hello()], "a second hello"),
+    "a repeated number": ([End(0, 0), End(0, 0)], "wrong count"),
+    "a message of two tensors": ([put()], "a message of several tensors"),
+    "a tensor of another size": ([inline(payload=b"ab")], "sent 2 bytes for a tensor of torch.uint8"),
+    "a tensor in no segment": (
+        [inline(payload=bytes(16), placement="arena")],
+        "segment 0, which it never attached",
     ),
-    "a block that it did not use": ([["release", [0]]], "released block 0, which it did not use"),
-    "too many bytes": (
-        [["put none", number] for number in range(MAX_BYTES // LEAST_MESSAGE_BYTES + 1)],
-        f"more than its limit of {MAX_BYTES} bytes",
+    "a tensor elsewhere": ([inline(placement="disk")], "unknown placement 'disk' for a tensor"),
+    "a long inline tensor": ([inline(payload=bytes(MAX_INLINE_BYTES + 1))], "bytes inline, more than 8192"),
+    "a message that it did not have": ([Taken((0,))], "answered message 0, which was never sent"),
+    "a block that it did not use": ([Release((0,))], "released block 0 more often"),
+    "too many messages": (
+        [End(number, 0) for number in range(_MAX_BYTES // LEAST_MESSAGE_BYTES + 1)],
+        "more than its limit of 256 messages",
     ),
-    "too many frames": ([["taken", []]] * (MAX_FRAMES + 1), "a frame that cannot be decoded"),
-    "a segment that is too large": ([["attach", 0, "arena", 1 << 40]], "more than the "),
-}
-
-# Bytes that travel with a record, between machines only.
-CARRIED: dict[str, tuple[list[list[object]], bytes, str]] = {
-    "bytes of no tensor": ([NONE], b"abc", "the bytes of a tensor with 0 out-of-band messages"),
-    "bytes of a tensor in the frame": ([put("inline", b"abc")], b"abc", "with 0 out-of-band messages"),
-    "bytes of two tensors": (
-        [put("out of band", b"", message=number) for number in range(2)],
-        b"abc",
-        "with 2 out-of-band messages",
-    ),
-    "other bytes": ([put("out of band", b"")], b"ab", "sent 2 bytes for a tensor of torch.uint8"),
-    "no bytes": ([put("out of band", b"")], b"", "sent 0 bytes for a tensor of torch.uint8"),
-    "too many bytes": (
-        [put("out of band", b"", (MAX_BYTES + 1,))],
-        bytes(MAX_BYTES + 1),
-        f"more than its limit of {MAX_BYTES} bytes",
-    ),
-}
+    "a segment that is too large": ([Attach(0, "arena", 1 << 40)], "more than the "),
+}  # fmt: skip
 
 
 @on_any_machine
-@one_rank
+@both_ranks
 @pytest.mark.promise(24, 25)
 @pytest.mark.parametrize("name", VIOLATIONS)
-async def test_a_violation_ends_its_pipe_and_affects_no_other(route: Route, rank: int, name: str) -> None:
+async def test_a_violation_ends_its_pipe_and_affects_no_other(rank: int, name: str) -> None:
     frames, reason = VIOLATIONS[name]
-    async with honest_ranks() as honest, pipe_to_rogue(route, rank, record(JOIN), record(*frames)) as pipe:
+    starts = range(0, len(frames), MAX_FRAMES)
+    records = [encode(*frames[start : start + MAX_FRAMES]) for start in starts]
+    async with ends() as honest, pipe_to_rogue(rank, encode(hello()), *records) as pipe:
+        await until(lambda: not pipe.statistics().connected)
         with pytest.raises(PeerLostError, match="it broke the protocol: .*" + reason) as caught:
             while True:
                 await pipe.receive()
         assert caught.value.pid == 1
         with pytest.raises(PeerLostError, match=reason):
             await pipe.send(None)
-        await honest.exchange()
-
-
-@between_machines
-@one_rank
-@pytest.mark.parametrize("name", CARRIED)
-async def test_wrong_bytes_with_a_record_end_their_pipe_and_affect_no_other(
-    route: Route, rank: int, name: str
-) -> None:
-    frames, data, reason = CARRIED[name]
-    steps = record(JOIN), record(*frames, carried=data)
-    async with honest_ranks() as honest, pipe_to_rogue(route, rank, *steps) as pipe:
-        with pytest.raises(PeerLostError, match="it broke the protocol: .*" + reason):
-            while True:
-                await pipe.receive()
-        await honest.exchange()
+        await honest.low.send(pattern(1, 3))
+        received = await honest.high.receive()
+        assert received is not None
+        assert torch.equal(received, pattern(1, 3))
 
 
 @on_any_machine
-@one_rank
-async def test_messages_before_a_violation_can_be_received(route: Route, rank: int) -> None:
-    steps = record(JOIN), record(NONE, put("inline", b"abc", message=1)), record(NONE)
-    async with pipe_to_rogue(route, rank, *steps) as pipe:
+@both_ranks
+async def test_a_record_of_too_many_frames_ends_the_pipe(rank: int) -> None:
+    record = record_of(*[["taken", []]] * (MAX_FRAMES + 1))
+    async with pipe_to_rogue(rank, encode(hello()), record) as pipe:
+        with pytest.raises(PeerLostError, match="a frame that cannot be decoded"):
+            await pipe.receive()
+
+
+@on_any_machine
+@both_ranks
+async def test_messages_before_a_violation_can_be_received(rank: int) -> None:
+    records = encode(hello()), encode(End(0, 0), inline(1)), encode(End(0, 0))
+    async with pipe_to_rogue(rank, *records) as pipe:
         assert await pipe.receive() is None
         received = await pipe.receive()
         assert received is not None
         assert received.tolist() == [97, 98, 99]
-        with pytest.raises(PeerLostError, match="message 0 after 1"):
+        with pytest.raises(PeerLostError, match="it broke the protocol"):
             await pipe.receive()
 
 
 @pytest.mark.parametrize("route", ["unix"], indirect=True)
-@one_rank
-async def test_a_segment_without_its_descriptor_ends_the_pipe(route: Route, rank: int) -> None:
-    steps = record(JOIN), record(["attach", 0, "arena", 4096])
-    async with pipe_to_rogue(route, rank, *steps) as pipe:
+async def test_a_segment_without_its_descriptor_ends_the_pipe() -> None:
+    async with pipe_to_rogue(1, encode(hello()), encode(Attach(0, "arena", 4096))) as pipe:
         with pytest.raises(PeerLostError, match="its descriptor did not arrive"):
             await pipe.receive()
 
 
 @on_any_machine
-@ranks_of_rogues
-async def test_a_rank_with_another_limit_or_version_is_refused(route: Route, rank: int) -> None:
-    for join, reason in (
-        (["join", VERSION, 1, MAX_BYTES + 1], "pass the same value at both ranks"),
-        (["join", VERSION + 1, 1, MAX_BYTES], "install the same version of aiotensor"),
+async def test_a_refusal_of_an_open_pipe_is_a_loss() -> None:
+    async with pipe_to_rogue(1, encode(hello()), encode(Close("no more", is_refusal=True))) as pipe:
+        with pytest.raises(PeerLostError, match="no more"):
+            await pipe.receive()
+
+
+@on_any_machine
+@both_ranks
+async def test_a_rank_with_another_limit_or_version_is_refused(rank: int) -> None:
+    for changes, reason in (
+        ({"arena_bytes": _MAX_BYTES + 1}, "pass the same value at both ranks"),
+        ({"version": VERSION + 1}, "install the same version of aiotensor"),
     ):
         with pytest.raises(RefusedError, match=reason):
-            async with pipe_to_rogue(route, rank, record(join)):
+            async with pipe_to_rogue(rank, encode(hello(**changes))):
                 pass

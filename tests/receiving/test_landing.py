@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from aiotensor.receiving.landing import LandingSegment
+from aiotensor.memory.landing import LandingSegment
 from aiotensor.runtime.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")

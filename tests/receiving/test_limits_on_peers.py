@@ -9,19 +9,16 @@ import pytest
 import torch
 
 from aiotensor import PeerLostError, RefusedError, TensorHandle, TensorReceiver, TensorSender, WouldBlockError
+from aiotensor.link.admission import MAX_UNIDENTIFIED
 from aiotensor.protocol.frames import MAX_FRAMES, MAX_RECORD_BYTES, Discard, encode
-from aiotensor.protocol.receiver import AdmissionLimits
-from aiotensor.receiving.intake import MAX_UNIDENTIFIED, Intake
-from aiotensor.receiving.senders import Senders
-from aiotensor.statistics.counters import ErrorCounter, new_counts
 from aiotensor.transports import unix
 from aiotensor.transports.endpoints import Endpoint
 from aiotensor.transports.records import SocketTransport
-from aiotensor.types import ReceiverStatistics
 from tests.frames import hello, put
 from tests.pairs import endpoint
 from tests.rogues import rogue_sender
 from tests.transports.ends import record_pair
+from verification.internals import admission_of
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -90,23 +87,20 @@ async def test_sending_to_a_receiver_that_does_not_read_waits_in_bounded_memory(
             await asyncio.wait([closing])
 
 
-async def test_a_sender_to_which_nothing_can_be_written_is_not_admitted() -> None:
-    counts = new_counts(ReceiverStatistics)
-    senders = Senders(AdmissionLimits(64, None, None, MAX_RECORD_BYTES), counts, ErrorCounter())
-    intake = Intake("r", MAX_RECORD_BYTES, senders)
+async def test_a_sender_to_which_nothing_can_be_written_does_not_stay() -> None:
     near, far = record_pair()
-    with far:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                near.send(b"unread")
-        transport = SocketTransport(near, max_unsent_bytes=0)
-        intake.connection_accepted(transport)
-        far.send(encode(hello()))
-        await until(lambda: transport.is_closed)
-        assert senders.connected == {}
-        assert senders.promised_messages == senders.mapped_bytes == 0
-        assert counts["senders_lost"] == 1
-    await intake.close()
+    with endpoint("unix") as place, far:
+        async with TensorReceiver(place) as receiver:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    near.send(b"unread")
+            transport = SocketTransport(near, max_unsent_bytes=0)
+            admission_of(receiver).connection_accepted(transport)
+            far.send(encode(hello()))
+            await until(lambda: transport.is_closed)
+            seen = receiver.statistics()
+            assert (seen.senders, seen.promised_messages, seen.mapped_bytes) == (0, 0, 0)
+            assert seen.senders_lost == 1
 
 
 # Messages that remain

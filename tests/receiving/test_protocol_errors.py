@@ -15,27 +15,27 @@ import pytest
 import torch
 
 from aiotensor import PeerLostError, ProtocolError, TensorHandle, TensorReceiver, TensorSender
+from aiotensor.memory.inline import MAX_INLINE_BYTES
 from aiotensor.protocol.frames import (
     MAX_HELLO_BYTES,
     MAX_RECORD_BYTES,
     Attach,
     Attributes,
+    Detach,
     End,
-    FromSender,
+    Frame,
     Put,
     Release,
     Taken,
-    ToSender,
-    Welcome,
     encode,
 )
 from aiotensor.transports.endpoints import Endpoint
-from tests.frames import put
+from tests.frames import put, receiver_hello
 from tests.pairs import endpoint, on_one_machine
 from tests.rogues import ARENA_BYTES, SEALS, RogueSender, rogue_receiver, rogue_sender
 from tests.selection import COMPLETE, LINKS, LOCAL_LINKS
 from verification.patterns import BIG, pattern
-from verification.waiting import settled, until
+from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -82,7 +82,7 @@ async def check_violation(
     assert isinstance(cause, ProtocolError)
     assert cause.__traceback__ is None, "it would keep the record alive"
     logged = logged_violation(caplog)
-    assert (logged["sender_id"], logged["reason"]) == (rogue.id, str(cause))
+    assert (logged["peer"], logged["reason"]) == (f"sender {rogue.id}", str(cause))
     assert receiver.statistics().senders_lost == 1
     assert receiver.statistics().senders == 1
 
@@ -93,11 +93,11 @@ def logged_violation(caplog: pytest.LogCaptureFixture) -> dict[str, object]:
     return logged
 
 
-VIOLATIONS: dict[str, FromSender | bytes] = {
+VIOLATIONS: dict[str, Frame | bytes] = {
     "random bytes": b"\xff\x00nonsense",
     "an empty record": b"",
     "a record that is too long": bytes(MAX_RECORD_BYTES + 1),
-    "a message out of order": put(message=5),
+    "a tensor out of order": put(tensor=1),
     "a wrong count": encode(put(), End(0, 2)),
     "an unknown dtype": put(dtype="float7"),
     "an attribute of torch that is no dtype": put(dtype="nn"),
@@ -106,6 +106,7 @@ VIOLATIONS: dict[str, FromSender | bytes] = {
     "a shape larger than all memory": put(shape=(2**62, 2**62, 2**62)),
     "a gradient of integers": put(attributes=Attributes(requires_grad=True)),
     "an order that lacks a dimension": put(attributes=Attributes(order=(1,))),
+    "too many bytes inline": put(shape=(MAX_INLINE_BYTES + 1,), payload=bytes(MAX_INLINE_BYTES + 1)),
     "a segment that was never attached": put(placement="arena", payload=_PLACE.pack(0, 0), block=0),
 }
 
@@ -173,6 +174,56 @@ def _mapped() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:rogue ")
 
 
+def _placed(message: int, segment: int) -> Put:
+    return put(message=message, placement="arena", payload=_PLACE.pack(segment, 0), block=0, last=True)
+
+
+@pytest.mark.promise(26)
+@pytest.mark.usefixtures("link")
+@pytest.mark.parametrize("link", ["unix"], indirect=True)
+async def test_a_segment_is_unmapped_with_its_last_tensor_although_its_sender_is_connected() -> None:
+    with endpoint() as place:
+        async with TensorReceiver(place) as receiver, rogue_sender(place) as rogue:
+            for number in range(20):
+                rogue.attach(Attach(number, "arena", _PAGE))
+                rogue.write(_placed(number, number), Detach(number))
+            held = [(await anext(receiver)).tensor for _ in range(20)]
+            assert _mapped() == 20
+            held.clear()
+            await until(lambda: _mapped() == 0)
+            assert not rogue.is_lost.is_set()
+
+
+@pytest.mark.promise(26)
+@pytest.mark.usefixtures("link")
+@pytest.mark.parametrize("link", ["unix"], indirect=True)
+async def test_a_segment_is_not_attached_again_while_tensors_use_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with beside_an_honest_sender() as (place, receiver), rogue_sender(place) as rogue:
+        rogue.attach(Attach(0, "arena", _PAGE))
+        rogue.write(_placed(0, 0), Detach(0))
+        await until(lambda: receiver.statistics().unclaimed_tensors == 2)
+        rogue.attach(Attach(0, "arena", _PAGE))
+        await check_violation(rogue, receiver, caplog)
+
+
+@pytest.mark.promise(24)
+@pytest.mark.usefixtures("link")
+@pytest.mark.parametrize("link", ["unix"], indirect=True)
+async def test_a_refused_sender_with_the_id_of_another_one_does_not_disconnect_it() -> None:
+    with endpoint() as place:
+        async with (
+            TensorReceiver(place, max_mapped_bytes=ARENA_BYTES) as receiver,
+            rogue_sender(place) as first,
+        ):
+            await until(lambda: receiver.statistics().senders == 1)
+            async with rogue_sender(place, id=first.id, arena_bytes=2 * ARENA_BYTES) as second:
+                await second.is_lost.wait()
+            first.write(put(last=True))
+            assert (await anext(receiver)).handle.sender == first.id
+
+
 @pytest.mark.promise(26)
 @pytest.mark.usefixtures("link")
 @on_one_machine
@@ -219,7 +270,7 @@ async def test_a_sender_that_reconnects_replaces_its_earlier_connection() -> Non
             async with rogue_sender(place) as before:
                 before.write(put(last=True))
                 await until(lambda: receiver.statistics().unclaimed_tensors == 1)
-                async with rogue_sender(place, sender=before.id, first_message=1) as after:
+                async with rogue_sender(place, id=before.id, first=1) as after:
                     after.write(put(message=1, last=True))
                     await before.is_lost.wait()
                     with pytest.raises(PeerLostError):
@@ -238,7 +289,7 @@ async def test_a_sender_that_repeats_numbers_of_messages_is_disconnected(
     async with beside_an_honest_sender() as (place, receiver), rogue_sender(place) as before:
         before.write(put(last=True))
         await until(lambda: receiver.statistics().unclaimed_tensors == 2)
-        async with rogue_sender(place, sender=before.id, first_message=0) as after:
+        async with rogue_sender(place, id=before.id, first=0) as after:
             await after.is_lost.wait()
             assert after.received == []
         await before.is_lost.wait()
@@ -247,9 +298,10 @@ async def test_a_sender_that_repeats_numbers_of_messages_is_disconnected(
 
 # Receivers that violate the protocol
 
-FORBIDDEN: dict[str, ToSender | bytes] = {
+FORBIDDEN: dict[str, Frame | bytes] = {
     "random bytes": b"\x00\x01",
-    "a second welcome": Welcome(0, 0, MAX_RECORD_BYTES),
+    "a second hello": receiver_hello(),
+    "a tensor": put(),
     "an answer to a message that was never sent": Taken((99,)),
     "a block that was never sent": Release((99,)),
     "a block that is released twice": Release((0, 0)),
@@ -272,6 +324,6 @@ async def test_a_violation_of_the_receiver_ends_all_waits_of_the_sender(
             assert isinstance(cause, ProtocolError)
             assert cause.__traceback__ is None, "it would keep the record alive"
             logged = logged_violation(caplog)
-            assert (logged["sender_id"], logged["reason"]) == (sender.id, str(cause))
-            await settled(sender)
+            assert (logged["peer"], logged["reason"]) == ("the receiver", str(cause))
+            assert sender.statistics().in_flight == 0
             await rogue.is_lost.wait()

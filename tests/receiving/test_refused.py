@@ -9,23 +9,20 @@ from typing import Any
 
 import pytest
 
-from aiotensor import ProtocolError, RefusedError, TensorHandle, TensorReceiver, TensorSender, WouldBlockError
-from aiotensor.protocol.connection import Close
+from aiotensor import RefusedError, TensorHandle, TensorReceiver, TensorSender, WouldBlockError
 from aiotensor.protocol.frames import (
-    FROM_SENDER,
     MAX_RECORD_BYTES,
-    OPENING,
     VERSION,
     Attach,
-    FromSender,
+    Close,
+    Frame,
     Hello,
-    Opening,
     Put,
-    Welcome,
     decode,
     encode,
 )
 from tests.bare_peers import BareReceiver
+from tests.frames import receiver_hello
 from tests.pairs import endpoint
 from tests.rogues import RogueSender, rogue_sender
 from verification.fuzz.listening import waiting_at
@@ -81,9 +78,9 @@ async def test_waits_for_the_tensors_of_a_sender_of_another_version_end_with_the
             waiting = asyncio.create_task(receiver.receive(handle))
             await rogue.connect(encode(rogue.hello(version=VERSION + 1)))
             await rogue.is_lost.wait()
-            welcome, close = rogue.received
-            assert isinstance(welcome, Welcome)
-            assert (welcome.version, welcome.is_admitted) == (VERSION, False)
+            hello, close = rogue.received
+            assert isinstance(hello, Hello)
+            assert (hello.version, hello.role, hello.is_admitted) == (VERSION, "receiver", False)
             assert isinstance(close, Close)
             assert close.is_refusal
             assert "install the same version of aiotensor" in close.reason
@@ -134,7 +131,7 @@ async def test_a_refused_sender_announces_nothing_until_it_is_admitted(address: 
                 with pytest.raises(WouldBlockError, match=r"the receiver at .* has not answered"):
                     sender.send_nowait(pattern(0, 3))
                 waiting.cancel()
-                await receiver.say(Welcome(VERSION, 7, is_admitted=True))
+                await receiver.say(receiver_hello())
                 await sender.ready()
                 handle = sender.send_nowait(pattern(0, 3))
                 [first, *_] = await _read(sock)
@@ -147,7 +144,7 @@ async def _refuse(sender: TensorSender, address: str) -> None:
     with waiting_at(address) as listener:
         ready = asyncio.create_task(sender.ready())
         async with _accepted(listener) as (_, receiver):
-            await receiver.say(Welcome(VERSION, 7), Close("max_senders=1", is_refusal=True))
+            await receiver.say(receiver_hello(is_admitted=False), Close("max_senders=1", is_refusal=True))
             with pytest.raises(RefusedError):
                 await ready
 
@@ -160,13 +157,9 @@ async def _accepted(listener: socket.socket) -> AsyncIterator[tuple[socket.socke
         yield sock, BareReceiver(sock)
 
 
-async def _read(sock: socket.socket) -> list[Opening | FromSender]:
-    """Return the frames of the next record, the first or a later one."""
-    record = await asyncio.get_running_loop().sock_recv(sock, MAX_RECORD_BYTES)
-    try:
-        return [*decode(OPENING, record)]
-    except ProtocolError:
-        return [*decode(FROM_SENDER, record)]
+async def _read(sock: socket.socket) -> list[Frame]:
+    """Return the frames of the next record."""
+    return decode(await asyncio.get_running_loop().sock_recv(sock, MAX_RECORD_BYTES))
 
 
 async def test_a_receiver_of_another_version_refuses_every_wait_of_the_sender(address: str) -> None:
@@ -180,7 +173,7 @@ async def test_a_receiver_of_another_version_refuses_every_wait_of_the_sender(ad
                 sock, _ = await asyncio.get_running_loop().sock_accept(listener)
                 with sock:
                     sock.setblocking(False)
-                    await BareReceiver(sock).say(Welcome(VERSION + 1, 7, is_admitted=True))
+                    await BareReceiver(sock).say(receiver_hello(version=VERSION + 1))
                     for call in asking:
                         with pytest.raises(
                             RefusedError, match=f"version {VERSION + 1}.*install the same"

@@ -152,7 +152,8 @@ class Collected:
         self.calls: list[list[int]] = []
         self.threads: set[int] = set()
         self.loop = asyncio.get_running_loop()
-        self.items: FreedItems[int] = FreedItems(self.loop, self.handle)
+        self.items: FreedItems[int] = FreedItems(self.handle)
+        self.items.bind()
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     def handle(self, items: list[int]) -> None:

@@ -20,6 +20,7 @@ from aiotensor import (
 )
 from aiotensor.protocol.frames import MAX_DIMENSIONS
 from tests.pairs import endpoint, pair
+from verification.internals import memory_of
 from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
 
@@ -157,6 +158,8 @@ async def test_copying_an_allocated_tensor_does_not_wait_for_its_own_memory() ->
                 view = await receiver.receive(await sender.send(tensor))
             async with TensorReceiver(place) as receiver:
                 await until(lambda: sender.receiver_id == receiver.id)
+                # The first receiver may still use the memory of the tensor.
+                await until(lambda: any(one.is_retired for one in memory_of(sender).segments()))
                 with pytest.raises(WouldBlockError, match="send a clone"):
                     await sender.send(tensor)
                 tensor = tensor.clone()

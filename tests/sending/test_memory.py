@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from aiotensor.sending.gates import Gate
-from aiotensor.sending.memory import Memory
+from aiotensor.memory.gates import Gate
+from aiotensor.memory.memory import Memory
 from aiotensor.statistics.counters import new_counts
 from aiotensor.types import SenderStatistics
 from verification.internals import is_trimming, worker_of

@@ -5,12 +5,12 @@ import asyncio
 import pytest
 
 from aiotensor import ClosedError, RefusedError, TensorReceiver, TensorSender, TooLargeError, WouldBlockError
-from aiotensor.protocol.connection import Close
-from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Welcome
+from aiotensor.protocol.frames import MAX_RECORD_BYTES, Close
 from tests.bare_peers import BareReceiver
+from tests.frames import receiver_hello
 from tests.pairs import endpoint, pair
 from verification.fuzz.listening import waiting_at
-from verification.internals import pause_reading, pipeline_of, resume_reading, senders_of, session_of
+from verification.internals import pause_reading, resume_reading, senders_of, session_of
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -33,15 +33,15 @@ async def test_ready_returns_once_a_receiver_has_admitted_the_sender() -> None:
                 await sender.ready()
 
 
-async def test_ready_waits_for_the_admission_after_the_welcome() -> None:
+async def test_ready_waits_for_the_admission_after_the_hello_of_the_receiver() -> None:
     with endpoint("unix") as place, waiting_at(str(place)) as listener:
         async with TensorSender(place) as sender:
             probe = asyncio.create_task(sender.ready())
             sock, _ = await asyncio.get_running_loop().sock_accept(listener)
             with sock:
                 sock.setblocking(False)
-                await BareReceiver(sock).say(Welcome(VERSION, 7))
-                await until(lambda: pipeline_of(sender).sessions.receiver_pid == 7)
+                await BareReceiver(sock).say(receiver_hello(is_admitted=False))
+                await until(lambda: session_of(sender).pid == 7)
                 assert not probe.done()
                 await BareReceiver(sock).say(Close("max_senders=0", is_refusal=True))
                 with pytest.raises(
@@ -163,7 +163,7 @@ async def test_ready_waits_until_the_receiver_reads(address: str) -> None:
         TensorSender(address, 1 << 20) as sender,
     ):
         await sender.ready(nbytes=0)
-        [transport] = senders_of(receiver).transports()
+        [transport] = [peer.transport for peer in senders_of(receiver).values()]
         pause_reading(transport)
         while session_of(sender).transport.is_writable:
             sender.send_nowait(pattern(0, 500))

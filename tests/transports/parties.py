@@ -13,8 +13,6 @@ from tests.transports.ends import End
 
 __all__ = ["Accepting", "Connecting", "connected_over"]
 
-_MAX_RECORD_BYTES = 1 << 16
-
 
 class Accepting:
     """The owner of a listener.
@@ -92,7 +90,7 @@ async def connected_over(endpoint: Endpoint) -> AsyncIterator[tuple[End, End]]:
     """Return a connected end and the accepted one, after the introduction."""
     route = route_to(endpoint)
     accepting = Accepting()
-    listener = await route.listen(accepting, _MAX_RECORD_BYTES)
+    listener = await route.listen(accepting)
     try:
         connecting = Connecting(lambda events: route.connector(events))
         try:

@@ -1,7 +1,6 @@
 """Records over sockets: order, boundaries, descriptors, and the queue of a full socket."""
 
 import asyncio
-import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ import pytest
 
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from aiotensor.runtime.descriptors import close_all
-from aiotensor.transports.records import RecordReader, SocketTransport
+from aiotensor.transports.records import SocketTransport
 from tests.transports.ends import End, end_of, fill, open_sockets, read_all, record_pair, turns
 from tests.transports.unix_ends import no_descriptors
 
@@ -53,32 +52,31 @@ async def test_other_ancillary_data_is_not_taken_for_descriptors() -> None:
     end.transport.close()
 
 
-def test_a_record_arrives_without_descriptors_that_cannot_be_received(
-    sockets: tuple[socket.socket, socket.socket],
+async def test_a_record_arrives_without_descriptors_that_cannot_be_received(
+    pair: tuple[End, socket.socket],
 ) -> None:
-    near, far = sockets
+    end, far = pair
     socket.send_fds(far, [b"two"], [0, 0])
     with no_descriptors():
-        record = RecordReader(near).read()
+        end.transport.read_now()
 
-    assert record is not None
-    assert (bytes(record[0]), record[1]) == (b"two", [])
+    assert end.arrived.get_nowait() == (b"two", [])
 
 
-def test_an_empty_record_is_not_the_end_and_carries_its_descriptors(
-    sockets: tuple[socket.socket, socket.socket],
+async def test_an_empty_record_is_not_the_end_and_carries_its_descriptors(
+    pair: tuple[End, socket.socket],
 ) -> None:
-    near, far = sockets
-    reader = RecordReader(near)
+    end, far = pair
     before = open_sockets()
     socket.send_fds(far, [b""], [far.fileno()] * 2)
-    record = reader.read()
-    assert record is not None
-    close_all(record[1])
+    end.transport.read_now()
+    data, descriptors = end.arrived.get_nowait()
+    close_all(descriptors)
 
-    assert (bytes(record[0]), len(record[1])) == (b"", 2)
+    assert (data, len(descriptors)) == (b"", 2)
     assert open_sockets() == before
-    assert reader.read() is None
+    end.transport.read_now()
+    assert end.arrived.empty()
 
 
 async def test_an_empty_record_is_not_the_end_even_if_the_peer_has_closed() -> None:
@@ -87,12 +85,9 @@ async def test_an_empty_record_is_not_the_end_even_if_the_peer_has_closed() -> N
         for record in (b"", *behind):
             far.send(record)
         far.close()
-        with near:
-            reader = RecordReader(near)
-            read = []
-            with contextlib.suppress(EOFError):
-                while (found := reader.read()) is not None:
-                    read.append(bytes(found[0]))
+        end = end_of(near)
+        await end.was_lost.wait()
+        read = [end.arrived.get_nowait()[0] for _ in range(end.arrived.qsize())]
         assert [record for record in read if record] == [record for record in behind if record]
 
 

@@ -36,7 +36,7 @@ class Receiver(Accepting):
 
     async def listen(self) -> None:
         """Begin to listen."""
-        self.listener = await listen_at(str(self._path), self, 1 << 16)
+        self.listener = await listen_at(str(self._path), self)
 
     async def end(self) -> None:
         """Stop listening, and close the connections."""

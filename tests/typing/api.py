@@ -119,7 +119,6 @@ async def receive(plain: "multiprocessing.queues.Queue[object]", handle: TensorH
         await receiver.receive(handle, True)  # type: ignore[call-arg]
         await receiver.receive("a name")  # type: ignore[arg-type]
     TensorReceiver("unix:///tmp/s", 4)  # type: ignore[call-arg]
-    TensorReceiver("unix:///tmp/s", max_frame_bytes=None)  # type: ignore[arg-type]
 
 
 def read_a_handle(handle: TensorHandle) -> bytes:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from aiotensor import TensorHandle, UsageError
-from aiotensor.tensors import mapping
+from aiotensor.memory import mapping
 from verification.chaos.here import ARENA_BYTES, here
 from verification.chaos.plan import FaultKind
 from verification.patterns import pattern

@@ -60,7 +60,7 @@ class Segments(NamedTuple):
 
     def allows(self, mapped: int, descriptors: int) -> bool:
         """Return whether these numbers of mappings, and of descriptors of such memory, are allowed."""
-        return descriptors <= self.own and 0 <= mapped - descriptors <= self.others  # a mapping has none
+        return descriptors <= mapped <= self.own + self.others  # at most one descriptor for each mapping
 
 
 class Play:

@@ -1,11 +1,7 @@
-"""The sources of a generator's choices: hypothesis, which shrinks them, or bytes, which a fuzzer mutates."""
+"""The source of a generator's choices: bytes, which are random or which a fuzzer mutates."""
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
-
-from hypothesis import strategies as st
-
-__all__ = ["WILDNESS", "Chooser", "FromBytes", "FromHypothesis", "happens", "one_of"]
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -13,47 +9,26 @@ T = TypeVar("T")
 WILDNESS = (100, 20, 5)
 
 
-class Chooser(Protocol):
-    """Decide; the lowest number is always the plainest choice."""
-
-    def number(self, low: int, high: int) -> int:
-        """Choose a number between two bounds, which are included."""
-
-    def data(self, length: int) -> bytes:
-        """Choose bytes."""
-
-
-class FromBytes:
-    """Derive choices from a string of bytes; after its end, every choice is the plainest."""
+class Chooser:
+    """Derive choices from a string of bytes; after its end, every choice is the lowest and plainest one."""
 
     def __init__(self, source: bytes) -> None:
         self._source = source
         self._position = 0
 
     def number(self, low: int, high: int) -> int:
+        """Choose a number between two bounds, which are included."""
         width = ((high - low).bit_length() + 7) // 8
         return low + int.from_bytes(self._take(width)) % (high - low + 1)
 
     def data(self, length: int) -> bytes:
+        """Choose bytes."""
         return self._take(length).ljust(length, b"\0")
 
     def _take(self, count: int) -> bytes:
         taken = self._source[self._position : self._position + count]
         self._position += count
         return taken
-
-
-class FromHypothesis:
-    """Let hypothesis decide."""
-
-    def __init__(self, data: st.DataObject) -> None:
-        self._data = data
-
-    def number(self, low: int, high: int) -> int:
-        return self._data.draw(st.integers(low, high))
-
-    def data(self, length: int) -> bytes:
-        return self._data.draw(st.binary(min_size=length, max_size=length))
 
 
 def one_of(chooser: Chooser, options: Sequence[T]) -> T:

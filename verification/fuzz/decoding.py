@@ -3,39 +3,16 @@
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol import network
-from aiotensor.protocol.broadcast import (
-    FROM_SUBSCRIBER,
-    TO_SUBSCRIBER,
-    Content,
-    FromSubscriber,
-    ToSubscriber,
-)
-from aiotensor.protocol.exchange import FromClient, FromServer, read_from_client, read_from_server, write
-from aiotensor.protocol.frames import (
-    FROM_SENDER,
-    OPENING,
-    TO_INSPECTOR,
-    TO_SENDER,
-    FromSender,
-    Opening,
-    ToInspector,
-    ToSender,
-    decode,
-    encode_record,
-)
-from aiotensor.protocol.ranks import FROM_RANK, FromRank
-from aiotensor.protocol.subscriber import read_content
+from aiotensor.protocol import exchange, network
+from aiotensor.protocol.frames import decode, decode_hello, encode_record, read_content
 from verification.fuzz.notes import Note
-
-__all__ = ["decode_both_ways", "decode_content", "decode_headers", "decode_message", "decode_moves"]
+from verification.fuzz.steps import Conversation
 
 # Of processor time, for a record of 64 KiB: a hundred times the duration on a slow machine.
 _SECONDS = 1.0
@@ -45,77 +22,56 @@ _AMPLIFIED = 100
 _AT_LEAST = 1 << 16
 
 _notes = TensorDecoder(Note)
-_DECODERS: tuple[Any, ...] = (
-    *(OPENING, FROM_SENDER, TO_SENDER, TO_INSPECTOR),
-    *(FROM_SUBSCRIBER, TO_SUBSCRIBER, FROM_RANK),
-)
-_FRAMES = Opening | FromSender | ToSender | ToInspector | FromSubscriber | ToSubscriber | FromRank
 _any: Any = Any  # mypy does not accept `Any` itself as a `type`
 _anything: TensorDecoder[Any] = TensorDecoder(_any)
 
+# Each decoder, and the encoder that restores what it accepts.
+_CODECS: tuple[tuple[Callable[[Any], Any], Callable[[Any], bytes]], ...] = (
+    (decode, encode_record),
+    (decode_hello, lambda hello: encode_record([hello])),
+    (read_content, msgspec.msgpack.encode),
+    (exchange.read_from_client, exchange.write),
+    (exchange.read_from_server, exchange.write),
+    (network.read_area, network.encode_area),
+    (network.read_ack, network.encode_ack),
+    (network.read_step, lambda found: network.encode_step(found[0]) + found[1]),
+    (lambda data: network.read_batch(memoryview(data)), network.encode_batch),
+)
 
-def decode_both_ways(record: bytes) -> None:
-    """Check that each decoder reads or refuses a record, and that its frames survive a round trip."""
-    for decoder in _DECODERS:
-        read = partial(decode, decoder)
-        frames = _in_bounds(read, record, len(record))
-        if frames is not None:
-            assert all(isinstance(frame, _FRAMES) for frame in frames)
-            assert read(encode_record(frames)) == frames
+
+class Decoding:
+    """The decoders, each of which gets each part of a conversation."""
+
+    def hear(self, said: Conversation) -> None:
+        """Decode everything."""
+        for step in said.steps:
+            for data in (step.data, *map(bytes.fromhex, step.moves)):
+                for read, write in _CODECS:
+                    found = in_bounds(read, data, len(data))
+                    assert found is None or read(write(found)) == found
+                _check_move(data)
+            parts = [*map(bytes.fromhex, step.parts)]
+            _decode_message([step.data, *parts])
+            _decode_message(parts or [b""])
 
 
-def decode_moves(data: bytes) -> None:
-    """Check that a message about moves is read or refused, within bounds, and survives a round trip."""
-    found = _in_bounds(network.read_step, data, len(data))
+def _check_move(data: bytes) -> None:
+    """Check that a step is within its block, and that a batch has no more bytes than its message."""
+    found = in_bounds(network.read_step, data, len(data))
     if found is not None:
         step, rest = found
-        assert isinstance(step, network.Step)
         assert not rest or len(rest) == step.length
         assert step.area.block <= step.start < step.start + step.length <= step.area.block + step.nbytes
         assert step.length <= network.STEP_BYTES
-        assert network.read_step(network.encode_step(step) + rest) == (step, rest)
-    batch = _in_bounds(network.read_batch, memoryview(data), len(data))
-    if batch is not None:
-        assert sum(map(len, batch)) <= len(data)
-        assert network.read_batch(memoryview(network.encode_batch(batch))) == batch
-    area = _in_bounds(network.read_area, data, len(data))
-    if area is not None:
-        assert isinstance(area, network.Area)
-        assert network.read_area(network.encode_area(area)) == area
-    carried = _in_bounds(network.read_data, memoryview(data), len(data))
-    if carried is not None:
-        record, rest = carried
-        assert (len(data) - len(rest)) % 8 == 0
-        again = network.encode_data(bytes(record)) + rest
-        assert network.read_data(memoryview(again)) == (record, rest)
-    ack = _in_bounds(network.read_ack, data, len(data))
-    if ack is not None:
-        assert isinstance(ack, network.Ack)
-        assert network.read_ack(network.encode_ack(ack)) == ack
+    batch = in_bounds(network.read_batch, memoryview(data), len(data))
+    assert sum(map(len, batch or ())) <= len(data)
 
 
-def decode_content(data: bytes) -> None:
-    """Check that a content is decoded or refused, and that a decoded one survives a round trip."""
-    content = _in_bounds(read_content, data, len(data))
-    if content is not None:
-        assert isinstance(content, Content)
-        assert read_content(msgspec.msgpack.encode(content)) == content
-
-
-def decode_headers(data: bytes) -> None:
-    """Check that each side decodes or refuses a header, and that a decoded header survives a round trip."""
-    for read in (read_from_client, read_from_server):
-        header = _in_bounds(read, data, len(data))
-        if header is not None:
-            assert isinstance(header, FromClient | FromServer)
-            assert read(write(header)) == header
-
-
-def decode_message(parts: Sequence[bytes]) -> None:
+def _decode_message(parts: Sequence[bytes]) -> None:
     """Check that a message is decoded or refused, and that its tensors have no more bytes than it has."""
     nbytes = sum(map(len, parts))
-    _in_bounds(_anything.decode, parts, nbytes)
-    note = _in_bounds(_notes.decode, parts, nbytes)
+    in_bounds(_anything.decode, parts, nbytes)
+    note = in_bounds(_notes.decode, parts, nbytes)
     if note is not None:
         distinct = {id(tensor): tensor.nbytes for tensor in note.tensors}  # others are tied to these
         assert sum(distinct.values()) <= nbytes
@@ -127,8 +83,8 @@ def _written(note: Note) -> list[bytes]:
     return [bytes(part) for part in TensorEncoder().encode(note)]
 
 
-def _in_bounds(decode: Callable[[Any], Any], data: bytes | memoryview | Sequence[bytes], nbytes: int) -> Any:
-    """Decode, and return None if the decoder refuses the data; check that it takes little time and memory."""
+def in_bounds(decode: Callable[[Any], Any], data: bytes | memoryview | Sequence[bytes], nbytes: int) -> Any:
+    """Decode, and return None if the data is refused; check that this takes little time and memory."""
     tracemalloc.start()
     began = time.process_time()
     try:

@@ -1,213 +1,357 @@
-"""Nearly valid conversations, in which most frames are consistent with the frames before them."""
+"""Nearly valid conversations with a peer of any role, in which most frames follow from those before them.
+
+One talker generates them all. Its state is that of one end of a connection: its segments and messages, and
+the messages and blocks of the peer that it has not answered. The role of the talker only decides which frames
+are usual; now and then, it sends one that only other roles send.
+"""
 
 import msgspec
+from msgspec.structs import replace
 
-from aiotensor.protocol.frames import LEAST_FRAME_BYTES, MAX_NUMBERS, MAX_RECORD_BYTES, VERSION
-from aiotensor.protocol.segments import MAX_SEGMENTS
-from verification.fuzz.broadcasts import SUBSCRIBE, TO_PUBLISHER, TO_SUBSCRIBER, to_publisher, to_subscriber
+from aiotensor.protocol.connection import MAX_SEGMENTS
+from aiotensor.protocol.frames import MAX_NUMBERS, MAX_ROWS, VERSION
+from aiotensor.protocol.network import Area
+from aiotensor.types import PublisherStatistics, ReceiverStatistics
 from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
-from verification.fuzz.headers import TO_CLIENT, TO_SERVER, to_client, to_server
-from verification.fuzz.inspecting import INSPECT, TO_INSPECTOR, to_inspector
+from verification.fuzz.headers import TO_CLIENT, TO_SERVER, body_of, to_client, to_server
 from verification.fuzz.moving import Movement, any_opening
-from verification.fuzz.placing import ANYTHING, BLOCK, Segments, put_frame
-from verification.fuzz.ranks import TO_RANK, to_rank
-from verification.fuzz.steps import STAND_IN, Conversation, Step
-from verification.fuzz.wire import Frame, boundary, broken_frame, record_of
+from verification.fuzz.placing import ANYTHING, Segments, attributes, with_trace
+from verification.fuzz.steps import FIRST_BLOCK, FIRST_NUMBER, PEER, PID, STAND_IN, Conversation, Step
+from verification.fuzz.things import CONTENT, GUARD, IMAGE, WHERE
+from verification.fuzz.wire import Frame, Scalar, boundary, bytes_or_fault, frame_or_fault, record_of
 
-__all__ = [
-    "TO_CLIENT",
-    "TO_INSPECTOR",
-    "TO_PUBLISHER",
-    "TO_RANK",
-    "TO_RECEIVER",
-    "TO_SENDER",
-    "TO_SERVER",
-    "TO_SUBSCRIBER",
-    "conversation",
-]
+TO_RECEIVER, TO_SENDER = "receiver", "sender"
+TO_PUBLISHER, TO_SUBSCRIBER = "publisher", "subscriber"
+TO_RANK, TO_INSPECTOR = "rank", "inspector"
 
-TO_RECEIVER = "receiver"
-TO_SENDER = "sender"
+MOST_READ = 4  # messages of the peer that a rogue reads on one connection
+PIPE_BYTES = 64 << 10  # of the pipe of a rank: 16 small messages
 
-ARENA = 1 << 20
+_ARENA_BYTES = 1 << 20
+_LEAST_MESSAGE_BYTES = 4096
+
+# The role of the rogue that talks to each peer, and the frames that it usually sends; see `Talker`.
+ROLES: dict[str, tuple[str, tuple[str, ...]]] = {
+    TO_RECEIVER: (
+        "sender",
+        ("put", "put", "begin", "more", "more", "end", "discard", "attach", "detach", "close"),
+    ),
+    TO_SENDER: ("receiver", ("taken", "discarded", "taken", "release", "close")),
+    TO_PUBLISHER: ("subscriber", ("taken", "release", "taken", "discarded", "close")),
+    TO_SUBSCRIBER: ("publisher", ("publish", "publish", "attach", "publish", "discard", "detach", "close")),
+    TO_RANK: ("rank", ("put", "none", "attach", "put", "taken", "release", "put", "close")),
+    TO_INSPECTOR: ("receiver", ("report", "report", "close")),
+}
+
+# The peers whose rogues connect, and may do so several times. A rank connects or listens, but once.
+_LISTENERS = (TO_RECEIVER, TO_PUBLISHER)
 
 
-class Talk:
-    """The state of a sender, from which its next valid frame is derived."""
+class Talker:
+    """One end of a connection, from whose state its next valid frame is derived.
 
-    def __init__(self, chooser: Chooser, one_in: int) -> None:
+    Args:
+        chooser: decides.
+        one_in: how seldom something is wrong.
+        to: the role of the peer, one of `ROLES`.
+
+    Attributes:
+        read: the number of messages of the peer that are read before the next record.
+        segments: the segments of this end.
+    """
+
+    def __init__(self, chooser: Chooser, one_in: int, to: str) -> None:
+        self.read = 0
         self._chooser = chooser
         self._one_in = one_in
-        self._next_message = 0
-        self._permits = 64
-        self._in_flight: list[int] = []  # and not discarded; this side does not know which were taken
-        self._open: dict[int, int] = {}  # how many tensors each message has
-        self.segments = Segments(chooser, one_in)
-        self.movement = Movement(chooser, one_in, self.segments)
-        self._next_block = 0
+        self._role, self._usual = ROLES[to]
+        self._hears = to not in (TO_RECEIVER, TO_SUBSCRIBER, TO_INSPECTOR)
+        self._next_message = one_of(chooser, (0, 7, 2**32)) if to == TO_SUBSCRIBER else 0
+        self._makers = {
+            "hello": self.hello,
+            "attach": self._attach,
+            "detach": self._detach,
+            "begin": lambda: self._new_message(["begin", self._next_message]),
+            "put": self._put_whole,
+            "more": self._more,
+            "none": lambda: self._new_message(["end", self._next_message, 0]),
+            "end": self._end,
+            "publish": self._publish,
+            "discard": self._discard,
+            "taken": lambda: self._answer("taken", self._untaken, FIRST_NUMBER),
+            "discarded": lambda: self._answer("discarded", self._untaken, FIRST_NUMBER),
+            "release": lambda: self._answer("release", self._blocks, FIRST_BLOCK),
+            "report": self._report,
+            "close": self._close,
+        }
+        self._begin()
 
-    def hello(self) -> Frame:
-        self._open.clear()
-        self._in_flight.clear()
-        self.segments.sizes.clear()
-        self.movement.begin()
-        self._permits = one_of(self._chooser, (64, 8, 1))
-        return ["hello", VERSION, 1, STAND_IN, self._permits, ARENA, self._next_message]
+    def _begin(self) -> None:
+        """Forget the state of an earlier connection."""
+        chooser, one_in = self._chooser, self._one_in
+        self.read = 0
+        self.segments = Segments(chooser, one_in)
+        image = IMAGE if self._role == "publisher" else GUARD
+        self._movement = Movement(chooser, one_in, self.segments, image)
+        self._permits = 0
+        self._in_flight: list[int] = []  # and not discarded; this end does not know which were taken
+        self._open: dict[int, int] = {}  # how many tensors each message has
+        self._untaken: list[int] = []  # messages of the peer
+        self._blocks: list[int] = []  # of messages that this end has taken
+        self._has_content = self._has_moved_content = False  # in segment 0
+
+    def opening(self, role: str = "") -> Step:
+        """Return the first record of a connection, in which one frame is valid."""
+        chooser, one_in = self._chooser, self._one_in
+        frame = self.hello(role)
+        frames = [frame_or_fault(chooser, one_in, frame)]
+        frames += [self.frame()] if happens(chooser, 2 * one_in) else []
+        return replace(self._step(frames), after=0, opening=any_opening(chooser, one_in))
+
+    def step(self) -> Step:
+        """Return the next record, with the messages before it."""
+        moves = self._moves()
+        if self._hears and self.read < MOST_READ and happens(self._chooser, 2):
+            self._untaken.append(self.read)
+            self.read += 1
+        frames = [self.frame() for _ in range(self._chooser.number(1, 4))]
+        return replace(self._step(frames), moves=moves)
+
+    def _step(self, frames: list[Frame]) -> Step:
+        chooser, one_in = self._chooser, self._one_in
+        descriptors = self.segments.taken_descriptors()
+        if happens(chooser, 3 * one_in):
+            descriptors += [one_of(chooser, ANYTHING)] * one_of(chooser, (1, 7, 8, 9, 64))
+        return Step(record_of(chooser, frames, 2 * one_in).hex(), tuple(descriptors), after=self.read)
+
+    def _moves(self) -> tuple[str, ...]:
+        """Return the messages before the next record; usually, the content is moved first."""
+        first: tuple[str, ...] = ()
+        if self._has_content and not self._has_moved_content:
+            self._has_moved_content = True
+            if not happens(self._chooser, self._one_in):
+                first = (self._movement.whole(Area(0, 0), len(CONTENT)),)
+        return first + self._movement.messages()
 
     def frame(self) -> Frame:
+        """Return the next frame."""
         chooser = self._chooser
-        frame = self._misplaced() if happens(chooser, 4 * self._one_in) else self._right_frame()
-        return broken_frame(chooser, frame) if happens(chooser, self._one_in) else frame
+        kind = one_of(chooser, self._usual)
+        if happens(chooser, 4 * self._one_in):
+            kind = one_of(chooser, list(self._makers))
+        if kind == "close" and not happens(chooser, 4):
+            kind = self._usual[0]
+        frame = self._makers[kind]()
+        return frame_or_fault(chooser, self._one_in, frame)
 
-    def _misplaced(self) -> Frame:
-        """Return a frame that is valid elsewhere."""
-        return one_of(self._chooser, (self.hello(), INSPECT, SUBSCRIBE))
+    # Frames
 
-    def _right_frame(self) -> Frame:
+    def hello(self, role: str = "") -> Frame:
+        """Begin a connection, usually in the role of this talker."""
         chooser = self._chooser
-        match chooser.number(0, 12):
-            case 0 | 1:
-                return self._new_message(last=True)
-            case 2:
-                return self._new_message(last=False)
-            case 3 | 4 if self._open:
-                message = one_of(chooser, list(self._open))
-                return self._put(message, last=chooser.number(0, 1) == 1)
-            case 5 if self._open:
-                message = one_of(chooser, list(self._open))
-                return ["end", message, self._open.pop(message)]
-            case 6 if self._in_flight:
-                return self._discard(one_of(chooser, self._in_flight))
-            case 7 if happens(chooser, 8):
-                reason = one_of(chooser, ("", "a reason"))
-                return ["close", reason, happens(chooser, 4), happens(chooser, 4), happens(chooser, 2)]
-            case 8 | 9 if len(self.segments.sizes) < MAX_SEGMENTS or happens(chooser, self._one_in):
-                return self.segments.attach()
-            case 12:
-                return self._new_message(last=False, has_tensor=False)
-            case _:
-                return self._new_message(last=True)
+        self._begin()
+        role = role or self._role
+        sends = role in ("sender", "publisher", "rank")
+        self._permits = one_of(chooser, (64, 8, 1)) if sends else 0
+        arena_bytes = _ARENA_BYTES if sends else 0
+        if role == "rank":
+            self._permits, arena_bytes = PIPE_BYTES // _LEAST_MESSAGE_BYTES, PIPE_BYTES
+        if happens(chooser, 3 * self._one_in):
+            arena_bytes = one_of(chooser, (0, 1, 4096, 64 << 20, 2**62, 2**63 - 1))
+        version = one_of(chooser, (VERSION + 1, 0)) if happens(chooser, 4 * self._one_in) else VERSION
+        identity = "" if role in ("rank", "inspector") else STAND_IN
+        limits = [self._permits, arena_bytes, self._next_message]
+        frame: Frame = ["hello", version, PID, role, identity, *limits, not happens(chooser, 16)]
+        withdraws = role == "publisher" and happens(chooser, 2)
+        known: Frame = ["", 0]
+        if role == "subscriber" and happens(chooser, 3):
+            next_numbers = (0, FIRST_NUMBER, FIRST_NUMBER + 2)
+            known = [one_of(chooser, (PEER, "", "another")), one_of(chooser, next_numbers)]
+        return [*frame, withdraws, *known]
 
-    def _new_message(self, *, last: bool, has_tensor: bool = True) -> Frame:
+    def _attach(self) -> Frame:
+        if len(self.segments.sizes) >= MAX_SEGMENTS and not happens(self._chooser, self._one_in):
+            return self._detach()
+        is_content = self._role == "publisher" and not self.segments.sizes
+        self._has_content |= is_content
+        return self.segments.attach("content" if is_content else "sealed")
+
+    def _detach(self) -> Frame:
+        chooser = self._chooser
+        if not self.segments.sizes:
+            return ["detach", 0] if happens(chooser, self._one_in) else self._attach()
+        number = one_of(chooser, list(self.segments.sizes))
+        del self.segments.sizes[number]
+        self._has_content &= number != 0
+        return ["detach", number]
+
+    def _new_message(self, frame: Frame) -> Frame:
         """Begin a message, or discard the oldest one if as many are in flight as the hello stated."""
-        if len(self._in_flight) >= self._permits and not happens(self._chooser, self._one_in):
+        is_full = len(self._in_flight) >= self._permits and self._role != "rank"
+        if is_full and self._in_flight and not happens(self._chooser, self._one_in):
             return self._discard(self._in_flight[0])
-        message = self._begin()
-        if not last:
-            self._open[message] = 0
-        return self._put(message, last=last) if has_tensor else ["begin", message]
+        self._in_flight.append(self._next_message)
+        if frame[0] == "begin" or (frame[0] == "put" and not frame[9]):
+            self._open[self._next_message] = int(frame[0] == "put")
+        steps = (1, 1, 1, 4) if frame[0] == "publish" else (1,)
+        self._next_message += one_of(self._chooser, steps)
+        return frame
 
-    def _discard(self, message: int) -> Frame:
+    def _put_whole(self) -> Frame:
+        is_whole = self._role == "rank" or not happens(self._chooser, 3)
+        return self._new_message(self._put(self._next_message, 0, last=is_whole))
+
+    def _more(self) -> Frame:
+        if not self._open:
+            return self._put_whole()
+        message = one_of(self._chooser, list(self._open))
+        tensor = self._open[message]
+        self._open[message] += 1
+        is_last = happens(self._chooser, 2)
+        if is_last:
+            del self._open[message]
+        return self._put(message, tensor, last=is_last)
+
+    def _put(self, message: int, tensor: int, *, last: bool) -> Frame:
+        chooser = self._chooser
+        is_inline = not self.segments.sizes or chooser.number(0, 2) == 0
+        dtype, shape, placement, payload, block = self.segments.tensor(is_inline=is_inline)
+        frame: Frame = ["put", message, tensor, dtype, shape, "cpu", placement, payload, block, last]
+        if happens(chooser, 4):
+            frame.append(attributes(chooser, self._one_in, dtype, len(shape)))
+        return with_trace(chooser, self._one_in, frame, 11)
+
+    def _end(self) -> Frame:
+        whole = {message: count for message, count in self._open.items() if count}
+        if not whole:
+            return self._more()
+        message = one_of(self._chooser, list(whole))
+        return ["end", message, self._open.pop(message)]
+
+    def _publish(self) -> Frame:
+        chooser, one_in, number = self._chooser, self._one_in, self._next_message
+        if not happens(chooser, 4) or not self.segments.sizes:
+            content = _content(chooser, one_in, self.segments)
+            nbytes = boundary(chooser) if happens(chooser, 2 * one_in) else len(content)
+            return self._new_message(["publish", number, "inline", content, nbytes])
+        payload, nbytes = WHERE.pack(0, 0), len(CONTENT)
+        if happens(chooser, one_in) or not self._has_content:
+            nbytes = one_of(chooser, (0, 64, 4096, boundary(chooser)))
+            payload = self.segments.place(64, 1)
+        frame: Frame = ["publish", number, "arena", payload, nbytes, self.segments.block()]
+        return self._new_message(with_trace(chooser, one_in, frame, 6))
+
+    def _discard(self, message: int | None = None) -> Frame:
+        if message is None:
+            if not self._in_flight:
+                return self._makers[self._usual[0]]()
+            message = one_of(self._chooser, self._in_flight)
         self._in_flight.remove(message)
         self._open.pop(message, None)
         return ["discard", message]
 
-    def _begin(self) -> int:
-        self._next_message += 1
-        self._in_flight.append(self._next_message - 1)
-        return self._next_message - 1
-
-    def _put(self, message: int, *, last: bool) -> Frame:
+    def _answer(self, tag: str, left: list[int], first: int) -> Frame:
+        """Answer some numbers, the oldest first; add a wrong number now and then."""
         chooser = self._chooser
-        tensor = self._open.get(message, 0)
-        if message in self._open:
-            self._open[message] += 1
-            if last:
-                del self._open[message]
-        frame = put_frame(
-            chooser, self._one_in, self.segments, (message, tensor), self._next_block, last=last
-        )
-        self._next_block += frame[BLOCK] is not None
-        return frame
+        count = chooser.number(1, len(left)) if left else 0
+        some = left[:count]
+        del left[:count]
+        if tag == "taken":
+            self._blocks += some
+        numbers = [first + number for number in some]
+        if happens(chooser, self._one_in):
+            wrong = one_of(chooser, (FIRST_NUMBER, FIRST_BLOCK)) + chooser.number(0, 9)
+            numbers.append(one_of(chooser, (wrong, boundary(chooser))))
+        if happens(chooser, 2 * self._one_in):
+            numbers = (numbers or [first])[:1] * one_of(chooser, (2, MAX_NUMBERS, MAX_NUMBERS + 1))
+        return [tag, numbers]
+
+    def _close(self) -> Frame:
+        chooser = self._chooser
+        return ["close", one_of(chooser, ("", "a reason")), *(happens(chooser, 4) for _ in range(3))]
+
+    def _report(self) -> Frame:
+        """Return a report for an inspector."""
+        chooser, one_in = self._chooser, self._one_in
+        too_many = [MAX_ROWS + 1] if happens(chooser, one_in) else []
+        count = one_of(chooser, (2, 0, 1, MAX_ROWS, *too_many))
+        is_last = happens(chooser, 2)
+        if happens(chooser, 4):
+            statistics = _statistics(chooser, PublisherStatistics)
+            counts = ("pid", "behind", "behind_s", "held_bytes", "delivered", "dropped")
+            statistics["lags"] = [{"subscriber": "s", **dict.fromkeys(counts, chooser.number(0, 9))}] * count
+            return ["publisher report", statistics, is_last]
+        sender, numbers = chooser.number(0, 9), [chooser.number(0, 9)] * 6
+        rows = [[f"{sender + row:032x}", 1, 64, 1 << 20, *numbers] for row in range(count)]
+        rows[-1:] = [frame_or_fault(chooser, one_in, row) for row in rows[-1:]]
+        return ["receiver report", _statistics(chooser, ReceiverStatistics), rows, is_last]
+
+
+def _content(chooser: Chooser, one_in: int, segments: Segments) -> bytes:
+    """Generate the content of a publication."""
+    tensors: list[Frame] = []
+    for _ in range(chooser.number(0, 2) if segments.sizes else 0):
+        tensor: Frame = [*segments.tensor(is_inline=False)]
+        if happens(chooser, 4):
+            tensor.append(attributes(chooser, one_in, str(tensor[0]), len(tensor[1])))  # type: ignore[arg-type]
+        tensors.append(frame_or_fault(chooser, one_in, tensor))
+    content = frame_or_fault(chooser, 2 * one_in, [body_of(chooser, one_in, len(tensors)), tensors])
+    return bytes_or_fault(chooser, 2 * one_in, msgspec.msgpack.encode(content))
+
+
+def any_content(chooser: Chooser) -> bytes:
+    """Generate the content of a publication whose tensors are in two segments."""
+    one_in = one_of(chooser, WILDNESS)
+    segments = Segments(chooser, one_in)
+    segments.attach("sealed")
+    segments.attach("sealed")
+    return _content(chooser, one_in, segments)
+
+
+def _statistics(chooser: Chooser, kind: type[ReceiverStatistics | PublisherStatistics]) -> dict[str, Scalar]:
+    """Return a map with all fields of statistics, whose numbers are equal."""
+    number = boundary(chooser) % 2**63 if happens(chooser, 8) else chooser.number(0, 9)
+    described = msgspec.inspect.type_info(kind)
+    if not isinstance(described, msgspec.inspect.StructType):
+        raise TypeError(f"{kind} is no struct")
+    values: dict[type, Scalar] = {
+        msgspec.inspect.FloatType: 0.5,
+        msgspec.inspect.StructType: {"bounds_s": [0.5, 1], "counts": [number, 1, 0], "total_s": 0.5},
+        msgspec.inspect.DictType: {"OSError": number},
+        msgspec.inspect.VarTupleType: [],
+        msgspec.inspect.UnionType: one_of(chooser, (number, None)),
+    }
+    kinds = {field.name: type(getattr(field.type, "type", field.type)) for field in described.fields}
+    return {name: values.get(kind, number) for name, kind in kinds.items()}
 
 
 def conversation(chooser: Chooser, to: str) -> Conversation:
-    """Generate a conversation of a rogue with one kind of peer."""
-    return Conversation(to, tuple(_STEPS[to](chooser)))
-
-
-def _to_receiver(chooser: Chooser) -> list[Step]:
-    one_in = one_of(chooser, WILDNESS)
-    talk = Talk(chooser, one_in)
+    """Generate a conversation of a rogue with a peer of a role."""
+    if to in (TO_SERVER, TO_CLIENT):
+        return Conversation(to, tuple((to_server if to == TO_SERVER else to_client)(chooser)))
+    talker = Talker(chooser, one_of(chooser, WILDNESS), to)
     steps: list[Step] = []
+    while to == TO_RANK and happens(chooser, 12) and len(steps) < 3:
+        steps.append(_beside(chooser, to))
     if not happens(chooser, 20):
-        steps.append(_opening(chooser, talk, one_in, talk.hello()))
-    for _ in range(chooser.number(1, 12)):
-        if happens(chooser, 20):
-            steps.append(_opening(chooser, talk, one_in, talk.hello()))
-        if happens(chooser, 40):  # its further frames are all invalid
-            steps.append(_opening(chooser, talk, one_in, one_of(chooser, (INSPECT, SUBSCRIBE))))
-        elif happens(chooser, 8):
-            inspect = broken_frame(chooser, INSPECT) if happens(chooser, one_in) else INSPECT
-            steps.append(Step(msgspec.msgpack.encode([inspect]).hex(), beside=True))
-        moves = talk.movement.messages()
-        frames = [talk.frame() for _ in range(chooser.number(1, 4))]
-        steps.append(msgspec.structs.replace(_step(chooser, talk, one_in, frames), moves=moves))
-    return steps
+        steps.append(talker.opening())
+    for _ in range(chooser.number(1, 10)):
+        if to in _LISTENERS:
+            if happens(chooser, 16):
+                # In another role, all its further frames are invalid.
+                role = one_of(chooser, ("", "", "inspector", "sender", "subscriber", "rank"))
+                steps.append(replace(talker.opening(role), connects=True))
+            elif happens(chooser, 10):
+                steps.append(_beside(chooser, to))
+        steps.append(talker.step())
+    return Conversation(to, tuple(steps))
 
 
-def _opening(chooser: Chooser, talk: Talk, one_in: int, frame: Frame) -> Step:
-    """Return the first record of a connection, in which one frame is valid."""
-    frames = [broken_frame(chooser, frame) if happens(chooser, one_in) else frame]
-    frames += [talk.frame()] if happens(chooser, 2 * one_in) else []
-    step = _step(chooser, talk, one_in, frames, connects=True)
-    return msgspec.structs.replace(step, opening=any_opening(chooser, one_in))
-
-
-def _step(chooser: Chooser, talk: Talk, one_in: int, frames: list[Frame], *, connects: bool = False) -> Step:
-    record = record_of(chooser, frames, 2 * one_in)
-    descriptors = talk.segments.taken_descriptors()
-    if happens(chooser, 2 * one_in):
-        descriptors += [one_of(chooser, ANYTHING)] * one_of(chooser, (1, 7, 8, 9, 64))
-    return Step(record.hex(), tuple(descriptors), connects)
-
-
-def _to_sender(chooser: Chooser) -> list[Step]:
-    """Generate replies to a new sender, whose messages and blocks are numbered from 0."""
-    one_in = one_of(chooser, WILDNESS)
-    movement = Movement(chooser, one_in, Segments(chooser, one_in))
-    steps: list[Step] = []
-    frames: list[Frame] = []
-    if not happens(chooser, 10):
-        longest = one_of(chooser, (MAX_RECORD_BYTES, LEAST_FRAME_BYTES))
-        frames.append(["welcome", VERSION, 1, longest, "r", not happens(chooser, 8)])
-    for _ in range(chooser.number(0, 5)):
-        for _ in range(chooser.number(0, 3)):
-            frame = _answer(chooser, one_in)
-            frames.append(broken_frame(chooser, frame) if happens(chooser, one_in) else frame)
-            if happens(chooser, 8):
-                frames.append(frame)  # a duplicate
-        descriptors = ["pipe"] * one_of(chooser, (1, 8, 9, 64)) if happens(chooser, 10) else []
-        record = record_of(chooser, frames, 2 * one_in)
-        # By the third record the sender has sent tensors, so that a reply can be valid.
-        after = 3 - chooser.number(0, 3)
-        steps.append(Step(record.hex(), tuple(descriptors), after=after, moves=movement.messages()))
-        frames = []
-    return steps
-
-
-def _answer(chooser: Chooser, one_in: int) -> Frame:
-    tag = one_of(chooser, ("taken", "discarded", "taken", "discarded", "release"))
-    if happens(chooser, 16):
-        return ["close", one_of(chooser, ("", "no room")), *(happens(chooser, 2) for _ in range(3))]
-    if happens(chooser, 4 * one_in):  # a second one, unless it is the first frame
-        longest = one_of(chooser, (MAX_RECORD_BYTES, LEAST_FRAME_BYTES, 2**31, 2**63 - 1))
-        return ["welcome", VERSION, 1, longest, "r", happens(chooser, 2)]
-    numbers = [chooser.number(0, 2) for _ in range(chooser.number(1, 2))]
-    if happens(chooser, one_in):
-        numbers.append(boundary(chooser))
-    if happens(chooser, one_in):
-        numbers = numbers[:1] * one_of(chooser, (MAX_NUMBERS, MAX_NUMBERS + 1))
-    return [tag, numbers]
-
-
-_STEPS = {
-    TO_RECEIVER: _to_receiver,
-    TO_SENDER: _to_sender,
-    TO_INSPECTOR: to_inspector,
-    TO_SERVER: to_server,
-    TO_CLIENT: to_client,
-    TO_PUBLISHER: to_publisher,
-    TO_RANK: to_rank,
-    TO_SUBSCRIBER: to_subscriber,
-}
+def _beside(chooser: Chooser, to: str) -> Step:
+    """Return the first record of a further connection, usually that of an inspector."""
+    other = Talker(chooser, one_of(chooser, WILDNESS), to)
+    if happens(chooser, 4):
+        frame = other.frame()
+        frame = ["close"] if frame[:1] == ["hello"] else frame  # that of a rank would join the pipe
+        return Step(msgspec.msgpack.encode([frame]).hex(), beside=True)
+    return replace(other.opening("inspector"), beside=True, descriptors=(), opening=None)

@@ -5,15 +5,12 @@ import math
 import msgspec
 
 from aiotensor.codec.placeholders import ARRAY, LENGTH_BYTES, PACKED, TENSOR
+from aiotensor.memory.dtypes import DTYPES
 from aiotensor.protocol.exchange import VERSION
-from aiotensor.tensors.dtypes import DTYPES
 from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
-from verification.fuzz.placing import attributes
+from verification.fuzz.placing import DTYPE_NAMES, attributes, with_trace
 from verification.fuzz.steps import STAND_IN, Step
-from verification.fuzz.traces import with_trace
-from verification.fuzz.wire import Frame, Scalar, boundary, broken_bytes, broken_frame
-
-__all__ = ["SENT_BEFORE", "TO_CLIENT", "TO_SERVER", "body_of", "message_parts", "to_client", "to_server"]
+from verification.fuzz.wire import Frame, Scalar, boundary, broken_bytes, bytes_or_fault, frame_or_fault
 
 TO_SERVER = "server"
 TO_CLIENT = "client"
@@ -21,7 +18,6 @@ TO_CLIENT = "client"
 # The number of tensors in each message that the rogue's own sender has sent; each has 3 elements.
 SENT_BEFORE = (1, 2, 1)
 
-_DTYPE_NAMES = ("uint8", "int64", "float32", *sorted(DTYPES))
 _encode = msgspec.msgpack.encode
 
 
@@ -45,9 +41,8 @@ class _Words:
 
     def _limit(self) -> Scalar:
         chooser = self._chooser
-        return (
-            boundary(chooser) if happens(chooser, self._one_in) else one_of(chooser, (None, 1 << 24, 100, 1))
-        )
+        is_wrong = happens(chooser, self._one_in)
+        return boundary(chooser) if is_wrong else one_of(chooser, (None, 1 << 24, 100, 1))
 
     def ask(self) -> list[bytes]:
         handles = self._handles()
@@ -82,46 +77,37 @@ class _Words:
         for _ in range(chooser.number(0, 3)):
             meaning, nbytes = self._meaning()
             data = chooser.data(nbytes) if nbytes < 300 else bytes(nbytes)
-            if not has_buffers:
-                tensors.append(self._tensor(["in", meaning, data, len(tensors)]))
-            elif happens(chooser, 2):
+            record: Frame = ["in", meaning, data, len(tensors)]
+            if has_buffers and happens(chooser, 2):
                 buffers.append(data)
-                tensors.append(self._tensor(["by", meaning, len(buffers) - 1, len(tensors)]))
-            elif happens(chooser, 3):
-                record = _encode(["in", meaning, data, len(tensors)])
-                pack += len(record).to_bytes(LENGTH_BYTES, "big") + record
+                record = ["by", meaning, len(buffers) - 1, len(tensors)]
+            elif has_buffers and happens(chooser, 3):
+                packed = _encode(record)
+                pack += len(packed).to_bytes(LENGTH_BYTES, "big") + packed
                 tensors.append(msgspec.msgpack.Ext(TENSOR, PACKED))
-            else:
-                tensors.append(self._tensor(["in", meaning, data, len(tensors)]))
+                continue
+            tensors.append(self._tensor(record))
         if tensors and happens(chooser, 4):
             tensors.append(self._tensor(["as", chooser.number(0, len(tensors))]))
         fields: dict[str, Scalar] = {"number": chooser.number(0, 9), "tensors": tensors}
         if happens(chooser, 3):
             fields["array"] = msgspec.msgpack.Ext(ARRAY, _encode(["in", ["uint8", [2]], b"ab", len(tensors)]))
         if happens(chooser, self._one_in):
-            fields[one_of(chooser, ("number", "tensors", "array", "more"))] = one_of(
-                chooser, (None, [], {}, "text", boundary(chooser), tensors)
-            )
-        body = _encode(fields)
+            wrong: Scalar = one_of(chooser, (None, [], {}, "text", boundary(chooser), tensors))
+            fields[one_of(chooser, ("number", "tensors", "array", "more"))] = wrong
         if pack:
-            buffers.append(
-                broken_bytes(chooser, bytes(pack)) if happens(chooser, self._one_in) else bytes(pack)
-            )
-        return [broken_bytes(chooser, body) if happens(chooser, 2 * self._one_in) else body, *buffers]
+            buffers.append(bytes_or_fault(chooser, self._one_in, bytes(pack)))
+        return [bytes_or_fault(chooser, 2 * self._one_in, _encode(fields)), *buffers]
 
     def _tensor(self, record: Frame) -> msgspec.msgpack.Ext:
         chooser = self._chooser
-        if happens(chooser, self._one_in):
-            record = broken_frame(chooser, record)
-        data = _encode(record)
-        if happens(chooser, 2 * self._one_in):
-            data = broken_bytes(chooser, data)
+        data = _encode(frame_or_fault(chooser, self._one_in, record))
         code = one_of(chooser, (TENSOR, ARRAY, 5, -1)) if happens(chooser, self._one_in) else TENSOR
-        return msgspec.msgpack.Ext(code, data)
+        return msgspec.msgpack.Ext(code, bytes_or_fault(chooser, 2 * self._one_in, data))
 
     def _meaning(self) -> tuple[Frame, int]:
         chooser = self._chooser
-        dtype = one_of(chooser, _DTYPE_NAMES)
+        dtype = one_of(chooser, DTYPE_NAMES)
         shape: list[Scalar] = [chooser.number(0, 4) for _ in range(chooser.number(0, 3))]
         nbytes = math.prod(size for size in shape if isinstance(size, int)) * DTYPES[dtype].itemsize
         if happens(chooser, self._one_in):
@@ -129,7 +115,7 @@ class _Words:
         meaning: Frame = [dtype, shape]
         if happens(chooser, 4):
             meaning.append(attributes(chooser, self._one_in, dtype, len(shape)))
-        return (broken_frame(chooser, meaning) if happens(chooser, self._one_in) else meaning), nbytes
+        return frame_or_fault(chooser, self._one_in, meaning), nbytes
 
     def _handles(self) -> list[Scalar]:
         chooser = self._chooser
@@ -152,9 +138,8 @@ class _Words:
         return [self._header(frame), body, *buffers]
 
     def _header(self, frame: Frame) -> bytes:
-        chooser = self._chooser
-        header = _encode(broken_frame(chooser, frame) if happens(chooser, self._one_in) else frame)
-        return broken_bytes(chooser, header) if happens(chooser, 2 * self._one_in) else header
+        header = _encode(frame_or_fault(self._chooser, self._one_in, frame))
+        return bytes_or_fault(self._chooser, 2 * self._one_in, header)
 
     def _parts(self, parts: list[bytes]) -> list[bytes]:
         """Remove a part, or add one."""
@@ -170,14 +155,8 @@ class _Words:
 
 
 def _handle(message: int, tensor: int) -> dict[str, Scalar]:
-    return {
-        "sender": STAND_IN,
-        "message": message,
-        "tensor": tensor,
-        "dtype": "int64",
-        "shape": [3],
-        "device": "cpu",
-    }
+    what = {"dtype": "int64", "shape": [3], "device": "cpu"}
+    return {"sender": STAND_IN, "message": message, "tensor": tensor, **what}
 
 
 def message_parts(chooser: Chooser) -> list[bytes]:
@@ -198,19 +177,12 @@ def to_server(chooser: Chooser) -> list[Step]:
     if not happens(chooser, 20):
         steps.append(_step(words.hello("client")))
     for _ in range(chooser.number(1, 8)):
-        connects = happens(chooser, 20)
-        if connects:
+        if happens(chooser, 20):
             words = _Words(chooser, one_in)
             steps.append(_step(words.hello("client"), connects=True))
-        match chooser.number(0, 6):
-            case 0 | 1 | 2 | 3:
-                steps.append(_step(words.ask(), after=chooser.number(0, 1)))
-            case 4 | 5:
-                steps.append(_step(words.cancel()))
-            case _ if happens(chooser, 3):
-                steps.append(_step(words.hello("client")))
-            case _:
-                steps.append(_step(words.ask()))
+        kind = chooser.number(0, 12)
+        said = words.cancel() if kind > 9 else words.hello("client") if kind == 9 else words.ask()
+        steps.append(_step(said, after=chooser.number(0, 1)))
     return steps
 
 
@@ -221,17 +193,8 @@ def to_client(chooser: Chooser) -> list[Step]:
     if not happens(chooser, 10):
         steps.append(_step(words.hello("server")))
     for _ in range(chooser.number(0, 6)):
-        match chooser.number(0, 5):
-            case 0 | 1 | 2:
-                said = words.answer()
-            case 3:
-                said = words.failure()
-            case 4 if happens(chooser, 2):
-                said = words.close()
-            case 5 if happens(chooser, 3):
-                said = words.hello("server")
-            case _:
-                said = words.answer()
+        kind = one_of(chooser, (*["answer"] * 8, "failure", "failure", "close", "server"))
+        said = words.hello(kind) if kind == "server" else getattr(words, kind)()
         # By then the client has sent requests, so that a reply can be valid.
         steps.append(_step(said, after=3 - chooser.number(0, 3)))
         if happens(chooser, 6):

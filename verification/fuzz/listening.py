@@ -1,27 +1,27 @@
-"""A rogue receiver or publisher: a plain socket at its address, which replies with any records."""
+"""A rogue that listens: a plain socket at an address, which accepts one peer."""
 
 import asyncio
-import contextlib
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from aiotensor.protocol.frames import MAX_RECORD_BYTES
+import zmq
+
 from aiotensor.protocol.network import OPENING
 from aiotensor.transports.endpoints import Endpoint
-from verification.fuzz.listening_tcp import waiting_at_port
-from verification.fuzz.speaking import say
-from verification.fuzz.steps import Conversation
+from verification.fuzz.rogues import read_message
+from verification.fuzz.speaking import Connect, Line, SocketLine, ZmqLine, path_of
 from verification.fuzz.things import Things
 
-__all__ = ["answering_at", "waiting_at"]
+_LINGER_MS = 1000
+_PATIENCE_S = 20.0  # for a peer that always connects
 
 
 @contextmanager
 def waiting_at(address: Endpoint) -> Iterator[socket.socket]:
-    """Listen at the address of a receiver or publisher, and remove the socket file at the end."""
-    path = str(address).removeprefix("unix://")
+    """Listen at an address on one machine, and remove the socket file at the end."""
+    path = path_of(str(address))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.setblocking(False)
         listener.bind(path)
@@ -29,53 +29,35 @@ def waiting_at(address: Endpoint) -> Iterator[socket.socket]:
             listener.listen()
             yield listener
         finally:
-            os.unlink(path)
+            if not path.startswith("\0"):
+                os.unlink(path)
 
 
 @contextmanager
-def answering_at(
-    address: Endpoint, things: Things, opening: bytes = OPENING, patience_s: float | None = None
-) -> Iterator[Callable[[Conversation], Awaitable[None]]]:
-    """Listen at the address of a receiver; the result accepts one peer, and runs a conversation with it.
-
-    Args:
-        address: the address.
-        things: the descriptors of the rogue.
-        opening: the first message of either side, over ``tcp://`` only.
-        patience_s: the longest wait for a record, on one machine only; None if all of them arrive.
-    """
-    if str(address).startswith("tcp://"):
-        with waiting_at_port(str(address), opening) as port:
-            yield port.answer
-    else:
+def listening_at(address: str, things: Things, opening: bytes = OPENING) -> Iterator[Connect]:
+    """Listen at an address; the result accepts one peer. Arguments are those of `connecting_to`."""
+    if not address.startswith("tcp://"):
         with waiting_at(address) as listener:
-            yield lambda conversation: _answer(listener, conversation, things, patience_s)
 
+            async def accept(_: str | None) -> Line:
+                sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+                return SocketLine(sock, things)
 
-async def _answer(
-    listener: socket.socket, conversation: Conversation, things: Things, patience_s: float | None
-) -> None:
-    """Accept one peer, and send it the records of a conversation.
+            yield accept
+        return
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.ROUTER) as sock:
+            sock.linger = _LINGER_MS
+            sock.router_mandatory = True
+            sock.bind(address)
 
-    At most the first three records of a sender are awaited: its hello, a segment, and tensors.
-    """
-    loop = asyncio.get_running_loop()
-    sock, _ = await loop.sock_accept(listener)
-    with sock:
-        sock.setblocking(False)
-        read = 0
-        for step in conversation.steps:
-            while read < step.after and await _read(sock, patience_s):
-                read += 1
-            if step.carried is not None:
-                continue
-            beside = things.descriptors(step.descriptors, sock.fileno())
-            if not await say(sock, step.data, beside):
-                return
+            async def answer(other: str | None) -> Line:
+                first = await read_message(sock, _PATIENCE_S)
+                assert first is not None, "no peer has connected"
+                sock.send_multipart([first[0], opening if other is None else bytes.fromhex(other)])
+                return ZmqLine(sock, first[0])
 
-
-async def _read(sock: socket.socket, within_s: float | None) -> bool:
-    with contextlib.suppress(ConnectionResetError, TimeoutError):
-        async with asyncio.timeout(within_s):
-            return bool(await asyncio.get_running_loop().sock_recv(sock, MAX_RECORD_BYTES))
-    return False
+            yield answer
+    finally:
+        context.term()

@@ -1,83 +1,139 @@
-"""Live targets of rogues, for tests without a running event loop."""
+"""What all live targets share: the process of the peers, and the checks after each conversation."""
 
 import asyncio
-import random
-from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
-from typing import Generic, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from aiotensor.transports.endpoints import Endpoint
-from verification.fuzz.engine import Figures
-from verification.fuzz.exploring import explore, said_at_random, telling
-from verification.fuzz.steps import CASES, Conversation, cases
-from verification.places import endpoint
+from verification import loops
+from verification.fuzz.listening import listening_at
+from verification.fuzz.observing import Figures, Troubles, figures, threads_started
+from verification.fuzz.speaking import converse
+from verification.fuzz.steps import Conversation
+from verification.fuzz.things import Things
+from verification.processes import peers
+from verification.processes.allocator import use_one_heap
 
-__all__ = ["Listening", "Live", "listening"]
+TROUBLES = "troubles"  # of the process of the peers, in its state
+
+_PATIENCE_S = 20.0  # for steps of milliseconds; a slower peer hangs
 
 
-class Live(Protocol):
-    """The common interface of all live targets."""
+async def _watch(state: peers.State) -> None:
+    """Start collecting errors in the process, after the thread that decodes large messages."""
+    use_one_heap()
+    await threads_started()
+    state.others[TROUBLES] = Troubles()
+
+
+async def _look(state: peers.State, *, measures: bool) -> tuple[Figures | None, int]:
+    """Check for errors; return the resources of the process, and the number of warnings of violations."""
+    troubles: Troubles = state.others[TROUBLES]
+    assert not troubles.found, "\n".join([*troubles.found, "the latest warnings:", *troubles.latest])
+    return figures() if measures else None, troubles.violations
+
+
+class Live(ABC):
+    """Peers of one role in a process, as seen by the rogues and honest peers in this one.
+
+    Args:
+        address: where the peers listen, or where the rogues do.
+        process: the process of the peers.
+        things: the descriptors of the rogues.
+
+    Attributes:
+        conversations: the number of conversations so far.
+        outcomes: the results of the calls of the peers, and other counts.
+    """
+
+    def __init__(self, address: str, process: peers.Peer, things: Things) -> None:
+        self.conversations = 0
+        self.outcomes: Counter[str] = Counter()
+        self.address = address
+        self.process = process
+        self.things = things
+        self._violations = 0
+
+    async def open(self) -> None:  # noqa: B027 - not all targets open something first
+        """Prepare for the first conversation."""
+
+    async def close(self) -> None:  # noqa: B027
+        """Close what was opened."""
+
+    @abstractmethod
+    async def talk(self, said: Conversation) -> None:
+        """Run a rogue's conversation, and check that honest peers are not affected."""
+
+    async def settle(self) -> None:  # noqa: B027
+        """Wait until nothing is held for any rogue."""
+
+    async def hear(self, said: Conversation) -> None:
+        """Run a rogue's conversation, and check for errors that no peer may cause."""
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                await self.talk(said)
+        finally:
+            self.conversations += 1
+            await self.process.call(_look, measures=False)  # an error of the process explains any other
+
+    async def look(self) -> Figures:
+        """Check that nothing is held for any rogue, and measure the held resources."""
+        async with asyncio.timeout(_PATIENCE_S):
+            await self.settle()
+            found, self._violations = await self.process.call(_look, measures=True)
+        assert found is not None
+        return found
 
     @property
     def summary(self) -> str:
-        """Return a summary of the run."""
-
-    async def hear(self, conversation: Conversation) -> None:
-        """Run a rogue's conversation, and check that the target still serves honest peers."""
-
-    async def look(self) -> Figures:
-        """Check for errors, and measure the held resources."""
+        """A summary of the run."""
+        counts = [f"{count} {name}" for name, count in sorted(self.outcomes.items())]
+        return f"{self._violations} warnings of violations; {', '.join(counts)}"
 
 
-L = TypeVar("L", bound=Live)
+class LiveConnector(Live):
+    """Peers that connect, one after the other: each first to a rogue, and then to an honest peer.
+
+    Attributes:
+        begin: opens the next peer in its process; None if `work` does.
+        work: uses the peer until its work is done, and returns the outcomes of its calls.
+    """
+
+    begin: Callable[[peers.State], Awaitable[None]] | None = None
+    work: Callable[[peers.State], Awaitable[Counter[str]]]
+
+    async def talk(self, said: Conversation) -> None:
+        """Run a rogue for a new peer in use, and check that the next one serves it."""
+        with listening_at(self.address, self.things) as accept:
+            if self.begin is not None:
+                await self.process.call(self.begin)
+            working = self.process.start(self.work)
+            await converse(accept, said)
+        async with self.honest():
+            self.outcomes += await working
+            await self.finish()
+
+    @abstractmethod
+    def honest(self) -> AbstractAsyncContextManager[None]:
+        """Open an honest peer at the address, and serve the peers in the process."""
+
+    @abstractmethod
+    async def finish(self) -> None:
+        """Check that an honest peer is served, and that nothing is held for the rogue."""
 
 
-class Listening(Generic[L]):
-    """A live target, and the event loop of its peers."""
-
-    def __init__(self, runner: asyncio.Runner, live: L) -> None:
-        self._runner = runner
-        self.live = live
-
-    def look(self) -> Figures:
-        """Check for errors, and measure the held resources."""
-        return self._runner.run(self.live.look())
-
-    def hear(self, said: Conversation) -> None:
-        """Run one conversation."""
-        self._runner.run(self.live.hear(said))
-
-    def explore(self, to: str, *, warm_up: int, examples: int, growth_kib: int) -> None:
-        """Run conversations of every kind, and check that the target has not grown."""
-        source = random.Random(0)
-        for _ in range(warm_up):
-            telling(said_at_random(to, source), self.hear)
-        before = self.look()
-        explore(to, examples, self.hear)
-        grown = self.look().grown(before, growth_kib)
-        assert not grown, ", ".join(grown)
-
-    def replay(self, to: str, *, times: int) -> None:
-        """Run the recorded cases."""
-        recorded = cases(to)
-        assert recorded, f"there is no recorded case in {CASES}"
-        for said in recorded.values():
-            for _ in range(times):
-                telling(said, self.hear)
-            self.look()
-
-
-@contextmanager
-def listening(
-    link: str, start: Callable[[Endpoint], AbstractAsyncContextManager[L]]
-) -> Iterator[Listening[L]]:
-    """Start a target on a link."""
-    with asyncio.Runner() as runner, endpoint(link) as place:
-        living = start(place)
-        live = runner.run(living.__aenter__())
-        try:
-            yield Listening(runner, live)
-        except BaseException as error:
-            runner.run(living.__aexit__(type(error), error, error.__traceback__))
-            raise
-        runner.run(living.__aexit__(None, None, None))
+@asynccontextmanager
+async def opened(kind: type[Live], address: str, *, uvloop: bool) -> AsyncIterator[Live]:
+    """Start a live target, and check that its process ends normally after the block."""
+    process = peers.Peer(address, kind=loops.Kind("uvloop" if uvloop else "asyncio", "plain"))
+    try:
+        await process.call(_watch)
+        with Things() as things:
+            live = kind(address, process, things)
+            await live.open()
+            yield live
+            await live.close()
+        assert await process.finish() == 0
+    finally:
+        await process.close()

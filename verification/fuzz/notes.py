@@ -15,8 +15,6 @@ from aiotensor.channel import MessageClient, Request
 from aiotensor.transports.endpoints import Endpoint
 from verification.patterns import BIG, pattern
 
-__all__ = ["Note", "ask_rightly", "messages_at", "respond", "work"]
-
 # The errors of requests to a rogue server.
 _ENDS = (RemoteError, PeerLostError, RefusedError, ProtocolError, TooLargeError)
 

@@ -1,23 +1,22 @@
-"""The segments of a rogue, and the tensors that it places in them or in frames."""
+"""The segments of a rogue, and the descriptions of the tensors that it places in them or in frames."""
 
 import math
 
+from aiotensor.memory.dtypes import DTYPES
 from aiotensor.protocol.frames import ARENA
-from aiotensor.tensors.dtypes import DTYPES
+from aiotensor.types import MAX_TRACE_FIELDS, MAX_TRACE_NAME, MAX_TRACE_VALUE
 from verification.fuzz.choosers import Chooser, happens, one_of
 from verification.fuzz.things import MEMORY_KINDS, OTHER_THINGS, SEGMENT_BYTES, WHERE
-from verification.fuzz.traces import with_trace
 from verification.fuzz.wire import BOUNDARIES, Frame, Scalar, boundary
 
-__all__ = ["ANYTHING", "BLOCK", "DTYPE_NAMES", "Segments", "attributes", "put_frame", "small_shape"]
-
 ANYTHING = (*OTHER_THINGS, "itself")
-BLOCK = 8  # the position of the number of a block in the frame of a tensor
 DTYPE_NAMES = ("uint8", "int64", "float32", *sorted(DTYPES))
+
+_PARENT = f"00-{'a' * 32}-{'b' * 16}-01"
 
 
 class Segments:
-    """The segments that a rogue has attached.
+    """The segments that a rogue has attached, and the blocks in them.
 
     Attributes:
         sizes: their sizes in bytes, by their numbers.
@@ -29,9 +28,9 @@ class Segments:
         self.descriptors: list[str] = []
         self._chooser = chooser
         self._one_in = one_in
-        self._next = 0
+        self._next = self._next_block = 0
 
-    def attach(self, kind: str = "sealed") -> Frame:
+    def attach(self, kind: str) -> Frame:
         """Attach one more, with its descriptor; a wrong one now and then."""
         chooser = self._chooser
         number, self._next = self._next, self._next + 1
@@ -52,6 +51,27 @@ class Segments:
         taken, self.descriptors = self.descriptors, []
         return taken
 
+    def block(self) -> int:
+        """Return the number of a new block."""
+        self._next_block += 1
+        return self._next_block - 1
+
+    def tensor(self, *, is_inline: bool) -> tuple[str, list[Scalar], str, bytes, int | None]:
+        """Place a tensor: return its dtype, shape, placement, payload and block."""
+        chooser = self._chooser
+        dtype = one_of(chooser, DTYPE_NAMES)
+        itemsize = DTYPES[dtype].itemsize
+        sizes: list[int] = [chooser.number(1, 4) for _ in range(chooser.number(0, 3))]
+        if not is_inline and happens(chooser, 3):  # a shape with which it fits into each segment
+            sizes = [chooser.number(1, min(SEGMENT_BYTES) // itemsize)]
+        nbytes = math.prod(sizes) * itemsize
+        shape: list[Scalar] = [*sizes]
+        if happens(chooser, 2 * self._one_in):
+            shape = [boundary(chooser) for _ in range(chooser.number(0, 4))]
+        if is_inline:
+            return dtype, shape, "inline", chooser.data(nbytes if nbytes < 300 else 0), None
+        return dtype, shape, ARENA, self.place(nbytes, itemsize), self.block()
+
     def place(self, nbytes: int, alignment: int) -> bytes:
         """Choose a position for a tensor; a wrong one now and then."""
         chooser = self._chooser
@@ -65,48 +85,6 @@ class Segments:
         payload = WHERE.pack(segment, offset)
         return payload[: chooser.number(0, 15)] if happens(chooser, 3 * self._one_in) else payload
 
-    def shape(self, itemsize: int) -> list[int]:
-        """Choose a shape with which a tensor fits into each segment."""
-        chooser = self._chooser
-        if happens(chooser, 3):
-            return [chooser.number(1, min(SEGMENT_BYTES) // itemsize)]
-        return small_shape(chooser)
-
-
-def small_shape(chooser: Chooser) -> list[int]:
-    """Choose the shape of a tensor of a few elements."""
-    return [chooser.number(1, 4) for _ in range(chooser.number(0, 3))]
-
-
-def put_frame(
-    chooser: Chooser, one_in: int, segments: Segments, names: tuple[int, int], block: int, *, last: bool
-) -> Frame:
-    """Announce a tensor in a segment, with the number of its block, or in the frame.
-
-    Args:
-        chooser: decides.
-        one_in: how seldom something is wrong.
-        segments: those in which it may be placed.
-        names: the numbers of its message and of the tensor within the message.
-        block: the number of its block, if it has one.
-        last: whether it completes its message.
-    """
-    dtype = one_of(chooser, DTYPE_NAMES)
-    itemsize = DTYPES[dtype].itemsize
-    in_memory = bool(segments.sizes) and chooser.number(0, 2) > 0
-    shape = segments.shape(itemsize) if in_memory else small_shape(chooser)
-    nbytes = math.prod(shape) * itemsize
-    placement, payload = "inline", chooser.data(nbytes if nbytes < 300 else 0)
-    if in_memory:
-        placement, payload = ARENA, segments.place(nbytes, itemsize)
-    if happens(chooser, 2 * one_in):
-        shape = [boundary(chooser) for _ in range(chooser.number(0, 4))]
-    where = [placement, payload, block if in_memory else None]
-    frame: Frame = ["put", *names, dtype, shape, "cpu", *where, last]
-    if happens(chooser, 4):
-        frame.append(attributes(chooser, one_in, dtype, len(shape)))
-    return with_trace(chooser, one_in, frame, 11)
-
 
 def attributes(chooser: Chooser, one_in: int, dtype: str, dimensions: int) -> Frame:
     """Choose the attributes of a tensor: whether it requires a gradient and is a parameter, and its order."""
@@ -117,3 +95,27 @@ def attributes(chooser: Chooser, one_in: int, dtype: str, dimensions: int) -> Fr
     if happens(chooser, one_in):
         order.append(boundary(chooser))
     return [may_require and chooser.number(0, 1) == 1, chooser.number(0, 1) == 1, order]
+
+
+def with_trace(chooser: Chooser, one_in: int, frame: Frame, fields: int) -> Frame:
+    """Add a trace context to a frame, in some cases.
+
+    Args:
+        chooser: decides.
+        one_in: how seldom something is wrong.
+        frame: the frame; fields before the trace context that it lacks are None.
+        fields: the number of items before the trace context, with the tag.
+    """
+    if not happens(chooser, 4):
+        return frame
+    trace: dict[Scalar, Scalar] = {"traceparent": _PARENT}
+    if happens(chooser, 2):
+        trace["baggage"] = one_of(chooser, ("", "user=1", "x" * MAX_TRACE_VALUE, "=,;"))
+    if happens(chooser, one_in):
+        trace["traceparent"] = one_of(chooser, ("", "00--", None, 1, "x" * (MAX_TRACE_VALUE + 1)))
+    if happens(chooser, one_in):
+        trace["x" * (MAX_TRACE_NAME + chooser.number(0, 1))] = ""
+    if happens(chooser, one_in):
+        count = MAX_TRACE_FIELDS + chooser.number(0, 1)
+        trace = {f"field-{number}": "" for number in range(count)}
+    return [*frame, *[None] * (fields - len(frame)), trace]

@@ -15,15 +15,6 @@ from verification.fuzz.notes import messages_at
 from verification.fuzz.steps import STAND_IN, Conversation, Step
 from verification.patterns import pattern
 
-__all__ = [
-    "answer_as_server",
-    "ask_as_client",
-    "heard_by_server",
-    "read_message",
-    "rogue_server",
-    "send_message",
-]
-
 _PATIENCE_S = 0.02  # for a reply that may never arrive
 _LINGER_MS = 1000
 

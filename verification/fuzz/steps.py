@@ -6,50 +6,29 @@ import msgspec
 
 from aiotensor.protocol import network
 
-__all__ = [
-    "CASES",
-    "FIRST_BLOCK",
-    "FIRST_NUMBER",
-    "HEARD",
-    "PID",
-    "PUBLISHER",
-    "STAND_IN",
-    "Conversation",
-    "Step",
-    "cases",
-    "keep",
-]
-
 CASES = Path(__file__).parent / "cases"
 
-# The placeholder of the sender's id in every record; each run of a conversation replaces it with a new id.
-STAND_IN = "5ead" * 8
-
-# Further placeholders, for values of the publisher and of the rogue itself: see `subscribing` and `hearing`.
-# They are valid values of the fields.
-PUBLISHER = "5eed" * 8  # the id of the publisher
+# Placeholders in records, which each run of a conversation replaces; they are valid values of the fields.
+STAND_IN = "5ead" * 8  # the id of the rogue, a new one in each run
+PEER = "5eed" * 8  # the id of the peer
 PID = 0x5EAD_5EAD  # the id of the rogue's process
-FIRST_NUMBER = 0x2EAD_5EAD_0000_0000  # the first publication of a connection; the next ones follow
-FIRST_BLOCK = 0x2EAD_B10C_0000_0000  # a block of the first publication; those of the next ones follow
+FIRST_NUMBER = 0x2EAD_5EAD_0000_0000  # the first message of the peer on a connection; the next ones follow
+FIRST_BLOCK = 0x2EAD_B10C_0000_0000  # the first block of the peer on a connection; the next ones follow
 HEARD = 0x2EAD_ACED_0000_0000  # the bytes of steps, and of records, that the rogue has received
 
 
-class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One record of a conversation.
 
     Attributes:
         record: the bytes, in hexadecimal digits.
-        descriptors: the kinds of the descriptors that travel with it; see `things.Things`.
+        descriptors: the kinds of the descriptors that accompany it; see `things.Things`.
         connects: whether it is sent on a new connection.
         beside: whether it is sent on a further connection, whose answer is awaited, and which stays open.
-        after: how many records of the other side are read before it is sent; of a publisher, how many
-            publications.
+        after: how many messages of the peer are read before it is sent; of a channel, how many records.
         parts: the further parts of a ZeroMQ message, in hexadecimal digits.
         moves: the messages before the record, over ``tcp://`` only, in hexadecimal digits.
         opening: the first message on a new connection, over ``tcp://`` only; None for the valid one.
-        carried: the bytes of a tensor that travel with the record, in hexadecimal digits. Over other links
-            the record is not sent.
-        is_apart: whether these bytes are the next message.
     """
 
     record: str
@@ -60,8 +39,6 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parts: tuple[str, ...] = ()
     moves: tuple[str, ...] = ()
     opening: str | None = None
-    carried: str | None = None
-    is_apart: bool = False
 
     @property
     def data(self) -> bytes:
@@ -70,22 +47,18 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def messages(self) -> list[bytes]:
         """The messages of this step between machines."""
-        before = [*map(bytes.fromhex, self.moves)]
-        if self.carried is None:
-            return [*before, bytes([network.RECORD]) + self.data]
-        head, carried = network.encode_data(self.data), bytes.fromhex(self.carried)
-        return [*before, head, carried] if self.is_apart else [*before, head + carried]
+        return [*map(bytes.fromhex, self.moves), bytes([network.RECORD]) + self.data]
 
 
 class Conversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All records that one rogue sends to a peer."""
+    """All records that one rogue sends to a peer of a role."""
 
     to: str
     steps: tuple[Step, ...]
 
 
 def cases(to: str) -> dict[str, Conversation]:
-    """Read the recorded cases: conversations that once caused an error in a peer of this kind."""
+    """Read the recorded cases: conversations that once caused an error in a peer of this role."""
     found = {
         path.stem: msgspec.json.decode(path.read_bytes(), type=Conversation)
         for path in sorted(CASES.glob("*.json"))
@@ -94,7 +67,7 @@ def cases(to: str) -> dict[str, Conversation]:
 
 
 def keep(name: str, conversation: Conversation) -> Path:
-    """Record a case, which the tests replay from then on."""
+    """Record a case, which is sent again in every run."""
     path = CASES / f"{name}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(conversation)) + b"\n")
     return path

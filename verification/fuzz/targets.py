@@ -1,46 +1,49 @@
-"""The common parts of all targets: the conversation that an input stands for, and the report of progress."""
+"""The targets: what takes conversations, the share of each in the duration, and the meaning of an input."""
 
-import msgspec
-
-from verification.fuzz.choosers import FromBytes
-from verification.fuzz.grammar import TO_RECEIVER, conversation
-from verification.fuzz.headers import message_parts
+from verification.fuzz import headers
+from verification.fuzz.choosers import Chooser, one_of
+from verification.fuzz.decoding import Decoding
+from verification.fuzz.feeding import Feeding
+from verification.fuzz.grammar import ROLES, any_content, conversation
+from verification.fuzz.living import Live
+from verification.fuzz.piping import LiveRank
 from verification.fuzz.steps import Conversation, Step
+from verification.fuzz.to_clients import LiveClient
+from verification.fuzz.to_inspectors import LiveInspector
+from verification.fuzz.to_publishers import LivePublisher
+from verification.fuzz.to_receivers import LiveReceiver
+from verification.fuzz.to_senders import LiveSender
+from verification.fuzz.to_servers import LiveServer
+from verification.fuzz.to_subscribers import LiveSubscriber
 
-__all__ = ["TO_DECODER", "Progress", "conversation_of", "link_of", "listener_of"]
+# Real peers by their roles, which talk to rogues in another process, and code without peers.
+LIVE: dict[str, type[Live]] = {
+    "receiver": LiveReceiver,
+    "sender": LiveSender,
+    "publisher": LivePublisher,
+    "subscriber": LiveSubscriber,
+    "rank": LiveRank,
+    "inspector": LiveInspector,
+    headers.TO_SERVER: LiveServer,
+    headers.TO_CLIENT: LiveClient,
+}
+PURE: dict[str, type[Decoding | Feeding]] = {"decoder": Decoding, "connections": Feeding}
 
-# The kind of peer that gets only the parts of a message: its body and its buffers.
-TO_DECODER = "decoder"
-
-
-class Progress(msgspec.Struct):
-    """The progress of a target under atheris, which it writes to a file now and then."""
-
-    executions: int = 0
-    summary: str = ""
-
-
-def listener_of(target: str) -> str:
-    """Return the kind of peer that a target's conversations are for."""
-    kind, _, _ = target.partition(", ")
-    return kind
+# The relative duration of each target: the name of pure code, or a role and a link.
+TARGETS = {
+    **dict.fromkeys(PURE, 15),
+    **{f"{role}, {link}": 5 if role == "inspector" else 10 for role in ROLES for link in ("unix", "tcp")},
+    "server, unix": 8,
+    "client, unix": 7,
+}
 
 
 def conversation_of(target: str, data: bytes) -> Conversation:
-    """Return the conversation that an input of a target stands for."""
-    if target == "decoder":
-        return Conversation(TO_RECEIVER, (Step(data.hex()),))
-    if target == "messages":
-        return Conversation(TO_DECODER, (_message(message_parts(FromBytes(data))), _message([data])))
-    return conversation(FromBytes(data), listener_of(target))
-
-
-def _message(parts: list[bytes]) -> Step:
-    body, *buffers = parts
-    return Step(body.hex(), parts=tuple(buffer.hex() for buffer in buffers))
-
-
-def link_of(target: str) -> str:
-    """Return the link of a target."""
-    _, _, link = target.partition(", ")
-    return link or "unix"
+    """Return the conversation that an input of a pure target represents."""
+    chooser = Chooser(data)
+    if target != "decoder":
+        return conversation(chooser, one_of(chooser, list(ROLES)))
+    body, *buffers = headers.message_parts(chooser)
+    message = Step(body.hex(), parts=tuple(buffer.hex() for buffer in buffers))
+    said = conversation(chooser, one_of(chooser, list(LIVE))).steps
+    return Conversation(target, (Step(data.hex()), message, Step(any_content(chooser).hex()), *said))

@@ -128,9 +128,9 @@ class WholeBroadcast(SubscriberRules):
     def _check_lag(self, side: PublisherSide, subscriber: SubscriberSide, lag: SubscriberLag) -> None:
         session = session_of_subscriber(subscriber.subscriber)
         assert session is not None
-        assert session.connection.limits is not None
+        assert session.connection.theirs is not None
         # Each publication of this connection was delivered, dropped, or is still to be taken.
-        since = session.connection.limits.next
+        since = session.connection.theirs.first
         total = len(side.published) - since
         assert lag.delivered + lag.dropped + lag.behind == total, f"{subscriber} since {since}: {lag}"
         arrived = [one for one in arrived_at(subscriber.subscriber) if one.session is session]

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from verification.internals import keep_socket_file, listener_of, pipeline_of, senders_of, worker_of
+from verification.internals import keep_socket_file, listener_of, senders_of, worker_of
 from verification.model.receivers import ReceiverRules
 from verification.model.records import Call, Outcome, Receiver, Sender
 from verification.model.senders import SenderRules
@@ -63,7 +63,7 @@ class EndRules(SenderRules, ReceiverRules):
     def _kill_sender(self, sender: Sender) -> None:
         """End a sender like a killed process: its sockets are closed, without a closing frame."""
         with self.steps.inside():
-            pipeline_of(sender.sender).sessions.abort()
+            sender.sender._disconnect()
             sender.sender.discard_all()  # posted messages, which closing would wait for
         for call in self.of(sender):
             self.cancel(call)
@@ -95,7 +95,7 @@ class EndRules(SenderRules, ReceiverRules):
         keep_socket_file(receiver.receiver)
         with self.steps.inside():
             listener_of(receiver.receiver).close()
-            for peer in senders_of(receiver.receiver).connected.values():
+            for peer in senders_of(receiver.receiver).values():
                 peer.transport.close()
         for call in self.of(receiver):
             self.cancel(call)
@@ -111,7 +111,7 @@ class EndRules(SenderRules, ReceiverRules):
         if not connected:
             return  # a limit of the receiver has refused it since
         sender = data.draw(st.sampled_from(connected))
-        session = pipeline_of(sender.sender).sessions.current
+        session = sender.sender._session
         if session is not None and not session.transport.is_closed:
             if is_quiet:
                 self.note_who_waits([sender])

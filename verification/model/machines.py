@@ -3,7 +3,7 @@
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import invariant, rule
 
-from verification.internals import memory_of, pipeline_of
+from verification.internals import memory_of, permits_of
 from verification.model.broadcast import WholeBroadcast
 from verification.model.settled import SettledWorld
 from verification.model.stage import Stage
@@ -36,7 +36,7 @@ class WholeProtocol(SettledWorld):
             assert now.in_flight <= now.peak_in_flight <= now.max_concurrent_videos == sender.limit
             assert now.bytes_in_use <= now.peak_bytes_in_use <= now.arena_bytes == sender.arena_bytes
         for sender in self.living:
-            permits = pipeline_of(sender.sender).grants.permits.budget
+            permits = permits_of(sender.sender)
             assert not permits.waiting or permits.in_use == permits.limit, "a permit is free, and one waits"
             begun = [m for m in sender.messages if m.opened is not None or m.number is not None]
             latest = max((m.began for m in begun if m.waits_in_line), default=0)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import hypothesis
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
+from verification.internals import no_grace
 from verification.model.machines import SETTINGS
 
 __all__ = ["SEQUENCES", "Run", "run_for"]
@@ -64,7 +65,7 @@ def _play(machines: Mapping[str, type[RuleBasedStateMachine]], seed: int, number
     name = list(machines)[number % len(machines)]
     machine = hypothesis.seed(f"{seed}-{number}")(machines[name])
     try:
-        with _unraised() as unraised:
+        with no_grace(), _unraised() as unraised:
             run_state_machine_as_test(machine, settings=hypothesis.settings(SETTINGS, max_examples=SEQUENCES))
     except Exception as error:  # noqa: BLE001 - each is a finding
         return f"{name}: {''.join(traceback.format_exception(error))}"

@@ -11,7 +11,7 @@ from aiotensor import (
     UsageError,
     WouldBlockError,
 )
-from verification.internals import pipeline_of, worker_of
+from verification.internals import permits_of, worker_of
 from verification.model.records import Block, Call, Message, Outcome, Sender
 from verification.model.world import World, is_copied
 
@@ -132,7 +132,7 @@ class SenderRules(World):
         """Send a tensor without waiting; return its message unless it was refused."""
         new_bytes = 0 if block is None or (block.is_allocated and not block.may_be_copied) else values.nbytes
         before = sender.sender.statistics()
-        others_wait = pipeline_of(sender.sender).grants.permits.budget.waiting > 0
+        others_wait = permits_of(sender.sender).waiting > 0
         message = self._begin(sender)
         message.waits_in_line = False
         call = Call(what, None, self.tick(), _never, sender)
@@ -145,7 +145,7 @@ class SenderRules(World):
             is_full = before.in_flight == before.max_concurrent_videos or before.waiting
             has_no_room = new_bytes and before.bytes_in_use + new_bytes > before.arena_bytes * 3 // 4
             reads_not = "no receiver" in why or "slow to read" in why
-            if self.delivery is not None and not pipeline_of(sender.sender).sessions.is_admitted:
+            if self.delivery is not None and not sender.sender._is_admitted:
                 reads_not |= "has not answered" in why  # between machines, a sender waits for its admission
             assert is_full or has_no_room or reads_not, why
         except AioTensorError as error:

@@ -6,8 +6,8 @@ import msgspec
 import torch
 
 from aiotensor import SenderStatistics, WouldBlockError
-from aiotensor.sending.message import MessageState
-from verification.internals import landed_bytes, memory_of, pipeline_of, senders_of, worker_of
+from aiotensor.sender import MessageState
+from verification.internals import landed_bytes, memory_of, permits_of, senders_of, worker_of
 from verification.model.ends import EndRules
 from verification.model.records import Message, Receiver, Sender, Tensor
 
@@ -70,7 +70,7 @@ class SettledWorld(EndRules):
             if sender.end:
                 sender.met = None
             elif receiver is not None:
-                is_here = sender.sender.id in senders_of(receiver.receiver).connected
+                is_here = sender.sender.id in senders_of(receiver.receiver)
                 assert is_here or sender.may_be_refused, f"{sender} did not find {receiver}"
                 sender.met = receiver if is_here else None
                 if is_here:
@@ -122,7 +122,7 @@ class SettledWorld(EndRules):
         assert statistics.bytes_in_use or not for_bytes, f"{sender}: {waiting} wait for bytes that are free"
         begun = [m for m in sender.messages if m.number is None and m.opened and not self.has_ended(m)]
         asking = [call for call in waiting if call.message is not None and call.message.opened is None]
-        granted = len(asking) - pipeline_of(sender.sender).grants.permits.budget.waiting
+        granted = len(asking) - permits_of(sender.sender).waiting
         if not any(message.may_be_lost for message in begun):
             assert statistics.in_flight == len(present) + len(begun) + granted, f"{sender} has permits left"
         held = [tensor for tensor in self.known.values() if tensor.message.sender is sender]

@@ -15,12 +15,10 @@ import uvloop
 from anyio._backends._asyncio import WorkerThread
 
 import aiotensor.transports.tcp.options  # noqa: F401 - imported late otherwise, and with the sizes below
+from aiotensor.memory import copies, landing, segments
 from aiotensor.protocol import moves, pages
-from aiotensor.receiving import landing
 from aiotensor.runtime import worker as workers
 from aiotensor.runtime.worker import Worker
-from aiotensor.sending import copies
-from aiotensor.tensors import segments
 from aiotensor.transports.zeromq import sockets
 from verification.internals import lanes_of
 from verification.model.delivery import Delivery

@@ -15,8 +15,8 @@ from aiotensor import (
     TensorHandle,
     WouldBlockError,
 )
-from aiotensor.sending.message import MessageState
-from verification.internals import pipeline_of, worker_of
+from aiotensor.sender import MessageState
+from verification.internals import worker_of
 from verification.model.records import (
     Block,
     Call,
@@ -300,7 +300,7 @@ class World(Stage):
 
 def is_copied(message: Message) -> bool:
     """Return whether the tensor of a posted message was announced, which wakes its waiters later."""
-    session = pipeline_of(message.sender.sender).sessions.current
+    session = message.sender.sender._session
     if session is None or message.number not in session.announced:
         return False
     return session.announced[message.number].state is MessageState.WHOLE

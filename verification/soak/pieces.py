@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from aiotensor import TensorHandle
-from aiotensor.tensors.inline import MAX_INLINE_BYTES
+from aiotensor.memory.inline import MAX_INLINE_BYTES
 
 __all__ = ["Note", "Piece", "Road", "Store", "fill", "prepare"]
 

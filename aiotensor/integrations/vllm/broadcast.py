@@ -21,8 +21,8 @@ from aiotensor import blocking
 from aiotensor.errors import PeerLostError, UsageError
 from aiotensor.integrations.vllm.pickling import Parts, dumps, loads
 from aiotensor.integrations.vllm.settings import Settings
-from aiotensor.ranks.entries import machine_of_this_process
-from aiotensor.tensors.segments import whole_pages
+from aiotensor.memory.segments import whole_pages
+from aiotensor.ranks.meeting import machine_of_this_process
 from aiotensor.types import PublisherStatistics, SubscriberStatistics
 
 __all__ = ["Handle", "MessageQueue"]

@@ -14,8 +14,7 @@ from aiotensor import blocking
 from aiotensor.errors import AioTensorError, UsageError
 from aiotensor.integrations.vllm.data import data_of, handle_of
 from aiotensor.runtime.logs import logger_of
-from aiotensor.sender import posts_of
-from aiotensor.sending.posting import PostedMessage
+from aiotensor.sender import Message, abandon_posted, finish_posted, post_in
 from aiotensor.types import TensorHandle
 
 __all__ = ["TensorConsumer"]
@@ -59,7 +58,7 @@ class TensorConsumer:
             raise ValueError("a TensorConsumer needs a sender for each engine, got none")
         self.declined: Counter[str] = Counter()
         self._target = 0
-        self._message: PostedMessage | None = None
+        self._message: Message | None = None
         self._is_delimited = False
 
     def set_target_engine(self, target_engine: int) -> None:
@@ -111,13 +110,15 @@ class TensorConsumer:
         """End the message that is being encoded; has no effect if none is."""
         message, self._message = self._message, None
         if message is not None:
-            _end(self.senders[self._target], message.finish)
+            sender = self.senders[self._target]
+            _end(sender, partial(finish_posted, _inner(sender), message))
 
     def discard_message(self) -> None:
         """Discard the message that is being encoded, because it will not be sent."""
         message, self._message = self._message, None
         if message is not None:
-            _end(self.senders[self._target], message.abandon)
+            sender = self.senders[self._target]
+            _end(sender, partial(abandon_posted, _inner(sender), message))
 
     def discard(self, data: dict[str, Any]) -> None:
         """Discard the message of a placeholder, because no engine will decode it.
@@ -135,13 +136,13 @@ class TensorConsumer:
             loop = None
         elif (loop := asyncio._get_running_loop()) is None:
             return sender.post(tensor)
-        message, handle = _run(sender, lambda: posts_of(_inner(sender)).post_in(self._message, tensor))
+        message, handle = _run(sender, lambda: post_in(_inner(sender), self._message, tensor))
         if self._message is None and loop is not None:
             loop.call_soon(self._iteration_ended, message)
         self._message = message
         return handle
 
-    def _iteration_ended(self, message: PostedMessage) -> None:
+    def _iteration_ended(self, message: Message) -> None:
         """End a message of the last iteration of the event loop, unless it has ended already."""
         if self._message is message:
             self.end_message()

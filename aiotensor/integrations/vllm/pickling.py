@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from aiotensor.tensors.dtypes import DTYPE_NAMES, dtype_from_name
-from aiotensor.tensors.raw import new_tensor
-from aiotensor.tensors.views import view_over
+from aiotensor.memory.dtypes import DTYPE_NAMES, dtype_from_name
+from aiotensor.memory.raw import new_tensor
+from aiotensor.memory.views import view_over
 
 __all__ = ["Parts", "dumps", "loads"]
 

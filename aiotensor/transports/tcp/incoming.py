@@ -5,12 +5,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from aiotensor.errors import ProtocolError
+from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from aiotensor.protocol.moves import ReceivedBytes
 from aiotensor.protocol.network import (
     ACK,
     BATCH,
     BYE,
-    DATA,
     FREE,
     RECORD,
     STEP,
@@ -19,7 +19,6 @@ from aiotensor.protocol.network import (
     read_ack,
     read_area,
     read_batch,
-    read_data,
     read_step,
 )
 from aiotensor.transports.base import Landing
@@ -40,9 +39,6 @@ class MessageEvents(Protocol):
 
     def record_received(self, record: memoryview) -> None:
         """Called with a record."""
-
-    def data_received(self, record: memoryview, data: memoryview) -> None:
-        """Called with a record and the bytes of its tensor."""
 
     def acknowledge(self, message: bytes) -> None:
         """Send an acknowledgement."""
@@ -68,21 +64,18 @@ class IncomingMessages:
 
     Args:
         events: the callbacks for the messages.
-        max_record_bytes: the size in bytes of the longest valid record.
 
     Attributes:
         landings: memory for the segments of the peer, by number.
         records: the number of records that have arrived.
     """
 
-    def __init__(self, events: MessageEvents, max_record_bytes: int) -> None:
+    def __init__(self, events: MessageEvents) -> None:
         self.landings: dict[int, Landing] = {}
         self.records = 0
         self._events = events
-        self._max_record_bytes = max_record_bytes
         self._received = ReceivedBytes()
         self._step: Step | None = None  # whose bytes are the next message
-        self._data_record: memoryview | None = None  # whose data is the next message
         self._is_held = False  # until there is memory for a step
         self._held: deque[memoryview] = deque()  # the messages after that step
         self._end_reason: str | None = None  # why the connection has ended after these messages
@@ -117,10 +110,6 @@ class IncomingMessages:
                 raise ProtocolError(f"it sent {len(message)} bytes after a step of {step.length}")
             self._store(step, message)
             return
-        if self._data_record is not None:
-            record, self._data_record = self._data_record, None
-            events.data_received(record, message)
-            return
         kind = message[0] if message else -1
         if kind == RECORD:
             self._count(len(message) - 1)
@@ -131,13 +120,6 @@ class IncomingMessages:
                 self._store(step, data)
             else:
                 self._step = step
-        elif kind == DATA:
-            record, data = read_data(message)
-            self._count(len(record))
-            if data:
-                events.data_received(record, data)
-            else:
-                self._data_record = record
         elif kind == ACK:
             events.acknowledged(read_ack(message))
         elif kind == FREE:
@@ -155,8 +137,8 @@ class IncomingMessages:
 
     def _count(self, nbytes: int) -> None:
         """Count the bytes of a record, and acknowledge them if that is due."""
-        if nbytes > self._max_record_bytes:
-            raise ProtocolError(f"it sent a record of more than {self._max_record_bytes} bytes")
+        if nbytes > MAX_RECORD_BYTES:
+            raise ProtocolError(f"it sent a record of more than {MAX_RECORD_BYTES} bytes")
         self.records += 1
         if self._received.record(nbytes):
             self._events.acknowledge(self._received.ack())

@@ -17,18 +17,17 @@ __all__ = ["TcpListener", "listen_at"]
 logger = logger_of("transports")
 
 
-async def listen_at(options: TcpOptions, acceptor: Acceptor, max_record_bytes: int) -> "TcpListener":
+async def listen_at(options: TcpOptions, acceptor: Acceptor) -> "TcpListener":
     """Listen at an address, as `Route.listen` does; a host name is resolved first.
 
     Args:
         options: the address and its options.
         acceptor: the object that is notified of new connections.
-        max_record_bytes: the size in bytes of the longest valid record.
     """
     listener = MessageListener(options.address, options.socket, options.allowed)
     await listener.open()
     try:
-        return TcpListener(listener, options, acceptor, max_record_bytes)
+        return TcpListener(listener, options, acceptor)
     except BaseException:
         listener.abort()
         raise
@@ -41,14 +40,11 @@ class TcpListener(Connections):
     without closing the connections. New connections get no answer.
     """
 
-    def __init__(
-        self, listener: MessageListener, options: TcpOptions, acceptor: Acceptor, max_record_bytes: int
-    ) -> None:
+    def __init__(self, listener: MessageListener, options: TcpOptions, acceptor: Acceptor) -> None:
         self._listener = listener
         self._opening = options.opening
         self._loss_reason = options.loss_reason
         self._acceptor = acceptor
-        self._max_record_bytes = max_record_bytes
         self._transports: dict[bytes, TcpTransport] = {}
         self._closed: set[bytes] = set()  # closed here; the peer has not closed them yet
         self._refused = RepeatedEvent(_log_refused)
@@ -107,7 +103,6 @@ class TcpListener(Connections):
                 lambda message, copies: self.send(identity, [message], copies=copies),
                 partial(self._shut, identity),
                 lambda: False,  # `accept_now` reads for all connections
-                self._max_record_bytes,
                 MAX_UNREAD_BYTES,
             )
             self._acceptor.connection_accepted(transport)

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 from aiotensor.protocol.moves import Move, OutgoingMoves, RecordWindow
-from aiotensor.protocol.network import RECORD, Area, Step, encode_area, encode_data, encode_step
+from aiotensor.protocol.network import RECORD, Area, Step, encode_area, encode_step
 from aiotensor.transports.tcp.batches import BATCH_BYTES, BatchWriter
 
 __all__ = ["OutgoingRecords", "SteppedMoves"]
@@ -26,7 +26,7 @@ class OutgoingRecords:
         self.max_queued_bytes = max_queued_bytes
         self._writer = writer
         self._credit = RecordWindow()
-        self._queue: deque[tuple[bytes, bytes]] = deque()  # each record, and the bytes of a tensor with it
+        self._queue: deque[bytes] = deque()
         self._queued_bytes = 0
 
     @property
@@ -34,20 +34,20 @@ class OutgoingRecords:
         """Whether records wait for credit."""
         return bool(self._queue)
 
-    def write(self, record: bytes, data: memoryview | bytes = b"") -> None:
-        """Send or queue a record, optionally with the bytes of a tensor.
+    def write(self, record: bytes) -> None:
+        """Send or queue a record.
 
         Raises:
             OSError: sending failed, or the queue is full.
         """
         if not self._queue and self._credit.has_credit(len(record)):
-            self._send(record, data)
+            self._writer.write(_RECORD + record)
             self._credit.sent(len(record))
             return
-        queued = self._queued_bytes + len(record) + len(data) + _QUEUED_RECORD_BYTES
+        queued = self._queued_bytes + len(record) + _QUEUED_RECORD_BYTES
         if self.max_queued_bytes is not None and queued > self.max_queued_bytes:
             raise OSError(errno.ENOBUFS, "the peer does not read its records")
-        self._queue.append((record, bytes(data)))
+        self._queue.append(record)
         self._queued_bytes = queued
 
     def acknowledged(self, total: int) -> bool:
@@ -61,28 +61,16 @@ class OutgoingRecords:
         queue = self._queue
         if not queue:
             return False
-        while queue and self._credit.has_credit(len(queue[0][0])):
-            record, data = queue.popleft()
-            self._queued_bytes -= len(record) + len(data) + _QUEUED_RECORD_BYTES
+        while queue and self._credit.has_credit(len(queue[0])):
+            record = queue.popleft()
+            self._queued_bytes -= len(record) + _QUEUED_RECORD_BYTES
             self._credit.sent(len(record))
-            self._send(record, data)
+            self._writer.write(_RECORD + record)
         return not queue
 
     def clear(self) -> None:
         """Discard the queue, because the connection has ended."""
         self._queue.clear()
-
-    def _send(self, record: bytes, data: memoryview | bytes) -> None:
-        if not data:
-            self._writer.write(_RECORD + record)
-            return
-        head = encode_data(record)
-        if len(data) < BATCH_BYTES:
-            self._writer.write(b"".join((head, data)))
-        else:
-            # One more message takes less time than copying many bytes twice.
-            self._writer.write(head)
-            self._writer.write(data)
 
 
 class SteppedMoves:

@@ -42,7 +42,6 @@ class TcpTransport:
             process has no descriptors or threads left.
         shut: closes the connection; called once, at the end. ZeroMQ may discard messages that are unsent.
         read: reads a message that has arrived, and returns whether there was one.
-        max_record_bytes: the size in bytes of the longest valid record that is read.
         max_queued_bytes: the maximum bytes in the queue, for a writer that never waits; None for no limit.
     """
 
@@ -53,7 +52,6 @@ class TcpTransport:
         send: Callable[[bytes | memoryview, bool], object],
         shut: Callable[[], object],
         read: Callable[[], bool],
-        max_record_bytes: int,
         max_queued_bytes: int | None = None,
     ) -> None:
         keep_buffers()
@@ -66,8 +64,7 @@ class TcpTransport:
         self._handler: Handler | None = None
         self._records = OutgoingRecords(self._writer, max_queued_bytes)
         self._moves = SteppedMoves(self._writer, self._may_move)
-        self._incoming = IncomingMessages(self, max_record_bytes)
-        self._data_received: Callable[[memoryview, memoryview], None] | None = None
+        self._incoming = IncomingMessages(self)
         self.is_finishing = self._has_said_bye = False
         self._alarm: asyncio.TimerHandle | None = None
 
@@ -100,19 +97,9 @@ class TcpTransport:
             self._records.write(data)
             self.is_writable = not self._records.are_queued
 
-    def write_with_data(self, record: bytes, data: memoryview) -> None:
-        """Send or queue a record with the bytes of a tensor, as `Mover.write_with_data` does."""
-        if not (self.is_closed or self.is_finishing):
-            self._records.write(record, data)
-            self.is_writable = not self._records.are_queued
-
     def limit_queue(self, max_bytes: int) -> None:
         """Limit the bytes in the queue, as `Transport.limit_queue` does."""
         self._records.max_queued_bytes = max_bytes
-
-    def receive_data(self, received: Callable[[memoryview, memoryview], None]) -> None:
-        """Pass records with the bytes of a tensor to a function, as `Mover.receive_data` does."""
-        self._data_received = received
 
     def finish(self) -> None:
         """Write no more records; `is_writable` becomes true once the peer has read all of them."""
@@ -195,13 +182,6 @@ class TcpTransport:
         if self._handler is not None:
             self._handler.record_received(record, [])
 
-    def data_received(self, record: memoryview, data: memoryview) -> None:
-        """Pass a record with the bytes of a tensor to the function that `receive_data` has set."""
-        if self._data_received is None:
-            raise ProtocolError("it sent the bytes of a tensor with a record")
-        if self._handler is not None:
-            self._data_received(record, data)
-
     def acknowledge(self, message: bytes) -> None:
         """Send an acknowledgement."""
         self._writer.attempt(self._writer.write, message)
@@ -271,7 +251,7 @@ class TcpTransport:
 
     def _stop(self) -> None:
         self.is_closed = True
-        self._handler = self._data_received = None
+        self._handler = None
         if self._alarm is not None:
             self._alarm.cancel()
         self._writer.close()

@@ -9,22 +9,20 @@ import zmq.asyncio
 
 from aiotensor import TensorSender
 from aiotensor.protocol.frames import (
-    FROM_SENDER,
-    VERSION,
     Frame,
     Put,
     Release,
     Taken,
-    Welcome,
     decode,
     encode,
 )
 from aiotensor.protocol.network import BATCH, FREE, MAX_BATCH, OPENING, RECORD, STEP, read_batch, read_step
+from tests.frames import receiver_hello
 from verification.places import free_port
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
-WELCOME = Welcome(VERSION, 1, receiver="r", is_admitted=True)
+ADMISSION = receiver_hello()
 SMALL = torch.arange(64 << 10, dtype=torch.uint8)
 
 
@@ -50,7 +48,7 @@ class RawReceiver:
             messages = await self.messages()
             batches.append([one[0] for one in messages])
             for message in messages:
-                for frame in decode(FROM_SENDER, message[1:]) if message[0] == RECORD else ():
+                for frame in decode(message[1:]) if message[0] == RECORD else ():
                     if isinstance(frame, Put):
                         return batches, frame
 
@@ -74,7 +72,7 @@ async def connected() -> AsyncIterator[tuple[TensorSender, RawReceiver]]:
 
 async def test_a_small_tensor_travels_with_its_frame_and_freed_blocks() -> None:
     async with connected() as (sender, receiver):
-        await receiver.answer(WELCOME)
+        await receiver.answer(ADMISSION)
         await sender.send(SMALL)
         _, put = await receiver.announced()
         assert put.block is not None
@@ -93,7 +91,7 @@ async def test_a_small_tensor_travels_with_its_frame_and_freed_blocks() -> None:
 async def test_a_batch_has_at_most_as_many_messages_as_a_receiver_accepts() -> None:
     tensors = [SMALL[: 9 << 10].clone() for _ in range(MAX_BATCH)]
     async with connected() as (sender, receiver):
-        await receiver.answer(WELCOME)
+        await receiver.answer(ADMISSION)
         await sender.ready()
         async with sender.message() as message:
             for tensor in tensors:

@@ -145,6 +145,17 @@ async def test_a_violation_closes_its_connection_and_affects_no_other(
         assert torch.equal(await receiver.receive(before), pattern(1, BIG))
 
 
+@pytest.mark.promise(26)
+async def test_a_sender_gets_memory_on_another_machine_for_one_arena_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with parties() as (place, _, receiver), raw_sender(place) as raw:
+        await raw.send(ATTACH)
+        await raw.send(record(Attach(1, "arena", SEGMENT)))
+        await until(lambda: receiver.statistics().senders_lost == 1)
+    assert "it attached a second segment" in caplog.text
+
+
 async def test_another_protocol_at_the_port_of_a_receiver_gets_no_answer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -1,0 +1,85 @@
+"""The log of connections: one place writes each event, at most one line per second for each.
+
+Peers that are refused, break the protocol or remain unidentified can connect again at any rate. A line
+contains the details of the latest connection, and the number of connections since the previous line.
+"""
+
+import logging
+
+from aiotensor.protocol.connection import Loss
+from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
+
+__all__ = ["PeerLog"]
+
+
+class PeerLog:
+    """Log the ends of the connections of one object; belongs to the running loop.
+
+    The details of each event are the name of the peer, its process id, and the reason.
+
+    Args:
+        role: the role of the object, which names its logger.
+
+    Attributes:
+        refused: a peer was refused, because of a limit or its version.
+        broken: a peer broke the protocol, and was disconnected.
+        disconnected: a peer was disconnected, because it is slow or writing to it failed.
+        replaced: a connection was closed in favor of newer ones.
+    """
+
+    def __init__(self, role: str) -> None:
+        self._logger = logger_of(role)
+        self.refused = self._repeated("was refused", logging.WARNING, event="peer_refused")
+        self.broken = self._repeated("broke the protocol", logging.ERROR, event="protocol_broken")
+        self.disconnected = self._repeated("was disconnected", logging.WARNING, event="peer_disconnected")
+        self.replaced = self._repeated("was closed", logging.WARNING, event="connection_cut_off")
+
+    def lost(self, loss: Loss, address: str, messages: int) -> None:
+        """Log the end of a connection that calls of this object use.
+
+        Args:
+            loss: the end of the connection.
+            address: the address of the peer.
+            messages: the number of messages that were lost with it.
+        """
+        self._logger.log(
+            logging.WARNING if messages or not loss.is_retried else logging.INFO,
+            "%s; messages in flight that were lost: %s",
+            loss.error,
+            messages,
+            extra={
+                "event": "peer_lost",
+                "address": address,
+                "peer_pid": loss.error.pid,
+                "reason": str(loss.error),
+                "messages_lost": messages,
+            },
+        )
+
+    def failed(self, error: OSError) -> None:
+        """Log that this process can no longer listen, so that no further peer connects."""
+        self._logger.critical(
+            "listening failed; no further peer will connect: %s",
+            error,
+            extra={"event": "listening_failed", "error": type(error).__name__, "reason": str(error)},
+        )
+
+    def close(self) -> None:
+        """Log the events that were only counted so far."""
+        for event in (self.refused, self.broken, self.disconnected, self.replaced):
+            event.close()
+
+    def _repeated(self, what: str, level: int, *, event: str) -> RepeatedEvent[str, int | None, str]:
+        def write(count: int, peer: str, pid: int | None, reason: str) -> None:
+            self._logger.log(
+                level,
+                "%s (pid %s) %s: %s%s",
+                peer,
+                pid,
+                what,
+                reason,
+                others(count),
+                extra={"event": event, "peer": peer, "peer_pid": pid, "reason": reason, "count": count},
+            )
+
+        return RepeatedEvent(write)

@@ -1,0 +1,347 @@
+"""The segments of peers that are mapped here, and the leases of living tensors in them.
+
+A segment stays mapped while its peer is connected, or a tensor over it lives. A block is released to the peer
+when the tensor over it is freed. Once the process of the peer no longer uses the segment, all its memory that
+no tensor uses is returned to the system.
+"""
+
+import contextlib
+import errno
+import mmap
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import msgspec
+import torch
+
+from aiotensor.errors import ProtocolError, RefusedError
+from aiotensor.memory.landing import LandingSegment
+from aiotensor.memory.mapping import MappedSegment, open_segment
+from aiotensor.memory.placement import ArrivedTensor, open_tensor
+from aiotensor.memory.segments import whole_pages
+from aiotensor.memory.views import Watch, with_attributes
+from aiotensor.protocol.frames import Attach, Put
+from aiotensor.protocol.pages import gaps
+from aiotensor.runtime.affinity import FreedItems
+from aiotensor.runtime.descriptors import close_all
+from aiotensor.runtime.process_end import ProcessEnd, WatchProcess
+from aiotensor.runtime.worker import Worker
+from aiotensor.transports.base import Mover
+
+_QUICK_DROP_BYTES = 256 << 10  # copies in a block of this size are dropped in a few microseconds
+
+__all__ = ["Mappings", "PeerMemory"]
+
+
+class PeerMemory(msgspec.Struct, eq=False):
+    """The segments of one sender or publisher.
+
+    Attributes:
+        arena_bytes: the maximum number of bytes in its arena; 0 for a publisher.
+        release: called with the number of each block that the peer may use again; None once the peer is gone.
+        landings: the landing segments to which a peer on another machine moves its blocks, by number.
+        mapped: the segments in which the peer may place tensors, by number.
+        segments: the mapped segments, including segments that only living tensors still use, by number.
+    """
+
+    arena_bytes: int
+    release: Callable[[int], None] | None
+    landings: dict[int, LandingSegment] = {}
+    mapped: dict[int, MappedSegment] = {}
+    segments: "dict[int, _LeasedSegment]" = {}
+
+    @property
+    def leases(self) -> int:
+        """The number of living tensors that lease blocks."""
+        return sum(len(segment.leases) for segment in self.segments.values())
+
+    @property
+    def leased_bytes(self) -> int:
+        """The number of bytes of the tensors that lease blocks."""
+        return sum(stop - start for one in self.segments.values() for start, stop in one.leases.values())
+
+
+class _LeasedSegment(msgspec.Struct, eq=False):
+    """A segment of a peer, and the living tensors over it."""
+
+    number: int
+    mapped: MappedSegment
+    memory: PeerMemory
+    leases: dict[int, tuple[int, int]] = {}  # the range of each tensor, by lease
+    returns_memory: bool = False  # whether memory that no tensor here uses is returned to the system
+    lingering_bytes: int = 0
+    uses: "dict[int, _BlockUse]" = {}  # of a private segment, by block
+
+
+class _BlockUse(msgspec.Struct, eq=False):
+    """A block of a private segment, and its tensors.
+
+    Attributes:
+        start: the position of the first byte of its tensors in the segment.
+        stop: the position after the last byte of its tensors.
+        leases: the number of its living tensors.
+        pins: the number of all its tensors, for each of which the block is released once.
+    """
+
+    start: int
+    stop: int
+    leases: int = 0
+    pins: int = 0
+
+
+class _Lease(msgspec.Struct, frozen=True):
+    """The lease of a block by a living tensor."""
+
+    segment: _LeasedSegment
+    block: int
+    watch: Watch
+
+
+class Mappings:
+    """The memory of all peers of one receiver or subscriber; belongs to the running loop.
+
+    Args:
+        are_private: whether segments are mapped privately, so that other processes do not see writes to a
+            tensor. If so, the copied pages of a block are dropped before the block is released.
+
+    Attributes:
+        freed: the freed tensors whose blocks have not been released yet.
+        leased_bytes: the number of bytes of the tensors that lease blocks.
+        peak_leased_bytes: the maximum of `leased_bytes` so far.
+        lingering_bytes: the number of bytes of segments that living tensors use after their peer is gone.
+    """
+
+    def __init__(self, *, are_private: bool = False) -> None:
+        self._are_private = are_private
+        self.leased_bytes = self.peak_leased_bytes = 0
+        self.lingering_bytes = 0
+        self._leases: dict[int, _Lease] = {}
+        self._process_ends: dict[PeerMemory, ProcessEnd] = {}  # of processes whose connections have ended
+        self._next_lease = 0
+        self._is_closed = False
+        self.freed: FreedItems[Watch] = FreedItems(self._leases_ended)
+        self._worker = Worker("aiotensor-receiver")
+
+    @property
+    def leases(self) -> int:
+        """The number of living tensors that lease blocks."""
+        return len(self._leases)
+
+    async def settle(self) -> None:
+        """Wait until the worker has unmapped all segments that are no longer used."""
+        await self._worker.settle()
+
+    def close(self) -> None:
+        """Stop the worker; a segment that living tensors use is unmapped when the last of them is freed."""
+        self._is_closed = True
+        for end in self._process_ends.values():
+            end.cancel()
+        self._process_ends.clear()
+        for lease in self._leases.values():
+            lease.segment.mapped.close()
+        self._worker.close()
+
+    def attach(self, memory: PeerMemory, attach: Attach, mover: Mover | None, descriptors: list[int]) -> None:
+        """Map a segment of a peer, or create the landing segment for a peer on another machine.
+
+        Args:
+            memory: the memory of the peer.
+            attach: the frame that describes the segment.
+            mover: the mover of the connection to the peer; None on one machine.
+            descriptors: the descriptors that arrived with the frame; the first one is removed from the list
+                and closed, even if an error is raised.
+
+        Raises:
+            ProtocolError: the segment differs from its description, or is not sealed.
+            RefusedError: this process has a limit on its address space, and too little of it is free.
+            OSError: the segment cannot be mapped here for another reason, or no descriptors are left.
+        """
+        number, nbytes = attach.segment, attach.nbytes
+        if number in memory.segments:  # detached, but used by tensors
+            raise ProtocolError(f"it attached segment {number} again")
+        try:
+            with _too_few_addresses(nbytes):
+                if mover is None:
+                    if not descriptors:
+                        raise OSError(
+                            errno.EMFILE,
+                            "its descriptor did not arrive: no descriptors are left in this process (ulimit "
+                            "-n)",
+                        )
+                    mapped = open_segment(descriptors[0], nbytes, is_private=self._are_private)
+                else:
+                    if memory.segments:  # also detached ones, whose memory is still in use
+                        raise ProtocolError("it attached a second segment from another machine")
+                    landing = LandingSegment(number, nbytes, memory.arena_bytes, self._worker)
+                    memory.landings[number] = landing
+                    mover.land(number, landing)
+                    mapped = landing.mapped()
+        finally:
+            close_all(descriptors[:1])
+            del descriptors[:1]
+        memory.mapped[number] = mapped
+        memory.segments[number] = _LeasedSegment(number, mapped, memory)
+
+    def open(self, memory: PeerMemory, put: Put) -> torch.Tensor:
+        """Return a tensor that has arrived; its block is released when the storage of the tensor is freed.
+
+        Raises:
+            ProtocolError: the frame describes an impossible tensor, or an unknown dtype, placement or
+                segment.
+        """
+        arrived = open_tensor(put.placement, put.payload, put.dtype, put.shape, memory.mapped)
+        if arrived.owner is not None:
+            if put.block is None:
+                raise ProtocolError("it placed a tensor in a block without a number")
+            self.lease(memory, arrived, put.block)
+        return arrived.tensor if put.attributes is None else with_attributes(arrived.tensor, put.attributes)
+
+    def lease(self, memory: PeerMemory, arrived: ArrivedTensor, block: int) -> None:
+        """Lease a block from its peer until the storage of a tensor over it is freed."""
+        owner = arrived.owner
+        if owner is None or arrived.segment is None:
+            raise AssertionError("a tensor without a segment leases nothing")
+        segment = memory.segments[arrived.segment]
+        number = self._next_lease
+        self._next_lease += 1
+        watch = Watch(owner, self.freed)
+        watch.number = number
+        self._leases[number] = _Lease(segment, block, watch)
+        start, stop = segment.leases[number] = (arrived.offset, arrived.offset + owner.nbytes)
+        if segment.mapped.is_private:
+            use = segment.uses.setdefault(block, _BlockUse(start, stop))
+            use.start, use.stop = min(use.start, start), max(use.stop, stop)
+            use.leases += 1
+            use.pins += 1
+        self.leased_bytes += owner.nbytes
+        self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
+
+    def detach(self, memory: PeerMemory, number: int) -> None:
+        """Unmap a segment in which the peer places no more tensors, as soon as no tensor uses it."""
+        memory.mapped.pop(number, None)
+        if (landing := memory.landings.pop(number, None)) is not None:
+            landing.close()
+        segment = memory.segments.get(number)
+        if segment is not None and not segment.leases:
+            self._unmap(segment)
+
+    def peer_gone(self, memory: PeerMemory) -> None:
+        """Handle a peer that is gone: unmap each of its segments that no living tensor uses."""
+        memory.release = None
+        memory.mapped.clear()
+        for landing in memory.landings.values():
+            landing.close()
+        memory.landings.clear()
+        for segment in list(memory.segments.values()):
+            if not segment.leases:
+                self._unmap(segment)
+            elif not segment.returns_memory:
+                # The address range of a segment is larger than the memory that it may have.
+                self._set_lingering(segment, min(segment.mapped.nbytes, whole_pages(memory.arena_bytes)))
+                segment.returns_memory = True
+                self._trim(segment)
+
+    def _take_over(self, memory: PeerMemory) -> None:
+        """Return the unused memory of a peer to the system, because the process of the peer has ended."""
+        self._process_ends.pop(memory, None)
+        for segment in memory.segments.values():
+            if segment.number not in memory.mapped:  # otherwise, tensors in it are still to be opened
+                segment.returns_memory = True
+                self._trim(segment)
+
+    def take_over_after(self, memory: PeerMemory, watch: WatchProcess) -> None:
+        """Return the unused memory of a peer to the system once its process has ended."""
+        if memory.segments:
+            self._process_ends[memory] = watch(partial(self._take_over, memory))
+
+    def _leases_ended(self, watches: Sequence[Watch]) -> None:
+        lingering = set()
+        for watch in watches:
+            number = watch.number
+            lease = self._leases.pop(number)
+            segment = lease.segment
+            start, stop = segment.leases.pop(number)
+            self.leased_bytes -= stop - start
+            if segment.mapped.is_private:
+                self._lease_of_private_ended(segment, lease.block)
+            elif segment.memory.release is not None:
+                segment.memory.release(lease.block)
+            if segment.number not in segment.memory.mapped:
+                lingering.add(segment)
+        for segment in lingering:
+            if not segment.leases:
+                self._unmap(segment)
+            elif segment.returns_memory:
+                self._trim(segment)
+
+    def _lease_of_private_ended(self, segment: _LeasedSegment, block: int) -> None:
+        """Drop the copied pages of a block after its last lease, and then release the block.
+
+        They cannot be dropped earlier, because another tensor of the block may use one of these pages.
+        """
+        use = segment.uses[block]
+        use.leases -= 1
+        if use.leases or self._is_closed:
+            return
+        del segment.uses[block]
+        drop = partial(segment.mapped.drop_copies, use.start, use.stop)
+        if use.stop - use.start <= _QUICK_DROP_BYTES:
+            drop()
+            self._dropped(segment, block, use)
+        else:
+            self._worker.begin("dropping copied pages", drop, partial(self._dropped, segment, block, use))
+
+    def _dropped(self, segment: _LeasedSegment, block: int, use: "_BlockUse") -> None:
+        release = segment.memory.release
+        if release is None:
+            return  # the peer has gone in the meantime
+        for _ in range(use.pins):
+            release(block)
+        if segment.number not in segment.memory.mapped and not segment.leases:
+            self._unmap(segment)  # it was detached while the tensors still lived
+
+    def _set_lingering(self, segment: _LeasedSegment, nbytes: int) -> None:
+        self.lingering_bytes += nbytes - segment.lingering_bytes
+        segment.lingering_bytes = nbytes
+
+    def _trim(self, segment: _LeasedSegment) -> None:
+        """Return the memory that no tensor here uses to the system."""
+        if self._is_closed:
+            return
+        unused = gaps(0, segment.mapped.nbytes, list(segment.leases.values()), mmap.PAGESIZE)
+        self._set_lingering(segment, segment.mapped.nbytes - sum(length for _, length in unused))
+        # In the worker, because returning much memory takes milliseconds.
+        self._worker.begin("returning memory", partial(segment.mapped.remove, unused))
+
+    def _unmap(self, segment: _LeasedSegment) -> None:
+        memory = segment.memory
+        if memory.segments.pop(segment.number, None) is None:
+            return  # it was unmapped for another of its blocks
+        self._set_lingering(segment, 0)
+        if not memory.segments and (end := self._process_ends.pop(memory, None)) is not None:
+            end.cancel()
+        if self._is_closed:
+            segment.mapped.close()
+            return
+        # Other readers of a peer that is gone may keep the segment mapped, and with it the memory that only
+        # this process has used.
+        removes = memory.release is None
+        # In the worker, because unmapping much memory takes milliseconds.
+        self._worker.begin("unmapping", segment.mapped.remove_and_close if removes else segment.mapped.close)
+
+
+@contextlib.contextmanager
+def _too_few_addresses(nbytes: int) -> Iterator[None]:
+    """Raise a `RefusedError` with a remedy if a mapping exceeds the address limit of this process."""
+    try:
+        yield
+    except OSError as error:
+        addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if error.errno != errno.ENOMEM or addresses == resource.RLIM_INFINITY:
+            raise
+        raise RefusedError(
+            f"its segment needs {nbytes} bytes of addresses, but too few are left of the {addresses} that "
+            "the receiver may use (RLIMIT_AS): raise `ulimit -v` of the receiver, lower arena_bytes, or set "
+            "`ulimit -v` for the sender too, whose segment is then only as large as its arena"
+        ) from error

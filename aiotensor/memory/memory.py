@@ -1,0 +1,454 @@
+"""Shared memory for tensors to send: granted in order, filled by a worker, released with the last pin."""
+
+import asyncio
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from aiotensor.errors import AioTensorError
+from aiotensor.memory.allocations import Allocations, Block
+from aiotensor.memory.arena import Arena, Extent
+from aiotensor.memory.copies import Copies
+from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError, copy_now
+from aiotensor.memory.gates import Gate
+from aiotensor.memory.moving import Moves
+from aiotensor.memory.raw import flat_bytes
+from aiotensor.memory.segments import Segment
+from aiotensor.memory.source import Source, is_flat
+from aiotensor.memory.views import Watch
+from aiotensor.protocol.blocks import ALIGNMENT
+from aiotensor.protocol.credits import Ticket
+from aiotensor.protocol.leases import Leases
+from aiotensor.protocol.pages import Range
+from aiotensor.runtime import tracing
+from aiotensor.runtime.affinity import FreedItems
+from aiotensor.runtime.process_end import ProcessEnd, WatchProcess
+from aiotensor.runtime.worker import Worker
+from aiotensor.transports.base import Mover
+
+__all__ = ["Memory"]
+
+_GRACE_S = 0.5  # longer than a killed process takes to end
+_MAX_RETIRED = 6  # segments; with the current one, fewer than `MAX_SEGMENTS` of the protocol
+
+
+class _Departure:
+    """The blocks of one lost reader, once for each pin, until its process has ended."""
+
+    def __init__(self, pins: Sequence[int]) -> None:
+        self.pins = pins
+        self.end: ProcessEnd | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.is_overdue = False  # its process has outlived `_GRACE_S`
+
+    def cancel(self) -> None:
+        """Stop waiting for the end of the process."""
+        if self.end is not None:
+            self.end.cancel()
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+class Memory:
+    """Grant blocks of the arena, copy into them, and release them; belongs to the running loop.
+
+    Args:
+        limit: the maximum number of bytes in use.
+        gate: called once with the arena; returns the gate that grants its blocks.
+        keep_warm_s: the idle time in seconds after which memory is returned to the system; None for never.
+        counts: the counters `tensors_copied` and `bytes_copied`, among others.
+        max_wait_s: the time in seconds after which a copy that waits for the worker fails; None for never.
+        overdue: called with the size of such a copy in bytes; returns the error to raise.
+        alignment: the alignment of the blocks in bytes.
+        segment_closed: called with each segment before it is unmapped in this process.
+
+    Attributes:
+        gate: the waits for bytes.
+        freed: the blocks of freed tensors from `allocate`, which are still to be released.
+        allocations: the blocks that callers own.
+        leases: the pins of the blocks.
+        movers: the objects that move bytes to peers on other machines.
+        moves: the moves of blocks to these peers.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        gate: Callable[[Arena], Gate[Extent]],
+        keep_warm_s: float | None,
+        counts: dict[str, int],
+        max_wait_s: float | None = None,
+        overdue: Callable[[int], AioTensorError] = lambda nbytes: AioTensorError("waited for too long"),
+        alignment: int = ALIGNMENT,
+        segment_closed: Callable[[Segment], object] = lambda segment: None,
+    ) -> None:
+        self._arena = Arena(limit, time.monotonic, self._release_segment, alignment)
+        self._segment_closed = segment_closed
+        self.gate = gate(self._arena)
+        self.freed: FreedItems[Watch] = FreedItems(self._release_allocations)
+        self.allocations = Allocations(self.freed)
+        self.leases: Leases[Ticket[Extent]] = Leases()
+        self.movers: set[Mover] = set()
+        self.moves = Moves(self.leases.move_begun, self._move_ended)
+        self._worker = Worker("aiotensor-sender")
+        self._counts = counts
+        self._copies = Copies(self._worker, self._arena.prepare, self.unpin_owner, max_wait_s, overdue)
+        self._keep_warm_s = keep_warm_s
+        self._trimming: asyncio.TimerHandle | None = None
+        self._trims_soon = False
+        self._departures: dict[_Departure, None] = {}
+        self._readers: dict[Segment, list[ProcessEnd]] = {}  # lost readers of retired segments
+        self._is_closed = False
+
+    async def acquire(self, nbytes: int, holder: Hashable = None) -> Block:
+        """Wait for a block, and pin it for its owner; errors are those of `Gate.acquire`.
+
+        Raises:
+            OSError: the machine has no descriptors or no addresses left.
+        """
+        return self._own(await self.gate.acquire(nbytes, holder))
+
+    def try_acquire(self, nbytes: int, holder: Hashable = None) -> Block | None:
+        """Return a block that is pinned for its owner; None if none is free or calls are waiting."""
+        ticket = self.gate.budget.try_request(nbytes, holder)
+        return None if ticket is None else self._own(ticket)
+
+    def copy_now(self, source: Source, block: Block) -> None:
+        """Copy a tensor to a block on this thread; an error leaves the pin of the owner.
+
+        Raises:
+            OSError: the machine has no memory left.
+        """
+        place, segment = block.place, block.place.segment
+        if not segment.warm.has(place.offset, place.nbytes):
+            idle, cold = self._arena.prepare(place)
+            filled: list[Range] = []
+            try:
+                segment.return_memory(idle)
+                for one in cold:
+                    segment.fill([one])
+                    filled.append(one)
+            finally:
+                segment.filled(cold, filled)
+        copy_now(source, place)
+        self._count(source)
+
+    async def copy(self, source: Source, block: Block, holder: Hashable) -> None:
+        """Copy a tensor to a block, in a worker unless this is quick; an error removes the pin of the owner.
+
+        Cancellation stops the copy; the pin is removed when the worker has stopped.
+
+        Raises:
+            CopyAbandonedError: `abandon` was called for the holder, or this object was closed.
+            AioTensorError: the copy waited for the worker for longer than `max_wait_s`.
+            OSError: the machine has no memory left.
+        """
+        place = block.place
+        is_quick = source.nbytes <= QUICK_BYTES and is_flat(source)
+        if is_quick and place.segment.warm.has(place.offset, place.nbytes):
+            try:
+                copy_now(source, place)
+            except BaseException:
+                self.unpin_owner(block.number)
+                raise
+        else:
+            await tracing.step("copy", self._copies.run(block, holder, source), source.nbytes)
+        self._count(source)
+
+    async def tensor_over(
+        self, block: Block, dtype: torch.dtype, shape: tuple[int, ...], holder: Hashable
+    ) -> torch.Tensor:
+        """Return a tensor over a block, which becomes its owner; an error removes the pin of the owner.
+
+        Raises:
+            CopyAbandonedError: `abandon` was called for the holder, or this object was closed.
+            AioTensorError: the block waited for the worker for longer than `max_wait_s`.
+            OSError: the machine has no memory left.
+        """
+        place = block.place
+        if not place.segment.warm.has(place.offset, place.nbytes):
+            await tracing.step("provide memory", self._copies.run(block, holder, None), place.nbytes)
+        try:
+            if self._is_closed:
+                raise CopyAbandonedError
+            return self.allocations.add(block, dtype, shape)
+        except BaseException:
+            self.unpin_owner(block.number)
+            raise
+
+    async def move(
+        self, mover: Mover, source: Source, block: Block, holder: Hashable, *, is_copied: bool = False
+    ) -> None:
+        """Move a tensor to a peer on another machine; if it is not flat, copy it to its block first.
+
+        An error removes the pin of the owner. Cancellation stops the copy and the move.
+
+        Args:
+            mover: the mover of the connection to the peer.
+            source: the tensor.
+            block: its block.
+            holder: the argument of `abandon` that stops the copy and the move.
+            is_copied: whether the block already contains the tensor, which may have changed since.
+
+        Raises:
+            CopyAbandonedError: `abandon` was called for the holder, or the peer is gone.
+            AioTensorError: the copy waited for the worker for longer than `max_wait_s`.
+            OSError: the machine has no memory left.
+        """
+        if is_flat(source) and not is_copied:
+            data = flat_bytes(source).data
+            self._count(source)
+        else:
+            if not is_copied:
+                await self.copy(source, block, holder)
+            data = block.place.view()[: source.nbytes]
+        try:
+            await tracing.step("move", self.moves.run(mover, block, 0, data, holder), len(data))
+        except BaseException:
+            self.unpin_owner(block.number)
+            raise
+
+    def abandon(self, holder: Hashable) -> None:
+        """Stop the copies and moves of a holder."""
+        self._copies.abandon(holder)
+        self.moves.abandon(holder)
+
+    def unaccounted_bytes(self, numbers: Iterable[int]) -> int:
+        """Return how many bytes of the given blocks are accounted to no open message."""
+        tickets = map(self.leases.grant_of, numbers)
+        return sum(ticket.amount for ticket in tickets if ticket.holder not in self.gate.budget.held)
+
+    def announced(self, number: int, holder: Hashable, *, is_whole: bool) -> None:
+        """Pin a block for an announcement, and account it to its message, unless an open message holds it.
+
+        Args:
+            number: the number of the block.
+            holder: the message.
+            is_whole: whether the message needs no more memory, so that no wait delays the release.
+        """
+        ticket, budget = self.leases.pin(number), self.gate.budget
+        if ticket.holder not in budget.held:
+            if is_whole:
+                ticket.holder = holder
+            else:
+                budget.reassign(ticket, holder)
+                self.gate.refuse_if_stuck()
+
+    def account(self, number: int, holder: Hashable) -> None:
+        """Account a block to a holder; None accounts it to no holder."""
+        self.gate.budget.reassign(self.leases.grant_of(number), holder)
+
+    def unpin(self, numbers: Iterable[int]) -> None:
+        """Remove the pin of one announcement from each block.
+
+        Raises:
+            ProtocolError: no announcement pins such a block.
+        """
+        for number in numbers:
+            ticket = self.leases.unpin(number)
+            if ticket is None:
+                self.gate.refuse_if_stuck()  # perhaps only the owner holds the block now
+            else:
+                self._release(ticket)
+
+    def unpin_owner(self, number: int) -> None:
+        """Remove the pin of the owner, because this side no longer writes to the block."""
+        ticket = self.leases.disown(number)
+        if ticket is not None:
+            self._release(ticket)
+
+    def _move_ended(self, number: int) -> None:
+        ticket = self.leases.move_ended(number)
+        if ticket is not None:
+            self._release(ticket)
+
+    def _release_allocations(self, watches: Iterable[Watch]) -> None:
+        for watch in watches:
+            self.allocations.by_number.pop(watch.number, None)
+            ticket = self.leases.disown(watch.number)
+            if ticket is not None:
+                self._release(ticket)
+
+    def reader_lost(self, pins: Sequence[int], watch: WatchProcess | None) -> None:
+        """Keep the blocks that a lost reader may still read until its process has ended.
+
+        A killed process ends within moments. One that lives on may have closed its connection and still use
+        tensors: after `_GRACE_S`, their segments are retired, so that other memory replaces these blocks.
+
+        Args:
+            pins: the numbers of the blocks, once for each announcement that the reader has not released.
+            watch: watches the process of the reader; None if it cannot read memory of this process.
+        """
+        if not pins or self._is_closed:
+            return
+        if watch is None:
+            self.unpin(pins)
+            return
+        departure = _Departure(pins)
+        self._departures[departure] = None
+        departure.timer = asyncio.get_running_loop().call_later(_GRACE_S, self._overdue, departure)
+        departure.end = watch(partial(self._departed, departure))
+
+    def _overdue(self, departure: "_Departure") -> None:
+        departure.is_overdue = True
+        self._make_way()
+
+    def _departed(self, departure: "_Departure") -> None:
+        del self._departures[departure]
+        departure.cancel()
+        self.unpin(departure.pins)
+
+    def _make_way(self) -> None:
+        """Retire the segments with blocks of lost readers that live on, unless too many are retired."""
+        overdue = [departure for departure in self._departures if departure.is_overdue]
+        retired = sum(segment.is_retired for segment in self._arena.segments())
+        if not overdue or retired >= _MAX_RETIRED:
+            return
+        for departure in overdue:
+            del self._departures[departure]
+            by_segment: dict[Segment, list[int]] = {}
+            for number in set(departure.pins):
+                place = self.leases.grant_of(number).place
+                if place is not None:
+                    by_segment.setdefault(place.segment, []).append(place.offset)
+            self._arena.retire(by_segment)
+            for segment, offsets in by_segment.items():
+                segment.read_elsewhere(offsets)
+                if departure.end is not None:
+                    end = departure.end.again(partial(self._reader_ended, segment, offsets))
+                    self._readers.setdefault(segment, []).append(end)
+            departure.cancel()
+            self.unpin(departure.pins)
+        self._trim_retired()
+
+    def holdings(self) -> list[tuple[Ticket[Extent], bool]]:
+        """Return each grant in use, and whether its block belongs to a caller and no announcement pins it."""
+        return [
+            (ticket, number in self.allocations.by_number and not self.leases.is_sent(number))
+            for number, ticket in self.leases.grants().items()
+        ]
+
+    def segments(self) -> Iterator[Segment]:
+        """Iterate over the current segment and the retired ones."""
+        return self._arena.segments()
+
+    @property
+    def largest_free(self) -> int:
+        """The size in bytes of the largest block that could be granted now if no call waited."""
+        budget = self.gate.budget
+        return min(budget.limit - budget.in_use, self._arena.largest_free)
+
+    @property
+    def warm_bytes(self) -> int:
+        """The number of bytes that are backed by memory of the system, in use or kept warm."""
+        return self._arena.warm_bytes
+
+    @property
+    def waiting_since(self) -> list[float]:
+        """The submission times of the copies that the worker has not begun, by `time.monotonic`."""
+        return self._copies.waiting_since
+
+    async def settle(self) -> None:
+        """Wait until the worker is idle."""
+        await self._worker.settle()
+
+    async def aclose(self) -> None:
+        """Stop all copies, release all memory, wait for the worker and end it."""
+        self._stop()
+        await self._worker.settle()
+        self._worker.close()
+
+    def close(self) -> None:
+        """Stop all copies, release all memory and end the worker, without waiting for running copies."""
+        self._stop()
+        self._worker.close()
+
+    def _stop(self) -> None:
+        self._is_closed = True
+        self._copies.abandon_all()
+        if self._trimming is not None:
+            self._trimming.cancel()
+            self._trimming = None
+        for readers in self._readers.values():
+            for reader in readers:
+                reader.cancel()
+        self._readers.clear()
+        for departure in self._departures:
+            departure.cancel()
+        self._departures.clear()
+        self._arena.close()
+
+    def _count(self, copied: Source) -> None:
+        self._counts["tensors_copied"] += 1
+        self._counts["bytes_copied"] += copied.nbytes
+
+    def _own(self, ticket: Ticket[Extent]) -> Block:
+        place = ticket.place
+        if place is None:
+            raise AssertionError("bytes were granted without a place")
+        if not place.segment.memory:
+            try:
+                place.segment.open()
+            except BaseException:
+                self.gate.release(ticket)
+                raise
+        return Block(self.leases.own(ticket), place)
+
+    def _release_segment(self, segment: Segment) -> None:
+        """Unmap a segment in the worker, after the copies into it; unmapping may take milliseconds."""
+        for reader in self._readers.pop(segment, ()):
+            reader.cancel()
+        if self._departures:
+            asyncio.get_running_loop().call_soon(self._make_way)
+        self._segment_closed(segment)
+        if segment.is_open:
+            # Another process may keep the segment mapped for a long time because of a small tensor, so the
+            # unused pages are returned now.
+            free = segment.take_free()
+            self._worker.begin("unmapping", partial(_close, segment, free))
+
+    def _release(self, ticket: Ticket[Extent]) -> None:
+        if self.movers and ticket.place is not None:
+            for mover in tuple(self.movers):
+                mover.free(ticket.place.segment.number, ticket.place.offset)
+        self.gate.release(ticket)
+        if self._is_closed:
+            return
+        if ticket.place is not None and ticket.place.segment.is_retired:
+            if not self._trims_soon:
+                self._trims_soon = True
+                asyncio.get_running_loop().call_soon(self._trim_retired)
+        elif self._trimming is None and self._keep_warm_s is not None:
+            self._trimming = asyncio.get_running_loop().call_later(self._keep_warm_s, self._trim)
+
+    def _reader_ended(self, segment: Segment, offsets: Sequence[int]) -> None:
+        """Handle the end of a process that could read blocks of a retired segment."""
+        segment.reader_ended(offsets)
+        self._trim_retired()
+
+    def _trim_retired(self) -> None:
+        """Return the unused memory of retired segments to the system, because they get no new blocks."""
+        self._trims_soon = False
+        if self._is_closed:
+            return
+        for segment in self._arena.segments():
+            if segment.is_retired:
+                self._worker.begin("returning memory", partial(segment.return_memory, segment.take_free()))
+
+    def _trim(self) -> None:
+        """Return memory that was idle for `keep_warm_s` to the system; check again later if more is idle."""
+        self._trimming = None
+        if self._keep_warm_s is None:
+            return
+        segment, idle = self._arena.take_idle(time.monotonic() - self._keep_warm_s)
+        if idle:
+            self._worker.begin("returning memory", partial(segment.return_memory, idle))
+        if segment.has_idle:
+            self._trimming = asyncio.get_running_loop().call_later(self._keep_warm_s, self._trim)
+
+
+def _close(segment: Segment, free: list[Range]) -> None:
+    segment.return_memory(free)
+    segment.close()

@@ -1,0 +1,131 @@
+"""The moves of blocks to a receiver on another machine; each pins its block until no byte is in transit."""
+
+from collections.abc import Callable, Hashable
+
+import msgspec
+
+from aiotensor.memory.allocations import Block
+from aiotensor.memory.copying import CopyAbandonedError
+from aiotensor.protocol.moves import Move
+from aiotensor.protocol.network import Area
+from aiotensor.runtime.waiting import Waiters
+from aiotensor.transports.base import Mover
+
+__all__ = ["Moves", "PendingMove"]
+
+
+class PendingMove(msgspec.Struct, eq=False):
+    """A move whose end has not been reported, or some of whose bytes are in transit."""
+
+    mover: Mover
+    holder: Hashable
+    ended: Callable[[bool], object] | None
+    move: Move[memoryview] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the end was reported."""
+        return self.ended is None
+
+    def report(self, *, is_complete: bool) -> None:
+        """Report the end, once."""
+        ended, self.ended = self.ended, None
+        if ended is not None:
+            ended(is_complete)
+
+    def stop(self) -> None:
+        """Move no more bytes, and report the end at once; some bytes may still be in transit."""
+        if self.move is not None:
+            self.mover.cancel(self.move)
+        self.report(is_complete=False)
+
+
+class Moves:
+    """Move bytes of blocks; belongs to the running loop.
+
+    A block is pinned until no byte of it is in transit, even if its message ends earlier. Otherwise, these
+    bytes could mix with those of the next block at the same place.
+
+    Args:
+        pin: called with the number of a block; pins it.
+        unpin: called with the number of a block; removes such a pin.
+    """
+
+    def __init__(self, pin: Callable[[int], object], unpin: Callable[[int], object]) -> None:
+        self._pin = pin
+        self._unpin = unpin
+        self._pending: dict[PendingMove, None] = {}
+        self._ends = Waiters()
+
+    def begin(
+        self,
+        mover: Mover,
+        block: Block,
+        offset: int,
+        data: memoryview,
+        holder: Hashable,
+        ended: Callable[[bool], object],
+    ) -> PendingMove:
+        """Begin to move bytes of a block, and return the move.
+
+        Args:
+            mover: the mover of the connection to the receiver.
+            block: the block.
+            offset: the position of the first byte in the block.
+            data: the bytes.
+            holder: the argument of `abandon` that stops this move.
+            ended: called once, possibly during this call. The argument is True if the receiver will have the
+                bytes before the next record, and the source may change; False if the move was stopped.
+        """
+        place = block.place
+        pending = PendingMove(mover, holder, ended)
+
+        def move_ended(is_complete: bool) -> None:
+            del self._pending[pending]
+            pending.move = None  # it refers to this function and to the bytes
+            pending.report(is_complete=is_complete)  # which may announce the block
+            self._unpin(block.number)
+            if self._ends:
+                self._ends.wake()
+
+        self._pin(block.number)
+        self._pending[pending] = None
+        area = Area(place.segment.number, place.offset)
+        pending.move = Move(area, place.nbytes, place.offset + offset, data, len(data), move_ended)
+        mover.move(pending.move)
+        return pending
+
+    async def run(self, mover: Mover, block: Block, offset: int, data: memoryview, holder: Hashable) -> None:
+        """Move bytes of a block, and wait until the source may change; a short move needs no wait.
+
+        Cancellation stops the move between two steps. Arguments are those of `begin`.
+
+        Raises:
+            CopyAbandonedError: `abandon` was called for the holder, or the connection has ended.
+        """
+        outcomes: list[bool] = []
+        waiters = Waiters()
+
+        def ended(is_complete: bool) -> None:
+            outcomes.append(is_complete)
+            waiters.wake()
+
+        pending = self.begin(mover, block, offset, data, holder, ended)
+        try:
+            while not outcomes:
+                await waiters.wait()
+        except BaseException:
+            pending.stop()
+            raise
+        if not outcomes[0]:
+            raise CopyAbandonedError
+
+    def abandon(self, holder: Hashable) -> None:
+        """Stop the moves of a holder, and report their ends at once."""
+        for pending in [pending for pending in self._pending if pending.holder is holder]:
+            pending.stop()
+
+    async def settle(self) -> None:
+        """Wait until the end of every move was reported."""
+        while any(not pending.has_ended for pending in self._pending):
+            await self._ends.wait()

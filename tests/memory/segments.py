@@ -1,0 +1,110 @@
+"""A clock, blocks and random tensors for the tests of shared memory."""
+
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import torch
+
+from aiotensor.memory.arena import Arena, Extent
+from aiotensor.memory.mapping import MappedSegment, open_segment
+from aiotensor.memory.raw import RawBytes, new_tensor
+from aiotensor.memory.segments import Segment
+from aiotensor.protocol.pages import Range
+
+MIB = 1 << 20
+PAGE = mmap.PAGESIZE
+
+
+class Clock:
+    """A clock that tests advance."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def arena_of(nbytes: int = 8 * MIB, clock: Clock | None = None) -> Iterator[Arena]:
+    """Return an arena, and close it at the end."""
+    arena = Arena(nbytes, clock or Clock())
+    try:
+        yield arena
+    finally:
+        arena.close()
+
+
+@contextmanager
+def segment_of(nbytes: int = 8 * MIB) -> Iterator[Segment]:
+    """Open a segment, and close it."""
+    segment = Segment(3, nbytes)
+    segment.open()
+    try:
+        yield segment
+    finally:
+        segment.close()
+
+
+def place_in(arena: Arena, nbytes: int) -> Extent:
+    """Allocate a block, in a segment that is open."""
+    place = arena.allocate(nbytes)
+    assert place is not None
+    place.segment.open()
+    return place
+
+
+def chunk(number: int, nbytes: int = MIB) -> Range:
+    """Return the range of a chunk; the last chunk of a segment may be shorter."""
+    return number * MIB, nbytes
+
+
+def filled(segment: Segment, *ranges: Range) -> None:
+    """Get memory for ranges."""
+    segment.fill(list(ranges))
+    segment.filled([], list(ranges))
+
+
+def warm(place: Extent) -> Extent:
+    """Get memory for a block."""
+    idle, cold = place.segment.prepare(place.offset, place.nbytes, place.segment.nbytes)
+    assert not idle
+    place.segment.fill(cold)
+    place.segment.filled(cold, cold)
+    return place
+
+
+def other_side_of(segment: Segment) -> MappedSegment:
+    """Map a segment once more, as the receiver does."""
+    return open_segment(segment.descriptor, segment.nbytes)
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8, seed: int = 0) -> torch.Tensor:
+    return tensor_of(np.random.default_rng(seed).integers(0, 256, (*shape, dtype.itemsize), np.uint8), dtype)
+
+
+def tensor_of(array: RawBytes, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor with the bytes of an array of (*shape, bytes of an element)."""
+    tensor = new_tensor(array.shape[:-1], dtype)
+    tensor.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(array.reshape(-1).copy()))
+    return tensor
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def open_files() -> set[tuple[str, int, int]]:
+    """Return the number, the device and the inode of each open descriptor.
+
+    Compare the results with `<=`, because objects of earlier tests may be collected in between.
+    """
+    files = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the descriptor of the listing
+            status = os.fstat(int(name))
+            files.add((name, status.st_dev, status.st_ino))
+    return files

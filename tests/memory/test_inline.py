@@ -1,0 +1,121 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiotensor.errors import ProtocolError
+from aiotensor.memory.allocations import Allocations
+from aiotensor.memory.dtypes import DTYPE_NAMES, dtype_from_name
+from aiotensor.memory.inline import MAX_INLINE_BYTES, open_inline
+from aiotensor.memory.inline import bytes_of as values_of
+from aiotensor.memory.placement import Plan, open_tensor, plan_placement
+from tests.memory.segments import bytes_of, random_tensor
+from tests.selection import COMPLETE, DTYPES
+
+dtypes = st.sampled_from(list(DTYPES.values()))
+shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)  # small enough for a frame
+
+
+def place(source: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor that travels in the frame."""
+    assert plan_placement(source, Allocations(print)) == Plan(0, None)
+    return values_of(source)
+
+
+@settings(max_examples=300 if COMPLETE else 60)
+@given(shape=shapes, dtype=dtypes, seed=st.integers(0, 9))
+def test_an_inline_tensor_survives_the_round_trip(
+    shape: tuple[int, ...], dtype: torch.dtype, seed: int
+) -> None:
+    source = random_tensor(shape, dtype, seed)
+    opened = open_inline(place(source), dtype, shape)
+
+    assert (tuple(opened.shape), opened.dtype) == (shape, dtype)
+    assert bytes_of(opened) == bytes_of(source)
+
+
+def test_one_element_is_the_same_whatever_its_strides() -> None:
+    for source in (
+        torch.tensor([1.0, 2.0, 3.0])[1::2],
+        torch.tensor([[1.0, 2.0], [3.0, 4.0]])[:1, 1:],
+        torch.tensor(2.0).expand(1, 1),
+        torch.tensor([2.0]).as_strided((1,), (7,)),
+        torch.nn.Parameter(torch.tensor([2.0])),
+    ):
+        assert place(source) == place(torch.tensor(2.0))
+
+
+def test_conjugate_and_negative_views_are_encoded_as_the_values_that_they_show() -> None:
+    assert place(torch.tensor([1 + 2j]).conj()) == place(torch.tensor([1 - 2j]))
+    assert place(torch.tensor([1 + 2j]).conj().imag) == place(torch.tensor([-2.0]))
+    assert place(torch._neg_view(torch.tensor([2.0]))) == place(torch.tensor([-2.0]))
+
+
+def test_an_opened_tensor_has_memory_of_its_own() -> None:
+    payload = place(torch.zeros(4, dtype=torch.uint8))
+    opened = open_inline(payload, torch.uint8, (4,))
+    opened.fill_(7)
+
+    assert payload == bytes(4)
+
+
+def test_more_or_fewer_bytes_than_dtype_and_shape_need_are_refused() -> None:
+    for extra in (-1, 1, -12, 12):
+        with pytest.raises(ProtocolError, match=f"sent {12 + extra} bytes .* which needs 12"):
+            open_inline(bytes(12 + extra), torch.float32, (3,))
+    with pytest.raises(ProtocolError, match="needs 0"):
+        open_inline(b"x", torch.uint8, (0, 3))
+
+
+# The table of openers
+
+
+def test_invalid_placements_payloads_dtypes_and_shapes_are_refused() -> None:
+    for placement, payload, dtype, shape, reason in (
+        ("telepathy", b"", "uint8", (0,), "the unknown placement 'telepathy'"),
+        ("__class__", b"", "uint8", (0,), "the unknown placement"),
+        ("inline", b"", "Tensor", (0,), "unknown dtype 'Tensor'"),
+        ("inline", b"x", "uint8", (2,), "sent 1 bytes"),
+        ("inline", b"", "uint8", (2**63 - 1, 2), "sent 0 bytes"),
+        ("inline", b"", "float64", (2**60,), "sent 0 bytes"),
+        ("inline", b"", "uint8", (0, 2**62, 2), "more than can be addressed"),
+        ("arena", bytes(16), "uint8", (1,), "in segment 0, which it never attached"),
+        ("arena", b"\xff" * 16, "uint8", (1,), "in segment 18446744073709551615, which it never attached"),
+        *[
+            ("arena", bytes(length), "uint8", (1,), f"invalid position of a tensor, of {length} bytes")
+            for length in (0, 1, 15, 17, 1000)
+        ],
+    ):
+        with pytest.raises(ProtocolError, match=reason):
+            open_tensor(placement, payload, dtype, shape, {})
+    assert open_tensor("inline", b"", "uint8", (0, 2**62), {}).tensor.shape == (0, 2**62)
+
+
+# The choice of a placement
+
+
+def test_a_small_or_empty_tensor_is_placed_inline() -> None:
+    for shape in ((MAX_INLINE_BYTES,), (0, 1 << 30), ()):
+        source = torch.empty(shape, dtype=torch.uint8)
+        assert plan_placement(source, Allocations(print)) == Plan(0, None)
+    expanded = torch.zeros(1, dtype=torch.uint8).expand(MAX_INLINE_BYTES + 1)
+    assert plan_placement(expanded, Allocations(print)) == Plan(MAX_INLINE_BYTES + 1, None)
+
+
+# Names of dtypes
+
+
+def test_every_dtype_except_quantized_ones_has_a_name() -> None:
+    quantized = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    assert dtypes - DTYPE_NAMES.keys() == quantized
+    for dtype, name in DTYPE_NAMES.items():
+        assert str(dtype) == f"torch.{name}"
+        assert dtype_from_name(name) is dtype
+
+
+def test_a_dtype_name_outside_the_table_is_refused() -> None:
+    for name in ("", "Tensor", "os", "torch.uint8", "UINT8", "qint8", "__doc__", "float", "x" * 10_000):
+        with pytest.raises(ProtocolError, match="of unknown dtype") as caught:
+            dtype_from_name(name)
+        assert len(str(caught.value)) < 200

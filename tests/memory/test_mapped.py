@@ -1,0 +1,199 @@
+import fcntl
+import os
+import struct
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiotensor.errors import ProtocolError
+from aiotensor.memory.arena import WHERE, Extent
+from aiotensor.memory.copying import copy_now
+from aiotensor.memory.mapping import open_segment
+from aiotensor.memory.placement import open_tensor
+from aiotensor.memory.segments import Segment
+from tests.memory.segments import (
+    MIB,
+    arena_of,
+    bytes_of,
+    chunk,
+    filled,
+    open_files,
+    other_side_of,
+    place_in,
+    random_tensor,
+    segment_of,
+    warm,
+)
+from tests.rogues import SEALS
+from verification.processes import watch
+
+# How a place is named
+
+
+@given(segment=st.integers(0, 2**63 - 1), offset=st.integers(0, 2**40), inner=st.integers(0, 2**40))
+def test_a_described_place_is_decoded_unchanged(segment: int, offset: int, inner: int) -> None:
+    place = Extent(Segment(segment, MIB), offset, 64)
+
+    assert WHERE.unpack(place.describe(inner)) == (segment, offset + inner)
+
+
+# The other side
+
+
+def test_a_copied_tensor_is_identical_at_the_receiver() -> None:
+    for dtype, shape in ((torch.bfloat16, (2, 1, 3, 2)), (torch.complex128, ()), (torch.bool, (3,))):
+        source = random_tensor(shape, dtype)
+        with arena_of(MIB) as arena:
+            place_in(arena, 100)
+            place = warm(place_in(arena, source.nbytes))
+            copy_now(source, place)
+            segments = {place.segment.number: other_side_of(place.segment)}
+            opened = open_tensor("arena", place.describe(0), str(dtype)[6:], shape, segments)
+
+            assert opened.segment == 0
+            assert opened.owner is not None
+            assert opened.owner.nbytes == source.nbytes
+            tensor = opened.tensor
+            assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
+            assert bytes_of(tensor) == bytes_of(source)
+            tensor.view(-1).view(torch.uint8)[:1] = 1
+            assert bytes(place.view()[:1]) == b"\1", "both sides see what is written"
+
+
+def test_a_mapping_lives_exactly_as_long_as_a_view_of_it() -> None:
+    before = open_files()
+    with segment_of() as segment:
+        mapped = other_side_of(segment)
+        filled(segment, chunk(0))
+        segment.memory[:64] = b"\7" * 64
+        opened = mapped.tensor(0, torch.uint8, (64,))
+    gone: list[bool] = []
+    weakref.finalize(opened.owner, gone.append, True)
+    mapped.close()
+    mapped.close()
+    view = opened.tensor[5:6]
+    del opened
+    assert not gone
+    assert view.tolist() == [7]
+    assert open_files() == before
+    assert watch.memfds(os.getpid()) == 1
+
+    del view
+    assert gone
+    assert watch.memfds(os.getpid()) == 0
+
+
+def test_nothing_is_opened_in_a_segment_that_was_closed() -> None:
+    with segment_of() as segment:
+        mapped = other_side_of(segment)
+        mapped.close()
+
+        with pytest.raises(ProtocolError):
+            mapped.tensor(0, torch.uint8, (1,))
+
+
+@pytest.mark.promise(25)
+def test_a_tensor_outside_its_segment_or_off_its_grid_is_refused() -> None:
+    with segment_of(4096) as segment:
+        mapped = other_side_of(segment)
+        for offset, shape in (
+            (4096, (1,)),
+            (4092, (2,)),
+            (4096, (0,)),
+            (0, (0,)),
+            (0, (0, 1 << 30)),
+            (2, (1,)),
+            (1, (1,)),
+            (0, (1025,)),
+            (0, (1 << 50,)),
+            (0, (2**63 - 1,) * 64),
+            (2**64 - 4, (1,)),
+            (2**64 - 4, (2,)),
+            (8, (2, 512)),
+        ):
+            with pytest.raises(ProtocolError, match=f"at byte {offset} of a segment of 4096"):
+                mapped.tensor(offset, torch.float32, shape)
+            with pytest.raises(ProtocolError, match=f"at byte {offset} of a segment of 4096"):
+                open_tensor("arena", struct.pack("<QQ", 3, offset), "float32", shape, {3: mapped})
+
+
+def test_a_tensor_that_ends_where_its_segment_ends_is_opened() -> None:
+    with segment_of(4096) as segment:
+        mapped = other_side_of(segment)
+        for offset, shape in ((0, (1024,)), (4092, (1,)), (4092, ()), (2048, (2, 256))):
+            view = mapped.tensor(offset, torch.float32, shape)
+            assert tuple(view.tensor.shape) == shape
+            assert view.owner.nbytes == view.tensor.nbytes
+
+
+# Descriptors of broken peers
+
+
+@contextmanager
+def memfd(nbytes: int, seals: int = SEALS, flags: int = 0) -> Iterator[int]:
+    descriptor = os.memfd_create("of a peer", os.MFD_ALLOW_SEALING | flags)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.promise(26)
+def test_memory_that_could_shrink_while_it_is_read_is_refused() -> None:
+    for seals in (0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL):
+        with memfd(4096, seals) as descriptor, pytest.raises(ProtocolError, match="could shrink"):
+            open_segment(descriptor, 4096)
+
+
+def test_memory_whose_pages_cannot_be_returned_is_refused() -> None:
+    before = open_files()
+    for seals in (fcntl.F_SEAL_SHRINK, SEALS | fcntl.F_SEAL_WRITE, SEALS | 0x10):
+        for is_private in (False, True):
+            with memfd(4096, seals) as descriptor, pytest.raises(ProtocolError, match="cannot be returned"):
+                open_segment(descriptor, 4096, is_private=is_private)
+    assert open_files() == before
+
+
+def test_a_descriptor_that_is_not_a_memfd_is_refused() -> None:
+    reading_end, writing_end = os.pipe()
+    null, this_file = os.open(os.devnull, os.O_RDONLY), os.open(__file__, os.O_RDONLY)
+
+    for descriptor in (reading_end, writing_end, null, this_file):
+        with pytest.raises(ProtocolError, match="could shrink"):
+            open_segment(descriptor, 4096)
+        os.close(descriptor)
+
+
+def test_another_size_than_was_announced_is_refused() -> None:
+    for announced in (0, 1, 4095, 4097, 8192, 2**63 - 1):
+        with (
+            memfd(4096) as descriptor,
+            pytest.raises(ProtocolError, match=f"4096 bytes .* announced {announced}$"),
+        ):
+            open_segment(descriptor, announced)
+    with memfd(0) as descriptor, pytest.raises(ProtocolError, match="0 bytes of memory, but announced 0"):
+        open_segment(descriptor, 0)
+
+
+def test_memory_with_huge_pages_is_refused() -> None:
+    nbytes = 2 << 20
+    with (
+        memfd(nbytes, flags=os.MFD_HUGETLB | os.MFD_HUGE_2MB) as descriptor,
+        pytest.raises(ProtocolError, match="huge pages"),
+    ):
+        open_segment(descriptor, nbytes)
+
+
+def test_a_segment_that_cannot_be_mapped_raises_os_error() -> None:
+    before = open_files()
+    with memfd(1 << 60) as descriptor, pytest.raises(OSError, match="Cannot allocate memory"):
+        open_segment(descriptor, 1 << 60)
+
+    assert open_files() == before

@@ -1,0 +1,213 @@
+"""The publications of each subscriber: the policies for slow ones, the memory they use, and their answers."""
+
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiotensor.errors import ProtocolError
+from aiotensor.protocol.audience import Audience, Backlog, Item, SlowPolicy
+from aiotensor.protocol.frames import encode
+from tests.frames import publish
+from tests.selection import COMPLETE
+
+SIZES = {block: 10 * (block + 1) for block in range(7)}
+
+
+def item(number: int, *blocks: int) -> Item:
+    """Return a publication with tensors in some blocks."""
+    record = encode(publish(number))
+    return Item(number, record, blocks=tuple((block, SIZES[block]) for block in blocks))
+
+
+def backlog(max_behind: int = 3, max_held_bytes: int | None = None, *items: Item) -> Backlog:
+    made = Backlog(max_behind, max_held_bytes)
+    for one in items:
+        made.add(one)
+    return made
+
+
+def announced(of: Backlog) -> list[int]:
+    """Announce as many publications as the limits allow, and return their numbers."""
+    return [one.number for one in iter(of.next, None)]
+
+
+def test_the_oldest_publication_is_dropped_first() -> None:
+    one = backlog(2, None, *map(item, range(4)))
+    assert announced(one) == [0, 1]
+    assert [(lost.item.number, lost.is_withdrawn) for lost in (one.drop(), one.drop(), one.drop())] == [
+        (0, True),
+        (1, True),
+        (2, False),
+    ]
+    assert announced(one) == []  # two are unanswered
+    assert (one.behind, one.dropped) == (1, 3)
+    one.discarded(0)
+    assert announced(one) == [3]
+    one.taken(1)  # before it was withdrawn
+    assert (one.behind, one.dropped, one.delivered) == (1, 2, 1)
+
+
+def test_closing_a_backlog_keeps_only_the_blocks_of_taken_publications() -> None:
+    one = backlog(3, None, item(0, 0), item(1, 1, 1), item(2, 0, 2), item(3, 3))
+    assert announced(one) == [0, 1, 2]
+    one.taken(0)
+    one.drop()
+    assert one.close() == [0, 2, 1, 1]
+    assert (list(one.pins()), list(one.pending_blocks())) == ([0], [3])
+    assert (one.held_bytes, one.dropped, one.delivered) == (SIZES[0], 1, 1)
+    one.released(0)
+    assert one.held_bytes == 0
+
+
+def test_publications_wait_for_the_memory_that_a_subscriber_may_use() -> None:
+    one = backlog(5, SIZES[0] + SIZES[1], item(0, 0), item(1, 1), item(2, 0), item(3, 2), item(4))
+    assert announced(one) == [0, 1, 2]  # the third uses the block of the first
+    assert list(one.pending_blocks()) == [2]
+    for number in range(3):
+        one.taken(number)
+    assert announced(one) == []
+    for block in (0, 1, 0):
+        assert one.next() is None
+        one.released(block)
+    assert announced(one) == [3, 4]
+
+
+def test_rest_announces_all_pending_publications_regardless_of_limits() -> None:
+    one = backlog(2, SIZES[0], item(0, 0), item(1, 1), item(2, 2))
+    assert announced(one) == [0]
+    assert [each.number for each in one.rest()] == [1, 2]
+    assert one.held_bytes == SIZES[0] + SIZES[1] + SIZES[2]
+
+
+@pytest.mark.promise(34)
+@pytest.mark.parametrize("slow", ["wait", "drop", "disconnect"])
+def test_each_slow_policy_affects_full_subscribers_only(slow: SlowPolicy) -> None:
+    audience: Audience[str] = Audience(slow, 2, None)
+    for name in ("full", "other"):
+        audience.join(name)
+    for number in range(2):
+        assert audience.publish(item(number)) == []
+        for one in audience.backlogs.values():
+            announced(one)
+    audience.backlogs["other"].taken(0)
+    assert audience.delaying() == (["full"] if slow == "wait" else [])
+    assert audience.to_disconnect() == (["full"] if slow == "disconnect" else [])
+    if slow == "drop":
+        [(name, lost)] = audience.publish(item(2))
+        assert (name, lost.item.number, lost.is_withdrawn) == ("full", 0, True)
+    left = audience.leave("full")
+    assert left is not None
+    assert left.behind == 2
+    assert audience.leave("full") is None
+    assert audience.delaying() == audience.to_disconnect() == []
+
+
+def test_a_subscriber_begins_with_the_history() -> None:
+    audience: Audience[str] = Audience("wait", 3, None)
+    one = audience.join("late", [item(4, 1), item(5)])
+    assert (one.behind, announced(one)) == (2, [4, 5])
+    assert one.oldest == item(4, 1)
+
+
+class Model:
+    """One subscriber as lists of its pending and announced publications, in order."""
+
+    def __init__(self, max_behind: int) -> None:
+        self.limit = max_behind
+        self.waiting: list[Item] = []
+        self.open: list[Item] = []
+        self.withdrawn: list[Item] = []
+        self.in_use: list[int] = []
+
+    def announce(self) -> list[int]:
+        found = []
+        while self.waiting and len(self.open) + len(self.withdrawn) < self.limit:
+            self.open.append(self.waiting.pop(0))
+            found.append(self.open[-1].number)
+        return found
+
+    def drop(self) -> tuple[int, bool]:
+        if self.open:
+            self.withdrawn.append(self.open.pop(0))
+            return self.withdrawn[-1].number, True
+        return self.waiting.pop(0).number, False
+
+    def held(self) -> list[int]:
+        return sorted(
+            [*self.in_use, *(block for one in self.open + self.withdrawn for block, _ in one.blocks)]
+        )
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("publish"), st.lists(st.sampled_from(sorted(SIZES)), max_size=3)),
+    st.tuples(st.sampled_from(["take", "discard", "release"]), st.integers(0, 100)),
+)
+
+
+@pytest.mark.promise(33)
+@settings(max_examples=500 if COMPLETE else 60)
+@given(max_behind=st.integers(1, 4), actions=st.lists(ACTIONS, max_size=60))
+def test_any_sequence_agrees_with_the_model(max_behind: int, actions: list[tuple[str, object]]) -> None:
+    audience: Audience[str] = Audience("drop", max_behind, None)
+    real, model = audience.join("it"), Model(max_behind)
+    number, dropped, delivered = 0, 0, 0
+    for action, value in actions:
+        answerable = model.open + model.withdrawn
+        match action, value:
+            case "publish", list(blocks):
+                expected = model.drop() if len(model.open) + len(model.waiting) >= max_behind else None
+                lost = audience.publish(item(number, *blocks))
+                assert [(one.item.number, one.is_withdrawn) for _, one in lost] == [expected][
+                    : expected is not None
+                ]
+                dropped += expected is not None
+                model.waiting.append(item(number, *blocks))
+                number += 1
+            case "take", int(choice) if answerable:
+                one = answerable[choice % len(answerable)]
+                real.taken(one.number)
+                dropped -= one in model.withdrawn
+                (model.open if one in model.open else model.withdrawn).remove(one)
+                model.in_use += [block for block, _ in one.blocks]
+                delivered += 1
+            case "discard", int(choice) if answerable:
+                one = answerable[choice % len(answerable)]
+                assert real.discarded(one.number) == one
+                (model.open if one in model.open else model.withdrawn).remove(one)
+            case "release", int(choice) if model.in_use:
+                block = model.in_use.pop(choice % len(model.in_use))
+                real.released(block)
+        assert announced(real) == model.announce()
+        assert real.behind == len(model.open) + len(model.waiting) <= max_behind
+        assert real.unanswered == len(model.open) + len(model.withdrawn) <= max_behind
+        assert sorted(real.pins()) == model.held()
+        assert real.held_bytes == sum(SIZES[block] for block in set(model.held()))
+        assert (real.dropped, real.delivered) == (dropped, delivered)
+        oldest = (model.open + model.waiting)[:1]
+        assert real.oldest == (oldest[0] if oldest else None)
+
+
+WRONG: dict[str, tuple[str, Callable[[Backlog], object]]] = {
+    "taking one that was not announced": ("answered publication 2", lambda one: one.taken(2)),
+    "taking one twice": ("answered publication 0", lambda one: one.taken(0)),
+    "discarding one that was not announced": ("answered publication 9", lambda one: one.discarded(9)),
+    "discarding one that was taken": ("answered publication 0", lambda one: one.discarded(0)),
+    "releasing a block before its publication is taken": ("released block 1 ", lambda one: one.released(1)),
+    "releasing a block twice": ("released block 0 ", lambda one: deque(map(one.released, (0, 0)))),
+    "releasing an unknown block": ("released block 6 ", lambda one: one.released(6)),
+}
+
+
+@pytest.mark.promise(25)
+@pytest.mark.parametrize(("reason", "answer"), WRONG.values(), ids=WRONG)
+def test_a_wrong_answer_to_a_publication_is_a_violation(
+    reason: str, answer: Callable[[Backlog], object]
+) -> None:
+    one = backlog(2, None, item(0, 0), item(1, 1), item(2, 2))
+    assert announced(one) == [0, 1]
+    one.taken(0)
+    with pytest.raises(ProtocolError, match=reason):
+        answer(one)
