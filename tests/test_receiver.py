@@ -35,7 +35,7 @@ from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
-once = pytest.mark.parametrize("link", ["unix"], indirect=True)  # for what does not depend on the link
+once = pytest.mark.parametrize("link", ["unix"], indirect=True)  # the link makes no difference
 
 
 def _one(name: str, value: int) -> dict[str, Any]:

@@ -800,9 +800,7 @@ class Publisher(LoopObject):
             self._counts["subscribers_lost"] += not loss.is_clean
             if loss.is_clean:
                 self._memory.unpin(subscriber.backlog.close())
-            can_read = subscriber.transport.mover is None
-            watch = subscriber.watch if can_read else None
-            self._memory.reader_lost(list(subscriber.backlog.pins()), watch)
+            subscriber.keep_pins(self._memory, list(subscriber.backlog.pins()))
             self._memory.unpin(subscriber.backlog.pending_blocks())
         self._progressed()
 

@@ -79,8 +79,8 @@ class Session(abc.ABC):
 
         Args:
             frames: the frames, which the connection has validated.
-            descriptors: the descriptors that arrived with the record. Those that remain in the list after
-                this call are closed.
+            descriptors: the descriptors that arrived with the record. After this call, the remaining ones
+                in the list are closed.
 
         Raises:
             ProtocolError: a frame violates the rules of the role.
@@ -155,10 +155,16 @@ class Session(abc.ABC):
                 raise ProtocolError(f"it released block {block} more often than it was announced")
             memory.unpin((block,))
 
-    def keep_pins(self, memory: Memory) -> None:
-        """Keep the blocks that the peer may still read, after the end of the session."""
-        pins = [block for block, count in self.pins.items() for _ in range(count)]
-        self.pins.clear()
+    def keep_pins(self, memory: Memory, pins: Sequence[int] | None = None) -> None:
+        """Keep the blocks that the peer may still read, after the end of the session.
+
+        Args:
+            memory: the memory of the blocks.
+            pins: their numbers, once for each announcement that was not released; None for those in `pins`.
+        """
+        if pins is None:
+            pins = [block for block, count in self.pins.items() for _ in range(count)]
+            self.pins.clear()
         can_read = self.transport.mover is None and self.peer_uses_memory
         memory.reader_lost(pins, self.watch if can_read else None)
 

@@ -274,8 +274,8 @@ class Memory:
     def reader_lost(self, pins: Sequence[int], watch: WatchProcess | None) -> None:
         """Keep the blocks that a lost reader may still read until its process has ended.
 
-        A killed process ends within moments. One that lives on may have closed its connection and still use
-        tensors: after `_GRACE_S`, their segments are retired, so that other memory replaces these blocks.
+        A killed process ends within moments. A process that lives on may have closed its connection and still
+        use tensors: after `_GRACE_S`, their segments are retired, so that other memory replaces these blocks.
 
         Args:
             pins: the numbers of the blocks, once for each announcement that the reader has not released.

@@ -18,9 +18,10 @@ A message, in either direction, is numbered by its first frame, and numbers incr
                         |                               |
                         '-------------------------------'--Discard, or Discarded by the other end--> (ended)
 
-Publishers and ranks skip the numbers of messages that they do not send, and send each message in one frame.
-Senders skip none, and may continue a message before they learn that the other end has discarded it; the owner
-of the connection ignores such frames, as it ignores answers to messages that it has discarded.
+Publishers skip the numbers of messages that they do not send. Publishers and ranks send each message in one
+frame, and never return to an earlier number. Senders may continue a message before they learn that the other
+end has discarded it; the owner of the connection ignores such frames, as it ignores answers to messages that
+it has discarded.
 """
 
 import enum
@@ -525,7 +526,7 @@ class Connection(BaseConnection):
                 raise ProtocolError(f"it detached segment {number}, which it never attached")
             return
         arena_bytes = 0 if self.theirs is None else self.theirs.arena_bytes
-        # Of each segment: a new one may replace one whose blocks are still in use.
+        # This limits each segment: a new segment may replace one whose blocks are still in use.
         max_bytes = ADDRESSES_PER_BYTE * (arena_bytes + _LARGEST_PAGE_BYTES)
         if frame.placement != ARENA:
             raise ProtocolError(f"it attached memory for the unknown placement {frame.placement!r}")

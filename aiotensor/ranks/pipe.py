@@ -285,9 +285,9 @@ class RankPipe(LoopObject):
         """Send a tensor or None.
 
         Returns when the tensor may be changed, which may be before the other rank receives the message.
-        Waits until `max_bytes` allows the message, at most `max_wait_s`. Messages arrive in the order of the
-        calls, including concurrent ones. Large tensors are copied in a worker thread. If the call is
-        cancelled, the message is not sent, and its bytes are free again.
+        Waits for the earlier calls, and then until `max_bytes` allows the message, each at most `max_wait_s`.
+        Messages arrive in the order of the calls, including concurrent ones. Large tensors are copied in a
+        worker thread. If the call is cancelled, the message is not sent, and its bytes are free again.
 
         Args:
             tensor: a tensor on the CPU, of any shape, strides and dtype.
@@ -295,7 +295,7 @@ class RankPipe(LoopObject):
         Raises:
             UnsupportedTensorError: the tensor cannot be sent unchanged.
             TooLargeError: the tensor has more than `max_bytes`.
-            WouldBlockError: not enough bytes were free within `max_wait_s`.
+            WouldBlockError: one of the waits took longer than `max_wait_s`.
             PeerLostError: the other rank died, closed its end or broke the connection.
             ClosedError: this pipe was closed, perhaps while waiting.
             OSError: the machine has no memory left.
@@ -307,9 +307,9 @@ class RankPipe(LoopObject):
             turn = self._turns.budget.try_request(1) or await self._turns.acquire(1)
             try:
                 if source is None or nbytes <= MAX_INLINE_BYTES:
-                    gate = memory.gate
+                    gate, put = memory.gate, self._put(session, source)
                     ticket = gate.budget.try_request(nbytes) or await gate.acquire(nbytes)
-                    self._announce(session, self._put(session, source), ticket)
+                    self._announce(session, put, ticket)
                 else:
                     block = memory.try_acquire(nbytes) or await memory.acquire(nbytes)
                     await session.fill(memory, source, block, self)
@@ -339,10 +339,11 @@ class RankPipe(LoopObject):
             if self._turns.budget.in_use:
                 raise self._would_block(nbytes)
             if source is None or nbytes <= MAX_INLINE_BYTES:
+                put = self._put(session, source)
                 ticket = memory.gate.budget.try_request(nbytes)
                 if ticket is None:
                     raise self._would_block(nbytes)
-                self._announce(session, self._put(session, source), ticket)
+                self._announce(session, put, ticket)
             else:
                 block = memory.try_acquire(nbytes)
                 if block is None:

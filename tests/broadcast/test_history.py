@@ -16,7 +16,7 @@ from verification.fuzz.listening import waiting_at
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
-once = pytest.mark.parametrize("endpoint", ["unix"], indirect=True)  # for what does not depend on the link
+once = pytest.mark.parametrize("endpoint", ["unix"], indirect=True)  # the link makes no difference
 
 
 async def test_a_late_subscriber_begins_with_the_next_publication(broadcasts: Broadcasts) -> None:

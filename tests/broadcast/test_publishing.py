@@ -33,7 +33,7 @@ from verification.patterns import BIG, pattern
 from verification.processes import watch
 from verification.waiting import until
 
-once = pytest.mark.parametrize("endpoint", ["unix"], indirect=True)  # for what does not depend on the link
+once = pytest.mark.parametrize("endpoint", ["unix"], indirect=True)  # the link makes no difference
 
 
 class Nested(msgspec.Struct):

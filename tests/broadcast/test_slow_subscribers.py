@@ -22,7 +22,7 @@ from verification.internals import (
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
-once = pytest.mark.parametrize("endpoint", ["unix"], indirect=True)  # for what does not depend on the link
+once = pytest.mark.parametrize("endpoint", ["unix"], indirect=True)  # the link makes no difference
 
 
 def _is_answered(publisher: Publisher, slow: Subscriber[Any], count: int) -> bool:

@@ -1,4 +1,4 @@
-"""All frames: what is decoded in each direction, and the limits on every field.
+"""All frames: the decoding in each direction, and the limits on every field.
 
 Valid and invalid values of each field follow from its type, so these tests cover frames that are added later.
 """

@@ -1,4 +1,4 @@
-"""The tensors that have arrived, compared with plain sets and lists, and what is remembered of senders."""
+"""The tensors that have arrived, compared with plain sets and lists, and the memory of senders."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -360,7 +360,7 @@ TestAnyOrderOfEvents = pytest.mark.promise(12, 13)(MailboxMachine.TestCase)
 TestAnyOrderOfEvents.settings = settings(max_examples=200 if COMPLETE else 60, stateful_step_count=50)
 
 
-# Errors, and what is forgotten
+# Errors, and forgotten senders
 
 
 def joined(limit: int = 8) -> Mailbox[str]:

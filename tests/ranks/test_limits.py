@@ -16,7 +16,7 @@ from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("route")
 
-once = pytest.mark.parametrize("route", ["unix"], indirect=True)  # for what does not depend on the route
+once = pytest.mark.parametrize("route", ["unix"], indirect=True)  # the route makes no difference
 
 _BIG_BYTES = BIG * 8
 _SOME = 5_000  # elements of int64: between machines, they move in one step
@@ -117,6 +117,25 @@ async def test_a_long_wait_is_logged_once(
             assert "pipe of rank 0 to rank 1" in record.getMessage()
         assert await high.receive() is not None
         await waiting
+
+
+@once
+async def test_a_small_message_that_cannot_be_read_uses_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: object) -> bytes:
+        raise OSError("no memory is left")
+
+    async with ends() as (low, high):
+        with monkeypatch.context() as patch:
+            patch.setattr(pipe, "bytes_of", fail)
+            with pytest.raises(OSError, match="no memory is left"):
+                await low.send(pattern(0, 3))
+            with pytest.raises(OSError, match="no memory is left"):
+                low.send_nowait(pattern(0, 3))
+        assert low.statistics().bytes_in_flight == 0
+        await low.send(pattern(1, 3))
+        received = await high.receive()
+        assert received is not None
+        assert torch.equal(received, pattern(1, 3))
 
 
 @once

@@ -34,7 +34,7 @@ from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("route")
 
-once = pytest.mark.parametrize("route", ["unix"], indirect=True)  # for what does not depend on the route
+once = pytest.mark.parametrize("route", ["unix"], indirect=True)  # the route makes no difference
 
 _SOME = 5_000
 

@@ -9,7 +9,7 @@ from verification.chaos.audit import RESOURCES, Account, Tally
 from verification.chaos.broadcasts_audit import audit_broadcast
 from verification.chaos.family import Family, GoneError, Member, RoundError, SendersPart
 from verification.chaos.plan import ELDERS, SLOTS, Fault, FaultKind, Round
-from verification.chaos.rounds import Play, Segments, all_of, timed
+from verification.chaos.rounds import Play, all_of, timed
 
 __all__ = ["BroadcastFamily", "BroadcastPlay"]
 
@@ -190,5 +190,5 @@ class BroadcastPlay(Play):
     def may_log(self, line: str, slot: int | None) -> bool:
         return "protocol" not in line and any(fault.kind in RESOURCES for fault in self.plan.faults)
 
-    def segments(self, slot: int | None) -> Segments:
-        return Segments(0, 0)
+    def segments(self, slot: int | None) -> int:
+        return 0

@@ -13,7 +13,6 @@ from verification.chaos.exchanges import ExchangePlay
 from verification.chaos.family import Family, Member, RoundError, SendersPart
 from verification.chaos.pauses import Pauses
 from verification.chaos.plan import ENGINES, SLOTS, Fault, FaultKind, Round
-from verification.chaos.rounds import Segments
 from verification.promptly import allowed_s
 
 __all__ = ["EnginesFamily", "EnginesPlay"]
@@ -158,5 +157,5 @@ class EnginesPlay(ExchangePlay):
     def wrong_with_log(self, lines: list[str]) -> list[str]:
         return wrong_with_refusals(lines, time.monotonic() - self.began)
 
-    def segments(self, slot: int | None) -> Segments:
-        return Segments(0, 0)
+    def segments(self, slot: int | None) -> int:
+        return 0

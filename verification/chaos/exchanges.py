@@ -9,7 +9,7 @@ from verification.chaos.audit import RESOURCES, Account, Tally
 from verification.chaos.family import Family, GoneError, Member, ReceiversPart, SendersPart
 from verification.chaos.plan import ANSWERED_BY_SENDER, ASKS_BY_SENDER, SenderPlan
 from verification.chaos.questions_audit import audit_questions
-from verification.chaos.rounds import Play, Segments
+from verification.chaos.rounds import Play
 
 __all__ = ["ExchangeFamily", "ExchangePlay"]
 
@@ -53,7 +53,7 @@ class ExchangePlay(Play):
         is_of_handler = "answering a request from process" in line or "Traceback" in line
         return is_of_handler or self.plan.has(None, RESOURCES) or super().may_log(line, slot)
 
-    def segments(self, slot: int | None) -> Segments:
+    def segments(self, slot: int | None) -> int:
         if slot is None:
-            return Segments(len(ANSWERED_BY_SENDER), len(ASKS_BY_SENDER))
-        return Segments(int(slot in ASKS_BY_SENDER), int(slot in ANSWERED_BY_SENDER))
+            return len(ANSWERED_BY_SENDER) + len(ASKS_BY_SENDER)
+        return (slot in ASKS_BY_SENDER) + (slot in ANSWERED_BY_SENDER)

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from contextlib import asynccontextmanager
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -22,7 +22,7 @@ from verification.chaos.plan import PEER_TIMEOUT_S, SLOTS, Fault, FaultKind, Rou
 from verification.processes import watch
 from verification.promptly import allowed_s
 
-__all__ = ["Play", "Segments", "Times", "all_of", "timed"]
+__all__ = ["Play", "Times", "all_of", "timed"]
 
 T = TypeVar("T")
 
@@ -50,17 +50,6 @@ class Times(msgspec.Struct):
     reached: float = 0.0  # from the end of the faults until every client has reached every engine
     settled: float = 0.0  # until every permit and block has been released
     paused: float = 0.0  # the longest stall of a client, an engine or the run itself
-
-
-class Segments(NamedTuple):
-    """The number of memory segments that a process may have mapped: its own, and those of other processes."""
-
-    own: int
-    others: int
-
-    def allows(self, mapped: int, descriptors: int) -> bool:
-        """Return whether these numbers of mappings, and of descriptors of such memory, are allowed."""
-        return descriptors <= mapped <= self.own + self.others  # at most one descriptor for each mapping
 
 
 class Play:
@@ -318,11 +307,9 @@ class Play:
                 problems.append(f"left in /dev/shm: {name}")
         return problems
 
-    def segments(self, slot: int | None) -> Segments:
-        """Return how many mappings of shared memory a process may have."""
-        if slot is not None:
-            return Segments(1, 0)
-        return Segments(SLOTS, 0) if self.plan.kind.lands else Segments(0, SLOTS)
+    def segments(self, slot: int | None) -> int:
+        """Return how many segments a process may have mapped, each with at most one descriptor."""
+        return SLOTS if slot is None else 1
 
     def _said(self, member: Member, slot: int | None) -> list[str]:
         problems = [f"{member.name} complained: {member.complaints}"] if member.complaints else []
@@ -372,7 +359,7 @@ def _wrong_with_receiver(now: ReceiverStatistics, senders: int) -> list[str]:
     return wrong
 
 
-async def _wrong_with_process(member: Member, segments: Segments) -> list[str]:
+async def _wrong_with_process(member: Member, segments: int) -> list[str]:
     """Compare the descriptors and mappings of a process with the expected ones."""
     ends = time.monotonic() + WATCHDOG_S
     is_first = member.own_descriptors is None
@@ -387,7 +374,7 @@ async def _wrong_with_process(member: Member, segments: Segments) -> list[str]:
         )
         if sets_baseline and own == last:
             member.own_descriptors = own
-        if own == member.own_descriptors and segments.allows(mapped, len(descriptors) - len(own)):
+        if own == member.own_descriptors and len(descriptors) - len(own) <= mapped <= segments:
             member.has_confirmed_descriptors = not is_first
             return []
         if time.monotonic() > ends:

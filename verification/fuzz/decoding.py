@@ -25,7 +25,7 @@ _notes = TensorDecoder(Note)
 _any: Any = Any  # mypy does not accept `Any` itself as a `type`
 _anything: TensorDecoder[Any] = TensorDecoder(_any)
 
-# Each decoder, and the encoder that restores what it accepts.
+# Each decoder, and the encoder that restores the accepted input.
 _CODECS: tuple[tuple[Callable[[Any], Any], Callable[[Any], bytes]], ...] = (
     (decode, encode_record),
     (decode_hello, lambda hello: encode_record([hello])),

@@ -1,4 +1,4 @@
-"""What all live targets share: the process of the peers, and the checks after each conversation."""
+"""The parts that all live targets share: the process of the peers, and the checks after each conversation."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -59,7 +59,7 @@ class Live(ABC):
         """Prepare for the first conversation."""
 
     async def close(self) -> None:  # noqa: B027
-        """Close what was opened."""
+        """Close the opened objects."""
 
     @abstractmethod
     async def talk(self, said: Conversation) -> None:

@@ -1,4 +1,4 @@
-"""What is observed of a process: its resources, its errors, and the tensors in its memory."""
+"""Observations of a process: its resources, its errors, and the tensors in its memory."""
 
 import asyncio
 import ctypes

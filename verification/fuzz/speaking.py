@@ -67,7 +67,7 @@ def _wake(waiting: "asyncio.Future[None]") -> None:
 
 
 class Heard:
-    """What the peer has said, from which the placeholders of a conversation are filled in.
+    """The frames of the peer, from which the placeholders of a conversation are filled in.
 
     Attributes:
         messages: the numbers of its messages on this connection.

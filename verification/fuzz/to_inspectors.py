@@ -27,7 +27,7 @@ async def _inspect(state: peers.State) -> Counter[str]:
 
 
 class LiveInspector(LiveConnector):
-    """Inspectors, as seen by those that they inspect."""
+    """Inspectors, as seen by the objects that they inspect."""
 
     work = staticmethod(_inspect)
 
