@@ -63,6 +63,7 @@ async def test_a_sender_goes_on_with_the_next_receiver_after_one_was_killed() ->
         TensorSender(queue, max_concurrent_videos=1) as sender,
     ):
         await engine.call(peers.open_receiver)
+        await sender.ready()  # its hello contains its process id
         await sender.send(pattern(0, BIG))
         waiting = asyncio.create_task(sender.send(pattern(0, 3)))
         await until(lambda: sender.statistics().waiting == 1)
@@ -140,6 +141,7 @@ async def test_a_killed_receiver_of_a_plain_queue_ends_every_wait_within_a_secon
         TensorSender(queue, max_concurrent_videos=1) as sender,
     ):
         await engine.call(peers.open_receiver)
+        await sender.ready()  # its hello contains its process id
         await sender.send(pattern(0, BIG))
         waiting = asyncio.create_task(sender.send(pattern(0, 3)))
         await until(lambda: sender.statistics().waiting == 1)
