@@ -969,7 +969,7 @@ class _Subscriber(Session):
 
     def _send(self, item: Item) -> None:
         """Announce a publication after attaching its segments and, between machines, moving its blocks."""
-        if not self.attached.issuperset(item.segments):
+        if not self.attached.keys() >= set(item.segments):
             self._attach(item.segments)
         mover = self.transport.mover
         if mover is None:

@@ -379,7 +379,7 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, str]]:
 def open_files(soft: int, hard: int, subscribers: int) -> Finding:
     """Compare the limits on open descriptors (RLIMIT_NOFILE) with the subscribers of a publisher.
 
-    Each subscriber needs one descriptor while it is connected, and briefly another one when it ends.
+    Each subscriber needs two descriptors: its connection, and the pipe that shows when it unmaps the arena.
     """
     needed = _FEW_DESCRIPTORS + 2 * subscribers
     if soft == RLIM_INFINITY or soft >= needed:

@@ -11,11 +11,12 @@ from aiotensor.memory.mappings import Mappings, PeerMemory
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.segments import Segment
 from aiotensor.memory.source import Source
+from aiotensor.memory.tokens import new_token
 from aiotensor.memory.views import Watch
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.frames import Attach, Close, Frame
 from aiotensor.runtime.affinity import FreedItems
-from aiotensor.runtime.descriptors import close_all
+from aiotensor.runtime.descriptors import Descriptor, close_all
 from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.runtime.waiting import Waiters, until
 from aiotensor.transports.base import Transport
@@ -42,7 +43,7 @@ class Session(abc.ABC):
         name: the name of the peer in the log.
         is_over: whether the session has ended.
         is_refused: whether this end has refused the peer, whose memory cannot be mapped.
-        attached: the numbers of the segments that the peer has.
+        attached: the reading ends of the tokens of the segments that the peer has, by their numbers.
         peer_uses_memory: whether the peer, if it has closed, may still use memory of this end.
         pins: for each block that the peer may read, the number of announcements that it has not released.
     """
@@ -63,7 +64,7 @@ class Session(abc.ABC):
         self._freed = freed
         self._loop = asyncio.get_running_loop()
         self._is_flush_scheduled = False
-        self.attached: set[int] = set()
+        self.attached: dict[int, Descriptor] = {}
         self.peer_uses_memory = True
         self.pins: dict[int, int] = {}
         self._writing = Waiters()  # for the transport
@@ -166,7 +167,7 @@ class Session(abc.ABC):
             pins = [block for block, count in self.pins.items() for _ in range(count)]
             self.pins.clear()
         can_read = self.transport.mover is None and self.peer_uses_memory
-        memory.reader_lost(pins, self.watch if can_read else None)
+        memory.reader_lost(pins, self.attached if can_read else {})
 
     def attach(self, segment: Segment) -> None:
         """Share a segment with the peer, once.
@@ -180,8 +181,19 @@ class Session(abc.ABC):
         if self.is_over:
             return  # writing has failed
         # Written at once and in a separate record, so that this call raises the error.
-        self.transport.write(self.connection.attach(segment.number, segment.nbytes), [segment.descriptor])
-        self.attached.add(segment.number)
+        if self.transport.mover is not None:
+            self.transport.write(self.connection.attach(segment.number, segment.nbytes))
+            self.attached[segment.number] = Descriptor(-1)
+            return
+        reading, token = new_token()
+        descriptors = [segment.descriptor, token.number]
+        try:
+            self.transport.write(
+                self.connection.attach(segment.number, segment.nbytes, tokens=1), descriptors
+            )
+        finally:
+            token.close()
+        self.attached[segment.number] = reading
 
     async def fill(
         self, memory: Memory, source: Source, block: Block, holder: Hashable, *, is_copied: bool = False
@@ -224,7 +236,7 @@ class Session(abc.ABC):
     def detach(self, segment: Segment) -> None:
         """Withdraw a segment without used blocks, if the peer has it."""
         if segment.number in self.attached:
-            self.attached.remove(segment.number)
+            del self.attached[segment.number]
             self.connection.detach(segment.number)
             self.schedule_flush()
 

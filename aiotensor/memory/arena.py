@@ -10,7 +10,7 @@ sealed, because a process that shrank it would cause SIGBUS in the others.
 
 import resource
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -93,13 +93,11 @@ class Arena:
         """The size of the longest free run in bytes."""
         return self._segment.blocks.largest_free
 
-    def retire(self, segments: Iterable[Segment]) -> None:
-        """Place no more blocks in segments that lost readers may still read."""
-        for segment in segments:
-            if not segment.is_retired:
-                segment.is_retired = True
-                self._retired.append(segment)
-                self._segment = self._new_segment()
+    def retire(self, segment: Segment) -> None:
+        """Place no more blocks in the current segment, because lost readers may still read it."""
+        segment.is_retired = True
+        self._retired.append(segment)
+        self._segment = self._new_segment()
 
     def take_idle(self, before: float) -> tuple[Segment, list[Range]]:
         """Return the current segment, and its idle chunks that were last used before a time."""

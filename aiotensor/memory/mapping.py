@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -23,6 +24,7 @@ from aiotensor.memory.page_locks import PageLocks
 from aiotensor.memory.raw import ArrayMemory
 from aiotensor.memory.views import View, view_over
 from aiotensor.protocol.pages import Range
+from aiotensor.runtime.descriptors import Descriptor
 
 __all__ = ["MappedSegment", "Mapping", "open_segment"]
 
@@ -51,6 +53,7 @@ class Mapping:
         descriptor: the descriptor of the memory.
         nbytes: the size of the memory in bytes.
         locks: the locks on the pages that this process uses; None for the process that created the memory.
+        tokens: the tokens of the memory, which are closed when it is unmapped.
         is_private: whether the first write to a page replaces it with a copy that no other process sees.
 
     Attributes:
@@ -63,7 +66,13 @@ class Mapping:
     """
 
     def __init__(
-        self, descriptor: int, nbytes: int, locks: PageLocks | None = None, *, is_private: bool = False
+        self,
+        descriptor: int,
+        nbytes: int,
+        locks: PageLocks | None = None,
+        tokens: Sequence[Descriptor] = (),
+        *,
+        is_private: bool = False,
     ) -> None:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         flags = _MAP_PRIVATE if is_private else mmap.MAP_SHARED
@@ -71,7 +80,7 @@ class Mapping:
         if address is None or address == _FAILED:
             raise _error()
         memory = ArrayMemory(None, {"data": (address, False), "shape": (nbytes,), "typestr": "|u1"})
-        weakref.finalize(memory, _unmap, os.getpid(), address, nbytes).atexit = False
+        weakref.finalize(memory, _unmap, os.getpid(), address, nbytes, tokens).atexit = False
         self.address = address
         self.is_private = is_private
         self._locks = locks
@@ -165,12 +174,15 @@ class MappedSegment:
         self.close()
 
 
-def open_segment(descriptor: int, nbytes: int, *, is_private: bool = False) -> MappedSegment:
+def open_segment(
+    descriptor: int, nbytes: int, tokens: Sequence[Descriptor] = (), *, is_private: bool = False
+) -> MappedSegment:
     """Map the segment of a peer; the caller keeps the descriptor.
 
     Args:
         descriptor: the descriptor of the memory.
         nbytes: the size of the memory in bytes, as the peer stated it.
+        tokens: the tokens that the peer has sent with it; this function takes them over.
         is_private: whether writes are visible to this process only.
 
     Raises:
@@ -193,13 +205,15 @@ def open_segment(descriptor: int, nbytes: int, *, is_private: bool = False) -> M
     if size != nbytes or not nbytes:
         raise ProtocolError(f"the peer shared {size} bytes of memory, but announced {nbytes}")
     locks = PageLocks(descriptor)
-    return MappedSegment(Mapping(locks.descriptor, nbytes, locks, is_private=is_private))
+    return MappedSegment(Mapping(locks.descriptor, nbytes, locks, tokens, is_private=is_private))
 
 
-def _unmap(pid: int, address: int, nbytes: int) -> None:
+def _unmap(pid: int, address: int, nbytes: int, tokens: Sequence[Descriptor]) -> None:
     # A forked child inherits the object, but not the memory: something else may be mapped there.
     if os.getpid() == pid:
         _munmap(address, nbytes)
+        for token in tokens:
+            token.close()
 
 
 def _error() -> OSError:

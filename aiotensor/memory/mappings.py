@@ -24,7 +24,7 @@ from aiotensor.memory.views import Watch, with_attributes
 from aiotensor.protocol.frames import Attach, Put
 from aiotensor.protocol.pages import gaps
 from aiotensor.runtime.affinity import FreedItems
-from aiotensor.runtime.descriptors import close_all
+from aiotensor.runtime.descriptors import Descriptor
 from aiotensor.runtime.process_end import ProcessEnd, WatchProcess
 from aiotensor.runtime.worker import Worker
 from aiotensor.transports.base import Mover
@@ -149,37 +149,34 @@ class Mappings:
             memory: the memory of the peer.
             attach: the frame that describes the segment.
             mover: the mover of the connection to the peer; None on one machine.
-            descriptors: the descriptors that arrived with the frame; the first one is removed from the list
-                and closed, even if an error is raised.
+            descriptors: the descriptors that arrived with the frame, which are removed from the list, even
+                if an error is raised.
 
         Raises:
             ProtocolError: the segment differs from its description, or is not sealed.
             RefusedError: this process has a limit on its address space, and too little of it is free.
             OSError: the segment cannot be mapped here for another reason, or no descriptors are left.
         """
-        number, nbytes = attach.segment, attach.nbytes
+        number, nbytes, count = attach.segment, attach.nbytes, attach.tokens + 1
+        given = [Descriptor(one) for one in descriptors[:count]]
+        del descriptors[:count]
         if number in memory.segments:  # detached, but used by tensors
             raise ProtocolError(f"it attached segment {number} again")
-        try:
-            with _too_few_addresses(nbytes):
-                if mover is None:
-                    if not descriptors:
-                        raise OSError(
-                            errno.EMFILE,
-                            "its descriptor did not arrive: no descriptors are left in this process (ulimit "
-                            "-n)",
-                        )
-                    mapped = open_segment(descriptors[0], nbytes, is_private=self._are_private)
-                else:
-                    if memory.segments:  # also detached ones, whose memory is still in use
-                        raise ProtocolError("it attached a second segment from another machine")
-                    landing = LandingSegment(number, nbytes, memory.arena_bytes, self._worker)
-                    memory.landings[number] = landing
-                    mover.land(number, landing)
-                    mapped = landing.mapped()
-        finally:
-            close_all(descriptors[:1])
-            del descriptors[:1]
+        with _too_few_addresses(nbytes):
+            if mover is None:
+                if len(given) < count:
+                    raise OSError(
+                        errno.EMFILE,
+                        "its descriptors did not arrive: no descriptors are left in this process (ulimit -n)",
+                    )
+                mapped = open_segment(given[0].number, nbytes, given[1:], is_private=self._are_private)
+            else:
+                if memory.segments:  # also detached ones, whose memory is still in use
+                    raise ProtocolError("it attached a second segment from another machine")
+                landing = LandingSegment(number, nbytes, memory.arena_bytes, self._worker)
+                memory.landings[number] = landing
+                mover.land(number, landing)
+                mapped = landing.mapped()
         memory.mapped[number] = mapped
         memory.segments[number] = _LeasedSegment(number, mapped, memory)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,6 +17,7 @@ from aiotensor.memory.moving import Moves
 from aiotensor.memory.raw import flat_bytes
 from aiotensor.memory.segments import Segment
 from aiotensor.memory.source import Source, is_flat
+from aiotensor.memory.tokens import ReadersEnd
 from aiotensor.memory.views import Watch
 from aiotensor.protocol.blocks import ALIGNMENT
 from aiotensor.protocol.credits import Ticket
@@ -24,7 +25,7 @@ from aiotensor.protocol.leases import Leases
 from aiotensor.protocol.pages import Range
 from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import FreedItems
-from aiotensor.runtime.process_end import ProcessEnd, WatchProcess
+from aiotensor.runtime.descriptors import Descriptor
 from aiotensor.runtime.worker import Worker
 from aiotensor.transports.base import Mover
 
@@ -35,16 +36,17 @@ _MAX_RETIRED = 6  # segments; with the current one, fewer than `MAX_SEGMENTS` of
 
 
 class _Departure:
-    """The blocks of one lost reader, once for each pin, until its process has ended."""
+    """The blocks of one segment that a lost reader may read, once for each pin, until it cannot any more."""
 
-    def __init__(self, pins: Sequence[int]) -> None:
+    def __init__(self, segment: Segment, pins: Sequence[int]) -> None:
+        self.segment = segment
         self.pins = pins
-        self.end: ProcessEnd | None = None
+        self.end: ReadersEnd | None = None
         self.timer: asyncio.TimerHandle | None = None
-        self.is_overdue = False  # its process has outlived `_GRACE_S`
+        self.is_overdue = False  # the reader has the segment for longer than `_GRACE_S`
 
     def cancel(self) -> None:
-        """Stop waiting for the end of the process."""
+        """Stop waiting."""
         if self.end is not None:
             self.end.cancel()
         if self.timer is not None:
@@ -99,7 +101,7 @@ class Memory:
         self._trimming: asyncio.TimerHandle | None = None
         self._trims_soon = False
         self._departures: dict[_Departure, None] = {}
-        self._readers: dict[Segment, list[ProcessEnd]] = {}  # lost readers of retired segments
+        self._readers: dict[Segment, list[ReadersEnd]] = {}  # lost readers of retired segments
         self._is_closed = False
 
     async def acquire(self, nbytes: int, holder: Hashable = None) -> Block:
@@ -271,25 +273,31 @@ class Memory:
             if ticket is not None:
                 self._release(ticket)
 
-    def reader_lost(self, pins: Sequence[int], watch: WatchProcess | None) -> None:
-        """Keep the blocks that a lost reader may still read until its process has ended.
+    def reader_lost(self, pins: Sequence[int], readings: Mapping[int, Descriptor]) -> None:
+        """Keep the blocks that a lost reader may still read until it cannot any more.
 
         A killed process ends within moments. A process that lives on may have closed its connection and still
         use tensors: after `_GRACE_S`, their segments are retired, so that other memory replaces these blocks.
 
         Args:
             pins: the numbers of the blocks, once for each announcement that the reader has not released.
-            watch: watches the process of the reader; None if it cannot read memory of this process.
+            readings: the reading ends of the tokens of the segments that the reader may have, by their
+                numbers.
         """
-        if not pins or self._is_closed:
+        if self._is_closed:
             return
-        if watch is None:
-            self.unpin(pins)
-            return
-        departure = _Departure(pins)
-        self._departures[departure] = None
-        departure.timer = asyncio.get_running_loop().call_later(_GRACE_S, self._overdue, departure)
-        departure.end = watch(partial(self._departed, departure))
+        by_segment: dict[Segment, list[int]] = {}
+        for number in pins:
+            by_segment.setdefault(self._place_of(number).segment, []).append(number)
+        for segment, numbers in by_segment.items():
+            reading = readings.get(segment.number)
+            if reading is None:
+                self.unpin(numbers)
+                continue
+            departure = _Departure(segment, numbers)
+            self._departures[departure] = None
+            departure.timer = asyncio.get_running_loop().call_later(_GRACE_S, self._overdue, departure)
+            departure.end = ReadersEnd(reading, partial(self._departed, departure))
 
     def _overdue(self, departure: "_Departure") -> None:
         departure.is_overdue = True
@@ -302,26 +310,29 @@ class Memory:
 
     def _make_way(self) -> None:
         """Retire the segments with blocks of lost readers that live on, unless too many are retired."""
-        overdue = [departure for departure in self._departures if departure.is_overdue]
         retired = sum(segment.is_retired for segment in self._arena.segments())
-        if not overdue or retired >= _MAX_RETIRED:
-            return
-        for departure in overdue:
+        for departure in list(self._departures):
+            segment, end = departure.segment, departure.end
+            if not departure.is_overdue or end is None:
+                continue
+            if not segment.is_retired:
+                if retired >= _MAX_RETIRED:
+                    continue
+                retired += 1
+                self._arena.retire(segment)
             del self._departures[departure]
-            by_segment: dict[Segment, list[int]] = {}
-            for number in set(departure.pins):
-                place = self.leases.grant_of(number).place
-                if place is not None:
-                    by_segment.setdefault(place.segment, []).append(place.offset)
-            self._arena.retire(by_segment)
-            for segment, offsets in by_segment.items():
-                segment.read_elsewhere(offsets)
-                if departure.end is not None:
-                    end = departure.end.again(partial(self._reader_ended, segment, offsets))
-                    self._readers.setdefault(segment, []).append(end)
-            departure.cancel()
+            offsets = [self._place_of(number).offset for number in set(departure.pins)]
+            segment.read_elsewhere(offsets)
+            end.ended = partial(self._reader_ended, segment, offsets)
+            self._readers.setdefault(segment, []).append(end)
             self.unpin(departure.pins)
         self._trim_retired()
+
+    def _place_of(self, number: int) -> Extent:
+        place = self.leases.grant_of(number).place
+        if place is None:
+            raise AssertionError("a block that was announced has a place")
+        return place
 
     def holdings(self) -> list[tuple[Ticket[Extent], bool]]:
         """Return each grant in use, and whether its block belongs to a caller and no announcement pins it."""

@@ -307,9 +307,9 @@ class Connection(BaseConnection):
         self._send(close)
         self.state = CLOSED
 
-    def attach(self, segment: int, nbytes: int) -> bytes:
-        """Return the record that shares a segment; write it after earlier records, with the descriptor."""
-        return encode(Attach(segment, ARENA, nbytes))
+    def attach(self, segment: int, nbytes: int, tokens: int = 0) -> bytes:
+        """Return the record that shares a segment; write it after earlier records, with the descriptors."""
+        return encode(Attach(segment, ARENA, nbytes, tokens))
 
     def detach(self, segment: int) -> None:
         """Withdraw a segment in which the other end uses no block."""

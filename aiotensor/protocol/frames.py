@@ -57,6 +57,7 @@ __all__ = [
     "MAX_RECORD_BYTES",
     "MAX_ROWS",
     "MAX_TENSORS",
+    "MAX_TOKENS",
     "VERSION",
     "Attach",
     "Attributes",
@@ -110,6 +111,9 @@ MAX_NUMBERS = 128
 # The longest record from an unidentified connection. A `Hello` has fewer than 400 bytes.
 MAX_HELLO_BYTES = 4 * 1024
 
+# The maximum number of tokens of a segment, one for each process of a chain: a record carries 8 descriptors.
+MAX_TOKENS = 7
+
 # The maximum number of tensors in a message. Tensors placed inline use no shared memory, so only this limit
 # bounds their bytes.
 MAX_TENSORS = 1024
@@ -158,11 +162,16 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
-    """Share a segment in which tensors will be placed; its descriptor accompanies the record."""
+    """Share a segment in which tensors will be placed; its descriptor and its tokens accompany the record.
+
+    `tokens` is the number of descriptors after the first. The other end keeps them as long as the segment is
+    mapped. See `aiotensor.memory.tokens`.
+    """
 
     segment: Number
     placement: Name
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)] = 0
 
 
 class Detach(msgspec.Struct, frozen=True, array_like=True, tag="detach"):

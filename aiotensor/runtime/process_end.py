@@ -29,7 +29,6 @@ class ProcessEnd:
         open_descriptor: Callable[[int], int] = os.pidfd_open,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._pid = pid
         self._ended = ended
         self._descriptor = Descriptor(-1)
         self._soon: asyncio.Handle | None = None
@@ -41,10 +40,6 @@ class ProcessEnd:
             return
         else:
             self._loop.add_reader(self._descriptor.number, self._has_ended)
-
-    def again(self, ended: Callable[[], object]) -> "ProcessEnd":
-        """Call another function once the same process has ended."""
-        return ProcessEnd(self._pid, ended, lambda _: os.dup(self._descriptor.number))
 
     def cancel(self) -> None:
         """Stop waiting for the end of the process; may be called again."""

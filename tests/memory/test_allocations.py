@@ -143,7 +143,7 @@ def test_a_block_of_a_connection_that_ended_is_copied_and_stays_usable(desk: Des
     tensor.fill_(3)
     allocation = desk.allocations.find(tensor)
     assert allocation is not None
-    desk.arena.retire([allocation.block.place.segment])
+    desk.arena.retire(allocation.block.place.segment)
 
     assert not can_be_sent(desk, tensor)
     assert tensor.tolist() == [[3] * 6] * 4

@@ -51,7 +51,7 @@ def test_blocks_of_a_retired_segment_are_never_allocated_again() -> None:
         kept = other_side_of(old)
         view = kept.tensor(0, torch.uint8, (2 * MIB,)).tensor
         view.fill_(7)
-        arena.retire([old])
+        arena.retire(old)
         old.read_elsewhere([first.offset, second.offset])
 
         assert old.is_retired
@@ -70,7 +70,7 @@ def test_a_retired_segment_is_closed_when_its_last_block_is_freed() -> None:
     with arena_of() as arena:
         before = open_files()
         first, second = (warm(place_in(arena, MIB)) for _ in range(2))
-        arena.retire([first.segment])
+        arena.retire(first.segment)
         first.segment.read_elsewhere([first.offset])
         newer = warm(place_in(arena, MIB))
         assert arena.warm_bytes == 3 * MIB
@@ -91,7 +91,7 @@ def test_all_unused_pages_of_a_retired_segment_are_free() -> None:
         ours, theirs, both = (warm(place_in(arena, MIB)) for _ in range(3))
         arena.free(warm(place_in(arena, 5 * MIB)))
         retired = ours.segment
-        arena.retire([retired])
+        arena.retire(retired)
         retired.read_elsewhere([theirs.offset, both.offset])
         assert retired.is_retired
         arena.free(theirs)
@@ -110,7 +110,7 @@ def test_closing_an_arena_releases_its_segments_with_their_last_views() -> None:
     before = open_files()
     arena = Arena(4 * MIB, Clock())
     old = warm(place_in(arena, MIB))
-    arena.retire([old.segment])
+    arena.retire(old.segment)
     new = warm(place_in(arena, MIB))
     view = new.view()
     view[:5] = b"hello"

@@ -194,7 +194,7 @@ async def test_messages_before_a_violation_can_be_received(rank: int) -> None:
 @pytest.mark.parametrize("route", ["unix"], indirect=True)
 async def test_a_segment_without_its_descriptor_ends_the_pipe() -> None:
     async with pipe_to_rogue(1, encode(hello()), encode(Attach(0, "arena", 4096))) as pipe:
-        with pytest.raises(PeerLostError, match="its descriptor did not arrive"):
+        with pytest.raises(PeerLostError, match="its descriptors did not arrive"):
             await pipe.receive()
 
 
