@@ -21,7 +21,8 @@ from aiotensor.errors import (
 from aiotensor.link.admission import Admission
 from aiotensor.link.events import PeerLog
 from aiotensor.link.session import LAST_RECORDS_S, Session
-from aiotensor.memory.mappings import Mappings, PeerMemory
+from aiotensor.memory.leased import PeerMemory
+from aiotensor.memory.mappings import Mappings
 from aiotensor.memory.views import own_copy
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.frames import (
@@ -507,7 +508,8 @@ class TensorReceiver(LoopObject):
                 f"max_senders={self._max_senders} senders are already connected: raise max_senders of the "
                 "receiver, or close another sender"
             )
-        mapped = sum(one.arena_bytes for one in others) + self._mappings.lingering_bytes
+        sessions = [sender for sender in self._senders.values() if sender.id != hello.id]
+        mapped = sum(one.memory.arena_bytes for one in sessions) + self._mappings.lingering_bytes
         limit = self._max_mapped_bytes
         if limit is not None and mapped + hello.arena_bytes > limit:
             return (
@@ -630,7 +632,9 @@ class _Sender(Session):
                     case Discard():
                         keys += mailbox.discard(sender, frame.message)
                     case Attach():
-                        self.map(self._mappings, self.memory, frame, descriptors)
+                        limit = self._receiver._max_mapped_bytes
+                        left = None if limit is None else limit - self._receiver._mapped_bytes
+                        self.map(self._mappings, self.memory, frame, descriptors, left)
                     case Detach():
                         self._mappings.detach(self.memory, frame.segment)
                     case Close():

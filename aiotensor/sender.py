@@ -57,6 +57,7 @@ from aiotensor.memory.copying import CopyAbandonedError
 from aiotensor.memory.dtypes import DTYPE_NAMES
 from aiotensor.memory.gates import Gate, StuckError
 from aiotensor.memory.inline import bytes_of
+from aiotensor.memory.leased import ForeignSegment, ForwardedBlock
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.placement import Plan, plan_placement, put_of
 from aiotensor.memory.segments import Segment
@@ -131,14 +132,14 @@ class _Pending(NamedTuple):
     """A posted tensor that is still to be announced.
 
     Attributes:
-        block: the block for its copy; None if it is not copied.
+        block: the block for its copy, or the forwarded block; None if there is none yet.
         is_copied: whether the block already contains the copy.
         context: the context of the call that posted it, with its span; None without tracing.
     """
 
     source: Source
     plan: Plan
-    block: Block | None
+    block: Block | ForwardedBlock | None
     is_copied: bool
     last: bool
     context: Context | None
@@ -320,7 +321,7 @@ class TensorSender(LoopObject):
     async def __aenter__(self) -> Self:
         self.affinity.enter()
         try:
-            self._memory.freed.bind()
+            self._memory.bind()
             self._outage.begin()
             self._connector = self._route.connector(Events(self._connected, self._not_connected))
             self._connector.connect()
@@ -424,7 +425,7 @@ class TensorSender(LoopObject):
                 span = tracer.begin("send tensor", self._label)
             source = as_source(tensor)
             plan = plan_placement(source, self._memory.allocations)
-            if plan.new_bytes > self._max_bytes:
+            if plan.new_bytes > self._max_bytes and plan.forwardable is None:
                 raise too_large(plan.new_bytes, self._max_bytes)
             if self._outage.is_too_long:
                 raise self._unavailable()
@@ -686,6 +687,7 @@ class TensorSender(LoopObject):
         if session is not None:
             session.is_over = True
             session.transport.close()
+            session.keep_pins(self._memory)
         self._changes.wake()
 
     def _details(self) -> list[str]:
@@ -818,13 +820,25 @@ class TensorSender(LoopObject):
                 await self._move_allocated(mover, message, source, allocation.block, offset)
             payload = allocation.block.place.describe(offset)
             return self._announce(message, source, ARENA, payload, allocation.block, last=last)
+        if plan.forwardable is not None and self._mover is None:
+            forwarded = await self._memory.forward(source, plan.forwardable)
+            if forwarded is not None:
+                return await self._put_into(forwarded, message, source, last=last)
+            if source.nbytes > self._max_bytes:
+                raise too_large(source.nbytes, self._max_bytes)
         block = self._memory.try_acquire(source.nbytes, message)
         if block is None:
             block = await self._block(source.nbytes, message, allocation)
         return await self._put_into(block, message, source, last=last)
 
     async def _put_into(
-        self, block: Block, message: Message, source: Source, *, last: bool, is_copied: bool = False
+        self,
+        block: Block | ForwardedBlock,
+        message: Message,
+        source: Source,
+        *,
+        last: bool,
+        is_copied: bool = False,
     ) -> TensorHandle:
         """Copy or move a tensor, announce it, and remove the pin of its block's owner in any case.
 
@@ -840,7 +854,8 @@ class TensorSender(LoopObject):
             self._memory.unpin_owner(block.number)
             raise self._error(message)
         try:
-            await session.fill(self._memory, source, block, message, is_copied=is_copied)
+            if isinstance(block, Block):
+                await session.fill(self._memory, source, block, message, is_copied=is_copied)
         except CopyAbandonedError:
             raise self._error(message) from None
         try:
@@ -867,7 +882,14 @@ class TensorSender(LoopObject):
         self._check_message(message)
 
     def _announce(
-        self, message: Message, source: Source, kind: str, payload: bytes, block: Block | None, *, last: bool
+        self,
+        message: Message,
+        source: Source,
+        kind: str,
+        payload: bytes,
+        block: Block | ForwardedBlock | None,
+        *,
+        last: bool,
     ) -> TensorHandle:
         """Announce a tensor with a `Put` frame, after which the receiver decides when its memory is free."""
         session, number = self._session, None
@@ -956,7 +978,7 @@ class TensorSender(LoopObject):
         finally:
             message.awaits_bytes -= 1
 
-    def _segment_closed(self, segment: Segment) -> None:
+    def _segment_closed(self, segment: Segment | ForeignSegment) -> None:
         if self._session is not None:
             self._session.detach(segment)
 
@@ -990,7 +1012,7 @@ class TensorSender(LoopObject):
                 span = tracer.begin("send tensor", self._label)
             source = as_source(value)
             plan = plan_placement(source, self._memory.allocations)
-            if plan.new_bytes > self._max_bytes:
+            if plan.new_bytes > self._max_bytes and plan.forwardable is None:
                 raise too_large(plan.new_bytes, self._max_bytes)
             if posted is None:
                 posted = self._begin_nowait(plan.new_bytes)
@@ -1017,17 +1039,10 @@ class TensorSender(LoopObject):
         self._check_message(message)
         if message.posted >= MAX_TENSORS:
             raise _too_many(message.posted + 1)
-        block = handle = None
+        block, handle = None, None
         if plan.new_bytes:
-            block = self._memory.try_acquire(plan.new_bytes, message)
-            if block is None:
-                raise self._would_block("not enough shared memory is free", 1, plan.new_bytes)
-            if copies_now:
-                try:
-                    self._memory.copy_now(source, block)
-                except BaseException:
-                    self._memory.unpin_owner(block.number)
-                    raise
+            block = self._block_now(message, source, plan, copies_now=copies_now)
+            if copies_now and block is not None:
                 if isinstance(source, torch.Tensor):  # the strides of the tensor may change, too
                     attributes = Attributes(source.requires_grad, isinstance(source, Parameter))
                     source = with_attributes(source.detach(), attributes)
@@ -1066,6 +1081,29 @@ class TensorSender(LoopObject):
         return TensorHandle(
             self._id, message.number, tensor, DTYPE_NAMES[source.dtype], tuple(source.shape), device
         )
+
+    def _block_now(
+        self, message: Message, source: Source, plan: Plan, *, copies_now: bool
+    ) -> Block | ForwardedBlock | None:
+        """Return a block for a tensor, filled if `copies_now`; None if it is to be forwarded later."""
+        if plan.forwardable is not None and self._mover is None:
+            if not copies_now:
+                return None
+            forwarded = self._memory.forward_now(source, plan.forwardable)
+            if forwarded is not None:
+                return forwarded
+        if plan.new_bytes > self._max_bytes:
+            raise too_large(plan.new_bytes, self._max_bytes)
+        block = self._memory.try_acquire(plan.new_bytes, message)
+        if block is None:
+            raise self._would_block("not enough shared memory is free", 1, plan.new_bytes)
+        if copies_now:
+            try:
+                self._memory.copy_now(source, block)
+            except BaseException:
+                self._memory.unpin_owner(block.number)
+                raise
+        return block
 
     def _finish(self, message: Message) -> None:
         """Finish a posted message: it becomes whole once all its tensors are announced."""

@@ -12,7 +12,6 @@ a turn ends only when no subscriber is full, and further calls wait for it in th
 
 import asyncio
 import contextlib
-import mmap
 import os
 import secrets
 import sys
@@ -38,9 +37,10 @@ from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError
 from aiotensor.memory.dtypes import DTYPE_NAMES
 from aiotensor.memory.gates import Gate, StuckError
 from aiotensor.memory.inline import MAX_INLINE_BYTES
+from aiotensor.memory.leased import ForeignSegment, Forwardable, ForwardedBlock
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.moving import PendingMove
-from aiotensor.memory.placement import plan_placement
+from aiotensor.memory.placement import Plan, plan_placement
 from aiotensor.memory.segments import Segment, whole_pages
 from aiotensor.memory.sizes import new_empty, sizes_of, too_large
 from aiotensor.memory.source import Source, as_source, attributes_of
@@ -103,16 +103,18 @@ class _Placement:
         self.tensors: list[PlacedTensor] = []
         self.blocks: list[tuple[int, int]] = []  # the number and the size in bytes, once for each use
         self.segments: dict[int, None] = {}
-        self.owned: set[int] = set()  # the blocks that were filled for this message
+        self.owned: set[int] = set()  # the blocks that were filled or forwarded for this message
 
-    def add(self, source: Source, offset: int, block: Block) -> None:
+    def add(self, source: Source, offset: int, block: Block | ForwardedBlock) -> None:
         """Add a tensor whose bytes are in a block, at an offset."""
+        if isinstance(block, ForwardedBlock):
+            self.owned.add(block.number)
         self.use(block)
         dtype, shape = DTYPE_NAMES[source.dtype], tuple(source.shape)
         payload = block.place.describe(offset)
         self.tensors.append(PlacedTensor(dtype, shape, ARENA, payload, block.number, attributes_of(source)))
 
-    def use(self, block: Block) -> None:
+    def use(self, block: Block | ForwardedBlock) -> None:
         """Add a block that the message uses."""
         self.blocks.append((block.number, block.place.nbytes))
         self.segments[block.place.segment.number] = None
@@ -189,6 +191,7 @@ class Publisher(LoopObject):
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("Publisher")
         self._route = route_to(endpoint, TcpArguments(False, secret_key, None, client_keys, peer_timeout_s))
+        self._shares_memory = not self._route.label.startswith("tcp:")
         self._max_bytes = arguments.count("arena_bytes", arena_bytes)
         self._arena_bytes = whole_pages(self._max_bytes)
         self._max_behind = arguments.count("max_behind", max_behind)
@@ -220,7 +223,6 @@ class Publisher(LoopObject):
             self._counts,
             self._max_wait_s,
             lambda nbytes: self._overdue("other copies were in progress", nbytes),
-            alignment=mmap.PAGESIZE,  # subscribers drop the pages of one block without changing others
             segment_closed=self._segment_closed,
         )
         self._turns: Gate[None] = Gate(
@@ -278,7 +280,7 @@ class Publisher(LoopObject):
     async def __aenter__(self) -> Self:
         self.affinity.enter()
         try:
-            self._memory.freed.bind()
+            self._memory.bind()
             self._listener = await self._route.listen(self._admission)
             if self.affinity.is_closed:  # by another task, during the wait
                 await self._close(self._listener)
@@ -489,6 +491,7 @@ class Publisher(LoopObject):
             self._forget(subscriber)
             subscriber.is_over = True
             subscriber.transport.close()
+            subscriber.keep_pins(self._memory, list(subscriber.backlog.pins()))
         self._history.clear()
 
     async def _announce_last(self) -> None:
@@ -554,9 +557,11 @@ class Publisher(LoopObject):
             payload = Payload(has_sender=True, max_inline_bytes=sys.maxsize)
             payload.encode([message])
             del message
-            for source, allocation in list(self._plan(payload)):
-                if not self._place_allocated(source, allocation, placement):
-                    placement.add(source, 0, self._copy_now(source, placement))
+            for source, plan in list(self._plan(payload)):
+                if not self._place_allocated(source, plan.allocation, placement):
+                    forwardable = self._forwardable(plan)
+                    forwarded = forwardable and self._memory.forward_now(source, forwardable)
+                    placement.add(source, 0, forwarded or self._copy_now(source, placement))
             content, block = self._content_of(payload, placement), None
             if len(content) > _MAX_RECORD_CONTENT_BYTES:
                 block = self._copy_now(as_source(np.frombuffer(content, np.uint8)), placement)
@@ -564,20 +569,24 @@ class Publisher(LoopObject):
         finally:
             self._end(turn, placement)
 
-    def _plan(self, payload: Payload) -> Iterator[tuple[Source, Allocation | None]]:
+    def _plan(self, payload: Payload) -> Iterator[tuple[Source, Plan]]:
         """Plan the placement of each tensor; at the end, reject a message that can never be published."""
         used: dict[int, int] = {}
+        forwarded_bytes = 0
         body_bytes = len(payload.parts[0])
         new_bytes = whole_pages(body_bytes) if body_bytes > _MAX_RECORD_CONTENT_BYTES else 0
         for value in payload.tensors:
             source = as_source(value)
-            allocation = plan_placement(source, self._memory.allocations).allocation
-            if allocation is None or not self._can_carry(allocation, source):
+            plan = plan_placement(source, self._memory.allocations)
+            allocation = plan.allocation
+            if allocation is not None and self._can_carry(allocation, source):
+                used[allocation.block.number] = allocation.block.place.nbytes
+            elif self._forwardable(plan) is None:
                 new_bytes += whole_pages(source.nbytes)
             else:
-                used[allocation.block.number] = allocation.block.place.nbytes
-            yield source, allocation
-        self._check_fits(new_bytes, sum(used.values()))
+                forwarded_bytes += source.nbytes
+            yield source, plan
+        self._check_fits(new_bytes, sum(used.values()) + forwarded_bytes)
 
     def _check_fits(self, new_bytes: int, allocated_bytes: int) -> None:
         """Check that a message fits into the arena, and into the memory that a subscriber may use."""
@@ -600,15 +609,18 @@ class Publisher(LoopObject):
                 await asyncio.sleep(0)
                 self._check_open()
         tensors = nbytes = 0  # placed in this iteration of the event loop, unless a copy has waited
-        for source, allocation in planned:
+        for source, plan in planned:
             if tensors == _QUICK_TENSORS or nbytes > QUICK_BYTES:
                 tensors = nbytes = 0
                 await asyncio.sleep(0)
                 self._check_open()
             tensors += 1
-            if not self._place_allocated(source, allocation, placement):
+            if not self._place_allocated(source, plan.allocation, placement):
                 nbytes += source.nbytes
-                placement.add(source, 0, await self._copy(source, placement))
+                forwardable = self._forwardable(plan)
+                forwarded = forwardable and await self._memory.forward(source, forwardable)
+                placement.add(source, 0, forwarded or await self._copy(source, placement))
+                self._check_open()
 
     def _can_carry(self, allocation: Allocation, source: Source) -> bool:
         # While an earlier publication of the block is in use, a subscriber that has written to it keeps its
@@ -621,6 +633,9 @@ class Publisher(LoopObject):
             return False
         placement.add(source, source.data_ptr() - allocation.start, allocation.block)
         return True
+
+    def _forwardable(self, plan: Plan) -> Forwardable | None:
+        return plan.forwardable if self._shares_memory else None
 
     async def _copy(self, source: Source, placement: _Placement) -> Block:
         """Copy a source to a new block."""
@@ -736,7 +751,7 @@ class Publisher(LoopObject):
     def _forget_oldest(self) -> None:
         self._memory.unpin([block for block, _ in self._history.popleft().blocks])
 
-    def _segment_closed(self, segment: Segment) -> None:
+    def _segment_closed(self, segment: Segment | ForeignSegment) -> None:
         for subscriber in self._subscribers.values():
             subscriber.detach(segment)
 

@@ -34,7 +34,8 @@ from aiotensor.errors import (
 )
 from aiotensor.link.events import PeerLog
 from aiotensor.link.session import LAST_RECORDS_S, Session
-from aiotensor.memory.mappings import Mappings, PeerMemory
+from aiotensor.memory.leased import PeerMemory
+from aiotensor.memory.mappings import Mappings
 from aiotensor.memory.placement import open_tensor
 from aiotensor.memory.views import with_attributes
 from aiotensor.protocol.connection import Connection, Loss
@@ -627,7 +628,9 @@ class _Publisher(Session):
                 case Discard():
                     subscriber._withdrawn(self, frame.message)
                 case Attach():
-                    self.map(self.mappings, self.memory, frame, descriptors)
+                    limit = subscriber._max_mapped_bytes
+                    left = None if limit is None else limit - self.memory.arena_bytes
+                    self.map(self.mappings, self.memory, frame, descriptors, left)
                 case Detach():
                     if self.transport.mover is not None:
                         self.transport.mover.land(frame.segment, None)

@@ -7,14 +7,15 @@ from collections.abc import Callable, Hashable, Sequence
 from aiotensor.errors import ProtocolError, RefusedError
 from aiotensor.link.events import PeerLog
 from aiotensor.memory.allocations import Block
-from aiotensor.memory.mappings import Mappings, PeerMemory
+from aiotensor.memory.leased import ForeignSegment, PeerMemory
+from aiotensor.memory.mappings import Mappings
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.segments import Segment
 from aiotensor.memory.source import Source
 from aiotensor.memory.tokens import new_token
 from aiotensor.memory.views import Watch
 from aiotensor.protocol.connection import Connection, Loss
-from aiotensor.protocol.frames import Attach, Close, Frame
+from aiotensor.protocol.frames import ARENA, FORWARDED, Attach, Close, Frame
 from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.descriptors import Descriptor, close_all
 from aiotensor.runtime.process_end import ProcessEnd
@@ -169,7 +170,7 @@ class Session(abc.ABC):
         can_read = self.transport.mover is None and self.peer_uses_memory
         memory.reader_lost(pins, self.attached if can_read else {})
 
-    def attach(self, segment: Segment) -> None:
+    def attach(self, segment: Segment | ForeignSegment) -> None:
         """Share a segment with the peer, once.
 
         Raises:
@@ -181,16 +182,16 @@ class Session(abc.ABC):
         if self.is_over:
             return  # writing has failed
         # Written at once and in a separate record, so that this call raises the error.
-        if self.transport.mover is not None:
-            self.transport.write(self.connection.attach(segment.number, segment.nbytes))
-            self.attached[segment.number] = Descriptor(-1)
-            return
+        if isinstance(segment, ForeignSegment):
+            given, leased = [segment.locks, *segment.tokens], segment.segment
+            attach = Attach(segment.number, FORWARDED, leased.mapped.nbytes, len(given), leased.arena_bytes)
+        else:
+            given = [segment.descriptor]
+            attach = Attach(segment.number, ARENA, segment.nbytes, 1)
         reading, token = new_token()
-        descriptors = [segment.descriptor, token.number]
         try:
-            self.transport.write(
-                self.connection.attach(segment.number, segment.nbytes, tokens=1), descriptors
-            )
+            numbers = [descriptor.number for descriptor in (*given, token)]
+            self.transport.write(self.connection.attach(attach), numbers)
         finally:
             token.close()
         self.attached[segment.number] = reading
@@ -226,14 +227,34 @@ class Session(abc.ABC):
             raise
         await memory.move(mover, source, block, holder, is_copied=is_copied)
 
-    def map(self, mappings: Mappings, memory: PeerMemory, attach: Attach, descriptors: list[int]) -> None:
-        """Map a segment of the peer, or refuse the peer if that is impossible; see `Mappings.attach`."""
+    def map(
+        self,
+        mappings: Mappings,
+        memory: PeerMemory,
+        attach: Attach,
+        descriptors: list[int],
+        left: int | None = None,
+    ) -> None:
+        """Map a segment of the peer, or refuse the peer if that is impossible; see `Mappings.attach`.
+
+        Args:
+            mappings: the mappings of this end.
+            memory: the memory of the peer.
+            attach: the frame that describes the segment.
+            descriptors: the descriptors that arrived with the frame.
+            left: the size of the arena of a forwarded segment that may still be mapped; None for no limit.
+        """
         try:
+            if left is not None and attach.arena_bytes > left:
+                raise RefusedError(
+                    f"it forwards tensors of an arena of {attach.arena_bytes} bytes, but max_mapped_bytes "
+                    f"allows only {left} more: raise max_mapped_bytes, or send copies with tensor.clone()"
+                )
             mappings.attach(memory, attach, self.transport.mover, descriptors)
         except (RefusedError, OSError) as error:
             self.refuse(error)
 
-    def detach(self, segment: Segment) -> None:
+    def detach(self, segment: Segment | ForeignSegment) -> None:
         """Withdraw a segment without used blocks, if the peer has it."""
         if segment.number in self.attached:
             del self.attached[segment.number]

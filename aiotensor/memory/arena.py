@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from aiotensor.memory.segments import Segment, whole_pages
-from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE, ALIGNMENT, Blocks
+from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE
 from aiotensor.protocol.pages import Range
 
 __all__ = ["WHERE", "Arena", "Extent", "segment_bytes"]
@@ -48,7 +48,6 @@ class Arena:
         nbytes: the maximum number of bytes of memory.
         now: returns the current time in seconds, for the idle times of chunks.
         release: closes a segment without blocks, immediately or later.
-        alignment: the alignment of the blocks in bytes.
     """
 
     def __init__(
@@ -56,9 +55,7 @@ class Arena:
         nbytes: int,
         now: Callable[[], float],
         release: Callable[[Segment], object] = Segment.close,
-        alignment: int = ALIGNMENT,
     ) -> None:
-        self._alignment = alignment
         self._limit = whole_pages(nbytes)
         self._addresses = _address_bytes(nbytes)
         self._now = now
@@ -120,11 +117,13 @@ class Arena:
         yield self._segment
         yield from self._retired
 
-    def _new_segment(self) -> Segment:
-        number = self._next_number
+    def next_number(self) -> int:
+        """Return the number of a new segment, or of a segment of a peer whose blocks are forwarded."""
         self._next_number += 1
-        blocks = Blocks(self._addresses, self._alignment)
-        return Segment(number, self._addresses, blocks)
+        return self._next_number - 1
+
+    def _new_segment(self) -> Segment:
+        return Segment(self.next_number(), self._addresses)
 
 
 def _address_bytes(arena_bytes: int) -> int:

@@ -19,13 +19,14 @@ _OF_FILE = np.uint64(1 << 61)  # of a file or of shared memory
 _FEW_PAGES = 64
 
 
-def copied_pages(address: int, nbytes: int) -> list[Range]:
+def copied_pages(address: int, nbytes: int, *, always_checks: bool = False) -> list[Range]:
     """Return the copied pages in a range of whole pages, as (offset, length); may be called in any thread.
 
-    The result is the whole range if it has few pages, or if the kernel does not report the state of pages.
+    The result is the whole range if the kernel does not report the state of pages, and, unless
+    `always_checks` is true, if it has few pages.
     """
     count = nbytes // mmap.PAGESIZE
-    if count <= _FEW_PAGES:
+    if count <= _FEW_PAGES and not always_checks:
         return [(0, nbytes)]
     try:
         entries = _read(address // mmap.PAGESIZE, count)

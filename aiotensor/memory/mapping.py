@@ -38,7 +38,9 @@ _madvise = _libc.madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _MAP_PRIVATE = 0x02 | 0x4000  # with MAP_NORESERVE: most of its pages never become private
+_MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
+_PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
 _WRITE_SEALS = fcntl.F_SEAL_WRITE | 0x10  # F_SEAL_FUTURE_WRITE, which has no name in Python 3.11
 _MADV_POPULATE_WRITE = 23  # the module `mmap` of Python 3.11 has no name for it
 
@@ -60,6 +62,8 @@ class Mapping:
         address: the address of the first byte.
         view: the memory.
         is_private: the argument.
+        locks: the argument.
+        tokens: the argument.
 
     Raises:
         OSError: the memory cannot be mapped, for example because the process has no addresses left.
@@ -74,16 +78,16 @@ class Mapping:
         *,
         is_private: bool = False,
     ) -> None:
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
         flags = _MAP_PRIVATE if is_private else mmap.MAP_SHARED
-        address = _mmap(None, nbytes, protection, flags, descriptor, 0)
+        address = _mmap(None, nbytes, _PROTECTION, flags, descriptor, 0)
         if address is None or address == _FAILED:
             raise _error()
         memory = ArrayMemory(None, {"data": (address, False), "shape": (nbytes,), "typestr": "|u1"})
         weakref.finalize(memory, _unmap, os.getpid(), address, nbytes, tokens).atexit = False
         self.address = address
         self.is_private = is_private
-        self._locks = locks
+        self.locks = locks
+        self.tokens = tokens
         self.view: memoryview = np.asarray(memory).data
         self._advise(mmap.MADV_DONTFORK, 0, nbytes)
 
@@ -100,11 +104,11 @@ class Mapping:
         Raises:
             OSError: the kernel refuses.
         """
-        if self._locks is not None:
+        if self.locks is not None:
             if self.is_private:
                 for start, length in ranges:
                     self._advise(mmap.MADV_DONTNEED, start, length)
-            self._locks.return_unused(ranges)
+            self.locks.return_unused(ranges)
             return
         for start, length in ranges:
             self._advise(mmap.MADV_REMOVE, start, length)
@@ -119,6 +123,26 @@ class Mapping:
             self._advise(mmap.MADV_DONTNEED, start + offset, nbytes)
         del view
 
+    def has_copies(self, start: int, length: int) -> bool:
+        """Return whether this process has written to a range of pages that is private."""
+        return bool(copied_pages(self.address + start, length, always_checks=True))
+
+    def change(self, start: int, length: int, *, is_private: bool) -> None:
+        """Map a range of pages privately or shared, without their copies; with locks only.
+
+        The addresses stay valid. Do not call this on the event loop if the range is large.
+
+        Raises:
+            OSError: the process has no mappings left.
+        """
+        view, flags = self.view, _MAP_FIXED | (_MAP_PRIVATE if is_private else mmap.MAP_SHARED)
+        descriptor = -1 if self.locks is None else self.locks.own.number
+        found = _mmap(self.address + start, length, _PROTECTION, flags, descriptor, start)
+        if found == _FAILED:
+            raise _error()
+        self._advise(mmap.MADV_DONTFORK, start, length)
+        del view
+
     def _advise(self, advice: int, start: int, length: int) -> None:
         view = self.view  # keeps the memory mapped during the call
         if _madvise(self.address + start, length, advice):
@@ -130,10 +154,13 @@ class MappedSegment:
     """A segment of a peer, mapped in this process.
 
     Attributes:
+        address: the address of its first byte.
+        nbytes: its size in bytes.
         is_private: whether writes are visible to this process only.
     """
 
     def __init__(self, mapping: Mapping) -> None:
+        self.address = mapping.address
         self.nbytes = len(mapping.view)
         self.is_private = mapping.is_private
         self._mapping: Mapping | None = mapping
@@ -151,12 +178,50 @@ class MappedSegment:
             )
         return view_over(self._mapping.view, offset, dtype, shape)
 
-    def drop_copies(self, start: int, stop: int) -> None:
-        """Drop the pages in a range that this process has copied by writing to them."""
-        mapping = self._mapping
-        if mapping is not None:
-            first = start - start % mmap.PAGESIZE
-            mapping.drop_copies(first, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE - first)
+    @property
+    def locks(self) -> Descriptor | None:
+        """The descriptor with the page locks of this process; None for a closed or landing segment."""
+        return None if self._mapping is None or self._mapping.locks is None else self._mapping.locks.own
+
+    @property
+    def tokens(self) -> Sequence[Descriptor]:
+        """The tokens that the peer has sent with the segment."""
+        return () if self._mapping is None else self._mapping.tokens
+
+    def lock(self, start: int, stop: int) -> None:
+        """Lock the pages of a range for reading; errors are those of `PageLocks.lock`."""
+        if self._mapping is not None and self._mapping.locks is not None:
+            self._mapping.locks.lock(*_pages(start, stop))
+
+    def isolate(self, start: int, stop: int) -> bool:
+        """Make the pages of a range private; return whether that was possible."""
+        with suppress(OSError):
+            if self._mapping is not None:
+                self._mapping.change(*_pages(start, stop), is_private=True)
+                return True
+        return False
+
+    def has_copies(self, start: int, stop: int) -> bool:
+        """Return whether this process has written to a range of a private mapping, or of an isolated one."""
+        return self._mapping is None or self._mapping.has_copies(*_pages(start, stop))
+
+    def drop_copies(self, start: int, stop: int, *, unlocks: bool = False) -> None:
+        """Drop the pages in a range that this process has copied by writing to them.
+
+        Args:
+            start: the position of the first byte of the range.
+            stop: the position after its last byte.
+            unlocks: whether to unlock the pages, and to return them to the system if no process uses them.
+        """
+        mapping, pages = self._mapping, _pages(start, stop)
+        if mapping is None:
+            return
+        if mapping.is_private:
+            mapping.drop_copies(*pages)
+        else:
+            mapping.change(*pages, is_private=False)
+        if unlocks and mapping.locks is not None:
+            mapping.locks.return_unused([pages])
 
     def remove(self, ranges: list[Range]) -> None:
         """Return the memory of ranges to the system, as `Mapping.remove` does; not for the event loop."""
@@ -175,7 +240,12 @@ class MappedSegment:
 
 
 def open_segment(
-    descriptor: int, nbytes: int, tokens: Sequence[Descriptor] = (), *, is_private: bool = False
+    descriptor: int,
+    nbytes: int,
+    tokens: Sequence[Descriptor] = (),
+    *,
+    is_private: bool = False,
+    locks_all: bool = True,
 ) -> MappedSegment:
     """Map the segment of a peer; the caller keeps the descriptor.
 
@@ -184,6 +254,7 @@ def open_segment(
         nbytes: the size of the memory in bytes, as the peer stated it.
         tokens: the tokens that the peer has sent with it; this function takes them over.
         is_private: whether writes are visible to this process only.
+        locks_all: whether all pages are locked for reading, as long as the peer uses the segment.
 
     Raises:
         ProtocolError: the memory is not a memfd of this size, consists of huge pages, or has other seals than
@@ -204,8 +275,14 @@ def open_segment(
     size = os.fstat(descriptor).st_size
     if size != nbytes or not nbytes:
         raise ProtocolError(f"the peer shared {size} bytes of memory, but announced {nbytes}")
-    locks = PageLocks(descriptor)
-    return MappedSegment(Mapping(locks.descriptor, nbytes, locks, tokens, is_private=is_private))
+    locks = PageLocks(descriptor, locks_all=locks_all)
+    return MappedSegment(Mapping(locks.own.number, nbytes, locks, tokens, is_private=is_private))
+
+
+def _pages(start: int, stop: int) -> Range:
+    """Return the whole pages that contain a range, as (start, length)."""
+    first = start - start % mmap.PAGESIZE
+    return first, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE - first
 
 
 def _unmap(pid: int, address: int, nbytes: int, tokens: Sequence[Descriptor]) -> None:

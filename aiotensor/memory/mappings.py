@@ -9,7 +9,7 @@ import contextlib
 import errno
 import mmap
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import msgspec
@@ -17,11 +17,12 @@ import torch
 
 from aiotensor.errors import ProtocolError, RefusedError
 from aiotensor.memory.landing import LandingSegment
-from aiotensor.memory.mapping import MappedSegment, open_segment
+from aiotensor.memory.leased import BlockUse, LeasedSegment, PeerMemory, leased
+from aiotensor.memory.mapping import open_segment
 from aiotensor.memory.placement import ArrivedTensor, open_tensor
 from aiotensor.memory.segments import whole_pages
 from aiotensor.memory.views import Watch, with_attributes
-from aiotensor.protocol.frames import Attach, Put
+from aiotensor.protocol.frames import FORWARDED, Attach, Put
 from aiotensor.protocol.pages import gaps
 from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.descriptors import Descriptor
@@ -34,66 +35,10 @@ _QUICK_DROP_BYTES = 256 << 10  # copies in a block of this size are dropped in a
 __all__ = ["Mappings", "PeerMemory"]
 
 
-class PeerMemory(msgspec.Struct, eq=False):
-    """The segments of one sender or publisher.
-
-    Attributes:
-        arena_bytes: the maximum number of bytes in its arena; 0 for a publisher.
-        release: called with the number of each block that the peer may use again; None once the peer is gone.
-        landings: the landing segments to which a peer on another machine moves its blocks, by number.
-        mapped: the segments in which the peer may place tensors, by number.
-        segments: the mapped segments, including segments that only living tensors still use, by number.
-    """
-
-    arena_bytes: int
-    release: Callable[[int], None] | None
-    landings: dict[int, LandingSegment] = {}
-    mapped: dict[int, MappedSegment] = {}
-    segments: "dict[int, _LeasedSegment]" = {}
-
-    @property
-    def leases(self) -> int:
-        """The number of living tensors that lease blocks."""
-        return sum(len(segment.leases) for segment in self.segments.values())
-
-    @property
-    def leased_bytes(self) -> int:
-        """The number of bytes of the tensors that lease blocks."""
-        return sum(stop - start for one in self.segments.values() for start, stop in one.leases.values())
-
-
-class _LeasedSegment(msgspec.Struct, eq=False):
-    """A segment of a peer, and the living tensors over it."""
-
-    number: int
-    mapped: MappedSegment
-    memory: PeerMemory
-    leases: dict[int, tuple[int, int]] = {}  # the range of each tensor, by lease
-    returns_memory: bool = False  # whether memory that no tensor here uses is returned to the system
-    lingering_bytes: int = 0
-    uses: "dict[int, _BlockUse]" = {}  # of a private segment, by block
-
-
-class _BlockUse(msgspec.Struct, eq=False):
-    """A block of a private segment, and its tensors.
-
-    Attributes:
-        start: the position of the first byte of its tensors in the segment.
-        stop: the position after the last byte of its tensors.
-        leases: the number of its living tensors.
-        pins: the number of all its tensors, for each of which the block is released once.
-    """
-
-    start: int
-    stop: int
-    leases: int = 0
-    pins: int = 0
-
-
 class _Lease(msgspec.Struct, frozen=True):
     """The lease of a block by a living tensor."""
 
-    segment: _LeasedSegment
+    segment: LeasedSegment
     block: int
     watch: Watch
 
@@ -138,8 +83,10 @@ class Mappings:
         for end in self._process_ends.values():
             end.cancel()
         self._process_ends.clear()
-        for lease in self._leases.values():
-            lease.segment.mapped.close()
+        for segment in {lease.segment for lease in self._leases.values()}:
+            leased.pop(segment.mapped.address, None)
+            segment.unmapped()
+            segment.mapped.close()
         self._worker.close()
 
     def attach(self, memory: PeerMemory, attach: Attach, mover: Mover | None, descriptors: list[int]) -> None:
@@ -158,6 +105,7 @@ class Mappings:
             OSError: the segment cannot be mapped here for another reason, or no descriptors are left.
         """
         number, nbytes, count = attach.segment, attach.nbytes, attach.tokens + 1
+        is_forwarded = attach.placement == FORWARDED
         given = [Descriptor(one) for one in descriptors[:count]]
         del descriptors[:count]
         if number in memory.segments:  # detached, but used by tensors
@@ -169,7 +117,13 @@ class Mappings:
                         errno.EMFILE,
                         "its descriptors did not arrive: no descriptors are left in this process (ulimit -n)",
                     )
-                mapped = open_segment(given[0].number, nbytes, given[1:], is_private=self._are_private)
+                mapped = open_segment(
+                    given[0].number,
+                    nbytes,
+                    given[1:],
+                    is_private=self._are_private or is_forwarded,
+                    locks_all=not is_forwarded,
+                )
             else:
                 if memory.segments:  # also detached ones, whose memory is still in use
                     raise ProtocolError("it attached a second segment from another machine")
@@ -178,7 +132,14 @@ class Mappings:
                 mover.land(number, landing)
                 mapped = landing.mapped()
         memory.mapped[number] = mapped
-        memory.segments[number] = _LeasedSegment(number, mapped, memory)
+        segment = memory.segments[number] = LeasedSegment(
+            number, mapped, memory, attach.arena_bytes if is_forwarded else min(memory.arena_bytes, nbytes)
+        )
+        if mover is None:
+            leased[mapped.address] = segment
+        if is_forwarded:
+            memory.arena_bytes += attach.arena_bytes
+            segment.forwarder = given[0]
 
     def open(self, memory: PeerMemory, put: Put) -> torch.Tensor:
         """Return a tensor that has arrived; its block is released when the storage of the tensor is freed.
@@ -206,8 +167,12 @@ class Mappings:
         watch.number = number
         self._leases[number] = _Lease(segment, block, watch)
         start, stop = segment.leases[number] = (arrived.offset, arrived.offset + owner.nbytes)
-        if segment.mapped.is_private:
-            use = segment.uses.setdefault(block, _BlockUse(start, stop))
+        if segment.forwarder is not None:
+            segment.mapped.lock(start, stop)
+        use = segment.uses.get(block)
+        if use is None:
+            segment.uses[block] = BlockUse(start, stop, 1, 1)
+        else:
             use.start, use.stop = min(use.start, start), max(use.stop, stop)
             use.leases += 1
             use.pins += 1
@@ -220,7 +185,12 @@ class Mappings:
         if (landing := memory.landings.pop(number, None)) is not None:
             landing.close()
         segment = memory.segments.get(number)
-        if segment is not None and not segment.leases:
+        if segment is None:
+            return
+        if segment.forwarder is not None:
+            memory.arena_bytes -= segment.arena_bytes
+            segment.forwarder = None
+        if not segment.leases:
             self._unmap(segment)
 
     def peer_gone(self, memory: PeerMemory) -> None:
@@ -231,6 +201,7 @@ class Mappings:
             landing.close()
         memory.landings.clear()
         for segment in list(memory.segments.values()):
+            segment.forwarder = None
             if not segment.leases:
                 self._unmap(segment)
             elif not segment.returns_memory:
@@ -260,10 +231,15 @@ class Mappings:
             segment = lease.segment
             start, stop = segment.leases.pop(number)
             self.leased_bytes -= stop - start
-            if segment.mapped.is_private:
-                self._lease_of_private_ended(segment, lease.block)
-            elif segment.memory.release is not None:
-                segment.memory.release(lease.block)
+            use = segment.uses[lease.block]
+            use.leases -= 1
+            if not (use.leases or self._is_closed):
+                del segment.uses[lease.block]
+                if segment.mapped.is_private or use.is_isolated:
+                    self._drop_copies(segment, lease.block, use)
+                elif (release := segment.memory.release) is not None:
+                    for _ in range(use.pins):
+                        release(lease.block)
             if segment.number not in segment.memory.mapped:
                 lingering.add(segment)
         for segment in lingering:
@@ -272,24 +248,20 @@ class Mappings:
             elif segment.returns_memory:
                 self._trim(segment)
 
-    def _lease_of_private_ended(self, segment: _LeasedSegment, block: int) -> None:
+    def _drop_copies(self, segment: LeasedSegment, block: int, use: BlockUse) -> None:
         """Drop the copied pages of a block after its last lease, and then release the block.
 
         They cannot be dropped earlier, because another tensor of the block may use one of these pages.
         """
-        use = segment.uses[block]
-        use.leases -= 1
-        if use.leases or self._is_closed:
-            return
-        del segment.uses[block]
-        drop = partial(segment.mapped.drop_copies, use.start, use.stop)
+        unlocks = segment.forwarder is not None
+        drop = partial(segment.mapped.drop_copies, use.start, use.stop, unlocks=unlocks)
         if use.stop - use.start <= _QUICK_DROP_BYTES:
             drop()
             self._dropped(segment, block, use)
         else:
             self._worker.begin("dropping copied pages", drop, partial(self._dropped, segment, block, use))
 
-    def _dropped(self, segment: _LeasedSegment, block: int, use: "_BlockUse") -> None:
+    def _dropped(self, segment: LeasedSegment, block: int, use: "BlockUse") -> None:
         release = segment.memory.release
         if release is None:
             return  # the peer has gone in the meantime
@@ -298,11 +270,11 @@ class Mappings:
         if segment.number not in segment.memory.mapped and not segment.leases:
             self._unmap(segment)  # it was detached while the tensors still lived
 
-    def _set_lingering(self, segment: _LeasedSegment, nbytes: int) -> None:
+    def _set_lingering(self, segment: LeasedSegment, nbytes: int) -> None:
         self.lingering_bytes += nbytes - segment.lingering_bytes
         segment.lingering_bytes = nbytes
 
-    def _trim(self, segment: _LeasedSegment) -> None:
+    def _trim(self, segment: LeasedSegment) -> None:
         """Return the memory that no tensor here uses to the system."""
         if self._is_closed:
             return
@@ -311,10 +283,12 @@ class Mappings:
         # In the worker, because returning much memory takes milliseconds.
         self._worker.begin("returning memory", partial(segment.mapped.remove, unused))
 
-    def _unmap(self, segment: _LeasedSegment) -> None:
+    def _unmap(self, segment: LeasedSegment) -> None:
         memory = segment.memory
         if memory.segments.pop(segment.number, None) is None:
             return  # it was unmapped for another of its blocks
+        leased.pop(segment.mapped.address, None)
+        segment.unmapped()
         self._set_lingering(segment, 0)
         if not memory.segments and (end := self._process_ends.pop(memory, None)) is not None:
             end.cancel()

@@ -13,14 +13,16 @@ from aiotensor.memory.arena import Arena, Extent
 from aiotensor.memory.copies import Copies
 from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError, copy_now
 from aiotensor.memory.gates import Gate
+from aiotensor.memory.leased import ForeignExtent, ForeignSegment, Forwardable, ForwardedBlock, LeasedSegment
 from aiotensor.memory.moving import Moves
 from aiotensor.memory.raw import flat_bytes
 from aiotensor.memory.segments import Segment
 from aiotensor.memory.source import Source, is_flat
 from aiotensor.memory.tokens import ReadersEnd
 from aiotensor.memory.views import Watch
-from aiotensor.protocol.blocks import ALIGNMENT
+from aiotensor.protocol.blocks import PAGE_BYTES
 from aiotensor.protocol.credits import Ticket
+from aiotensor.protocol.frames import MAX_TOKENS
 from aiotensor.protocol.leases import Leases
 from aiotensor.protocol.pages import Range
 from aiotensor.runtime import tracing
@@ -32,13 +34,14 @@ from aiotensor.transports.base import Mover
 __all__ = ["Memory"]
 
 _GRACE_S = 0.5  # longer than a killed process takes to end
-_MAX_RETIRED = 6  # segments; with the current one, fewer than `MAX_SEGMENTS` of the protocol
+# Segments; with the current one, at most `MAX_SEGMENTS` of the protocol.
+_MAX_RETIRED, _MAX_FOREIGN = 6, 8
 
 
 class _Departure:
     """The blocks of one segment that a lost reader may read, once for each pin, until it cannot any more."""
 
-    def __init__(self, segment: Segment, pins: Sequence[int]) -> None:
+    def __init__(self, segment: Segment | ForeignSegment, pins: Sequence[int]) -> None:
         self.segment = segment
         self.pins = pins
         self.end: ReadersEnd | None = None
@@ -53,6 +56,13 @@ class _Departure:
             self.timer.cancel()
 
 
+class _Forward(Ticket[Extent]):
+    """The grant of a forwarded block, which takes nothing from the budget."""
+
+    source: Source | None = None  # keeps the block leased
+    segment: ForeignSegment | None = None
+
+
 class Memory:
     """Grant blocks of the arena, copy into them, and release them; belongs to the running loop.
 
@@ -60,11 +70,10 @@ class Memory:
         limit: the maximum number of bytes in use.
         gate: called once with the arena; returns the gate that grants its blocks.
         keep_warm_s: the idle time in seconds after which memory is returned to the system; None for never.
-        counts: the counters `tensors_copied` and `bytes_copied`, among others.
+        counts: the counters `tensors_copied`, `bytes_copied` and `bytes_forwarded`, among others.
         max_wait_s: the time in seconds after which a copy that waits for the worker fails; None for never.
         overdue: called with the size of such a copy in bytes; returns the error to raise.
-        alignment: the alignment of the blocks in bytes.
-        segment_closed: called with each segment before it is unmapped in this process.
+        segment_closed: called with each segment in which no block is in use, and none will be.
 
     Attributes:
         gate: the waits for bytes.
@@ -83,10 +92,9 @@ class Memory:
         counts: dict[str, int],
         max_wait_s: float | None = None,
         overdue: Callable[[int], AioTensorError] = lambda nbytes: AioTensorError("waited for too long"),
-        alignment: int = ALIGNMENT,
-        segment_closed: Callable[[Segment], object] = lambda segment: None,
+        segment_closed: Callable[[Segment | ForeignSegment], object] = lambda segment: None,
     ) -> None:
-        self._arena = Arena(limit, time.monotonic, self._release_segment, alignment)
+        self._arena = Arena(limit, time.monotonic, self._release_segment)
         self._segment_closed = segment_closed
         self.gate = gate(self._arena)
         self.freed: FreedItems[Watch] = FreedItems(self._release_allocations)
@@ -102,7 +110,14 @@ class Memory:
         self._trims_soon = False
         self._departures: dict[_Departure, None] = {}
         self._readers: dict[Segment, list[ReadersEnd]] = {}  # lost readers of retired segments
+        self._foreign: dict[LeasedSegment, ForeignSegment] = {}
+        self._unmapped: FreedItems[ForeignSegment] = FreedItems(self._foreign_unmapped)
         self._is_closed = False
+
+    def bind(self) -> None:
+        """Pass freed tensors to the running loop; called once, when the object that owns the memory opens."""
+        self.freed.bind()
+        self._unmapped.bind()
 
     async def acquire(self, nbytes: int, holder: Hashable = None) -> Block:
         """Wait for a block, and pin it for its owner; errors are those of `Gate.acquire`.
@@ -212,6 +227,55 @@ class Memory:
             self.unpin_owner(block.number)
             raise
 
+    async def forward(self, source: Source, found: Forwardable) -> ForwardedBlock | None:
+        """Return the block of a peer that contains a tensor, pinned for its owner; None if it must be copied.
+
+        Raises:
+            OSError: no thread can be started.
+        """
+        if source.nbytes <= QUICK_BYTES:
+            return self.forward_now(source, found)
+        is_possible = await self._worker.submit(partial(found.isolate, source.nbytes))
+        return self._forwarded(source, found) if is_possible else None
+
+    def forward_now(self, source: Source, found: Forwardable) -> ForwardedBlock | None:
+        """Do the same on this thread."""
+        return self._forwarded(source, found) if found.isolate(source.nbytes) else None
+
+    def _forwarded(self, source: Source, found: Forwardable) -> ForwardedBlock | None:
+        leased = found.segment
+        foreign = self._foreign.get(leased)
+        if foreign is None:
+            locks, tokens = leased.mapped.locks, leased.mapped.tokens
+            idle = next((one for one in self._foreign.values() if not one.in_use), None)
+            is_full = len(self._foreign) >= _MAX_FOREIGN
+            if locks is None or len(tokens) >= MAX_TOKENS or self._is_closed or (is_full and idle is None):
+                return None
+            if is_full and idle is not None:
+                self._close_foreign(idle)
+            foreign = ForeignSegment(self._arena.next_number(), leased, locks, tokens)
+            self._foreign[leased] = leased.forwards[self._unmapped] = foreign
+        pages = found.offset & -PAGE_BYTES, (found.offset + source.nbytes + PAGE_BYTES - 1) & -PAGE_BYTES
+        if foreign.overlaps(*pages):
+            return None
+        ticket = _Forward(0, None, time.monotonic(), granted=True, source=source, segment=foreign)
+        foreign.in_use[ticket] = pages
+        self._counts["bytes_forwarded"] += source.nbytes
+        place = ForeignExtent(foreign, found.offset, source.nbytes)
+        return ForwardedBlock(self.leases.own(ticket), place)
+
+    def _foreign_unmapped(self, segments: Sequence[ForeignSegment]) -> None:
+        for foreign in segments:
+            foreign.is_unmapped = True
+            if not foreign.in_use:
+                self._close_foreign(foreign)
+
+    def _close_foreign(self, foreign: ForeignSegment) -> None:
+        """Detach a segment of a peer from all readers; no forwarded block in it is in use."""
+        if self._foreign.pop(foreign.segment, None) is not None:
+            foreign.segment.forwards.pop(self._unmapped, None)
+            self._segment_closed(foreign)
+
     def abandon(self, holder: Hashable) -> None:
         """Stop the copies and moves of a holder."""
         self._copies.abandon(holder)
@@ -286,9 +350,9 @@ class Memory:
         """
         if self._is_closed:
             return
-        by_segment: dict[Segment, list[int]] = {}
+        by_segment: dict[Segment | ForeignSegment, list[int]] = {}
         for number in pins:
-            by_segment.setdefault(self._place_of(number).segment, []).append(number)
+            by_segment.setdefault(self._segment_of(number), []).append(number)
         for segment, numbers in by_segment.items():
             reading = readings.get(segment.number)
             if reading is None:
@@ -296,7 +360,9 @@ class Memory:
                 continue
             departure = _Departure(segment, numbers)
             self._departures[departure] = None
-            departure.timer = asyncio.get_running_loop().call_later(_GRACE_S, self._overdue, departure)
+            if isinstance(segment, Segment):
+                loop = asyncio.get_running_loop()
+                departure.timer = loop.call_later(_GRACE_S, self._overdue, departure)
             departure.end = ReadersEnd(reading, partial(self._departed, departure))
 
     def _overdue(self, departure: "_Departure") -> None:
@@ -313,7 +379,7 @@ class Memory:
         retired = sum(segment.is_retired for segment in self._arena.segments())
         for departure in list(self._departures):
             segment, end = departure.segment, departure.end
-            if not departure.is_overdue or end is None:
+            if not departure.is_overdue or end is None or isinstance(segment, ForeignSegment):
                 continue
             if not segment.is_retired:
                 if retired >= _MAX_RETIRED:
@@ -321,18 +387,21 @@ class Memory:
                 retired += 1
                 self._arena.retire(segment)
             del self._departures[departure]
-            offsets = [self._place_of(number).offset for number in set(departure.pins)]
+            places = [self.leases.grant_of(number).place for number in set(departure.pins)]
+            offsets = [place.offset for place in places if place is not None]
             segment.read_elsewhere(offsets)
             end.ended = partial(self._reader_ended, segment, offsets)
             self._readers.setdefault(segment, []).append(end)
             self.unpin(departure.pins)
         self._trim_retired()
 
-    def _place_of(self, number: int) -> Extent:
-        place = self.leases.grant_of(number).place
-        if place is None:
-            raise AssertionError("a block that was announced has a place")
-        return place
+    def _segment_of(self, number: int) -> Segment | ForeignSegment:
+        ticket = self.leases.grant_of(number)
+        if isinstance(ticket, _Forward) and ticket.segment is not None:
+            return ticket.segment
+        if ticket.place is None:
+            raise AssertionError("a block that was announced is in a segment")
+        return ticket.place.segment
 
     def holdings(self) -> list[tuple[Ticket[Extent], bool]]:
         """Return each grant in use, and whether its block belongs to a caller and no announcement pins it."""
@@ -341,9 +410,10 @@ class Memory:
             for number, ticket in self.leases.grants().items()
         ]
 
-    def segments(self) -> Iterator[Segment]:
-        """Iterate over the current segment and the retired ones."""
-        return self._arena.segments()
+    def segments(self) -> Iterator[Segment | ForeignSegment]:
+        """Iterate over the current segment, the retired ones, and those whose blocks are forwarded."""
+        yield from self._arena.segments()
+        yield from self._foreign.values()
 
     @property
     def largest_free(self) -> int:
@@ -387,9 +457,22 @@ class Memory:
                 reader.cancel()
         self._readers.clear()
         for departure in self._departures:
-            departure.cancel()
+            if departure.end is not None and isinstance(departure.segment, ForeignSegment):
+                # The readers of a peer's memory may still read it: only the tensors outlive this object.
+                departure.end.ended = self._sources_of(departure.pins).clear
+            else:
+                departure.cancel()
         self._departures.clear()
+        for ticket in self.leases.grants().values():
+            if isinstance(ticket, _Forward):
+                ticket.source = None
+        for foreign in list(self._foreign.values()):
+            self._close_foreign(foreign)
         self._arena.close()
+
+    def _sources_of(self, blocks: Iterable[int]) -> list[Source | None]:
+        tickets = map(self.leases.grant_of, blocks)
+        return [ticket.source for ticket in tickets if isinstance(ticket, _Forward)]
 
     def _count(self, copied: Source) -> None:
         self._counts["tensors_copied"] += 1
@@ -421,6 +504,12 @@ class Memory:
             self._worker.begin("unmapping", partial(_close, segment, free))
 
     def _release(self, ticket: Ticket[Extent]) -> None:
+        if isinstance(ticket, _Forward):
+            if (foreign := ticket.segment) is not None:
+                del foreign.in_use[ticket]
+                if foreign.is_unmapped and not foreign.in_use:
+                    self._close_foreign(foreign)
+            return
         if self.movers and ticket.place is not None:
             for mover in tuple(self.movers):
                 mover.free(ticket.place.segment.number, ticket.place.offset)

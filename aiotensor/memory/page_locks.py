@@ -29,28 +29,36 @@ _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
 class PageLocks:
-    """The locks of one reader on a segment; all pages are locked for reading at first.
+    """The locks of one reader on a segment.
 
     They outlive this object if the segment is mapped with its descriptor.
 
     Args:
         descriptor: the descriptor of the segment; the caller keeps it.
+        locks_all: whether to lock all pages for reading.
+
+    Attributes:
+        own: the descriptor that has the locks, with which the segment is mapped.
 
     Raises:
         OSError: the segment cannot be opened again, because the process has no descriptors left or no
             ``/proc``.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, locks_all: bool = True) -> None:
         # The given descriptor shares its locks with the owner and the other readers; a new one does
         # not. The new one is closed with this object, and not before, since a thread may still use it.
-        self._descriptor = Descriptor(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
-        lock_all_pages(self.descriptor)
+        self.own = Descriptor(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+        if locks_all:
+            lock_all_pages(self.own.number)
 
-    @property
-    def descriptor(self) -> int:
-        """The descriptor to map the segment with."""
-        return self._descriptor.number
+    def lock(self, start: int, length: int) -> None:
+        """Lock pages for reading that another reader, or the owner, has locked.
+
+        Raises:
+            OSError: the system has no memory left for a lock.
+        """
+        change_lock(self.own.number, fcntl.F_RDLCK, start, length)
 
     def return_unused(self, ranges: list[Range]) -> None:
         """Return pages that this process does not use to the system, unless another process uses them.
@@ -61,24 +69,24 @@ class PageLocks:
             OSError: the kernel refuses.
         """
         for start, length in ranges:
-            change_lock(self.descriptor, fcntl.F_UNLCK, start, length)
+            change_lock(self.own.number, fcntl.F_UNLCK, start, length)
         remaining = list(ranges)
         while remaining:
             start, length = remaining.pop()
             try:
-                change_lock(self.descriptor, fcntl.F_WRLCK, start, length)
+                change_lock(self.own.number, fcntl.F_WRLCK, start, length)
             except BlockingIOError:
                 remaining += self._around_the_lock_in(start, length)
                 continue
             try:
-                if _fallocate(self.descriptor, _PUNCH_HOLE, start, length):
+                if _fallocate(self.own.number, _PUNCH_HOLE, start, length):
                     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
             finally:
-                change_lock(self.descriptor, fcntl.F_UNLCK, start, length)
+                change_lock(self.own.number, fcntl.F_UNLCK, start, length)
 
     def _around_the_lock_in(self, start: int, length: int) -> list[Range]:
         """Return the parts of a range before and after one lock of another process in it."""
-        lock = conflicting_lock(self.descriptor, fcntl.F_WRLCK, start, length)
+        lock = conflicting_lock(self.own.number, fcntl.F_WRLCK, start, length)
         if lock is None:
             return []  # the other process has just unlocked it, and returns the pages itself
         locked, nbytes = lock

@@ -14,6 +14,7 @@ from aiotensor.memory.allocations import Allocation, Allocations
 from aiotensor.memory.arena import WHERE
 from aiotensor.memory.dtypes import DTYPE_NAMES, DTYPES, unknown_dtype
 from aiotensor.memory.inline import MAX_INLINE_BYTES, open_inline
+from aiotensor.memory.leased import Forwardable, find_leased, leased
 from aiotensor.memory.mapping import MappedSegment
 from aiotensor.memory.source import Source, attributes_of
 from aiotensor.memory.views import Owner
@@ -36,24 +37,29 @@ class Plan(msgspec.Struct, frozen=True):
         new_bytes: the number of bytes of shared memory that must be granted for a copy; 0 for no copy.
         allocation: the allocated block that contains the tensor, or None; the tensor is copied nevertheless
             unless the block can carry it.
+        forwardable: the block of a peer that contains the tensor, or None; the tensor is copied nevertheless
+            if this process has written to it after forwarding it, or to a peer on another machine.
     """
 
     new_bytes: int
     allocation: Allocation | None
+    forwardable: Forwardable | None = None
 
 
 _INLINE = Plan(0, None)
 
 
 def plan_placement(source: Source, allocations: Allocations) -> Plan:
-    """Choose how to send a tensor: in place if allocated, in the frame if small, otherwise as a copy."""
+    """Choose how to send a tensor: in place if allocated, in the frame if small, forwarded, or as a copy."""
     nbytes = source.nbytes
     allocation = None
     if allocations.by_number and nbytes:
         allocation = allocations.find(source)
         if allocation is not None and allocation.can_carry(source):
             return Plan(0, allocation)
-    return _INLINE if nbytes <= MAX_INLINE_BYTES else Plan(nbytes, allocation)
+    if nbytes <= MAX_INLINE_BYTES:
+        return _INLINE
+    return Plan(nbytes, allocation, find_leased(source) if leased else None)
 
 
 def put_of(

@@ -43,7 +43,7 @@ class Segment:
         self.used: set[int] = set()  # offsets of the blocks that this process uses
         self._elsewhere: Counter[int] = Counter()  # offsets of blocks that lost readers may still read
         self._mapping: Mapping | None = None
-        self._descriptor = Descriptor(-1)
+        self.descriptor = Descriptor(-1)  # of the memfd
         self.warm = WarmPages(0, mmap.PAGESIZE)
         self._awaited_bytes = 0  # in ranges that `prepare` has returned and that are not filled yet
         self._shared: list[Range] = []  # the part of these ranges that other blocks may overlap
@@ -73,7 +73,7 @@ class Segment:
         except BaseException:
             descriptor.close()
             raise
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._mapping = mapping
         self.memory = mapping.view
         self.address = mapping.address
@@ -82,11 +82,6 @@ class Segment:
     def is_open(self) -> bool:
         """Whether the segment is mapped in this process."""
         return self._mapping is not None
-
-    @property
-    def descriptor(self) -> int:
-        """The descriptor of the memfd; -1 while there is none."""
-        return self._descriptor.number
 
     def mapped(self) -> MappedSegment:
         """Return this mapping for tensors that arrive in the segment; only while it is open."""
@@ -99,7 +94,7 @@ class Segment:
         self._mapping = None
         self.memory = memoryview(b"")
         with self._changing:
-            self._descriptor.close()
+            self.descriptor.close()
 
     # Blocks
 
@@ -154,8 +149,8 @@ class Segment:
                 mapping = self._mapping
                 self._return_chunk(start // CHUNK_BYTES)
                 # Writing to the pages would cause a signal instead of an error if memory is short.
-                if self.descriptor >= 0:
-                    os.posix_fallocate(self.descriptor, start, length)
+                if self.descriptor.number >= 0:
+                    os.posix_fallocate(self.descriptor.number, start, length)
                 if mapping is not None:
                     mapping.populate(start, length)
 

@@ -10,16 +10,19 @@ blocks are cut from the low end of their run and small blocks from its high end:
 blocks would lie between large blocks, and fragment the space for further large blocks.
 
 Runs are stored sorted by (length, start), to find the best fit by bisection, and by their start and by their
-stop, to find the neighbours of a block. No call iterates over the runs. `PlacedBlocks` also stores their
+stop, to find the neighbours of a block. No call iterates over the runs, apart from those that are long enough
+but have no page boundary where a block of pages could begin. `PlacedBlocks` also stores their
 starts sorted, to find the run at an offset.
 """
 
+import mmap
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
-__all__ = ["ADDRESSES_PER_BYTE", "ALIGNMENT", "LARGE_BYTES", "Blocks", "PlacedBlocks"]
+__all__ = ["ADDRESSES_PER_BYTE", "ALIGNMENT", "LARGE_BYTES", "PAGE_BYTES", "Blocks", "PlacedBlocks"]
 
 ALIGNMENT = 64  # bytes: a cache line, enough for the widest vector loads; a power of two
+PAGE_BYTES = mmap.PAGESIZE
 ADDRESSES_PER_BYTE = 4  # bytes of address range of a segment, for each byte of memory that it may use
 LARGE_BYTES = 1 << 20  # the size from which a block is cut from the low end of its run
 
@@ -27,31 +30,31 @@ LARGE_BYTES = 1 << 20  # the size from which a block is cut from the low end of 
 class Blocks:
     """Allocate ranges that do not overlap, and free them in any order.
 
-    Every offset and every length is a multiple of the alignment. The object must be used in one thread, and
-    never in a finalizer: a garbage collection may start in the middle of any of its methods.
+    Every offset and every length is a multiple of `ALIGNMENT`. A block of at least a page consists of whole
+    pages, so that the readers of a block can unlock its pages, or drop their copies of them, without effects
+    on other blocks. The object must be used in one thread, and never in a finalizer: a garbage collection may
+    start in the middle of any of its methods.
 
     Args:
         size: the size of the memory range in bytes.
-        alignment: the alignment of the blocks in bytes; a power of two.
 
     Attributes:
-        size: the size of the memory range in bytes, rounded down to the alignment.
-        in_use: the number of allocated bytes, with each block rounded up to the alignment.
-        lengths: the lengths of the allocated blocks in bytes, rounded up to the alignment, by their offsets.
+        size: the size of the memory range in bytes, rounded down to `ALIGNMENT`.
+        in_use: the number of allocated bytes, with each block rounded up.
+        lengths: the lengths of the allocated blocks in bytes, rounded up, by their offsets.
 
     Raises:
-        ValueError: the size is less than the alignment.
+        ValueError: the size is less than `ALIGNMENT`.
     """
 
-    __slots__ = ("_alignment", "_by_length", "_start_of", "_stop_of", "in_use", "lengths", "size")
+    __slots__ = ("_by_length", "_start_of", "_stop_of", "in_use", "lengths", "size")
 
-    def __init__(self, size: int, alignment: int = ALIGNMENT) -> None:
-        if size < alignment:
-            raise ValueError(f"size must be at least {alignment} bytes, got {size}")
-        self.size = size & -alignment
+    def __init__(self, size: int) -> None:
+        if size < ALIGNMENT:
+            raise ValueError(f"size must be at least {ALIGNMENT} bytes, got {size}")
+        self.size = size & -ALIGNMENT
         self.in_use = 0
         self.lengths: dict[int, int] = {}
-        self._alignment = alignment
         self._by_length: list[tuple[int, int]] = []  # (length, start) of the free runs, sorted
         self._stop_of: dict[int, int] = {}  # of the free runs, by their start
         self._start_of: dict[int, int] = {}  # of the free runs, by their stop
@@ -66,28 +69,32 @@ class Blocks:
         """Allocate a block, and return its offset; None if no free run is long enough.
 
         Args:
-            nbytes: the size of the block, which is rounded up to the alignment.
+            nbytes: the size of the block, which is rounded up.
 
         Raises:
             ValueError: `nbytes` is less than 1.
         """
         if nbytes < 1:
             raise ValueError(f"a block must have at least 1 byte, got {nbytes}")
-        length = (nbytes + self._alignment - 1) & -self._alignment
+        alignment = PAGE_BYTES if nbytes >= PAGE_BYTES else ALIGNMENT
+        length = (nbytes + alignment - 1) & -alignment
         index = bisect_left(self._by_length, (length, 0))
-        if index == len(self._by_length):
-            return None
-        found, start = self._by_length[index]
-        stop = start + found
+        while True:
+            if index == len(self._by_length):
+                return None
+            found, start = self._by_length[index]
+            stop = start + found
+            offset = (stop - length) & -alignment  # the highest one
+            if offset >= start:
+                break
+            index += 1
         self._remove_run(start, stop)
         if length >= LARGE_BYTES:
-            offset = start
-            start += length
-        else:
-            stop -= length
-            offset = stop
-        if start < stop:
-            self._add_run(start, stop)
+            offset = (start + alignment - 1) & -alignment
+        if start < offset:
+            self._add_run(start, offset)
+        if offset + length < stop:
+            self._add_run(offset + length, stop)
         self.lengths[offset] = length
         self.in_use += length
         return offset
@@ -136,9 +143,9 @@ class PlacedBlocks(Blocks):
 
     __slots__ = ("_starts",)
 
-    def __init__(self, size: int, alignment: int = ALIGNMENT) -> None:
+    def __init__(self, size: int) -> None:
         self._starts: list[int] = []  # of the free runs, in ascending order
-        super().__init__(size, alignment)
+        super().__init__(size)
 
     def reserve(self, offset: int, nbytes: int) -> None:
         """Allocate a block at an offset.
@@ -146,11 +153,11 @@ class PlacedBlocks(Blocks):
         Raises:
             ValueError: the block is empty, misaligned, not within the memory range, or overlaps another one.
         """
-        length = (nbytes + self._alignment - 1) & -self._alignment
+        length = (nbytes + ALIGNMENT - 1) & -ALIGNMENT
         index = bisect_right(self._starts, offset) - 1
         start = self._starts[index] if index >= 0 else 0
         stop = self._stop_of.get(start, 0)
-        if nbytes < 1 or offset % self._alignment or offset + length > stop:
+        if nbytes < 1 or offset % ALIGNMENT or offset + length > stop:
             raise ValueError(f"{nbytes} bytes are not free at offset {offset}")
         self._remove_run(start, stop)
         if start < offset:

@@ -34,6 +34,7 @@ from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE
 from aiotensor.protocol.frames import (
     ARENA,
     DECODE_ERRORS,
+    FORWARDED,
     INLINE,
     MAX_FRAMES,
     MAX_NUMBERS,
@@ -71,9 +72,9 @@ __all__ = [
     "mismatch",
 ]
 
-# The maximum number of segments of one end. An end with this library attaches few at a time. Without a limit,
-# it could attach single pages until the other process has no mappings left (65530 by default on Linux).
-MAX_SEGMENTS = 8
+# The maximum number of segments of one end, half of which may be forwarded. Without a limit, it could attach
+# single pages until the other process has no mappings left (65530 by default on Linux).
+MAX_SEGMENTS = 16
 
 # The largest page size of a peer, which rounds the size of its arena up to whole pages.
 _LARGEST_PAGE_BYTES = 64 * 1024
@@ -307,9 +308,9 @@ class Connection(BaseConnection):
         self._send(close)
         self.state = CLOSED
 
-    def attach(self, segment: int, nbytes: int, tokens: int = 0) -> bytes:
+    def attach(self, attach: Attach) -> bytes:
         """Return the record that shares a segment; write it after earlier records, with the descriptors."""
-        return encode(Attach(segment, ARENA, nbytes, tokens))
+        return encode(attach)
 
     def detach(self, segment: int) -> None:
         """Withdraw a segment in which the other end uses no block."""
@@ -525,10 +526,12 @@ class Connection(BaseConnection):
             if self.segments.pop(number, None) is None:
                 raise ProtocolError(f"it detached segment {number}, which it never attached")
             return
-        arena_bytes = 0 if self.theirs is None else self.theirs.arena_bytes
+        arena_bytes = frame.arena_bytes
+        if frame.placement != FORWARDED and self.theirs is not None:
+            arena_bytes = self.theirs.arena_bytes
         # This limits each segment: a new segment may replace one whose blocks are still in use.
         max_bytes = ADDRESSES_PER_BYTE * (arena_bytes + _LARGEST_PAGE_BYTES)
-        if frame.placement != ARENA:
+        if frame.placement not in (ARENA, FORWARDED):
             raise ProtocolError(f"it attached memory for the unknown placement {frame.placement!r}")
         if number in self.segments:
             raise ProtocolError(f"it attached segment {number} twice")

@@ -49,6 +49,7 @@ from aiotensor.types import (
 __all__ = [
     "ARENA",
     "DECODE_ERRORS",
+    "FORWARDED",
     "INLINE",
     "MAX_DIMENSIONS",
     "MAX_FRAMES",
@@ -94,6 +95,9 @@ VERSION = 5
 # The placements, which determine the payload of a tensor.
 INLINE = "inline"  # its bytes
 ARENA = "arena"  # the position of its bytes in an attached segment
+
+# The placement of a segment of a third process, from which this end forwards blocks.
+FORWARDED = "forwarded"
 
 # The maximum number of dimensions of a tensor, more than tensors have in practice. It keeps frames small.
 MAX_DIMENSIONS = 64
@@ -165,13 +169,15 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
     """Share a segment in which tensors will be placed; its descriptor and its tokens accompany the record.
 
     `tokens` is the number of descriptors after the first. The other end keeps them as long as the segment is
-    mapped. See `aiotensor.memory.tokens`.
+    mapped (see `aiotensor.memory.tokens`). `arena_bytes` is the limit of the arena of a forwarded segment;
+    for a segment of this end, the hello states it.
     """
 
     segment: Number
     placement: Name
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
     tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)] = 0
+    arena_bytes: Number = 0
 
 
 class Detach(msgspec.Struct, frozen=True, array_like=True, tag="detach"):

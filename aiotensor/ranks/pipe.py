@@ -43,15 +43,17 @@ from aiotensor.memory.arena import Extent
 from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError
 from aiotensor.memory.gates import Gate
 from aiotensor.memory.inline import MAX_INLINE_BYTES, bytes_of
-from aiotensor.memory.mappings import Mappings, PeerMemory
+from aiotensor.memory.leased import ForeignSegment, ForwardedBlock, PeerMemory
+from aiotensor.memory.mappings import Mappings
 from aiotensor.memory.memory import Memory
-from aiotensor.memory.placement import put_of
+from aiotensor.memory.placement import plan_placement, put_of
+from aiotensor.memory.segments import Segment
 from aiotensor.memory.source import Source, as_source
 from aiotensor.memory.views import own_copy
 from aiotensor.protocol import frames
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.credits import Ticket
-from aiotensor.protocol.frames import Attach, Close, End, Frame, Hello, Put, Release, Taken
+from aiotensor.protocol.frames import Attach, Close, Detach, End, Frame, Hello, Put, Release, Taken
 from aiotensor.ranks.meeting import Group, Meeting, WithdrawnError, membership_of
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.arguments import count, seconds_or_never
@@ -183,6 +185,7 @@ class RankPipe(LoopObject):
             ),
             _KEEP_WARM_S,
             self._counts,
+            segment_closed=self._segment_closed,
         )
         self._turns.waited = self._memory.gate.waited  # one count of all waits
         self._announced: dict[int, Ticket[Extent] | None] = {}  # not taken yet; None for those in blocks
@@ -209,7 +212,7 @@ class RankPipe(LoopObject):
         """
         self.affinity.enter()
         self._mappings.freed.bind()
-        self._memory.freed.bind()
+        self._memory.bind()
         missing = f"rank {self.peer} has not opened its end"
         absence = Absence(self._label, lambda: missing)
         absence.begin()
@@ -310,6 +313,12 @@ class RankPipe(LoopObject):
                     gate, put = memory.gate, self._put(session, source)
                     ticket = gate.budget.try_request(nbytes) or await gate.acquire(nbytes)
                     self._announce(session, put, ticket)
+                elif (forwarded := await self._forward(session, source)) is not None:
+                    try:
+                        ticket = memory.gate.budget.try_request(nbytes) or await memory.gate.acquire(nbytes)
+                        self._announce(session, self._put(session, source, forwarded), ticket)
+                    finally:
+                        memory.unpin_owner(forwarded.number)
                 else:
                     block = memory.try_acquire(nbytes) or await memory.acquire(nbytes)
                     await session.fill(memory, source, block, self)
@@ -466,6 +475,7 @@ class RankPipe(LoopObject):
                 session.close(Close(uses_memory=self._theirs.leases > 0))
                 await session.accepted()
             session.transport.close()
+            session.keep_pins(self._memory)
             self._mappings.peer_gone(self._theirs)
             await self._memory.aclose()
             await self._mappings.settle()
@@ -474,6 +484,7 @@ class RankPipe(LoopObject):
         """Close without waiting."""
         if self._session is not None:
             self._session.drop()
+            self._session.keep_pins(self._memory)
         self._inbox.clear()
         self._mappings.peer_gone(self._theirs)
         self._mappings.close()
@@ -567,7 +578,19 @@ class RankPipe(LoopObject):
             raise TooLargeError(f"{reason}, or raise max_bytes", limit=limit, requested=nbytes)
         return session, source, nbytes
 
-    def _put(self, session: "_Rank", source: Source | None, block: Block | None = None) -> Put | None:
+    async def _forward(self, session: "_Rank", source: Source) -> ForwardedBlock | None:
+        found = plan_placement(source, self._memory.allocations).forwardable
+        if found is None or session.transport.mover is not None:
+            return None
+        return await self._memory.forward(source, found)
+
+    def _segment_closed(self, segment: Segment | ForeignSegment) -> None:
+        if self._session is not None:
+            self._session.detach(segment)
+
+    def _put(
+        self, session: "_Rank", source: Source | None, block: Block | ForwardedBlock | None = None
+    ) -> Put | None:
         """Return the frame of the next message, after sharing the segment of its block; None for None."""
         if source is None:
             return None
@@ -692,6 +715,8 @@ class _Rank(Session):
                     self.released(pipe._memory, frame.blocks)
                 case Attach():
                     self.map(pipe._mappings, pipe._theirs, frame, descriptors)
+                case Detach():
+                    pipe._mappings.detach(pipe._theirs, frame.segment)
                 case Hello():
                     if frame.is_admitted:
                         pipe._join(self)

@@ -117,6 +117,10 @@ class PublisherStatistics(msgspec.Struct, frozen=True):
     ]
     tensors_copied: Annotated[Number, counter("Tensors that publishing copied into shared memory.")]
     bytes_copied: Annotated[Number, counter("Bytes of the copied tensors.", metric="copied_bytes")]
+    bytes_forwarded: Annotated[
+        Number,
+        counter("Bytes of received tensors that were published without a copy.", metric="forwarded_bytes"),
+    ]
     errors: Annotated[Errors, counter("Calls of publishers that raised an error, by the type of the error.")]
 
 

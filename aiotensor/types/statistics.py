@@ -90,6 +90,10 @@ class SenderStatistics(msgspec.Struct, frozen=True):
     ]
     tensors_copied: Annotated[Number, counter("Tensors that sending copied into shared memory.")]
     bytes_copied: Annotated[Number, counter("Bytes of the copied tensors.", metric="copied_bytes")]
+    bytes_forwarded: Annotated[
+        Number,
+        counter("Bytes of received tensors that were sent on without a copy.", metric="forwarded_bytes"),
+    ]
     errors: Annotated[Errors, counter("Calls of senders that raised an error, by the type of the error.")]
 
 
@@ -269,6 +273,10 @@ class PipeStatistics(msgspec.Struct, frozen=True):
     bytes_received: Annotated[Number, counter("Bytes of the received tensors.", metric="received_bytes")]
     tensors_copied: Annotated[Number, counter("Tensors that sending copied into shared memory.")]
     bytes_copied: Annotated[Number, counter("Bytes of the copied tensors.", metric="copied_bytes")]
+    bytes_forwarded: Annotated[
+        Number,
+        counter("Bytes of received tensors that were sent on without a copy.", metric="forwarded_bytes"),
+    ]
     peers_lost: Annotated[Number, counter("How often the other rank died, closed or broke the protocol.")]
     send_waits: Annotated[
         Waits, counter("Durations of ended waits for bytes.", metric="wait_seconds", labels={"for": "bytes"})

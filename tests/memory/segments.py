@@ -79,7 +79,7 @@ def warm(place: Extent) -> Extent:
 
 def other_side_of(segment: Segment) -> MappedSegment:
     """Map a segment once more, as the receiver does."""
-    return open_segment(segment.descriptor, segment.nbytes)
+    return open_segment(segment.descriptor.number, segment.nbytes)
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8, seed: int = 0) -> torch.Tensor:

@@ -80,7 +80,7 @@ def test_a_retired_segment_is_closed_when_its_last_block_is_freed() -> None:
         arena.free(second)
         assert arena.warm_bytes == MIB
         with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(first.segment.descriptor)
+            os.fstat(first.segment.descriptor.number)
         assert len(open_files() - before) == 1  # the newer segment
         arena.free(newer)
         assert place_in(arena, MIB) == newer

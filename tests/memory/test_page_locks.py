@@ -85,7 +85,7 @@ def test_the_locks_of_a_reader_end_with_it() -> None:
 
 def test_the_locks_of_a_reader_last_as_long_as_its_mapping() -> None:
     with readers(2) as (locks, seen):
-        mapped = Mapping(locks[1].descriptor, NBYTES, locks[1])
+        mapped = Mapping(locks[1].own.number, NBYTES, locks[1])
         view = mapped.view
         del locks[1], mapped
         locks[0].return_unused([(0, PAGE)])

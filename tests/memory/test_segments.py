@@ -30,7 +30,7 @@ def lowered(limit: int, value: int) -> Iterator[None]:
 
 def bytes_given(segment: Segment) -> int:
     """Return the memory of a segment in bytes, according to the kernel."""
-    return os.fstat(segment.descriptor).st_blocks * 512
+    return os.fstat(segment.descriptor.number).st_blocks * 512
 
 
 # A segment
@@ -40,16 +40,16 @@ def test_the_size_and_seals_of_a_segment_cannot_be_changed() -> None:
     with segment_of(MIB) as segment:
         for size in (0, MIB - 1, MIB + 1):
             with pytest.raises(PermissionError):
-                os.ftruncate(segment.descriptor, size)
+                os.ftruncate(segment.descriptor.number, size)
         with pytest.raises(PermissionError):
-            fcntl.fcntl(segment.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-        assert os.fstat(segment.descriptor).st_size == MIB
+            fcntl.fcntl(segment.descriptor.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        assert os.fstat(segment.descriptor.number).st_size == MIB
 
 
 def test_a_segment_has_no_name_and_no_child_inherits_it() -> None:
     with segment_of() as segment:
-        assert os.readlink(f"/proc/self/fd/{segment.descriptor}").startswith("/memfd:")
-        assert not os.get_inheritable(segment.descriptor)
+        assert os.readlink(f"/proc/self/fd/{segment.descriptor.number}").startswith("/memfd:")
+        assert not os.get_inheritable(segment.descriptor.number)
 
 
 def test_a_segment_takes_no_memory_until_it_is_filled() -> None:
@@ -63,7 +63,7 @@ def test_a_segment_takes_no_memory_until_it_is_filled() -> None:
 def test_the_size_of_a_segment_is_rounded_up_to_whole_pages() -> None:
     for nbytes in (1, PAGE - 1, PAGE, PAGE + 1, 10 * MIB + 1):
         with segment_of(nbytes) as segment:
-            assert segment.nbytes == whole_pages(nbytes) == os.fstat(segment.descriptor).st_size
+            assert segment.nbytes == whole_pages(nbytes) == os.fstat(segment.descriptor.number).st_size
             assert nbytes <= segment.nbytes < nbytes + PAGE
             assert segment.nbytes % PAGE == 0
             assert segment.blocks.allocate(nbytes) is not None
@@ -74,9 +74,9 @@ def test_opening_and_closing_twice_have_no_effect() -> None:
     segment = Segment(0, MIB)
     segment.close()
     segment.open()
-    descriptor, files = segment.descriptor, open_files()
+    descriptor, files = segment.descriptor.number, open_files()
     segment.open()
-    assert segment.descriptor == descriptor
+    assert segment.descriptor.number == descriptor
     assert open_files() <= files
     segment.close()
     segment.close()

@@ -259,7 +259,7 @@ TestAnyOrderOfPinsAndUnpins.settings = settings(max_examples=200 if COMPLETE els
 MIB = 1 << 20
 few_units = st.integers(64, 24 * 64)
 few_large = st.integers(3 * MIB, 8 * MIB)
-smalls = st.integers(1, 5 * 64)
+smalls = st.one_of(st.integers(1, 5 * 64), st.integers(4000, 3 * 4096))
 larges = st.one_of(st.sampled_from([MIB - 64, MIB - 63, MIB, 2 * MIB]), st.integers(MIB // 2, 3 * MIB))
 
 
@@ -282,14 +282,14 @@ class BlocksMachine(RuleBasedStateMachine):
         pairs = zip(edges[::2], [*edges[1::2], self.size], strict=True)
         return [(start, stop) for start, stop in pairs if start != stop]
 
-    def best_fit(self, length: int) -> int | None:
+    def best_fit(self, length: int, alignment: int) -> int | None:
         best: tuple[int, int] | None = None
         for start, stop in self.gaps():
-            if stop - start >= length and (best is None or stop - start < best[1] - best[0]):
+            first, last = start + -start % alignment, stop - length - (stop - length) % alignment
+            if first <= last and (best is None or stop - start < best[1] - best[0]):
                 best = (start, stop)
-        if best is None:
-            return None
-        return best[0] if length >= MIB else best[1] - length
+                offset = first if length >= MIB else last
+        return None if best is None else offset
 
     # What callers do
 
@@ -299,8 +299,9 @@ class BlocksMachine(RuleBasedStateMachine):
             Blocks(size)
 
     def check_allocate(self, nbytes: int) -> None:
-        length = nbytes + -nbytes % 64
-        expected = self.best_fit(length)
+        alignment = 4096 if nbytes >= 4096 else 64
+        length = nbytes + -nbytes % alignment
+        expected = self.best_fit(length, alignment)
         assert self.blocks.allocate(nbytes) == expected
         if expected is not None:
             self.taken[expected] = length

@@ -402,7 +402,7 @@ def test_records_stay_within_every_limit_and_keep_the_order_of_frames(
 def test_a_segment_is_shared_by_a_record_of_its_own() -> None:
     connection = opened()
     connection.put(tensor())
-    assert decode(connection.attach(3, 4096)) == [Attach(3, ARENA, 4096)]
+    assert decode(connection.attach(Attach(3, ARENA, 4096))) == [Attach(3, ARENA, 4096)]
     assert frames_of(connection) == [tensor()]
 
 

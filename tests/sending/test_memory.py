@@ -29,7 +29,7 @@ async def test_idle_memory_is_returned_to_the_system_and_the_timer_ends() -> Non
     memory = new_memory(8 * MIB)
     block = await memory.acquire(8 * MIB)
     await memory.copy(torch.full((8 * MIB,), 7, dtype=torch.uint8), block, None)
-    descriptor = block.place.segment.descriptor
+    descriptor = block.place.segment.descriptor.number
     assert os.fstat(descriptor).st_blocks * 512 == memory.warm_bytes == 8 * MIB
     memory.unpin_owner(block.number)
     await until(lambda: os.fstat(descriptor).st_blocks == 0)
@@ -41,7 +41,7 @@ async def test_idle_memory_is_returned_to_the_system_and_the_timer_ends() -> Non
 async def test_the_memory_of_a_cancelled_copy_is_returned_to_the_system() -> None:
     memory = new_memory(64 * MIB)
     block = await memory.acquire(64 * MIB)
-    descriptor = block.place.segment.descriptor
+    descriptor = block.place.segment.descriptor.number
     copying = asyncio.create_task(memory.copy(torch.zeros(64 * MIB, dtype=torch.uint8), block, None))
     await until(lambda: os.fstat(descriptor).st_blocks > 0)
     copying.cancel()

@@ -1,0 +1,209 @@
+"""The segments of peers that are mapped in this process, and the blocks in them that are sent on.
+
+A tensor in a segment of a peer is *forwarded* without a copy: this process announces the same block to
+another reader, and keeps it until that reader has released it.
+
+    owner --announces--> this process --forwards--> reader
+      ^                     |     ^                    |
+      '------ releases -----'     '----- releases -----'
+
+- If this process is killed, the reader has the token of the owner, which waits for its end.
+- Sending promises that the tensor may change afterwards. So the block is *isolated* first: the pages of the
+  block become private here, and the reader maps the segment privately. Writes then replace pages with copies
+  that no other process sees. If a page is a copy already, the tensor is copied.
+- Only tensors of at least a page are forwarded. Their blocks have whole pages, so isolating a block does not
+  affect others.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from aiotensor.memory.arena import WHERE
+from aiotensor.memory.landing import LandingSegment
+from aiotensor.memory.mapping import MappedSegment
+from aiotensor.memory.source import Source, is_flat
+from aiotensor.runtime.affinity import FreedItems
+from aiotensor.runtime.descriptors import Descriptor
+
+__all__ = [
+    "BlockUse",
+    "ForeignExtent",
+    "ForeignSegment",
+    "Forwardable",
+    "ForwardedBlock",
+    "LeasedSegment",
+    "PeerMemory",
+    "find_leased",
+    "leased",
+]
+
+
+class PeerMemory(msgspec.Struct, eq=False):
+    """The segments of one sender, publisher or rank.
+
+    Attributes:
+        arena_bytes: the maximum number of bytes in its arena and in the arenas from which it forwards blocks.
+        release: called with the number of each block that the peer may use again; None once the peer is gone.
+        landings: the landing segments to which a peer on another machine moves its blocks, by number.
+        mapped: the segments in which the peer may place tensors, by number.
+        segments: the mapped segments, including segments that only living tensors still use, by number.
+    """
+
+    arena_bytes: int
+    release: Callable[[int], None] | None
+    landings: dict[int, LandingSegment] = {}
+    mapped: dict[int, MappedSegment] = {}
+    segments: "dict[int, LeasedSegment]" = {}
+
+    @property
+    def leases(self) -> int:
+        """The number of living tensors that lease blocks."""
+        return sum(len(segment.leases) for segment in self.segments.values())
+
+    @property
+    def leased_bytes(self) -> int:
+        """The number of bytes of the tensors that lease blocks."""
+        return sum(stop - start for one in self.segments.values() for start, stop in one.leases.values())
+
+
+class BlockUse(msgspec.Struct, eq=False):
+    """A block of a peer, and its tensors.
+
+    Attributes:
+        start: the position of the first byte of its tensors in the segment.
+        stop: the position after the last byte of its tensors.
+        leases: the number of its living tensors.
+        pins: the number of all its tensors, for each of which the block is released once.
+        is_isolated: whether its pages were made private, because it was forwarded.
+    """
+
+    start: int
+    stop: int
+    leases: int = 0
+    pins: int = 0
+    is_isolated: bool = False
+
+
+class LeasedSegment(msgspec.Struct, eq=False, weakref=True):
+    """A segment of a peer, and the living tensors over it.
+
+    Attributes:
+        number: its number on the connection.
+        mapped: its mapping.
+        memory: the memory of the peer.
+        arena_bytes: the maximum number of bytes in the arena of its owner.
+        leases: the range of each living tensor, by the number of its lease.
+        uses: the blocks of these tensors, by their numbers.
+        returns_memory: whether memory that no tensor here uses is returned to the system.
+        lingering_bytes: its part of `Mappings.lingering_bytes`.
+        forwarder: if the peer forwards blocks of this segment, the descriptor that it has sent. It keeps the
+            page locks of the peer until all frames of the peer were read, even if the peer is killed.
+        forwards: the segment as it is forwarded, by the queue to which the end of the mapping is reported.
+    """
+
+    number: int
+    mapped: MappedSegment
+    memory: PeerMemory
+    arena_bytes: int
+    leases: dict[int, tuple[int, int]] = {}
+    uses: dict[int, BlockUse] = {}
+    returns_memory: bool = False
+    lingering_bytes: int = 0
+    forwarder: Descriptor | None = None
+    forwards: "dict[FreedItems[ForeignSegment], ForeignSegment]" = {}
+
+    def unmapped(self) -> None:
+        """Report the end of the mapping to the objects that forward its blocks."""
+        for queue, foreign in list(self.forwards.items()):
+            queue(foreign)
+        self.forwards.clear()
+
+
+class ForeignSegment(msgspec.Struct, eq=False):
+    """A segment of a peer, as it is attached to the readers to which its blocks are forwarded.
+
+    Attributes:
+        number: its number on the connections to these readers.
+        segment: the segment.
+        locks: the descriptor of this process, which has its page locks.
+        tokens: the tokens of this process.
+        in_use: the pages of the forwarded blocks that are in use, as (start, stop), by their grants.
+        is_unmapped: whether the mapping of this process ends, apart from the forwarded blocks.
+    """
+
+    number: int
+    segment: LeasedSegment
+    locks: Descriptor
+    tokens: Sequence[Descriptor]
+    in_use: dict[object, tuple[int, int]] = {}
+    is_unmapped: bool = False
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        """Return whether a block that is in use has a page in a range.
+
+        A reader that has written to such a page has its own copy of it, which would hide another block.
+        """
+        return any(start < one_stop and one_start < stop for one_start, one_stop in self.in_use.values())
+
+
+class ForeignExtent(msgspec.Struct, frozen=True):
+    """The range of a segment of a peer that a forwarded tensor occupies."""
+
+    segment: ForeignSegment
+    offset: int
+    nbytes: int
+
+    def describe(self, inner_offset: int) -> bytes:
+        """Encode the position of a byte of the tensor, for the receiver."""
+        return WHERE.pack(self.segment.number, self.offset + inner_offset)
+
+
+class ForwardedBlock(msgspec.Struct, frozen=True):
+    """A forwarded block, and its number in the memory of this process."""
+
+    number: int
+    place: ForeignExtent
+
+
+class Forwardable(NamedTuple):
+    """A tensor in a block of a peer, which can be forwarded."""
+
+    segment: LeasedSegment
+    use: BlockUse
+    offset: int
+
+    def isolate(self, nbytes: int) -> bool:
+        """Keep later writes in this process; return whether it has no copied pages from earlier ones.
+
+        Do not call this on the event loop if the tensor is large: 150 MiB take 5 ms if they were read.
+        """
+        use, mapped = self.use, self.segment.mapped
+        if mapped.is_private or use.is_isolated:
+            return not mapped.has_copies(self.offset, self.offset + nbytes)
+        use.is_isolated = True
+        return mapped.isolate(use.start, use.stop)
+
+
+# The mapped segments by their addresses. Senders look up tensors here in any thread; while a tensor lives,
+# its segment stays mapped, and its block stays in use.
+leased: weakref.WeakValueDictionary[int, LeasedSegment] = weakref.WeakValueDictionary()
+
+
+def find_leased(source: Source) -> Forwardable | None:
+    """Find the block of a peer that contains the bytes of a tensor; None if there is none."""
+    start = source.data_ptr()
+    for reference in leased.valuerefs():
+        segment = reference()
+        if segment is None:
+            continue
+        offset = start - segment.mapped.address
+        if 0 <= offset < segment.mapped.nbytes:
+            if offset % source.dtype.itemsize == 0 and is_flat(source):
+                for use in list(segment.uses.values()):
+                    if use.start <= offset and offset + source.nbytes <= use.stop:
+                        return Forwardable(segment, use, offset)
+            return None
+    return None
