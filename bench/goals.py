@@ -146,6 +146,13 @@ GOALS: tuple[Goal, ...] = (
         _trip("aiotensor-unix", 4 * _KIB),
         1.5,
     ),
+    _no_slower(
+        "150 MiB, sent on by two further processes",
+        "4 KiB, sent on by them",
+        Reading("chain", "aiotensor-chain", 150 * _MIB, "median_s", 2),
+        Reading("chain", "aiotensor-chain", 4 * _KIB, "median_s", 2),
+        1.5,
+    ),
     Goal(
         "4 KiB, 64 in flight",
         "torch.multiprocessing.Queue",

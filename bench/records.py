@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 Answer = Literal["own", "same"]
-Cargo = Literal["tensors", "messages", "publications", "videos"]
+Cargo = Literal["tensors", "messages", "publications", "videos", "chains"]
 Loop = Literal["asyncio", "uvloop"]
 Reply = Literal["echo", "answer"]
 Source = Literal["copied", "allocated", "decoded", "computed"]

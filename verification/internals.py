@@ -252,7 +252,7 @@ def unidentified_at_publisher(publisher: Publisher) -> int:
 
 def segments_of(publisher: Publisher) -> list[Segment]:
     """Return the segments of a publisher that was opened, the present one first."""
-    return list(publisher._memory.segments())
+    return list(publisher._memory._arena.segments())
 
 
 def senders_of(receiver: TensorReceiver) -> dict[str, _Sender]:

@@ -243,6 +243,13 @@ CONTENDERS = {
             carries="publications",
         ),
         Contender(
+            "aiotensor-chain",
+            "bench.contenders.aiotensor_chain",
+            "aiotensor over `unix://`, from process to process",
+            uses_loop=True,
+            carries="chains",
+        ),
+        Contender(
             "aiotensor-senders",
             "bench.contenders.aiotensor_senders",
             "aiotensor's one-to-one transport over `unix://`, a sender for each reader",

@@ -167,8 +167,8 @@ class Contender:
         group: the dependency group of this project that installs them.
         largest: the size of the largest tensor that it can carry, in bytes; None for any.
         lacks: the workloads in which it takes no part, with the reasons.
-        carries: tensors one way, messages and their answers, publications to several readers, or the videos
-            of several API servers.
+        carries: tensors one way, messages and their answers, publications to several readers, the videos of
+            several API servers, or tensors from process to process.
         spans_hosts: whether its sides may be on two hosts.
     """
 

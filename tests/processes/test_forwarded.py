@@ -132,19 +132,20 @@ async def test_the_memory_of_a_killed_owner_is_trimmed_to_the_tensors_of_all_rea
         TensorReceiver(downstream) as reader,
     ):
         await owner.call(peers.open_sender)
-        tensors = []
+        tensors: list[torch.Tensor] = []
         for seed, nbytes in enumerate((32 * MIB, MIB, 32 * MIB, MIB)):
             handle = await owner.call(peers.send_pattern, seed, nbytes // 8)
             received = await receiver.receive(handle)
             sent_on = await reader.receive(await forwarder.send(received))
             assert sent_on.sum() == received.sum()
             tensors += [received, sent_on]
+            del received, sent_on
         owner.kill()
         await owner.ended()
         for seed in (0, 2):  # the large ones, with the forwarder or the reader as the last user
             tensors[2 * seed] = tensors[2 * seed + 1] = pattern(0, 0)
         kept_by_forwarder, kept_by_reader = tensors[2], tensors[7]
-        del tensors, received, sent_on
+        del tensors
         await until(lambda: watch.memfd_bytes(os.getpid()) <= 2 * MIB)
         assert torch.equal(kept_by_forwarder, pattern(1, MIB // 8))
         assert torch.equal(kept_by_reader, pattern(3, MIB // 8))

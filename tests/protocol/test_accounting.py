@@ -283,13 +283,12 @@ class BlocksMachine(RuleBasedStateMachine):
         return [(start, stop) for start, stop in pairs if start != stop]
 
     def best_fit(self, length: int, alignment: int) -> int | None:
-        best: tuple[int, int] | None = None
+        fits: list[tuple[int, int]] = []  # sizes of gaps, and offsets in them
         for start, stop in self.gaps():
             first, last = start + -start % alignment, stop - length - (stop - length) % alignment
-            if first <= last and (best is None or stop - start < best[1] - best[0]):
-                best = (start, stop)
-                offset = first if length >= MIB else last
-        return None if best is None else offset
+            if first <= last:
+                fits.append((stop - start, first if length >= MIB else last))
+        return min(fits)[1] if fits else None
 
     # What callers do
 
