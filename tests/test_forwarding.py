@@ -138,6 +138,19 @@ async def test_writes_after_forwarding_are_visible_only_to_their_writer() -> Non
             assert torch.equal(tensor, pattern(1, BIG) + (number + 1 if number else 0))
 
 
+@pytest.mark.promise(8, 39)
+async def test_each_part_of_a_block_is_isolated_when_it_is_sent_on() -> None:
+    async with hops(1) as [first], hops(1) as [second]:
+        source = await first.sender.allocate((2 * BIG,), torch.int64)
+        source.copy_(pattern(1, 2 * BIG))
+        for part in (slice(0, BIG), slice(BIG, None)):  # they share a page
+            received = await first.pass_on(source[part])
+            sent_on = await second.pass_on(received)
+            received.zero_()
+            assert torch.equal(sent_on, pattern(1, 2 * BIG)[part])
+        assert torch.equal(source, pattern(1, 2 * BIG))
+
+
 @pytest.mark.promise(7, 39)
 async def test_a_tensor_that_was_written_to_after_forwarding_arrives_with_the_new_values() -> None:
     async with hops(2) as (first, second):

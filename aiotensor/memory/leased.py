@@ -15,6 +15,7 @@ another reader, and keeps it until that reader has released it.
   affect others.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -25,6 +26,8 @@ from aiotensor.memory.arena import WHERE
 from aiotensor.memory.landing import LandingSegment
 from aiotensor.memory.mapping import MappedSegment
 from aiotensor.memory.source import Source, is_flat
+from aiotensor.protocol.blocks import PAGE_BYTES
+from aiotensor.protocol.pages import gaps
 from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.descriptors import Descriptor
 
@@ -77,14 +80,14 @@ class BlockUse(msgspec.Struct, eq=False):
         stop: the position after the last byte of its tensors.
         leases: the number of its living tensors.
         pins: the number of all its tensors, for each of which the block is released once.
-        is_isolated: whether its pages were made private, because it was forwarded.
+        isolated: the ranges of its pages that were made private, as (start, stop), for forwarding.
     """
 
     start: int
     stop: int
     leases: int = 0
     pins: int = 0
-    is_isolated: bool = False
+    isolated: list[tuple[int, int]] = []
 
 
 class LeasedSegment(msgspec.Struct, eq=False, weakref=True):
@@ -175,21 +178,34 @@ class Forwardable(NamedTuple):
     use: BlockUse
     offset: int
 
-    def isolate(self, nbytes: int) -> bool:
-        """Keep later writes in this process; return whether it has no copied pages from earlier ones.
+    def isolate(self, source: Source) -> bool:
+        """Keep later writes to a tensor in this process; return whether there were none after earlier calls.
 
-        Do not call this on the event loop if the tensor is large: 150 MiB take 5 ms if they were read.
+        Do not call this on the event loop if the tensor is large: 150 MiB take 5 ms if they were read. The
+        argument keeps the block in use during the call.
         """
         use, mapped = self.use, self.segment.mapped
-        if mapped.is_private or use.is_isolated:
-            return not mapped.has_copies(self.offset, self.offset + nbytes)
-        use.is_isolated = True
-        return mapped.isolate(use.start, use.stop)
+        start, stop = self.pages(source)
+        with _isolating:
+            is_first = not (mapped.is_private or use.isolated)
+            if not mapped.is_private:
+                for one, length in gaps(start, stop, use.isolated, PAGE_BYTES):
+                    if not mapped.isolate(one, one + length):
+                        return False
+                    use.isolated.append((one, one + length))
+            return is_first or not mapped.has_copies(start, stop)
+
+    def pages(self, source: Source) -> tuple[int, int]:
+        """Return the range of the pages that contain the tensor, as (start, stop)."""
+        return self.offset & -PAGE_BYTES, (self.offset + source.nbytes + PAGE_BYTES - 1) & -PAGE_BYTES
 
 
 # The mapped segments by their addresses. Senders look up tensors here in any thread; while a tensor lives,
 # its segment stays mapped, and its block stays in use.
 leased: weakref.WeakValueDictionary[int, LeasedSegment] = weakref.WeakValueDictionary()
+
+
+_isolating = threading.Lock()  # a second sender of a block waits until its pages are private
 
 
 def find_leased(source: Source) -> Forwardable | None:

@@ -235,7 +235,7 @@ class Mappings:
             use.leases -= 1
             if not (use.leases or self._is_closed):
                 del segment.uses[lease.block]
-                if segment.mapped.is_private or use.is_isolated:
+                if segment.mapped.is_private or use.isolated:
                     self._drop_copies(segment, lease.block, use)
                 elif (release := segment.memory.release) is not None:
                     for _ in range(use.pins):

@@ -20,7 +20,6 @@ from aiotensor.memory.segments import Segment
 from aiotensor.memory.source import Source, is_flat
 from aiotensor.memory.tokens import ReadersEnd
 from aiotensor.memory.views import Watch
-from aiotensor.protocol.blocks import PAGE_BYTES
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import MAX_TOKENS
 from aiotensor.protocol.leases import Leases
@@ -235,12 +234,12 @@ class Memory:
         """
         if source.nbytes <= QUICK_BYTES:
             return self.forward_now(source, found)
-        is_possible = await self._worker.submit(partial(found.isolate, source.nbytes))
+        is_possible = await self._worker.submit(partial(found.isolate, source))
         return self._forwarded(source, found) if is_possible else None
 
     def forward_now(self, source: Source, found: Forwardable) -> ForwardedBlock | None:
         """Do the same on this thread."""
-        return self._forwarded(source, found) if found.isolate(source.nbytes) else None
+        return self._forwarded(source, found) if found.isolate(source) else None
 
     def _forwarded(self, source: Source, found: Forwardable) -> ForwardedBlock | None:
         leased = found.segment
@@ -255,7 +254,7 @@ class Memory:
                 self._close_foreign(idle)
             foreign = ForeignSegment(self._arena.next_number(), leased, locks, tokens)
             self._foreign[leased] = leased.forwards[self._unmapped] = foreign
-        pages = found.offset & -PAGE_BYTES, (found.offset + source.nbytes + PAGE_BYTES - 1) & -PAGE_BYTES
+        pages = found.pages(source)
         if foreign.overlaps(*pages):
             return None
         ticket = _Forward(0, None, time.monotonic(), granted=True, source=source, segment=foreign)

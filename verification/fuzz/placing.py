@@ -3,7 +3,7 @@
 import math
 
 from aiotensor.memory.dtypes import DTYPES
-from aiotensor.protocol.frames import ARENA
+from aiotensor.protocol.frames import ARENA, FORWARDED
 from aiotensor.types import MAX_TRACE_FIELDS, MAX_TRACE_NAME, MAX_TRACE_VALUE
 from verification.fuzz.choosers import Chooser, happens, one_of
 from verification.fuzz.things import MEMORY_KINDS, OTHER_THINGS, SEGMENT_BYTES, WHERE
@@ -31,7 +31,7 @@ class Segments:
         self._next = self._next_block = 0
 
     def attach(self, kind: str) -> Frame:
-        """Attach one more, with its descriptor; a wrong one now and then."""
+        """Attach one more, with its descriptor and some tokens; a wrong one now and then."""
         chooser = self._chooser
         number, self._next = self._next, self._next + 1
         nbytes = one_of(chooser, SEGMENT_BYTES)
@@ -44,7 +44,11 @@ class Segments:
         if happens(chooser, 2 * self._one_in):
             nbytes = self.sizes[number] = one_of(chooser, BOUNDARIES) % 2**63
         self.descriptors += [thing] * (0 if happens(chooser, 2 * self._one_in) else 1)
-        return ["attach", number, ARENA, nbytes]
+        tokens = one_of(chooser, (0, 1, 2, 7))
+        given = one_of(chooser, range(9)) if happens(chooser, self._one_in) else tokens
+        self.descriptors += [one_of(chooser, OTHER_THINGS) for _ in range(given)]
+        placement = FORWARDED if happens(chooser, 4) else ARENA
+        return ["attach", number, placement, nbytes, tokens, one_of(chooser, (64 << 20, 0, 1, nbytes))]
 
     def taken_descriptors(self) -> list[str]:
         """Return the kinds of the descriptors for this record."""
