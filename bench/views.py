@@ -128,6 +128,12 @@ VIEWS: dict[str, list[Pivot | Flat]] = {
         ),
         Pivot("Of that, the allocation on the near side: median.", _seconds("allocate_median_s")),
     ],
+    "chain": [
+        Pivot(
+            "Median / p99 of all rounds, from the allocation until the tensor was read after the last process.",
+            _seconds("median_s", "p99_s"),
+        )
+    ],
     "pipelined": [
         Flat(
             "One element of each tensor is read where it arrives.",

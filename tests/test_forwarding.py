@@ -352,6 +352,7 @@ async def test_a_receiver_with_too_low_a_limit_refuses_forwarded_memory() -> Non
 async def test_a_cancelled_send_of_a_large_received_tensor_releases_it() -> None:
     async with hops(2) as (first, second):
         received = await first.pass_on(torch.zeros(16 * MIB, dtype=torch.uint8))
+        assert not received.any()  # with many pages in use, isolating them takes long
         sending = asyncio.create_task(second.sender.send(received))
         await asyncio.sleep(0)  # its pages are being isolated
         sending.cancel()

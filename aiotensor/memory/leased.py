@@ -181,7 +181,7 @@ class Forwardable(NamedTuple):
     def isolate(self, source: Source) -> bool:
         """Keep later writes to a tensor in this process; return whether there were none after earlier calls.
 
-        Do not call this on the event loop if the tensor is large: 150 MiB take 5 ms if they were read. The
+        Do not call this on the event loop unless it is quick: 150 MiB take 5 ms if they were read. The
         argument keeps the block in use during the call.
         """
         use, mapped = self.use, self.segment.mapped

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from aiotensor.errors import ProtocolError
-from aiotensor.memory.copied_pages import copied_pages
+from aiotensor.memory.copied_pages import copied_pages, has_few_pages
 from aiotensor.memory.page_locks import PageLocks
 from aiotensor.memory.raw import ArrayMemory
 from aiotensor.memory.views import View, view_over
@@ -116,7 +116,7 @@ class Mapping:
     def drop_copies(self, start: int, length: int) -> None:
         """Drop the copied pages in a range of a private mapping, so that it shows the shared memory again.
 
-        Do not call this on the event loop if the range is large: 150 MiB take 2 ms.
+        Do not call this on the event loop if many of the pages are mapped: 150 MiB take 2 ms.
         """
         view = self.view
         for offset, nbytes in copied_pages(self.address + start, length):
@@ -125,7 +125,11 @@ class Mapping:
 
     def has_copies(self, start: int, length: int) -> bool:
         """Return whether this process has written to a range of pages that is private."""
-        return bool(copied_pages(self.address + start, length, always_checks=True))
+        return bool(copied_pages(self.address + start, length))
+
+    def has_few_pages(self, start: int, length: int) -> bool:
+        """Return whether changing a range of pages takes little time, because few of them are mapped."""
+        return has_few_pages(self.address + start, length)
 
     def change(self, start: int, length: int, *, is_private: bool) -> None:
         """Map a range of pages privately or shared, without their copies; with locks only.
@@ -204,6 +208,10 @@ class MappedSegment:
     def has_copies(self, start: int, stop: int) -> bool:
         """Return whether this process has written to a range of a private mapping, or of an isolated one."""
         return self._mapping is None or self._mapping.has_copies(*_pages(start, stop))
+
+    def is_quick(self, start: int, stop: int) -> bool:
+        """Return whether the other methods take little time for a range, so that they may block the loop."""
+        return self._mapping is None or self._mapping.has_few_pages(*_pages(start, stop))
 
     def drop_copies(self, start: int, stop: int, *, unlocks: bool = False) -> None:
         """Drop the pages in a range that this process has copied by writing to them.

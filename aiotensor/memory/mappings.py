@@ -30,8 +30,6 @@ from aiotensor.runtime.process_end import ProcessEnd, WatchProcess
 from aiotensor.runtime.worker import Worker
 from aiotensor.transports.base import Mover
 
-_QUICK_DROP_BYTES = 256 << 10  # copies in a block of this size are dropped in a few microseconds
-
 __all__ = ["Mappings", "PeerMemory"]
 
 
@@ -255,7 +253,8 @@ class Mappings:
         """
         unlocks = segment.forwarder is not None
         drop = partial(segment.mapped.drop_copies, use.start, use.stop, unlocks=unlocks)
-        if use.stop - use.start <= _QUICK_DROP_BYTES:
+        # Returning the memory of an owner that is gone may take long, even if it was never read here.
+        if segment.mapped.is_quick(use.start, use.stop) and not unlocks:
             drop()
             self._dropped(segment, block, use)
         else:

@@ -232,7 +232,7 @@ class Memory:
         Raises:
             OSError: no thread can be started.
         """
-        if source.nbytes <= QUICK_BYTES:
+        if found.segment.mapped.is_quick(*found.pages(source)):
             return self.forward_now(source, found)
         is_possible = await self._worker.submit(partial(found.isolate, source))
         return self._forwarded(source, found) if is_possible else None

@@ -108,6 +108,7 @@ async def _allocated_trips(stage: Stage[Port], size: int) -> Batch:
     await stage.barrier.meet()
     return Batch(
         size,
+        stage.spec.peers[0],
         latencies_ns=latencies[first:],
         numbers={"allocate_median_s": statistics.median(allocations[first:]) / 1e9},
     )
