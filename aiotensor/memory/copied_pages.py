@@ -10,10 +10,12 @@ import fcntl
 import mmap
 import os
 import struct
+import threading
 
 import numpy as np
 
 from aiotensor.protocol.pages import Range
+from aiotensor.runtime.descriptors import Descriptor
 
 __all__ = ["copied_pages", "has_few_pages"]
 
@@ -31,6 +33,9 @@ _REGIONS = 64  # the length of the vector of results, each of which has a start,
 
 _FEW_PAGES = 2048  # changing them takes less than a millisecond
 _QUICK_PAGES = 64  # changing them takes less time than starting work in a thread
+
+_opened = Descriptor(-1)
+_opening = threading.Lock()
 
 
 def copied_pages(address: int, nbytes: int) -> list[Range]:
@@ -64,6 +69,18 @@ def has_few_pages(address: int, nbytes: int) -> bool:
     )
 
 
+def _file() -> int:
+    """Return a descriptor of the file, which is opened once; a forked child opens its own.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    with _opening:
+        if _opened.number < 0:
+            _opened.number = os.open(_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        return _opened.number
+
+
 def _scan(start: int, stop: int, excluded: int, most: int) -> tuple[list[tuple[int, int]], int]:
     """Return the pages in use in a range, as (start, stop), and the end of the part that was scanned.
 
@@ -75,8 +92,7 @@ def _scan(start: int, stop: int, excluded: int, most: int) -> tuple[list[tuple[i
     in_use = _IS_PRESENT | _IS_SWAPPED
     categories = excluded, excluded, in_use, in_use
     argument = bytearray(_ARGUMENT.pack(_ARGUMENT.size, 0, start, stop, 0, *limits, *categories))
-    with open(_FILE, "rb", buffering=0) as file:
-        count = fcntl.ioctl(file, _PAGEMAP_SCAN, argument, True)
+    count = fcntl.ioctl(_file(), _PAGEMAP_SCAN, argument, True)
     return [(vector[3 * one], vector[3 * one + 1]) for one in range(count)], _ARGUMENT.unpack(argument)[4]
 
 
@@ -87,8 +103,7 @@ def _read(address: int, nbytes: int) -> list[Range]:
         OSError: the file cannot be opened or read.
     """
     count = nbytes // mmap.PAGESIZE
-    with open(_FILE, "rb", buffering=0) as file:
-        data = os.pread(file.fileno(), count * _ENTRY_BYTES, address // mmap.PAGESIZE * _ENTRY_BYTES)
+    data = os.pread(_file(), count * _ENTRY_BYTES, address // mmap.PAGESIZE * _ENTRY_BYTES)
     if len(data) != count * _ENTRY_BYTES:
         raise OSError(f"{_FILE} ended early")
     entries = np.frombuffer(data, np.uint64)

@@ -197,6 +197,11 @@ class MappedSegment:
         if self._mapping is not None and self._mapping.locks is not None:
             self._mapping.locks.lock(*_pages(start, stop))
 
+    def unlock(self, start: int, stop: int) -> bool:
+        """Unlock the pages of a range; return whether the owner has locked all of them."""
+        locks = None if self._mapping is None else self._mapping.locks
+        return locks is not None and locks.unlock(*_pages(start, stop))
+
     def isolate(self, start: int, stop: int) -> bool:
         """Make the pages of a range private; return whether that was possible."""
         with suppress(OSError):

@@ -251,10 +251,11 @@ class Mappings:
 
         They cannot be dropped earlier, because another tensor of the block may use one of these pages.
         """
-        unlocks = segment.forwarder is not None
-        drop = partial(segment.mapped.drop_copies, use.start, use.stop, unlocks=unlocks)
+        mapped, start, stop = segment.mapped, use.start, use.stop
         # Returning the memory of an owner that is gone may take long, even if it was never read here.
-        if segment.mapped.is_quick(use.start, use.stop) and not unlocks:
+        unlocks = segment.forwarder is not None and not mapped.unlock(start, stop)
+        drop = partial(mapped.drop_copies, start, stop, unlocks=unlocks)
+        if not unlocks and mapped.is_quick(start, stop):
             drop()
             self._dropped(segment, block, use)
         else:

@@ -60,6 +60,12 @@ class PageLocks:
         """
         change_lock(self.own.number, fcntl.F_RDLCK, start, length)
 
+    def unlock(self, start: int, length: int) -> bool:
+        """Unlock pages; return whether the owner has locked all of them, so that none is to be returned."""
+        change_lock(self.own.number, fcntl.F_UNLCK, start, length)
+        lock = conflicting_lock(self.own.number, fcntl.F_WRLCK, start, length)
+        return lock == (0, 0)  # from the first byte to the end
+
     def return_unused(self, ranges: list[Range]) -> None:
         """Return pages that this process does not use to the system, unless another process uses them.
 
