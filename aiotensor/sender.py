@@ -859,7 +859,7 @@ class TensorSender(LoopObject):
         except CopyAbandonedError:
             raise self._error(message) from None
         try:
-            if not self._is_ready:
+            if not session.transport.is_writable or session is not self._session or self._needs_admission:
                 await tracing.step("wait for a receiver", self._receiver_reads(message))
             payload = block.place.describe(0)
             return self._announce(message, source, ARENA, payload, block, last=last)

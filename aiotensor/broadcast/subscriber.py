@@ -36,8 +36,6 @@ from aiotensor.link.events import PeerLog
 from aiotensor.link.session import LAST_RECORDS_S, Session
 from aiotensor.memory.leased import PeerMemory
 from aiotensor.memory.mappings import Mappings
-from aiotensor.memory.placement import open_tensor
-from aiotensor.memory.views import with_attributes
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.frames import (
     ARENA,
@@ -759,7 +757,7 @@ class _Arrived:
             data = memoryview(publish.payload)
         else:
             placed = PlacedTensor("uint8", (publish.nbytes,), ARENA, publish.payload, publish.block)
-            data = self._open_tensor(placed).numpy().data
+            data = self.session.mappings.open(self.session.memory, placed).numpy().data
         self._data = data
         return data
 
@@ -767,16 +765,7 @@ class _Arrived:
         placed = content.tensors[len(self.tensors)]
         if placed.placement != ARENA:
             raise ProtocolError(f"it used the unknown placement {placed.placement!r} for a tensor")
-        tensor = self._open_tensor(placed)
-        if placed.attributes is not None:
-            tensor = with_attributes(tensor, placed.attributes)
-        self.tensors.append(tensor)
-
-    def _open_tensor(self, placed: PlacedTensor) -> torch.Tensor:
-        memory, mappings = self.session.memory, self.session.mappings
-        arrived = open_tensor(placed.placement, placed.payload, placed.dtype, placed.shape, memory.mapped)
-        mappings.lease(memory, arrived, placed.block)
-        return arrived.tensor
+        self.tensors.append(self.session.mappings.open(self.session.memory, placed))
 
 
 def _closed() -> ClosedError:

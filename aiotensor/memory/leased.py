@@ -202,7 +202,7 @@ class Forwardable(NamedTuple):
 
 # The mapped segments by their addresses. Senders look up tensors here in any thread; while a tensor lives,
 # its segment stays mapped, and its block stays in use.
-leased: weakref.WeakValueDictionary[int, LeasedSegment] = weakref.WeakValueDictionary()
+leased: dict[int, weakref.ref[LeasedSegment]] = {}
 
 
 _isolating = threading.Lock()  # a second sender of a block waits until its pages are private
@@ -211,7 +211,7 @@ _isolating = threading.Lock()  # a second sender of a block waits until its page
 def find_leased(source: Source) -> Forwardable | None:
     """Find the block of a peer that contains the bytes of a tensor; None if there is none."""
     start = source.data_ptr()
-    for reference in leased.valuerefs():
+    for reference in list(leased.values()):
         segment = reference()
         if segment is None:
             continue

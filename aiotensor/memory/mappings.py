@@ -9,6 +9,7 @@ import contextlib
 import errno
 import mmap
 import resource
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -16,14 +17,16 @@ import msgspec
 import torch
 
 from aiotensor.errors import ProtocolError, RefusedError
+from aiotensor.memory.arena import WHERE
+from aiotensor.memory.dtypes import DTYPES, unknown_dtype
+from aiotensor.memory.inline import MAX_INLINE_BYTES, open_inline
 from aiotensor.memory.landing import LandingSegment
 from aiotensor.memory.leased import BlockUse, LeasedSegment, PeerMemory, leased
 from aiotensor.memory.mapping import open_segment
-from aiotensor.memory.placement import ArrivedTensor, open_tensor
 from aiotensor.memory.segments import whole_pages
-from aiotensor.memory.views import Watch, with_attributes
-from aiotensor.protocol.frames import FORWARDED, Attach, Put
-from aiotensor.protocol.pages import gaps
+from aiotensor.memory.views import Owner, Watch, with_attributes
+from aiotensor.protocol.frames import ARENA, FORWARDED, INLINE, Attach, PlacedTensor, Put
+from aiotensor.protocol.pages import Range, gaps
 from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.descriptors import Descriptor
 from aiotensor.runtime.process_end import ProcessEnd, WatchProcess
@@ -134,37 +137,50 @@ class Mappings:
             number, mapped, memory, attach.arena_bytes if is_forwarded else min(memory.arena_bytes, nbytes)
         )
         if mover is None:
-            leased[mapped.address] = segment
+            leased[mapped.address] = weakref.ref(segment)
         if is_forwarded:
             memory.arena_bytes += attach.arena_bytes
             segment.forwarder = given[0]
 
-    def open(self, memory: PeerMemory, put: Put) -> torch.Tensor:
+    def open(self, memory: PeerMemory, put: Put | PlacedTensor) -> torch.Tensor:
         """Return a tensor that has arrived; its block is released when the storage of the tensor is freed.
 
         Raises:
             ProtocolError: the frame describes an impossible tensor, or an unknown dtype, placement or
                 segment.
         """
-        arrived = open_tensor(put.placement, put.payload, put.dtype, put.shape, memory.mapped)
-        if arrived.owner is not None:
+        dtype, payload = DTYPES.get(put.dtype), put.payload
+        if dtype is None:
+            raise unknown_dtype(put.dtype)
+        if put.placement == INLINE:
+            if len(payload) > MAX_INLINE_BYTES:
+                raise ProtocolError(
+                    f"the peer sent {len(payload)} bytes inline, more than {MAX_INLINE_BYTES}"
+                )
+            tensor = open_inline(payload, dtype, put.shape)
+        elif put.placement != ARENA:
+            raise ProtocolError(f"the peer used the unknown placement {put.placement[:64]!r} for a tensor")
+        elif len(payload) != WHERE.size:
+            raise ProtocolError(f"the peer sent an invalid position of a tensor, of {len(payload)} bytes")
+        else:
+            number, offset = WHERE.unpack(payload)
+            mapped = memory.mapped.get(number)
+            if mapped is None:
+                raise ProtocolError(f"the peer placed a tensor in segment {number}, which it never attached")
             if put.block is None:
                 raise ProtocolError("it placed a tensor in a block without a number")
-            self.lease(memory, arrived, put.block)
-        return arrived.tensor if put.attributes is None else with_attributes(arrived.tensor, put.attributes)
+            tensor, owner = mapped.tensor(offset, dtype, put.shape)
+            self._lease(memory.segments[number], put.block, offset, owner)
+        return tensor if put.attributes is None else with_attributes(tensor, put.attributes)
 
-    def lease(self, memory: PeerMemory, arrived: ArrivedTensor, block: int) -> None:
+    def _lease(self, segment: LeasedSegment, block: int, offset: int, owner: Owner) -> None:
         """Lease a block from its peer until the storage of a tensor over it is freed."""
-        owner = arrived.owner
-        if owner is None or arrived.segment is None:
-            raise AssertionError("a tensor without a segment leases nothing")
-        segment = memory.segments[arrived.segment]
         number = self._next_lease
         self._next_lease += 1
         watch = Watch(owner, self.freed)
         watch.number = number
         self._leases[number] = _Lease(segment, block, watch)
-        start, stop = segment.leases[number] = (arrived.offset, arrived.offset + owner.nbytes)
+        start, stop = segment.leases[number] = (offset, offset + owner.nbytes)
         if segment.forwarder is not None:
             segment.mapped.lock(start, stop)
         use = segment.uses.get(block)
@@ -252,10 +268,13 @@ class Mappings:
         They cannot be dropped earlier, because another tensor of the block may use one of these pages.
         """
         mapped, start, stop = segment.mapped, use.start, use.stop
-        # Returning the memory of an owner that is gone may take long, even if it was never read here.
-        unlocks = segment.forwarder is not None and not mapped.unlock(start, stop)
-        drop = partial(mapped.drop_copies, start, stop, unlocks=unlocks)
-        if not unlocks and mapped.is_quick(start, stop):
+        unused: list[Range] = []
+        if segment.forwarder is not None:
+            unused = gaps(start, stop, list(segment.leases.values()), mmap.PAGESIZE)
+            # Returning the memory of an owner that is gone may take long, even if it was never read here.
+            unused = [pages for pages in unused if not mapped.unlock(pages)]
+        drop = partial(mapped.drop_copies, start, stop, unused)
+        if not unused and mapped.is_quick(start, stop):
             drop()
             self._dropped(segment, block, use)
         else:

@@ -129,7 +129,12 @@ class Memory:
     def try_acquire(self, nbytes: int, holder: Hashable = None) -> Block | None:
         """Return a block that is pinned for its owner; None if none is free or calls are waiting."""
         ticket = self.gate.budget.try_request(nbytes, holder)
-        return None if ticket is None else self._own(ticket)
+        if ticket is None:
+            return None
+        place = ticket.place
+        if place is None or not place.segment.memory:
+            return self._own(ticket)
+        return Block(self.leases.own(ticket), place)  # as `_own`, without a call
 
     def copy_now(self, source: Source, block: Block) -> None:
         """Copy a tensor to a block on this thread; an error leaves the pin of the owner.
@@ -171,7 +176,8 @@ class Memory:
                 raise
         else:
             await tracing.step("copy", self._copies.run(block, holder, source), source.nbytes)
-        self._count(source)
+        self._counts["tensors_copied"] += 1
+        self._counts["bytes_copied"] += source.nbytes
 
     async def tensor_over(
         self, block: Block, dtype: torch.dtype, shape: tuple[int, ...], holder: Hashable

@@ -1,30 +1,22 @@
 """The placement of the bytes of a tensor: inline in the frame, or in the arena.
 
 The sender calls `plan_placement` to determine the memory that a tensor needs, and the receiver calls
-`open_tensor`. A new placement needs one module, and one branch in each of the two functions.
+`Mappings.open`. A new placement needs one module, and one branch in each of the two functions.
 """
-
-from collections.abc import Mapping
 
 import msgspec
 import torch
 
-from aiotensor.errors import ProtocolError
 from aiotensor.memory.allocations import Allocation, Allocations
-from aiotensor.memory.arena import WHERE
-from aiotensor.memory.dtypes import DTYPE_NAMES, DTYPES, unknown_dtype
-from aiotensor.memory.inline import MAX_INLINE_BYTES, open_inline
+from aiotensor.memory.dtypes import DTYPE_NAMES
+from aiotensor.memory.inline import MAX_INLINE_BYTES
 from aiotensor.memory.leased import Forwardable, find_leased, leased
-from aiotensor.memory.mapping import MappedSegment
 from aiotensor.memory.source import Source, attributes_of
-from aiotensor.memory.views import Owner
-from aiotensor.protocol.frames import ARENA, INLINE, Put
+from aiotensor.protocol.frames import Put
 from aiotensor.types import TraceContext
 
 __all__ = [
-    "ArrivedTensor",
     "Plan",
-    "open_tensor",
     "plan_placement",
     "put_of",
 ]
@@ -102,43 +94,3 @@ def put_of(
         attributes,
         trace,
     )
-
-
-class ArrivedTensor(msgspec.Struct, frozen=True):
-    """A tensor that has arrived; if it is in a segment, also its position and the owner of its storage."""
-
-    tensor: torch.Tensor
-    segment: int | None = None
-    owner: Owner | None = None
-    offset: int = 0
-
-
-def open_tensor(
-    placement: str,
-    payload: bytes,
-    dtype_name: str,
-    shape: tuple[int, ...],
-    segments: Mapping[int, MappedSegment],
-) -> ArrivedTensor:
-    """Open a tensor from the fields of its frame and the segments that the peer attached, by their numbers.
-
-    Raises:
-        ProtocolError: the frame describes an impossible tensor, or an unknown dtype, placement or segment.
-    """
-    dtype = DTYPES.get(dtype_name)
-    if dtype is None:
-        raise unknown_dtype(dtype_name)
-    if placement == INLINE:
-        if len(payload) > MAX_INLINE_BYTES:
-            raise ProtocolError(f"the peer sent {len(payload)} bytes inline, more than {MAX_INLINE_BYTES}")
-        return ArrivedTensor(open_inline(payload, dtype, shape))
-    if placement != ARENA:
-        raise ProtocolError(f"the peer used the unknown placement {placement[:64]!r} for a tensor")
-    if len(payload) != WHERE.size:
-        raise ProtocolError(f"the peer sent an invalid position of a tensor, of {len(payload)} bytes")
-    number, offset = WHERE.unpack(payload)
-    segment = segments.get(number)
-    if segment is None:
-        raise ProtocolError(f"the peer placed a tensor in segment {number}, which it never attached")
-    view = segment.tensor(offset, dtype, shape)
-    return ArrivedTensor(view.tensor, number, view.owner, offset)

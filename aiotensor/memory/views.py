@@ -2,9 +2,8 @@
 
 import math
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -27,7 +26,7 @@ _NUMPY: dict[torch.dtype, np.dtype[Any]] = {getattr(torch, name): np.dtype(name)
 _NUMPY_DIMENSIONS = 32  # the most dimensions of an array in numpy 1
 
 
-class View(msgspec.Struct, frozen=True):
+class View(NamedTuple):
     """A tensor, and the object with the same lifetime as its storage."""
 
     tensor: torch.Tensor

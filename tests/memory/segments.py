@@ -9,9 +9,12 @@ import numpy as np
 import torch
 
 from aiotensor.memory.arena import Arena, Extent
+from aiotensor.memory.leased import LeasedSegment, PeerMemory
 from aiotensor.memory.mapping import MappedSegment, open_segment
+from aiotensor.memory.mappings import Mappings
 from aiotensor.memory.raw import RawBytes, new_tensor
 from aiotensor.memory.segments import Segment
+from aiotensor.protocol.frames import Put
 from aiotensor.protocol.pages import Range
 
 MIB = 1 << 20
@@ -75,6 +78,17 @@ def warm(place: Extent) -> Extent:
     place.segment.fill(cold)
     place.segment.filled(cold, cold)
     return place
+
+
+def open_tensor(
+    placement: str, payload: bytes, dtype: str, shape: tuple[int, ...], segments: dict[int, MappedSegment]
+) -> torch.Tensor:
+    """Open a tensor as it arrives from a peer that has attached these segments."""
+    memory = PeerMemory(1 << 30, None, mapped=segments)
+    memory.segments = {
+        number: LeasedSegment(number, one, memory, 1 << 30) for number, one in segments.items()
+    }
+    return Mappings().open(memory, Put(0, 0, dtype, shape, "cpu", placement, payload, 0))
 
 
 def other_side_of(segment: Segment) -> MappedSegment:

@@ -6,8 +6,8 @@ import torch
 
 from aiotensor.memory.allocations import Allocation, Allocations, Block
 from aiotensor.memory.dtypes import DTYPE_NAMES
-from aiotensor.memory.placement import open_tensor, plan_placement
-from tests.memory.segments import MIB, arena_of, other_side_of, place_in
+from aiotensor.memory.placement import plan_placement
+from tests.memory.segments import MIB, arena_of, open_tensor, other_side_of, place_in
 
 
 class Desk:
@@ -68,7 +68,7 @@ def test_an_allocated_tensor_and_its_contiguous_views_are_sent_in_place(desk: De
         assert plan.allocation.block == desk.blocks[7]
         name = DTYPE_NAMES[view.dtype]
         where = described(plan.allocation, view)
-        opened = open_tensor("arena", where, name, tuple(view.shape), segments).tensor
+        opened = open_tensor("arena", where, name, tuple(view.shape), segments)
         assert torch.equal(opened, view)
         opened.reshape(-1)[-1] = 5
         assert view.reshape(-1)[-1] == 5, "it is not the same memory"

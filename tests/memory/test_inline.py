@@ -8,8 +8,8 @@ from aiotensor.memory.allocations import Allocations
 from aiotensor.memory.dtypes import DTYPE_NAMES, dtype_from_name
 from aiotensor.memory.inline import MAX_INLINE_BYTES, open_inline
 from aiotensor.memory.inline import bytes_of as values_of
-from aiotensor.memory.placement import Plan, open_tensor, plan_placement
-from tests.memory.segments import bytes_of, random_tensor
+from aiotensor.memory.placement import Plan, plan_placement
+from tests.memory.segments import bytes_of, open_tensor, random_tensor
 from tests.selection import COMPLETE, DTYPES
 
 dtypes = st.sampled_from(list(DTYPES.values()))
@@ -88,7 +88,7 @@ def test_invalid_placements_payloads_dtypes_and_shapes_are_refused() -> None:
     ):
         with pytest.raises(ProtocolError, match=reason):
             open_tensor(placement, payload, dtype, shape, {})
-    assert open_tensor("inline", b"", "uint8", (0, 2**62), {}).tensor.shape == (0, 2**62)
+    assert open_tensor("inline", b"", "uint8", (0, 2**62), {}).shape == (0, 2**62)
 
 
 # The choice of a placement
