@@ -2,20 +2,18 @@
 
 torch's `contiguous` starts a team of OpenMP threads, which spin after each copy and take cores from the event
 loop, and it does not support negative strides. numpy copies any strides on the calling thread, without the
-interpreter lock, but often in an order that is bad for the caches. This module therefore cuts a source into
-boxes of a few megabytes, each copied with a few calls of numpy. Within a box, numpy copies tiles that fit
-into the caches: a ufunc with ``order="C"`` visits the axes in the order of the arrays that it receives.
+interpreter lock. This module therefore cuts a source into boxes of a few megabytes, each copied with a few
+calls of numpy.
 """
 
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from numpy.lib.stride_tricks import as_strided
 
 from aiotensor.memory.raw import ArrayMemory, RawBytes, new_bytes
 from aiotensor.memory.source import Sendable, Source, as_source
@@ -26,8 +24,7 @@ __all__ = ["Gathering", "as_tensor", "gather", "gathered"]
 Box: TypeAlias = tuple[slice, ...]
 Array: TypeAlias = npt.NDArray[Any]
 
-# Elements are copied as numbers of their size, which `np.positive` returns unchanged, bit for bit.
-# `np.copyto` for each tile takes less processor time, but more time while another thread runs Python code.
+# Elements are copied as numbers of their size, bit for bit.
 _RAW: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 # The dtypes whose negative and conjugate views differ from their memory only in sign bits, and the types of
@@ -46,26 +43,9 @@ _SIGNED: dict[torch.dtype, npt.DTypeLike] = {
 # take long to acquire, is rarely needed.
 _BOX_BYTES = 8 << 20
 
-# A source of at most this size stays in the cache regardless of the order.
-_TILED_BYTES = 32 << 10
-
-# Sizes of tiles, in elements.
-_FEW = 16  # an axis with at most this many, such as the colors of a pixel, is not cut
-_ENOUGH = 1 << 14  # for one tile
-_SHORTEST_LOOP = 8  # with a shorter inner loop, tiles cost more than they save
-_LONGEST_LOOP = 8192
-_ROWS, _MIN_ROWS = 512, 32  # a tile of a transposition reads this many rows ...
-_COLUMNS, _MIN_COLUMNS = 64, 16  # ... and this many elements of each, which is a cache line or more
-
-# Addresses that differ by this period belong to the same set of the first-level cache, which has few lines.
-_CACHE_PERIOD, _CACHE_LINE, _LINES_PER_SET = 4096, 64, 8
-
-
-class _Tile(NamedTuple):
-    """The extents of a tile along some axes, and the axis of the innermost loop."""
-
-    extents: dict[int, int]
-    inner: int
+# If the last axis has at most this many elements, such as the colors of a pixel, they are copied one by one,
+# as numpy is slow with short inner loops: images with reversed colors take a seventh of the time.
+_FEW = 16
 
 
 class Gathering:
@@ -102,16 +82,16 @@ class Gathering:
         self._signs: Array | None = None  # the numbers in the target whose signs must be inverted
         if source.is_conj() or source.is_neg():
             self._signs = _signs(source, target, shape)
-        self._tile = None if source.nbytes <= _TILED_BYTES else _tile(shape, strides, itemsize)
-        self.boxes = _boxes(shape, self._tile, itemsize)
+        self.boxes = _boxes(shape, itemsize)
 
     def copy(self, box: Box) -> None:
         """Copy one box."""
         target, source = self._target[box], self._source[box]
-        if self._tile is None:
-            np.copyto(target, source)
+        if target.ndim > 1 and target.shape[-1] <= _FEW:
+            for index in range(target.shape[-1]):
+                np.copyto(target[..., index], source[..., index])
         else:
-            _copy_tiles(target, source, self._tile)
+            np.copyto(target, source)
         if self._signs is not None:
             signs = self._signs[box]
             np.bitwise_xor(signs, signs.dtype.type(1 << (8 * signs.itemsize - 1)), out=signs)
@@ -173,49 +153,9 @@ def _signs(source: Source, target: RawBytes, shape: list[int]) -> Array:
     return parts[..., 0] if source.is_neg() else parts[..., 1]
 
 
-def _tile(shape: list[int], strides: list[int], itemsize: int) -> _Tile | None:
-    """Choose tiles that read and write whole cache lines; None if the order of the target needs no tiles."""
-    extents: dict[int, int] = {}
-    volume = 1
-    written = list(range(len(shape)))  # the last of them moves by the fewest bytes in the target
-    read = sorted((axis for axis in written if strides[axis]), key=lambda axis: (abs(strides[axis]), -axis))
-    while read and volume < _ENOUGH:
-        last, nearest = written[-1], read[0]
-        few = next((axis for axis in (last, nearest) if shape[axis] <= _FEW), None)
-        if few is not None:
-            extents[few] = shape[few]
-            volume *= shape[few]
-            written.remove(few)
-            if few in read:
-                read.remove(few)
-            continue
-        if last == nearest:
-            if not extents:
-                return None
-            extents[last] = _LONGEST_LOOP
-        else:
-            extents[last] = _rows(strides[last])
-            extents[nearest] = max(_COLUMNS * (2 if itemsize == 1 else 1) // volume, _MIN_COLUMNS)
-        return _Tile(extents, last)
-    if not extents:
-        return None
-    inner = max(extents, key=lambda axis: (extents[axis], axis))
-    return _Tile(extents, inner) if extents[inner] >= _SHORTEST_LOOP else None
-
-
-def _rows(stride: int) -> int:
-    """Return the number of rows that a tile may span before its lines evict each other from the cache."""
-    if not stride:
-        return _ROWS
-    sets = _CACHE_PERIOD // max(math.gcd(stride, _CACHE_PERIOD), _CACHE_LINE)
-    return max(min(sets * _LINES_PER_SET, _ROWS), _MIN_ROWS)
-
-
-def _boxes(shape: list[int], tile: _Tile | None, itemsize: int) -> list[Box]:
-    """Cut all elements into boxes of whole tiles, and return the boxes in row-major order."""
+def _boxes(shape: list[int], itemsize: int) -> list[Box]:
+    """Cut all elements into boxes, and return the boxes in row-major order."""
     extents = [1] * len(shape)
-    for axis, extent in (tile.extents if tile is not None else {}).items():
-        extents[axis] = min(extent, shape[axis])
     for axis in reversed(range(len(shape))):
         fits = _BOX_BYTES // (math.prod(extents) * itemsize)
         if fits <= 1:
@@ -226,35 +166,3 @@ def _boxes(shape: list[int], tile: _Tile | None, itemsize: int) -> list[Box]:
         tuple(slice(start, start + extent) for start, extent in zip(starts, extents, strict=True))
         for starts in product(*ranges)
     ]
-
-
-def _copy_tiles(target: Array, source: Array, tile: _Tile) -> None:
-    """Copy tile by tile; the rest at the end of an axis is one more row of smaller tiles."""
-    for axis, extent in tile.extents.items():
-        size = target.shape[axis]
-        left = size % extent
-        if left and size > extent:
-            for part, length in (slice(size - left), extent), (slice(size - left, size), left):
-                where = (slice(None),) * axis + (part,)
-                _copy_tiles(
-                    target[where], source[where], tile._replace(extents={**tile.extents, axis: length})
-                )
-            return
-    np.positive(_tiles(source, tile), out=_tiles(target, tile), order="C")
-
-
-def _tiles(array: Array, tile: _Tile) -> Array:
-    """Return a view of an array with its axes in the order of the tiles, and the innermost loop last."""
-    outer: list[tuple[int, int]] = []
-    within: list[tuple[int, int]] = []
-    loop = (1, 0)
-    for axis, (size, stride) in enumerate(zip(array.shape, array.strides, strict=True)):
-        extent = min(tile.extents.get(axis, 1), size)
-        if size > extent:
-            outer.append((size // extent, stride * extent))
-        if axis == tile.inner:
-            loop = (extent, stride)
-        elif extent > 1:
-            within.append((extent, stride))
-    sizes, strides = zip(*outer, *within, loop, strict=True)
-    return as_strided(array, sizes, strides)

@@ -111,6 +111,8 @@ class Mappings:
         del descriptors[:count]
         if number in memory.segments:  # detached, but used by tensors
             raise ProtocolError(f"it attached segment {number} again")
+        if is_forwarded and mover is not None:
+            raise ProtocolError("it forwarded memory to another machine")
         with _too_few_addresses(nbytes):
             if mover is None:
                 if len(given) < count:

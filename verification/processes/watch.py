@@ -40,12 +40,15 @@ def descriptors(pid: int) -> int:
 
 
 def targets(pid: int) -> list[str]:
-    """Return the targets of the open descriptors, without the numbers of sockets and pipes."""
+    """Return the targets of the open descriptors, without the numbers of sockets and pipes.
+
+    A process opens its list of pages once, when it first needs it, and keeps the descriptor.
+    """
     folder, found = f"/proc/{pid}/fd", []
     for name in os.listdir(folder):
         with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing, or one just closed
             found.append(re.sub(r":\[\d+\]$", "", os.readlink(f"{folder}/{name}")))
-    return sorted(found)
+    return sorted(target for target in found if not target.endswith("/pagemap"))
 
 
 def status(pid: int, *names: str) -> int:
