@@ -18,8 +18,8 @@ A message, in either direction, is numbered by its first frame, and numbers incr
                         |                               |
                         '-------------------------------'--Discard, or Discarded by the other end--> (ended)
 
-Publishers skip the numbers of messages that they do not send. Publishers and ranks send each message in one
-frame, and never return to an earlier number. Senders may continue a message before they learn that the other
+Publishers skip the numbers of messages that they do not send. They send each message in one frame, and never
+return to an earlier number. Senders may continue a message before they learn that the other
 end has discarded it; the owner of the connection ignores such frames, as it ignores answers to messages that
 it has discarded.
 """
@@ -472,7 +472,7 @@ class Connection(BaseConnection):
         self.peer_pid = hello.pid
         self._next_received = hello.first
         self._max_received = hello.max_messages
-        self._skips = hello.role in ("publisher", "rank")
+        self._skips = hello.role == "publisher"
         return mismatch(hello.version, VERSION, self._peer, self._this)
 
     def _check_message(self, frame: Put | End | Begin | Publish) -> None:

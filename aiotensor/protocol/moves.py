@@ -88,11 +88,6 @@ class OutgoingMoves(Generic[Source]):
         self._sent = self._acknowledged = self._wanted = 0
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no move waits or is under way."""
-        return not (self._turns or self._under_way)
-
-    @property
     def has_turns(self) -> bool:
         """Whether a move has steps to send."""
         return bool(self._turns)

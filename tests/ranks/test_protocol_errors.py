@@ -181,7 +181,7 @@ async def test_a_record_of_too_many_frames_ends_the_pipe(rank: int) -> None:
 @on_any_machine
 @both_ranks
 async def test_messages_before_a_violation_can_be_received(rank: int) -> None:
-    records = encode(hello()), encode(End(0, 0), inline(1)), encode(End(0, 0))
+    records = encode(hello()), encode(End(0, 0), inline(1)), encode(End(7, 0))
     async with pipe_to_rogue(rank, *records) as pipe:
         assert await pipe.receive() is None
         received = await pipe.receive()
