@@ -100,6 +100,7 @@ class LeasedSegment(msgspec.Struct, eq=False, weakref=True):
         arena_bytes: the maximum number of bytes in the arena of its owner.
         leases: the range of each living tensor, by the number of its lease.
         uses: the blocks of these tensors, by their numbers.
+        dropping: the blocks whose copied pages are being dropped in the worker, by their numbers.
         returns_memory: whether memory that no tensor here uses is returned to the system.
         lingering_bytes: its part of `Mappings.lingering_bytes`.
         forwarder: if the peer forwards blocks of this segment, the descriptor that it has sent. It keeps the
@@ -113,10 +114,18 @@ class LeasedSegment(msgspec.Struct, eq=False, weakref=True):
     arena_bytes: int
     leases: dict[int, tuple[int, int]] = {}
     uses: dict[int, BlockUse] = {}
+    dropping: dict[int, BlockUse] = {}
     returns_memory: bool = False
     lingering_bytes: int = 0
     forwarder: Descriptor | None = None
     forwards: "dict[FreedItems[ForeignSegment], ForeignSegment]" = {}
+
+    def overlaps(self, block: int, start: int, stop: int) -> bool:
+        """Return whether another block that is in use has a page in a range; only for forwarded blocks."""
+        others = [*self.dropping.values(), *(use for number, use in self.uses.items() if number != block)]
+        ranges = [(use.start, use.stop) for use in others]
+        first, last = start & -PAGE_BYTES, (stop + PAGE_BYTES - 1) & -PAGE_BYTES
+        return gaps(first, last, ranges, PAGE_BYTES) != [(first, last - first)]
 
     def unmapped(self) -> None:
         """Report the end of the mapping to the objects that forward its blocks."""

@@ -197,10 +197,10 @@ class MappedSegment:
         if self._mapping is not None and self._mapping.locks is not None:
             self._mapping.locks.lock(*_pages(start, stop))
 
-    def unlock(self, pages: Range) -> bool:
-        """Unlock pages, and return whether the owner has locked all of them."""
+    def unlock(self, start: int, stop: int) -> bool:
+        """Unlock the pages of a range; return whether the owner has locked all of them."""
         locks = None if self._mapping is None else self._mapping.locks
-        return locks is not None and locks.unlock(*pages)
+        return locks is not None and locks.unlock(*_pages(start, stop))
 
     def isolate(self, start: int, stop: int) -> bool:
         """Make the pages of a range private; return whether that was possible."""
@@ -218,13 +218,13 @@ class MappedSegment:
         """Return whether the other methods take little time for a range, so that they may block the loop."""
         return self._mapping is None or self._mapping.has_few_pages(*_pages(start, stop))
 
-    def drop_copies(self, start: int, stop: int, unused: list[Range]) -> None:
+    def drop_copies(self, start: int, stop: int, *, unlocks: bool = False) -> None:
         """Drop the pages in a range that this process has copied by writing to them.
 
         Args:
             start: the position of the first byte of the range.
             stop: the position after its last byte.
-            unused: the pages to return to the system unless other processes use them.
+            unlocks: whether to unlock the pages, and to return them to the system if no process uses them.
         """
         mapping, pages = self._mapping, _pages(start, stop)
         if mapping is None:
@@ -233,8 +233,8 @@ class MappedSegment:
             mapping.drop_copies(*pages)
         else:
             mapping.change(*pages, is_private=False)
-        if mapping.locks is not None:
-            mapping.locks.return_unused(unused)
+        if unlocks and mapping.locks is not None:
+            mapping.locks.return_unused([pages])
 
     def remove(self, ranges: list[Range]) -> None:
         """Return the memory of ranges to the system, as `Mapping.remove` does; not for the event loop."""

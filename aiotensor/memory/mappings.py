@@ -26,7 +26,7 @@ from aiotensor.memory.mapping import open_segment
 from aiotensor.memory.segments import whole_pages
 from aiotensor.memory.views import Owner, Watch, with_attributes
 from aiotensor.protocol.frames import ARENA, FORWARDED, INLINE, Attach, PlacedTensor, Put
-from aiotensor.protocol.pages import Range, gaps
+from aiotensor.protocol.pages import gaps
 from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.descriptors import Descriptor
 from aiotensor.runtime.process_end import ProcessEnd, WatchProcess
@@ -177,14 +177,20 @@ class Mappings:
 
     def _lease(self, segment: LeasedSegment, block: int, offset: int, owner: Owner) -> None:
         """Lease a block from its peer until the storage of a tensor over it is freed."""
+        if segment.forwarder is not None:
+            start, stop = offset, offset + owner.nbytes
+            if segment.overlaps(block, start, stop):
+                raise ProtocolError(f"it forwarded block {block} in pages of another one")
+            try:
+                segment.mapped.lock(start, stop)
+            except OSError as error:
+                raise RefusedError(f"its memory cannot be locked by this process: {error}") from error
         number = self._next_lease
         self._next_lease += 1
         watch = Watch(owner, self.freed)
         watch.number = number
         self._leases[number] = _Lease(segment, block, watch)
         start, stop = segment.leases[number] = (offset, offset + owner.nbytes)
-        if segment.forwarder is not None:
-            segment.mapped.lock(start, stop)
         use = segment.uses.get(block)
         if use is None:
             segment.uses[block] = BlockUse(start, stop, 1, 1)
@@ -270,19 +276,18 @@ class Mappings:
         They cannot be dropped earlier, because another tensor of the block may use one of these pages.
         """
         mapped, start, stop = segment.mapped, use.start, use.stop
-        unused: list[Range] = []
-        if segment.forwarder is not None:
-            unused = gaps(start, stop, list(segment.leases.values()), mmap.PAGESIZE)
-            # Returning the memory of an owner that is gone may take long, even if it was never read here.
-            unused = [pages for pages in unused if not mapped.unlock(pages)]
-        drop = partial(mapped.drop_copies, start, stop, unused)
-        if not unused and mapped.is_quick(start, stop):
+        # Returning the memory of an owner that is gone may take long, even if it was never read here.
+        unlocks = segment.forwarder is not None and not mapped.unlock(start, stop)
+        drop = partial(mapped.drop_copies, start, stop, unlocks=unlocks)
+        if not unlocks and mapped.is_quick(start, stop):
             drop()
             self._dropped(segment, block, use)
         else:
+            segment.dropping[block] = use
             self._worker.begin("dropping copied pages", drop, partial(self._dropped, segment, block, use))
 
     def _dropped(self, segment: LeasedSegment, block: int, use: "BlockUse") -> None:
+        segment.dropping.pop(block, None)
         release = segment.memory.release
         if release is None:
             return  # the peer has gone in the meantime
