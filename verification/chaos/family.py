@@ -59,7 +59,8 @@ class Member:
         self.id = ""  # of its sender
         self.first = 0  # the number of its next message
         self.losses = 0  # of receivers, counted at the end of a round
-        self.own_descriptors: list[str] | None = None  # besides its segments
+        self.own_descriptors: list[str] | None = None  # besides those of segments, and pipes
+        self.own_pipes: int | None = None
         self.has_confirmed_descriptors = False  # in a second round
         self.paused_s = 0.0  # the longest pause in this round or at the end of the one before
         self._last_pause_s = 0.0

@@ -366,7 +366,10 @@ async def _wrong_with_process(member: Member, segments: int) -> list[str]:
     last: list[str] | None = None
     while True:  # unmapping runs in a thread, and the end of a connection may be noticed late
         mapped, descriptors = watch.memfds(member.pid), watch.targets(member.pid)
-        own = [name for name in descriptors if "memfd:aiotensor " not in name]
+        own = [name for name in descriptors if "memfd:aiotensor " not in name and name != "pipe"]
+        if member.own_pipes is None:
+            member.own_pipes = descriptors.count("pipe")
+        tokens = descriptors.count("pipe") - member.own_pipes  # one for each segment and reader
         # A process may still be closing descriptors in its first round, so it may have fewer in the second.
         known = member.own_descriptors
         sets_baseline = known is None or (
@@ -374,7 +377,8 @@ async def _wrong_with_process(member: Member, segments: int) -> list[str]:
         )
         if sets_baseline and own == last:
             member.own_descriptors = own
-        if own == member.own_descriptors and len(descriptors) - len(own) <= mapped <= segments:
+        memory = sum("memfd:aiotensor " in name for name in descriptors)
+        if own == member.own_descriptors and memory <= mapped <= segments and tokens <= 8 * segments:
             member.has_confirmed_descriptors = not is_first
             return []
         if time.monotonic() > ends:
