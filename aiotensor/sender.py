@@ -820,10 +820,11 @@ class TensorSender(LoopObject):
                 await self._move_allocated(mover, message, source, allocation.block, offset)
             payload = allocation.block.place.describe(offset)
             return self._announce(message, source, ARENA, payload, allocation.block, last=last)
-        if plan.forwardable is not None and self._mover is None:
-            forwarded = await self._memory.forward(source, plan.forwardable)
-            if forwarded is not None:
-                return await self._put_into(forwarded, message, source, last=last)
+        if plan.forwardable is not None:
+            if self._mover is None:
+                forwarded = await self._memory.forward(source, plan.forwardable)
+                if forwarded is not None:
+                    return await self._put_into(forwarded, message, source, last=last)
             if source.nbytes > self._max_bytes:
                 raise too_large(source.nbytes, self._max_bytes)
         block = self._memory.try_acquire(source.nbytes, message)

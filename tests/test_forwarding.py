@@ -194,11 +194,24 @@ async def test_a_tensor_larger_than_the_arena_can_only_be_forwarded() -> None:
     async with hops(1) as [first], hops(1, arena_bytes=MIB) as [second]:
         received = await first.pass_on(pattern(1, MIB))
         assert torch.equal(await second.pass_on(received), pattern(1, MIB))
-        received += 1
-        for send in (second.sender.send, _send_nowait_of(second.sender)):
-            with pytest.raises(TooLargeError):
-                await send(received)
-        await idle(second)
+        place = TensorQueue()
+        async with (
+            hops(1, "tcp", arena_bytes=MIB) as [remote],
+            Publisher(place, arena_bytes=MIB) as publisher,
+            Subscriber(place) as subscriber,
+        ):
+            await publisher.wait_for_subscribers(1)
+            await publisher.publish(received)
+            received += 1
+            for hop in (second, remote):
+                for send in (hop.sender.send, _send_nowait_of(hop.sender)):
+                    with pytest.raises(TooLargeError):
+                        await send(received)
+                await idle(hop)
+            for publish in (publisher.publish, _publish_nowait_of(publisher)):
+                with pytest.raises(TooLargeError):
+                    await publish(received)
+            assert torch.equal((await subscriber.receive()).message, pattern(1, MIB))
 
 
 def _send_nowait_of(sender: TensorSender) -> Callable[[torch.Tensor], Awaitable[TensorHandle]]:
@@ -206,6 +219,13 @@ def _send_nowait_of(sender: TensorSender) -> Callable[[torch.Tensor], Awaitable[
         return sender.send_nowait(tensor)
 
     return send
+
+
+def _publish_nowait_of(publisher: Publisher) -> Callable[[torch.Tensor], Awaitable[object]]:
+    async def publish(tensor: torch.Tensor) -> object:
+        return publisher.publish_nowait(tensor)
+
+    return publish
 
 
 @pytest.mark.promise(39)

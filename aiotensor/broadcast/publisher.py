@@ -672,6 +672,8 @@ class Publisher(LoopObject):
 
     def _make_space(self, nbytes: int) -> None:
         """Forget the oldest publications of the history until there is space for a block."""
+        if nbytes > self._arena_bytes:  # for a tensor that cannot be forwarded after all
+            raise too_large(nbytes, self._arena_bytes)
         while self._history and self._memory.largest_free < nbytes:
             self._forget_oldest()
 

@@ -315,8 +315,9 @@ class RankPipe(LoopObject):
                     self._announce(session, put, ticket)
                 elif (forwarded := await self._forward(session, source)) is not None:
                     try:
-                        ticket = memory.gate.budget.try_request(nbytes) or await memory.gate.acquire(nbytes)
-                        self._announce(session, self._put(session, source, forwarded), ticket)
+                        gate, put = memory.gate, self._put(session, source, forwarded)
+                        ticket = gate.budget.try_request(nbytes) or await gate.acquire(nbytes)
+                        self._announce(session, put, ticket)
                     finally:
                         memory.unpin_owner(forwarded.number)
                 else:
