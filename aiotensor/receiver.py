@@ -620,8 +620,22 @@ class _Sender(Session):
         try:
             for frame in frames:
                 match frame:
-                    case Put():
-                        keys += self._store(frame)
+                    case Put(message=number, block=block):
+                        if not mailbox.wants(sender, number):
+                            self._discard(number)
+                            if block is not None:
+                                self.release(block)
+                            continue
+                        tensor = self._mappings.open(self.memory, frame)
+                        trace = None
+                        if frame.trace is not None and (tracer := tracing.tracer) is not None:
+                            trace = tracer.arrived(frame.trace)
+                        handle = TensorHandle(
+                            sender, number, frame.tensor, frame.dtype, frame.shape, frame.device
+                        )
+                        key = Key(sender, number, frame.tensor)
+                        item = Delivery(handle, tensor, 1, trace)
+                        keys += mailbox.put(key, item, tensor.nbytes, last=frame.last)
                     case End():
                         if not frame.count:
                             raise ProtocolError(f"it sent message {frame.message} without a tensor")
@@ -646,22 +660,6 @@ class _Sender(Session):
         finally:
             if keys:
                 self._receiver._wake(keys)
-
-    def _store(self, put: Put) -> Sequence[Key]:
-        """Open and store a tensor; return the keys of the tensors whose waiting calls must be woken."""
-        mailbox, sender = self._mailbox, self.id
-        if not mailbox.wants(sender, put.message):
-            self._discard(put.message)
-            if put.block is not None:
-                self.release(put.block)
-            return ()
-        tensor = self._mappings.open(self.memory, put)
-        trace = None
-        if put.trace is not None and (tracer := tracing.tracer) is not None:
-            trace = tracer.arrived(put.trace)
-        handle = TensorHandle(sender, put.message, put.tensor, put.dtype, put.shape, put.device)
-        key = Key(sender, put.message, put.tensor)
-        return mailbox.put(key, Delivery(handle, tensor, 1, trace), tensor.nbytes, last=put.last)
 
     def _discard(self, message: int) -> None:
         self.connection.discarded(message)

@@ -79,12 +79,12 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("4 KiB tensor from `send` to iteration", 55, lambda folder: _tensors(folder, 4 * _KIB)),
+    Kind("4 KiB tensor from `send` to iteration", 50, lambda folder: _tensors(folder, 4 * _KIB)),
     Kind(
-        "4 KiB tensor from `send` to `receive`", 60, lambda folder: _tensors(folder, 4 * _KIB, by_handle=True)
+        "4 KiB tensor from `send` to `receive`", 58, lambda folder: _tensors(folder, 4 * _KIB, by_handle=True)
     ),
-    Kind("64 KiB tensor, copied", 100, lambda folder: _tensors(folder, 64 * _KIB)),
-    Kind("1 MiB tensor from `allocate()`", 105, lambda folder: _tensors(folder, _MIB, allocates=True)),
+    Kind("64 KiB tensor, copied", 90, lambda folder: _tensors(folder, 64 * _KIB)),
+    Kind("1 MiB tensor from `allocate()`", 99, lambda folder: _tensors(folder, _MIB, allocates=True)),
     Kind("4 KiB request with its reply", 140, lambda folder: _requests(folder, 4 * _KIB)),
 )
 
