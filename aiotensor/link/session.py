@@ -182,6 +182,10 @@ class Session(abc.ABC):
         if self.is_over:
             return  # writing has failed
         # Written at once and in a separate record, so that this call raises the error.
+        if self.transport.mover is not None and isinstance(segment, Segment):
+            self.transport.write(self.connection.attach(Attach(segment.number, ARENA, segment.nbytes)))
+            self.attached[segment.number] = Descriptor(-1)
+            return
         if isinstance(segment, ForeignSegment):
             given, leased = [segment.locks, *segment.tokens], segment.segment
             attach = Attach(segment.number, FORWARDED, leased.mapped.nbytes, len(given), leased.arena_bytes)
