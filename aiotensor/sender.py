@@ -445,7 +445,7 @@ class TensorSender(LoopObject):
                     span.end(error)
             raise
         if span is not None:
-            span.end(name=f"{handle.sender}.{handle.message}.{handle.tensor}", nbytes=source.nbytes)
+            span.end(name=_name_of(handle), nbytes=source.nbytes)
         return handle
 
     def send_nowait(self, tensor: Sendable) -> TensorHandle:
@@ -701,6 +701,14 @@ class TensorSender(LoopObject):
         """Check that this sender is open and may be used here."""
         if asyncio._get_running_loop() is not self.affinity.open_in:
             self.affinity.check()
+
+    def _planned(self, value: Sendable) -> tuple[Source, Plan]:
+        """Validate a tensor, and plan how to send it; errors are those of `send`."""
+        source = as_source(value)
+        plan = plan_placement(source, self._memory.allocations)
+        if plan.new_bytes > self._max_bytes and plan.forwardable is None:
+            raise too_large(plan.new_bytes, self._max_bytes)
+        return source, plan
 
     def _check_own(self, handle: TensorHandle) -> None:
         if handle.sender != self._id:
@@ -1006,30 +1014,19 @@ class TensorSender(LoopObject):
             last: whether it is the last tensor of the message.
             copies_now: whether to copy the tensor on this thread, so that it may change afterwards.
         """
-        posted, span = message, None
-        try:
+        with self._errors:
             self._check()
-            if (tracer := tracing.tracer) is not None:
-                span = tracer.begin("send tensor", self._label)
-            source = as_source(value)
-            plan = plan_placement(source, self._memory.allocations)
-            if plan.new_bytes > self._max_bytes and plan.forwardable is None:
-                raise too_large(plan.new_bytes, self._max_bytes)
-            if posted is None:
-                posted = self._begin_nowait(plan.new_bytes)
-            handle = self._post(posted, source, plan, last=last, copies_now=copies_now)
-        except BaseException as error:
-            try:
-                if message is None and posted is not None:
-                    self._abandon(posted)
-                self._errors.add(error)
-            finally:
-                if span is not None:
-                    span.end(error)
-            raise
-        if span is not None:
-            span.end(name=f"{handle.sender}.{handle.message}.{handle.tensor}", nbytes=source.nbytes)
-        return posted, handle
+            with tracing.Traced("send tensor", self._label) as call:
+                source, plan = self._planned(value)
+                posted = message or self._begin_nowait(plan.new_bytes)
+                try:
+                    handle = self._post(posted, source, plan, last=last, copies_now=copies_now)
+                except BaseException:
+                    if message is None:
+                        self._abandon(posted)
+                    raise
+                call.name, call.nbytes = _name_of(handle), source.nbytes
+                return posted, handle
 
     def _post(
         self, message: Message, source: Source, plan: Plan, *, last: bool, copies_now: bool
@@ -1571,33 +1568,23 @@ class OpenMessage:
             DiscardedError: the message was discarded, by either side, or its block has ended.
             UsageError: the message has not begun yet.
         """
-        sender, span = self._sender, None
-        try:
+        sender = self._sender
+        with sender._errors:
             if self._message is None:
                 raise UsageError(_NOT_BEGUN)
             sender._check()
-            if (tracer := tracing.tracer) is not None:
-                span = tracer.begin("send tensor", sender._label)
-            source = as_source(tensor)
-            plan = plan_placement(source, sender._memory.allocations)
-            if plan.new_bytes > sender._max_bytes:
-                raise too_large(plan.new_bytes, sender._max_bytes)
-            message = self._open_message()
-            if message.count + self._sending >= MAX_TENSORS:
-                raise _too_many(message.count + self._sending + 1)
-            self._sending += 1
-            try:
-                handle = await sender._put(message, source, plan, last=False)
-            finally:
-                self._sending -= 1
-        except BaseException as error:
-            sender._errors.add(error)
-            if span is not None:
-                span.end(error)
-            raise
-        if span is not None:
-            span.end(name=f"{handle.sender}.{handle.message}.{handle.tensor}", nbytes=source.nbytes)
-        return handle
+            with tracing.Traced("send tensor", sender._label) as call:
+                source, plan = sender._planned(tensor)
+                message = self._open_message()
+                if message.count + self._sending >= MAX_TENSORS:
+                    raise _too_many(message.count + self._sending + 1)
+                self._sending += 1
+                try:
+                    handle = await sender._put(message, source, plan, last=False)
+                finally:
+                    self._sending -= 1
+                call.name, call.nbytes = _name_of(handle), source.nbytes
+                return handle
 
     def _open_message(self) -> Message:
         """Return the message if tensors can be added to it; otherwise, raise an error."""
@@ -1705,6 +1692,10 @@ def _too_many(requested: int) -> TooLargeError:
         requested=requested,
         unit="tensors",
     )
+
+
+def _name_of(handle: TensorHandle) -> str:
+    return f"{handle.sender}.{handle.message}.{handle.tensor}"
 
 
 def _name(holder: Holder) -> str:

@@ -315,20 +315,12 @@ class Publisher(LoopObject):
             ClosedError: this publisher was closed, perhaps while waiting.
             OSError: the machine has no shared memory, threads or descriptors left.
         """
-        span: tracing.Span | None = None
-        try:
+        with self._errors:
             self.affinity.check()
-            if (tracer := tracing.tracer) is not None:
-                span = tracer.begin("publish", self._route.label)
-            published = await self._publish(message)
-        except BaseException as error:
-            self._errors.add(error)
-            if span is not None:
-                span.end(error)
-            raise
-        if span is not None:
-            span.end(name=str(published.number))
-        return published
+            with tracing.Traced("publish", self._route.label) as call:
+                published = await self._publish(message)
+                call.name = str(published.number)
+                return published
 
     def publish_nowait(self, message: object) -> Published:
         """Publish a message without waiting; it is encoded and copied on this thread.
@@ -339,20 +331,12 @@ class Publisher(LoopObject):
             WouldBlockError: a subscriber is slow, another call is publishing or waiting, or too little memory
                 is free.
         """
-        span: tracing.Span | None = None
-        try:
+        with self._errors:
             self.affinity.check()
-            if (tracer := tracing.tracer) is not None:
-                span = tracer.begin("publish", self._route.label)
-            published = self._publish_now(message)
-        except BaseException as error:
-            self._errors.add(error)
-            if span is not None:
-                span.end(error)
-            raise
-        if span is not None:
-            span.end(name=str(published.number))
-        return published
+            with tracing.Traced("publish", self._route.label) as call:
+                published = self._publish_now(message)
+                call.name = str(published.number)
+                return published
 
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in shared memory, which is published without a copy.

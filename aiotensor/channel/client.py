@@ -287,25 +287,19 @@ class MessageClient(LoopObject, Generic[R]):
             ClosedError: this client was closed, perhaps during the call.
             ValueError: there is no such target, or `inside` is a message of another sender.
         """
-        span: tracing.Span | None = None
         try:
             box = [message]
             del message  # so that only the caller keeps its tensors alive during the wait
             requests = self._opened()
-            if (tracer := tracing.tracer) is not None:
-                span = tracer.begin("request", self._label)
             request = requests.request_repeatable if idempotent else requests.request
-            answer = await request(box, target, inside)
+            with tracing.Traced("request", self._label):
+                answer = await request(box, target, inside)
         except BaseException as error:
             self._errors.add(error)
             self._counts["failures"] += isinstance(error, Exception)
             self._counts["cancelled"] += isinstance(error, asyncio.CancelledError)
-            if span is not None:
-                span.end(error)
             raise
         self._counts["answers"] += 1
-        if span is not None:
-            span.end()
         return answer
 
     async def send(
@@ -317,21 +311,12 @@ class MessageClient(LoopObject, Generic[R]):
         the server. Arguments, waiting and errors are those of `request`, except for the answer. Cancellation
         discards the message unless it was sent.
         """
-        span: tracing.Span | None = None
-        try:
+        with self._errors:
             box = [message]
             del message
             requests = self._opened()
-            if (tracer := tracing.tracer) is not None:
-                span = tracer.begin("send message", self._label)
-            await requests.send(box, target, inside)
-        except BaseException as error:
-            self._errors.add(error)
-            if span is not None:
-                span.end(error)
-            raise
-        if span is not None:
-            span.end()
+            with tracing.Traced("send message", self._label):
+                await requests.send(box, target, inside)
 
     def statistics(self) -> ClientStatistics:
         """Return the current usage and the totals since opening; also available after closing."""

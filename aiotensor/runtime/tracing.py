@@ -5,11 +5,12 @@ this module. Another thread may set `tracer` at any time, so each function reads
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Literal, Protocol, TypeAlias, TypeVar
+from types import TracebackType
+from typing import Literal, Protocol, Self, TypeAlias, TypeVar
 
 from aiotensor.types import TraceContext
 
-__all__ = ["Item", "Operation", "Span", "Step", "Tracer", "step", "tracer"]
+__all__ = ["Item", "Operation", "Span", "Step", "Traced", "Tracer", "step", "tracer"]
 
 T = TypeVar("T")
 
@@ -95,6 +96,32 @@ class Tracer(Protocol):
 
 # The tracer of this process; None while tracing is not enabled.
 tracer: Tracer | None = None
+
+
+class Traced:
+    """Trace a call of an application, as a context manager around it, if tracing is enabled.
+
+    Args:
+        operation: the call.
+        destination: the address or the name of the endpoint.
+
+    Attributes:
+        name: set by the call to the name of the tensor or publication that was sent.
+        nbytes: set by the call to its size in bytes.
+    """
+
+    def __init__(self, operation: Operation, destination: str) -> None:
+        self.name, self.nbytes = "", 0
+        self._span = None if tracer is None else tracer.begin(operation, destination)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._span is not None:
+            self._span.end(error, name=self.name, nbytes=self.nbytes)
 
 
 def step(step: Step, awaitable: Awaitable[T], nbytes: int = 0) -> Awaitable[T]:
