@@ -130,7 +130,7 @@ VIEWS: dict[str, list[Pivot | Flat]] = {
     ],
     "chain": [
         Pivot(
-            "Median / p99 of all rounds, from the allocation until the tensor was read after the last process.",
+            "Median / p99 of all rounds, from the allocation until the tensor was read at the end.",
             _seconds("median_s", "p99_s"),
         )
     ],
