@@ -18,6 +18,7 @@ another reader, and keeps it until that reader has released it.
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from mmap import PAGESIZE
 from typing import NamedTuple
 
 import msgspec
@@ -26,7 +27,6 @@ from aiotensor.memory.arena import WHERE
 from aiotensor.memory.landing import LandingSegment
 from aiotensor.memory.mapping import MappedSegment
 from aiotensor.memory.source import Source, is_flat
-from aiotensor.protocol.blocks import PAGE_BYTES
 from aiotensor.protocol.pages import gaps
 from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.descriptors import Descriptor
@@ -124,8 +124,8 @@ class LeasedSegment(msgspec.Struct, eq=False, weakref=True):
         """Return whether another block that is in use has a page in a range; only for forwarded blocks."""
         others = [*self.dropping.values(), *(use for number, use in self.uses.items() if number != block)]
         ranges = [(use.start, use.stop) for use in others]
-        first, last = start & -PAGE_BYTES, (stop + PAGE_BYTES - 1) & -PAGE_BYTES
-        return gaps(first, last, ranges, PAGE_BYTES) != [(first, last - first)]
+        first, last = start & -PAGESIZE, (stop + PAGESIZE - 1) & -PAGESIZE
+        return gaps(first, last, ranges, PAGESIZE) != [(first, last - first)]
 
     def unmapped(self) -> None:
         """Report the end of the mapping to the objects that forward its blocks."""
@@ -198,7 +198,7 @@ class Forwardable(NamedTuple):
         with _isolating:
             is_first = not (mapped.is_private or use.isolated)
             if not mapped.is_private:
-                for one, length in gaps(start, stop, use.isolated, PAGE_BYTES):
+                for one, length in gaps(start, stop, use.isolated, PAGESIZE):
                     if not mapped.isolate(one, one + length):
                         return False
                     use.isolated.append((one, one + length))
@@ -206,7 +206,7 @@ class Forwardable(NamedTuple):
 
     def pages(self, source: Source) -> tuple[int, int]:
         """Return the range of the pages that contain the tensor, as (start, stop)."""
-        return self.offset & -PAGE_BYTES, (self.offset + source.nbytes + PAGE_BYTES - 1) & -PAGE_BYTES
+        return self.offset & -PAGESIZE, (self.offset + source.nbytes + PAGESIZE - 1) & -PAGESIZE
 
 
 # The mapped segments by their addresses. Senders look up tensors here in any thread; while a tensor lives,

@@ -36,7 +36,7 @@ class Segment:
     def __init__(self, number: int, nbytes: int, blocks: Blocks | None = None) -> None:
         self.number = number
         self.nbytes = whole_pages(nbytes)
-        self.blocks = Blocks(self.nbytes) if blocks is None else blocks
+        self.blocks = Blocks(self.nbytes, mmap.PAGESIZE) if blocks is None else blocks
         self.is_retired = False  # no new block is placed in it
         self.memory = memoryview(b"")  # the whole mapping, while the segment is open
         self.address = 0  # of its first byte

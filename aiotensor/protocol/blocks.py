@@ -15,14 +15,12 @@ but have no page boundary where a block of pages could begin. `PlacedBlocks` als
 starts sorted, to find the run at an offset.
 """
 
-import mmap
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
-__all__ = ["ADDRESSES_PER_BYTE", "ALIGNMENT", "LARGE_BYTES", "PAGE_BYTES", "Blocks", "PlacedBlocks"]
+__all__ = ["ADDRESSES_PER_BYTE", "ALIGNMENT", "LARGE_BYTES", "Blocks", "PlacedBlocks"]
 
 ALIGNMENT = 64  # bytes: a cache line, enough for the widest vector loads; a power of two
-PAGE_BYTES = mmap.PAGESIZE
 ADDRESSES_PER_BYTE = 4  # bytes of address range of a segment, for each byte of memory that it may use
 LARGE_BYTES = 1 << 20  # the size from which a block is cut from the low end of its run
 
@@ -37,6 +35,7 @@ class Blocks:
 
     Args:
         size: the size of the memory range in bytes.
+        page: the size of a page in bytes.
 
     Attributes:
         size: the size of the memory range in bytes, rounded down to `ALIGNMENT`.
@@ -47,14 +46,15 @@ class Blocks:
         ValueError: the size is less than `ALIGNMENT`.
     """
 
-    __slots__ = ("_by_length", "_start_of", "_stop_of", "in_use", "lengths", "size")
+    __slots__ = ("_by_length", "_page", "_start_of", "_stop_of", "in_use", "lengths", "size")
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, page: int = 4096) -> None:
         if size < ALIGNMENT:
             raise ValueError(f"size must be at least {ALIGNMENT} bytes, got {size}")
         self.size = size & -ALIGNMENT
         self.in_use = 0
         self.lengths: dict[int, int] = {}
+        self._page = page
         self._by_length: list[tuple[int, int]] = []  # (length, start) of the free runs, sorted
         self._stop_of: dict[int, int] = {}  # of the free runs, by their start
         self._start_of: dict[int, int] = {}  # of the free runs, by their stop
@@ -76,7 +76,7 @@ class Blocks:
         """
         if nbytes < 1:
             raise ValueError(f"a block must have at least 1 byte, got {nbytes}")
-        alignment = PAGE_BYTES if nbytes >= PAGE_BYTES else ALIGNMENT
+        alignment = self._page if nbytes >= self._page else ALIGNMENT
         length = (nbytes + alignment - 1) & -alignment
         index = bisect_left(self._by_length, (length, 0))
         while True:
