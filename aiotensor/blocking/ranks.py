@@ -38,10 +38,6 @@ class RankPipe(BlockingObject[ranks.RankPipe, PipeStatistics]):
         """
         self.wait_for(self.inner.send, tensor, timeout=timeout)
 
-    def send_nowait(self, tensor: torch.Tensor | None) -> None:
-        """Send a tensor or None without waiting; the copy runs in the thread of the event loop."""
-        self.call(self.inner.send_nowait, tensor)
-
     def receive(self, *, copy: bool = False, timeout: float | None = None) -> torch.Tensor | None:
         """Return the next message of the other rank, once it has arrived.
 

@@ -436,10 +436,6 @@ class Memory:
         """The submission times of the copies that the worker has not begun, by `time.monotonic`."""
         return self._copies.waiting_since
 
-    async def settle(self) -> None:
-        """Wait until the worker is idle."""
-        await self._worker.settle()
-
     async def aclose(self) -> None:
         """Stop all copies, release all memory, wait for the worker and end it."""
         self._stop()

@@ -22,11 +22,6 @@ class PendingMove(msgspec.Struct, eq=False):
     ended: Callable[[bool], object] | None
     move: Move[memoryview] | None = None
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the end was reported."""
-        return self.ended is None
-
     def report(self, *, is_complete: bool) -> None:
         """Report the end, once."""
         ended, self.ended = self.ended, None
@@ -55,7 +50,6 @@ class Moves:
         self._pin = pin
         self._unpin = unpin
         self._pending: dict[PendingMove, None] = {}
-        self._ends = Waiters()
 
     def begin(
         self,
@@ -85,8 +79,6 @@ class Moves:
             pending.move = None  # it refers to this function and to the bytes
             pending.report(is_complete=is_complete)  # which may announce the block
             self._unpin(block.number)
-            if self._ends:
-                self._ends.wake()
 
         self._pin(block.number)
         self._pending[pending] = None
@@ -124,8 +116,3 @@ class Moves:
         """Stop the moves of a holder, and report their ends at once."""
         for pending in [pending for pending in self._pending if pending.holder is holder]:
             pending.stop()
-
-    async def settle(self) -> None:
-        """Wait until the end of every move was reported."""
-        while any(not pending.has_ended for pending in self._pending):
-            await self._ends.wait()

@@ -334,49 +334,6 @@ class RankPipe(LoopObject):
                 self._turns.release(turn)
             self._sent(source)
 
-    def send_nowait(self, tensor: torch.Tensor | None) -> None:
-        """Send a tensor or None without waiting; a tensor is copied on the calling thread.
-
-        Other errors are those of `send`.
-
-        Raises:
-            WouldBlockError: `max_bytes` does not allow the message now, or an earlier call has not ended. To
-                another machine, a tensor is moved after this call, which ends with the move.
-        """
-        with self._errors:
-            session, source, nbytes = self._prepare(tensor)
-            memory = self._memory
-            if self._turns.budget.in_use:
-                raise self._would_block(nbytes)
-            if source is None or nbytes <= MAX_INLINE_BYTES:
-                put = self._put(session, source)
-                ticket = memory.gate.budget.try_request(nbytes)
-                if ticket is None:
-                    raise self._would_block(nbytes)
-                self._announce(session, put, ticket)
-            else:
-                block = memory.try_acquire(nbytes)
-                if block is None:
-                    raise self._would_block(nbytes)
-                try:
-                    memory.copy_now(source, block)
-                    put = self._put(session, source, block)
-                    if session.transport.mover is None:
-                        self._announce(session, put)
-                    else:
-                        turn = self._turns.budget.request(1)
-
-                        def moved(is_complete: bool) -> None:
-                            if is_complete and not session.is_over:
-                                self._announce(session, put)
-                            self._turns.release(turn)
-
-                        data = block.place.view()[:nbytes]
-                        memory.moves.begin(session.transport.mover, block, 0, data, session, moved)
-                finally:
-                    memory.unpin_owner(block.number)
-            self._sent(source)
-
     async def receive(self, *, copy: bool = False) -> torch.Tensor | None:
         """Return the next message of the other rank, once it has arrived.
 
@@ -469,7 +426,6 @@ class RankPipe(LoopObject):
             return  # the call that opens the pipe raises the error
         with self.affinity.leaving(), ExitStack() as stack:
             stack.callback(self._abort)
-            await self._memory.moves.settle()
             self._inbox.clear()
             self._mappings.freed.collect_all()
             if not session.is_over:

@@ -11,7 +11,7 @@ from aiotensor import DiscardedError, TensorHandle, TensorReceiver, TensorSender
 from tests.cancellation.situations import SLOW, HeldUp, clog, held_back, in_line, strided, unread
 from tests.cancelling import Attempt, Way, cancel_everywhere
 from tests.pairs import at_once, endpoint, is_local, on_one_machine, pair
-from verification.internals import memory_of
+from verification.internals import memory_of, worker_of
 from verification.patterns import BIG, pattern
 from verification.waiting import settled
 
@@ -248,7 +248,7 @@ async def test_a_copied_send_cancelled_while_the_link_is_full_releases_its_block
                 await sending.until(lambda: sending.suspensions == 2)
                 await sending.bring(far.read)
                 completed = await sending.completed()
-                await memory_of(sender).settle()
+                await worker_of(sender).settle()
                 seen = sender.statistics()
                 assert seen.in_flight == in_flight + completed
                 assert seen.bytes_in_use == SLOW * 8 * completed

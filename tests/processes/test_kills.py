@@ -12,7 +12,7 @@ import torch
 
 from aiotensor import PeerLostError, TensorHandle, TensorReceiver, TensorSender, WouldBlockError
 from tests.selection import COMPLETE
-from verification.internals import memory_of
+from verification.internals import worker_of
 from verification.patterns import BIG, pattern
 from verification.processes import peers, watch
 from verification.processes.peers import Peer
@@ -119,7 +119,7 @@ async def test_a_sender_survives_its_killed_receivers(address: str, moments: ran
             assert sender.statistics().receivers_lost > lost
             await until(lambda: sender.receiver_id is None)
             # The worker unmaps the memory that the dead receiver may have read.
-            await memory_of(sender).settle()
+            await worker_of(sender).settle()
             left.append((watch.memfds(me), watch.descriptors(me)))
         assert {mapped for mapped, _ in left} <= {0, 1}, left  # the segment that the next receiver gets
         assert len({count - mapped for mapped, count in left[1:]}) == 1, left

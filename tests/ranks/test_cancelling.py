@@ -108,7 +108,10 @@ async def test_a_cancelled_receive_loses_no_message(count: int | None, copy: boo
 
         async def attempt(attempt: Attempt) -> None:
             receiving = attempt.start(high.receive(copy=copy))
-            await receiving.bring(lambda: low.send_nowait(None if count is None else pattern(1, count)))
+            message = None if count is None else pattern(1, count)
+            sends: list[asyncio.Task[None]] = []
+            await receiving.bring(lambda: sends.append(asyncio.create_task(low.send(message))))
+            await asyncio.gather(*sends)
             await low.send(pattern(2, 3))
             received = receiving.value if await receiving.completed() else await high.receive()
             assert (received is None) == (count is None)
@@ -179,7 +182,7 @@ async def test_a_cancelled_aclose_closes_nevertheless(count: int) -> None:
         )
         await opened(low, high)
         await high.send(pattern(1, count))
-        low.send_nowait(pattern(0, count))
+        await low.send(pattern(0, count))
         waiting = asyncio.ensure_future(low.receive())
         closing = attempt.start(low.aclose())
         await closing.completed()

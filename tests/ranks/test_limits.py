@@ -61,8 +61,6 @@ async def test_a_received_tensor_counts_until_it_is_freed() -> None:
         await low.send(pattern(0, 2 * BIG))
         received = await high.receive()
         await low.drain()
-        with pytest.raises(WouldBlockError, match="max_bytes=1600000 are in use"):
-            low.send_nowait(None)
         waiting = asyncio.ensure_future(low.send(pattern(1, BIG)))
         await until(lambda: low.statistics().waiting_sends == 1)
         del received
@@ -76,8 +74,6 @@ async def test_waiting_calls_are_served_in_their_order() -> None:
         large = asyncio.ensure_future(low.send(pattern(1, 2 * BIG)))
         await until(lambda: low.statistics().waiting_sends == 1)
         small = asyncio.ensure_future(low.send(pattern(2, 10)))
-        with pytest.raises(WouldBlockError):
-            low.send_nowait(None)  # it would overtake them
         await until(lambda: low.statistics().waiting_sends == 2)
         for seed, count in enumerate((BIG, 2 * BIG, 10)):
             received = await high.receive()
@@ -129,8 +125,6 @@ async def test_a_small_message_that_cannot_be_read_uses_no_bytes(monkeypatch: py
             patch.setattr(pipe, "bytes_of", fail)
             with pytest.raises(OSError, match="no memory is left"):
                 await low.send(pattern(0, 3))
-            with pytest.raises(OSError, match="no memory is left"):
-                low.send_nowait(pattern(0, 3))
         assert low.statistics().bytes_in_flight == 0
         await low.send(pattern(1, 3))
         received = await high.receive()

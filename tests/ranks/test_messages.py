@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from aiotensor import TooLargeError, UnsupportedTensorError, WouldBlockError
+from aiotensor import TooLargeError, UnsupportedTensorError
 from aiotensor.memory.inline import MAX_INLINE_BYTES
 from aiotensor.protocol.frames import MAX_FRAMES
 from aiotensor.transports.base import MAX_UNREAD_BYTES
@@ -122,7 +122,7 @@ async def test_the_source_may_change_as_soon_as_send_has_returned() -> None:
         for count in (_FEW, _SOME, BIG, _MANY):
             for seed in (3, 4):  # the first in fresh memory, the second in warm
                 source, other = pattern(seed + 10, count), pattern(seed + 20, count)
-                low.send_nowait(other)
+                await low.send(other)
                 other.fill_(-1)
                 await low.send(source)
                 source.fill_(-1)
@@ -153,17 +153,12 @@ async def test_a_tensor_that_cannot_be_sent_acquires_no_resources() -> None:
         for wrong in (torch.ones(3).to_sparse(), torch.empty(3, device="meta")):
             with pytest.raises(UnsupportedTensorError):
                 await low.send(wrong)
-            with pytest.raises(UnsupportedTensorError):
-                low.send_nowait(wrong)
-        for call in (low.send, low.send_nowait):
-            with pytest.raises(TooLargeError) as caught:
-                done = call(torch.empty((1 << 20) + 1, dtype=torch.uint8))
-                if done is not None:
-                    await done
-            assert (caught.value.limit, caught.value.requested) == (1 << 20, (1 << 20) + 1)
+        with pytest.raises(TooLargeError) as caught:
+            await low.send(torch.empty((1 << 20) + 1, dtype=torch.uint8))
+        assert (caught.value.limit, caught.value.requested) == (1 << 20, (1 << 20) + 1)
         statistics = low.statistics()
         assert (statistics.in_flight, statistics.bytes_in_flight) == (0, 0)
-        assert statistics.errors == {"UnsupportedTensorError": 4, "TooLargeError": 2}
+        assert statistics.errors == {"UnsupportedTensorError": 2, "TooLargeError": 1}
         await low.send(torch.empty(1 << 20, dtype=torch.uint8))  # as large as possible
         assert await high.receive() is not None
 
@@ -173,13 +168,13 @@ async def test_a_tensor_that_cannot_be_sent_acquires_no_resources() -> None:
 async def test_a_tensor_arrives_after_small_messages_that_fill_a_record_with_an_answer(count: int) -> None:
     async with ends() as (low, high):
         for _ in range(_IN_FLIGHT):
-            low.send_nowait(None)
+            await low.send(None)
         await high.send(None)
         await until(lambda: high.statistics().unclaimed == _IN_FLIGHT)
         assert await low.receive() is None  # the answer is written with the next record
         for _ in range(count):
-            low.send_nowait(None)
-        low.send_nowait(pattern(count, _SOME))
+            await low.send(None)
+        await low.send(pattern(count, _SOME))
         for _ in range(_IN_FLIGHT + count):
             assert await high.receive() is None
         received = await high.receive()
@@ -193,22 +188,8 @@ async def test_messages_within_max_bytes_wait_for_a_rank_that_does_not_read(send
         sender, receiver = (low, high) if sends == "low" else (high, low)
         number = 2 * MAX_UNREAD_BYTES // (8 * _SMALL)
         for seed in range(number):
-            sender.send_nowait(pattern(seed, _SMALL))
+            await sender.send(pattern(seed, _SMALL))
         for seed in range(number):
             received = await receiver.receive()
             assert received is not None
             assert torch.equal(received, pattern(seed, _SMALL))
-
-
-async def test_send_nowait_never_overtakes_a_call_in_progress() -> None:
-    async with ends() as (low, high):
-        large = asyncio.ensure_future(low.send(pattern(1, 4 * BIG)))
-        await asyncio.sleep(0)
-        with pytest.raises(WouldBlockError, match="earlier calls were not complete"):
-            low.send_nowait(None)
-        await large
-        low.send_nowait(None)
-        received = await high.receive()
-        assert received is not None
-        assert torch.equal(received, pattern(1, 4 * BIG))
-        assert await high.receive() is None

@@ -48,7 +48,7 @@ async def test_the_memory_of_a_cancelled_copy_is_returned_to_the_system() -> Non
     with contextlib.suppress(asyncio.CancelledError):
         await copying
     await until(lambda: os.fstat(descriptor).st_blocks == 0)
-    await memory.settle()
+    await worker_of(memory).settle()
     assert memory.warm_bytes == 0
     assert memory.gate.budget.in_use == 0
     await memory.aclose()
@@ -67,7 +67,7 @@ async def test_memory_reused_before_a_queued_return_is_not_returned() -> None:
     assert again is not None
     memory.copy_now(torch.full((MIB,), 9, dtype=torch.uint8), again)
     go_on.set()
-    await memory.settle()
+    await worker_of(memory).settle()
     assert set(bytes(again.place.view())) == {9}
     await memory.aclose()
 

@@ -119,7 +119,7 @@ async def _send(pipe: RankPipe, outcomes: Counter[str]) -> None:
         await pipe.drain()
         outcomes["drained"] += 1
         for message in _MESSAGES:
-            pipe.send_nowait(message)
+            await pipe.send(message)
         await pipe.send(_MESSAGES[-1])  # which waits, unless the rogue has freed a block
     except (PeerLostError, WouldBlockError) as error:
         outcomes[f"send: {type(error).__name__}"] += 1
