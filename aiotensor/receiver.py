@@ -565,7 +565,6 @@ class TensorReceiver(LoopObject):
             error = cause if isinstance(cause, AioTensorError) else type(loss.error)(loss.reason)
             keys = self._mailbox.lose(sender.id, error)
             self._mappings.freed.collect_all()  # the mailbox has just freed the tensors of the sender
-        self._mappings.take_over_after(sender.memory, sender.watch)
         self._wake(keys)
 
     def _reports(self) -> list[ReceiverReport]:

@@ -659,7 +659,6 @@ class _Publisher(Session):
 
     def lost(self, loss: Loss) -> None:
         """Handle the end of the session."""
-        self.mappings.take_over_after(self.memory, self.watch)
         self.memory.release = None
         if not self.publications:
             self.mappings.peer_gone(self.memory)

@@ -2,7 +2,7 @@
 
 import abc
 import asyncio
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 from aiotensor.errors import ProtocolError, RefusedError
 from aiotensor.link.events import PeerLog
@@ -18,7 +18,6 @@ from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.frames import ARENA, FORWARDED, Attach, Close, Frame
 from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.descriptors import Descriptor, close_all
-from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.runtime.waiting import Waiters, until
 from aiotensor.transports.base import Transport
 
@@ -102,10 +101,6 @@ class Session(abc.ABC):
         for record in self.connection.data_to_send():
             self.transport.write(record)
 
-    def watch(self, ended: Callable[[], object]) -> ProcessEnd:
-        """Call a function once the process of the peer has ended."""
-        return self.transport.watch_peer(ended)
-
     # Writing
 
     def flush(self) -> None:
@@ -187,11 +182,11 @@ class Session(abc.ABC):
             self.attached[segment.number] = Descriptor(-1)
             return
         if isinstance(segment, ForeignSegment):
-            given, leased = [segment.locks, *segment.tokens], segment.segment
+            given, leased = [segment.locks, segment.end, *segment.tokens], segment.segment
             attach = Attach(segment.number, FORWARDED, leased.mapped.nbytes, len(given), leased.arena_bytes)
         else:
-            given = [segment.descriptor]
-            attach = Attach(segment.number, ARENA, segment.nbytes, 1)
+            given = [segment.descriptor, segment.end()]
+            attach = Attach(segment.number, ARENA, segment.nbytes, 2)
         reading, token = new_token()
         try:
             numbers = [descriptor.number for descriptor in (*given, token)]

@@ -27,6 +27,7 @@ from aiotensor.memory.arena import WHERE
 from aiotensor.memory.landing import LandingSegment
 from aiotensor.memory.mapping import MappedSegment
 from aiotensor.memory.source import Source, is_flat
+from aiotensor.memory.tokens import TokenEnd
 from aiotensor.protocol.pages import gaps
 from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.descriptors import Descriptor
@@ -105,6 +106,8 @@ class LeasedSegment(msgspec.Struct, eq=False, weakref=True):
         lingering_bytes: its part of `Mappings.lingering_bytes`.
         forwarder: if the peer forwards blocks of this segment, the descriptor that it has sent. It keeps the
             page locks of the peer until all frames of the peer were read, even if the peer is killed.
+        owner: the reading end of the token of the owner; None on another machine.
+        owner_end: watches that token after the peer is gone.
         forwards: the segment as it is forwarded, by the queue to which the end of the mapping is reported.
     """
 
@@ -118,6 +121,8 @@ class LeasedSegment(msgspec.Struct, eq=False, weakref=True):
     returns_memory: bool = False
     lingering_bytes: int = 0
     forwarder: Descriptor | None = None
+    owner: Descriptor | None = None
+    owner_end: TokenEnd | None = None
     forwards: "dict[FreedItems[ForeignSegment], ForeignSegment]" = {}
 
     def overlaps(self, block: int, start: int, stop: int) -> bool:
@@ -141,6 +146,7 @@ class ForeignSegment(msgspec.Struct, eq=False):
         number: its number on the connections to these readers.
         segment: the segment.
         locks: the descriptor of this process, which has its page locks.
+        end: the reading end of the token of the owner.
         tokens: the tokens of this process.
         in_use: the pages of the forwarded blocks that are in use, as (start, stop), by their grants.
         is_unmapped: whether the mapping of this process ends, apart from the forwarded blocks.
@@ -149,6 +155,7 @@ class ForeignSegment(msgspec.Struct, eq=False):
     number: int
     segment: LeasedSegment
     locks: Descriptor
+    end: Descriptor
     tokens: Sequence[Descriptor]
     in_use: dict[object, tuple[int, int]] = {}
     is_unmapped: bool = False

@@ -63,7 +63,7 @@ class Mapping:
         view: the memory.
         is_private: the argument.
         locks: the argument.
-        tokens: the argument.
+        tokens: the argument, to which others can be added.
 
     Raises:
         OSError: the memory cannot be mapped, for example because the process has no addresses left.
@@ -83,11 +83,11 @@ class Mapping:
         if address is None or address == _FAILED:
             raise _error()
         memory = ArrayMemory(None, {"data": (address, False), "shape": (nbytes,), "typestr": "|u1"})
-        weakref.finalize(memory, _unmap, os.getpid(), address, nbytes, tokens).atexit = False
+        self.tokens = list(tokens)
+        weakref.finalize(memory, _unmap, os.getpid(), address, nbytes, self.tokens).atexit = False
         self.address = address
         self.is_private = is_private
         self.locks = locks
-        self.tokens = tokens
         self.view: memoryview = np.asarray(memory).data
         self._advise(mmap.MADV_DONTFORK, 0, nbytes)
 

@@ -24,12 +24,12 @@ from aiotensor.memory.landing import LandingSegment
 from aiotensor.memory.leased import BlockUse, LeasedSegment, PeerMemory, leased
 from aiotensor.memory.mapping import open_segment
 from aiotensor.memory.segments import whole_pages
+from aiotensor.memory.tokens import TokenEnd
 from aiotensor.memory.views import Owner, Watch, with_attributes
 from aiotensor.protocol.frames import ARENA, FORWARDED, INLINE, Attach, PlacedTensor, Put
 from aiotensor.protocol.pages import gaps
 from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.descriptors import Descriptor
-from aiotensor.runtime.process_end import ProcessEnd, WatchProcess
 from aiotensor.runtime.worker import Worker
 from aiotensor.transports.base import Mover
 
@@ -63,7 +63,6 @@ class Mappings:
         self.leased_bytes = self.peak_leased_bytes = 0
         self.lingering_bytes = 0
         self._leases: dict[int, _Lease] = {}
-        self._process_ends: dict[PeerMemory, ProcessEnd] = {}  # of processes whose connections have ended
         self._next_lease = 0
         self._is_closed = False
         self.freed: FreedItems[Watch] = FreedItems(self._leases_ended)
@@ -81,12 +80,11 @@ class Mappings:
     def close(self) -> None:
         """Stop the worker; a segment that living tensors use is unmapped when the last of them is freed."""
         self._is_closed = True
-        for end in self._process_ends.values():
-            end.cancel()
-        self._process_ends.clear()
         for segment in {lease.segment for lease in self._leases.values()}:
             leased.pop(segment.mapped.address, None)
             segment.unmapped()
+            if segment.owner_end is not None:
+                segment.owner_end.cancel()
             segment.mapped.close()
         self._worker.close()
 
@@ -123,7 +121,7 @@ class Mappings:
                 mapped = open_segment(
                     given[0].number,
                     nbytes,
-                    given[1:],
+                    given[2:],
                     is_private=self._are_private or is_forwarded,
                     locks_all=not is_forwarded,
                 )
@@ -139,6 +137,7 @@ class Mappings:
             number, mapped, memory, attach.arena_bytes if is_forwarded else min(memory.arena_bytes, nbytes)
         )
         if mover is None:
+            segment.owner = given[1] if count > 1 else None
             leased[mapped.address] = weakref.ref(segment)
         if is_forwarded:
             memory.arena_bytes += attach.arena_bytes
@@ -228,22 +227,16 @@ class Mappings:
                 self._unmap(segment)
             elif not segment.returns_memory:
                 # The address range of a segment is larger than the memory that it may have.
-                self._set_lingering(segment, min(segment.mapped.nbytes, whole_pages(memory.arena_bytes)))
-                segment.returns_memory = True
-                self._trim(segment)
+                self._set_lingering(segment, min(segment.mapped.nbytes, whole_pages(segment.arena_bytes)))
+                if segment.owner is None:
+                    self._take_over(segment)
+                elif segment.owner_end is None:
+                    segment.owner_end = TokenEnd(segment.owner, partial(self._take_over, segment))
 
-    def _take_over(self, memory: PeerMemory) -> None:
-        """Return the unused memory of a peer to the system, because the process of the peer has ended."""
-        self._process_ends.pop(memory, None)
-        for segment in memory.segments.values():
-            if segment.number not in memory.mapped:  # otherwise, tensors in it are still to be opened
-                segment.returns_memory = True
-                self._trim(segment)
-
-    def take_over_after(self, memory: PeerMemory, watch: WatchProcess) -> None:
-        """Return the unused memory of a peer to the system once its process has ended."""
-        if memory.segments:
-            self._process_ends[memory] = watch(partial(self._take_over, memory))
+    def _take_over(self, segment: LeasedSegment) -> None:
+        """Return unused memory to the system from now on, because the owner has unmapped the segment."""
+        segment.returns_memory = True
+        self._trim(segment)
 
     def _leases_ended(self, watches: Sequence[Watch]) -> None:
         lingering = set()
@@ -316,8 +309,8 @@ class Mappings:
         leased.pop(segment.mapped.address, None)
         segment.unmapped()
         self._set_lingering(segment, 0)
-        if not memory.segments and (end := self._process_ends.pop(memory, None)) is not None:
-            end.cancel()
+        if segment.owner_end is not None:
+            segment.owner_end.cancel()
         if self._is_closed:
             segment.mapped.close()
             return

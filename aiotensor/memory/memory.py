@@ -18,7 +18,7 @@ from aiotensor.memory.moving import Moves
 from aiotensor.memory.raw import flat_bytes
 from aiotensor.memory.segments import Segment
 from aiotensor.memory.source import Source, is_flat
-from aiotensor.memory.tokens import ReadersEnd
+from aiotensor.memory.tokens import TokenEnd
 from aiotensor.memory.views import Watch
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import MAX_TOKENS
@@ -43,7 +43,7 @@ class _Departure:
     def __init__(self, segment: Segment | ForeignSegment, pins: Sequence[int]) -> None:
         self.segment = segment
         self.pins = pins
-        self.end: ReadersEnd | None = None
+        self.end: TokenEnd | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.is_overdue = False  # the reader has the segment for longer than `_GRACE_S`
 
@@ -108,7 +108,7 @@ class Memory:
         self._trimming: asyncio.TimerHandle | None = None
         self._trims_soon = False
         self._departures: dict[_Departure, None] = {}
-        self._readers: dict[Segment, list[ReadersEnd]] = {}  # lost readers of retired segments
+        self._readers: dict[Segment, list[TokenEnd]] = {}  # lost readers of retired segments
         self._foreign: dict[LeasedSegment, ForeignSegment] = {}
         self._unmapped: FreedItems[ForeignSegment] = FreedItems(self._foreign_unmapped)
         self._is_closed = False
@@ -254,11 +254,14 @@ class Memory:
             locks, tokens = leased.mapped.locks, leased.mapped.tokens
             idle = next((one for one in self._foreign.values() if not one.in_use), None)
             is_full = len(self._foreign) >= _MAX_FOREIGN
-            if locks is None or len(tokens) >= MAX_TOKENS or self._is_closed or (is_full and idle is None):
+            is_too_long = len(tokens) + 2 > MAX_TOKENS
+            if locks is None or leased.owner is None or is_too_long or self._is_closed:
+                return None
+            if is_full and idle is None:
                 return None
             if is_full and idle is not None:
                 self._close_foreign(idle)
-            foreign = ForeignSegment(self._arena.next_number(), leased, locks, tokens)
+            foreign = ForeignSegment(self._arena.next_number(), leased, locks, leased.owner, tokens)
             self._foreign[leased] = leased.forwards[self._unmapped] = foreign
         pages = found.pages(source)
         if foreign.overlaps(*pages):
@@ -368,7 +371,7 @@ class Memory:
             if isinstance(segment, Segment):
                 loop = asyncio.get_running_loop()
                 departure.timer = loop.call_later(_GRACE_S, self._overdue, departure)
-            departure.end = ReadersEnd(reading, partial(self._departed, departure))
+            departure.end = TokenEnd(reading, partial(self._departed, departure))
 
     def _overdue(self, departure: "_Departure") -> None:
         departure.is_overdue = True

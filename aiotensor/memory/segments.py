@@ -17,6 +17,7 @@ import numpy as np
 
 from aiotensor.memory.mapping import MappedSegment, Mapping
 from aiotensor.memory.page_locks import lock_all_pages
+from aiotensor.memory.tokens import new_token
 from aiotensor.protocol.blocks import Blocks
 from aiotensor.protocol.pages import CHUNK_BYTES, Range, WarmPages, gaps
 from aiotensor.runtime.descriptors import Descriptor
@@ -44,6 +45,7 @@ class Segment:
         self._elsewhere: Counter[int] = Counter()  # offsets of blocks that lost readers may still read
         self._mapping: Mapping | None = None
         self.descriptor = Descriptor(-1)  # of the memfd
+        self._end = Descriptor(-1)  # the reading end of the token of this process
         self.warm = WarmPages(0, mmap.PAGESIZE)
         self._awaited_bytes = 0  # in ranges that `prepare` has returned and that are not filled yet
         self._shared: list[Range] = []  # the part of these ranges that other blocks may overlap
@@ -83,6 +85,17 @@ class Segment:
         """Whether the segment is mapped in this process."""
         return self._mapping is not None
 
+    def end(self) -> Descriptor:
+        """Return the reading end of a pipe that ends once this process has unmapped the open segment.
+
+        Raises:
+            OSError: this process has no descriptors left.
+        """
+        if self._end.number < 0 and self._mapping is not None:
+            self._end, token = new_token()
+            self._mapping.tokens.append(token)
+        return self._end
+
     def mapped(self) -> MappedSegment:
         """Return this mapping for tensors that arrive in the segment; only while it is open."""
         if self._mapping is None:
@@ -95,6 +108,7 @@ class Segment:
         self.memory = memoryview(b"")
         with self._changing:
             self.descriptor.close()
+            self._end.close()
 
     # Blocks
 

@@ -1,9 +1,14 @@
-"""Tokens: the kernel reports when the last process that could read a segment has unmapped it or has ended.
+"""Tokens: the kernel reports when other processes have unmapped a segment or have ended.
 
-A token is the writing end of a pipe. It is sent with the descriptor of a segment, and the reader keeps it as
-long as the segment is mapped. A reader that forwards blocks of the segment sends the token on. So the last
-copy of the token is closed with the last mapping, even if these processes are killed, and the reading end
-then reports the end of the pipe to the process that made it.
+A token is the writing end of a pipe, which a process keeps as long as it has mapped a segment. Even if the
+process is killed, the token is closed then, and the reading end reports the end of the pipe.
+
+- The owner of a segment keeps one, and sends the reading end to each reader: after the end of the owner, the
+  readers return unused memory to the system.
+- The owner sends another one to each reader, and keeps the reading end: as long as a lost reader has the
+  segment, its blocks are not used again.
+
+A reader that forwards blocks of the segment sends the token and the reading end on.
 """
 
 import asyncio
@@ -12,7 +17,7 @@ from collections.abc import Callable
 
 from aiotensor.runtime.descriptors import Descriptor
 
-__all__ = ["ReadersEnd", "new_token"]
+__all__ = ["TokenEnd", "new_token"]
 
 
 def new_token() -> tuple[Descriptor, Descriptor]:
@@ -25,7 +30,7 @@ def new_token() -> tuple[Descriptor, Descriptor]:
     return Descriptor(reading), Descriptor(writing)
 
 
-class ReadersEnd:
+class TokenEnd:
     """Call a function once all copies of a token are closed; belongs to the running loop.
 
     Args:
@@ -38,15 +43,15 @@ class ReadersEnd:
 
     def __init__(self, reading: Descriptor, ended: Callable[[], object]) -> None:
         self.ended = ended
-        self._reading = reading
+        self._reading: Descriptor | None = reading
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(reading.number, self._has_ended)
 
     def cancel(self) -> None:
         """Stop waiting; may be called again."""
-        if self._reading.number >= 0:
+        if self._reading is not None:
             self._loop.remove_reader(self._reading.number)
-            self._reading.close()
+            self._reading = None  # so that it is closed, if this object was the last one that needed it
 
     def _has_ended(self) -> None:
         self.cancel()

@@ -168,9 +168,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
     """Share a segment in which tensors will be placed; its descriptor and its tokens accompany the record.
 
-    `tokens` is the number of descriptors after the first. The other end keeps them as long as the segment is
-    mapped (see `aiotensor.memory.tokens`). `arena_bytes` is the limit of the arena of a forwarded segment;
-    for a segment of this end, the hello states it.
+    `tokens` is the number of descriptors after that of the segment: the reading end of the owner's token, and
+    the tokens that the other end keeps (see `aiotensor.memory.tokens`). `arena_bytes` is the limit of the
+    arena of a forwarded segment; for a segment of this end, the hello states it.
     """
 
     segment: Number

@@ -635,7 +635,6 @@ class RankPipe(LoopObject):
             self._memory.movers.discard(session.transport.mover)
         session.keep_pins(self._memory)
         self._theirs.release = None
-        self._mappings.take_over_after(self._theirs, session.watch)
         self._mappings.peer_gone(self._theirs)
         self._counts["peers_lost"] += 1
         self._log.lost(loss, self._label, lost)

@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
 from aiotensor.protocol.moves import Move
 from aiotensor.runtime.logs import logger_of
-from aiotensor.runtime.process_end import ProcessEnd
 
 __all__ = [
     "MAX_UNREAD_BYTES",
@@ -50,8 +49,6 @@ class Handler(Protocol):
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
         """Called when the connection has ended, after all records of the peer; never after `Transport.close`.
-
-        This is the last opportunity to call `Transport.watch_peer`.
 
         Args:
             reason: why the connection has ended; an error if the peer broke the rules of the transport.
@@ -129,15 +126,6 @@ class Transport(Protocol):
     @property
     def peer_pid(self) -> int | None:
         """The process id of the peer from the kernel; 0 if not in this PID namespace, None if unknown."""
-
-    def watch_peer(self, ended: Callable[[], object]) -> ProcessEnd:
-        """Call a function once the process of the peer has ended.
-
-        This must not be called after `close`. After a loss, it can be called in `Handler.connection_lost`.
-
-        Args:
-            ended: called in the event loop.
-        """
 
     def start(self, handler: Handler) -> None:
         """Begin to read, or pass further records to another handler.

@@ -12,15 +12,12 @@ import select
 import socket
 import termios
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Final
 
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from aiotensor.runtime.descriptors import close_after_fork, close_all, duplicates
-from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.transports.base import Handler
-from aiotensor.transports.users import peer_process
 
 __all__ = ["SocketTransport"]
 
@@ -129,10 +126,6 @@ class SocketTransport:
         if not self.is_closed:
             self._stop()
             self._sock.close()
-
-    def watch_peer(self, ended: Callable[[], object]) -> ProcessEnd:
-        """Call a function once the process of the peer has ended, as `Transport.watch_peer` does."""
-        return ProcessEnd(self.peer_pid, ended, partial(peer_process, self._sock))
 
     def _stop(self) -> None:
         self.is_closed = True

@@ -1,6 +1,5 @@
 """Checks of the user and the process at the other end of a local socket."""
 
-import errno
 import os
 import socket
 import stat
@@ -8,9 +7,8 @@ import struct
 
 from aiotensor.errors import AccessDeniedError, UsageError
 
-__all__ = ["check_file", "check_user", "not_permitted", "peer_process"]
+__all__ = ["check_file", "check_user", "not_permitted"]
 
-_SO_PEERPIDFD = 77  # since Linux 6.5; the module `socket` of Python 3.11 has no name for it
 
 _CREDENTIALS = struct.Struct("3i")  # of the peer: pid, uid, gid
 
@@ -29,29 +27,6 @@ def check_user(sock: socket.socket) -> int:
             "both as the same user"
         )
     return int(pid)
-
-
-def peer_process(sock: socket.socket, pid: int) -> int:
-    """Return a descriptor of the process at the other end of a socket.
-
-    Since Linux 6.5, the kernel identifies the process by the socket, without its id.
-
-    Args:
-        sock: the socket.
-        pid: the id of the process, which identifies it before Linux 6.5.
-
-    Raises:
-        ProcessLookupError: the process has ended.
-        OSError: the kernel cannot identify the process, or this process has no descriptors left.
-    """
-    try:
-        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    except OSError as error:
-        if error.errno == errno.EINVAL:  # some kernels report an ended process like this
-            raise ProcessLookupError(errno.ESRCH, "the process has ended") from None
-        if error.errno != errno.ENOPROTOOPT:
-            raise
-    return os.pidfd_open(pid)
 
 
 def check_file(path: str) -> None:

@@ -10,14 +10,12 @@ a side waits until the peer has read everything before it closes the connection.
 """
 
 import asyncio
-import errno
 from collections.abc import Callable, Sequence
 from typing import Self
 
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.moves import Move
 from aiotensor.protocol.network import BYE, Ack, Area
-from aiotensor.runtime.process_end import ProcessEnd
 from aiotensor.transports.base import Handler, Landing
 from aiotensor.transports.tcp.batches import BatchWriter
 from aiotensor.transports.tcp.buffers import keep_buffers
@@ -77,10 +75,6 @@ class TcpTransport:
         """Begin to read, or pass further records to another handler, as `Transport.start` does."""
         if not self.is_closed:
             self._handler = handler
-
-    def watch_peer(self, ended: Callable[[], object]) -> ProcessEnd:
-        """Call a function at once, because the peer cannot access memory of this process."""
-        return ProcessEnd(0, ended, _ended_process)
 
     def read_now(self) -> None:
         """Read a record immediately, if one has arrived, and the messages before it."""
@@ -258,7 +252,3 @@ class TcpTransport:
         self._records.clear()
         self._incoming.clear()
         self._moves.clear()
-
-
-def _ended_process(pid: int) -> int:
-    raise ProcessLookupError(errno.ESRCH, "its process has no access to this memory")
