@@ -232,6 +232,7 @@ class Mappings:
                     self._take_over(segment)
                 elif segment.owner_end is None:
                     segment.owner_end = TokenEnd(segment.owner, partial(self._take_over, segment))
+                    self._trim(segment)  # so that other processes can return what is not used here
 
     def _take_over(self, segment: LeasedSegment) -> None:
         """Return unused memory to the system from now on, because the owner has unmapped the segment."""
@@ -298,7 +299,8 @@ class Mappings:
         if self._is_closed:
             return
         unused = gaps(0, segment.mapped.nbytes, list(segment.leases.values()), mmap.PAGESIZE)
-        self._set_lingering(segment, segment.mapped.nbytes - sum(length for _, length in unused))
+        if segment.returns_memory:
+            self._set_lingering(segment, segment.mapped.nbytes - sum(length for _, length in unused))
         # In the worker, because returning much memory takes milliseconds.
         self._worker.begin("returning memory", partial(segment.mapped.remove, unused))
 
