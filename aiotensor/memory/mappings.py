@@ -5,6 +5,7 @@ when the tensor over it is freed. Once the process of the peer no longer uses th
 no tensor uses is returned to the system.
 """
 
+import asyncio
 import contextlib
 import errno
 import mmap
@@ -34,6 +35,8 @@ from aiotensor.runtime.worker import Worker
 from aiotensor.transports.base import Mover
 
 __all__ = ["Mappings", "PeerMemory"]
+
+_LOCKS_S = 0.05  # longer than the kernel needs to release all locks of a process that has ended
 
 
 class _Lease(msgspec.Struct, frozen=True):
@@ -231,8 +234,12 @@ class Mappings:
                 if segment.owner is None:
                     self._take_over(segment)
                 elif segment.owner_end is None:
-                    segment.owner_end = TokenEnd(segment.owner, partial(self._take_over, segment))
+                    segment.owner_end = TokenEnd(segment.owner, partial(self._owner_gone, segment))
                     self._trim(segment)  # so that other processes can return what is not used here
+
+    def _owner_gone(self, segment: LeasedSegment) -> None:
+        # The kernel may close the token of a killed process before the descriptor that has its locks.
+        asyncio.get_running_loop().call_later(_LOCKS_S, self._take_over, segment)
 
     def _take_over(self, segment: LeasedSegment) -> None:
         """Return unused memory to the system from now on, because the owner has unmapped the segment."""

@@ -104,11 +104,11 @@ class Segment:
 
     def close(self) -> None:
         """Release the memory, which remaining views keep mapped; closing again has no effect."""
-        self._mapping = None
-        self.memory = memoryview(b"")
-        with self._changing:
+        with self._changing:  # before the token, which is closed with the mapping
             self.descriptor.close()
             self._end.close()
+        self._mapping = None
+        self.memory = memoryview(b"")
 
     # Blocks
 
