@@ -15,7 +15,7 @@ from aiotensor.memory.source import Source
 from aiotensor.memory.tokens import new_token
 from aiotensor.memory.views import Watch
 from aiotensor.protocol.connection import Connection, Loss
-from aiotensor.protocol.frames import ARENA, FORWARDED, Attach, Close, Frame
+from aiotensor.protocol.frames import ARENA, FORWARDED, Attach, Close, Frame, encode
 from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.descriptors import Descriptor, close_all
 from aiotensor.runtime.waiting import Waiters, until
@@ -178,7 +178,7 @@ class Session(abc.ABC):
             return  # writing has failed
         # Written at once and in a separate record, so that this call raises the error.
         if self.transport.mover is not None and isinstance(segment, Segment):
-            self.transport.write(self.connection.attach(Attach(segment.number, ARENA, segment.nbytes)))
+            self.transport.write(encode(Attach(segment.number, ARENA, segment.nbytes)))
             self.attached[segment.number] = Descriptor(-1)
             return
         if isinstance(segment, ForeignSegment):
@@ -190,7 +190,7 @@ class Session(abc.ABC):
         reading, token = new_token()
         try:
             numbers = [descriptor.number for descriptor in (*given, token)]
-            self.transport.write(self.connection.attach(attach), numbers)
+            self.transport.write(encode(attach), numbers)
         finally:
             token.close()
         self.attached[segment.number] = reading

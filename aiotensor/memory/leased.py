@@ -41,7 +41,7 @@ __all__ = [
     "LeasedSegment",
     "PeerMemory",
     "find_leased",
-    "leased",
+    "mapped_segments",
 ]
 
 
@@ -80,7 +80,7 @@ class BlockUse(msgspec.Struct, eq=False):
         start: the position of the first byte of its tensors in the segment.
         stop: the position after the last byte of its tensors.
         leases: the number of its living tensors.
-        pins: the number of all its tensors, for each of which the block is released once.
+        pins: the number of its tensors for each of which the block is still to be released once.
         isolated: the ranges of its pages that were made private, as (start, stop), for forwarding.
     """
 
@@ -218,7 +218,7 @@ class Forwardable(NamedTuple):
 
 # The mapped segments by their addresses. Senders look up tensors here in any thread; while a tensor lives,
 # its segment stays mapped, and its block stays in use.
-leased: dict[int, weakref.ref[LeasedSegment]] = {}
+mapped_segments: dict[int, weakref.ref[LeasedSegment]] = {}
 
 
 _isolating = threading.Lock()  # a second sender of a block waits until its pages are private
@@ -227,7 +227,7 @@ _isolating = threading.Lock()  # a second sender of a block waits until its page
 def find_leased(source: Source) -> Forwardable | None:
     """Find the block of a peer that contains the bytes of a tensor; None if there is none."""
     start = source.data_ptr()
-    for reference in list(leased.values()):
+    for reference in list(mapped_segments.values()):
         segment = reference()
         if segment is None:
             continue

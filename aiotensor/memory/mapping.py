@@ -203,7 +203,7 @@ class MappedSegment:
         return locks is not None and locks.unlock(*_pages(start, stop))
 
     def isolate(self, start: int, stop: int) -> bool:
-        """Make the pages of a range private; return whether that was possible."""
+        """Make the pages of a range private; return False if the kernel refuses."""
         with suppress(OSError):
             if self._mapping is not None:
                 self._mapping.change(*_pages(start, stop), is_private=True)

@@ -22,7 +22,7 @@ from aiotensor.memory.arena import WHERE
 from aiotensor.memory.dtypes import DTYPES, unknown_dtype
 from aiotensor.memory.inline import MAX_INLINE_BYTES, open_inline
 from aiotensor.memory.landing import LandingSegment
-from aiotensor.memory.leased import BlockUse, LeasedSegment, PeerMemory, leased
+from aiotensor.memory.leased import BlockUse, LeasedSegment, PeerMemory, mapped_segments
 from aiotensor.memory.mapping import open_segment
 from aiotensor.memory.segments import whole_pages
 from aiotensor.memory.tokens import TokenEnd
@@ -84,7 +84,7 @@ class Mappings:
         """Stop the worker; a segment that living tensors use is unmapped when the last of them is freed."""
         self._is_closed = True
         for segment in {lease.segment for lease in self._leases.values()}:
-            leased.pop(segment.mapped.address, None)
+            mapped_segments.pop(segment.mapped.address, None)
             segment.unmapped()
             if segment.owner_end is not None:
                 segment.owner_end.cancel()
@@ -141,7 +141,7 @@ class Mappings:
         )
         if mover is None:
             segment.owner = given[1] if count > 1 else None
-            leased[mapped.address] = weakref.ref(segment)
+            mapped_segments[mapped.address] = weakref.ref(segment)
         if is_forwarded:
             memory.arena_bytes += attach.arena_bytes
             segment.forwarder = given[0]
@@ -235,7 +235,7 @@ class Mappings:
                     self._take_over(segment)
                 elif segment.owner_end is None:
                     segment.owner_end = TokenEnd(segment.owner, partial(self._owner_gone, segment))
-                    self._trim(segment)  # so that other processes can return what is not used here
+                    self._trim(segment)  # so that other processes can return memory that is unused here
 
     def _owner_gone(self, segment: LeasedSegment) -> None:
         # The kernel may close the token of a killed process before the descriptor that has its locks.
@@ -256,13 +256,14 @@ class Mappings:
             self.leased_bytes -= stop - start
             use = segment.uses[lease.block]
             use.leases -= 1
-            if not (use.leases or self._is_closed):
+            if not use.leases:
                 del segment.uses[lease.block]
-                if segment.mapped.is_private or use.isolated:
-                    self._drop_copies(segment, lease.block, use)
-                elif (release := segment.memory.release) is not None:
-                    for _ in range(use.pins):
-                        release(lease.block)
+            if not (segment.mapped.is_private or use.isolated):
+                use.pins -= 1
+                if (release := segment.memory.release) is not None:
+                    release(lease.block)
+            elif not (use.leases or self._is_closed):
+                self._drop_copies(segment, lease.block, use)
             if segment.number not in segment.memory.mapped:
                 lingering.add(segment)
         for segment in lingering:
@@ -315,7 +316,7 @@ class Mappings:
         memory = segment.memory
         if memory.segments.pop(segment.number, None) is None:
             return  # it was unmapped for another of its blocks
-        leased.pop(segment.mapped.address, None)
+        mapped_segments.pop(segment.mapped.address, None)
         segment.unmapped()
         self._set_lingering(segment, 0)
         if segment.owner_end is not None:

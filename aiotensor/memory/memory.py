@@ -419,7 +419,7 @@ class Memory:
         ]
 
     def segments(self) -> Iterator[Segment | ForeignSegment]:
-        """Iterate over the current segment, the retired ones, and those whose blocks are forwarded."""
+        """Iterate over the current segment, the retired ones, and the segments of peers."""
         yield from self._arena.segments()
         yield from self._foreign.values()
 

@@ -10,7 +10,7 @@ import torch
 from aiotensor.memory.allocations import Allocation, Allocations
 from aiotensor.memory.dtypes import DTYPE_NAMES
 from aiotensor.memory.inline import MAX_INLINE_BYTES
-from aiotensor.memory.leased import Forwardable, find_leased, leased
+from aiotensor.memory.leased import Forwardable, find_leased, mapped_segments
 from aiotensor.memory.source import Source, attributes_of
 from aiotensor.protocol.frames import Put
 from aiotensor.types import TraceContext
@@ -51,7 +51,7 @@ def plan_placement(source: Source, allocations: Allocations) -> Plan:
             return Plan(0, allocation)
     if nbytes <= MAX_INLINE_BYTES:
         return _INLINE
-    return Plan(nbytes, allocation, find_leased(source) if leased else None)
+    return Plan(nbytes, allocation, find_leased(source) if mapped_segments else None)
 
 
 def put_of(

@@ -51,7 +51,7 @@ class TokenEnd:
         """Stop waiting; may be called again."""
         if self._reading is not None:
             self._loop.remove_reader(self._reading.number)
-            self._reading = None  # so that it is closed, if this object was the last one that needed it
+            self._reading = None  # so that it is closed, unless another object needs it
 
     def _has_ended(self) -> None:
         self.cancel()

@@ -10,9 +10,9 @@ blocks are cut from the low end of their run and small blocks from its high end:
 blocks would lie between large blocks, and fragment the space for further large blocks.
 
 Runs are stored sorted by (length, start), to find the best fit by bisection, and by their start and by their
-stop, to find the neighbours of a block. No call iterates over the runs, apart from those that are long enough
-but have no page boundary where a block of pages could begin. `PlacedBlocks` also stores their
-starts sorted, to find the run at an offset.
+stop, to find the neighbours of a block. A call that allocates whole pages skips runs without a suitable page
+boundary; otherwise, no call iterates over the runs. `PlacedBlocks` also stores their starts sorted, to find
+the run at an offset.
 """
 
 from bisect import bisect_left, bisect_right, insort

@@ -308,10 +308,6 @@ class Connection(BaseConnection):
         self._send(close)
         self.state = CLOSED
 
-    def attach(self, attach: Attach) -> bytes:
-        """Return the record that shares a segment; write it after earlier records, with the descriptors."""
-        return encode(attach)
-
     def detach(self, segment: int) -> None:
         """Withdraw a segment in which the other end uses no block."""
         self._send(Detach(segment))

@@ -1,4 +1,4 @@
-"""Through a chain of three processes: the near process sends, and two others send on what they receive.
+"""Through a chain of three processes: the near process sends, and two others forward each tensor.
 
 The last one sends to the near process, which reads one element. The source is allocated in the contender's
 memory, as in the workload `allocated`.

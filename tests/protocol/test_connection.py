@@ -398,13 +398,6 @@ def test_records_stay_within_every_limit_and_keep_the_order_of_frames(
     assert [block for frame in released for block in frame.blocks] == blocks
 
 
-def test_a_segment_is_shared_by_a_record_of_its_own() -> None:
-    connection = opened()
-    connection.put(tensor())
-    assert decode(connection.attach(Attach(3, ARENA, 4096))) == [Attach(3, ARENA, 4096)]
-    assert frames_of(connection) == [tensor()]
-
-
 @on_both_sides
 def test_segments_count_until_they_are_detached(connects: bool) -> None:
     largest = dict.fromkeys(range(MAX_SEGMENTS), LARGEST_SEGMENT)

@@ -317,7 +317,7 @@ class TwoEnds(RuleBasedStateMachine):
         else:
             party.segments.add(number)
             self.write(which)
-            self.other(party).on_its_way.append(party.connection.attach(Attach(number, ARENA, 4096)))
+            self.other(party).on_its_way.append(encode(Attach(number, ARENA, 4096)))
 
     @rule(which=sides)
     def write(self, which: int) -> None:
