@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import errno
 import mmap
+import os
 import resource
+import stat
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -121,6 +123,8 @@ class Mappings:
                         errno.EMFILE,
                         "its descriptors did not arrive: no descriptors are left in this process (ulimit -n)",
                     )
+                if not all(stat.S_ISFIFO(os.fstat(one.number).st_mode) for one in given[1:]):
+                    raise ProtocolError("it attached a segment with a token that is not a pipe")
                 mapped = open_segment(
                     given[0].number,
                     nbytes,

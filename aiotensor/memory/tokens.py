@@ -51,8 +51,14 @@ class TokenEnd:
         """Stop waiting; may be called again."""
         if self._reading is not None:
             self._loop.remove_reader(self._reading.number)
-            self._reading = None  # so that it is closed, unless another object needs it
+            # So that it is closed, unless another object needs it. The function often refers to the object
+            # that has both, and such a cycle would keep the descriptor until a garbage collection.
+            self._reading, self.ended = None, _ignore
 
     def _has_ended(self) -> None:
+        ended = self.ended
         self.cancel()
-        self.ended()
+        ended()
+
+
+def _ignore() -> None: ...

@@ -1,5 +1,6 @@
 """Memory follows use after the publisher has ended: subscribers keep the pages of living tensors only."""
 
+import gc
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -97,3 +98,25 @@ async def test_arrived_publications_survive_their_release_by_other_subscribers(
         await shrinks_to(MIB)
         assert torch.equal(small, pattern(1, SMALL))
     remove_socket(endpoint)
+
+
+@pytest.mark.parametrize("endpoint", ["unix"], indirect=True)
+async def test_the_last_tensor_of_a_publisher_that_is_gone_closes_both_pipes_of_its_segment(
+    endpoint: Endpoint,
+) -> None:
+    def pipes() -> int:
+        return watch.targets(os.getpid()).count("pipe")
+
+    async with published(endpoint, 1) as (publisher, [subscriber]):
+        tensors = await take(subscriber)
+        await end(publisher, "close")
+        with pytest.raises(PeerLostError):
+            await subscriber.receive()
+        before = pipes()
+        gc.collect()
+        gc.disable()  # the descriptors return even so
+        try:
+            tensors.clear()
+            await until(lambda: pipes() <= before - 2)
+        finally:
+            gc.enable()
