@@ -51,8 +51,8 @@ from aiotensor.errors import (
 )
 from aiotensor.link.events import PeerLog
 from aiotensor.link.session import Session
-from aiotensor.memory.allocations import Allocation, Block
-from aiotensor.memory.arena import Arena, Extent
+from aiotensor.memory.allocations import Allocation
+from aiotensor.memory.arena import Arena, Block, Extent
 from aiotensor.memory.copying import CopyAbandonedError
 from aiotensor.memory.dtypes import DTYPE_NAMES
 from aiotensor.memory.gates import Gate, StuckError
@@ -276,8 +276,8 @@ class TensorSender(LoopObject):
         self._is_wake_scheduled = False
         # The numbers of the allocated blocks whose sends wait, for a permit or for bytes. Such a block is not
         # freed during the wait, because the send refers to its tensor.
-        self._await_permits: Counter[int] = Counter()
-        self._await_bytes: Counter[int] = Counter()
+        self._await_permits: Counter[Block] = Counter()
+        self._await_bytes: Counter[Block] = Counter()
         self._listeners: weakref.WeakSet[CapacityListener] = weakref.WeakSet()
         self._capacity_waits = 0  # the number of calls that wait for capacity
         # The receiver
@@ -429,7 +429,7 @@ class TensorSender(LoopObject):
                 raise too_large(plan.new_bytes, self._max_bytes)
             if self._outage.is_too_long:
                 raise self._unavailable()
-            permit = self._permits.budget.try_request(1)
+            permit = self._permits.try_request(1)
             if permit is None:
                 permit = await self._permit(plan.allocation)
             message = Message(permit)
@@ -602,7 +602,7 @@ class TensorSender(LoopObject):
     def statistics(self) -> SenderStatistics:
         """Return the current usage and the totals since opening; also available after closing."""
         self.affinity.check_place()
-        memory, permits, budget = self._memory, self._permits.budget, self._memory.gate.budget
+        memory, permits, budget = self._memory, self._permits, self._memory.gate
         now, since = time.monotonic(), memory.waiting_since
         return snapshot(
             SenderStatistics,
@@ -693,7 +693,7 @@ class TensorSender(LoopObject):
     def _details(self) -> list[str]:
         details = [f"at {self._label}"]
         if self.affinity.is_open:
-            permits = self._permits.budget
+            permits = self._permits
             details.append(f"{permits.in_use} of {permits.limit} messages in flight")
         return details
 
@@ -728,7 +728,7 @@ class TensorSender(LoopObject):
         """Assign a permit to a new message without waiting, or raise an error; `nbytes` is for its text."""
         if not self._is_ready:
             raise self._not_read(nbytes)
-        permit = self._permits.budget.try_request(1)
+        permit = self._permits.try_request(1)
         if permit is None:
             raise self._would_block("no permit is free", 1, nbytes)
         message = Message(permit)
@@ -752,7 +752,7 @@ class TensorSender(LoopObject):
     def _make_whole(self, message: Message) -> None:
         message.state = WHOLE
         self._counts["messages_sent"] += 1
-        budget = self._memory.gate.budget
+        budget = self._memory.gate
         if message in budget.held:
             budget.settle(message)  # no wait delays the release of its bytes
 
@@ -776,7 +776,7 @@ class TensorSender(LoopObject):
         if was_open or self._memory.movers:
             self._memory.abandon(message)
         if was_open:
-            self._memory.gate.budget.settle(message)
+            self._memory.gate.settle(message)
             if message.awaits_receiver and not self._is_wake_scheduled:
                 self._is_wake_scheduled = True
                 asyncio.get_running_loop().call_soon(self._wake)
@@ -860,7 +860,7 @@ class TensorSender(LoopObject):
         """
         session = self._session
         if message.state is not OPEN or session is None:  # it may have ended while waiting
-            self._memory.unpin_owner(block.number)
+            self._memory.unpin_owner(block)
             raise self._error(message)
         try:
             if isinstance(block, Block):
@@ -873,7 +873,7 @@ class TensorSender(LoopObject):
             payload = block.place.describe(0)
             return self._announce(message, source, ARENA, payload, block, last=last)
         finally:
-            self._memory.unpin_owner(block.number)
+            self._memory.unpin_owner(block)
 
     async def _move_allocated(
         self, mover: Mover, message: Message, source: Source, block: Block, offset: int
@@ -909,7 +909,7 @@ class TensorSender(LoopObject):
             if block.place.segment.number not in session.attached:
                 session.attach(block.place.segment)
                 self._check_message(message)  # writing may have failed
-            self._memory.announced(number, message, is_whole=last)
+            self._memory.announced(block, message, is_whole=last)
             session.pins[number] = session.pins.get(number, 0) + 1
         if message.number is None:
             message.number = session.connection.next_message
@@ -930,8 +930,8 @@ class TensorSender(LoopObject):
         if last:
             message.state = WHOLE  # as `_make_whole`, without a call
             counts["messages_sent"] += 1
-            if message in self._memory.gate.budget.held:
-                self._memory.gate.budget.settle(message)
+            if message in self._memory.gate.held:
+                self._memory.gate.settle(message)
         return TensorHandle(self._id, put.message, put.tensor, put.dtype, put.shape, put.device)
 
     async def _allocate(
@@ -951,9 +951,9 @@ class TensorSender(LoopObject):
         if block is None:
             waiting = message or innermost_block(self._messages)
             block = await (memory.acquire(nbytes) if waiting is None else self._block(nbytes, waiting))
-            memory.account(block.number, message)
+            memory.account(block, message)
         if message is not None and message.state is not OPEN:  # it may have ended while waiting
-            memory.unpin_owner(block.number)
+            memory.unpin_owner(block)
             raise self._error(message)
         try:
             tensor = await memory.tensor_over(block, dtype, sizes, message)
@@ -995,7 +995,7 @@ class TensorSender(LoopObject):
         """Return the bytes of allocated blocks whose sends wait, directly or indirectly, for other bytes."""
         blocks = set(self._await_bytes)
         waiting = sum(message.awaits_bytes > 0 for message in self._messages)
-        if waiting == self._permits.budget.in_use:
+        if waiting == self._permits.in_use:
             blocks.update(self._await_permits)
         return self._memory.unaccounted_bytes(blocks)
 
@@ -1049,7 +1049,7 @@ class TensorSender(LoopObject):
                         payload = block.place.describe(0)
                         handle = self._announce(message, source, ARENA, payload, block, last=last)
                     finally:
-                        self._memory.unpin_owner(block.number)
+                        self._memory.unpin_owner(block)
         elif not message.is_copying and self._is_ready:
             if plan.allocation is None:
                 handle = self._announce(message, source, INLINE, bytes_of(source), None, last=last)
@@ -1099,7 +1099,7 @@ class TensorSender(LoopObject):
             try:
                 self._memory.copy_now(source, block)
             except BaseException:
-                self._memory.unpin_owner(block.number)
+                self._memory.unpin_owner(block)
                 raise
         return block
 
@@ -1136,7 +1136,7 @@ class TensorSender(LoopObject):
             message.is_copying = False
             for pending in message.pending:
                 if pending.block is not None:
-                    self._memory.unpin_owner(pending.block.number)
+                    self._memory.unpin_owner(pending.block)
             message.pending.clear()
             if error is not None and not message.has_ended:
                 self._post_failed(message, number, error)
@@ -1238,7 +1238,7 @@ class TensorSender(LoopObject):
             return None
         if not self._is_ready:
             return "the receiver read nothing"
-        permits, memory = self._permits.budget, self._memory.gate.budget
+        permits, memory = self._permits, self._memory.gate
         if permits.waiting or permits.in_use == permits.limit:
             return "no permit was free"
         if nbytes and (memory.waiting or nbytes > self._memory.largest_free):
@@ -1259,7 +1259,7 @@ class TensorSender(LoopObject):
             os.getpid(),
             "sender",
             self._id,
-            self._permits.budget.limit,
+            self._permits.limit,
             self._max_bytes,
             self._next_message,
         )
@@ -1397,7 +1397,7 @@ class TensorSender(LoopObject):
             nbytes: the bytes of shared memory that the call requested; 0 if it waits for something else.
             for_receiver: whether a receiver could end the wait.
         """
-        permits, memory = self._permits.budget, self._memory.gate.budget
+        permits, memory = self._permits, self._memory.gate
         has_answered = self._session is not None and self._session.pid is not None
         is_available = has_answered or not for_receiver
         kind = WouldBlockError if is_available else UnavailableError
@@ -1514,7 +1514,7 @@ class OpenMessage:
                 raise sender._unavailable()
             self._is_beginning = True
             try:
-                permit = sender._permits.budget.try_request(1) or await sender._permits.acquire(1)
+                permit = sender._permits.try_request(1) or await sender._permits.acquire(1)
             finally:
                 self._is_beginning = False
             self._message = Message(permit)
@@ -1666,16 +1666,16 @@ def innermost_block(messages: Collection[Message]) -> Message | None:
 
 
 @contextmanager
-def _counted(blocks: Counter[int], allocation: Allocation) -> Iterator[None]:
+def _counted(blocks: Counter[Block], allocation: Allocation) -> Iterator[None]:
     """Count a send of an allocated block as waiting during the `with` block."""
-    number = allocation.block.number
-    blocks[number] += 1
+    block = allocation.block
+    blocks[block] += 1
     try:
         yield
     finally:
-        blocks[number] -= 1
-        if not blocks[number]:
-            del blocks[number]
+        blocks[block] -= 1
+        if not blocks[block]:
+            del blocks[block]
 
 
 def _cancel(tasks: Collection["asyncio.Task[None]"]) -> None:
@@ -1755,7 +1755,7 @@ class SenderCapacity:
         sender = self._sender
         if sender._session is None or sender._needs_admission:
             return 0
-        permits, memory = sender._permits.budget, sender._memory.gate.budget
+        permits, memory = sender._permits, sender._memory.gate
         return 0 if permits.waiting or memory.waiting else permits.limit - permits.in_use
 
     @property

@@ -78,7 +78,7 @@ __all__ = [
 
 def permits_of(sender: TensorSender) -> Budget[None]:
     """Return the permits of a sender."""
-    return sender._permits.budget
+    return sender._permits
 
 
 def begin_posted(sender: TensorSender) -> Message:
@@ -103,7 +103,7 @@ def blocks_of(sender: TensorSender) -> Blocks:
 
 def leases_of(sender: TensorSender) -> int:
     """Count the blocks of a sender that a receiver has to release."""
-    return len(memory_of(sender).leases)
+    return len(memory_of(sender).blocks)
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def held_by_sender(sender: TensorSender) -> dict[str, int]:
     gates: list[Gate[Any]] = [sender._permits, memory.gate]
     return {
         "waiters at the gates": sum(len(gate._waits) for gate in gates),
-        "holders at the gates": sum(len(gate.budget.held) for gate in gates),
+        "holders at the gates": sum(len(gate.held) for gate in gates),
         "blocks whose sends wait": len(sender._await_permits) + len(sender._await_bytes),
         "drainers": len(sender._drainers),
         "copies": len(memory._copies._copies) + jobs_of(worker_of(memory)),
@@ -197,8 +197,8 @@ def backlogs_of(publisher: Publisher) -> list[Backlog]:
 def held_by_publisher(publisher: Publisher) -> dict[str, int]:
     """Count what a publisher holds and does not report."""
     return {
-        "turns": publisher._turns.budget.in_use,
-        "pinned blocks": len(publisher._memory.leases),
+        "turns": publisher._turns.in_use,
+        "pinned blocks": len(publisher._memory.blocks),
         "departures": len(publisher._memory._departures),
         "calls that wait for subscribers": len(publisher._changes),
     }
@@ -208,8 +208,8 @@ def held_by_pipe(pipe: RankPipe) -> dict[str, int]:
     """Count what an end of a pipe holds and does not report."""
     connection = None if pipe._session is None else pipe._session.connection
     return {
-        "pinned blocks": len(pipe._memory.leases),
-        "bytes of the arena": pipe._memory.gate.budget.in_use,
+        "pinned blocks": len(pipe._memory.blocks),
+        "bytes of the arena": pipe._memory.gate.in_use,
         "calls that wait for changes": len(pipe._changes),
         "answers that are due": 0 if connection is None else connection.in_flight,
     }

@@ -31,8 +31,8 @@ from aiotensor.errors import AioTensorError, ClosedError, ProtocolError, TooLarg
 from aiotensor.link.admission import Admission
 from aiotensor.link.events import PeerLog
 from aiotensor.link.session import LAST_RECORDS_S, Session
-from aiotensor.memory.allocations import Allocation, Block
-from aiotensor.memory.arena import Arena, Extent
+from aiotensor.memory.allocations import Allocation
+from aiotensor.memory.arena import Arena, Block, Extent
 from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError
 from aiotensor.memory.dtypes import DTYPE_NAMES
 from aiotensor.memory.gates import Gate, StuckError
@@ -103,12 +103,14 @@ class _Placement:
         self.tensors: list[PlacedTensor] = []
         self.blocks: list[tuple[int, int]] = []  # the number and the size in bytes, once for each use
         self.segments: dict[int, None] = {}
-        self.owned: set[int] = set()  # the blocks that were filled or forwarded for this message
+        self.owned: set[Block | ForwardedBlock] = (
+            set()
+        )  # the blocks that were filled or forwarded for this message
 
     def add(self, source: Source, offset: int, block: Block | ForwardedBlock) -> None:
         """Add a tensor whose bytes are in a block, at an offset."""
         if isinstance(block, ForwardedBlock):
-            self.owned.add(block.number)
+            self.owned.add(block)
         self.use(block)
         dtype, shape = DTYPE_NAMES[source.dtype], tuple(source.shape)
         payload = block.place.describe(offset)
@@ -413,7 +415,7 @@ class Publisher(LoopObject):
         """Return the current usage and the totals since opening; also available after closing."""
         self.affinity.check_place()
         lags, memory = self._lags(), self._memory
-        budget, now, since = memory.gate.budget, time.monotonic(), memory.waiting_since
+        budget, now, since = memory.gate, time.monotonic(), memory.waiting_since
         return snapshot(
             PublisherStatistics,
             self._counts,
@@ -422,7 +424,7 @@ class Publisher(LoopObject):
             lags=tuple(lags),
             max_behind=self._max_behind,
             behind=lags[0].behind if lags else 0,
-            waiting=self._turns.budget.waiting + budget.waiting + len(since),
+            waiting=self._turns.waiting + budget.waiting + len(since),
             longest_wait_s=max(
                 self._turns.longest_wait_s(),
                 memory.gate.longest_wait_s(),
@@ -533,7 +535,7 @@ class Publisher(LoopObject):
 
     def _publish_now(self, message: object) -> Published:
         """Publish a message on this thread, without waiting."""
-        turn = self._turns.budget.try_request(1)
+        turn = self._turns.try_request(1)
         if turn is None:
             raise self._would_block("a subscriber is slow, or another call is publishing", 0)
         placement = _Placement()
@@ -609,7 +611,7 @@ class Publisher(LoopObject):
     def _can_carry(self, allocation: Allocation, source: Source) -> bool:
         # While an earlier publication of the block is in use, a subscriber that has written to it keeps its
         # own copies of the pages, which would hide the new publication.
-        return allocation.can_carry(source) and not self._memory.leases.is_sent(allocation.block.number)
+        return allocation.can_carry(source) and not allocation.block.sent
 
     def _place_allocated(self, source: Source, allocation: Allocation | None, placement: _Placement) -> bool:
         """Place an allocated tensor in its own block; return whether that was possible."""
@@ -628,7 +630,7 @@ class Publisher(LoopObject):
             await self._memory.copy(source, block, placement)
         except CopyAbandonedError:
             raise _closed() from None
-        placement.owned.add(block.number)
+        placement.owned.add(block)
         self._check_open()
         return block
 
@@ -639,7 +641,7 @@ class Publisher(LoopObject):
         block = self._memory.try_acquire(nbytes, placement)
         if block is None:
             raise self._would_block("not enough shared memory is free", nbytes)
-        placement.owned.add(block.number)
+        placement.owned.add(block)
         self._memory.copy_now(source, block)
         return block
 
@@ -665,9 +667,9 @@ class Publisher(LoopObject):
         """Encode the content of a message, and check that it fits into memory together with its tensors."""
         content = msgspec.msgpack.encode(Content(memoryview(payload.parts[0]), tuple(placement.tensors)))
         if len(content) > _MAX_RECORD_CONTENT_BYTES:  # many tensors make it longer than its body
-            sizes, owned = dict(placement.blocks), placement.owned
-            new_bytes = whole_pages(len(content)) + sum(sizes[block] for block in owned)
-            self._check_fits(new_bytes, sum(size for block, size in sizes.items() if block not in owned))
+            owned_bytes = sum(block.place.nbytes for block in placement.owned)
+            all_bytes = sum(dict(placement.blocks).values())
+            self._check_fits(whole_pages(len(content)) + owned_bytes, all_bytes - owned_bytes)
         return content
 
     def _held_by_callers(self) -> int:
@@ -702,13 +704,12 @@ class Publisher(LoopObject):
             )
         self._next_number = number + 1
         uses = len(self._subscribers) + (self._history_size > 0)
-        for one, _ in blocks:
-            self._memory.leases.pin(one, uses)
+        self._memory.pin([block for block, _ in blocks], uses)
         dropped = self._audience.publish(item)
         if self._history_size:
             self._history.append(item)
             # The history was empty when calls began to wait for memory, and has grown since.
-            waiting = self._memory.gate.budget.waiting
+            waiting = self._memory.gate.waiting
             while len(self._history) > self._history_size or (
                 waiting and any(one.blocks for one in self._history)
             ):
@@ -726,9 +727,10 @@ class Publisher(LoopObject):
 
     def _end(self, turn: Ticket[None], placement: _Placement) -> None:
         """Release the memory that no subscriber uses, and the turn unless a slow subscriber delays it."""
-        self._memory.gate.budget.settle(placement)
-        for number in placement.owned:
-            self._memory.unpin_owner(number)
+        self._memory.gate.settle(placement)
+        for block in placement.owned:
+            self._memory.unpin_owner(block)
+        placement.owned.clear()  # ends the reference cycle with the holder of their bytes
         if self._audience.delaying() and not self.affinity.is_closed:
             self._kept_turn = turn
         else:
@@ -782,8 +784,7 @@ class Publisher(LoopObject):
         first = hello.next if hello.publisher == self._id else 0
         items = [item for item in self._history if item.number >= first]
         for item in items:
-            for block, _ in item.blocks:
-                self._memory.leases.pin(block)
+            self._memory.pin([block for block, _ in item.blocks])
         transport.start(subscriber)
         self._subscribers[subscriber.id] = subscriber
         if transport.mover is not None:
@@ -867,7 +868,7 @@ class Publisher(LoopObject):
 
     def _would_block(self, reason: str, nbytes: int) -> WouldBlockError:
         """Return the error for a call that would have to wait, with the bytes that it requested."""
-        lags, memory = self._lags(), self._memory.gate.budget
+        lags, memory = self._lags(), self._memory.gate
         behind = lags[0].behind if lags else 0
         requested = f"{nbytes} bytes requested, " if nbytes else ""
         return WouldBlockError(
@@ -995,12 +996,11 @@ class _Subscriber(Session):
         if self.transport.is_closed or self._transfers.get(transfer.item.number) is not transfer:
             return  # the publication was withdrawn, or the subscriber is gone
         for number in blocks[:_QUICK_MOVES]:
-            place = self._memory.leases.grant_of(number).place
-            if place is None:
-                raise AssertionError("a block that is published has a place")
-            moved = partial(self._moved, transfer)
-            moves, block = self._memory.moves, Block(number, place)
-            transfer.moves.append(moves.begin(mover, block, 0, place.view(), self, moved))
+            block = self._memory.blocks[number]
+            if isinstance(block, ForwardedBlock):
+                raise AssertionError("a block is not forwarded to another machine")
+            moved, view = partial(self._moved, transfer), block.place.view()
+            transfer.moves.append(self._memory.moves.begin(mover, block, 0, view, self, moved))
         if rest := blocks[_QUICK_MOVES:]:
             asyncio.get_running_loop().call_soon(self._begin_moves, mover, transfer, rest)
         self._announce_moved()

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 from aiotensor.errors import ProtocolError, RefusedError
 from aiotensor.link.events import PeerLog
-from aiotensor.memory.allocations import Block
+from aiotensor.memory.arena import Block
 from aiotensor.memory.leased import ForeignSegment, PeerMemory
 from aiotensor.memory.mappings import Mappings
 from aiotensor.memory.memory import Memory
@@ -222,7 +222,7 @@ class Session(abc.ABC):
         try:
             self.attach(block.place.segment)
         except BaseException:
-            memory.unpin_owner(block.number)
+            memory.unpin_owner(block)
             raise
         await memory.move(mover, source, block, holder, is_copied=is_copied)
 

@@ -5,18 +5,11 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from aiotensor.memory.arena import Extent
+from aiotensor.memory.arena import Block
 from aiotensor.memory.source import Source, memory_order
 from aiotensor.memory.views import Watch, view_over
 
-__all__ = ["Allocation", "Allocations", "Block"]
-
-
-class Block(msgspec.Struct, frozen=True):
-    """A block of the arena, and its number."""
-
-    number: int
-    place: Extent
+__all__ = ["Allocation", "Allocations"]
 
 
 class Allocation(msgspec.Struct, frozen=True):

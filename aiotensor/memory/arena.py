@@ -16,9 +16,10 @@ import msgspec
 
 from aiotensor.memory.segments import Segment, whole_pages
 from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE
+from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.pages import Range
 
-__all__ = ["WHERE", "Arena", "Extent", "segment_bytes"]
+__all__ = ["WHERE", "Arena", "Block", "Extent", "PinnedBlock", "segment_bytes"]
 
 _MAX_ADDRESSES = 1 << 44  # a process has 2**47
 
@@ -39,6 +40,39 @@ class Extent(msgspec.Struct, frozen=True):
     def view(self) -> memoryview:
         """Return the memory of the block."""
         return self.segment.memory[self.offset : self.offset + self.nbytes]
+
+
+class PinnedBlock(msgspec.Struct, eq=False):
+    """A block in use, which is free when its last pin ends.
+
+    A block is pinned by its owner (the copy that fills it, or the tensor that the caller allocated in it),
+    once for each announcement of a tensor in it, and once for each move of its bytes to another machine. So
+    it can be sent several times and to several receivers, and no peer can free memory that this side still
+    writes or reads.
+
+    Attributes:
+        number: its number on the connections.
+        is_owned: whether its owner pins it.
+        sent: the number of its announcements that were not released.
+        moves: the number of its moves that are under way.
+    """
+
+    number: int
+    is_owned: bool = True
+    sent: int = 0
+    moves: int = 0
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it has no pin."""
+        return not (self.is_owned or self.sent or self.moves)
+
+
+class Block(PinnedBlock, kw_only=True):
+    """A block of the arena, with the grant of its bytes."""
+
+    place: Extent
+    ticket: Ticket[Extent]
 
 
 class Arena:

@@ -8,8 +8,7 @@ from functools import partial
 import msgspec
 
 from aiotensor.errors import AioTensorError
-from aiotensor.memory.allocations import Block
-from aiotensor.memory.arena import Extent
+from aiotensor.memory.arena import Block, Extent
 from aiotensor.memory.copying import CopyAbandonedError, copy_in_threads
 from aiotensor.memory.source import Source
 from aiotensor.protocol.pages import Range
@@ -45,7 +44,7 @@ class Copies:
         worker: runs the copies.
         prepare: called with the place of a block; returns the ranges of memory to return to the system, and
             those to fill, as `Arena.prepare` does.
-        unpin_owner: called with the number of a block after a failed copy; removes the pin of its owner.
+        unpin_owner: called with a block after a failed copy; removes the pin of its owner.
         max_wait_s: the time in seconds after which a copy that waits for the worker fails; None for never.
         overdue: called with the size of such a copy in bytes; returns the error to raise.
     """
@@ -54,7 +53,7 @@ class Copies:
         self,
         worker: Worker,
         prepare: Callable[[Extent], tuple[list[Range], list[Range]]],
-        unpin_owner: Callable[[int], object],
+        unpin_owner: Callable[[Block], object],
         max_wait_s: float | None,
         overdue: Callable[[int], AioTensorError],
     ) -> None:
@@ -95,7 +94,7 @@ class Copies:
             )
         except BaseException:
             block.place.segment.filled(cold, [])
-            self._unpin_owner(block.number)
+            self._unpin_owner(block)
             raise
         copy.running = running
         self._copies.add(copy)
@@ -109,7 +108,7 @@ class Copies:
         except BaseException:
             copy.is_abandoned = copy.unpins = True
             if not copy.is_running:
-                self._unpin_owner(block.number)
+                self._unpin_owner(block)
             raise
         finally:
             if alarm is not None:
@@ -155,4 +154,4 @@ class Copies:
         self._copies.discard(copy)
         copy.block.place.segment.filled(copy.cold, copy.filled)
         if copy.unpins:
-            self._unpin_owner(copy.block.number)
+            self._unpin_owner(copy.block)

@@ -1,10 +1,10 @@
-"""Waits for a budget: `Gate` adds asyncio futures to the I/O-free `Budget`."""
+"""Waits for a budget: `Gate` is a `Budget` with an asyncio future for each queued call."""
 
 import asyncio
 import math
 import time
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from aiotensor.errors import AioTensorError
 from aiotensor.protocol.credits import Budget, Space, Ticket
@@ -20,8 +20,8 @@ class StuckError(AioTensorError):
     """The wait would never end; the owner of the gate converts this error into a public one."""
 
 
-class Gate(Generic[P]):
-    """Let calls wait for amounts of a budget, in order; belongs to the running loop.
+class Gate(Budget[P]):
+    """A budget for which calls can wait, in order; belongs to the running loop.
 
     Args:
         limit: the maximum amount in use at once.
@@ -36,9 +36,7 @@ class Gate(Generic[P]):
         step: the name of a wait in traces.
 
     Attributes:
-        budget: the amounts in use and the queued requests.
         waited: counts the ended waits and their durations.
-        on_release: called after each `release`; None for no call.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class Gate(Generic[P]):
         overdue: Callable[[int], AioTensorError] = lambda amount: AioTensorError("waited for too long"),
         step: tracing.Step = "wait for memory",
     ) -> None:
-        self.budget: Budget[P] = Budget(limit, space, time.monotonic)
+        super().__init__(limit, space, time.monotonic)
         self.waited = WaitCounter()
         self._step = step
         self._stuck_elsewhere = stuck_elsewhere
@@ -66,7 +64,6 @@ class Gate(Generic[P]):
         self._timer_at = math.inf
         self._checked_at = -math.inf  # when the timer last expired
         self._failure: Callable[[], Exception] | None = None
-        self.on_release: Callable[[], None] | None = None
 
     def longest_wait_s(self) -> float:
         """Return the duration of the longest current wait in seconds."""
@@ -84,7 +81,7 @@ class Gate(Generic[P]):
         """
         if self._failure is not None:
             raise self._failure()
-        ticket = self.budget.request(amount, holder)
+        ticket = self.request(amount, holder)
         if ticket.granted:
             return ticket
         since = ticket.since
@@ -109,14 +106,6 @@ class Gate(Generic[P]):
             del future
         return ticket
 
-    def release(self, ticket: Ticket[P]) -> None:
-        """Release a granted amount, or leave the queue, and wake the calls that are granted as a result."""
-        granted = self.budget.release(ticket)
-        if self._waits:
-            self._wake(granted)
-        if self.on_release is not None:
-            self.on_release()
-
     def fail(self, make_error: Callable[[], Exception]) -> None:
         """End every current and future wait, each with a new error from `make_error`."""
         self._failure = make_error
@@ -134,12 +123,13 @@ class Gate(Generic[P]):
         """End one wait with `StuckError` if otherwise no wait could ever end."""
         if self._stuck_elsewhere is None or not self._waits:
             return
-        ticket = self.budget.stuck(self._stuck_elsewhere())
+        ticket = self.stuck(self._stuck_elsewhere())
         future = self._waits.get(ticket) if ticket is not None else None
         if future is not None and not future.done():
             future.set_exception(StuckError("all resources in use are held by waiting calls"))
 
-    def _wake(self, granted: list[Ticket[P]]) -> None:
+    def queue_changed(self, granted: list[Ticket[P]]) -> None:
+        """Wake the calls that were granted their amounts, or refuse one of the others."""
         for ticket in granted:
             future = self._waits.get(ticket)
             if future is not None and not future.done():

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from aiotensor.memory.arena import WHERE
+from aiotensor.memory.arena import WHERE, PinnedBlock
 from aiotensor.memory.landing import LandingSegment
 from aiotensor.memory.mapping import MappedSegment
 from aiotensor.memory.source import Source, is_flat
@@ -148,7 +148,7 @@ class ForeignSegment(msgspec.Struct, eq=False):
         locks: the descriptor of this process, which has its page locks.
         end: the reading end of the token of the owner.
         tokens: the tokens of this process.
-        in_use: the pages of the forwarded blocks that are in use, as (start, stop), by their grants.
+        in_use: the pages of the forwarded blocks that are in use, as (start, stop).
         is_unmapped: whether the mapping of this process ends, apart from the forwarded blocks.
     """
 
@@ -157,7 +157,7 @@ class ForeignSegment(msgspec.Struct, eq=False):
     locks: Descriptor
     end: Descriptor
     tokens: Sequence[Descriptor]
-    in_use: dict[object, tuple[int, int]] = {}
+    in_use: "dict[ForwardedBlock, tuple[int, int]]" = {}
     is_unmapped: bool = False
 
     def overlaps(self, start: int, stop: int) -> bool:
@@ -180,11 +180,11 @@ class ForeignExtent(msgspec.Struct, frozen=True):
         return WHERE.pack(self.segment.number, self.offset + inner_offset)
 
 
-class ForwardedBlock(msgspec.Struct, frozen=True):
-    """A forwarded block, and its number in the memory of this process."""
+class ForwardedBlock(PinnedBlock, kw_only=True):
+    """A forwarded block; its source keeps the block of the peer leased."""
 
-    number: int
     place: ForeignExtent
+    source: Source | None
 
 
 class Forwardable(NamedTuple):

@@ -1,6 +1,7 @@
 """Shared memory for tensors to send: granted in order, filled by a worker, released with the last pin."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -8,8 +9,8 @@ from functools import partial
 import torch
 
 from aiotensor.errors import AioTensorError
-from aiotensor.memory.allocations import Allocations, Block
-from aiotensor.memory.arena import Arena, Extent
+from aiotensor.memory.allocations import Allocations
+from aiotensor.memory.arena import Arena, Block, Extent
 from aiotensor.memory.copies import Copies
 from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError, copy_now
 from aiotensor.memory.gates import Gate
@@ -22,7 +23,6 @@ from aiotensor.memory.tokens import TokenEnd
 from aiotensor.memory.views import Watch
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import MAX_TOKENS
-from aiotensor.protocol.leases import Leases
 from aiotensor.protocol.pages import Range
 from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import FreedItems
@@ -55,13 +55,6 @@ class _Departure:
             self.timer.cancel()
 
 
-class _Forward(Ticket[Extent]):
-    """The grant of a forwarded block, which takes nothing from the budget."""
-
-    source: Source | None = None  # keeps the block leased
-    segment: ForeignSegment | None = None
-
-
 class Memory:
     """Grant blocks of the arena, copy into them, and release them; belongs to the running loop.
 
@@ -78,7 +71,7 @@ class Memory:
         gate: the waits for bytes.
         freed: the blocks of freed tensors from `allocate`, which are still to be released.
         allocations: the blocks that callers own.
-        leases: the pins of the blocks.
+        blocks: the blocks in use, by their numbers.
         movers: the objects that move bytes to peers on other machines.
         moves: the moves of blocks to these peers.
     """
@@ -98,9 +91,10 @@ class Memory:
         self.gate = gate(self._arena)
         self.freed: FreedItems[Watch] = FreedItems(self._release_allocations)
         self.allocations = Allocations(self.freed)
-        self.leases: Leases[Ticket[Extent]] = Leases()
+        self.blocks: dict[int, Block | ForwardedBlock] = {}
+        self._numbers = itertools.count()
         self.movers: set[Mover] = set()
-        self.moves = Moves(self.leases.move_begun, self._move_ended)
+        self.moves = Moves(self._release)
         self._worker = Worker("aiotensor-sender")
         self._counts = counts
         self._copies = Copies(self._worker, self._arena.prepare, self.unpin_owner, max_wait_s, overdue)
@@ -128,13 +122,15 @@ class Memory:
 
     def try_acquire(self, nbytes: int, holder: Hashable = None) -> Block | None:
         """Return a block that is pinned for its owner; None if none is free or calls are waiting."""
-        ticket = self.gate.budget.try_request(nbytes, holder)
+        ticket = self.gate.try_request(nbytes, holder)
         if ticket is None:
             return None
         place = ticket.place
         if place is None or not place.segment.memory:
             return self._own(ticket)
-        return Block(self.leases.own(ticket), place)  # as `_own`, without a call
+        number = next(self._numbers)  # as `_own`, without a call
+        block = self.blocks[number] = Block(number, place=place, ticket=ticket)
+        return block
 
     def copy_now(self, source: Source, block: Block) -> None:
         """Copy a tensor to a block on this thread; an error leaves the pin of the owner.
@@ -172,7 +168,7 @@ class Memory:
             try:
                 copy_now(source, place)
             except BaseException:
-                self.unpin_owner(block.number)
+                self.unpin_owner(block)
                 raise
         else:
             await tracing.step("copy", self._copies.run(block, holder, source), source.nbytes)
@@ -197,7 +193,7 @@ class Memory:
                 raise CopyAbandonedError
             return self.allocations.add(block, dtype, shape)
         except BaseException:
-            self.unpin_owner(block.number)
+            self.unpin_owner(block)
             raise
 
     async def move(
@@ -229,7 +225,7 @@ class Memory:
         try:
             await tracing.step("move", self.moves.run(mover, block, 0, data, holder), len(data))
         except BaseException:
-            self.unpin_owner(block.number)
+            self.unpin_owner(block)
             raise
 
     async def forward(self, source: Source, found: Forwardable) -> ForwardedBlock | None:
@@ -266,11 +262,12 @@ class Memory:
         pages = found.pages(source)
         if foreign.overlaps(*pages):
             return None
-        ticket = _Forward(0, None, time.monotonic(), granted=True, source=source, segment=foreign)
-        foreign.in_use[ticket] = pages
         self._counts["bytes_forwarded"] += source.nbytes
         place = ForeignExtent(foreign, found.offset, source.nbytes)
-        return ForwardedBlock(self.leases.own(ticket), place)
+        block = ForwardedBlock(next(self._numbers), place=place, source=source)
+        self.blocks[block.number] = block
+        foreign.in_use[block] = pages
+        return block
 
     def _foreign_unmapped(self, segments: Sequence[ForeignSegment]) -> None:
         for foreign in segments:
@@ -289,61 +286,59 @@ class Memory:
         self._copies.abandon(holder)
         self.moves.abandon(holder)
 
-    def unaccounted_bytes(self, numbers: Iterable[int]) -> int:
+    def unaccounted_bytes(self, blocks: Iterable[Block]) -> int:
         """Return how many bytes of the given blocks are accounted to no open message."""
-        tickets = map(self.leases.grant_of, numbers)
-        return sum(ticket.amount for ticket in tickets if ticket.holder not in self.gate.budget.held)
+        tickets = [block.ticket for block in blocks]
+        return sum(ticket.amount for ticket in tickets if ticket.holder not in self.gate.held)
 
-    def announced(self, number: int, holder: Hashable, *, is_whole: bool) -> None:
+    def announced(self, block: Block | ForwardedBlock, holder: Hashable, *, is_whole: bool) -> None:
         """Pin a block for an announcement, and account it to its message, unless an open message holds it.
 
         Args:
-            number: the number of the block.
+            block: the block.
             holder: the message.
             is_whole: whether the message needs no more memory, so that no wait delays the release.
         """
-        ticket, budget = self.leases.pin(number), self.gate.budget
-        if ticket.holder not in budget.held:
+        block.sent += 1
+        if isinstance(block, ForwardedBlock):
+            return  # its bytes are not of this arena
+        ticket, gate = block.ticket, self.gate
+        if ticket.holder not in gate.held:
             if is_whole:
                 ticket.holder = holder
             else:
-                budget.reassign(ticket, holder)
-                self.gate.refuse_if_stuck()
+                gate.reassign(ticket, holder)
+                gate.refuse_if_stuck()
 
-    def account(self, number: int, holder: Hashable) -> None:
+    def account(self, block: Block, holder: Hashable) -> None:
         """Account a block to a holder; None accounts it to no holder."""
-        self.gate.budget.reassign(self.leases.grant_of(number), holder)
+        self.gate.reassign(block.ticket, holder)
+
+    def pin(self, numbers: Iterable[int], count: int = 1) -> None:
+        """Pin blocks for announcements that are accounted to no message."""
+        for number in numbers:
+            self.blocks[number].sent += count
 
     def unpin(self, numbers: Iterable[int]) -> None:
-        """Remove the pin of one announcement from each block.
-
-        Raises:
-            ProtocolError: no announcement pins such a block.
-        """
+        """Remove the pin of one announcement from each block."""
         for number in numbers:
-            ticket = self.leases.unpin(number)
-            if ticket is None:
+            block = self.blocks[number]
+            block.sent -= 1
+            if block.is_owned or block.sent or block.moves:
                 self.gate.refuse_if_stuck()  # perhaps only the owner holds the block now
             else:
-                self._release(ticket)
+                self._release(block)
 
-    def unpin_owner(self, number: int) -> None:
+    def unpin_owner(self, block: Block | ForwardedBlock) -> None:
         """Remove the pin of the owner, because this side no longer writes to the block."""
-        ticket = self.leases.disown(number)
-        if ticket is not None:
-            self._release(ticket)
-
-    def _move_ended(self, number: int) -> None:
-        ticket = self.leases.move_ended(number)
-        if ticket is not None:
-            self._release(ticket)
+        block.is_owned = False
+        if not (block.sent or block.moves):
+            self._release(block)
 
     def _release_allocations(self, watches: Iterable[Watch]) -> None:
         for watch in watches:
             self.allocations.by_number.pop(watch.number, None)
-            ticket = self.leases.disown(watch.number)
-            if ticket is not None:
-                self._release(ticket)
+            self.unpin_owner(self.blocks[watch.number])
 
     def reader_lost(self, pins: Sequence[int], readings: Mapping[int, Descriptor]) -> None:
         """Keep the blocks that a lost reader may still read until it cannot any more.
@@ -360,7 +355,7 @@ class Memory:
             return
         by_segment: dict[Segment | ForeignSegment, list[int]] = {}
         for number in pins:
-            by_segment.setdefault(self._segment_of(number), []).append(number)
+            by_segment.setdefault(self.blocks[number].place.segment, []).append(number)
         for segment, numbers in by_segment.items():
             reading = readings.get(segment.number)
             if reading is None:
@@ -395,27 +390,19 @@ class Memory:
                 retired += 1
                 self._arena.retire(segment)
             del self._departures[departure]
-            places = [self.leases.grant_of(number).place for number in set(departure.pins)]
-            offsets = [place.offset for place in places if place is not None]
+            offsets = [self.blocks[number].place.offset for number in set(departure.pins)]
             segment.read_elsewhere(offsets)
             end.ended = partial(self._reader_ended, segment, offsets)
             self._readers.setdefault(segment, []).append(end)
             self.unpin(departure.pins)
         self._trim_retired()
 
-    def _segment_of(self, number: int) -> Segment | ForeignSegment:
-        ticket = self.leases.grant_of(number)
-        if isinstance(ticket, _Forward) and ticket.segment is not None:
-            return ticket.segment
-        if ticket.place is None:
-            raise AssertionError("a block that was announced is in a segment")
-        return ticket.place.segment
-
     def holdings(self) -> list[tuple[Ticket[Extent], bool]]:
         """Return each grant in use, and whether its block belongs to a caller and no announcement pins it."""
         return [
-            (ticket, number in self.allocations.by_number and not self.leases.is_sent(number))
-            for number, ticket in self.leases.grants().items()
+            (block.ticket, number in self.allocations.by_number and not block.sent)
+            for number, block in self.blocks.items()
+            if isinstance(block, Block)
         ]
 
     def segments(self) -> Iterator[Segment | ForeignSegment]:
@@ -426,7 +413,7 @@ class Memory:
     @property
     def largest_free(self) -> int:
         """The size in bytes of the largest block that could be granted now if no call waited."""
-        budget = self.gate.budget
+        budget = self.gate
         return min(budget.limit - budget.in_use, self._arena.largest_free)
 
     @property
@@ -467,16 +454,16 @@ class Memory:
             else:
                 departure.cancel()
         self._departures.clear()
-        for ticket in self.leases.grants().values():
-            if isinstance(ticket, _Forward):
-                ticket.source = None
+        for block in self.blocks.values():
+            if isinstance(block, ForwardedBlock):
+                block.source = None
         for foreign in list(self._foreign.values()):
             self._close_foreign(foreign)
         self._arena.close()
 
-    def _sources_of(self, blocks: Iterable[int]) -> list[Source | None]:
-        tickets = map(self.leases.grant_of, blocks)
-        return [ticket.source for ticket in tickets if isinstance(ticket, _Forward)]
+    def _sources_of(self, numbers: Iterable[int]) -> list[Source | None]:
+        blocks = [self.blocks[number] for number in numbers]
+        return [block.source for block in blocks if isinstance(block, ForwardedBlock)]
 
     def _count(self, copied: Source) -> None:
         self._counts["tensors_copied"] += 1
@@ -492,7 +479,9 @@ class Memory:
             except BaseException:
                 self.gate.release(ticket)
                 raise
-        return Block(self.leases.own(ticket), place)
+        block = Block(next(self._numbers), place=place, ticket=ticket)
+        self.blocks[block.number] = block
+        return block
 
     def _release_segment(self, segment: Segment) -> None:
         """Unmap a segment in the worker, after the copies into it; unmapping may take milliseconds."""
@@ -507,20 +496,22 @@ class Memory:
             free = segment.take_free()
             self._worker.begin("unmapping", partial(_close, segment, free))
 
-    def _release(self, ticket: Ticket[Extent]) -> None:
-        if isinstance(ticket, _Forward):
-            if (foreign := ticket.segment) is not None:
-                del foreign.in_use[ticket]
-                if foreign.is_unmapped and not foreign.in_use:
-                    self._close_foreign(foreign)
+    def _release(self, block: Block | ForwardedBlock) -> None:
+        del self.blocks[block.number]
+        if isinstance(block, ForwardedBlock):
+            foreign = block.place.segment
+            del foreign.in_use[block]
+            block.source = None
+            if foreign.is_unmapped and not foreign.in_use:
+                self._close_foreign(foreign)
             return
-        if self.movers and ticket.place is not None:
-            for mover in tuple(self.movers):
-                mover.free(ticket.place.segment.number, ticket.place.offset)
-        self.gate.release(ticket)
+        place = block.place
+        for mover in tuple(self.movers):
+            mover.free(place.segment.number, place.offset)
+        self.gate.release(block.ticket)
         if self._is_closed:
             return
-        if ticket.place is not None and ticket.place.segment.is_retired:
+        if place.segment.is_retired:
             if not self._trims_soon:
                 self._trims_soon = True
                 asyncio.get_running_loop().call_soon(self._trim_retired)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable
 
 import msgspec
 
-from aiotensor.memory.allocations import Block
+from aiotensor.memory.arena import Block
 from aiotensor.memory.copying import CopyAbandonedError
 from aiotensor.protocol.moves import Move
 from aiotensor.protocol.network import Area
@@ -42,13 +42,11 @@ class Moves:
     bytes could mix with those of the next block at the same place.
 
     Args:
-        pin: called with the number of a block; pins it.
-        unpin: called with the number of a block; removes such a pin.
+        freed: called with each block whose last pin was that of a move.
     """
 
-    def __init__(self, pin: Callable[[int], object], unpin: Callable[[int], object]) -> None:
-        self._pin = pin
-        self._unpin = unpin
+    def __init__(self, freed: Callable[[Block], object]) -> None:
+        self._freed = freed
         self._pending: dict[PendingMove, None] = {}
 
     def begin(
@@ -78,9 +76,11 @@ class Moves:
             del self._pending[pending]
             pending.move = None  # it refers to this function and to the bytes
             pending.report(is_complete=is_complete)  # which may announce the block
-            self._unpin(block.number)
+            block.moves -= 1
+            if block.is_free:
+                self._freed(block)
 
-        self._pin(block.number)
+        block.moves += 1
         self._pending[pending] = None
         area = Area(place.segment.number, place.offset)
         pending.move = Move(area, place.nbytes, place.offset + offset, data, len(data), move_ended)

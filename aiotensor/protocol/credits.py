@@ -54,9 +54,11 @@ class Budget(Generic[P]):
         now: returns the current time in seconds.
 
     Attributes:
+        limit: the argument.
         in_use: the granted amount.
         peak: the largest amount that was in use at once.
         held: the amount of each holder that is not settled.
+        on_release: called after each `release`; None for no call.
     """
 
     def __init__(self, limit: int, space: Space[P] | None = None, now: Callable[[], float] = float) -> None:
@@ -67,6 +69,7 @@ class Budget(Generic[P]):
         self._now = now
         self._queue: deque[Ticket[P]] = deque()
         self.held: dict[Hashable, int] = {}
+        self.on_release: Callable[[], None] | None = None
 
     @property
     def waiting(self) -> int:
@@ -123,9 +126,16 @@ class Budget(Generic[P]):
             if self._space is not None and ticket.place is not None:
                 self._space.free(ticket.place)
         granted: list[Ticket[P]] = []
-        while self._queue and self._grant(self._queue[0]):
-            granted.append(self._queue.popleft())
+        if self._queue:
+            while self._queue and self._grant(self._queue[0]):
+                granted.append(self._queue.popleft())
+            self.queue_changed(granted)
+        if self.on_release is not None:
+            self.on_release()
         return granted
+
+    def queue_changed(self, granted: list[Ticket[P]]) -> None:
+        """Called when a release was granted to queued requests, or could be; for derived classes."""
 
     def reassign(self, ticket: Ticket[P], holder: Hashable) -> None:
         """Assign a granted amount to another holder; None as in `request`."""

@@ -71,14 +71,14 @@ class Deliveries:
     def acquire_now(self) -> Ticket[None]:
         """Acquire a permit from the gate without waiting, or raise `WouldBlockError`."""
         self.check()
-        permit = self.gate.budget.try_request(1)
+        permit = self.gate.try_request(1)
         if permit is None:
             raise self.full()
         return permit
 
     def full(self) -> WouldBlockError:
         """Return the error of a call that cannot wait any longer."""
-        limit = self.gate.budget.limit
+        limit = self.gate.limit
         are_unopened = set(self._settings.folder.states_in_use(Kind.CONSUMER)) == {SlotState.UNUSED}
         return WouldBlockError(
             f"the consumers have not taken the {len(self)} earlier messages of this producer, and "

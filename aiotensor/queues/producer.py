@@ -196,8 +196,8 @@ class QueueProducer(LoopObject):
         return ProducerStatistics(
             limit,
             len(deliveries),
-            deliveries.gate.budget.peak,
-            deliveries.gate.budget.waiting,
+            deliveries.gate.peak,
+            deliveries.gate.waiting,
             deliveries.taken,
             deliveries.redelivered,
         )

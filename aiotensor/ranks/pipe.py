@@ -38,8 +38,7 @@ from aiotensor.errors import (
 from aiotensor.link.admission import Admission
 from aiotensor.link.events import PeerLog
 from aiotensor.link.session import Session
-from aiotensor.memory.allocations import Block
-from aiotensor.memory.arena import Extent
+from aiotensor.memory.arena import Block, Extent
 from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError
 from aiotensor.memory.gates import Gate
 from aiotensor.memory.inline import MAX_INLINE_BYTES, bytes_of
@@ -307,26 +306,26 @@ class RankPipe(LoopObject):
             session, source, nbytes = self._prepare(tensor)
             del tensor
             memory = self._memory
-            turn = self._turns.budget.try_request(1) or await self._turns.acquire(1)
+            turn = self._turns.try_request(1) or await self._turns.acquire(1)
             try:
                 if source is None or nbytes <= MAX_INLINE_BYTES:
                     gate, put = memory.gate, self._put(session, source)
-                    ticket = gate.budget.try_request(nbytes) or await gate.acquire(nbytes)
+                    ticket = gate.try_request(nbytes) or await gate.acquire(nbytes)
                     self._announce(session, put, ticket)
                 elif (forwarded := await self._forward(session, source)) is not None:
                     try:
                         gate, put = memory.gate, self._put(session, source, forwarded)
-                        ticket = gate.budget.try_request(nbytes) or await gate.acquire(nbytes)
+                        ticket = gate.try_request(nbytes) or await gate.acquire(nbytes)
                         self._announce(session, put, ticket)
                     finally:
-                        memory.unpin_owner(forwarded.number)
+                        memory.unpin_owner(forwarded)
                 else:
                     block = memory.try_acquire(nbytes) or await memory.acquire(nbytes)
                     await session.fill(memory, source, block, self)
                     try:
                         self._announce(session, self._put(session, source, block))
                     finally:
-                        memory.unpin_owner(block.number)
+                        memory.unpin_owner(block)
             except CopyAbandonedError:
                 self._check()
                 raise
@@ -398,9 +397,9 @@ class RankPipe(LoopObject):
             connected=int(self._session is not None and not self._session.is_over),
             in_flight=self._in_flight,
             max_bytes=self._max_bytes,
-            bytes_in_flight=gate.budget.in_use,
-            peak_bytes_in_flight=gate.budget.peak,
-            waiting_sends=self._turns.budget.waiting + gate.budget.waiting,
+            bytes_in_flight=gate.in_use,
+            peak_bytes_in_flight=gate.peak,
+            waiting_sends=self._turns.waiting + gate.waiting,
             longest_wait_s=max(self._turns.longest_wait_s(), gate.longest_wait_s()),
             warm_bytes=self._memory.warm_bytes,
             waiting_receives=len(self._receivers),
@@ -521,7 +520,7 @@ class RankPipe(LoopObject):
     @property
     def _in_flight(self) -> int:
         """The number of messages that were begun, and neither taken nor failed."""
-        turns = self._turns.budget
+        turns = self._turns
         return 0 if self._failure is not None else len(self._announced) + turns.in_use + turns.waiting
 
     def _prepare(self, value: torch.Tensor | None) -> "tuple[_Rank, Source | None, int]":
@@ -567,7 +566,7 @@ class RankPipe(LoopObject):
         else:
             connection.put(put)
             if put.block is not None:
-                self._memory.leases.pin(put.block)
+                self._memory.pin((put.block,))
                 session.pins[put.block] = 1
         if len(self._announced) <= _FEW_MESSAGES or connection.records:
             session.flush()
@@ -581,7 +580,7 @@ class RankPipe(LoopObject):
         self._counts["bytes_sent"] += 0 if source is None else source.nbytes
 
     def _would_block(self, nbytes: int) -> WouldBlockError:
-        budget = self._memory.gate.budget
+        budget = self._memory.gate
         return WouldBlockError(
             f"not enough bytes were free, or earlier calls were not complete: {budget.in_use} of "
             f"max_bytes={budget.limit} are in use by {self._in_flight} messages that the peer has not taken, "

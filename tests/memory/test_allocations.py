@@ -4,10 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from aiotensor.memory.allocations import Allocation, Allocations, Block
+from aiotensor.memory.allocations import Allocation, Allocations
+from aiotensor.memory.arena import Block, Extent
 from aiotensor.memory.dtypes import DTYPE_NAMES
 from aiotensor.memory.placement import plan_placement
+from aiotensor.protocol.credits import Ticket
 from tests.memory.segments import MIB, arena_of, open_tensor, other_side_of, place_in
+
+
+def block_at(number: int, place: Extent) -> Block:
+    return Block(number, place=place, ticket=Ticket(place.nbytes, None, 0.0, granted=True, place=place))
 
 
 class Desk:
@@ -27,7 +33,7 @@ class Desk:
         self, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8, number: int = 7
     ) -> torch.Tensor:
         nbytes = int(np.prod(shape)) * dtype.itemsize
-        self.blocks[number] = Block(number, place_in(self.arena, nbytes))
+        self.blocks[number] = block_at(number, place_in(self.arena, nbytes))
         return self.allocations.add(self.blocks[number], dtype, shape)
 
     def take_back(self, number: int) -> None:
@@ -76,8 +82,8 @@ def test_an_allocated_tensor_and_its_contiguous_views_are_sent_in_place(desk: De
 
 def test_a_copied_block_beside_an_allocated_one_is_not_taken_for_it(desk: Desk) -> None:
     places = [place_in(desk.arena, 64) for _ in range(3)]
-    allocated = desk.allocations.add(Block(7, places[1]), torch.uint8, (64,))
-    desk.blocks[7] = Block(7, places[1])
+    desk.blocks[7] = block_at(7, places[1])
+    allocated = desk.allocations.add(desk.blocks[7], torch.uint8, (64,))
     neighbours = [torch.frombuffer(place.view(), dtype=torch.uint8) for place in (places[0], places[2])]
     assert {abs(one.data_ptr() - allocated.data_ptr()) for one in neighbours} == {64}
 

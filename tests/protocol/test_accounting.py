@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiotensor.errors import ProtocolError
 from aiotensor.protocol.blocks import Blocks
 from aiotensor.protocol.credits import Budget, Ticket
-from aiotensor.protocol.leases import Leases
 from aiotensor.protocol.numbers import NumberSet
 from aiotensor.protocol.pages import CHUNK_BYTES, Range, WarmPages, gaps
 from tests.selection import COMPLETE
@@ -184,74 +182,6 @@ class BudgetMachine(RuleBasedStateMachine):
 
 TestAnyOrderOfRequests = pytest.mark.promise(15)(BudgetMachine.TestCase)
 TestAnyOrderOfRequests.settings = settings(max_examples=200 if COMPLETE else 40, stateful_step_count=40)
-
-
-# Pins of blocks
-
-
-class LeasesMachine(RuleBasedStateMachine):
-    """Count pins by hand, beside `Leases`."""
-
-    @initialize()
-    def begin(self) -> None:
-        self.leases: Leases[str] = Leases()
-        self.pins: dict[int, int] = {}
-        self.owned: set[int] = set()
-        self.granted: dict[int, str] = {}  # what each living block has to give back one day
-        self.used: set[int] = set()
-
-    def expected(self, number: int) -> str | None:
-        return None if self.pins[number] or number in self.owned else self.granted.pop(number)
-
-    @rule()
-    def own(self) -> None:
-        grant = f"grant {len(self.used)}"
-        number = self.leases.own(grant)
-        assert number not in self.used, "a number was given out twice"
-        self.used.add(number)
-        self.granted[number] = grant
-        self.owned.add(number)
-        self.pins[number] = 0
-
-    @precondition(lambda self: self.granted)
-    @rule(data=st.data(), times=st.integers(1, 3))
-    def pin(self, data: st.DataObject, times: int) -> None:
-        number = data.draw(st.sampled_from(sorted(self.granted)))
-        for _ in range(times):
-            self.leases.pin(number)
-        self.pins[number] += times
-
-    @precondition(lambda self: any(self.pins[number] for number in self.granted))
-    @rule(data=st.data())
-    def unpin_one_that_is_pinned(self, data: st.DataObject) -> None:
-        self.unpin(data.draw(st.sampled_from([number for number in self.granted if self.pins[number]])))
-
-    @rule(number=st.integers(0, 12))
-    def unpin(self, number: int) -> None:
-        if number not in self.granted or not self.pins[number]:
-            with pytest.raises(ProtocolError, match=rf"block {number} "):
-                self.leases.unpin(number)
-            return
-        self.pins[number] -= 1
-        assert self.leases.unpin(number) == self.expected(number)
-
-    @precondition(lambda self: self.owned)
-    @rule(data=st.data())
-    def disown(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.owned)))
-        self.owned.discard(number)
-        assert self.leases.disown(number) == self.expected(number)
-
-    @invariant()
-    def it_knows_the_blocks_that_are_not_free_and_what_they_were_granted(self) -> None:
-        assert len(self.leases) == len(self.granted)
-        assert self.leases.grants() == self.granted
-        assert all(self.leases.is_sent(number) == (self.pins[number] > 0) for number in self.granted)
-        assert all(self.leases.grant_of(number) == grant for number, grant in self.granted.items())
-
-
-TestAnyOrderOfPinsAndUnpins = LeasesMachine.TestCase
-TestAnyOrderOfPinsAndUnpins.settings = settings(max_examples=200 if COMPLETE else 30, stateful_step_count=30)
 
 
 # Places of blocks in an arena

@@ -21,9 +21,9 @@ def gate_of(limit: int) -> Gate[None]:
 
 async def begin(gate: Gate[None], amount: int, holder: str | None = None) -> Waiting:
     """Begin to wait in a separate task, and return when it is in the queue."""
-    waiting = gate.budget.waiting
+    waiting = gate.waiting
     task = asyncio.create_task(gate.acquire(amount, holder))
-    while gate.budget.waiting == waiting:
+    while gate.waiting == waiting:
         assert not task.done()
         await asyncio.sleep(0)
     return task
@@ -45,7 +45,7 @@ async def test_a_waiter_cancelled_in_the_iteration_of_its_grant_releases_it(firs
         await task
     await next_one
 
-    assert (gate.budget.in_use, gate.budget.waiting) == (10, 0)
+    assert (gate.in_use, gate.waiting) == (10, 0)
 
 
 async def test_fail_ends_present_and_future_waits_with_separate_errors() -> None:
@@ -60,7 +60,7 @@ async def test_fail_ends_present_and_future_waits_with_separate_errors() -> None
 
     assert [type(error) for error in errors] == [PeerLostError] * 3
     assert len({id(error) for error in [*errors, caught.value]}) == 4
-    assert (gate.budget.in_use, gate.budget.waiting) == (10, 0)
+    assert (gate.in_use, gate.waiting) == (10, 0)
 
 
 async def test_a_waiter_cancelled_after_a_failure_leaves_no_unretrieved_exception() -> None:
@@ -78,7 +78,7 @@ async def test_a_waiter_cancelled_after_a_failure_leaves_no_unretrieved_exceptio
     gc.collect()
 
     assert unseen == []
-    assert gate.budget.waiting == 0
+    assert gate.waiting == 0
 
 
 async def test_deadlocked_waiters_are_refused_one_by_one_from_the_latest() -> None:
@@ -96,7 +96,7 @@ async def test_deadlocked_waiters_are_refused_one_by_one_from_the_latest() -> No
     await asyncio.gather(*map(want_too_much, "abcde"))
 
     assert refused == ["e", "d", "c", "b", "a"]
-    assert (gate.budget.in_use, gate.budget.waiting) == (0, 0)
+    assert (gate.in_use, gate.waiting) == (0, 0)
 
 
 async def test_a_refused_waiter_releases_a_grant_that_arrives_before_it_runs() -> None:
@@ -108,7 +108,7 @@ async def test_a_refused_waiter_releases_a_grant_that_arrives_before_it_runs() -
 
     with pytest.raises(StuckError):
         await task
-    assert (gate.budget.in_use, gate.budget.waiting) == (0, 0)
+    assert (gate.in_use, gate.waiting) == (0, 0)
 
 
 # A failure that passes
@@ -125,10 +125,10 @@ async def test_fail_waiting_ends_present_waits_but_not_later_ones() -> None:
 
     assert [type(error) for error in errors] == [PeerLostError] * 3
     assert len({id(error) for error in errors}) == 3
-    assert (gate.budget.in_use, gate.budget.waiting) == (10, 1)
+    assert (gate.in_use, gate.waiting) == (10, 1)
     gate.release(held)
     await later
-    assert gate.budget.in_use == 1
+    assert gate.in_use == 1
 
 
 async def test_a_release_in_the_iteration_of_fail_waiting_is_granted_to_later_waiters() -> None:
@@ -142,7 +142,7 @@ async def test_a_release_in_the_iteration_of_fail_waiting_is_granted_to_later_wa
     errors = await asyncio.gather(*failed, return_exceptions=True)
     assert [type(error) for error in errors] == [PeerLostError] * 3
     await later
-    assert (gate.budget.in_use, gate.budget.waiting) == (10, 0)
+    assert (gate.in_use, gate.waiting) == (10, 0)
 
 
 # Long waits
@@ -181,7 +181,7 @@ async def test_every_overdue_wait_ends_with_an_error() -> None:
     for amount in (3, 4):
         with pytest.raises(PeerLostError, match=f"{amount} took too long"):
             await gate.acquire(amount)
-    assert gate.budget.waiting == 0
+    assert gate.waiting == 0
     gate.release(held)
     await gate.acquire(10)
     assert amounts == []

@@ -31,7 +31,7 @@ async def test_idle_memory_is_returned_to_the_system_and_the_timer_ends() -> Non
     await memory.copy(torch.full((8 * MIB,), 7, dtype=torch.uint8), block, None)
     descriptor = block.place.segment.descriptor.number
     assert os.fstat(descriptor).st_blocks * 512 == memory.warm_bytes == 8 * MIB
-    memory.unpin_owner(block.number)
+    memory.unpin_owner(block)
     await until(lambda: os.fstat(descriptor).st_blocks == 0)
     assert memory.warm_bytes == 0
     assert not is_trimming(memory)
@@ -50,7 +50,7 @@ async def test_the_memory_of_a_cancelled_copy_is_returned_to_the_system() -> Non
     await until(lambda: os.fstat(descriptor).st_blocks == 0)
     await worker_of(memory).settle()
     assert memory.warm_bytes == 0
-    assert memory.gate.budget.in_use == 0
+    assert memory.gate.in_use == 0
     await memory.aclose()
 
 
@@ -60,7 +60,7 @@ async def test_memory_reused_before_a_queued_return_is_not_returned() -> None:
     block = memory.try_acquire(MIB, None)
     assert block is not None
     memory.copy_now(torch.full((MIB,), 7, dtype=torch.uint8), block)
-    memory.unpin_owner(block.number)
+    memory.unpin_owner(block)
     worker_of(memory).submit(go_on.wait)  # the worker is busy with another copy
     await until(lambda: memory.warm_bytes == 0)  # the giving back is queued behind it
     again = memory.try_acquire(MIB, None)
@@ -93,7 +93,7 @@ async def test_a_copy_that_cannot_start_a_thread_fails_and_never_runs_later(
     await memory.copy(torch.full((2 * MIB,), 3, dtype=torch.uint8), other, None)  # now there is a thread
     assert bytes(there.place.view()) == b"\2" * MIB
     for one in (there, other):
-        memory.unpin_owner(one.number)
+        memory.unpin_owner(one)
     await memory.aclose()
 
 
@@ -103,7 +103,7 @@ async def test_a_large_copy_is_made_by_one_thread_if_no_second_one_can_be_starte
     memory = new_memory(16 * MIB)
     warm = await memory.acquire(8 * MIB)
     await memory.copy(torch.zeros(2 * MIB, dtype=torch.uint8), warm, None)  # the first thread
-    memory.unpin_owner(warm.number)
+    memory.unpin_owner(warm)
     block = await memory.acquire(8 * MIB)
     with monkeypatch.context() as patched:
         patched.setattr(threading, "Thread", _NoThread)
@@ -114,5 +114,5 @@ async def test_a_large_copy_is_made_by_one_thread_if_no_second_one_can_be_starte
     assert bytes(block.place.view()) == b"\1" * 8 * MIB
     assert bytes(other.place.view()) == b"\2" * 4 * MIB
     for one in (block, other):
-        memory.unpin_owner(one.number)
+        memory.unpin_owner(one)
     await memory.aclose()

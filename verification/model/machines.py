@@ -46,7 +46,7 @@ class WholeProtocol(SettledWorld):
             assert permits.waiting <= len(later), "a later call got a permit first"
             later = [call for call in self.of(sender, "allocate") if call.began > sender.latest_allocation]
             later += self.of(sender, "send", "several", "send in a message")
-            waiting = memory_of(sender.sender).gate.budget.waiting
+            waiting = memory_of(sender.sender).gate.waiting
             assert waiting <= len(later), "a later call got memory first"
         for receiver in self.receivers:
             here = receiver.receiver.statistics()

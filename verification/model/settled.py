@@ -118,7 +118,7 @@ class SettledWorld(EndRules):
         calls = self.of(sender, "send", "several", "message", "send in a message", "allocate")
         waiting = [call for call in calls if not (call.what == "message" and call.begun.opened)]
         assert statistics.waiting == len(waiting), f"{sender}: {waiting} wait for nothing"
-        for_bytes = memory_of(sender.sender).gate.budget.waiting
+        for_bytes = memory_of(sender.sender).gate.waiting
         assert statistics.bytes_in_use or not for_bytes, f"{sender}: {waiting} wait for bytes that are free"
         begun = [m for m in sender.messages if m.number is None and m.opened and not self.has_ended(m)]
         asking = [call for call in waiting if call.message is not None and call.message.opened is None]
