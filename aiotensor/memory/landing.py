@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from aiotensor.errors import ProtocolError
-from aiotensor.memory.mapping import MappedSegment
+from aiotensor.memory.mapping import Mapping
 from aiotensor.memory.segments import Segment, whole_pages
 from aiotensor.protocol.blocks import PlacedBlocks
 from aiotensor.protocol.moves import WINDOW_BYTES
@@ -69,7 +69,7 @@ class LandingSegment:
         self._trimming: asyncio.TimerHandle | None = None
         self._is_closed = False
 
-    def mapped(self) -> MappedSegment:
+    def mapped(self) -> Mapping:
         """Return the mapped segment, over which tensors can be opened."""
         return self._segment.mapped()
 

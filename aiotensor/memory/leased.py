@@ -25,7 +25,7 @@ import msgspec
 
 from aiotensor.memory.arena import WHERE, PinnedBlock
 from aiotensor.memory.landing import LandingSegment
-from aiotensor.memory.mapping import MappedSegment
+from aiotensor.memory.mapping import Mapping
 from aiotensor.memory.source import Source, is_flat
 from aiotensor.memory.tokens import TokenEnd
 from aiotensor.protocol.pages import gaps
@@ -59,7 +59,7 @@ class PeerMemory(msgspec.Struct, eq=False):
     arena_bytes: int
     release: Callable[[int], None] | None
     landings: dict[int, LandingSegment] = {}
-    mapped: dict[int, MappedSegment] = {}
+    mapped: dict[int, Mapping] = {}
     segments: "dict[int, LeasedSegment]" = {}
 
     @property
@@ -112,7 +112,7 @@ class LeasedSegment(msgspec.Struct, eq=False, weakref=True):
     """
 
     number: int
-    mapped: MappedSegment
+    mapped: Mapping
     memory: PeerMemory
     arena_bytes: int
     leases: dict[int, tuple[int, int]] = {}

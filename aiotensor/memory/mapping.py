@@ -1,4 +1,4 @@
-"""Shared memory in the address space of this process, and the segment of a sender at its receiver.
+"""Shared memory in the address space of this process.
 
 Python's `mmap` module keeps a duplicate of the descriptor of each mapping, holds the interpreter lock during
 ``madvise`` and ``munmap``, and in a forked child unmaps the addresses even if another mapping uses them by
@@ -26,7 +26,7 @@ from aiotensor.memory.views import View, view_over
 from aiotensor.protocol.pages import Range
 from aiotensor.runtime.descriptors import Descriptor
 
-__all__ = ["MappedSegment", "Mapping", "open_segment"]
+__all__ = ["Mapping", "open_segment"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap = _libc.mmap
@@ -46,10 +46,11 @@ _MADV_POPULATE_WRITE = 23  # the module `mmap` of Python 3.11 has no name for it
 
 
 class Mapping:
-    """Shared memory, mapped for reading and writing until its last view is freed.
+    """Shared memory, mapped for reading and writing until it is closed and its last view is freed.
 
     A forked child does not inherit the mapping: there, accessing a view ends the process. The caller keeps
-    the descriptor of the memory, and may close it.
+    the descriptor of the memory, and may close it. Methods have no effect after `close`, which another thread
+    may call in the meantime.
 
     Args:
         descriptor: the descriptor of the memory.
@@ -60,9 +61,10 @@ class Mapping:
 
     Attributes:
         address: the address of the first byte.
-        view: the memory.
+        nbytes: the argument.
+        view: the memory; empty after `close`.
         is_private: the argument.
-        locks: the argument.
+        locks: the argument; None after `close`.
         tokens: the argument, to which others can be added.
 
     Raises:
@@ -86,10 +88,25 @@ class Mapping:
         self.tokens = list(tokens)
         weakref.finalize(memory, _unmap, os.getpid(), address, nbytes, self.tokens).atexit = False
         self.address = address
+        self.nbytes = nbytes
         self.is_private = is_private
         self.locks = locks
         self.view: memoryview = np.asarray(memory).data
         self._advise(mmap.MADV_DONTFORK, 0, nbytes)
+
+    def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
+        """Return a tensor over the memory at an offset.
+
+        Raises:
+            ProtocolError: the range is not within the memory, or not aligned.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        view = self.view
+        if not nbytes or offset % dtype.itemsize or offset + nbytes > len(view):
+            raise ProtocolError(
+                f"the peer placed a tensor of {nbytes} bytes at byte {offset} of a segment of {self.nbytes}"
+            )
+        return view_over(view, offset, dtype, shape)
 
     def populate(self, start: int, length: int) -> None:
         """Map the pages of a range before the first write; has no effect before Linux 5.14."""
@@ -99,157 +116,99 @@ class Mapping:
     def remove(self, ranges: list[Range]) -> None:
         """Return the memory of ranges of pages to the system; they read as zeros afterwards.
 
-        With locks, other processes keep the pages that they use.
+        With locks, other processes keep the pages that they use. Do not call this on the event loop.
 
         Raises:
             OSError: the kernel refuses.
         """
-        if self.locks is not None:
+        if (locks := self.locks) is not None:
             if self.is_private:
                 for start, length in ranges:
                     self._advise(mmap.MADV_DONTNEED, start, length)
-            self.locks.return_unused(ranges)
+            locks.return_unused(ranges)
             return
         for start, length in ranges:
             self._advise(mmap.MADV_REMOVE, start, length)
 
-    def drop_copies(self, start: int, length: int) -> None:
-        """Drop the copied pages in a range of a private mapping, so that it shows the shared memory again.
-
-        Do not call this on the event loop if many of the pages are mapped: 150 MiB take 2 ms.
-        """
-        view = self.view
-        for offset, nbytes in copied_pages(self.address + start, length):
-            self._advise(mmap.MADV_DONTNEED, start + offset, nbytes)
-        del view
-
-    def has_copies(self, start: int, length: int) -> bool:
-        """Return whether this process has written to a range of pages that is private."""
-        return bool(copied_pages(self.address + start, length))
-
-    def has_few_pages(self, start: int, length: int) -> bool:
-        """Return whether changing a range of pages takes little time, because few of them are mapped."""
-        return has_few_pages(self.address + start, length)
-
-    def change(self, start: int, length: int, *, is_private: bool) -> None:
-        """Map a range of pages privately or shared, without their copies; with locks only.
-
-        The addresses stay valid. Do not call this on the event loop if the range is large.
-
-        Raises:
-            OSError: the process has no mappings left.
-        """
-        view, flags = self.view, _MAP_FIXED | (_MAP_PRIVATE if is_private else mmap.MAP_SHARED)
-        descriptor = -1 if self.locks is None else self.locks.own.number
-        found = _mmap(self.address + start, length, _PROTECTION, flags, descriptor, start)
-        if found == _FAILED:
-            raise _error()
-        self._advise(mmap.MADV_DONTFORK, start, length)
-        del view
-
-    def _advise(self, advice: int, start: int, length: int) -> None:
-        view = self.view  # keeps the memory mapped during the call
-        if _madvise(self.address + start, length, advice):
-            raise _error()
-        del view
-
-
-class MappedSegment:
-    """A segment of a peer, mapped in this process.
-
-    Attributes:
-        address: the address of its first byte.
-        nbytes: its size in bytes.
-        is_private: whether writes are visible to this process only.
-    """
-
-    def __init__(self, mapping: Mapping) -> None:
-        self.address = mapping.address
-        self.nbytes = len(mapping.view)
-        self.is_private = mapping.is_private
-        self._mapping: Mapping | None = mapping
-
-    def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
-        """Return a tensor over the memory at an offset.
-
-        Raises:
-            ProtocolError: the range is not within the segment, or not aligned.
-        """
-        nbytes = math.prod(shape) * dtype.itemsize
-        if self._mapping is None or not nbytes or offset % dtype.itemsize or offset + nbytes > self.nbytes:
-            raise ProtocolError(
-                f"the peer placed a tensor of {nbytes} bytes at byte {offset} of a segment of {self.nbytes}"
-            )
-        return view_over(self._mapping.view, offset, dtype, shape)
-
-    @property
-    def locks(self) -> Descriptor | None:
-        """The descriptor with the page locks of this process; None for a closed or landing segment."""
-        return None if self._mapping is None or self._mapping.locks is None else self._mapping.locks.own
-
-    @property
-    def tokens(self) -> Sequence[Descriptor]:
-        """The tokens that the peer has sent with the segment."""
-        return () if self._mapping is None else self._mapping.tokens
-
     def lock(self, start: int, stop: int) -> None:
         """Lock the pages of a range for reading; errors are those of `PageLocks.lock`."""
-        if self._mapping is not None and self._mapping.locks is not None:
-            self._mapping.locks.lock(*_pages(start, stop))
+        if self.locks is not None:
+            self.locks.lock(*_pages(start, stop))
 
     def unlock(self, start: int, stop: int) -> bool:
         """Unlock the pages of a range; return whether the owner has locked all of them."""
-        locks = None if self._mapping is None else self._mapping.locks
-        return locks is not None and locks.unlock(*_pages(start, stop))
+        return self.locks is not None and self.locks.unlock(*_pages(start, stop))
 
     def isolate(self, start: int, stop: int) -> bool:
         """Make the pages of a range private; return False if the kernel refuses."""
         with suppress(OSError):
-            if self._mapping is not None:
-                self._mapping.change(*_pages(start, stop), is_private=True)
-                return True
+            return self._change(*_pages(start, stop), is_private=True)
         return False
 
     def has_copies(self, start: int, stop: int) -> bool:
         """Return whether this process has written to a range of a private mapping, or of an isolated one."""
-        return self._mapping is None or self._mapping.has_copies(*_pages(start, stop))
+        view, (first, length) = self.view, _pages(start, stop)
+        has = not view or bool(copied_pages(self.address + first, length))
+        del view
+        return has
 
     def is_quick(self, start: int, stop: int) -> bool:
         """Return whether the other methods take little time for a range, so that they may block the loop."""
-        return self._mapping is None or self._mapping.has_few_pages(*_pages(start, stop))
+        first, length = _pages(start, stop)
+        return has_few_pages(self.address + first, length)
 
     def drop_copies(self, start: int, stop: int, *, unlocks: bool = False) -> None:
         """Drop the pages in a range that this process has copied by writing to them.
+
+        Do not call this on the event loop unless it is quick: 150 MiB take 2 ms if they were read.
 
         Args:
             start: the position of the first byte of the range.
             stop: the position after its last byte.
             unlocks: whether to unlock the pages, and to return them to the system if no process uses them.
-        """
-        mapping, pages = self._mapping, _pages(start, stop)
-        if mapping is None:
-            return
-        if mapping.is_private:
-            mapping.drop_copies(*pages)
-        else:
-            mapping.change(*pages, is_private=False)
-        if unlocks and mapping.locks is not None:
-            mapping.locks.return_unused([pages])
 
-    def remove(self, ranges: list[Range]) -> None:
-        """Return the memory of ranges to the system, as `Mapping.remove` does; not for the event loop."""
-        mapping = self._mapping
-        if mapping is not None:
-            mapping.remove(ranges)
+        Raises:
+            OSError: the process has no mappings left.
+        """
+        (first, length), locks, view = _pages(start, stop), self.locks, self.view
+        if not view:
+            return
+        if self.is_private:
+            for offset, nbytes in copied_pages(self.address + first, length):
+                self._advise(mmap.MADV_DONTNEED, first + offset, nbytes)
+        else:
+            self._change(first, length, is_private=False)
+        if unlocks and locks is not None:
+            locks.return_unused([(first, length)])
 
     def close(self) -> None:
         """Release the memory, which is unmapped with its last view."""
-        self._mapping = None
+        self.view = memoryview(b"")
+        self.locks = None
 
     def remove_and_close(self) -> None:
         """Return all memory, which no tensor uses, to the system, and release it; not for the event loop."""
         self.remove([(0, self.nbytes)])
         self.close()
+
+    def _change(self, start: int, length: int, *, is_private: bool) -> bool:
+        """Map a range of pages privately or shared, without their copies, at the same addresses.
+
+        Return whether the memory is still mapped. This may take long.
+        """
+        view, locks = self.view, self.locks
+        if not view or locks is None:
+            return False
+        flags = _MAP_FIXED | (_MAP_PRIVATE if is_private else mmap.MAP_SHARED)
+        if _mmap(self.address + start, length, _PROTECTION, flags, locks.own.number, start) == _FAILED:
+            raise _error()
+        self._advise(mmap.MADV_DONTFORK, start, length)
+        return True
+
+    def _advise(self, advice: int, start: int, length: int) -> None:
+        view = self.view  # keeps the memory mapped during the call
+        if view and _madvise(self.address + start, length, advice):
+            raise _error()
 
 
 def open_segment(
@@ -259,7 +218,7 @@ def open_segment(
     *,
     is_private: bool = False,
     locks_all: bool = True,
-) -> MappedSegment:
+) -> Mapping:
     """Map the segment of a peer; the caller keeps the descriptor.
 
     Args:
@@ -289,7 +248,7 @@ def open_segment(
     if size != nbytes or not nbytes:
         raise ProtocolError(f"the peer shared {size} bytes of memory, but announced {nbytes}")
     locks = PageLocks(descriptor, locks_all=locks_all)
-    return MappedSegment(Mapping(locks.own.number, nbytes, locks, tokens, is_private=is_private))
+    return Mapping(locks.own.number, nbytes, locks, tokens, is_private=is_private)
 
 
 def _pages(start: int, stop: int) -> Range:

@@ -257,7 +257,7 @@ class Memory:
                 return None
             if is_full and idle is not None:
                 self._close_foreign(idle)
-            foreign = ForeignSegment(self._arena.next_number(), leased, locks, leased.owner, tokens)
+            foreign = ForeignSegment(self._arena.next_number(), leased, locks.own, leased.owner, tokens)
             self._foreign[leased] = leased.forwards[self._unmapped] = foreign
         pages = found.pages(source)
         if foreign.overlaps(*pages):

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from aiotensor.memory.mapping import MappedSegment, Mapping
+from aiotensor.memory.mapping import Mapping
 from aiotensor.memory.page_locks import lock_all_pages
 from aiotensor.memory.tokens import new_token
 from aiotensor.protocol.blocks import Blocks
@@ -96,11 +96,11 @@ class Segment:
             self._mapping.tokens.append(token)
         return self._end
 
-    def mapped(self) -> MappedSegment:
+    def mapped(self) -> Mapping:
         """Return this mapping for tensors that arrive in the segment; only while it is open."""
         if self._mapping is None:
             raise AssertionError("a segment that is mapped is open")
-        return MappedSegment(self._mapping)
+        return self._mapping
 
     def close(self) -> None:
         """Release the memory, which remaining views keep mapped; closing again has no effect."""

@@ -10,7 +10,7 @@ import torch
 
 from aiotensor.memory.arena import Arena, Extent
 from aiotensor.memory.leased import LeasedSegment, PeerMemory
-from aiotensor.memory.mapping import MappedSegment, open_segment
+from aiotensor.memory.mapping import Mapping, open_segment
 from aiotensor.memory.mappings import Mappings
 from aiotensor.memory.raw import RawBytes, new_tensor
 from aiotensor.memory.segments import Segment
@@ -81,7 +81,7 @@ def warm(place: Extent) -> Extent:
 
 
 def open_tensor(
-    placement: str, payload: bytes, dtype: str, shape: tuple[int, ...], segments: dict[int, MappedSegment]
+    placement: str, payload: bytes, dtype: str, shape: tuple[int, ...], segments: dict[int, Mapping]
 ) -> torch.Tensor:
     """Open a tensor as it arrives from a peer that has attached these segments."""
     memory = PeerMemory(1 << 30, None, mapped=segments)
@@ -91,7 +91,7 @@ def open_tensor(
     return Mappings().open(memory, Put(0, 0, dtype, shape, "cpu", placement, payload, 0))
 
 
-def other_side_of(segment: Segment) -> MappedSegment:
+def other_side_of(segment: Segment) -> Mapping:
     """Map a segment once more, as the receiver does."""
     return open_segment(segment.descriptor.number, segment.nbytes)
 
