@@ -752,9 +752,7 @@ class TensorSender(LoopObject):
     def _make_whole(self, message: Message) -> None:
         message.state = WHOLE
         self._counts["messages_sent"] += 1
-        budget = self._memory.gate
-        if message in budget.held:
-            budget.settle(message)  # no wait delays the release of its bytes
+        self._memory.gate.settle(message)  # no wait delays the release of its bytes
 
     def _abandon(self, message: Message) -> None:
         """Discard a message, including any tensors already announced; no effect if it has ended."""
@@ -863,7 +861,9 @@ class TensorSender(LoopObject):
             self._memory.unpin_owner(block)
             raise self._error(message)
         try:
-            if isinstance(block, Block):
+            if session.transport.mover is None and isinstance(block, Block) and not is_copied:
+                await self._memory.copy(source, block, message)  # as `fill`, without a call
+            elif isinstance(block, Block):
                 await session.fill(self._memory, source, block, message, is_copied=is_copied)
         except CopyAbandonedError:
             raise self._error(message) from None
@@ -930,8 +930,7 @@ class TensorSender(LoopObject):
         if last:
             message.state = WHOLE  # as `_make_whole`, without a call
             counts["messages_sent"] += 1
-            if message in self._memory.gate.held:
-                self._memory.gate.settle(message)
+            self._memory.gate.held.pop(message, None)  # as `settle`, without a call
         return TensorHandle(self._id, put.message, put.tensor, put.dtype, put.shape, put.device)
 
     async def _allocate(

@@ -51,12 +51,12 @@ class Allocations:
     def add(self, block: Block, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor over a new block, and watch its storage."""
         place = block.place
-        view = view_over(place.segment.memory, place.offset, dtype, shape)
-        watch = Watch(view.owner, self._on_freed)
+        tensor, owner = view_over(place.segment.memory, place.offset, dtype, shape)
+        watch = Watch(owner, self._on_freed)
         watch.number = block.number
         start = place.segment.address + place.offset
         self.by_number[block.number] = Allocation(block, start, start + place.nbytes, watch)
-        return view.tensor
+        return tensor
 
     def find(self, source: Source) -> Allocation | None:
         """Return the allocation in which a tensor begins, or None."""

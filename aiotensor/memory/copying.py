@@ -8,13 +8,14 @@ from concurrent.futures import Executor, Future
 from functools import partial
 
 import numpy as np
+import torch
 
 from aiotensor.memory.arena import Extent
 from aiotensor.memory.gathering import Gathering, gather
 from aiotensor.memory.raw import RawBytes
 from aiotensor.memory.source import Source, is_flat
 
-__all__ = ["QUICK_BYTES", "CopyAbandonedError", "copy_in_threads", "copy_now"]
+__all__ = ["QUICK_BYTES", "CopyAbandonedError", "copy_flat_now", "copy_in_threads", "copy_now"]
 
 # Copying this much into warm memory takes less time than waking a thread and being woken by it: a twentieth
 # of a millisecond, or a tenth on a slow machine, which is acceptable on the event loop.
@@ -40,13 +41,20 @@ def copy_now(source: Source, place: Extent) -> None:
     Raises:
         CopyAbandonedError: the segment was closed.
     """
+    if is_flat(source):
+        copy_flat_now(source, place)
+    elif not place.segment.memory:
+        raise CopyAbandonedError
+    else:
+        gather(source, _target(source, place))
+
+
+def copy_flat_now(source: torch.Tensor, place: Extent) -> None:
+    """Do the same with a source for which `is_flat` is true."""
     memory = place.segment.memory  # keeps it mapped during the copy
     if not memory:
         raise CopyAbandonedError
-    if is_flat(source):
-        ctypes.memmove(place.segment.address + place.offset, source.data_ptr(), source.nbytes)
-    else:
-        gather(source, _target(source, place))
+    ctypes.memmove(place.segment.address + place.offset, source.data_ptr(), source.nbytes)
 
 
 def copy_in_threads(

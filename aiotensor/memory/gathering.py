@@ -124,7 +124,7 @@ def as_tensor(value: Sendable) -> torch.Tensor:
     source = as_source(value)
     if isinstance(source, torch.Tensor):
         return source
-    return view_over(gathered(source).data, 0, source.dtype, source.shape).tensor
+    return view_over(gathered(source).data, 0, source.dtype, source.shape)[0]
 
 
 def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -41,7 +41,7 @@ def open_inline(payload: bytes | memoryview, dtype: torch.dtype, shape: tuple[in
     if not nbytes or nbytes != math.prod(shape) * dtype.itemsize:
         _check_size(nbytes, dtype, shape)
         return new_tensor(shape, dtype)
-    return view_over(bytearray(payload), 0, dtype, shape).tensor
+    return view_over(bytearray(payload), 0, dtype, shape)[0]
 
 
 def buffer_of(source: Source) -> RawBytes:
@@ -66,7 +66,7 @@ def open_buffer(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) 
         copy = new_bytes(needed)
         np.copyto(copy, flat)
         flat = copy
-    return view_over(flat.data, 0, dtype, shape).tensor
+    return view_over(flat.data, 0, dtype, shape)[0]
 
 
 def _check_size(nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> int:

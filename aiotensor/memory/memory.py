@@ -12,7 +12,7 @@ from aiotensor.errors import AioTensorError
 from aiotensor.memory.allocations import Allocations
 from aiotensor.memory.arena import Arena, Block, Extent
 from aiotensor.memory.copies import Copies
-from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError, copy_now
+from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError, copy_flat_now, copy_now
 from aiotensor.memory.gates import Gate
 from aiotensor.memory.leased import ForeignExtent, ForeignSegment, Forwardable, ForwardedBlock, LeasedSegment
 from aiotensor.memory.moving import Moves
@@ -163,10 +163,10 @@ class Memory:
             OSError: the machine has no memory left.
         """
         place = block.place
-        is_quick = source.nbytes <= QUICK_BYTES and is_flat(source)
-        if is_quick and place.segment.warm.has(place.offset, place.nbytes):
+        is_warm = source.nbytes <= QUICK_BYTES and place.segment.warm.has(place.offset, place.nbytes)
+        if is_warm and is_flat(source):
             try:
-                copy_now(source, place)
+                copy_flat_now(source, place)
             except BaseException:
                 self.unpin_owner(block)
                 raise

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +26,8 @@ _NUMPY: dict[torch.dtype, np.dtype[Any]] = {getattr(torch, name): np.dtype(name)
 _NUMPY_DIMENSIONS = 32  # the most dimensions of an array in numpy 1
 
 
-class View(NamedTuple):
-    """A tensor, and the object with the same lifetime as its storage."""
-
-    tensor: torch.Tensor
-    owner: Owner
+# A tensor, and the object with the same lifetime as its storage. A named tuple would cost a call.
+View: TypeAlias = tuple[torch.Tensor, Owner]
 
 
 def view_over(
@@ -48,10 +45,10 @@ def view_over(
     known = _NUMPY.get(dtype)
     if known is not None and len(shape) <= _NUMPY_DIMENSIONS:
         owner = np.ndarray(shape, known, buffer, offset)
-        return View(torch.from_numpy(owner), owner)
+        return torch.from_numpy(owner), owner
     owner = np.ndarray(math.prod(shape) * dtype.itemsize, np.uint8, buffer, offset)
     with torch.enable_grad():
-        return View(torch.from_numpy(owner).view(dtype).view(shape), owner)
+        return torch.from_numpy(owner).view(dtype).view(shape), owner
 
 
 def tensor_over(array: npt.NDArray[Any]) -> torch.Tensor:

@@ -304,7 +304,7 @@ class Connection(BaseConnection):
 
     def close(self, close: Close) -> None:
         """Close the connection: `close` is the last frame, after all pending answers."""
-        self._add_answers()
+        self.records = self.data_to_send()
         self._send(close)
         self.state = CLOSED
 
@@ -379,21 +379,19 @@ class Connection(BaseConnection):
     def data_to_send(self) -> list[bytes]:
         """Return all records to write."""
         if self._taken or self._discarded or self._released:
-            self._add_answers()
+            answers = (Taken, self._taken), (Discarded, self._discarded), (Release, self._released)
+            for make, numbers in answers:
+                while len(numbers) > MAX_NUMBERS:
+                    self._send(make(tuple(numbers[:MAX_NUMBERS])))
+                    del numbers[:MAX_NUMBERS]
+                if numbers and self.state is not CLOSED:
+                    self._frames.append(make(tuple(numbers)))  # as `_send`, without a call
+                numbers.clear()
         records, self.records = self.records, []
         if self._frames:
             records.append(encode_record(self._frames))
             self._frames, self._nbytes = [], 0
         return records
-
-    def _add_answers(self) -> None:
-        for make, numbers in ((Taken, self._taken), (Discarded, self._discarded), (Release, self._released)):
-            while len(numbers) > MAX_NUMBERS:
-                self._send(make(tuple(numbers[:MAX_NUMBERS])))
-                del numbers[:MAX_NUMBERS]
-            if numbers and self.state is not CLOSED:
-                self._frames.append(make(tuple(numbers)))  # as `_send`, without a call
-            numbers.clear()
 
     def _send(self, frame: Frame, payload_bytes: int = 0) -> None:
         """Add a frame to the next record; this has no effect on a closed connection."""

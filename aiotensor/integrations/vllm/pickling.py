@@ -64,4 +64,4 @@ def _rebuild(buffer: Any, shape: tuple[int, ...], name: str) -> torch.Tensor:
     view = memoryview(buffer)
     if not view.nbytes:
         return new_tensor(shape, dtype)
-    return view_over(bytearray(view) if view.readonly else view, 0, dtype, shape).tensor
+    return view_over(bytearray(view) if view.readonly else view, 0, dtype, shape)[0]
