@@ -619,7 +619,12 @@ class _Sender(Session):
         try:
             for frame in frames:
                 match frame:
-                    case Put(message=number):
+                    case Put(message=number, block=block):
+                        if not mailbox.wants(sender, number):
+                            self._discard(number)
+                            if block is not None:
+                                self.release(block)
+                            continue
                         tensor = self._mappings.open(self.memory, frame)
                         trace = None
                         if frame.trace is not None and (tracer := tracing.tracer) is not None:
@@ -629,12 +634,7 @@ class _Sender(Session):
                         )
                         key = Key(sender, number, frame.tensor)
                         item = Delivery(handle, tensor, 1, trace)
-                        found = mailbox.put(key, item, tensor.nbytes, last=frame.last)
-                        if found is None:
-                            self._discard(number)
-                        else:
-                            keys += found
-                        del tensor, item  # a tensor that is not stored returns its block at once
+                        keys += mailbox.put(key, item, tensor.nbytes, last=frame.last)
                     case End():
                         if not frame.count:
                             raise ProtocolError(f"it sent message {frame.message} without a tensor")

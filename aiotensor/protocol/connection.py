@@ -303,9 +303,8 @@ class Connection(BaseConnection):
         self.close(Close(reason, is_refusal))
 
     def close(self, close: Close) -> None:
-        """Close the connection: `close` is the last frame, after all pending answers."""
-        self.records = self.data_to_send()
-        self._send(close)
+        """Close the connection: `close` is the last frame, in the record of all pending answers."""
+        self.records = self.data_to_send(close)
         self.state = CLOSED
 
     def detach(self, segment: int) -> None:
@@ -376,8 +375,8 @@ class Connection(BaseConnection):
         """Return a block; called once for each tensor or content that was announced in it."""
         self._released.append(block)
 
-    def data_to_send(self) -> list[bytes]:
-        """Return all records to write."""
+    def data_to_send(self, last: Frame | None = None) -> list[bytes]:
+        """Return all records to write; `last` is a further frame, after the answers."""
         if self._taken or self._discarded or self._released:
             answers = (Taken, self._taken), (Discarded, self._discarded), (Release, self._released)
             for make, numbers in answers:
@@ -387,6 +386,8 @@ class Connection(BaseConnection):
                 if numbers and self.state is not CLOSED:
                     self._frames.append(make(tuple(numbers)))  # as `_send`, without a call
                 numbers.clear()
+        if last is not None:
+            self._send(last)
         records, self.records = self.records, []
         if self._frames:
             records.append(encode_record(self._frames))

@@ -122,19 +122,11 @@ class Mailbox(Generic[T]):
                 return True
         return number not in record.ended
 
-    def put(self, key: Key, item: T, nbytes: int, *, last: bool = False) -> Sequence[Key] | None:
-        """Store the next tensor of a message; `last` makes the message whole.
-
-        Return None, and store nothing, if the message has ended, even before it arrived.
-        """
+    def put(self, key: Key, item: T, nbytes: int, *, last: bool = False) -> Sequence[Key]:
+        """Store the next tensor of a message that `wants` accepts; `last` makes the message whole."""
         record = self._senders[key.sender]
         message = record.messages.get(key.message)
         if message is None:
-            if key.message < record.next or record.discarded:
-                if not self.wants(key.sender, key.message):
-                    return None
-            else:
-                record.next = key.message + 1  # as `wants`, without a call
             message = record.messages[key.message] = ArrivedMessage()
         message.tensors[key.tensor] = item
         message.keys.append(key)

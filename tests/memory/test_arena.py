@@ -49,7 +49,7 @@ def test_blocks_of_a_retired_segment_are_never_allocated_again() -> None:
         first, second = (warm(place_in(arena, 2 * MIB)) for _ in range(2))
         old = first.segment
         kept = other_side_of(old)
-        view = kept.tensor(0, torch.uint8, (2 * MIB,)).tensor
+        view = kept.tensor(0, torch.uint8, (2 * MIB,))[0]
         view.fill_(7)
         arena.retire(old)
         old.read_elsewhere([first.offset, second.offset])

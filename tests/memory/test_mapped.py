@@ -67,13 +67,13 @@ def test_a_mapping_lives_exactly_as_long_as_a_view_of_it() -> None:
         mapped = other_side_of(segment)
         filled(segment, chunk(0))
         segment.memory[:64] = b"\7" * 64
-        opened = mapped.tensor(0, torch.uint8, (64,))
+        tensor, owner = mapped.tensor(0, torch.uint8, (64,))
     gone: list[bool] = []
-    weakref.finalize(opened.owner, gone.append, True)
+    weakref.finalize(owner, gone.append, True)
     mapped.close()
     mapped.close()
-    view = opened.tensor[5:6]
-    del opened
+    view = tensor[5:6]
+    del tensor, owner
     assert not gone
     assert view.tolist() == [7]
     assert open_files() == before
@@ -122,9 +122,9 @@ def test_a_tensor_that_ends_where_its_segment_ends_is_opened() -> None:
     with segment_of(4096) as segment:
         mapped = other_side_of(segment)
         for offset, shape in ((0, (1024,)), (4092, (1,)), (4092, ()), (2048, (2, 256))):
-            view = mapped.tensor(offset, torch.float32, shape)
-            assert tuple(view.tensor.shape) == shape
-            assert view.owner.nbytes == view.tensor.nbytes
+            tensor, owner = mapped.tensor(offset, torch.float32, shape)
+            assert tuple(tensor.shape) == shape
+            assert owner.nbytes == tensor.nbytes
 
 
 # Descriptors of broken peers

@@ -39,7 +39,7 @@ async def test_only_blocks_that_failed_to_get_memory_reject_bytes(monkeypatch: p
     for block in (0, 4 * BYTES):
         assert await outcome_of_store(landing, block) == ""
         assert landing.store(block, BYTES, block, DATA, lambda failure: pytest.fail(failure))
-        stored = mapped.tensor(block, torch.uint8, (len(DATA),)).tensor
+        stored = mapped.tensor(block, torch.uint8, (len(DATA),))[0]
         assert bytes(stored.tolist()) == bytes(DATA)
         del stored
     landing.close()
