@@ -103,9 +103,7 @@ class _Placement:
         self.tensors: list[PlacedTensor] = []
         self.blocks: list[tuple[int, int]] = []  # the number and the size in bytes, once for each use
         self.segments: dict[int, None] = {}
-        self.owned: set[Block | ForwardedBlock] = (
-            set()
-        )  # the blocks that were filled or forwarded for this message
+        self.owned: set[Block | ForwardedBlock] = set()  # filled or forwarded for this message
 
     def add(self, source: Source, offset: int, block: Block | ForwardedBlock) -> None:
         """Add a tensor whose bytes are in a block, at an offset."""

@@ -132,12 +132,13 @@ class Mapping:
 
     def lock(self, start: int, stop: int) -> None:
         """Lock the pages of a range for reading; errors are those of `PageLocks.lock`."""
-        if self.locks is not None:
-            self.locks.lock(*_pages(start, stop))
+        if (locks := self.locks) is not None:
+            locks.lock(*_pages(start, stop))
 
     def unlock(self, start: int, stop: int) -> bool:
         """Unlock the pages of a range; return whether the owner has locked all of them."""
-        return self.locks is not None and self.locks.unlock(*_pages(start, stop))
+        locks = self.locks
+        return locks is not None and locks.unlock(*_pages(start, stop))
 
     def isolate(self, start: int, stop: int) -> bool:
         """Make the pages of a range private; return False if the kernel refuses."""
