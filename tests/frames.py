@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from aiotensor.protocol.connection import Connection
-from aiotensor.protocol.frames import VERSION, Frame, Hello, Publish, Put, decode
+from aiotensor.protocol.frames import VERSION, Frame, Hello, Message, Put, decode
 from aiotensor.statistics.counters import WaitCounter
 from aiotensor.types import (
     MAX_TRACE_FIELDS,
@@ -67,10 +67,10 @@ def put(**changes: object) -> Put:
     return Put(**{**fields, **changes})
 
 
-def publish(number: int, **changes: object) -> Publish:
+def publish(number: int, **changes: object) -> Message:
     """Announce a publication without tensors, with some fields changed."""
-    fields: dict[str, Any] = {"number": number, "placement": "inline", "payload": b"x", "nbytes": 1}
-    return Publish(**{**fields, **changes})
+    fields: dict[str, Any] = {"message": number, "placement": "inline", "payload": b"x", "nbytes": 1}
+    return Message(**{**fields, **changes})
 
 
 # A trace context at all its limits.

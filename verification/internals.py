@@ -11,7 +11,7 @@ from typing import Any
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.broadcast import Publisher, Subscriber
-from aiotensor.broadcast.subscriber import _Arrived, _Publisher
+from aiotensor.broadcast.subscriber import _Publication, _Publisher
 from aiotensor.link.admission import Admission, _Inspector
 from aiotensor.memory import memory as memory_module
 from aiotensor.memory.gates import Gate
@@ -233,14 +233,14 @@ def session_of_subscriber(subscriber: Subscriber[Any]) -> _Publisher | None:
     return subscriber._session
 
 
-def arrived_at(subscriber: Subscriber[Any]) -> list[_Arrived]:
+def arrived_at(subscriber: Subscriber[Any]) -> list[_Publication]:
     """List the publications that have arrived at a subscriber, the oldest first."""
-    return [item for item in subscriber._inbox if isinstance(item, _Arrived)]
+    return [item for item in subscriber._inbox if isinstance(item, _Publication)]
 
 
 def has_ended(subscriber: Subscriber[Any]) -> bool:
     """Return whether the end of a session is still to be reported, or no publisher is searched for."""
-    is_queued = any(not isinstance(item, _Arrived) for item in subscriber._inbox)
+    is_queued = any(not isinstance(item, _Publication) for item in subscriber._inbox)
     return is_queued or subscriber._failure is not None
 
 

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import sys
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -22,43 +21,34 @@ from functools import partial
 from typing import Self, get_args
 
 import msgspec
-import numpy as np
 import torch
 from msgspec.structs import replace
 
-from aiotensor.codec.payload import Payload, pack
 from aiotensor.errors import AioTensorError, ClosedError, ProtocolError, TooLargeError, WouldBlockError
 from aiotensor.link.admission import Admission
 from aiotensor.link.events import PeerLog
+from aiotensor.link.outgoing import Outgoing
 from aiotensor.link.session import LAST_RECORDS_S, Session
 from aiotensor.memory.allocations import Allocation
 from aiotensor.memory.arena import Arena, Block, Extent
-from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError
-from aiotensor.memory.dtypes import DTYPE_NAMES
+from aiotensor.memory.copying import CopyAbandonedError
 from aiotensor.memory.gates import Gate, StuckError
-from aiotensor.memory.inline import MAX_INLINE_BYTES
-from aiotensor.memory.leased import ForeignSegment, Forwardable, ForwardedBlock
+from aiotensor.memory.leased import ForeignSegment, ForwardedBlock
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.moving import PendingMove
-from aiotensor.memory.placement import Plan, plan_placement
 from aiotensor.memory.segments import Segment, whole_pages
-from aiotensor.memory.sizes import new_empty, sizes_of, too_large
-from aiotensor.memory.source import Source, as_source, attributes_of
+from aiotensor.memory.sizes import new_empty, sizes_of
+from aiotensor.memory.source import Source
 from aiotensor.protocol.audience import Audience, Backlog, Item, SlowPolicy
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import (
-    ARENA,
-    INLINE,
     MAX_ROWS,
     VERSION,
     Close,
-    Content,
     Discarded,
     Frame,
     Hello,
-    PlacedTensor,
-    Publish,
     PublisherReport,
     Release,
     Taken,
@@ -79,12 +69,8 @@ __all__ = ["Publisher"]
 
 logger = logger_of("publisher")
 
-# Longer content is placed in shared memory, once for all subscribers.
-_MAX_RECORD_CONTENT_BYTES = 2 * MAX_INLINE_BYTES
-
-# The maximum number of tensors placed, planned and moved in one iteration of the event loop. Each takes a few
-# microseconds, and each move tens of them.
-_QUICK_TENSORS, _QUICK_PLANS, _QUICK_MOVES = 64, 256, 32
+# The maximum number of moves begun in one iteration of the event loop. Each takes tens of microseconds.
+_QUICK_MOVES = 32
 
 _NAMED_SUBSCRIBERS = 8
 
@@ -96,28 +82,42 @@ _STUCK = (
 )
 
 
-class _Placement:
-    """The tensors and the blocks of a message that is being published; also the holder of their bytes."""
+class _Publication(Outgoing):
+    """A message that is being published."""
 
-    def __init__(self) -> None:
-        self.tensors: list[PlacedTensor] = []
-        self.blocks: list[tuple[int, int]] = []  # the number and the size in bytes, once for each use
-        self.segments: dict[int, None] = {}
-        self.owned: set[Block | ForwardedBlock] = set()  # filled or forwarded for this message
+    def __init__(self, publisher: "Publisher") -> None:
+        super().__init__(publisher._memory, publisher._arena_bytes, forwards=publisher._shares_memory)
+        self._publisher = publisher
 
-    def add(self, source: Source, offset: int, block: Block | ForwardedBlock) -> None:
-        """Add a tensor whose bytes are in a block, at an offset."""
-        if isinstance(block, ForwardedBlock):
-            self.owned.add(block)
-        self.use(block)
-        dtype, shape = DTYPE_NAMES[source.dtype], tuple(source.shape)
-        payload = block.place.describe(offset)
-        self.tensors.append(PlacedTensor(dtype, shape, ARENA, payload, block.number, attributes_of(source)))
+    def check(self) -> None:
+        """Raise `ClosedError` if the publisher was closed."""
+        self._publisher._check_open()
 
-    def use(self, block: Block | ForwardedBlock) -> None:
-        """Add a block that the message uses."""
-        self.blocks.append((block.number, block.place.nbytes))
-        self.segments[block.place.segment.number] = None
+    def check_fits(self, new_bytes: int, other_bytes: int) -> None:
+        """Check that the message fits into the arena, and into the memory that a subscriber may use."""
+        super().check_fits(new_bytes, other_bytes)
+        nbytes, limit = new_bytes + other_bytes, self._publisher._max_held_bytes
+        if limit is not None and nbytes > limit:
+            raise TooLargeError(
+                f"this message has {nbytes} bytes, more than max_held_bytes={limit} allows each subscriber "
+                "to use: publish smaller parts, or raise max_held_bytes",
+                limit=limit,
+                requested=nbytes,
+            )
+
+    def make_space(self, nbytes: int) -> None:
+        """Forget the oldest publications of the history until there is space for a block."""
+        self._publisher._make_space(nbytes)
+
+    def no_space(self, nbytes: int) -> WouldBlockError:
+        """Return the error of a call that may not wait for memory."""
+        return self._publisher._would_block("not enough shared memory is free", nbytes)
+
+    def can_carry(self, allocation: Allocation, source: Source) -> bool:
+        """Return whether an allocated tensor can be published in its block, which no subscriber uses."""
+        # While an earlier publication of the block is in use, a subscriber that has written to it keeps its
+        # own copies of the pages, which would hide the new publication.
+        return super().can_carry(allocation, source) and not allocation.block.sent
 
 
 class Publisher(LoopObject):
@@ -365,7 +365,7 @@ class Publisher(LoopObject):
             sizes, nbytes = sizes_of(shape, dtype, self._arena_bytes)
             if nbytes == 0:
                 return new_empty(sizes, dtype)
-            block = await self._block(whole_pages(nbytes), None)
+            block = await self._block(whole_pages(nbytes))
             try:
                 tensor = await self._memory.tensor_over(block, dtype, sizes, None)
             except CopyAbandonedError:
@@ -513,162 +513,45 @@ class Publisher(LoopObject):
 
     async def _publish(self, message: object) -> Published:
         turn = await self._turns.acquire(1)
-        placement = _Placement()
+        publication = _Publication(self)
         try:
-            payload = await pack([message], has_sender=True, max_inline_bytes=sys.maxsize)
+            box = [message]
             del message
-            self._check_open()
-            if payload.tensors:
-                await self._place(payload, placement)
-            content = self._content_of(payload, placement)
-            if len(placement.blocks) > _QUICK_PLANS:  # encoding and announcing them take milliseconds each
-                await asyncio.sleep(0)
-                self._check_open()
-            block = None
-            if len(content) > _MAX_RECORD_CONTENT_BYTES:
-                block = await self._copy(as_source(np.frombuffer(content, np.uint8)), placement)
-            return self._announce(placement, content, block)
+            await publication.place(box)
+            return self._announce(publication)
+        except CopyAbandonedError:
+            raise _closed() from None
+        except StuckError:
+            raise self._would_block(_STUCK, 0) from None
         finally:
-            self._end(turn, placement)
+            self._end(turn, publication)
 
     def _publish_now(self, message: object) -> Published:
         """Publish a message on this thread, without waiting."""
         turn = self._turns.try_request(1)
         if turn is None:
             raise self._would_block("a subscriber is slow, or another call is publishing", 0)
-        placement = _Placement()
+        publication = _Publication(self)
         try:
-            payload = Payload(has_sender=True, max_inline_bytes=sys.maxsize)
-            payload.encode([message])
+            box = [message]
             del message
-            for source, plan in list(self._plan(payload)):
-                if not self._place_allocated(source, plan.allocation, placement):
-                    forwardable = self._forwardable(plan)
-                    forwarded = forwardable and self._memory.forward_now(source, forwardable)
-                    placement.add(source, 0, forwarded or self._copy_now(source, placement))
-            content, block = self._content_of(payload, placement), None
-            if len(content) > _MAX_RECORD_CONTENT_BYTES:
-                block = self._copy_now(as_source(np.frombuffer(content, np.uint8)), placement)
-            return self._announce(placement, content, block)
+            publication.place_now(box)
+            return self._announce(publication)
         finally:
-            self._end(turn, placement)
+            self._end(turn, publication)
 
-    def _plan(self, payload: Payload) -> Iterator[tuple[Source, Plan]]:
-        """Plan the placement of each tensor; at the end, reject a message that can never be published."""
-        used: dict[int, int] = {}
-        forwarded_bytes = 0
-        body_bytes = len(payload.parts[0])
-        new_bytes = whole_pages(body_bytes) if body_bytes > _MAX_RECORD_CONTENT_BYTES else 0
-        for value in payload.tensors:
-            source = as_source(value)
-            plan = plan_placement(source, self._memory.allocations)
-            allocation = plan.allocation
-            if allocation is not None and self._can_carry(allocation, source):
-                used[allocation.block.number] = allocation.block.place.nbytes
-            elif self._forwardable(plan) is None:
-                new_bytes += whole_pages(source.nbytes)
-            else:
-                forwarded_bytes += source.nbytes
-            yield source, plan
-        self._check_fits(new_bytes, sum(used.values()) + forwarded_bytes)
-
-    def _check_fits(self, new_bytes: int, allocated_bytes: int) -> None:
-        """Check that a message fits into the arena, and into the memory that a subscriber may use."""
-        if new_bytes > self._arena_bytes:
-            raise too_large(new_bytes, self._arena_bytes)
-        nbytes, limit = new_bytes + allocated_bytes, self._max_held_bytes
-        if limit is not None and nbytes > limit:
-            raise TooLargeError(
-                f"this message has {nbytes} bytes, more than max_held_bytes={limit} allows each subscriber "
-                "to use: publish smaller parts, or raise max_held_bytes",
-                limit=limit,
-                requested=nbytes,
-            )
-
-    async def _place(self, payload: Payload, placement: _Placement) -> None:
-        planned = []
-        for one in self._plan(payload):
-            planned.append(one)
-            if len(planned) % _QUICK_PLANS == 0:
-                await asyncio.sleep(0)
-                self._check_open()
-        tensors = nbytes = 0  # placed in this iteration of the event loop, unless a copy has waited
-        for source, plan in planned:
-            if tensors == _QUICK_TENSORS or nbytes > QUICK_BYTES:
-                tensors = nbytes = 0
-                await asyncio.sleep(0)
-                self._check_open()
-            tensors += 1
-            if not self._place_allocated(source, plan.allocation, placement):
-                nbytes += source.nbytes
-                forwardable = self._forwardable(plan)
-                forwarded = forwardable and await self._memory.forward(source, forwardable)
-                placement.add(source, 0, forwarded or await self._copy(source, placement))
-                self._check_open()
-
-    def _can_carry(self, allocation: Allocation, source: Source) -> bool:
-        # While an earlier publication of the block is in use, a subscriber that has written to it keeps its
-        # own copies of the pages, which would hide the new publication.
-        return allocation.can_carry(source) and not allocation.block.sent
-
-    def _place_allocated(self, source: Source, allocation: Allocation | None, placement: _Placement) -> bool:
-        """Place an allocated tensor in its own block; return whether that was possible."""
-        if allocation is None or not self._can_carry(allocation, source):
-            return False
-        placement.add(source, source.data_ptr() - allocation.start, allocation.block)
-        return True
-
-    def _forwardable(self, plan: Plan) -> Forwardable | None:
-        return plan.forwardable if self._shares_memory else None
-
-    async def _copy(self, source: Source, placement: _Placement) -> Block:
-        """Copy a source to a new block."""
-        block = await self._block(whole_pages(source.nbytes), placement)
-        try:
-            await self._memory.copy(source, block, placement)
-        except CopyAbandonedError:
-            raise _closed() from None
-        placement.owned.add(block)
-        self._check_open()
-        return block
-
-    def _copy_now(self, source: Source, placement: _Placement) -> Block:
-        """Copy a source to a new block on this thread."""
-        nbytes = whole_pages(source.nbytes)
+    async def _block(self, nbytes: int) -> Block:
+        """Wait for a block for a caller, and pin it."""
         self._make_space(nbytes)
-        block = self._memory.try_acquire(nbytes, placement)
-        if block is None:
-            raise self._would_block("not enough shared memory is free", nbytes)
-        placement.owned.add(block)
-        self._memory.copy_now(source, block)
-        return block
-
-    async def _block(self, nbytes: int, holder: _Placement | None) -> Block:
-        """Wait for a block, and pin it."""
-        self._make_space(nbytes)
-        block = self._memory.try_acquire(nbytes, holder)
-        if block is not None:
-            return block
         try:
-            return await self._memory.acquire(nbytes, holder)
+            return self._memory.try_acquire(nbytes) or await self._memory.acquire(nbytes)
         except StuckError:
             raise self._would_block(_STUCK, nbytes) from None
 
     def _make_space(self, nbytes: int) -> None:
         """Forget the oldest publications of the history until there is space for a block."""
-        if nbytes > self._arena_bytes:  # for a tensor that cannot be forwarded after all
-            raise too_large(nbytes, self._arena_bytes)
         while self._history and self._memory.largest_free < nbytes:
             self._forget_oldest()
-
-    def _content_of(self, payload: Payload, placement: _Placement) -> bytes:
-        """Encode the content of a message, and check that it fits into memory together with its tensors."""
-        content = msgspec.msgpack.encode(Content(memoryview(payload.parts[0]), tuple(placement.tensors)))
-        if len(content) > _MAX_RECORD_CONTENT_BYTES:  # many tensors make it longer than its body
-            owned_bytes = sum(block.place.nbytes for block in placement.owned)
-            all_bytes = sum(dict(placement.blocks).values())
-            self._check_fits(whole_pages(len(content)) + owned_bytes, all_bytes - owned_bytes)
-        return content
 
     def _held_by_callers(self) -> int:
         """Count the bytes of tensors from `allocate` that no subscriber uses.
@@ -678,23 +561,13 @@ class Publisher(LoopObject):
         self._memory.freed.collect_all()
         return sum(ticket.amount for ticket, is_unsent in self._memory.holdings() if is_unsent)
 
-    def _announce(self, placement: _Placement, content: bytes, block: Block | None) -> Published:
-        """Announce a message to all subscribers; from this point on, nothing is rolled back.
-
-        Args:
-            placement: the tensors of the message.
-            content: the content of the message.
-            block: the block that contains the content; None if the record contains it.
-        """
+    def _announce(self, publication: _Publication) -> Published:
+        """Announce a message to all subscribers; from this point on, nothing is rolled back."""
         trace = None if (tracer := tracing.tracer) is None else tracer.context()
-        number, nbytes = self._next_number, len(content)
-        if block is None:
-            publish = Publish(number, INLINE, content, nbytes, None, trace)
-        else:
-            placement.use(block)
-            publish = Publish(number, ARENA, block.place.describe(0), nbytes, block.number, trace)
-        blocks, segments = tuple(placement.blocks), tuple(placement.segments)
-        item = Item(number, encode_record([publish]), time.monotonic(), blocks, segments)
+        number = self._next_number
+        record = encode_record([publication.frame(number, trace)])
+        blocks, segments = tuple(publication.blocks), tuple(publication.segments)
+        item = Item(number, record, time.monotonic(), blocks, segments)
         for subscriber in self._audience.to_disconnect():
             subscriber.disconnect(
                 f"it was {subscriber.backlog.behind} publications behind, the limit max_behind of the "
@@ -720,15 +593,12 @@ class Publisher(LoopObject):
         for subscriber in list(self._subscribers.values()):
             subscriber.announce()
         self._counts["published"] += 1
-        self._counts["bytes_published"] += (nbytes if block is None else 0) + sum(size for _, size in blocks)
+        self._counts["bytes_published"] += publication.nbytes
         return Published(number, len(self._subscribers), len(dropped))
 
-    def _end(self, turn: Ticket[None], placement: _Placement) -> None:
+    def _end(self, turn: Ticket[None], publication: _Publication) -> None:
         """Release the memory that no subscriber uses, and the turn unless a slow subscriber delays it."""
-        self._memory.gate.settle(placement)
-        for block in placement.owned:
-            self._memory.unpin_owner(block)
-        placement.owned.clear()  # ends the reference cycle with the holder of their bytes
+        publication.release()
         if self._audience.delaying() and not self.affinity.is_closed:
             self._kept_turn = turn
         else:

@@ -13,12 +13,10 @@ import asyncio
 import os
 import secrets
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, NamedTuple, Self, TypedDict, TypeVar, Unpack, overload
-
-import torch
 
 from aiotensor.codec import TensorDecoder
 from aiotensor.codec.payload import unpack, unpack_now
@@ -32,30 +30,25 @@ from aiotensor.errors import (
     again,
     is_shortage,
 )
+from aiotensor.link.arriving import Arrived, TakingSession
 from aiotensor.link.events import PeerLog
-from aiotensor.link.session import LAST_RECORDS_S, Session
-from aiotensor.memory.leased import PeerMemory
+from aiotensor.link.session import LAST_RECORDS_S
 from aiotensor.memory.mappings import Mappings
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.frames import (
-    ARENA,
     VERSION,
     Attach,
     Close,
-    Content,
     Detach,
     Discard,
     Frame,
     Hello,
-    PlacedTensor,
-    Publish,
-    read_content,
+    Message,
 )
 from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.arguments import count_or_none, seconds_or_never
 from aiotensor.runtime.waiting import Waiters, until
-from aiotensor.runtime.worker import in_thread
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.transports.base import MAX_UNREAD_BYTES, Connector, Events, Transport
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
@@ -67,12 +60,6 @@ T = TypeVar("T")
 
 # The maximum number of records read before a publication is taken. Each takes a few microseconds.
 _MAX_PENDING_RECORDS = 256
-
-# Longer content has many tensors or a long body, so decoding it may take a millisecond.
-_QUICK_CONTENT_BYTES = 64 << 10
-
-# The maximum number of tensors opened in one iteration of the event loop. Each takes a few microseconds.
-_QUICK_TENSORS = 64
 
 
 class _Ended(NamedTuple):
@@ -162,7 +149,7 @@ class Subscriber(LoopObject, Generic[T]):
         self._connector: Connector | None = None  # created by `__aenter__`, because it belongs to a loop
         self._session: _Publisher | None = None
         self._failure: AioTensorError | None = None  # while it is set, no publisher is searched for
-        self._inbox: deque[_Arrived | _Ended] = deque()
+        self._inbox: deque[_Publication | _Ended] = deque()
         self._waiters = Waiters()
         self._last_end: _Ended | None = None
         self._ends = 0
@@ -304,7 +291,7 @@ class Subscriber(LoopObject, Generic[T]):
             self._counts,
             publishers=int(is_connected),
             waiting=len(self._waiters),
-            unclaimed=sum(isinstance(item, _Arrived) for item in self._inbox),
+            unclaimed=sum(isinstance(item, _Publication) for item in self._inbox),
             mapped_bytes=mappings.lingering_bytes + arena_bytes,
             leases=mappings.leases,
             leased_bytes=mappings.leased_bytes,
@@ -330,7 +317,7 @@ class Subscriber(LoopObject, Generic[T]):
         connector.close()
         while self._inbox:
             item = self._inbox.popleft()
-            if isinstance(item, _Arrived):
+            if isinstance(item, _Publication):
                 item.finish()
         session = self._session
         try:
@@ -379,14 +366,14 @@ class Subscriber(LoopObject, Generic[T]):
                 raise
             return self._received(found, message)
 
-    def _arrived_since(self, ends: int) -> "_Arrived | _Ended | None":
+    def _arrived_since(self, ends: int) -> "_Publication | _Ended | None":
         """Return the next item, or the end of a session that another call has taken since `ends`."""
         if self.affinity.is_closed:
             raise _closed()
         found = self._next()
         return self._last_end if found is None and self._ends != ends else found
 
-    def _not_decoded(self, found: "_Arrived", error: BaseException) -> None:
+    def _not_decoded(self, found: "_Publication", error: BaseException) -> None:
         # An error of the type, such as one of its `__post_init__`, would occur again.
         if is_shortage(error) or not isinstance(error, Exception):
             self._keep(found)
@@ -394,7 +381,7 @@ class Subscriber(LoopObject, Generic[T]):
             self._counts["missed"] += found.missed or 0  # the error takes the place of the publication
             found.finish()
 
-    def _received(self, found: "_Arrived", message: T) -> Publication[T]:
+    def _received(self, found: "_Publication", message: T) -> Publication[T]:
         found.finish()
         if self.affinity.is_closed:
             raise _closed()
@@ -406,7 +393,7 @@ class Subscriber(LoopObject, Generic[T]):
             tracer.delivered("publication", found.trace_context, name=str(found.number))
         return Publication(message, found.number, missed, found.trace_context)
 
-    def _next(self) -> "_Arrived | _Ended | None":
+    def _next(self) -> "_Publication | _Ended | None":
         """Remove the next item from the inbox, and return it; None if the inbox is empty."""
         if self._session is not None and self._session.withdraws:
             self._session.read_withdrawals()
@@ -415,11 +402,11 @@ class Subscriber(LoopObject, Generic[T]):
         item = self._inbox.popleft()
         if self._waiters and self._inbox:
             self._waiters.wake_one()
-        if isinstance(item, _Arrived) and item.missed is None:
+        if isinstance(item, _Publication) and item.missed is None:
             self._count_missed(item)
         return item
 
-    def _count_missed(self, item: "_Arrived") -> None:
+    def _count_missed(self, item: "_Publication") -> None:
         """Set the number of publications missed before an item: skipped numbers, and evicted publications."""
         session = item.session
         if session is not self._taken_from:
@@ -430,7 +417,7 @@ class Subscriber(LoopObject, Generic[T]):
         self._next_to_take = item.number + 1
         self._evicted = 0
 
-    def _keep(self, found: "_Arrived") -> None:
+    def _keep(self, found: "_Publication") -> None:
         """Return a publication to its place in the inbox, from which a later call takes it."""
         if self.affinity.is_closed:
             found.finish()
@@ -496,24 +483,25 @@ class Subscriber(LoopObject, Generic[T]):
             self._first = session.first
         session.first = self._first  # earlier sessions may have ended before a publication arrived
 
-    def _arrived(self, session: "_Publisher", publish: Publish) -> None:
+    def _arrived(self, session: "_Publisher", message: Message) -> None:
         """Queue a publication; a closing subscriber drops it."""
+        publication = _Publication(session, message, self._order)
         if self.affinity.is_closed:
-            session.dropped(publish.number)
+            publication.finish()
             return
-        self._next_to_arrive = publish.number + 1
+        self._next_to_arrive = message.message + 1
         self._order += 1
-        self._inbox.append(_Arrived(session, publish, self._order))
+        self._inbox.append(publication)
         if self._waiters:
             self._waiters.wake_one()
 
     def _withdrawn(self, session: "_Publisher", number: int) -> None:
         """Drop a publication that the application has not begun to take."""
         for index, item in enumerate(self._inbox):
-            if isinstance(item, _Arrived) and item.session is session and item.number == number:
+            if isinstance(item, _Publication) and item.session is session and item.number == number:
                 if not item.is_taken:
                     del self._inbox[index]
-                    session.dropped(number)
+                    item.finish()
                 return
 
     def _lost(self, session: "_Publisher", loss: Loss) -> None:
@@ -541,23 +529,22 @@ class Subscriber(LoopObject, Generic[T]):
         last = self._admitted_last
         while self._inbox:
             item = self._inbox[0]
-            if isinstance(item, _Arrived) and item.session is last:
+            if isinstance(item, _Publication) and item.session is last:
                 return
             if isinstance(item, _Ended) and len(self._inbox) == 1:
                 return
             self._inbox.popleft()
-            if isinstance(item, _Arrived):
+            if isinstance(item, _Publication):
                 if item.missed is None:
                     self._count_missed(item)
                 self._evicted += (item.missed or 0) + 1
                 item.finish()
 
 
-class _Publisher(Session):
+class _Publisher(TakingSession):
     """The connection to a publisher.
 
     Attributes:
-        publications: the number of publications that the application has not taken completely.
         publisher: the id of the publisher; "" until it has admitted this subscriber.
         first: the number of the first publication that the publisher may send, over this connection or over
             an earlier one.
@@ -567,32 +554,12 @@ class _Publisher(Session):
     name = "the publisher"
 
     def __init__(self, transport: Transport, connection: Connection, subscriber: Subscriber[Any]) -> None:
-        super().__init__(transport, connection, subscriber._log, subscriber._mappings.freed)
-        self.memory = PeerMemory(0, self.release)
-        self.mappings = subscriber._mappings
-        self.publications = 0
+        super().__init__(transport, connection, subscriber._log, subscriber._mappings)
         self.publisher = ""
         self.first = 0
         self.withdraws = False
         self._records = 0  # the number of received records
         self._subscriber = subscriber
-
-    def taken(self, number: int) -> None:
-        """Answer that the application takes a publication; freeing its tensors releases its blocks."""
-        self.connection.taken(number)
-        self.schedule_flush()
-
-    def dropped(self, number: int) -> None:
-        """Answer that the application will not take a publication."""
-        self.connection.discarded(number, confirms=True)
-        self.finished()
-        self.schedule_flush()
-
-    def finished(self) -> None:
-        """Forget a publication; after the last one of an ended session, release its memory."""
-        self.publications -= 1
-        if self.is_over and not self.publications:
-            self.mappings.peer_gone(self.memory)
 
     def read_withdrawals(self) -> None:
         """Read the pending records of a publisher that drops publications.
@@ -607,21 +574,13 @@ class _Publisher(Session):
             if self._records == before:
                 return
 
-    def abort(self) -> None:
-        """Close the connection without waiting, and release the memory that no tensor uses."""
-        self.transport.close()
-        if not self.is_over:
-            self.is_over = True
-            self.mappings.peer_gone(self.memory)
-
     def received(self, frames: Sequence[Frame], descriptors: list[int]) -> None:
         """Process the frames of a record."""
         self._records += 1
         subscriber = self._subscriber
         for frame in frames:
             match frame:
-                case Publish():
-                    self.publications += 1
+                case Message():
                     subscriber._arrived(self, frame)
                 case Discard():
                     subscriber._withdrawn(self, frame.message)
@@ -659,112 +618,27 @@ class _Publisher(Session):
 
     def lost(self, loss: Loss) -> None:
         """Handle the end of the session."""
-        self.memory.release = None
-        if not self.publications:
-            self.mappings.peer_gone(self.memory)
+        self.release_memory()
         self._subscriber._lost(self, loss)
 
 
-class _Arrived:
+class _Publication(Arrived[_Publisher]):
     """A publication, from its arrival until the application has taken it.
-
-    Opening a publication answers it and leases its memory. After a cancellation, the next call continues.
 
     Args:
         session: the session in which the publication arrived.
-        publish: its announcement.
+        message: its announcement.
         order: its position in the order of arrival.
 
     Attributes:
-        number: the number of the publication.
+        order: the argument.
         missed: the number of publications missed before it; None until the application begins to take it.
-        is_taken: whether the publication was answered as taken.
-        tensors: the tensors that were opened so far.
-        trace_context: the trace context of the publisher; None without tracing.
     """
 
-    def __init__(self, session: _Publisher, publish: Publish, order: int) -> None:
-        self.session = session
+    def __init__(self, session: _Publisher, message: Message, order: int) -> None:
+        super().__init__(session, message)
         self.order = order
-        self.number = publish.number
         self.missed: int | None = None
-        self.is_taken = False
-        self.tensors: list[torch.Tensor] = []
-        self.trace_context: Mapping[str, str] | None = None
-        if publish.trace is not None and (tracer := tracing.tracer) is not None:
-            self.trace_context = tracer.arrived(publish.trace)
-        self._publish = publish
-        self._data: memoryview | None = None
-        self._content: Content | None = None
-
-    @property
-    def body(self) -> memoryview:
-        """The encoded message; empty until the publication was opened."""
-        return memoryview(b"") if self._content is None else self._content.body
-
-    async def open(self) -> None:
-        """Open the content and all tensors; a cancelled call loses nothing.
-
-        Raises:
-            ProtocolError: the publisher broke the protocol.
-            OSError: no thread can be started.
-        """
-        content = self._content
-        if content is None:
-            data = self._take()
-            if len(data) > _QUICK_CONTENT_BYTES:
-                content = await in_thread(read_content, data)
-            else:
-                content = read_content(data)
-            self._content = content
-        while len(self.tensors) < len(content.tensors):
-            self._open_next(content)
-            if len(self.tensors) % _QUICK_TENSORS == 0:
-                await asyncio.sleep(0)
-
-    def open_now(self) -> None:
-        """Open the content and all tensors on this thread; errors are those of `open`."""
-        if self._content is None:
-            self._content = read_content(self._take())
-        while len(self.tensors) < len(self._content.tensors):
-            self._open_next(self._content)
-
-    def finish(self) -> None:
-        """Forget the publication after it was received; drop it if it was not taken."""
-        # Tracebacks of errors refer to this object, so it must not keep its tensors alive.
-        self.tensors, self._data, self._content = [], None, None
-        if self.is_taken:
-            self.session.finished()
-        else:
-            self.session.dropped(self.number)
-
-    def violated(self, error: ProtocolError) -> None:
-        """End the session, because this publication breaks the protocol."""
-        self.finish()
-        self.session.violated(error)
-
-    def _take(self) -> memoryview:
-        """Answer the publication, and return its encoded content."""
-        if self._data is not None:
-            return self._data
-        publish = self._publish
-        self.session.taken(self.number)
-        self.is_taken = True
-        if publish.block is None:
-            if len(publish.payload) != publish.nbytes:
-                raise ProtocolError(f"it sent {len(publish.payload)} bytes, but announced {publish.nbytes}")
-            data = memoryview(publish.payload)
-        else:
-            placed = PlacedTensor("uint8", (publish.nbytes,), ARENA, publish.payload, publish.block)
-            data = self.session.mappings.open(self.session.memory, placed).numpy().data
-        self._data = data
-        return data
-
-    def _open_next(self, content: Content) -> None:
-        placed = content.tensors[len(self.tensors)]
-        if placed.placement != ARENA:
-            raise ProtocolError(f"it used the unknown placement {placed.placement!r} for a tensor")
-        self.tensors.append(self.session.mappings.open(self.session.memory, placed))
 
 
 def _closed() -> ClosedError:

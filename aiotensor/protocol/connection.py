@@ -50,7 +50,7 @@ from aiotensor.protocol.frames import (
     End,
     Frame,
     Hello,
-    Publish,
+    Message,
     Put,
     Release,
     Taken,
@@ -426,7 +426,7 @@ class Connection(BaseConnection):
                 if self.state is not OPEN and not isinstance(frame, Hello | Close):
                     raise ProtocolError("it sent a frame before its hello")
                 match frame:
-                    case Put() | End() | Begin() | Publish():
+                    case Put() | End() | Begin() | Message():
                         self._check_message(frame)
                     case Taken() | Discarded():
                         for number in frame.messages:
@@ -470,13 +470,13 @@ class Connection(BaseConnection):
         self._skips = hello.role == "publisher"
         return mismatch(hello.version, VERSION, self._peer, self._this)
 
-    def _check_message(self, frame: Put | End | Begin | Publish) -> None:
-        number = frame.number if isinstance(frame, Publish) else frame.message
+    def _check_message(self, frame: Put | End | Begin | Message) -> None:
+        number = frame.message
         count = self._received.get(number)
         if count is None:
             if number < self._next_received and not self._skips:
                 self._check_sent(number)  # this end has discarded the message
-                if isinstance(frame, Begin | Publish):
+                if isinstance(frame, Begin | Message):
                     raise ProtocolError(f"it began message {number} again")
                 return
             if number < self._next_received or (number > self._next_received and not self._skips):
@@ -489,7 +489,7 @@ class Connection(BaseConnection):
                 raise ProtocolError(f"it has more than its limit of {self._max_received} messages in flight")
             self._next_received = number + 1
             count = 0
-        elif isinstance(frame, Begin | Publish):
+        elif isinstance(frame, Begin | Message):
             raise ProtocolError(f"it began message {number} again")
         match frame:
             case Put():
@@ -500,7 +500,7 @@ class Connection(BaseConnection):
                 if frame.count != count:  # _WHOLE is not a valid count
                     raise ProtocolError(f"it ended message {number} with a wrong count of tensors")
                 count = _WHOLE
-            case Publish():
+            case Message():
                 if frame.placement != (INLINE if frame.block is None else ARENA):
                     raise ProtocolError(
                         f"it used the unknown placement {frame.placement!r} for message {number}"

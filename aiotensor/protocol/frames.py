@@ -13,7 +13,7 @@ Both ends use the same frames:
       | Begin(message)                          |   only if later messages may be sent before its first tensor
       | Put(message, tensor, ..., last)         |   one for each tensor of a message
       | End(message, count)                     |   or Put(last=True): the message is whole
-      | Publish(number, ...)                    |   a whole message with a body: a publication
+      | Message(message, ...)                   |   a whole message with a body
       | Discard(message)                        |   withdraws the message, unless it was taken
       | Detach(segment)                         |   no block of the segment is in use
       | --------------------------------------> |
@@ -71,10 +71,10 @@ __all__ = [
     "End",
     "Frame",
     "Hello",
+    "Message",
     "Number",
     "Pid",
     "PlacedTensor",
-    "Publish",
     "PublisherReport",
     "Put",
     "ReceiverReport",
@@ -231,14 +231,14 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     count: Number
 
 
-class Publish(msgspec.Struct, frozen=True, array_like=True, tag="publish"):
-    """Announce a publication; `payload` is its content, or the position of the content in a segment.
+class Message(msgspec.Struct, frozen=True, array_like=True, tag="message"):
+    """Announce a whole message; `payload` is its content, or the position of the content in a segment.
 
     `nbytes` is the size of the content in bytes, and `block` the number of its block; None if there is none.
-    `trace` is the trace context of the publisher; None without tracing.
+    `trace` is the trace context of the sending end; None without tracing.
     """
 
-    number: Number
+    message: Number
     placement: Name
     payload: bytes
     nbytes: Number
@@ -247,7 +247,7 @@ class Publish(msgspec.Struct, frozen=True, array_like=True, tag="publish"):
 
 
 class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of a publication; fields as in `Put`."""
+    """One tensor of a message with a body; fields as in `Put`."""
 
     dtype: Name
     shape: Shape
@@ -258,7 +258,7 @@ class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True):
-    """The content of a publication: the message, and the tensors that it refers to by their positions."""
+    """The content of a message: its body, and the tensors to which the body refers by their positions."""
 
     body: memoryview
     tensors: tuple[PlacedTensor, ...] = ()
@@ -343,7 +343,7 @@ Frame = (
     | Begin
     | Put
     | End
-    | Publish
+    | Message
     | Discard
     | Taken
     | Discarded
@@ -400,7 +400,7 @@ def decode_hello(data: bytes | memoryview) -> Hello:
 
 
 def read_content(data: bytes | memoryview) -> Content:
-    """Decode the content of a publication; its body refers to the memory of `data`.
+    """Decode the content of a message; its body refers to the memory of `data`.
 
     Raises:
         ProtocolError: the content is invalid, or a number in it is out of bounds.

@@ -21,7 +21,7 @@ from aiotensor.protocol.frames import (
     Discarded,
     End,
     Hello,
-    Publish,
+    Message,
     Put,
     Release,
     Taken,
@@ -184,9 +184,9 @@ class Party:
                     self.store(frame.message, [], is_whole=False)
                 case End():
                     self.store(frame.message, [], is_whole=True)
-                case Publish():
+                case Message():
                     held = [] if frame.block is None else [frame.block]
-                    self.store(frame.number, held, is_whole=True, is_publication=True)
+                    self.store(frame.message, held, is_whole=True, is_publication=True)
                 case Discard():
                     self.withdrawn(frame.message)
                 case Taken():

@@ -262,7 +262,7 @@ def test_every_field_has_a_limit_unless_the_size_of_its_record_is_its_limit() ->
         for info in direction.structs.values()
         for name in unlimited(info)
     }
-    bodies = {"Put.payload", "Publish.payload", "Ask.body", "Answer.body"}
+    bodies = {"Put.payload", "Message.payload", "Ask.body", "Answer.body"}
     handles = {f"TensorHandle.{name}" for name in TensorHandle.__struct_fields__}
     credit = {"ServerHello.max_waiting", "ServerHello.max_waiting_bytes"}
     versions = {name for name in found if name.endswith(".version")}

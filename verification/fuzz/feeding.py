@@ -58,8 +58,8 @@ class Feeding:
 
         frames: list[protocol.Frame] = in_bounds(receive, data, len(data))
         for frame in frames:
-            if isinstance(frame, protocol.Begin | protocol.Put | protocol.End | protocol.Publish):
-                number = frame.number if isinstance(frame, protocol.Publish) else frame.message
+            if isinstance(frame, protocol.Begin | protocol.Put | protocol.End | protocol.Message):
+                number = frame.message
                 assert number in self._begun or number > max(self._begun, default=-1), number
                 self._begun[number] = None
         _own(connection, frames)
@@ -76,16 +76,16 @@ def _own(connection: Connection, frames: list[protocol.Frame]) -> None:
         match frame:
             case protocol.Put(last=True) | protocol.End():
                 (connection.taken if frame.message % 3 else connection.discarded)(frame.message)
-            case protocol.Publish():
+            case protocol.Message():
                 if frame.placement == protocol.INLINE:
                     in_bounds(protocol.read_content, frame.payload, len(frame.payload))
-                if frame.number % 3:
-                    connection.taken(frame.number)
+                if frame.message % 3:
+                    connection.taken(frame.message)
             case protocol.Discard():
                 connection.discarded(frame.message, confirms=bool(frame.message % 2))
             case protocol.Begin() if frame.message % 5 == 0:
                 connection.discarded(frame.message)
-        if isinstance(frame, protocol.Put | protocol.Publish) and frame.block is not None:
+        if isinstance(frame, protocol.Put | protocol.Message) and frame.block is not None:
             connection.release(frame.block)
 
 
@@ -97,7 +97,7 @@ def _announced(role: str, connection: Connection) -> Connection:
             is_whole = number % MOST_READ > 0
             connection.put(protocol.Put(number, 0, "uint8", (3,), "cpu", *where, last=is_whole))
         elif role == TO_PUBLISHER:
-            connection.publish(number, protocol.encode(protocol.Publish(number, protocol.INLINE, b"", 0)))
+            connection.publish(number, protocol.encode(protocol.Message(number, protocol.INLINE, b"", 0)))
         elif role == TO_RANK:
             connection.end(number)
     _check_records(connection)

@@ -38,7 +38,7 @@ ROLES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     TO_SENDER: ("receiver", ("taken", "discarded", "taken", "release", "close")),
     TO_PUBLISHER: ("subscriber", ("taken", "release", "taken", "discarded", "close")),
-    TO_SUBSCRIBER: ("publisher", ("publish", "publish", "attach", "publish", "discard", "detach", "close")),
+    TO_SUBSCRIBER: ("publisher", ("message", "message", "attach", "message", "discard", "detach", "close")),
     TO_RANK: ("rank", ("put", "none", "attach", "put", "taken", "release", "put", "close")),
     TO_INSPECTOR: ("receiver", ("report", "report", "close")),
 }
@@ -76,7 +76,7 @@ class Talker:
             "more": self._more,
             "none": lambda: self._new_message(["end", self._next_message, 0]),
             "end": self._end,
-            "publish": self._publish,
+            "message": self._message,
             "discard": self._discard,
             "taken": lambda: self._answer("taken", self._untaken, FIRST_NUMBER),
             "discarded": lambda: self._answer("discarded", self._untaken, FIRST_NUMBER),
@@ -193,7 +193,7 @@ class Talker:
         self._in_flight.append(self._next_message)
         if frame[0] == "begin" or (frame[0] == "put" and not frame[9]):
             self._open[self._next_message] = int(frame[0] == "put")
-        steps = (1, 1, 1, 4) if frame[0] == "publish" else (1,)
+        steps = (1, 1, 1, 4) if frame[0] == "message" else (1,)
         self._next_message += one_of(self._chooser, steps)
         return frame
 
@@ -228,17 +228,17 @@ class Talker:
         message = one_of(self._chooser, list(whole))
         return ["end", message, self._open.pop(message)]
 
-    def _publish(self) -> Frame:
+    def _message(self) -> Frame:
         chooser, one_in, number = self._chooser, self._one_in, self._next_message
         if not happens(chooser, 4) or not self.segments.sizes:
             content = _content(chooser, one_in, self.segments)
             nbytes = boundary(chooser) if happens(chooser, 2 * one_in) else len(content)
-            return self._new_message(["publish", number, "inline", content, nbytes])
+            return self._new_message(["message", number, "inline", content, nbytes])
         payload, nbytes = WHERE.pack(0, 0), len(CONTENT)
         if happens(chooser, one_in) or not self._has_content:
             nbytes = one_of(chooser, (0, 64, 4096, boundary(chooser)))
             payload = self.segments.place(64, 1)
-        frame: Frame = ["publish", number, "arena", payload, nbytes, self.segments.block()]
+        frame: Frame = ["message", number, "arena", payload, nbytes, self.segments.block()]
         return self._new_message(with_trace(chooser, one_in, frame, 6))
 
     def _discard(self, message: int | None = None) -> Frame:

@@ -87,13 +87,13 @@ class Heard:
                     self._peer, self._next = frame.id, frame.first
                 case protocol.Begin() | protocol.Put() | protocol.End():
                     self._add(frame.message)
-                case protocol.Publish(block=None):
-                    self._add(frame.number)
+                case protocol.Message(block=None):
+                    self._add(frame.message)
                     content = protocol.read_content(frame.payload)
                     self._blocks += [tensor.block for tensor in content.tensors]
-                case protocol.Publish():
-                    self._add(frame.number)
-            if isinstance(frame, protocol.Put | protocol.Publish) and frame.block is not None:
+                case protocol.Message():
+                    self._add(frame.message)
+            if isinstance(frame, protocol.Put | protocol.Message) and frame.block is not None:
                 self._blocks.append(frame.block)
 
     def _add(self, number: int) -> None:
