@@ -109,9 +109,10 @@ class _Publication(Outgoing):
         """Forget the oldest publications of the history until there is space for a block."""
         self._publisher._make_space(nbytes)
 
-    def no_space(self, nbytes: int) -> WouldBlockError:
-        """Return the error of a call that may not wait for memory."""
-        return self._publisher._would_block("not enough shared memory is free", nbytes)
+    def no_space(self, nbytes: int, *, is_stuck: bool) -> WouldBlockError:
+        """Return the error of a call that gets no block."""
+        reason = _STUCK if is_stuck else "not enough shared memory is free"
+        return self._publisher._would_block(reason, nbytes)
 
     def can_carry(self, allocation: Allocation, source: Source) -> bool:
         """Return whether an allocated tensor can be published in its block, which no subscriber uses."""
@@ -521,8 +522,6 @@ class Publisher(LoopObject):
             return self._announce(publication)
         except CopyAbandonedError:
             raise _closed() from None
-        except StuckError:
-            raise self._would_block(_STUCK, 0) from None
         finally:
             self._end(turn, publication)
 

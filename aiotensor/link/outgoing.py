@@ -8,10 +8,12 @@ import msgspec
 import numpy as np
 
 from aiotensor.codec.payload import Payload, pack
+from aiotensor.errors import WouldBlockError
 from aiotensor.memory.allocations import Allocation
 from aiotensor.memory.arena import Block
 from aiotensor.memory.copying import QUICK_BYTES
 from aiotensor.memory.dtypes import DTYPE_NAMES
+from aiotensor.memory.gates import StuckError
 from aiotensor.memory.inline import MAX_INLINE_BYTES
 from aiotensor.memory.leased import Forwardable, ForwardedBlock
 from aiotensor.memory.memory import Memory
@@ -77,9 +79,10 @@ class Outgoing:
     def make_space(self, nbytes: int) -> None:
         """Make space for a new block, if there is memory that can be given up."""
 
-    def no_space(self, nbytes: int) -> Exception:
-        """Return the error of `place_now` if no block is free."""
-        return BlockingIOError(f"{nbytes} bytes are not free")
+    def no_space(self, nbytes: int, *, is_stuck: bool) -> WouldBlockError:
+        """Return the error of a call that gets no block: the wait would never end, or it must not wait."""
+        reason = "waiting for shared memory would never end" if is_stuck else "not enough memory is free"
+        return WouldBlockError(f"{reason}: {nbytes} bytes were requested")
 
     def can_carry(self, allocation: Allocation, source: Source) -> bool:
         """Return whether an allocated tensor can be announced without a copy."""
@@ -96,7 +99,7 @@ class Outgoing:
             TypeError: a value in the message cannot be encoded.
             UnsupportedTensorError: a tensor cannot be sent unchanged.
             TooLargeError: the message can never be sent.
-            StuckError: the wait for memory would never end.
+            WouldBlockError: the wait for memory would never end.
             CopyAbandonedError: the memory was closed.
             OSError: the machine has no memory, threads or descriptors left.
         """
@@ -113,7 +116,7 @@ class Outgoing:
             self._use(self._block)
 
     def place_now(self, message: list[object]) -> None:
-        """Do the same on this thread without waiting; errors are also those of `no_space`."""
+        """Do the same on this thread; raise `WouldBlockError` if that requires a wait."""
         payload = Payload(has_sender=True, max_inline_bytes=sys.maxsize)
         payload.encode(message)
         for source, plan in list(self._plan(payload)):
@@ -198,7 +201,10 @@ class Outgoing:
     async def _copy(self, source: Source) -> Block:
         """Copy a source to a new block."""
         nbytes = self._prepared(source)
-        block = self._memory.try_acquire(nbytes, self) or await self._memory.acquire(nbytes, self)
+        try:
+            block = self._memory.try_acquire(nbytes, self) or await self._memory.acquire(nbytes, self)
+        except StuckError:
+            raise self.no_space(nbytes, is_stuck=True) from None
         await self._memory.copy(source, block, self)
         self._owned.add(block)
         self.check()
@@ -209,7 +215,7 @@ class Outgoing:
         nbytes = self._prepared(source)
         block = self._memory.try_acquire(nbytes, self)
         if block is None:
-            raise self.no_space(nbytes)
+            raise self.no_space(nbytes, is_stuck=False)
         self._owned.add(block)
         self._memory.copy_now(source, block)
         return block
