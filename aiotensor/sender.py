@@ -90,7 +90,7 @@ from aiotensor.transports.base import Connector, Events, Mover, Transport
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
 from aiotensor.types import CurveKey, Holder, SenderStatistics, TensorHandle, Usage
 
-__all__ = ["Message", "OpenMessage", "SenderCapacity", "TensorSender"]
+__all__ = ["OpenMessage", "SenderCapacity", "SentMessage", "TensorSender"]
 
 logger = logger_of("sender")
 
@@ -145,7 +145,7 @@ class _Pending(NamedTuple):
     context: Context | None
 
 
-class Message(msgspec.Struct, eq=False):
+class SentMessage(msgspec.Struct, eq=False):
     """A message of a sender.
 
     Attributes:
@@ -270,7 +270,7 @@ class TensorSender(LoopObject):
             lambda nbytes: self._overdue("other copies were in progress", 0, nbytes),
             segment_closed=self._segment_closed,
         )
-        self._messages: dict[Message, None] = {}  # in flight, the oldest first
+        self._messages: dict[SentMessage, None] = {}  # in flight, the oldest first
         self._drainers = Waiters()  # the calls that wait for messages to end
         self._changes = Waiters()  # the calls that wait for a receiver, for capacity, or for the transport
         self._is_wake_scheduled = False
@@ -291,7 +291,7 @@ class TensorSender(LoopObject):
         self._outage = Outage(self._grace_s, lambda: self._fail_waiting(self._unavailable))
         self._next_message = 0
         # Posted messages
-        self._copying: dict[int, Message] = {}  # by their numbers
+        self._copying: dict[int, SentMessage] = {}  # by their numbers
         self._tasks: set[asyncio.Task[None]] = set()
         self._post_failures: OrderedDict[int, Exception] = OrderedDict()  # of messages that were not copied
         self._copies_changes = Waiters()
@@ -416,7 +416,7 @@ class TensorSender(LoopObject):
             OSError: the machine has no shared memory or no descriptors left. At the memory limit of a
                 container no error is raised: the kernel kills a process.
         """
-        message: Message | None = None
+        message: SentMessage | None = None
         span: tracing.Span | None = None
         try:
             if asyncio._get_running_loop() is not self.affinity.open_in:
@@ -432,7 +432,7 @@ class TensorSender(LoopObject):
             permit = self._permits.try_request(1)
             if permit is None:
                 permit = await self._permit(plan.allocation)
-            message = Message(permit)
+            message = SentMessage(permit)
             self._messages[message] = None
             handle = await self._put(message, source, plan, last=True)
         except BaseException as error:
@@ -724,18 +724,18 @@ class TensorSender(LoopObject):
             self._memory.gate.refuse_if_stuck()
             return await self._permits.acquire(1)
 
-    def _begin_nowait(self, nbytes: int) -> Message:
+    def _begin_nowait(self, nbytes: int) -> SentMessage:
         """Assign a permit to a new message without waiting, or raise an error; `nbytes` is for its text."""
         if not self._is_ready:
             raise self._not_read(nbytes)
         permit = self._permits.try_request(1)
         if permit is None:
             raise self._would_block("no permit is free", 1, nbytes)
-        message = Message(permit)
+        message = SentMessage(permit)
         self._messages[message] = None
         return message
 
-    def _complete(self, message: Message) -> None:
+    def _complete(self, message: SentMessage) -> None:
         """Complete a message after its last tensor."""
         session = self._session
         if message.number is None or session is None:
@@ -749,12 +749,12 @@ class TensorSender(LoopObject):
             session.schedule_flush()
         self._make_whole(message)
 
-    def _make_whole(self, message: Message) -> None:
+    def _make_whole(self, message: SentMessage) -> None:
         message.state = WHOLE
         self._counts["messages_sent"] += 1
         self._memory.gate.settle(message)  # no wait delays the release of its bytes
 
-    def _abandon(self, message: Message) -> None:
+    def _abandon(self, message: SentMessage) -> None:
         """Discard a message, including any tensors already announced; no effect if it has ended."""
         if message.has_ended:
             return
@@ -766,7 +766,7 @@ class TensorSender(LoopObject):
             session.connection.discard(message.number)
             session.schedule_flush()
 
-    def _end(self, message: Message, state: MessageState) -> None:
+    def _end(self, message: SentMessage, state: MessageState) -> None:
         """End a message with a final state: stop its copies and moves, and release its permit."""
         was_open = message.state is OPEN
         message.state = state
@@ -787,12 +787,12 @@ class TensorSender(LoopObject):
         self._is_wake_scheduled = False
         self._changes.wake()
 
-    def _check_message(self, message: Message) -> None:
+    def _check_message(self, message: SentMessage) -> None:
         """Raise an error if a message has ended, either during a wait or because writing has failed."""
         if message.state is not OPEN:
             raise self._error(message)
 
-    def _error(self, message: Message | None = None) -> AioTensorError:
+    def _error(self, message: SentMessage | None = None) -> AioTensorError:
         """Return the error to raise in a waiting call, with the reason why a message cannot be sent."""
         if message is not None and message.loss is not None:
             return again(message.loss)
@@ -808,7 +808,7 @@ class TensorSender(LoopObject):
 
     # Tensors
 
-    async def _put(self, message: Message, source: Source, plan: Plan, *, last: bool) -> TensorHandle:
+    async def _put(self, message: SentMessage, source: Source, plan: Plan, *, last: bool) -> TensorHandle:
         """Wait for a receiver that reads and for memory, place a tensor, and announce it."""
         # Only this check bounds the transport's queue: no call adds to the queue while it is not empty.
         session = self._session
@@ -841,7 +841,7 @@ class TensorSender(LoopObject):
     async def _put_into(
         self,
         block: Block | ForwardedBlock,
-        message: Message,
+        message: SentMessage,
         source: Source,
         *,
         last: bool,
@@ -876,7 +876,7 @@ class TensorSender(LoopObject):
             self._memory.unpin_owner(block)
 
     async def _move_allocated(
-        self, mover: Mover, message: Message, source: Source, block: Block, offset: int
+        self, mover: Mover, message: SentMessage, source: Source, block: Block, offset: int
     ) -> None:
         """Move the bytes of a tensor from `allocate` to a receiver on another machine."""
         if self._session is not None:
@@ -892,7 +892,7 @@ class TensorSender(LoopObject):
 
     def _announce(
         self,
-        message: Message,
+        message: SentMessage,
         source: Source,
         kind: str,
         payload: bytes,
@@ -934,7 +934,7 @@ class TensorSender(LoopObject):
         return TensorHandle(self._id, put.message, put.tensor, put.dtype, put.shape, put.device)
 
     async def _allocate(
-        self, shape: Sequence[int], dtype: torch.dtype, message: Message | None
+        self, shape: Sequence[int], dtype: torch.dtype, message: SentMessage | None
     ) -> torch.Tensor:
         """Wait for a block, and return a tensor over it, which owns the block.
 
@@ -962,7 +962,7 @@ class TensorSender(LoopObject):
             raise self._error()
         return tensor
 
-    async def _block(self, nbytes: int, message: Message, allocation: Allocation | None = None) -> Block:
+    async def _block(self, nbytes: int, message: SentMessage, allocation: Allocation | None = None) -> Block:
         """Wait for a block of shared memory for a message, and pin it.
 
         Args:
@@ -1001,8 +1001,8 @@ class TensorSender(LoopObject):
     # Posted messages
 
     def _post_in(
-        self, message: Message | None, value: Sendable, *, last: bool = False, copies_now: bool = False
-    ) -> tuple[Message, TensorHandle]:
+        self, message: SentMessage | None, value: Sendable, *, last: bool = False, copies_now: bool = False
+    ) -> tuple[SentMessage, TensorHandle]:
         """Post a tensor in a message, and return both the message and the handle.
 
         Errors are those of `post`.
@@ -1028,7 +1028,7 @@ class TensorSender(LoopObject):
                 return posted, handle
 
     def _post(
-        self, message: Message, source: Source, plan: Plan, *, last: bool, copies_now: bool
+        self, message: SentMessage, source: Source, plan: Plan, *, last: bool, copies_now: bool
     ) -> TensorHandle:
         """Add a tensor to a posted message; a failure does not end the message."""
         if message.is_finished:
@@ -1080,7 +1080,7 @@ class TensorSender(LoopObject):
         )
 
     def _block_now(
-        self, message: Message, source: Source, plan: Plan, *, copies_now: bool
+        self, message: SentMessage, source: Source, plan: Plan, *, copies_now: bool
     ) -> Block | ForwardedBlock | None:
         """Return a block for a tensor, filled if `copies_now`; None if it is to be forwarded later."""
         if plan.forwardable is not None and self._mover is None:
@@ -1102,14 +1102,14 @@ class TensorSender(LoopObject):
                 raise
         return block
 
-    def _finish(self, message: Message) -> None:
+    def _finish(self, message: SentMessage) -> None:
         """Finish a posted message: it becomes whole once all its tensors are announced."""
         if not (message.has_ended or message.is_finished):
             message.is_finished = True
             if not message.is_copying:
                 self._complete(message)
 
-    async def _send_pending(self, message: Message) -> None:
+    async def _send_pending(self, message: SentMessage) -> None:
         """Copy and announce the pending tensors in order, then complete the message if it is finished."""
         last = False
         while message.pending:
@@ -1128,7 +1128,7 @@ class TensorSender(LoopObject):
         if message.is_finished and not last:
             self._complete(message)
 
-    def _copies_ended(self, message: Message, number: int, task: "asyncio.Task[None]") -> None:
+    def _copies_ended(self, message: SentMessage, number: int, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None:
@@ -1146,7 +1146,7 @@ class TensorSender(LoopObject):
             self._copying.pop(number, None)
         self._copies_changes.wake()
 
-    def _post_failed(self, message: Message, number: int, error: BaseException) -> None:
+    def _post_failed(self, message: SentMessage, number: int, error: BaseException) -> None:
         """Discard the message of a failed copy, and log the error, since perhaps no call ever raises it."""
         self._errors.add(error)
         reason = str(error)  # the log must not keep the error: its traceback refers to the tensor
@@ -1198,7 +1198,7 @@ class TensorSender(LoopObject):
         """The object that moves bytes to the receiver; None if memory is shared with it."""
         return None if self._session is None else self._session.transport.mover
 
-    async def _receiver_reads(self, message: Message) -> None:
+    async def _receiver_reads(self, message: SentMessage) -> None:
         """Wait until a receiver is connected and reads; raise an error if the message ends before that."""
         self._check_message(message)  # a message lost during its copy must not wait for the next receiver
         message.awaits_receiver += 1
@@ -1209,7 +1209,7 @@ class TensorSender(LoopObject):
         finally:
             message.awaits_receiver -= 1
 
-    def _reads_for(self, message: Message) -> bool | None:
+    def _reads_for(self, message: SentMessage) -> bool | None:
         self._check_message(message)
         if self._session is None and not self._outage.is_too_long:
             self._connect_now()
@@ -1337,10 +1337,10 @@ class TensorSender(LoopObject):
     def _holders(self) -> list[Holder]:
         """Return the holders of permits and memory, with the longest time first."""
         now = time.monotonic()
-        held: dict[Message | None, int] = dict.fromkeys(self._messages, 0)
+        held: dict[SentMessage | None, int] = dict.fromkeys(self._messages, 0)
         allocated_since = now
         for ticket, is_only_allocated in self._memory.holdings():
-            holder = ticket.holder if isinstance(ticket.holder, Message) else None
+            holder = ticket.holder if isinstance(ticket.holder, SentMessage) else None
             if is_only_allocated and holder is not None and holder.has_ended:
                 holder = None  # it was allocated in the block of a message, but not sent in it
             held[holder] = held.get(holder, 0) + ticket.amount
@@ -1453,7 +1453,7 @@ class _Receiver(Session):
 
     def __init__(self, transport: Transport, connection: Connection, sender: TensorSender) -> None:
         super().__init__(transport, connection, sender._log)
-        self.announced: dict[int, Message] = {}  # the messages in flight, by their numbers
+        self.announced: dict[int, SentMessage] = {}  # the messages in flight, by their numbers
         self._sender = sender
 
     def received(self, frames: Sequence[Frame], descriptors: list[int]) -> None:
@@ -1493,7 +1493,7 @@ class OpenMessage:
 
     def __init__(self, sender: TensorSender) -> None:
         self._sender = sender
-        self._message: Message | None = None
+        self._message: SentMessage | None = None
         self._is_beginning = False
         self._sending = 0  # the calls of `send` that have not returned
         self._is_finished = False
@@ -1516,7 +1516,7 @@ class OpenMessage:
                 permit = sender._permits.try_request(1) or await sender._permits.acquire(1)
             finally:
                 self._is_beginning = False
-            self._message = Message(permit)
+            self._message = SentMessage(permit)
             sender._messages[self._message] = None
             _enter_block(self._message, asyncio.current_task())
         return self
@@ -1585,7 +1585,7 @@ class OpenMessage:
                 call.name, call.nbytes = _name_of(handle), source.nbytes
                 return handle
 
-    def _open_message(self) -> Message:
+    def _open_message(self) -> SentMessage:
         """Return the message if tensors can be added to it; otherwise, raise an error."""
         message = self._message
         if message is None:
@@ -1642,17 +1642,17 @@ _NOT_BEGUN = "this message has not begun yet: use `async with sender.message() a
 # The `async with` blocks of messages that surround the running code, the innermost one last. Each has a weak
 # reference to its task, or None for a thread. A task that was started in the block inherits this context, but
 # is not in the block.
-_CodeBlock: TypeAlias = "tuple[weakref.ref[asyncio.Task[object]] | None, Message]"
+_CodeBlock: TypeAlias = "tuple[weakref.ref[asyncio.Task[object]] | None, SentMessage]"
 _code_blocks: ContextVar[tuple[_CodeBlock, ...]] = ContextVar("aiotensor_blocks", default=())
 
 
-def _enter_block(message: Message, task: "asyncio.Task[object] | None") -> None:
+def _enter_block(message: SentMessage, task: "asyncio.Task[object] | None") -> None:
     """Record that a task, or a thread if it is None, is in the `async with` block of a message."""
     outer = [block for block in _code_blocks.get() if block[1].state is OPEN]
     _code_blocks.set((*outer, (None if task is None else weakref.ref(task), message)))
 
 
-def innermost_block(messages: Collection[Message]) -> Message | None:
+def innermost_block(messages: Collection[SentMessage]) -> SentMessage | None:
     """Return the open message among `messages` whose block surrounds the running task; None if there is none.
 
     The block does not surround tasks that were started in it, because it may end before they do.
@@ -1725,17 +1725,19 @@ def enter_in_thread(message: OpenMessage) -> None:
         _enter_block(message._message, None)
 
 
-def post_in(sender: TensorSender, message: Message | None, tensor: Sendable) -> tuple[Message, TensorHandle]:
+def post_in(
+    sender: TensorSender, message: SentMessage | None, tensor: Sendable
+) -> tuple[SentMessage, TensorHandle]:
     """Post a tensor in a message, or in a new one, which `finish_posted` or `abandon_posted` ends."""
     return sender._post_in(message, tensor)
 
 
-def finish_posted(sender: TensorSender, message: Message) -> None:
+def finish_posted(sender: TensorSender, message: SentMessage) -> None:
     """Finish a posted message: it becomes whole once all its tensors are announced."""
     sender._finish(message)
 
 
-def abandon_posted(sender: TensorSender, message: Message) -> None:
+def abandon_posted(sender: TensorSender, message: SentMessage) -> None:
     """Discard a posted message."""
     sender._abandon(message)
 

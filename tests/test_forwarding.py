@@ -332,7 +332,7 @@ async def test_memory_of_more_senders_than_can_be_shared_at_once_is_copied() -> 
             assert torch.equal(tensor, pattern(seed, BIG))
         del sent_on, tensor
         await idle(last)
-        for seed, one in enumerate(received):  # the segments of unused blocks make room
+        for seed, one in enumerate(received):  # segments without used blocks are detached
             assert torch.equal(await last.pass_on(one), pattern(seed, BIG))
             await idle(last)
         assert last.sender.statistics().bytes_copied == BIG * 8

@@ -11,7 +11,7 @@ from typing import Any
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.broadcast import Publisher, Subscriber
-from aiotensor.broadcast.subscriber import _Publication, _Publisher
+from aiotensor.broadcast.subscriber import _ArrivedPublication, _Publisher
 from aiotensor.link.admission import Admission, _Inspector
 from aiotensor.memory import memory as memory_module
 from aiotensor.memory.gates import Gate
@@ -25,7 +25,7 @@ from aiotensor.ranks import RankPipe
 from aiotensor.receiver import _Sender
 from aiotensor.runtime.descriptors import copy_of, file_of
 from aiotensor.runtime.worker import Worker
-from aiotensor.sender import Message, _Receiver
+from aiotensor.sender import SentMessage, _Receiver
 from aiotensor.transports.base import Listener, Transport
 from aiotensor.transports.records import SocketTransport
 from aiotensor.transports.tcp.connector import _Attempt
@@ -81,7 +81,7 @@ def permits_of(sender: TensorSender) -> Budget[None]:
     return sender._permits
 
 
-def begin_posted(sender: TensorSender) -> Message:
+def begin_posted(sender: TensorSender) -> SentMessage:
     """Begin a posted message of several tensors."""
     return sender._begin_nowait(0)
 
@@ -233,14 +233,14 @@ def session_of_subscriber(subscriber: Subscriber[Any]) -> _Publisher | None:
     return subscriber._session
 
 
-def arrived_at(subscriber: Subscriber[Any]) -> list[_Publication]:
+def arrived_at(subscriber: Subscriber[Any]) -> list[_ArrivedPublication]:
     """List the publications that have arrived at a subscriber, the oldest first."""
-    return [item for item in subscriber._inbox if isinstance(item, _Publication)]
+    return [item for item in subscriber._inbox if isinstance(item, _ArrivedPublication)]
 
 
 def has_ended(subscriber: Subscriber[Any]) -> bool:
     """Return whether the end of a session is still to be reported, or no publisher is searched for."""
-    is_queued = any(not isinstance(item, _Publication) for item in subscriber._inbox)
+    is_queued = any(not isinstance(item, _ArrivedPublication) for item in subscriber._inbox)
     return is_queued or subscriber._failure is not None
 
 

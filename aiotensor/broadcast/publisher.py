@@ -82,7 +82,7 @@ _STUCK = (
 )
 
 
-class _Publication(Outgoing):
+class _OutgoingPublication(Outgoing):
     """A message that is being published."""
 
     def __init__(self, publisher: "Publisher") -> None:
@@ -107,6 +107,7 @@ class _Publication(Outgoing):
 
     def make_space(self, nbytes: int) -> None:
         """Forget the oldest publications of the history until there is space for a block."""
+        super().make_space(nbytes)
         self._publisher._make_space(nbytes)
 
     def no_space(self, nbytes: int, *, is_stuck: bool) -> WouldBlockError:
@@ -514,7 +515,7 @@ class Publisher(LoopObject):
 
     async def _publish(self, message: object) -> Published:
         turn = await self._turns.acquire(1)
-        publication = _Publication(self)
+        publication = _OutgoingPublication(self)
         try:
             box = [message]
             del message
@@ -530,7 +531,7 @@ class Publisher(LoopObject):
         turn = self._turns.try_request(1)
         if turn is None:
             raise self._would_block("a subscriber is slow, or another call is publishing", 0)
-        publication = _Publication(self)
+        publication = _OutgoingPublication(self)
         try:
             box = [message]
             del message
@@ -560,7 +561,7 @@ class Publisher(LoopObject):
         self._memory.freed.collect_all()
         return sum(ticket.amount for ticket, is_unsent in self._memory.holdings() if is_unsent)
 
-    def _announce(self, publication: _Publication) -> Published:
+    def _announce(self, publication: _OutgoingPublication) -> Published:
         """Announce a message to all subscribers; from this point on, nothing is rolled back."""
         trace = None if (tracer := tracing.tracer) is None else tracer.context()
         number = self._next_number
@@ -595,7 +596,7 @@ class Publisher(LoopObject):
         self._counts["bytes_published"] += publication.nbytes
         return Published(number, len(self._subscribers), len(dropped))
 
-    def _end(self, turn: Ticket[None], publication: _Publication) -> None:
+    def _end(self, turn: Ticket[None], publication: _OutgoingPublication) -> None:
         """Release the memory that no subscriber uses, and the turn unless a slow subscriber delays it."""
         publication.release()
         if self._audience.delaying() and not self.affinity.is_closed:

@@ -149,7 +149,7 @@ class Subscriber(LoopObject, Generic[T]):
         self._connector: Connector | None = None  # created by `__aenter__`, because it belongs to a loop
         self._session: _Publisher | None = None
         self._failure: AioTensorError | None = None  # while it is set, no publisher is searched for
-        self._inbox: deque[_Publication | _Ended] = deque()
+        self._inbox: deque[_ArrivedPublication | _Ended] = deque()
         self._waiters = Waiters()
         self._last_end: _Ended | None = None
         self._ends = 0
@@ -291,7 +291,7 @@ class Subscriber(LoopObject, Generic[T]):
             self._counts,
             publishers=int(is_connected),
             waiting=len(self._waiters),
-            unclaimed=sum(isinstance(item, _Publication) for item in self._inbox),
+            unclaimed=sum(isinstance(item, _ArrivedPublication) for item in self._inbox),
             mapped_bytes=mappings.lingering_bytes + arena_bytes,
             leases=mappings.leases,
             leased_bytes=mappings.leased_bytes,
@@ -317,7 +317,7 @@ class Subscriber(LoopObject, Generic[T]):
         connector.close()
         while self._inbox:
             item = self._inbox.popleft()
-            if isinstance(item, _Publication):
+            if isinstance(item, _ArrivedPublication):
                 item.finish()
         session = self._session
         try:
@@ -366,14 +366,14 @@ class Subscriber(LoopObject, Generic[T]):
                 raise
             return self._received(found, message)
 
-    def _arrived_since(self, ends: int) -> "_Publication | _Ended | None":
+    def _arrived_since(self, ends: int) -> "_ArrivedPublication | _Ended | None":
         """Return the next item, or the end of a session that another call has taken since `ends`."""
         if self.affinity.is_closed:
             raise _closed()
         found = self._next()
         return self._last_end if found is None and self._ends != ends else found
 
-    def _not_decoded(self, found: "_Publication", error: BaseException) -> None:
+    def _not_decoded(self, found: "_ArrivedPublication", error: BaseException) -> None:
         # An error of the type, such as one of its `__post_init__`, would occur again.
         if is_shortage(error) or not isinstance(error, Exception):
             self._keep(found)
@@ -381,7 +381,7 @@ class Subscriber(LoopObject, Generic[T]):
             self._counts["missed"] += found.missed or 0  # the error takes the place of the publication
             found.finish()
 
-    def _received(self, found: "_Publication", message: T) -> Publication[T]:
+    def _received(self, found: "_ArrivedPublication", message: T) -> Publication[T]:
         found.finish()
         if self.affinity.is_closed:
             raise _closed()
@@ -393,7 +393,7 @@ class Subscriber(LoopObject, Generic[T]):
             tracer.delivered("publication", found.trace_context, name=str(found.number))
         return Publication(message, found.number, missed, found.trace_context)
 
-    def _next(self) -> "_Publication | _Ended | None":
+    def _next(self) -> "_ArrivedPublication | _Ended | None":
         """Remove the next item from the inbox, and return it; None if the inbox is empty."""
         if self._session is not None and self._session.withdraws:
             self._session.read_withdrawals()
@@ -402,11 +402,11 @@ class Subscriber(LoopObject, Generic[T]):
         item = self._inbox.popleft()
         if self._waiters and self._inbox:
             self._waiters.wake_one()
-        if isinstance(item, _Publication) and item.missed is None:
+        if isinstance(item, _ArrivedPublication) and item.missed is None:
             self._count_missed(item)
         return item
 
-    def _count_missed(self, item: "_Publication") -> None:
+    def _count_missed(self, item: "_ArrivedPublication") -> None:
         """Set the number of publications missed before an item: skipped numbers, and evicted publications."""
         session = item.session
         if session is not self._taken_from:
@@ -417,7 +417,7 @@ class Subscriber(LoopObject, Generic[T]):
         self._next_to_take = item.number + 1
         self._evicted = 0
 
-    def _keep(self, found: "_Publication") -> None:
+    def _keep(self, found: "_ArrivedPublication") -> None:
         """Return a publication to its place in the inbox, from which a later call takes it."""
         if self.affinity.is_closed:
             found.finish()
@@ -485,7 +485,7 @@ class Subscriber(LoopObject, Generic[T]):
 
     def _arrived(self, session: "_Publisher", message: Message) -> None:
         """Queue a publication; a closing subscriber drops it."""
-        publication = _Publication(session, message, self._order)
+        publication = _ArrivedPublication(session, message, self._order)
         if self.affinity.is_closed:
             publication.finish()
             return
@@ -498,7 +498,7 @@ class Subscriber(LoopObject, Generic[T]):
     def _withdrawn(self, session: "_Publisher", number: int) -> None:
         """Drop a publication that the application has not begun to take."""
         for index, item in enumerate(self._inbox):
-            if isinstance(item, _Publication) and item.session is session and item.number == number:
+            if isinstance(item, _ArrivedPublication) and item.session is session and item.number == number:
                 if not item.is_taken:
                     del self._inbox[index]
                     item.finish()
@@ -529,12 +529,12 @@ class Subscriber(LoopObject, Generic[T]):
         last = self._admitted_last
         while self._inbox:
             item = self._inbox[0]
-            if isinstance(item, _Publication) and item.session is last:
+            if isinstance(item, _ArrivedPublication) and item.session is last:
                 return
             if isinstance(item, _Ended) and len(self._inbox) == 1:
                 return
             self._inbox.popleft()
-            if isinstance(item, _Publication):
+            if isinstance(item, _ArrivedPublication):
                 if item.missed is None:
                     self._count_missed(item)
                 self._evicted += (item.missed or 0) + 1
@@ -622,7 +622,7 @@ class _Publisher(TakingSession):
         self._subscriber._lost(self, loss)
 
 
-class _Publication(Arrived[_Publisher]):
+class _ArrivedPublication(Arrived[_Publisher]):
     """A publication, from its arrival until the application has taken it.
 
     Args:

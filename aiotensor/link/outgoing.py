@@ -1,5 +1,6 @@
 """A message with a body that is being sent: its tensors in shared memory, and its content."""
 
+import abc
 import asyncio
 import sys
 from collections.abc import Iterator
@@ -34,10 +35,10 @@ _MAX_RECORD_CONTENT_BYTES = 2 * MAX_INLINE_BYTES
 _QUICK_TENSORS, _QUICK_PLANS = 64, 256
 
 
-class Outgoing:
+class Outgoing(abc.ABC):
     """A message with a body, from its placement in shared memory on; also the holder of its bytes.
 
-    Each role derives its own class, whose methods state what the role does differently.
+    Each role derives its own class.
 
     Args:
         memory: the memory of the role.
@@ -61,10 +62,15 @@ class Outgoing:
         self._nbytes = 0
         self._block: Block | None = None  # of the content
 
-    # What a role may do differently
+    # Overridden by the roles
 
+    @abc.abstractmethod
     def check(self) -> None:
         """Raise an error if the message can no longer be sent; called after each wait."""
+
+    @abc.abstractmethod
+    def no_space(self, nbytes: int, *, is_stuck: bool) -> WouldBlockError:
+        """Return the error of a call that gets no block: the wait would never end, or it must not wait."""
 
     def check_fits(self, new_bytes: int, other_bytes: int) -> None:
         """Raise `TooLargeError` if a message can never be sent.
@@ -77,12 +83,13 @@ class Outgoing:
             raise too_large(new_bytes, self._arena_bytes)
 
     def make_space(self, nbytes: int) -> None:
-        """Make space for a new block, if there is memory that can be given up."""
+        """Prepare for a new block, perhaps of a tensor that cannot be forwarded after all.
 
-    def no_space(self, nbytes: int, *, is_stuck: bool) -> WouldBlockError:
-        """Return the error of a call that gets no block: the wait would never end, or it must not wait."""
-        reason = "waiting for shared memory would never end" if is_stuck else "not enough memory is free"
-        return WouldBlockError(f"{reason}: {nbytes} bytes were requested")
+        Raises:
+            TooLargeError: the arena is smaller.
+        """
+        if nbytes > self._arena_bytes:
+            raise too_large(nbytes, self._arena_bytes)
 
     def can_carry(self, allocation: Allocation, source: Source) -> bool:
         """Return whether an allocated tensor can be announced without a copy."""
@@ -93,7 +100,8 @@ class Outgoing:
     async def place(self, message: list[object]) -> None:
         """Encode the message that a list contains, and place it in shared memory.
 
-        Waits for memory and for copies. Call `release` in any case.
+        Waits for memory and for copies. Call `release` in any case. Keep the tensors of the message alive
+        until it is announced, because its announcement is the first pin of a block from `allocate`.
 
         Raises:
             TypeError: a value in the message cannot be encoded.
@@ -200,7 +208,8 @@ class Outgoing:
 
     async def _copy(self, source: Source) -> Block:
         """Copy a source to a new block."""
-        nbytes = self._prepared(source)
+        nbytes = whole_pages(source.nbytes)
+        self.make_space(nbytes)
         try:
             block = self._memory.try_acquire(nbytes, self) or await self._memory.acquire(nbytes, self)
         except StuckError:
@@ -212,20 +221,14 @@ class Outgoing:
 
     def _copy_now(self, source: Source) -> Block:
         """Copy a source to a new block on this thread."""
-        nbytes = self._prepared(source)
+        nbytes = whole_pages(source.nbytes)
+        self.make_space(nbytes)
         block = self._memory.try_acquire(nbytes, self)
         if block is None:
             raise self.no_space(nbytes, is_stuck=False)
         self._owned.add(block)
         self._memory.copy_now(source, block)
         return block
-
-    def _prepared(self, source: Source) -> int:
-        nbytes = whole_pages(source.nbytes)
-        if nbytes > self._arena_bytes:  # for a tensor that cannot be forwarded after all
-            raise too_large(nbytes, self._arena_bytes)
-        self.make_space(nbytes)
-        return nbytes
 
     def _add(self, source: Source, offset: int, block: Block | ForwardedBlock) -> None:
         """Add a tensor whose bytes are in a block, at an offset."""

@@ -141,7 +141,7 @@ class Mapping:
         return locks is not None and locks.unlock(*_pages(start, stop))
 
     def isolate(self, start: int, stop: int) -> bool:
-        """Make the pages of a range private; return False if the kernel refuses."""
+        """Make the pages of a range private, and return whether that was possible."""
         with suppress(OSError):
             return self._change(*_pages(start, stop), is_private=True)
         return False

@@ -135,7 +135,7 @@ class Budget(Generic[P]):
         return granted
 
     def queue_changed(self, granted: list[Ticket[P]]) -> None:
-        """Called when a release was granted to queued requests, or could be; for derived classes."""
+        """Handle a release while requests were queued, some of which may be granted; for derived classes."""
 
     def reassign(self, ticket: Ticket[P], holder: Hashable) -> None:
         """Assign a granted amount to another holder; None as in `request`."""

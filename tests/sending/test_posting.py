@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from aiotensor import ClosedError, DiscardedError, PeerLostError, TensorHandle, TensorSender, WouldBlockError
-from aiotensor.sender import Message, abandon_posted, finish_posted, post_in
+from aiotensor.sender import SentMessage, abandon_posted, finish_posted, post_in
 from tests.cancellation.situations import SLOW, HeldUp, clog, held_back, strided, unread
 from tests.pairs import endpoint, pair
 from verification.internals import begin_posted
@@ -39,7 +39,7 @@ def _events(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if getattr(record, "event", "") == "post_failed"]
 
 
-def _post(sender: TensorSender, message: Message, tensor: torch.Tensor) -> TensorHandle:
+def _post(sender: TensorSender, message: SentMessage, tensor: torch.Tensor) -> TensorHandle:
     return post_in(sender, message, tensor)[1]
 
 

@@ -1,8 +1,8 @@
 """Nearly valid conversations with a peer of any role, in which most frames follow from those before them.
 
 One talker generates them all. Its state is that of one end of a connection: its segments and messages, and
-the messages and blocks of the peer that it has not answered. The role of the talker only decides which frames
-are usual; now and then, it sends one that only other roles send.
+the messages and blocks of the peer that it has not answered. The role of the talker decides which frames
+are usual. Occasionally, it sends a frame of another role.
 """
 
 import msgspec

@@ -14,7 +14,7 @@ from aiotensor import blocking
 from aiotensor.errors import AioTensorError, UsageError
 from aiotensor.integrations.vllm.data import data_of, handle_of
 from aiotensor.runtime.logs import logger_of
-from aiotensor.sender import Message, abandon_posted, finish_posted, post_in
+from aiotensor.sender import SentMessage, abandon_posted, finish_posted, post_in
 from aiotensor.types import TensorHandle
 
 __all__ = ["TensorConsumer"]
@@ -58,7 +58,7 @@ class TensorConsumer:
             raise ValueError("a TensorConsumer needs a sender for each engine, got none")
         self.declined: Counter[str] = Counter()
         self._target = 0
-        self._message: Message | None = None
+        self._message: SentMessage | None = None
         self._is_delimited = False
 
     def set_target_engine(self, target_engine: int) -> None:
@@ -142,7 +142,7 @@ class TensorConsumer:
         self._message = message
         return handle
 
-    def _iteration_ended(self, message: Message) -> None:
+    def _iteration_ended(self, message: SentMessage) -> None:
         """End a message of the last iteration of the event loop, unless it has ended already."""
         if self._message is message:
             self.end_message()
