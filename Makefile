@@ -36,7 +36,7 @@ help:
 	@echo "make bench-serving   only API servers that send videos to an engine, and write the result into the README"
 	@echo "make bench-vllm   compare the tensor transport and the broadcast with those of vLLM"
 	@echo "make bench-tracing   measure the cost of tracing with OpenTelemetry"
-	@echo "make bench-peers   install the alternatives that are not installed by default, such as Ray"
+	@echo "make bench-peers   install iceoryx2, an alternative that is not installed by default"
 	@echo "make clean   remove the files that the other targets created"
 
 $(VENV)/bin/python:

@@ -41,13 +41,21 @@ __all__ = [
     "Delivery",
     "DiscardedError",
     "Holder",
+    "MessageClient",
+    "MessageQueue",
+    "MessageServer",
     "OpenMessage",
     "PeerLostError",
+    "Permit",
     "ProtocolError",
+    "Publisher",
+    "RankPipe",
     "ReceiverStatistics",
     "RefusedError",
     "RemoteError",
+    "Request",
     "SenderStatistics",
+    "Subscriber",
     "TensorHandle",
     "TensorQueue",
     "TensorReceiver",
@@ -66,12 +74,24 @@ __all__ = [
 logging.getLogger("aiotensor").addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
+    from aiotensor.broadcast import Publisher, Subscriber
+    from aiotensor.channel import MessageClient, MessageServer, Permit, Request
+    from aiotensor.queues import MessageQueue
+    from aiotensor.ranks import RankPipe
     from aiotensor.receiver import TensorReceiver
     from aiotensor.sender import OpenMessage, TensorSender
 else:
     # Imported on first use, because they import torch, which takes seconds. The command does not need it.
     _NEED_TORCH = {
+        "MessageClient": "aiotensor.channel",
+        "MessageQueue": "aiotensor.queues",
+        "MessageServer": "aiotensor.channel",
         "OpenMessage": "aiotensor.sender",
+        "Permit": "aiotensor.channel",
+        "Publisher": "aiotensor.broadcast",
+        "RankPipe": "aiotensor.ranks",
+        "Request": "aiotensor.channel",
+        "Subscriber": "aiotensor.broadcast",
         "TensorReceiver": "aiotensor.receiver",
         "TensorSender": "aiotensor.sender",
     }

@@ -1,4 +1,4 @@
-"""Inspect a running receiver or publisher."""
+"""Inspect a running receiver, server or publisher."""
 
 import os
 import time
@@ -16,6 +16,7 @@ from aiotensor.protocol.frames import (
     PublisherReport,
     ReceiverReport,
     SenderSummary,
+    ServerReport,
 )
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.runtime.waiting import Waiters, until
@@ -23,9 +24,9 @@ from aiotensor.transports.address import socket_path
 from aiotensor.transports.base import Connector, Transport
 from aiotensor.transports.endpoints import TcpArguments, route_to
 from aiotensor.transports.tensor_queue import TensorQueue
-from aiotensor.types import CurveKey, PublisherStatistics, ReceiverStatistics
+from aiotensor.types import CurveKey, PublisherStatistics, ReceiverStatistics, ServerStatistics
 
-__all__ = ["Inspection", "PublisherInspection", "SenderInspection", "inspect"]
+__all__ = ["Inspection", "PublisherInspection", "SenderInspection", "ServerInspection", "inspect"]
 
 
 class SenderInspection(SenderSummary, frozen=True, array_like=False):
@@ -80,23 +81,39 @@ class PublisherInspection(msgspec.Struct, frozen=True):
     answered_at: float
 
 
+class ServerInspection(msgspec.Struct, frozen=True):
+    """The result of one inspection of a message server.
+
+    Attributes:
+        server: the id of the server.
+        pid: the process id of the server.
+        statistics: the result of its `statistics()`; numbers above 2^63 - 1 are reported as 2^63 - 1.
+        answered_at: the time of the answer, by `time.monotonic`.
+    """
+
+    server: str
+    pid: int
+    statistics: ServerStatistics
+    answered_at: float
+
+
 async def inspect(
     address: str,
     *,
     patience_s: float,
     secret_key: CurveKey | None = None,
     server_key: CurveKey | None = None,
-) -> Inspection | PublisherInspection:
-    """Inspect the receiver or publisher that listens at an address, and return its statistics.
+) -> Inspection | PublisherInspection | ServerInspection:
+    """Inspect the receiver, server or publisher that listens at an address, and return its statistics.
 
-    An inspection changes nothing in the inspected process, and does not count towards its limits on senders
-    or subscribers. The result contains what that process knows; its senders or subscribers are not asked.
+    An inspection changes nothing in the inspected process, and does not count towards its limits on senders,
+    clients or subscribers. The result contains what that process knows; these are not asked.
 
     Args:
         address: the address, such as ``unix:///run/user/1000/engine.sock``.
         patience_s: the time limit in seconds for the answer.
         secret_key: the CURVE secret key of this process, for a ``tcp://`` address on another machine.
-        server_key: the CURVE public key of the receiver or publisher at that address.
+        server_key: the CURVE public key of the process at that address.
 
     Cancellation has no side effects.
 
@@ -106,17 +123,16 @@ async def inspect(
         AccessDeniedError: the other side runs as another user, or the two sides do not agree on their keys.
         PeerLostError: no process listens at the address, or the process closed or did not answer in time.
         ProtocolError: the other side has another version of the protocol, or violated it.
-        UsageError: the process at the address is neither a receiver nor a publisher.
+        UsageError: the process at the address does not listen for senders, clients or subscribers.
         OSError: the machine has no descriptors left.
     """
     if isinstance(address, TensorQueue | Queue):
         raise TypeError(
-            "a queue has no address at which its receiver can be inspected: call `statistics()` in the "
-            "processes that use it"
+            "a queue has no address at which to inspect it: call `statistics()` in the processes that use it"
         )
     if not patience_s > 0:
         raise ValueError(f"patience_s must be positive, got {patience_s}")
-    inspection = _Inspection()
+    inspection = _Inspection(address)
     connector = route_to(address, TcpArguments(True, secret_key, server_key)).connector(inspection)
     try:
         connector.connect()
@@ -136,10 +152,10 @@ async def inspect(
 def _not_listening(address: str) -> PeerLostError:
     advice = "start it, or inspect another address"
     if not address.lower().startswith("tcp:"):
-        folder = os.path.dirname(socket_path(address, "unix"))
+        folder = os.path.dirname(socket_path(address))
         if not os.path.isdir(folder):
             advice = f"the folder {folder} does not exist"
-    return PeerLostError(f"no receiver or publisher listens at {address}: {advice}")
+    return PeerLostError(f"no process listens at {address}: {advice}")
 
 
 def _no_answer(
@@ -148,8 +164,8 @@ def _no_answer(
     if not (inspection.is_connected or connector.is_backlogged):
         return _not_listening(address)  # no process has accepted the connection
     return PeerLostError(
-        f"the receiver at {address} has not answered for {patience_s:g} s: its process is stopped, or its "
-        "event loop is busy; try again, or wait longer",
+        f"the process at {address} has not answered for {patience_s:g} s: it is stopped, or its event loop "
+        "is busy; try again, or wait longer",
         pid=inspection.connection.peer_pid,
     )
 
@@ -157,21 +173,24 @@ def _no_answer(
 class _Inspection:
     """One inspection: its connection, and the reports that arrive on it."""
 
-    def __init__(self) -> None:
-        self.connection = Connection(Hello(VERSION, os.getpid(), "inspector"), "the receiver")
+    def __init__(self, address: str) -> None:
+        hello = Hello(VERSION, os.getpid(), "inspector")
+        self.connection = Connection(hello, f"the process at {address}")
         self.changes = Waiters()
-        self.reports: list[ReceiverReport | PublisherReport] = []
+        self.reports: list[ReceiverReport | PublisherReport | ServerReport] = []
         self.failure: AioTensorError | None = None
         self.is_connected = False
         self._transport: Transport | None = None
 
-    def result(self) -> Inspection | PublisherInspection | None:
+    def result(self) -> Inspection | PublisherInspection | ServerInspection | None:
         """Return the result once the last report has arrived; raise the error that ends the inspection."""
         theirs = self.connection.theirs
         if theirs is not None and self.reports and self.reports[-1].last:
             statistics, now = self.reports[-1].statistics, time.monotonic()
             if isinstance(statistics, PublisherStatistics):
                 return PublisherInspection(theirs.id, theirs.pid, statistics, now)
+            if isinstance(statistics, ServerStatistics):
+                return ServerInspection(theirs.id, theirs.pid, statistics, now)
             rows = [
                 row for report in self.reports if isinstance(report, ReceiverReport) for row in report.senders
             ]
@@ -203,12 +222,12 @@ class _Inspection:
         self._fail(error)
 
     def record_received(self, data: memoryview, descriptors: list[int]) -> None:
-        """Process a record of the receiver or publisher."""
+        """Process a record of the other process."""
         close_all(descriptors)  # none are expected
         try:
             for frame in self.connection.receive(data):
                 match frame:
-                    case ReceiverReport() | PublisherReport():
+                    case ReceiverReport() | PublisherReport() | ServerReport():
                         if self.reports and self.reports[-1].last:
                             raise ProtocolError("it sent a report after the last one")
                         self.reports.append(frame)
@@ -223,7 +242,7 @@ class _Inspection:
         self.changes.wake()
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
-        """End the inspection with an error: the receiver or publisher is gone."""
+        """End the inspection with an error: the other process is gone."""
         self._fail(self.connection.lost(str(reason), is_retried=False).error)
 
     def resume_writing(self) -> None:

@@ -12,7 +12,6 @@ import torch
 
 from aiotensor.errors import (
     AioTensorError,
-    ClosedError,
     PeerLostError,
     ProtocolError,
     RefusedError,
@@ -54,7 +53,7 @@ from aiotensor.transports.base import Listener, Transport
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
 from aiotensor.types import CurveKey, Delivery, ReceiverStatistics, TensorHandle, Usage
 
-__all__ = ["TensorReceiver", "has_seen"]
+__all__ = ["TensorReceiver"]
 
 logger = logger_of("receiver")
 
@@ -160,7 +159,7 @@ class TensorReceiver(LoopObject):
             self._listener = await self._route.listen(self._admission)
             if self.affinity.is_closed:  # by another task, during the wait
                 await self._close()
-                raise ClosedError("this TensorReceiver was closed")
+                raise self.affinity.closed_error()
         except BaseException:
             self._admission.close()
             self._mappings.close()
@@ -320,9 +319,9 @@ class TensorReceiver(LoopObject):
             waiting=sum(map(len, self._calls.values())) + len(self._iterations),
             unclaimed_tensors=mailbox.unclaimed_tensors,
             unclaimed_bytes=mailbox.unclaimed_bytes,
-            mapped_bytes=self._mapped_bytes,
+            mapped_bytes=self._mapped_bytes(self._senders.values()),
             max_mapped_bytes=self._max_mapped_bytes,
-            promised_messages=self._promised_messages,
+            promised_messages=self._promised_messages(self._senders.values()),
             max_unclaimed_messages=self._max_messages,
             leases=mappings.leases,
             leased_bytes=mappings.leased_bytes,
@@ -339,8 +338,7 @@ class TensorReceiver(LoopObject):
         sender may then raise an error for messages that were taken. Closing again has no effect.
         """
         self.affinity.check_place()
-        was_open = self.affinity.close()
-        if was_open and self._listener is not None:
+        if self.affinity.close() and self._listener is not None:
             with self.affinity.leaving():
                 await self._close()
 
@@ -384,7 +382,7 @@ class TensorReceiver(LoopObject):
     def _find(self, key: Key) -> Delivery | None:
         """Reserve a tensor and return it; return None if it has not arrived."""
         if self.affinity.is_closed:
-            raise ClosedError("this TensorReceiver was closed")
+            raise self.affinity.closed_error()
         try:
             item = self._mailbox.hold(key)
             if item is not None or self._listening_failure is None:
@@ -481,17 +479,13 @@ class TensorReceiver(LoopObject):
 
     # Senders
 
-    @property
-    def _mapped_bytes(self) -> int:
-        """The arenas of connected senders, and the memory of other senders that tensors still use."""
-        arenas = sum(sender.memory.arena_bytes for sender in self._senders.values())
-        return self._mappings.lingering_bytes + arenas
+    def _mapped_bytes(self, senders: "Collection[_Sender]") -> int:
+        """Return the arenas of senders, and the memory of closed senders that tensors still use."""
+        return self._mappings.lingering_bytes + sum(one.memory.arena_bytes for one in senders)
 
-    @property
-    def _promised_messages(self) -> int:
-        """The messages that connected senders may have in flight, and those left by closed senders."""
-        promised = sum(sender.limits.max_messages for sender in self._senders.values())
-        return self._mailbox.messages_left + promised
+    def _promised_messages(self, senders: "Collection[_Sender]") -> int:
+        """Return the messages that senders may have in flight, and those left by closed senders."""
+        return self._mailbox.messages_left + sum(one.hello.max_messages for one in senders)
 
     def _refusal(self, hello: Hello) -> str | None:
         """Return a reason to refuse a sender, with a remedy; None if it can be admitted.
@@ -502,23 +496,20 @@ class TensorReceiver(LoopObject):
         if not hello.id or not hello.max_messages:
             return "its hello has no id or no permits"
         # If it has reconnected, its earlier connection ends with its admission.
-        others = [sender.limits for sender in self._senders.values() if sender.id != hello.id]
+        others = [sender for sender in self._senders.values() if sender.id != hello.id]
         if self._max_senders is not None and len(others) >= self._max_senders:
             return (
                 f"max_senders={self._max_senders} senders are already connected: raise max_senders of the "
                 "receiver, or close another sender"
             )
-        sessions = [sender for sender in self._senders.values() if sender.id != hello.id]
-        mapped = sum(one.memory.arena_bytes for one in sessions) + self._mappings.lingering_bytes
-        limit = self._max_mapped_bytes
+        mapped, limit = self._mapped_bytes(others), self._max_mapped_bytes
         if limit is not None and mapped + hello.arena_bytes > limit:
             return (
                 f"{mapped} bytes of shared memory are reserved for other senders and this sender requests "
                 f"{hello.arena_bytes}, more than max_mapped_bytes={limit} allows: raise max_mapped_bytes of "
                 "the receiver, or lower arena_bytes of the senders"
             )
-        promised = sum(one.max_messages for one in others) + self._mailbox.messages_left
-        most = self._max_messages
+        promised, most = self._promised_messages(others), self._max_messages
         if most is not None and promised + hello.max_messages > most:
             return (
                 f"{promised} messages in flight are reserved for other senders and this sender requests "
@@ -540,9 +531,8 @@ class TensorReceiver(LoopObject):
             earlier.end(earlier.connection.lost("the sender connected again", is_retried=True))
         transport.start(sender)
         try:
-            keys = self._mailbox.join(
-                sender.id, sender.limits.pid, sender.limits.max_messages, sender.limits.first
-            )
+            hello = sender.hello
+            keys = self._mailbox.join(sender.id, hello.pid, hello.max_messages, hello.first)
         except ProtocolError as error:
             sender.violated(error)
             return
@@ -570,10 +560,8 @@ class TensorReceiver(LoopObject):
     def _reports(self) -> list[ReceiverReport]:
         """Return the statistics and the summaries of the senders, for an inspector."""
         logger.debug("a process inspects this receiver", extra={"event": "receiver_inspected"})
-        senders, statistics = (
-            [sender.summary() for sender in self._senders.values()],
-            bounded(self.statistics()),
-        )
+        senders = [sender.summary() for sender in self._senders.values()]
+        statistics = bounded(self.statistics())
         return [
             ReceiverReport(
                 statistics, tuple(senders[start : start + MAX_ROWS]), start + MAX_ROWS >= len(senders)
@@ -587,19 +575,16 @@ class _Sender(Session):
 
     def __init__(self, transport: Transport, connection: Connection, receiver: TensorReceiver) -> None:
         super().__init__(transport, connection, receiver._log, receiver._mappings.freed)
-        if connection.theirs is None:
-            raise AssertionError("a sender was admitted before its hello")
-        self.limits = connection.theirs
-        self.id = connection.theirs.id
+        self.id = self.hello.id
         self.name = f"sender {self.id}"
-        self.memory = PeerMemory(connection.theirs.arena_bytes, self.release)
+        self.memory = PeerMemory(self.hello.arena_bytes, self.release)
         self._receiver = receiver
         self._mailbox = receiver._mailbox
         self._mappings = receiver._mappings
 
     def summary(self) -> SenderSummary:
         """Return the summary for an inspector."""
-        limits = self.limits
+        limits = self.hello
         return SenderSummary(
             self.id,
             limits.pid,
@@ -645,8 +630,9 @@ class _Sender(Session):
                     case Discard():
                         keys += mailbox.discard(sender, frame.message)
                     case Attach():
+                        mapped = self._receiver._mapped_bytes(self._receiver._senders.values())
                         limit = self._receiver._max_mapped_bytes
-                        left = None if limit is None else limit - self._receiver._mapped_bytes
+                        left = None if limit is None else limit - mapped
                         self.map(self._mappings, self.memory, frame, descriptors, left)
                     case Detach():
                         self._mappings.detach(self.memory, frame.segment)
@@ -667,11 +653,6 @@ class _Sender(Session):
     def lost(self, loss: Loss) -> None:
         """Handle the end of the session."""
         self._receiver._lost(self, loss)
-
-
-def has_seen(receiver: TensorReceiver, sender: str) -> bool:
-    """Return whether a sender is or was connected to a receiver; for servers that wait for its tensors."""
-    return receiver._mailbox.has_joined(sender)
 
 
 def _key_of(handle: TensorHandle) -> Key:

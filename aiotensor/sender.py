@@ -26,12 +26,12 @@ import secrets
 import time
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 import msgspec
 import torch
@@ -49,19 +49,25 @@ from aiotensor.errors import (
     WouldBlockError,
     again,
 )
-from aiotensor.link.events import PeerLog
+from aiotensor.link.events import ALLOCATED, PeerLog, log_long_wait
 from aiotensor.link.session import Session
-from aiotensor.memory.allocations import Allocation
-from aiotensor.memory.arena import Arena, Block, Extent
+from aiotensor.memory.arena import Block
 from aiotensor.memory.copying import CopyAbandonedError
-from aiotensor.memory.dtypes import DTYPE_NAMES
-from aiotensor.memory.gates import Gate, StuckError
+from aiotensor.memory.gates import StuckError, WaitLimits
 from aiotensor.memory.inline import bytes_of
 from aiotensor.memory.leased import ForeignSegment, ForwardedBlock
 from aiotensor.memory.memory import Memory
-from aiotensor.memory.placement import Plan, plan_placement, put_of
+from aiotensor.memory.placement import (
+    Allocation,
+    Plan,
+    new_empty,
+    plan_placement,
+    put_of,
+    sizes_of,
+    too_large,
+)
+from aiotensor.memory.raw import DTYPE_NAMES
 from aiotensor.memory.segments import Segment
-from aiotensor.memory.sizes import new_empty, sizes_of, too_large
 from aiotensor.memory.source import Sendable, Source, as_source
 from aiotensor.memory.views import with_attributes
 from aiotensor.protocol.connection import OPEN as CONNECTED
@@ -90,7 +96,7 @@ from aiotensor.transports.base import Connector, Events, Mover, Transport
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
 from aiotensor.types import CurveKey, Holder, SenderStatistics, TensorHandle, Usage
 
-__all__ = ["OpenMessage", "SenderCapacity", "SentMessage", "TensorSender"]
+__all__ = ["OpenMessage", "SentMessage", "TensorSender"]
 
 logger = logger_of("sender")
 
@@ -99,8 +105,6 @@ logger = logger_of("sender")
 _FEW_MESSAGES = 2
 
 _REMEMBERED_FAILURES = 256
-_NAMED_HOLDERS = 8
-_ALLOCATED = "allocated"
 
 _STUCK = (
     "all shared memory is held by messages that wait for more of it, including this one, so the wait would "
@@ -156,10 +160,9 @@ class SentMessage(msgspec.Struct, eq=False):
         count: the number of its announced tensors.
         posted: the number of its posted tensors, announced or not.
         pending: its posted tensors that are still to be announced.
-        is_copying: whether a task copies and announces these.
+        copying: the task that copies and announces these; None if there are none.
         is_finished: whether all its tensors were posted, so that it becomes whole once they are announced.
         awaits_bytes: the number of its sends that wait for shared memory.
-        awaits_receiver: the number of its sends that wait until the receiver reads.
     """
 
     permit: Ticket[None]
@@ -169,22 +172,14 @@ class SentMessage(msgspec.Struct, eq=False):
     count: int = 0
     posted: int = 0
     pending: deque[_Pending] = msgspec.field(default_factory=deque)
-    is_copying: bool = False
+    copying: "asyncio.Task[None] | None" = None
     is_finished: bool = False
     awaits_bytes: int = 0
-    awaits_receiver: int = 0
 
     @property
     def has_ended(self) -> bool:
         """Whether its permit was released."""
         return self.state is not OPEN and self.state is not WHOLE
-
-
-class CapacityListener(Protocol):
-    """An object that is notified when the capacity of a sender changes."""
-
-    def capacity_changed(self) -> None:
-        """Called when a permit or memory was released, or the receiver has changed."""
 
 
 class TensorSender(LoopObject):
@@ -252,34 +247,23 @@ class TensorSender(LoopObject):
         self._errors = ErrorCounter()
         self._counts = new_counts(SenderStatistics)
         self._log = PeerLog("sender")
-        self._permits: Gate[None] = Gate(
-            arguments.count("max_concurrent_videos", max_concurrent_videos),
-            stuck_elsewhere=None,
-            long_wait_s=self._long_wait_s,
-            on_long_wait=lambda _: self._log_wait("a permit"),
-            max_wait_s=self._max_wait_s,
-            overdue=lambda _: self._overdue("no permit was free", 1, 0),
-            step="wait for a permit",
-        )
+        limits = WaitLimits(self._long_wait_s, self._max_wait_s, self._log_wait, self._overdue)
+        self._permits = limits.permits(arguments.count("max_concurrent_videos", max_concurrent_videos))
         self._memory = Memory(
             self._max_bytes,
-            self._gate_over,
             arguments.seconds_or_never("keep_warm_s", keep_warm_s),
             self._counts,
-            self._max_wait_s,
-            lambda nbytes: self._overdue("other copies were in progress", 0, nbytes),
+            limits,
+            stuck_elsewhere=self._stuck_in_sends,
             segment_closed=self._segment_closed,
         )
         self._messages: dict[SentMessage, None] = {}  # in flight, the oldest first
-        self._drainers = Waiters()  # the calls that wait for messages to end
+        self._ends = Waiters()  # the calls that wait for messages or copies to end
         self._changes = Waiters()  # the calls that wait for a receiver, for capacity, or for the transport
-        self._is_wake_scheduled = False
         # The numbers of the allocated blocks whose sends wait, for a permit or for bytes. Such a block is not
         # freed during the wait, because the send refers to its tensor.
         self._await_permits: Counter[Block] = Counter()
         self._await_bytes: Counter[Block] = Counter()
-        self._listeners: weakref.WeakSet[CapacityListener] = weakref.WeakSet()
-        self._capacity_waits = 0  # the number of calls that wait for capacity
         # The receiver
         self._connector: Connector | None = None  # created by `__aenter__`, because it belongs to a loop
         self._session: _Receiver | None = None
@@ -292,20 +276,7 @@ class TensorSender(LoopObject):
         self._next_message = 0
         # Posted messages
         self._copying: dict[int, SentMessage] = {}  # by their numbers
-        self._tasks: set[asyncio.Task[None]] = set()
         self._post_failures: OrderedDict[int, Exception] = OrderedDict()  # of messages that were not copied
-        self._copies_changes = Waiters()
-
-    def _gate_over(self, arena: Arena) -> Gate[Extent]:
-        return Gate(
-            self._max_bytes,
-            space=arena,
-            stuck_elsewhere=self._stuck_in_sends,
-            long_wait_s=self._long_wait_s,
-            on_long_wait=lambda nbytes: self._log_wait(f"{nbytes} bytes of shared memory"),
-            max_wait_s=self._max_wait_s,
-            overdue=lambda nbytes: self._overdue("not enough shared memory was free", 0, nbytes),
-        )
 
     @property
     def id(self) -> str:
@@ -362,7 +333,7 @@ class TensorSender(LoopObject):
             ClosedError: this sender was closed, possibly during the wait.
         """
         with self._errors:
-            self._check()
+            self.affinity.check()
             if nbytes is not None:
                 nbytes = arguments.count("nbytes", nbytes, 0)
                 if nbytes > self._max_bytes:
@@ -372,19 +343,14 @@ class TensorSender(LoopObject):
             if self._session is None:
                 self._failure = None  # of an earlier attempt
                 self._connect_now()
-            self._capacity_waits += 1
-            self._notify_listeners()
-            try:
-                await until(
-                    partial(self._is_ready_for, nbytes),
-                    self._changes,
-                    self._max_wait_s,
-                    partial(self._not_ready, nbytes),
-                )
-            finally:
-                self._capacity_waits -= 1
-                if not self._capacity_waits and not self._listeners:
-                    self._permits.on_release = self._memory.gate.on_release = None
+            if nbytes is not None:
+                self._permits.on_release = self._memory.gate.on_release = self._changes.wake
+            await until(
+                partial(self._is_ready_for, nbytes),
+                self._changes,
+                self._max_wait_s,
+                partial(self._not_ready, nbytes),
+            )
 
     async def send(self, tensor: Sendable) -> TensorHandle:
         """Send a message of one tensor, and return the handle that names it for the receiver.
@@ -499,11 +465,11 @@ class TensorSender(LoopObject):
             ClosedError: this sender was closed, and closing was cancelled before the tensor was copied.
         """
         with self._errors:
-            self._check()
+            self.affinity.check()
             self._check_own(handle)
         number = handle.message
         while (message := self._copying.get(number)) is not None and message.count <= handle.tensor:
-            await self._copies_changes.wait()
+            await self._ends.wait()
         failure = self._post_failures.get(number)
         if failure is not None:  # it was counted when the copy failed
             raise again(failure)
@@ -517,7 +483,7 @@ class TensorSender(LoopObject):
         message.
         """
         with self._errors:
-            self._check()
+            self.affinity.check()
             return OpenMessage(self)
 
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -546,7 +512,7 @@ class TensorSender(LoopObject):
                 message, and all of `arena_bytes` is held by messages that wait for more of it.
         """
         with self._errors:
-            self._check()
+            self.affinity.check()
             return await self._allocate(shape, dtype, None)
 
     def discard(self, handle: TensorHandle) -> None:
@@ -559,7 +525,7 @@ class TensorSender(LoopObject):
             ValueError: the handle belongs to another sender.
         """
         with self._errors:
-            self._check()
+            self.affinity.check()
             self._check_own(handle)
         message = None if self._session is None else self._session.announced.get(handle.message)
         if message is not None:
@@ -571,7 +537,7 @@ class TensorSender(LoopObject):
         The effect on each message is the same as with `discard`.
         """
         with self._errors:
-            self._check()
+            self.affinity.check()
         messages = list(self._messages)
         for message in messages:
             self._abandon(message)
@@ -588,10 +554,10 @@ class TensorSender(LoopObject):
             ClosedError: this sender was closed during the wait.
         """
         with self._errors:
-            self._check()
+            self.affinity.check()
             sent = set(self._messages)
             while any(not message.has_ended for message in sent):
-                await self._drainers.wait()
+                await self._ends.wait()
                 if self.affinity.is_closed:
                     break
             # The receiver may have taken all of them and then closed: no message is lost in that case.
@@ -602,28 +568,15 @@ class TensorSender(LoopObject):
     def statistics(self) -> SenderStatistics:
         """Return the current usage and the totals since opening; also available after closing."""
         self.affinity.check_place()
-        memory, permits, budget = self._memory, self._permits, self._memory.gate
-        now, since = time.monotonic(), memory.waiting_since
+        permits = self._permits
         return snapshot(
             SenderStatistics,
-            self._counts,
+            self._counts | self._memory.usage(permits),
             max_concurrent_videos=permits.limit,
             in_flight=permits.in_use,
             peak_in_flight=permits.peak,
-            waiting=permits.waiting + budget.waiting + len(since),
-            longest_wait_s=max(
-                self._permits.longest_wait_s(),
-                memory.gate.longest_wait_s(),
-                now - min(since, default=now),
-            ),
             holders=tuple(self._holders()),
-            arena_bytes=budget.limit,
-            bytes_in_use=budget.in_use,
-            peak_bytes_in_use=budget.peak,
-            warm_bytes=memory.warm_bytes,
-            largest_free_bytes=memory.largest_free,
-            permit_waits=self._permits.waited.waits(),
-            memory_waits=memory.gate.waited.waits(),
+            permit_waits=permits.waited.waits(),
             errors=self._errors.counts(),
         )
 
@@ -637,8 +590,7 @@ class TensorSender(LoopObject):
         all its messages that were not received. Closing again has no effect.
         """
         self.affinity.check_place()
-        was_open = self.affinity.close()
-        if was_open and self._connector is not None:
+        if self.affinity.close() and self._connector is not None:
             with self.affinity.leaving():
                 await self._close()
 
@@ -666,17 +618,17 @@ class TensorSender(LoopObject):
     async def _settle_copies(self) -> None:
         """Wait until all copies of posted tensors have ended; cancellation stops them."""
         try:
-            while self._tasks:
-                await self._copies_changes.wait()
+            while self._copying:
+                await self._ends.wait()
         except BaseException:
-            _cancel(self._tasks)
+            _cancel_copies(self._copying.values())
             raise
 
     def _abort(self) -> None:
         """Close without waiting."""
         self._disconnect()
         self._memory.close()
-        self._drainers.wake()
+        self._ends.wake()
         self._log.close()
 
     def _disconnect(self) -> None:
@@ -696,11 +648,6 @@ class TensorSender(LoopObject):
             permits = self._permits
             details.append(f"{permits.in_use} of {permits.limit} messages in flight")
         return details
-
-    def _check(self) -> None:
-        """Check that this sender is open and may be used here."""
-        if asyncio._get_running_loop() is not self.affinity.open_in:
-            self.affinity.check()
 
     def _planned(self, value: Sendable) -> tuple[Source, Plan]:
         """Validate a tensor, and plan how to send it; errors are those of `send`."""
@@ -727,7 +674,8 @@ class TensorSender(LoopObject):
     def _begin_nowait(self, nbytes: int) -> SentMessage:
         """Assign a permit to a new message without waiting, or raise an error; `nbytes` is for its text."""
         if not self._is_ready:
-            raise self._not_read(nbytes)
+            reason = self._unread()
+            raise self._last_refusal() or self._would_block(reason, 1, nbytes)
         permit = self._permits.try_request(1)
         if permit is None:
             raise self._would_block("no permit is free", 1, nbytes)
@@ -747,9 +695,6 @@ class TensorSender(LoopObject):
             self._check_message(message)
         else:
             session.schedule_flush()
-        self._make_whole(message)
-
-    def _make_whole(self, message: SentMessage) -> None:
         message.state = WHOLE
         self._counts["messages_sent"] += 1
         self._memory.gate.settle(message)  # no wait delays the release of its bytes
@@ -775,17 +720,10 @@ class TensorSender(LoopObject):
             self._memory.abandon(message)
         if was_open:
             self._memory.gate.settle(message)
-            if message.awaits_receiver and not self._is_wake_scheduled:
-                self._is_wake_scheduled = True
-                asyncio.get_running_loop().call_soon(self._wake)
+            self._changes.wake()  # its sends may wait for a receiver
         self._permits.release(message.permit)
-        if self._drainers:
-            self._drainers.wake()
-
-    def _wake(self) -> None:
-        """Wake the calls that wait for a receiver, once per iteration: their messages may have ended."""
-        self._is_wake_scheduled = False
-        self._changes.wake()
+        if self._ends:
+            self._ends.wake()
 
     def _check_message(self, message: SentMessage) -> None:
         """Raise an error if a message has ended, either during a wait or because writing has failed."""
@@ -928,7 +866,7 @@ class TensorSender(LoopObject):
         counts["tensors_sent"] += 1
         counts["bytes_sent"] += source.nbytes
         if last:
-            message.state = WHOLE  # as `_make_whole`, without a call
+            message.state = WHOLE  # as `_complete`, without a call
             counts["messages_sent"] += 1
             self._memory.gate.held.pop(message, None)  # as `settle`, without a call
         return TensorHandle(self._id, put.message, put.tensor, put.dtype, put.shape, put.device)
@@ -1014,7 +952,7 @@ class TensorSender(LoopObject):
             copies_now: whether to copy the tensor on this thread, so that it may change afterwards.
         """
         with self._errors:
-            self._check()
+            self.affinity.check()
             with tracing.Traced("send tensor", self._label) as call:
                 source, plan = self._planned(value)
                 posted = message or self._begin_nowait(plan.new_bytes)
@@ -1043,13 +981,13 @@ class TensorSender(LoopObject):
                 if isinstance(source, torch.Tensor):  # the strides of the tensor may change, too
                     attributes = Attributes(source.requires_grad, isinstance(source, Parameter))
                     source = with_attributes(source.detach(), attributes)
-                if not message.is_copying and self._mover is None:
+                if message.copying is None and self._mover is None:
                     try:
                         payload = block.place.describe(0)
                         handle = self._announce(message, source, ARENA, payload, block, last=last)
                     finally:
                         self._memory.unpin_owner(block)
-        elif not message.is_copying and self._is_ready:
+        elif message.copying is None and self._is_ready:
             if plan.allocation is None:
                 handle = self._announce(message, source, INLINE, bytes_of(source), None, last=last)
             elif self._mover is None:
@@ -1068,12 +1006,10 @@ class TensorSender(LoopObject):
             self._session.schedule_flush()
         context = None if tracing.tracer is None else copy_context()
         message.pending.append(_Pending(source, plan, block, copies_now, last, context))
-        if not message.is_copying:
-            message.is_copying = True
+        if message.copying is None:
             self._copying[message.number] = message
-            task = asyncio.get_running_loop().create_task(self._send_pending(message))
-            self._tasks.add(task)
-            task.add_done_callback(partial(self._copies_ended, message, message.number))
+            message.copying = asyncio.get_running_loop().create_task(self._send_pending(message))
+            message.copying.add_done_callback(partial(self._copies_ended, message, message.number))
         device = "cpu" if source.is_cpu else str(source.device)
         return TensorHandle(
             self._id, message.number, tensor, DTYPE_NAMES[source.dtype], tuple(source.shape), device
@@ -1106,7 +1042,7 @@ class TensorSender(LoopObject):
         """Finish a posted message: it becomes whole once all its tensors are announced."""
         if not (message.has_ended or message.is_finished):
             message.is_finished = True
-            if not message.is_copying:
+            if message.copying is None:
                 self._complete(message)
 
     async def _send_pending(self, message: SentMessage) -> None:
@@ -1122,17 +1058,16 @@ class TensorSender(LoopObject):
             else:
                 await self._put_into(block, message, source, last=last, is_copied=is_copied)
             del source
-            if self._copies_changes:
-                self._copies_changes.wake()
-        message.is_copying = False
+            if self._ends:
+                self._ends.wake()
+        message.copying = None
         if message.is_finished and not last:
             self._complete(message)
 
     def _copies_ended(self, message: SentMessage, number: int, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None:
-            message.is_copying = False
+            message.copying = None
             for pending in message.pending:
                 if pending.block is not None:
                     self._memory.unpin_owner(pending.block)
@@ -1142,9 +1077,9 @@ class TensorSender(LoopObject):
             else:  # the receiver is gone, the message was discarded, or the task was cancelled
                 self._abandon(message)
                 self._remember(number, self._error(message))
-        if not message.is_copying:
+        if message.copying is None:
             self._copying.pop(number, None)
-        self._copies_changes.wake()
+        self._ends.wake()
 
     def _post_failed(self, message: SentMessage, number: int, error: BaseException) -> None:
         """Discard the message of a failed copy, and log the error, since perhaps no call ever raises it."""
@@ -1201,13 +1136,12 @@ class TensorSender(LoopObject):
     async def _receiver_reads(self, message: SentMessage) -> None:
         """Wait until a receiver is connected and reads; raise an error if the message ends before that."""
         self._check_message(message)  # a message lost during its copy must not wait for the next receiver
-        message.awaits_receiver += 1
-        try:
-            await until(
-                partial(self._reads_for, message), self._changes, self._max_wait_s, self._nothing_read
-            )
-        finally:
-            message.awaits_receiver -= 1
+        await until(
+            partial(self._reads_for, message),
+            self._changes,
+            self._max_wait_s,
+            lambda: self._overdue(self._unread("was", "read nothing"), 1, 0),
+        )
 
     def _reads_for(self, message: SentMessage) -> bool | None:
         self._check_message(message)
@@ -1229,14 +1163,10 @@ class TensorSender(LoopObject):
 
     def _obstacle(self, nbytes: int | None) -> str | None:
         """Return the reason why `ready` must wait; None if it need not."""
-        if not self._is_admitted:
-            if self._is_receiver_there:
-                return f"the receiver{self._where} has not answered"
-            return f"no receiver was connected{self._where}"
+        if not self._is_admitted or (nbytes is not None and not self._is_ready):
+            return self._unread("was", "read nothing")
         if nbytes is None:
             return None
-        if not self._is_ready:
-            return "the receiver read nothing"
         permits, memory = self._permits, self._memory.gate
         if permits.waiting or permits.in_use == permits.limit:
             return "no permit was free"
@@ -1273,7 +1203,6 @@ class TensorSender(LoopObject):
             self._needs_admission = True
         self._failure = None
         self._changes.wake()
-        self._capacity_changed()
 
     def _not_connected(self, error: AioTensorError) -> None:
         """Handle a permanent failure to connect."""
@@ -1285,7 +1214,6 @@ class TensorSender(LoopObject):
         self._refusal, self._needs_admission = None, False
         self._outage.end()
         self._changes.wake()
-        self._capacity_changed()
 
     def _lost(self, session: "_Receiver", loss: Loss) -> None:
         """End all messages in flight, and connect again if the loss permits it."""
@@ -1316,21 +1244,8 @@ class TensorSender(LoopObject):
             if session.transport.mover is not None:
                 self._memory.movers.discard(session.transport.mover)
             session.keep_pins(self._memory)
-        self._drainers.wake()
         self._changes.wake()
-        self._capacity_changed()
         return len(lost)
-
-    def _notify_listeners(self) -> None:
-        """Notify the listeners from now on; without listeners, this would cost two calls per message."""
-        self._permits.on_release = self._memory.gate.on_release = self._capacity_changed
-
-    def _capacity_changed(self) -> None:
-        """Notify the listeners, and the calls of `ready`, that a new message may have become possible."""
-        for listener in tuple(self._listeners):
-            listener.capacity_changed()
-        if self._capacity_waits:
-            self._changes.wake()
 
     # Errors and the log
 
@@ -1347,7 +1262,7 @@ class TensorSender(LoopObject):
             if holder is None:
                 allocated_since = min(allocated_since, ticket.since)
         holders = [
-            Holder(None, _ALLOCATED, nbytes, now - allocated_since)
+            Holder(None, ALLOCATED, nbytes, now - allocated_since)
             if message is None
             else Holder(message.number, message.state.value, nbytes, now - message.permit.since)
             for message, nbytes in held.items()
@@ -1356,29 +1271,8 @@ class TensorSender(LoopObject):
 
     def _log_wait(self, what: str) -> None:
         """Log a long wait for a resource, with its holders."""
-        holders = self._holders()
-        held_by = "; ".join(
-            f"{_name(holder)} ({holder.state}, {holder.bytes} bytes, {holder.seconds:.1f} s)"
-            for holder in holders[:_NAMED_HOLDERS]
-        )
-        if len(holders) > _NAMED_HOLDERS:
-            held_by += f"; and {len(holders) - _NAMED_HOLDERS} more"
         pid = None if self._session is None else self._session.pid
-        logger.warning(
-            "a send has waited %g s for %s; receiver: %s; held by: %s",
-            self._long_wait_s,
-            what,
-            "none has answered" if pid is None else f"pid {pid}",
-            held_by or "no message",
-            extra={
-                "event": "long_wait",
-                "waited_s": self._long_wait_s,
-                "waited_for": what,
-                "peer_pid": pid,
-                "holders": len(holders),
-                "held_by": held_by,
-            },
-        )
+        log_long_wait(logger, self._long_wait_s or 0.0, what, pid, self._holders())
 
     def _overdue(self, reason: str, messages: int, nbytes: int) -> WouldBlockError:
         """Return the error of a wait beyond `max_wait_s`; the arguments are those of `_would_block`."""
@@ -1402,48 +1296,33 @@ class TensorSender(LoopObject):
         kind = WouldBlockError if is_available else UnavailableError
         if not is_available and self._where not in reason:
             reason += f", and no receiver has answered{self._where}"
-        requested = f"{nbytes} bytes requested, " if nbytes else ""
         return kind(
-            f"{reason} ({permits.in_use} of {permits.limit} messages and {memory.in_use} of {memory.limit} "
-            f"bytes in use, {requested}{self._memory.largest_free} bytes free in one piece)",
+            f"{reason} ({permits.in_use} of {permits.limit} messages and {self._memory.describe(nbytes)})",
             messages=Usage(permits.limit, permits.in_use, messages),
             bytes=Usage(memory.limit, memory.in_use, nbytes),
         )
 
     def _unavailable(self) -> AioTensorError:
         """Return the error of a call after a long outage: the last refusal, or an `UnavailableError`."""
-        is_there = self._session is not None
-        reason = f"the receiver{self._where} has not answered" if is_there else self._absent
-        more = f", and none has been for the grace period of {self._grace_s:g} s"
-        return self._last_refusal() or self._would_block(f"{reason}{more}", 1, 0)
+        reason = f"{self._unread()}, and none has been for the grace period of {self._grace_s:g} s"
+        return self._last_refusal() or self._would_block(reason, 1, 0)
 
-    @property
-    def _absent(self) -> str:
-        return f"no receiver is connected{self._where}"
+    def _unread(self, is_: str = "is", is_slow: str = "is slow to read") -> str:
+        """Return the reason why no message can be announced, in the present or the past tense."""
+        if not self._is_receiver_there:
+            return f"no receiver {is_} connected{self._where}"
+        if self._session is None or self._session.transport.is_writable:
+            return f"the receiver{self._where} has not answered"
+        return f"the receiver {is_slow}"
 
     def _last_refusal(self) -> AioTensorError | None:
         """Connect now, and return the last refusal as a new error if its receiver may still be running."""
         self._connect_now()
         return self._refusal if self._refusal is None else again(self._refusal)
 
-    def _not_read(self, nbytes: int) -> AioTensorError:
-        """Return the error of a call that would have to wait for the receiver; `nbytes` is for its text."""
-        if self._session is None:
-            reason = self._absent
-        elif self._session.transport.is_writable:
-            reason = f"the receiver{self._where} has not answered"
-        else:
-            reason = "the receiver is slow to read"
-        return self._last_refusal() or self._would_block(reason, 1, nbytes)
-
     def _not_ready(self, nbytes: int | None) -> WouldBlockError:
         reason = self._obstacle(nbytes) or "the sender was not ready"
         return self._overdue(reason, nbytes is not None, nbytes or 0)
-
-    def _nothing_read(self) -> WouldBlockError:
-        is_connected = self._session is not None
-        reason = "the receiver read nothing" if is_connected else f"no receiver was connected{self._where}"
-        return self._overdue(reason, 1, 0)
 
 
 class _Receiver(Session):
@@ -1496,7 +1375,6 @@ class OpenMessage:
         self._message: SentMessage | None = None
         self._is_beginning = False
         self._sending = 0  # the calls of `send` that have not returned
-        self._is_finished = False
 
     def __repr__(self) -> str:
         message = self._message
@@ -1508,7 +1386,7 @@ class OpenMessage:
         with sender._errors:
             if self._is_beginning or self._message is not None:
                 raise UsageError("this message has already begun: begin another with sender.message()")
-            sender._check()
+            sender.affinity.check()
             if sender._outage.is_too_long:
                 raise sender._unavailable()
             self._is_beginning = True
@@ -1548,7 +1426,7 @@ class OpenMessage:
             OSError: the machine has no shared memory or no descriptors left.
         """
         with self._sender._errors:
-            self._sender._check()
+            self._sender.affinity.check()
             return await self._sender._allocate(shape, dtype, self._open_message())
 
     async def send(self, tensor: Sendable) -> TensorHandle:
@@ -1571,7 +1449,7 @@ class OpenMessage:
         with sender._errors:
             if self._message is None:
                 raise UsageError(_NOT_BEGUN)
-            sender._check()
+            sender.affinity.check()
             with tracing.Traced("send tensor", sender._label) as call:
                 source, plan = sender._planned(tensor)
                 message = self._open_message()
@@ -1613,7 +1491,7 @@ class OpenMessage:
         with sender._errors:
             if message is None:
                 raise UsageError(_NOT_BEGUN)
-            if self._is_finished:
+            if message.is_finished:
                 return
             if message.has_ended:
                 raise sender._error(message)  # not taken, because it was not whole
@@ -1622,7 +1500,7 @@ class OpenMessage:
                 raise UsageError(
                     "a send of this message was not awaited: await every message.send in its block"
                 )
-            self._is_finished = True
+            message.is_finished = True
             sender._complete(message)
 
     async def __aexit__(
@@ -1677,11 +1555,12 @@ def _counted(blocks: Counter[Block], allocation: Allocation) -> Iterator[None]:
             del blocks[block]
 
 
-def _cancel(tasks: Collection["asyncio.Task[None]"]) -> None:
+def _cancel_copies(messages: Iterable[SentMessage]) -> None:
     # A separate function: the error keeps the frame of its caller alive, where a variable would keep a task
     # and its tensor alive.
-    for task in tasks:
-        task.cancel()
+    for message in messages:
+        if message.copying is not None:
+            message.copying.cancel()
 
 
 def _too_many(requested: int) -> TooLargeError:
@@ -1697,26 +1576,7 @@ def _name_of(handle: TensorHandle) -> str:
     return f"{handle.sender}.{handle.message}.{handle.tensor}"
 
 
-def _name(holder: Holder) -> str:
-    if holder.state == _ALLOCATED:
-        return "memory from allocate()"
-    return "a message" if holder.message is None else f"message {holder.message}"
-
-
 # For other packages of this library
-
-
-def owner_of(message: OpenMessage) -> object:
-    """Return the `TensorSender` that made a message."""
-    return message._sender
-
-
-def check_unfinished(message: OpenMessage) -> None:
-    """Raise `UsageError` if a message was completed, by its block or by the request that was sent in it."""
-    if message._is_finished:
-        raise UsageError(
-            "this message or permit was used, or its block has ended: begin another one for each request"
-        )
 
 
 def enter_in_thread(message: OpenMessage) -> None:
@@ -1725,56 +1585,7 @@ def enter_in_thread(message: OpenMessage) -> None:
         _enter_block(message._message, None)
 
 
-def post_in(
-    sender: TensorSender, message: SentMessage | None, tensor: Sendable
-) -> tuple[SentMessage, TensorHandle]:
-    """Post a tensor in a message, or in a new one, which `finish_posted` or `abandon_posted` ends."""
-    return sender._post_in(message, tensor)
-
-
-def finish_posted(sender: TensorSender, message: SentMessage) -> None:
-    """Finish a posted message: it becomes whole once all its tensors are announced."""
-    sender._finish(message)
-
-
-def abandon_posted(sender: TensorSender, message: SentMessage) -> None:
-    """Discard a posted message."""
-    sender._abandon(message)
-
-
-class SenderCapacity:
-    """The capacity of one sender for new messages, for clients that choose among several senders."""
-
-    def __init__(self, sender: TensorSender) -> None:
-        self._sender = sender
-        self.endpoint = sender._label
-        self.max_wait_s = sender._max_wait_s
-
-    @property
-    def free_permits(self) -> int:
-        """The number of messages that can begin now; 0 without a ready receiver, or while calls wait."""
-        sender = self._sender
-        if sender._session is None or sender._needs_admission:
-            return 0
-        permits, memory = sender._permits, sender._memory.gate
-        return 0 if permits.waiting or memory.waiting else permits.limit - permits.in_use
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether calls raise an error until `connect_now` finds a receiver."""
-        return not self._sender.affinity.is_open or self._sender._failure is not None
-
-    def connect_now(self) -> None:
-        """Connect now, as a send would, if the sender has stopped trying after a refusal."""
-        if self._sender.affinity.is_open:
-            self._sender._connect_now()
-
-    def listen(self, listener: CapacityListener) -> None:
-        """Notify a listener whenever a new message may have become possible; the reference to it is weak."""
-        self._sender._listeners.add(listener)
-        self._sender._notify_listeners()
-
-
-def capacity_of(sender: TensorSender) -> SenderCapacity:
-    """Return the capacity of a sender."""
-    return SenderCapacity(sender)
+# Post a tensor in a message, or in a new one, which `finish_posted` or `abandon_posted` ends.
+post_in = TensorSender._post_in
+finish_posted = TensorSender._finish
+abandon_posted = TensorSender._abandon

@@ -2,24 +2,15 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, overload
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar, overload
 
-import torch
-
-import aiotensor
 from aiotensor import channel
-from aiotensor.blocking.portal import BlockingObject, UntilClosed
+from aiotensor.blocking.portal import Block, BlockingObject, UntilClosed, parameters_of
 from aiotensor.blocking.requests import Request
-from aiotensor.blocking.tensors import OpenMessage, TensorReceiver, TensorSender
-from aiotensor.channel.batches import checked_results
+from aiotensor.channel.batches import checked_results, traced_batch
 from aiotensor.channel.request import fail_batch
-from aiotensor.channel.server import take_ready
-from aiotensor.errors import ClosedError
-from aiotensor.runtime import tracing
-from aiotensor.runtime.arguments import instances
-from aiotensor.types import ClientStatistics, CurveKey, ServerStatistics
+from aiotensor.types import ClientStatistics, ServerStatistics
 
 __all__ = ["MessageClient", "MessageServer", "Permit"]
 
@@ -28,57 +19,14 @@ R = TypeVar("R")
 
 
 class MessageClient(BlockingObject[channel.MessageClient[R], ClientStatistics], Generic[R]):
-    """Send messages with tensors to a server; open it with ``with``, and share it between threads.
+    """Send messages with tensors to servers; open it with ``with``, and share it between threads.
 
-    Arguments and errors are those of `aiotensor.channel.MessageClient`, but `sender` and `receiver` are
-    objects of `aiotensor.blocking`.
+    Arguments and errors are those of `aiotensor.MessageClient`.
     """
 
-    def __init__(
-        self,
-        address: str | Sequence[str],
-        *,
-        sender: TensorSender | Sequence[TensorSender] | None = None,
-        receiver: TensorReceiver | None = None,
-        reply_type: type[R],
-        high_water_mark: int = 16,
-        max_part_bytes: int | None = 1 << 30,
-        max_body_bytes: int | None = 1 << 20,
-        heartbeat_interval_s: float | None = None,
-        heartbeat_timeout_s: float | None = None,
-        secret_key: CurveKey | None = None,
-        server_key: CurveKey | None = None,
-        max_wait_s: float | None = None,
-        grace_s: float | None = None,
-        linger_s: float = 1.0,
-    ) -> None:
-        super().__init__(
-            channel.MessageClient(
-                address,
-                sender=_inner_senders(sender),
-                receiver=_inner_receiver(receiver),
-                reply_type=reply_type,
-                high_water_mark=high_water_mark,
-                max_part_bytes=max_part_bytes,
-                max_body_bytes=max_body_bytes,
-                heartbeat_interval_s=heartbeat_interval_s,
-                heartbeat_timeout_s=heartbeat_timeout_s,
-                secret_key=secret_key,
-                server_key=server_key,
-                max_wait_s=max_wait_s,
-                grace_s=grace_s,
-                linger_s=linger_s,
-            )
-        )
-        if sender is None or isinstance(sender, TensorSender):
-            sender = () if sender is None else (sender,)
-        self._senders = tuple(sender)
-        self._receiver = receiver  # otherwise, the garbage collector could close it
-
-    @property
-    def senders(self) -> tuple[TensorSender, ...]:
-        """The senders, in the order of the servers; empty if this client has none."""
-        return self._senders
+    @parameters_of(channel.MessageClient[R])
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(channel.MessageClient(*args, **kwargs))
 
     def permit(self, *, timeout: float | None = None) -> "Permit":
         """Return a permit for one request: ``with client.permit() as permit``.
@@ -87,40 +35,33 @@ class MessageClient(BlockingObject[channel.MessageClient[R], ClientStatistics], 
         """
         return Permit(self, self.call(self.inner.permit), timeout)
 
-    def ready(self, *, timeout: float | None = None) -> None:
-        """Wait until a server has accepted this client and, with a `sender`, a permit is free."""
-        self.wait_for(self.inner.ready, timeout=timeout)
+    def ready(self, *, nbytes: int | None = None, timeout: float | None = None) -> None:
+        """Wait until a server has admitted this client, or until a request can be sent without waiting."""
+        self.wait_for(self.inner.ready, nbytes=nbytes, timeout=timeout)
 
     def request(
         self,
         message: object,
         *,
         target: int | None = None,
-        inside: "OpenMessage | Permit | None" = None,
+        inside: "Permit | None" = None,
         idempotent: bool = False,
         timeout: float | None = None,
     ) -> R:
         """Send a message, and return the answer to it.
 
-        Arguments, waiting and errors are those of `aiotensor.channel.MessageClient.request`, but `inside` is
-        a blocking permit or message. A timeout cancels the request.
+        Arguments, waiting and errors are those of `aiotensor.MessageClient.request`. A timeout cancels the
+        request.
         """
-        block = None if inside is None else inside.inner
-        return self.wait_for(
-            self.inner.request,
-            message,
-            target=target,
-            inside=block,
-            idempotent=idempotent,
-            timeout=timeout,
-        )
+        options = {"target": target, "inside": inside and inside.inner, "idempotent": idempotent}
+        return self.wait_for(self.inner.request, message, timeout=timeout, **options)
 
     def send(
         self,
         message: object,
         *,
         target: int | None = None,
-        inside: "OpenMessage | Permit | None" = None,
+        inside: "Permit | None" = None,
         timeout: float | None = None,
     ) -> None:
         """Send a message without requesting an answer.
@@ -128,101 +69,27 @@ class MessageClient(BlockingObject[channel.MessageClient[R], ClientStatistics], 
         Arguments, waiting and errors are those of `request`, except for the answer. After a timeout, the
         message is discarded unless it was sent.
         """
-        block = None if inside is None else inside.inner
+        block = inside and inside.inner
         self.wait_for(self.inner.send, message, target=target, inside=block, timeout=timeout)
 
 
-class Permit:
+class Permit(Block[channel.Permit]):
     """A permit for one request, made by `MessageClient.permit`.
 
-    Use it as ``with client.permit() as permit``; waiting and errors are those of `aiotensor.channel.Permit`.
+    Use it as ``with client.permit() as permit``; waiting and errors are those of `aiotensor.Permit`.
     """
-
-    def __init__(self, client: MessageClient[Any], inner: channel.Permit, timeout: float | None) -> None:
-        self._client = client
-        self.inner = inner
-        self._timeout = timeout
-        self._is_acquired = False
-
-    def __repr__(self) -> str:
-        return f"<aiotensor.blocking.{repr(self.inner)[1:]}"
-
-    def __enter__(self) -> Self:
-        try:
-            self._client.wait_for(self.inner.__aenter__, timeout=self._timeout)
-        except BaseException as error:
-            if (
-                not self._is_acquired
-            ):  # a signal may have interrupted this thread after the permit was granted
-                self.__exit__(type(error), error, error.__traceback__)
-            raise
-        self._is_acquired = True
-        return self
-
-    def allocate(
-        self, shape: Sequence[int], dtype: torch.dtype, *, timeout: float | None = None
-    ) -> torch.Tensor:
-        """Return an uninitialized tensor in shared memory for the request, which is sent without a copy."""
-        return self._client.wait_for(self.inner.allocate, shape, dtype, timeout=timeout)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._client.inner.affinity.is_left_in_child(error):
-            return
-        try:
-            self._client.wait_for(self.inner.__aexit__, kind, error, trace)
-        except ClosedError:
-            if kind is None:
-                raise
 
 
 class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], Generic[M]):
     """Receive messages with tensors, and answer them in any order.
 
     Open it with ``with``, and iterate over it in any number of threads. Arguments and errors are those of
-    `aiotensor.channel.MessageServer`, but `sender` and `receiver` are objects of `aiotensor.blocking`.
+    `aiotensor.MessageServer`.
     """
 
-    def __init__(
-        self,
-        address: str,
-        message_type: type[M],
-        *,
-        receiver: TensorReceiver | None = None,
-        sender: TensorSender | Sequence[TensorSender] = (),
-        max_clients: int | None = 64,
-        max_waiting: int = 64,
-        max_waiting_bytes: int = 64 << 20,
-        high_water_mark: int = 16,
-        max_part_bytes: int | None = 1 << 30,
-        max_body_bytes: int | None = 1 << 20,
-        heartbeat_interval_s: float | None = None,
-        heartbeat_timeout_s: float | None = None,
-        secret_key: CurveKey | None = None,
-        client_keys: Collection[CurveKey] = (),
-        linger_s: float = 1.0,
-    ) -> None:
-        super().__init__(
-            channel.MessageServer(
-                address,
-                message_type,
-                receiver=_inner_receiver(receiver),
-                sender=_inner_senders(sender) or (),
-                max_clients=max_clients,
-                max_waiting=max_waiting,
-                max_waiting_bytes=max_waiting_bytes,
-                high_water_mark=high_water_mark,
-                max_part_bytes=max_part_bytes,
-                max_body_bytes=max_body_bytes,
-                heartbeat_interval_s=heartbeat_interval_s,
-                heartbeat_timeout_s=heartbeat_timeout_s,
-                secret_key=secret_key,
-                client_keys=client_keys,
-                linger_s=linger_s,
-            )
-        )
-        self._kept = sender, receiver  # otherwise, the garbage collector could close them
+    @parameters_of(channel.MessageServer[M])
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(channel.MessageServer(*args, **kwargs))
 
     @property
     def address(self) -> str:
@@ -230,11 +97,11 @@ class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], 
         return self.inner.address
 
     def __iter__(self) -> Iterator[Request[M]]:
-        """Iterate over the requests whose tensors have arrived, until this server is closed."""
+        """Iterate over the requests, until this server is closed."""
         return UntilClosed(self.next)
 
     def next(self, *, timeout: float | None = None) -> Request[M]:
-        """Return the next request whose tensors have arrived.
+        """Return the next request.
 
         After a timeout, no request is lost. With a timeout of 0, the call does not wait for a request.
 
@@ -245,7 +112,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], 
         return self.take(None, self._take, timeout)
 
     def arrived(self, *, timeout: float | None = None) -> None:
-        """Wait until a request has arrived with its tensors, without taking it."""
+        """Wait until a request has arrived, without taking it."""
         self.wait_for(self.inner.arrived, timeout=timeout)
 
     async def _take(self, timeout: float | None) -> Request[M]:
@@ -254,7 +121,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], 
             async with asyncio.timeout(timeout):
                 return Request(self, await self._next(self.inner))
         except TimeoutError:
-            request = await take_ready(self.inner)
+            request = await self.inner._take(waits=False)
             if request is None:
                 raise
             return Request(self, request)
@@ -262,7 +129,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], 
     def batches(self, max_batch: int, *, batch_wait_s: float = 0.0) -> Iterator[list[Request[M]]]:
         """Iterate over batches of requests, until this server is closed.
 
-        Arguments and errors are those of `aiotensor.channel.MessageServer.batches`.
+        Arguments and errors are those of `aiotensor.MessageServer.batches`.
         """
         batches = self.inner.batches(max_batch, batch_wait_s=batch_wait_s)
 
@@ -293,7 +160,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], 
         `PeerLostError`.
 
         With `max_batch`, the function is called with a list of messages, and returns a sequence with a result
-        for each of them; see `aiotensor.channel.MessageServer.serve`.
+        for each of them; see `aiotensor.MessageServer.serve`.
 
         Args:
             handler: called with each message, or with each list of messages; returns the answer, or a
@@ -303,53 +170,28 @@ class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], 
         """
         if inspect.iscoroutinefunction(handler):
             raise TypeError(
-                f"the handler {handler!r:.64} is a coroutine function: use an aiotensor.channel.MessageServer"
+                f"the handler {handler!r:.64} is a coroutine function: use an aiotensor.MessageServer"
             )
         if max_batch is None:
             for request in self:
                 with request:
-                    request.reply(handler(request.message))
+                    request.answer(handler(request.message))
         else:
             for batch in self.batches(max_batch, batch_wait_s=batch_wait_s):
                 self._answer_batch(handler, batch)
 
     def _answer_batch(self, handler: Callable[[list[M]], Sequence[object]], batch: list[Request[M]]) -> None:
-        span: tracing.Span | None = None
-        if (tracer := tracing.tracer) is not None:
-            span = tracer.answer_batch([request.trace_context for request in batch])
         try:
-            results = checked_results(handler([request.message for request in batch]), len(batch))
+            with traced_batch([request.trace_context for request in batch]):
+                results = checked_results(handler([request.message for request in batch]), len(batch))
         except BaseException as error:
-            if span is not None:
-                span.end(error)
-            inner = [request.inner for request in batch]
-            try:
-                self.call(fail_batch, inner, error)
-            except ClosedError:
-                fail_batch(inner, error)  # no client waits for an answer
+            self.call_or_do(fail_batch, [request.inner for request in batch], error)
             if not isinstance(error, Exception):
                 raise
             return
-        if span is not None:
-            span.end()
         for request, result in zip(batch, results, strict=True):
             with request:
                 if isinstance(result, Exception):
                     request.fail(result)
                 else:
-                    request.reply(result)
-
-
-def _inner_senders(
-    sender: TensorSender | Sequence[TensorSender] | None,
-) -> list[aiotensor.TensorSender] | None:
-    if sender is None:
-        return None
-    return [one.inner for one in instances("sender", sender, TensorSender, "aiotensor.blocking.TensorSender")]
-
-
-def _inner_receiver(receiver: TensorReceiver | None) -> aiotensor.TensorReceiver | None:
-    if receiver is None:
-        return None
-    [found] = instances("receiver", receiver, TensorReceiver, "aiotensor.blocking.TensorReceiver")
-    return found.inner
+                    request.answer(result)

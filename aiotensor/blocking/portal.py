@@ -5,19 +5,24 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar
 
+import torch
+
+from aiotensor import channel
 from aiotensor.blocking.thread import Call, Loop, Taking, Untaken, borrow, release
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.runtime.affinity import LoopObject, ProcessBound, close_now, warn_unclosed
+from aiotensor.sender import OpenMessage
 
-__all__ = ["BlockingObject", "UntilClosed", "parameters_of"]
+__all__ = ["Block", "BlockingObject", "UntilClosed", "parameters_of"]
 
 A = TypeVar("A", bound=LoopObject)
+B = TypeVar("B", bound=OpenMessage | channel.Permit)
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
@@ -36,7 +41,7 @@ def parameters_of(
 
     def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
         itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        signature = inspect.signature(other)
+        signature = inspect.signature(getattr(other, "__origin__", other))  # of a generic class
         parameters = [itself, *signature.parameters.values()]
         init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return init
@@ -63,9 +68,8 @@ class BlockingObject(ProcessBound, Generic[A, S]):
         self._user = object()  # represents this object, which the shared loop must not keep alive
         self._loop: Loop | None = None
         self._opening: Call[A] = Call(inner.__aenter__)
-        self._lock = (
-            threading.RLock()
-        )  # reentrant: a signal handler may close the object while its thread holds the lock
+        # Reentrant: a signal handler may close the object while its thread holds the lock.
+        self._lock = threading.RLock()
         self._was_opened = False
         self.is_closed = False
         self._is_ending = self._has_released_loop = False
@@ -195,21 +199,25 @@ class BlockingObject(ProcessBound, Generic[A, S]):
 
     def call(self, function: Callable[..., R], *args: Any) -> R:
         """Call a function in the thread of the loop, and return its result."""
-        self._check_place()
-        return self._call(function, *args)
+        result: R = self.wait_for(_now, function, *args)
+        return result
 
     def call_briefly(self, function: Callable[..., R], *args: Any) -> R:
         """Call a function that never waits in the thread of the loop; the caller may run another loop."""
         self._check_process()
         if self._loop is not None and self._loop.is_here:
             raise UsageError(f"this {self._name} cannot be used in the thread of its own event loop")
-        return self._call(function, *args)
+        return self._run(Call(partial(_now, function, *args)))
 
-    def _call(self, function: Callable[..., R], *args: Any) -> R:
-        async def call() -> R:
-            return function(*args)
+    def call_or_do(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function in the thread of the loop, or here if the object was closed.
 
-        return self._run(Call(call))
+        The function is the last use of something that no other thread uses.
+        """
+        try:
+            self.call(function, *args)
+        except ClosedError:
+            function(*args)
 
     def wait_for(
         self, function: Callable[..., Awaitable[R]], *args: Any, timeout: float | None = None, **options: Any
@@ -226,7 +234,7 @@ class BlockingObject(ProcessBound, Generic[A, S]):
             TimeoutError: the coroutine was cancelled after `timeout` seconds.
         """
         self._check_place()
-        return self._run(Call(_work(function, args, timeout, options)))
+        return self._run(Call(partial(function, *args, **options), timeout))
 
     def take(
         self,
@@ -242,16 +250,12 @@ class BlockingObject(ProcessBound, Generic[A, S]):
         same key returns it.
         """
         self._check_place()
-        return self._run(Taking(_work(function, args, timeout, options), key, self._untaken))
+        return self._run(Taking(partial(function, *args, **options), timeout, key, self._untaken))
 
     def take_now(self, key: object, function: Callable[..., R], *args: Any) -> R:
         """Call a function that takes an item without waiting in the thread of the loop, as `take` does."""
-
-        async def work() -> R:
-            return function(*args)
-
-        self._check_place()
-        return self._run(Taking(work, key, self._untaken))
+        result: R = self.take(key, _now, function, *args)
+        return result
 
     def _run(self, call: Call[R]) -> R:
         try:
@@ -294,19 +298,57 @@ class BlockingObject(ProcessBound, Generic[A, S]):
             )
 
 
-def _work(
-    function: Callable[..., Awaitable[R]],
-    args: tuple[Any, ...],
-    timeout: float | None,
-    options: dict[str, Any],
-) -> Callable[[], Awaitable[R]]:
-    """Return a coroutine function that calls another with arguments, for at most `timeout` seconds."""
+async def _now(function: Callable[..., R], *args: Any) -> R:
+    return function(*args)
 
-    async def work() -> R:
-        async with asyncio.timeout(timeout):
-            return await function(*args, **options)
 
-    return work
+class Block(Generic[B]):
+    """A block of an object, which waits to be entered: a message or a permit.
+
+    Args:
+        owner: the object.
+        inner: the asynchronous block.
+        timeout: the time in seconds after which entering raises `TimeoutError`; None for no limit.
+
+    Attributes:
+        inner: the argument, to be used only in the thread of the event loop.
+    """
+
+    def __init__(self, owner: BlockingObject[Any, Any], inner: B, timeout: float | None) -> None:
+        self._owner = owner
+        self.inner = inner
+        self._timeout = timeout
+        self._is_entered = False
+
+    def __repr__(self) -> str:
+        return f"<aiotensor.blocking.{repr(self.inner)[1:]}"
+
+    def __enter__(self) -> Self:
+        try:
+            self._owner.wait_for(self.inner.__aenter__, timeout=self._timeout)
+        except BaseException as error:
+            if not self._is_entered:  # a signal may have interrupted this thread after the block was entered
+                self.__exit__(type(error), error, error.__traceback__)
+            raise
+        self._is_entered = True
+        return self
+
+    def allocate(
+        self, shape: Sequence[int], dtype: torch.dtype, *, timeout: float | None = None
+    ) -> torch.Tensor:
+        """Return an uninitialized tensor in shared memory for this block, which is sent without a copy."""
+        return self._owner.wait_for(self.inner.allocate, shape, dtype, timeout=timeout)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._owner.inner.affinity.is_left_in_child(error):
+            return
+        try:
+            self._owner.wait_for(self.inner.__aexit__, kind, error, trace)
+        except ClosedError:
+            if kind is None:
+                raise
 
 
 class UntilClosed(Iterator[R]):

@@ -5,8 +5,8 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import util
 from types import FrameType, TracebackType
@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, Unpack, overload
 
 from aiotensor import queues
 from aiotensor.blocking.portal import BlockingObject, UntilClosed
-from aiotensor.errors import AioTensorError, ClosedError
+from aiotensor.errors import ClosedError
 from aiotensor.queues.description import QueueDescription, QueueOptions
 from aiotensor.queues.producer import expect_no_first_consumer
 
@@ -36,9 +36,8 @@ class QueueProducer(BlockingObject[queues.QueueProducer, queues.ProducerStatisti
     def put(self, message: object, *, timeout: float | None = None) -> None:
         """Put a message into the queue, which delivers it to one consumer.
 
-        Do not change the tensors and arrays of the message until a consumer has taken it. Waiting and errors
-        are those of `aiotensor.queues.QueueProducer.put`: after a timeout, the call raises `WouldBlockError`,
-        and the message is not in the queue.
+        Waiting and errors are those of `aiotensor.queues.QueueProducer.put`: after a timeout, the call raises
+        `WouldBlockError`, and the message is not in the queue.
         """
         self.wait_for(partial(self.inner.put, message, timeout=timeout))
 
@@ -231,35 +230,16 @@ class _Ends(Generic[M]):
             # run before the handler that stops the thread of the event loop.
             self._finalizer = util.Finalize(None, self._finish, exitpriority=_BEFORE_CHILDREN)
             atexit.register(self._finish)
-            # These handlers run after `concurrent.futures` has stopped, so tensors that are not copied yet
-            # could not be sent. There is no public way to run a function earlier.
-            register = getattr(threading, "_register_atexit", None)
-            if register is not None:
-                with suppress(RuntimeError):  # this is an exit handler
-                    register(_call, weakref.WeakMethod(self._settle))
-
-    def _settle(self) -> None:
-        """Wait until the messages were taken, when the main thread ends."""
-        if self._pid != os.getpid() or self._producer is None or self._is_interrupted():
-            return
-        try:
-            with suppress(AioTensorError, OSError):  # `_finish` raises it again
-                self._producer.call(expect_no_first_consumer, self._producer.inner)
-                self._producer.join()
-        except BaseException:  # `KeyboardInterrupt`: otherwise, `_finish` would wait again
-            self.abort()
-            raise
 
     def _finish(self) -> None:
         """Close at the end of the process."""
         if self._pid == os.getpid():
             self._is_finishing = True
-            if self._is_interrupted():
+            if self._exits or _ends_with_an_exception(self._main):
                 self.abort()
+            elif self._producer is not None and not self._producer.is_closed:
+                self._producer.call(expect_no_first_consumer, self._producer.inner)
             self.close()
-
-    def _is_interrupted(self) -> bool:
-        return self._exits or _ends_with_an_exception(self._main)
 
     def stop_daemon(self) -> None:
         """Wait forever in a daemon thread while the process ends, as in a queue of `multiprocessing`.
@@ -290,12 +270,6 @@ class _Ends(Generic[M]):
 # By the process and the folder of the queue. Each task of a pool unpickles a copy of the queue, and all
 # copies in a process use the same producer.
 _known_ends: "weakref.WeakValueDictionary[tuple[int, str], _Ends[Any]]" = weakref.WeakValueDictionary()
-
-
-def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
-    function = method()
-    if function is not None:
-        function()
 
 
 def _frame_of_child() -> FrameType | None:

@@ -1,14 +1,12 @@
 """Blocking senders and receivers."""
 
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 import aiotensor
-from aiotensor.blocking.portal import BlockingObject, UntilClosed, parameters_of
-from aiotensor.errors import ClosedError
+from aiotensor.blocking.portal import Block, BlockingObject, UntilClosed, parameters_of
 from aiotensor.memory.source import Sendable
 from aiotensor.sender import enter_in_thread
 from aiotensor.types import Delivery, ReceiverStatistics, SenderStatistics, TensorHandle
@@ -91,56 +89,24 @@ class TensorSender(BlockingObject[aiotensor.TensorSender, SenderStatistics]):
         self.wait_for(self.inner.drain, timeout=timeout)
 
 
-class OpenMessage:
+class OpenMessage(Block[aiotensor.OpenMessage]):
     """A message that is being sent, made by `TensorSender.message`.
 
     Arguments and errors are those of `aiotensor.OpenMessage`.
     """
 
-    def __init__(self, sender: TensorSender, inner: aiotensor.OpenMessage, timeout: float | None) -> None:
-        self._sender = sender
-        self.inner = inner
-        self._timeout = timeout
-        self._is_begun = False
-
-    def __repr__(self) -> str:
-        return f"<aiotensor.blocking.{repr(self.inner)[1:]}"
-
     def __enter__(self) -> Self:
-        try:
-            self._sender.wait_for(self.inner.__aenter__, timeout=self._timeout)
-        except BaseException as error:
-            if not self._is_begun:  # a signal may have interrupted this thread after the permit was granted
-                self.__exit__(type(error), error, error.__traceback__)
-            raise
-        self._is_begun = True
+        super().__enter__()
         enter_in_thread(self.inner)
         return self
 
-    def allocate(
-        self, shape: Sequence[int], dtype: torch.dtype, *, timeout: float | None = None
-    ) -> torch.Tensor:
-        """Return an uninitialized tensor in shared memory for this message, which is sent without a copy."""
-        return self._sender.wait_for(self.inner.allocate, shape, dtype, timeout=timeout)
-
     def send(self, tensor: Sendable, *, timeout: float | None = None) -> TensorHandle:
         """Send one tensor of the message, and return its handle."""
-        return self._sender.wait_for(self.inner.send, tensor, timeout=timeout)
+        return self._owner.wait_for(self.inner.send, tensor, timeout=timeout)
 
     def finish(self) -> None:
         """Complete the message now rather than at the end of the block."""
-        self._sender.call(self.inner.finish)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._sender.inner.affinity.is_left_in_child(error):
-            return
-        try:
-            self._sender.wait_for(self.inner.__aexit__, kind, error, trace)
-        except ClosedError:
-            if kind is None:
-                raise
+        self._owner.call(self.inner.finish)
 
 
 class TensorReceiver(BlockingObject[aiotensor.TensorReceiver, ReceiverStatistics]):

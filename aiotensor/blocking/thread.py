@@ -34,10 +34,12 @@ class Call(Generic[R]):
 
     Args:
         work: the coroutine function, called once in the loop.
+        timeout: the time in seconds after which it is cancelled; None for no limit.
     """
 
-    def __init__(self, work: Callable[[], Awaitable[R]]) -> None:
+    def __init__(self, work: Callable[[], Awaitable[R]], timeout: float | None = None) -> None:
         self._work = work
+        self._timeout = timeout
         self._is_wanted = True
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -110,7 +112,11 @@ class Call(Generic[R]):
         self._ended()
 
     async def _work_and_keep(self) -> None:
-        self._results.append(await self._work())
+        self._results.append(await self._item())
+
+    async def _item(self) -> R:
+        async with asyncio.timeout(self._timeout):
+            return await self._work()
 
     def _cancel(self) -> None:
         if self._has_ended:
@@ -145,12 +151,15 @@ class Taking(Call[R]):
 
     Args:
         work: the coroutine function, which takes an item; cancelling it loses none.
+        timeout: as for `Call`.
         key: identifies the kind of item, such as a handle; None for the next item of the object.
         untaken: the items of earlier calls that were interrupted.
     """
 
-    def __init__(self, work: Callable[[], Awaitable[R]], key: object, untaken: Untaken) -> None:
-        super().__init__(work)
+    def __init__(
+        self, work: Callable[[], Awaitable[R]], timeout: float | None, key: object, untaken: Untaken
+    ) -> None:
+        super().__init__(work, timeout)
         self._key = key
         self._untaken = untaken
 
@@ -163,12 +172,16 @@ class Taking(Call[R]):
                 return
         waiting.append(self)
         try:
-            item = await self._work()
+            item = await self._item()
+        except asyncio.CancelledError:
+            if not self._results:
+                raise
+            return  # with the item of another call
         finally:
             waiting.remove(self)
-        if self._is_wanted and not self._has_ended:
+        if self._is_wanted and not self._results:
             self._results.append(item)
-        else:  # interrupted, or ended with the item of another call
+        else:  # interrupted, or it has the item of another call
             self._put_back(item)
 
     def _not_received(self) -> None:
@@ -177,9 +190,8 @@ class Taking(Call[R]):
 
     def _put_back(self, item: R) -> None:
         for call in self._untaken.waiting:
-            if call._key == self._key and call._task is not None and not call._has_ended:
+            if call._key == self._key and call._is_wanted and not call._results and call._task is not None:
                 call._results.append(item)
-                call._ended()
                 call._task.cancel()
                 return
         self._untaken.items.append((self._key, item))
@@ -190,40 +202,23 @@ class Loop:
 
     def __init__(self) -> None:
         self._is_halted = False
-        self._is_wanted = True
         self._is_over = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._failure: OSError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._left_open: list[object] = []
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._run, name="aiotensor-blocking", daemon=True)
-        self._is_starting = False
-        self._starting = threading.Lock()
-        self._starting.acquire()
 
     def start(self) -> None:
         """Start the thread, if it was not started yet."""
-        if not self._is_starting and self._failure is None:  # a signal may have interrupted an earlier call
+        if self._thread.ident is None:  # a signal may have interrupted an earlier call
             try:
-                self._is_starting = True
                 self._thread.start()
             except RuntimeError as error:
-                self._failure = no_thread(error)
-                self._starting.release()
-            except BaseException:  # raised by a signal handler
-                self._is_starting = self._thread.ident is not None
-                raise
-
-    def wait(self) -> None:
-        """Wait until the loop runs, or raise the `OSError` of a thread or loop that could not be created."""
-        with self._starting:
-            if self._failure is not None:
-                raise self._failure
+                raise no_thread(error) from error
 
     def begin(self, call: Call[Any]) -> None:
         """Begin a call without waiting, or raise `RuntimeError` if the loop was stopped."""
-        if self._loop is None:
-            raise AssertionError("the loop is used before it runs")
         call.begin(self._loop, self._tasks)
 
     @property
@@ -238,13 +233,15 @@ class Loop:
 
     def stop(self) -> None:
         """End the thread after all calls have ended, and wait for its end unless the loop was halted."""
-        self._is_wanted = False
         if self.is_out_of_reach:
             return
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._is_over.set)
-        with suppress(RuntimeError):  # a signal has interrupted the start: the thread ends without a join
-            self._thread.join()
+        if self._thread.ident is None:
+            self._loop.close()  # the thread could not be started
+            return
+        self._loop.call_soon_threadsafe(self._is_over.set)
+        if not self.is_here:
+            with suppress(RuntimeError):  # a signal has interrupted the start: the thread ends without a join
+                self._thread.join()
 
     def abandon(self, close: Callable[[], object], user: object) -> None:
         """Close an object that was garbage-collected, and release the loop; for finalizers.
@@ -253,19 +250,15 @@ class Loop:
             close: called in the loop; closes the object.
             user: the user that releases the loop afterwards.
         """
-        if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._abandon, close, user)
 
-    def _abandon(self, close: Callable[[], object], user: object) -> None:
-        try:
-            close()
-        finally:  # like `release`, but this thread cannot wait for its own end
-            with _shared.lock:
-                _shared.users.discard(user)
-                if not _shared.users and _shared.loop is self:
-                    _shared.loop = None
-                    self._is_over.set()
+        def close_and_release() -> None:
+            try:
+                close()
+            finally:
+                release(user)
+
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(close_and_release)
 
     def halt(self) -> None:
         """Stop the thread and its worker threads forever, within about a second.
@@ -274,8 +267,6 @@ class Loop:
         terminated. If such a thread runs C++ code, for example of torch, this aborts the process.
         """
         self._is_halted = True
-        if self._loop is None:
-            return
         # The frame of the thread keeps these objects alive. Otherwise, finalization would free them, with
         # warnings that they were not closed.
         self._left_open = list(registry.owners())
@@ -295,20 +286,11 @@ class Loop:
         stands.wait(2 * _PATIENCE_S)
 
     def _run(self) -> None:
-        runner = asyncio.Runner()
-        try:
-            self._loop = runner.get_loop()
-        except OSError as error:
-            self._failure = error
-            return
-        finally:
-            self._starting.release()
-        with runner:
+        with self._runner as runner:
             runner.run(self._main())
 
     async def _main(self) -> None:
-        if self._is_wanted:
-            await self._is_over.wait()
+        await self._is_over.wait()
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -326,7 +308,7 @@ _shared = _Shared()
 
 
 def borrow(user: object) -> Loop:
-    """Wait until the loop of this process runs, and return it; the loop ends after its last user's release.
+    """Return the loop of this process, which ends after the release of its last user.
 
     Raises:
         OSError: the machine has no threads or no descriptors left.
@@ -335,10 +317,8 @@ def borrow(user: object) -> Loop:
         _shared.users.add(user)
         if _shared.loop is None:
             _shared.loop = Loop()
-        loop = _shared.loop
-        loop.start()
-    loop.wait()
-    return loop
+        _shared.loop.start()
+        return _shared.loop
 
 
 def release(user: object) -> None:

@@ -14,30 +14,28 @@ import asyncio
 import contextlib
 import os
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from typing import Self, get_args
+from typing import ClassVar, Self, get_args
 
-import msgspec
 import torch
 from msgspec.structs import replace
 
-from aiotensor.errors import AioTensorError, ClosedError, ProtocolError, TooLargeError, WouldBlockError
+from aiotensor.errors import ProtocolError, TooLargeError, WouldBlockError
 from aiotensor.link.admission import Admission
 from aiotensor.link.events import PeerLog
+from aiotensor.link.messages import MessageSession
 from aiotensor.link.outgoing import Outgoing
-from aiotensor.link.session import LAST_RECORDS_S, Session
-from aiotensor.memory.allocations import Allocation
-from aiotensor.memory.arena import Arena, Block, Extent
+from aiotensor.link.session import LAST_RECORDS_S
 from aiotensor.memory.copying import CopyAbandonedError
-from aiotensor.memory.gates import Gate, StuckError
-from aiotensor.memory.leased import ForeignSegment, ForwardedBlock
+from aiotensor.memory.gates import StuckError, WaitLimits
+from aiotensor.memory.leased import ForeignSegment
 from aiotensor.memory.memory import Memory
-from aiotensor.memory.moving import PendingMove
+from aiotensor.memory.placement import Allocation, new_empty, sizes_of
 from aiotensor.memory.segments import Segment, whole_pages
-from aiotensor.memory.sizes import new_empty, sizes_of
 from aiotensor.memory.source import Source
 from aiotensor.protocol.audience import Audience, Backlog, Item, SlowPolicy
 from aiotensor.protocol.connection import Connection, Loss
@@ -61,16 +59,13 @@ from aiotensor.runtime.arguments import count_or_none, seconds_or_never
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters, until
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
-from aiotensor.transports.base import Listener, Mover, Transport
+from aiotensor.transports.base import Listener, Transport
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
 from aiotensor.types import CurveKey, Published, PublisherStatistics, SubscriberLag, Usage
 
 __all__ = ["Publisher"]
 
 logger = logger_of("publisher")
-
-# The maximum number of moves begun in one iteration of the event loop. Each takes tens of microseconds.
-_QUICK_MOVES = 32
 
 _NAMED_SUBSCRIBERS = 8
 
@@ -82,21 +77,21 @@ _STUCK = (
 )
 
 
-class _OutgoingPublication(Outgoing):
+class _OutgoingPublication(Outgoing, kw_only=True, eq=False):
     """A message that is being published."""
 
-    def __init__(self, publisher: "Publisher") -> None:
-        super().__init__(publisher._memory, publisher._arena_bytes, forwards=publisher._shares_memory)
-        self._publisher = publisher
+    publisher: "Publisher"
+
+    max_inline_bytes: ClassVar[int] = sys.maxsize
 
     def check(self) -> None:
         """Raise `ClosedError` if the publisher was closed."""
-        self._publisher._check_open()
+        self.publisher.affinity.check_open()
 
     def check_fits(self, new_bytes: int, other_bytes: int) -> None:
         """Check that the message fits into the arena, and into the memory that a subscriber may use."""
         super().check_fits(new_bytes, other_bytes)
-        nbytes, limit = new_bytes + other_bytes, self._publisher._max_held_bytes
+        nbytes, limit = new_bytes + other_bytes, self.publisher._max_held_bytes
         if limit is not None and nbytes > limit:
             raise TooLargeError(
                 f"this message has {nbytes} bytes, more than max_held_bytes={limit} allows each subscriber "
@@ -108,12 +103,12 @@ class _OutgoingPublication(Outgoing):
     def make_space(self, nbytes: int) -> None:
         """Forget the oldest publications of the history until there is space for a block."""
         super().make_space(nbytes)
-        self._publisher._make_space(nbytes)
+        self.publisher._make_space(nbytes)
 
     def no_space(self, nbytes: int, *, is_stuck: bool) -> WouldBlockError:
         """Return the error of a call that gets no block."""
         reason = _STUCK if is_stuck else "not enough shared memory is free"
-        return self._publisher._would_block(reason, nbytes)
+        return self.publisher._would_block(reason, nbytes)
 
     def can_carry(self, allocation: Allocation, source: Source) -> bool:
         """Return whether an allocated tensor can be published in its block, which no subscriber uses."""
@@ -218,23 +213,20 @@ class Publisher(LoopObject):
         self._errors = ErrorCounter()
         self._counts = new_counts(PublisherStatistics)
         self._log = PeerLog("publisher")
+        limits = WaitLimits(self._long_wait_s, self._max_wait_s, self._log_wait, self._overdue)
         self._memory = Memory(
             self._arena_bytes,
-            self._gate_over,
             seconds_or_never("keep_warm_s", keep_warm_s),
             self._counts,
-            self._max_wait_s,
-            lambda nbytes: self._overdue("other copies were in progress", nbytes),
+            limits,
+            stuck_elsewhere=self._held_by_callers,
             segment_closed=self._segment_closed,
         )
-        self._turns: Gate[None] = Gate(
+        self._turns = limits.permits(
             1,
-            stuck_elsewhere=None,
-            long_wait_s=self._long_wait_s,
-            on_long_wait=lambda _: self._log_wait("slow subscribers, or earlier calls"),
-            max_wait_s=self._max_wait_s,
-            overdue=lambda _: self._overdue("subscribers were slow, or earlier calls waited", 0),
-            step="wait for a turn",
+            "slow subscribers, or earlier calls",
+            "subscribers were slow, or earlier calls waited",
+            "wait for a turn",
         )
         self._kept_turn: Ticket[None] | None = None  # kept until no subscriber is full
         self._next_number = 0
@@ -260,18 +252,6 @@ class Publisher(LoopObject):
             self._admitted,
             self._refused,
             self._reports,
-            lambda error: None,
-        )
-
-    def _gate_over(self, arena: Arena) -> Gate[Extent]:
-        return Gate(
-            self._arena_bytes,
-            space=arena,
-            stuck_elsewhere=self._held_by_callers,
-            long_wait_s=self._long_wait_s,
-            on_long_wait=lambda nbytes: self._log_wait(f"{nbytes} bytes of shared memory"),
-            max_wait_s=self._max_wait_s,
-            overdue=lambda nbytes: self._overdue("not enough shared memory was free", nbytes),
         )
 
     @property
@@ -286,7 +266,7 @@ class Publisher(LoopObject):
             self._listener = await self._route.listen(self._admission)
             if self.affinity.is_closed:  # by another task, during the wait
                 await self._close(self._listener)
-                raise ClosedError("this Publisher was closed")
+                raise self.affinity.closed_error()
         except BaseException:
             self.affinity.close()
             self._memory.close()
@@ -320,9 +300,15 @@ class Publisher(LoopObject):
         with self._errors:
             self.affinity.check()
             with tracing.Traced("publish", self._route.label) as call:
-                published = await self._publish(message)
-                call.name = str(published.number)
-                return published
+                turn = await self._turns.acquire(1)
+                publication = _OutgoingPublication(self._memory, self._shares_memory, publisher=self)
+                try:
+                    await publication.place([message])
+                    return self._announce(publication, call)
+                except CopyAbandonedError:
+                    raise self.affinity.closed_error() from None
+                finally:
+                    self._end(turn, publication)
 
     def publish_nowait(self, message: object) -> Published:
         """Publish a message without waiting; it is encoded and copied on this thread.
@@ -336,9 +322,15 @@ class Publisher(LoopObject):
         with self._errors:
             self.affinity.check()
             with tracing.Traced("publish", self._route.label) as call:
-                published = self._publish_now(message)
-                call.name = str(published.number)
-                return published
+                turn = self._turns.try_request(1)
+                if turn is None:
+                    raise self._would_block("a subscriber is slow, or another call is publishing", 0)
+                publication = _OutgoingPublication(self._memory, self._shares_memory, publisher=self)
+                try:
+                    publication.place_now([message])
+                    return self._announce(publication, call)
+                finally:
+                    self._end(turn, publication)
 
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in shared memory, which is published without a copy.
@@ -367,13 +359,17 @@ class Publisher(LoopObject):
             sizes, nbytes = sizes_of(shape, dtype, self._arena_bytes)
             if nbytes == 0:
                 return new_empty(sizes, dtype)
-            block = await self._block(whole_pages(nbytes))
+            nbytes, memory = whole_pages(nbytes), self._memory
+            self._make_space(nbytes)
             try:
-                tensor = await self._memory.tensor_over(block, dtype, sizes, None)
+                block = memory.try_acquire(nbytes) or await memory.acquire(nbytes)
+                tensor = await memory.tensor_over(block, dtype, sizes, None)
+            except StuckError:
+                raise self._would_block(_STUCK, nbytes) from None
             except CopyAbandonedError:
-                raise _closed() from None
-            self._check_open()
-            self._memory.gate.refuse_if_stuck()
+                raise self.affinity.closed_error() from None
+            self.affinity.check_open()
+            memory.gate.refuse_if_stuck()
             return tensor
 
     async def wait_for_subscribers(self, count: int) -> None:
@@ -414,32 +410,20 @@ class Publisher(LoopObject):
     def statistics(self) -> PublisherStatistics:
         """Return the current usage and the totals since opening; also available after closing."""
         self.affinity.check_place()
-        lags, memory = self._lags(), self._memory
-        budget, now, since = memory.gate, time.monotonic(), memory.waiting_since
+        lags = self._lags()
         return snapshot(
             PublisherStatistics,
-            self._counts,
+            self._counts | self._memory.usage(self._turns),
             subscribers=len(lags),
             max_subscribers=self._max_subscribers,
             lags=tuple(lags),
             max_behind=self._max_behind,
             behind=lags[0].behind if lags else 0,
-            waiting=self._turns.waiting + budget.waiting + len(since),
-            longest_wait_s=max(
-                self._turns.longest_wait_s(),
-                memory.gate.longest_wait_s(),
-                now - min(since, default=now),
-            ),
             history=len(self._history),
             arena_bytes=self._max_bytes,
-            bytes_in_use=budget.in_use,
-            peak_bytes_in_use=budget.peak,
-            warm_bytes=memory.warm_bytes,
-            largest_free_bytes=memory.largest_free,
             dropped=self._counts["dropped"] + sum(lag.dropped for lag in lags),
             deliveries=self._counts["deliveries"] + sum(lag.delivered for lag in lags),
             subscriber_waits=self._turns.waited.waits(),
-            memory_waits=memory.gate.waited.waits(),
             errors=self._errors.counts(),
         )
 
@@ -451,8 +435,7 @@ class Publisher(LoopObject):
         that, call `drain` first. Cancellation closes the publisher immediately. Closing again has no effect.
         """
         self.affinity.check_place()
-        was_open = self.affinity.close()
-        if was_open and self._listener is not None:
+        if self.affinity.close() and self._listener is not None:
             with self.affinity.leaving():
                 await self._close(self._listener)
 
@@ -460,8 +443,8 @@ class Publisher(LoopObject):
         listener.close()
         self._admission.close()
         self._memory.freed.collect_all()
-        self._turns.fail(_closed)
-        self._memory.gate.fail(_closed)
+        self._turns.fail(self.affinity.closed_error)
+        self._memory.gate.fail(self.affinity.closed_error)
         self._changes.wake()
         try:
             await self._announce_last()
@@ -507,46 +490,7 @@ class Publisher(LoopObject):
             details.append(f"{len(self._subscribers)} subscribers connected")
         return details
 
-    def _check_open(self) -> None:
-        if self.affinity.is_closed:
-            raise _closed()
-
     # Messages
-
-    async def _publish(self, message: object) -> Published:
-        turn = await self._turns.acquire(1)
-        publication = _OutgoingPublication(self)
-        try:
-            box = [message]
-            del message
-            await publication.place(box)
-            return self._announce(publication)
-        except CopyAbandonedError:
-            raise _closed() from None
-        finally:
-            self._end(turn, publication)
-
-    def _publish_now(self, message: object) -> Published:
-        """Publish a message on this thread, without waiting."""
-        turn = self._turns.try_request(1)
-        if turn is None:
-            raise self._would_block("a subscriber is slow, or another call is publishing", 0)
-        publication = _OutgoingPublication(self)
-        try:
-            box = [message]
-            del message
-            publication.place_now(box)
-            return self._announce(publication)
-        finally:
-            self._end(turn, publication)
-
-    async def _block(self, nbytes: int) -> Block:
-        """Wait for a block for a caller, and pin it."""
-        self._make_space(nbytes)
-        try:
-            return self._memory.try_acquire(nbytes) or await self._memory.acquire(nbytes)
-        except StuckError:
-            raise self._would_block(_STUCK, nbytes) from None
 
     def _make_space(self, nbytes: int) -> None:
         """Forget the oldest publications of the history until there is space for a block."""
@@ -561,10 +505,11 @@ class Publisher(LoopObject):
         self._memory.freed.collect_all()
         return sum(ticket.amount for ticket, is_unsent in self._memory.holdings() if is_unsent)
 
-    def _announce(self, publication: _OutgoingPublication) -> Published:
+    def _announce(self, publication: _OutgoingPublication, call: tracing.Traced) -> Published:
         """Announce a message to all subscribers; from this point on, nothing is rolled back."""
         trace = None if (tracer := tracing.tracer) is None else tracer.context()
         number = self._next_number
+        call.name = str(number)
         record = encode_record([publication.frame(number, trace)])
         blocks, segments = tuple(publication.blocks), tuple(publication.segments)
         item = Item(number, record, time.monotonic(), blocks, segments)
@@ -620,11 +565,11 @@ class Publisher(LoopObject):
         return sorted(lags, key=lambda lag: (-lag.behind, -lag.behind_s))
 
     def _has_subscribers(self, count: int) -> bool | None:
-        self._check_open()
+        self.affinity.check_open()
         return True if len(self._subscribers) >= count else None
 
     def _has_drained(self, before: int) -> bool | None:
-        self._check_open()
+        self.affinity.check_open()
         oldest = [backlog.oldest for backlog in self._audience.backlogs.values()]
         return None if any(item is not None and item.number < before for item in oldest) else True
 
@@ -730,18 +675,16 @@ class Publisher(LoopObject):
             described.append(f"and {len(lags) - _NAMED_SUBSCRIBERS} more")
         return "; ".join(described)
 
-    def _overdue(self, reason: str, nbytes: int) -> WouldBlockError:
-        """Return the error for a wait that exceeded `max_wait_s`; arguments are those of `_would_block`."""
+    def _overdue(self, reason: str, _: int, nbytes: int) -> WouldBlockError:
+        """Return the error for a wait that exceeded `max_wait_s`; see `WaitLimits`."""
         return self._would_block(f"{reason} for {self._max_wait_s:g} s", nbytes)
 
     def _would_block(self, reason: str, nbytes: int) -> WouldBlockError:
         """Return the error for a call that would have to wait, with the bytes that it requested."""
         lags, memory = self._lags(), self._memory.gate
         behind = lags[0].behind if lags else 0
-        requested = f"{nbytes} bytes requested, " if nbytes else ""
         return WouldBlockError(
-            f"{reason} ({self._slowest()}; {memory.in_use} of {memory.limit} bytes in use, {requested}"
-            f"{self._memory.largest_free} bytes free in one piece)",
+            f"{reason} ({self._slowest()}; {self._memory.describe(nbytes)})",
             messages=Usage(self._max_behind, behind, 1),
             bytes=Usage(memory.limit, memory.in_use, nbytes),
         )
@@ -754,29 +697,16 @@ class Publisher(LoopObject):
         )
 
 
-class _Transfer(msgspec.Struct, eq=False):
-    """A publication whose blocks are moved to a subscriber on another machine, before it is announced."""
-
-    item: Item
-    left: int  # the number of moves that have not ended
-    moves: list[PendingMove] = []
-
-
-class _Subscriber(Session):
+class _Subscriber(MessageSession):
     """The connection to one subscriber, and the publications that it has not taken."""
 
     def __init__(self, transport: Transport, connection: Connection, publisher: Publisher) -> None:
-        super().__init__(transport, connection, publisher._log)
-        if connection.theirs is None:
-            raise AssertionError("a subscriber was admitted before its hello")
-        self.hello = connection.theirs
+        super().__init__(transport, connection, publisher._log, publisher._memory)
         self.id = self.hello.id
         self.name = f"subscriber {self.id}"
         self.backlog = Backlog(1, None)
-        self.accepted_at = 0.0  # when the transport last accepted records again or completed a move
         self._publisher = publisher
         self._memory = publisher._memory
-        self._transfers: dict[int, _Transfer] = {}  # by the numbers of the publications, the oldest first
 
     def lag(self, now: float) -> SubscriberLag:
         """Return how far the subscriber is behind."""
@@ -811,7 +741,7 @@ class _Subscriber(Session):
             item = next(items, None)
             if item is not None:
                 self._send(item)
-            elif self._transfers:
+            elif self.transfers:
                 return False
             else:
                 self.close()
@@ -819,16 +749,12 @@ class _Subscriber(Session):
 
     def withdraw(self, item: Item) -> None:
         """Withdraw a publication that was announced, or whose blocks are still being moved."""
-        transfer = self._transfers.pop(item.number, None)
-        if transfer is None:
+        if self.stop_carrying(item.number):
+            self.backlog.discarded(item.number)
+            self._memory.unpin([block for block, _ in item.blocks])
+        else:
             self.connection.discard(item.number)
             self.flush()
-            return
-        for move in transfer.moves:
-            move.stop()
-        self.backlog.discarded(item.number)
-        self._memory.unpin([block for block, _ in item.blocks])
-        self._announce_moved()
 
     def disconnect(self, reason: str) -> None:
         """Send the subscriber the reason, and close the connection."""
@@ -838,59 +764,24 @@ class _Subscriber(Session):
         self.end(self.connection.lost(reason, is_retried=False))
 
     def _send(self, item: Item) -> None:
-        """Announce a publication after attaching its segments and, between machines, moving its blocks."""
+        """Announce a publication, after its blocks were moved."""
+        blocks = [block for block, _ in item.blocks]
         if not self.attached.keys() >= set(item.segments):
-            self._attach(item.segments)
-        mover = self.transport.mover
-        if mover is None:
-            self.connection.publish(item.number, item.record)
-            self.flush()
-        else:
-            blocks = dict(item.blocks)
-            self._transfers[item.number] = transfer = _Transfer(item, len(blocks))
-            self._begin_moves(mover, transfer, list(blocks))
+            try:
+                self.attach_all(item.segments)
+            except OSError as error:
+                self.unwritable(error)
+            if self.is_over:
+                return  # a segment could not be shared
+        self.carry(item.number, blocks, partial(self._announce, item))
 
-    def _attach(self, segments: Sequence[int]) -> None:
-        """Share the segments that the subscriber does not have yet."""
-        for segment in self._memory.segments():
-            if segment.number in segments:
-                try:
-                    self.attach(segment)
-                except OSError as error:
-                    self.unwritable(error)
+    def _announce(self, item: Item) -> None:
+        self.connection.publish(item.number, item.record)
+        self.flush()
 
-    def _begin_moves(self, mover: Mover, transfer: _Transfer, blocks: Sequence[int]) -> None:
-        """Begin to move blocks, in several iterations of the event loop if they are many."""
-        if self.transport.is_closed or self._transfers.get(transfer.item.number) is not transfer:
-            return  # the publication was withdrawn, or the subscriber is gone
-        for number in blocks[:_QUICK_MOVES]:
-            block = self._memory.blocks[number]
-            if isinstance(block, ForwardedBlock):
-                raise AssertionError("a block is not forwarded to another machine")
-            moved, view = partial(self._moved, transfer), block.place.view()
-            transfer.moves.append(self._memory.moves.begin(mover, block, 0, view, self, moved))
-        if rest := blocks[_QUICK_MOVES:]:
-            asyncio.get_running_loop().call_soon(self._begin_moves, mover, transfer, rest)
-        self._announce_moved()
-
-    def _moved(self, transfer: _Transfer, is_complete: bool) -> None:
-        if is_complete:
-            transfer.left -= 1
-            self.accepted_at = time.monotonic()
-            if not transfer.left:
-                self._announce_moved()
-                self._publisher._changes.wake()
-
-    def _announce_moved(self) -> None:
-        """Announce the publications whose blocks were moved completely, in order."""
-        transport = self.transport
-        while self._transfers and transport.is_writable and not transport.is_closed:
-            transfer = next(iter(self._transfers.values()))
-            if transfer.left:
-                break
-            del self._transfers[transfer.item.number]
-            self.connection.publish(transfer.item.number, transfer.item.record)
-            self.flush()
+    def moved(self) -> None:
+        """Wake the calls that wait until the last publications are announced."""
+        self._publisher._changes.wake()
 
     # Events
 
@@ -911,15 +802,13 @@ class _Subscriber(Session):
                         for number in frame.messages:
                             freed += [block for block, _ in backlog.discarded(number).blocks]
                     case Close():
-                        pass
+                        self.closed(frame)
+                        return
                     case _:
                         raise ProtocolError("it sent a frame that no subscriber sends")
         finally:
             if freed:
                 self._memory.unpin(freed)
-        if frames and isinstance(frames[-1], Close):
-            self.closed(frames[-1])
-            return
         self.announce()
         self._publisher._progressed()
 
@@ -930,12 +819,6 @@ class _Subscriber(Session):
     def resume_writing(self) -> None:
         """Announce more publications, because the transport accepts records again."""
         super().resume_writing()
-        self.accepted_at = time.monotonic()
         if not self.connection.is_closed:
-            self._announce_moved()
             self.announce()
         self._publisher._changes.wake()
-
-
-def _closed() -> AioTensorError:
-    return ClosedError("this Publisher was closed")

@@ -22,7 +22,6 @@ from aiotensor.codec import TensorDecoder
 from aiotensor.codec.payload import unpack, unpack_now
 from aiotensor.errors import (
     AioTensorError,
-    ClosedError,
     ProtocolError,
     RefusedError,
     UnavailableError,
@@ -30,8 +29,8 @@ from aiotensor.errors import (
     again,
     is_shortage,
 )
-from aiotensor.link.arriving import Arrived, TakingSession
 from aiotensor.link.events import PeerLog
+from aiotensor.link.messages import Arrived, MessageSession, trace_context_of
 from aiotensor.link.session import LAST_RECORDS_S
 from aiotensor.memory.mappings import Mappings
 from aiotensor.protocol.connection import Connection, Loss
@@ -152,10 +151,7 @@ class Subscriber(LoopObject, Generic[T]):
         self._inbox: deque[_ArrivedPublication | _Ended] = deque()
         self._waiters = Waiters()
         self._last_end: _Ended | None = None
-        self._ends = 0
         self._admitted_last: _Publisher | None = None
-        self._publisher_id = ""  # of the latest publisher
-        self._first = 0  # the number of its first publication since this subscriber found it
         self._next_to_arrive = 0  # the number of its next publication
         self._order = 0  # the number of publications that have arrived
         self._taken_from: _Publisher | None = None
@@ -249,7 +245,7 @@ class Subscriber(LoopObject, Generic[T]):
                     self._keep(found)
                     raise
                 try:
-                    message: T = unpack_now(self._decoder, [found.body], found.tensors)
+                    message: T = unpack_now(self._decoder, found.body, found.tensors)
                 except BaseException as error:
                     self._not_decoded(found, error)
                     raise
@@ -307,8 +303,7 @@ class Subscriber(LoopObject, Generic[T]):
         Closing again has no effect.
         """
         self.affinity.check_place()
-        was_open = self.affinity.close()
-        if was_open and self._connector is not None:
+        if self.affinity.close() and self._connector is not None:
             with self.affinity.leaving():
                 await self._close(self._connector)
 
@@ -347,7 +342,7 @@ class Subscriber(LoopObject, Generic[T]):
                 found = item
             else:
                 self._search()
-                poll = partial(self._arrived_since, self._ends)
+                poll = partial(self._arrived_since, self._last_end)
                 found = await until(poll, self._waiters, max_wait_s, self._overdue)
             if isinstance(found, _Ended):
                 return found
@@ -360,18 +355,17 @@ class Subscriber(LoopObject, Generic[T]):
                 self._keep(found)
                 raise
             try:
-                message: T = await unpack(self._decoder, [found.body], found.tensors)
+                message: T = await unpack(self._decoder, found.body, found.tensors)
             except BaseException as error:
                 self._not_decoded(found, error)
                 raise
             return self._received(found, message)
 
-    def _arrived_since(self, ends: int) -> "_ArrivedPublication | _Ended | None":
-        """Return the next item, or the end of a session that another call has taken since `ends`."""
-        if self.affinity.is_closed:
-            raise _closed()
+    def _arrived_since(self, end: _Ended | None) -> "_ArrivedPublication | _Ended | None":
+        """Return the next item, or the end of a session after `end` that another call has taken."""
+        self.affinity.check_open()
         found = self._next()
-        return self._last_end if found is None and self._ends != ends else found
+        return self._last_end if found is None and self._last_end is not end else found
 
     def _not_decoded(self, found: "_ArrivedPublication", error: BaseException) -> None:
         # An error of the type, such as one of its `__post_init__`, would occur again.
@@ -384,7 +378,7 @@ class Subscriber(LoopObject, Generic[T]):
     def _received(self, found: "_ArrivedPublication", message: T) -> Publication[T]:
         found.finish()
         if self.affinity.is_closed:
-            raise _closed()
+            raise self.affinity.closed_error()
         missed = found.missed or 0
         self._number = found.number
         self._counts["received"] += 1
@@ -455,13 +449,9 @@ class Subscriber(LoopObject, Generic[T]):
 
     def _connected(self, transport: Transport) -> None:
         """Begin a session; raises `OSError` if its first record could not be written."""
+        publisher = "" if self._admitted_last is None else self._admitted_last.publisher
         hello = Hello(
-            VERSION,
-            os.getpid(),
-            "subscriber",
-            self._id,
-            publisher=self._publisher_id,
-            next=self._next_to_arrive,
+            VERSION, os.getpid(), "subscriber", self._id, publisher=publisher, next=self._next_to_arrive
         )
         session = _Publisher(transport, Connection(hello, "the publisher"), self)
         transport.limit_queue(MAX_UNREAD_BYTES)  # of answers
@@ -477,15 +467,17 @@ class Subscriber(LoopObject, Generic[T]):
     def _admitted(self, session: "_Publisher") -> None:
         """Record the publisher that has admitted this subscriber."""
         self._evict_older()
-        self._admitted_last = session
-        if session.publisher != self._publisher_id:
-            self._publisher_id, self._next_to_arrive = session.publisher, session.first
-            self._first = session.first
-        session.first = self._first  # earlier sessions may have ended before a publication arrived
+        earlier, self._admitted_last = self._admitted_last, session
+        if earlier is None or session.publisher != earlier.publisher:
+            self._next_to_arrive = session.first
+        else:
+            session.first = earlier.first  # earlier sessions may have ended before a publication arrived
 
     def _arrived(self, session: "_Publisher", message: Message) -> None:
         """Queue a publication; a closing subscriber drops it."""
-        publication = _ArrivedPublication(session, message, self._order)
+        publication = _ArrivedPublication(session, message, order=self._order)
+        publication.trace_context = trace_context_of(message)
+        session.untaken += 1
         if self.affinity.is_closed:
             publication.finish()
             return
@@ -517,7 +509,6 @@ class Subscriber(LoopObject, Generic[T]):
         self._log.lost(loss, self._route.label, 0)
 
     def _queue_end(self, ended: _Ended) -> None:
-        self._ends += 1
         self._last_end = ended
         if self._inbox and isinstance(self._inbox[-1], _Ended):
             self._inbox.pop()
@@ -541,7 +532,7 @@ class Subscriber(LoopObject, Generic[T]):
                 item.finish()
 
 
-class _Publisher(TakingSession):
+class _Publisher(MessageSession):
     """The connection to a publisher.
 
     Attributes:
@@ -554,7 +545,7 @@ class _Publisher(TakingSession):
     name = "the publisher"
 
     def __init__(self, transport: Transport, connection: Connection, subscriber: Subscriber[Any]) -> None:
-        super().__init__(transport, connection, subscriber._log, subscriber._mappings)
+        super().__init__(transport, connection, subscriber._log, mappings=subscriber._mappings)
         self.publisher = ""
         self.first = 0
         self.withdraws = False
@@ -622,24 +613,13 @@ class _Publisher(TakingSession):
         self._subscriber._lost(self, loss)
 
 
-class _ArrivedPublication(Arrived[_Publisher]):
+class _ArrivedPublication(Arrived[_Publisher], kw_only=True, eq=False):
     """A publication, from its arrival until the application has taken it.
 
-    Args:
-        session: the session in which the publication arrived.
-        message: its announcement.
-        order: its position in the order of arrival.
-
     Attributes:
-        order: the argument.
+        order: its position in the order of arrival.
         missed: the number of publications missed before it; None until the application begins to take it.
     """
 
-    def __init__(self, session: _Publisher, message: Message, order: int) -> None:
-        super().__init__(session, message)
-        self.order = order
-        self.missed: int | None = None
-
-
-def _closed() -> ClosedError:
-    return ClosedError("this Subscriber was closed")
+    order: int
+    missed: int | None = None

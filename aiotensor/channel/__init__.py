@@ -1,23 +1,17 @@
-"""Request and reply between processes over ZeroMQ, with messages that contain tensors.
+"""Requests and answers between processes: messages that contain tensors, and refer to each other.
 
     client                                                server
     await client.request(Video(frames=frames)) ────────▶  async for request in server:
-                                               ◀────────      await request.reply(Embedding(vector=vector))
+                                               ◀────────      await request.answer(Embedding(vector=vector))
 
-ZeroMQ carries the message itself. The client's `TensorSender` sends its tensors to the server's
-`TensorReceiver`, as one message with one permit, and the server decodes the message with the tensors in their
-places. Without a sender, the message contains its tensors. Answers are sent in the same way.
+A request is a message that asks for an answer, and an answer is a message in the other direction that names
+it. Their tensors, and a long body, are placed in shared memory, as those of publications are.
 
-From the top down: ``client``, ``server``, ``request`` and ``permits`` are the public interface.
-``outgoing_requests``, ``balancer``, ``remote_server`` and ``server_session`` belong to a client; ``serving``,
-``batches``, ``clients``, ``client_session`` and ``incoming_requests`` belong to a server. Both use
-``payloads``, which sends the tensors of messages, and ``send_queue``. `aiotensor.protocol.client` and
-`aiotensor.protocol.server` contain the rules of the protocol, `aiotensor.codec.payload` encodes and decodes
-messages, and `aiotensor.transports.zeromq` contains the sockets.
+``client`` and ``server`` contain the two roles. ``requests`` contains the requests of a server; ``request``,
+``batches``, ``serving`` and ``cancelling`` pass them to the application.
 """
 
-from aiotensor.channel.client import MessageClient
-from aiotensor.channel.permits import Permit
+from aiotensor.channel.client import MessageClient, Permit
 from aiotensor.channel.request import Request
 from aiotensor.channel.server import MessageServer
 from aiotensor.types import ClientStatistics, ServerStatistics

@@ -1,16 +1,18 @@
 """Batches of requests, for engines that process several messages at once."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, Self, TypeVar
 
 from aiotensor.channel.cancelling import CancelOnce
-from aiotensor.channel.incoming_requests import IncomingRequests
 from aiotensor.channel.request import Request, enter_batch, fail_batch, has_ended, leave_batch
+from aiotensor.channel.requests import Requests
+from aiotensor.errors import again
 from aiotensor.runtime import tracing
 from aiotensor.runtime.arguments import count, seconds
 
-__all__ = ["Batches", "answer_batch", "checked_results", "not_awaitable"]
+__all__ = ["Batches", "answer_batch", "checked_results", "not_awaitable", "traced_batch"]
 
 M = TypeVar("M")
 
@@ -18,24 +20,16 @@ M = TypeVar("M")
 class Batches(Generic[M]):
     """Iterate over the requests of a server in batches; created by `MessageServer.batches`.
 
-    A request waits in the server until its batch is complete. Until then its sender keeps its permit, and a
+    A request waits in the server until its batch is complete. Until then its client keeps its permit, and a
     cancelled request leaves the batch.
 
     Args:
-        take: takes a request that is ready; returns None if there is none.
-        requests: returns the requests of the server.
+        requests: the requests of the server.
         max_batch: the maximum number of requests in a batch.
         batch_wait_s: the time in seconds for which the first request of a batch may wait for others.
     """
 
-    def __init__(
-        self,
-        take: Callable[[], Awaitable[Request[M] | None]],
-        requests: Callable[[], IncomingRequests[Any] | None],
-        max_batch: int,
-        batch_wait_s: float,
-    ) -> None:
-        self._take = take
+    def __init__(self, requests: Requests[M], max_batch: int, batch_wait_s: float) -> None:
         self._requests = requests
         self._max_batch = count("max_batch", max_batch)
         self._wait_s = seconds("batch_wait_s", batch_wait_s)
@@ -50,14 +44,11 @@ class Batches(Generic[M]):
         The iteration ends when the server is closed. Cancellation loses no request: the requests that were
         taken already belong to the next batch of this iterator.
         """
-        while (requests := self._requests()) is not None:
+        requests = self._requests
+        while not requests.affinity.is_closed:
             if not self._taken:
-                await self._fill(requests)
-            while len(self._taken) < self._max_batch and self._requests() is not None:
-                request = await self._take()
-                if request is None:
-                    break
-                self._taken.append(request)
+                await self._fill()
+            await self._take_ready()
             # Decoding a message may have taken long enough for others to be cancelled.
             batch = [request for request in self._taken if not has_ended(request)]
             self._taken.clear()
@@ -65,14 +56,26 @@ class Batches(Generic[M]):
                 return batch
         raise StopAsyncIteration
 
-    async def _fill(self, requests: IncomingRequests[Any]) -> None:
+    async def _take_ready(self) -> None:
+        """Take the requests that are ready, up to a full batch."""
+        requests = self._requests
+        while len(self._taken) < self._max_batch and not requests.affinity.is_closed:
+            taken = await requests.take(waits=False)
+            if taken is None:
+                break
+            self._taken.append(Request(*taken, requests))
+
+    async def _fill(self) -> None:
         """Wait for the first request, and then for a full batch, at most for the given time."""
-        while not len(requests.ready) and self._requests() is not None:
+        requests = self._requests
+        while not requests.ready.by_client and not requests.affinity.is_closed:
+            if requests.failure is not None:
+                raise again(requests.failure)
             await requests.waiters.wait()
         timeout = asyncio.timeout(self._wait_s)
         try:
             async with timeout:
-                while 0 < len(requests.ready) < self._max_batch and self._requests() is not None:
+                while 0 < len(requests.ready) < self._max_batch and not requests.affinity.is_closed:
                     await requests.waiters.wait()
         except TimeoutError:
             if not timeout.expired():
@@ -98,22 +101,16 @@ async def answer_batch(
 ) -> None:
     """Call a handler with the messages of a batch, and answer each request with its result."""
     results: Sequence[object] = ()
-    span: tracing.Span | None = None
-    if (tracer := tracing.tracer) is not None:
-        span = tracer.answer_batch([request.trace_context for request in batch])
     with _BatchBlock(len(batch)) as block:
         for request in batch:
             enter_batch(request, block)
         try:
-            answers = handler([request.message for request in batch])
-            if not hasattr(answers, "__await__"):
-                raise not_awaitable(answers)
-            results = checked_results(await answers, len(batch))
-            if span is not None:
-                span.end()
+            with traced_batch([request.trace_context for request in batch]):
+                answers = handler([request.message for request in batch])
+                if not hasattr(answers, "__await__"):
+                    raise not_awaitable(answers)
+                results = checked_results(await answers, len(batch))
         except BaseException as error:
-            if span is not None:
-                span.end(error)
             fail_batch(batch, error)
             if not isinstance(error, Exception):
                 raise
@@ -121,9 +118,23 @@ async def answer_batch(
             for request in batch:
                 leave_batch(request)
     if results:
-        async with asyncio.TaskGroup() as replying:  # a client that does not read delays only its own reply
+        async with asyncio.TaskGroup() as answering:  # a client that does not read delays only its answer
             for request, result in zip(batch, results, strict=True):
-                replying.create_task(_reply(request, result))
+                answering.create_task(_answer(request, result))
+
+
+@contextmanager
+def traced_batch(contexts: Sequence[Mapping[str, str] | None]) -> Iterator[None]:
+    """Trace the work on a batch of requests, with their trace contexts, if tracing is enabled."""
+    span = None if (tracer := tracing.tracer) is None else tracer.answer_batch(contexts)
+    try:
+        yield
+    except BaseException as error:
+        if span is not None:
+            span.end(error)
+        raise
+    if span is not None:
+        span.end()
 
 
 def not_awaitable(answer: object) -> TypeError:
@@ -148,9 +159,9 @@ def checked_results(results: Sequence[object], count: int) -> Sequence[object]:
     return results
 
 
-async def _reply(request: Request[Any], result: object) -> None:
+async def _answer(request: Request[Any], result: object) -> None:
     async with request:
         if isinstance(result, Exception):
             await request.fail(result)
         else:
-            await request.reply(result)
+            await request.answer(result)

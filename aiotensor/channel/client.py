@@ -1,247 +1,333 @@
-"""The client: sends messages to servers and returns their answers."""
+"""The client: sends requests to servers, and returns their answers.
+
+A request:
+
+    placed --a server has capacity--> announced --Taken--> taken --answer or Failure--> (ended)
+      |                                |  ^                  |
+      '--waits for a server------------'  |                  '--the server is lost--> PeerLostError
+                  ^                       |
+                  '--the server is lost---'
+
+Memory and permits belong to the client. A server is chosen when the request has been placed in memory: one
+with the fewest requests that it has not taken, then the fewest that it has not answered. So any server takes
+any request, and only requests that a server has taken are lost with it. Between machines, the announced ones
+are lost, too, unless the server has closed.
+"""
 
 import asyncio
+import os
+import random
+import secrets
+from collections import deque
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from functools import partial
-from typing import Generic, Self, TypeVar
+from multiprocessing.queues import Queue
+from time import monotonic
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
 
-from aiotensor.channel import options
-from aiotensor.channel.memory import MessageMemory
-from aiotensor.channel.outgoing_requests import OutgoingRequests
-from aiotensor.channel.payloads import drop_answer
-from aiotensor.channel.permits import Permit
-from aiotensor.channel.remote_server import RemoteServer
+import torch
+
 from aiotensor.codec import TensorDecoder
-from aiotensor.codec.payload import Payload
-from aiotensor.receiver import TensorReceiver
-from aiotensor.runtime import tracing
+from aiotensor.codec.payload import check_body, unpack
+from aiotensor.errors import (
+    AioTensorError,
+    ClosedError,
+    PeerLostError,
+    ProtocolError,
+    RefusedError,
+    RemoteError,
+    TooLargeError,
+    UnavailableError,
+    UsageError,
+    WouldBlockError,
+    again,
+)
+from aiotensor.link.events import ALLOCATED, PeerLog, log_long_wait
+from aiotensor.link.messages import Arrived, MessageSession, trace_context_of
+from aiotensor.link.outgoing import Outgoing
+from aiotensor.link.session import LAST_RECORDS_S
+from aiotensor.memory.copying import CopyAbandonedError
+from aiotensor.memory.gates import StuckError, WaitLimits
+from aiotensor.memory.leased import ForeignSegment
+from aiotensor.memory.mappings import Mappings
+from aiotensor.memory.memory import Memory
+from aiotensor.memory.placement import new_empty, sizes_of, too_large
+from aiotensor.memory.segments import Segment, whole_pages
+from aiotensor.protocol.connection import OPEN, Connection, Loss
+from aiotensor.protocol.credits import Ticket
+from aiotensor.protocol.frames import (
+    INLINE,
+    VERSION,
+    Attach,
+    Close,
+    Detach,
+    Discarded,
+    Failure,
+    Frame,
+    Hello,
+    Message,
+    Release,
+    Taken,
+)
+from aiotensor.runtime import arguments, tracing
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
-from aiotensor.runtime.arguments import grace_period, instances, seconds, seconds_or_never
-from aiotensor.sender import OpenMessage, TensorSender, capacity_of
-from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
-from aiotensor.transports.address import is_folder, label_of
-from aiotensor.transports.zeromq.addresses import parse
-from aiotensor.transports.zeromq.context import begin
-from aiotensor.transports.zeromq.keys import connecting_keys
-from aiotensor.types import ClientStatistics, CurveKey
+from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.outage import Absence, Outage
+from aiotensor.runtime.waiting import Waiters, until
+from aiotensor.statistics import registry
+from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
+from aiotensor.transports.base import MAX_UNREAD_BYTES, Connector, Events, Transport
+from aiotensor.transports.endpoints import Endpoint, Route, TcpArguments, TensorQueue, route_to
+from aiotensor.types import ClientStatistics, CurveKey, EngineStatistics, Holder, TraceContext, Usage
 
-__all__ = ["MessageClient", "request_encoded"]
+__all__ = ["MessageClient", "Permit", "SentRequest"]
+
+logger = logger_of("client")
 
 R = TypeVar("R")
 
+_STUCK = "all shared memory is used by permits, or by requests that wait for more of it"
+
+_KEEP_WARM_S = 30.0  # after which idle memory is returned to the system
+_LONG_WAIT_S = 10.0  # after which a wait is logged
+_FEW_MESSAGES = 2
+
+
+class SentRequest(Outgoing, kw_only=True, eq=False):
+    """A message of a client, from its permit until its answer.
+
+    Attributes:
+        client: the client.
+        permit: its permit; None once a server has taken the message.
+        asks: whether it asks for an answer.
+        target: the only server that may get it; None for any server.
+        trace: the trace context of the call; None without tracing.
+        session: the session over which it was announced; None before and after that.
+        number: its number in this session.
+        ended: completes with the answer; without one, when the message was announced.
+        alarm: ends the wait for a server.
+        began: when the call began, by `time.monotonic`.
+    """
+
+    client: "MessageClient[Any]"
+    permit: Ticket[None] | None
+    asks: bool
+    target: "_Engine | None"
+    trace: TraceContext | None
+    session: "_Session | None" = None
+    number: int = 0
+    ended: "asyncio.Future[_Answer | None]"
+    alarm: asyncio.TimerHandle | None = None
+    began: float
+
+    @property
+    def _state(self) -> str:
+        """The state in words, for statistics and the log."""
+        if self.permit is None:
+            return "taken, its tensors still in use"
+        if self.session is not None:
+            return "waiting to be taken"
+        return "waiting for a server" if self in self.client._waiting else "being sent"
+
+    def check(self) -> None:
+        """Raise `ClosedError` if the client was closed."""
+        self.client._check_open()
+
+    def no_space(self, nbytes: int, *, is_stuck: bool) -> WouldBlockError:
+        """Return the error of a wait for memory that would never end."""
+        reason = _STUCK if is_stuck else "not enough shared memory was free"
+        return self.client._would_block(reason, 0, nbytes)
+
+    def fail(self, error: AioTensorError) -> None:
+        """End the request with an error."""
+        if not self.ended.done():
+            self.ended.set_exception(error)
+        elif not (
+            self.asks or self.ended.cancelled()
+        ):  # its call has returned when it was announced to a server, which is lost now
+            self.client._lose(self, error)
+
+
+class _Answer(Arrived["_Session"]):
+    """An answer that has arrived."""
+
 
 class MessageClient(LoopObject, Generic[R]):
-    """Send messages that contain tensors to a server, and await its answers.
+    """Send messages that contain tensors to one or several servers, and await the answers.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. Opening does not
-    wait for the server: messages wait until it has started. After a server is lost, the client connects to
-    the next one at that address; requests to the lost server fail with `PeerLostError`.
+    wait for a server: messages wait until one has started. After a server is lost, the client connects to the
+    next one at that address. Requests that the lost server had taken fail with `PeerLostError`, and the
+    others wait for another server. Between machines, all requests that were sent to it fail, unless it has
+    closed: it may have taken them.
 
-    With a `sender`, the tensors of a message go through shared memory, as one message of the sender with one
-    permit; tensors of a few KiB are part of the encoded message. Without a sender, all tensors are part of
-    the message, and ZeroMQ sends large ones without copying them.
+    The tensors of a message, and a large body, are placed in shared memory of this client; tensors of a few
+    KiB are part of the body. Permits and memory belong to the client, and not to a server: any server takes
+    any message, unless the call names one.
 
     Threads encode and decode large messages. But msgspec holds the GIL, so the event loop waits: decoding
     takes 1 to 16 ms for each MiB of numbers, texts and structs, and up to a second for each MiB of tiny
     lists; encoding takes less than half as long. Put large data into tensors or arrays, which avoids both.
 
     Args:
-        address: the address of the server: ``ipc://`` and an absolute path, ``engine://`` and the folder of
-            an engine, or ``tcp://`` with a host and a port; for several servers, a sequence of addresses.
-            Host names are resolved in threads, and again every second until a server is found; an unresolved
-            name counts as a server that has not started.
-        sender: a sender to the receiver of the server. For several servers, a sequence with one sender for
-            each server, in the same order. A sender that is not open is opened and closed with this client;
-            close an open one after this client. None to send tensors as part of the messages.
-        receiver: an open receiver for the tensors of answers, if the server has a sender to it. Do not
-            iterate over it.
-        reply_type: the type of the answers, as msgspec accepts it; answers are validated against it.
-        high_water_mark: the maximum number of messages that ZeroMQ queues to each server and, without
-            heartbeats, from each server. While the queue to a server is full, `request` and `send` wait.
-        max_part_bytes: the maximum size of a part of an answer in bytes; None for no limit. A part is the
-            body, one tensor beside the body, or all small tensors beside the body. The client announces the
-            limit, and a request whose answer exceeds it raises `RemoteError`.
-        max_body_bytes: the maximum size of the body of an answer in bytes; None for no limit but
-            `max_part_bytes`. The body contains everything but tensors and arrays; of these, it contains at
-            most 64 KiB in total. The server enforces the limit in the same way.
-        heartbeat_interval_s: the time between heartbeats to a server, in seconds.
-        heartbeat_timeout_s: the time in seconds without a reply to a heartbeat after which a server is lost.
-            On this machine the kernel reports at once when a process ends, so heartbeats are sent only if one
-            of these two arguments is given. For other machines the defaults are 0.25 and 0.65: a loss is
-            noticed within 1 s, or 1.5 s if packets are lost in one direction only. The largest part of a
-            message must be transferred within the timeout: raise it for large tensors on a slow network.
-        secret_key: the CURVE secret key of this client, for servers on other machines; from
-            `zmq.curve_keypair`.
-        server_key: the CURVE public key of the servers.
-        max_wait_s: the time in seconds after which a wait for a connection, or for a server to accept the
-            message, ends with `WouldBlockError`; it applies to each wait separately. None for no limit. It
+        endpoints: the location of the server: an address such as ``unix:///run/user/1000/engine.sock``, a
+            `TensorQueue`, or a `multiprocessing.Queue`; for several servers, a list of locations.
+        answer_type: the type of the answers, as msgspec accepts it; answers are validated against it.
+        max_concurrent_videos: the maximum number of messages in flight, that is, begun by this client, and
+            neither taken by a server nor ended. Further calls wait in the order of the calls.
+        arena_bytes: the maximum number of bytes of shared memory that this client uses at once. Memory is in
+            use as long as a tensor in it exists, here or at a server.
+        max_wait_s: the time in seconds after which a wait for a permit, for memory, for other copies, or for
+            a server, ends with `WouldBlockError`; it applies to each wait separately. None for no limit. It
             does not limit the wait for an answer.
         grace_s: the time in seconds for which calls may wait for a server that has not been started or was
-            lost. After this time without a connection, calls raise `UnavailableError` at once; with 0, they
-            never wait for a server. None for no limit but `max_wait_s`.
-        linger_s: the maximum time in seconds for which `aclose` waits until messages are sent.
+            lost. After this time without a server, calls raise `UnavailableError` at once; with 0, they never
+            wait for one. None for no limit but `max_wait_s`.
+        max_body_bytes: the maximum size of the body of an answer in bytes; None for no limit. The body
+            contains everything but tensors and arrays; of these, it contains at most 64 KiB in total. Servers
+            enforce the limit, and a request with a larger answer raises `RemoteError`.
+        secret_key: the CURVE secret key of this client, for servers at ``tcp://`` on other machines.
+        server_key: the CURVE public key of these servers.
+        peer_timeout_s: the time in seconds without an answer after which a server at ``tcp://`` is lost; None
+            means 2 s, or no limit at a loopback address.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an address is invalid, or is not local and there are no keys, a limit is not positive, or
-            the senders are not those of the addresses, one for each.
+        ValueError: an address is invalid, or a limit is out of bounds.
     """
+
+    # Whether the messages that a lost server has not taken are sent to another one; some queues forbid it.
+    _sends_again = True
 
     def __init__(
         self,
-        address: str | Sequence[str],
+        endpoints: Endpoint | Sequence[Endpoint],
+        answer_type: type[R],
+        max_concurrent_videos: int = 8,
+        arena_bytes: int = 1 << 30,
         *,
-        sender: TensorSender | Sequence[TensorSender] | None = None,
-        receiver: TensorReceiver | None = None,
-        reply_type: type[R],
-        high_water_mark: int = 16,
-        max_part_bytes: int | None = 1 << 30,
-        max_body_bytes: int | None = 1 << 20,
-        heartbeat_interval_s: float | None = None,
-        heartbeat_timeout_s: float | None = None,
-        secret_key: CurveKey | None = None,
-        server_key: CurveKey | None = None,
         max_wait_s: float | None = None,
         grace_s: float | None = None,
-        linger_s: float = 1.0,
+        max_body_bytes: int | None = 1 << 20,
+        secret_key: CurveKey | None = None,
+        server_key: CurveKey | None = None,
+        peer_timeout_s: float | None = None,
     ) -> None:
+        self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("MessageClient")
+        given = TcpArguments(True, secret_key, server_key, (), peer_timeout_s)
+        several = [endpoints] if isinstance(endpoints, str | TensorQueue | Queue) else endpoints
+        routes = [route_to(endpoint, given) for endpoint in several]
+        if not routes:
+            raise ValueError("endpoints must contain the address of at least one server")
+        self._label = ",".join(route.label for route in routes)
+        self._shares_memory = not any(route.label.startswith("tcp:") for route in routes)
+        self._decoder: TensorDecoder[R] = TensorDecoder(answer_type)
+        self._max_messages = arguments.count("max_concurrent_videos", max_concurrent_videos)
+        self._max_bytes = arguments.count("arena_bytes", arena_bytes)
+        self._arena_bytes = whole_pages(self._max_bytes)
+        self._max_wait_s = arguments.seconds_or_never("max_wait_s", max_wait_s)
+        self._grace_s = arguments.grace_period(grace_s)
+        self._max_body_bytes = arguments.count_or_none("max_body_bytes", max_body_bytes)
         self._errors = ErrorCounter()
-        keys = connecting_keys(secret_key, server_key)
-        texts = [address] if isinstance(address, str) else list(address)
-        self._addresses = [parse(text, has_keys=bool(keys), is_client=True) for text in texts]
-        self._label = ",".join(label_of(address.text) for address in self._addresses)
-        self._senders: list[TensorSender | None] = (
-            [None]
-            if sender is None
-            else [*instances("sender", sender, TensorSender, "aiotensor.TensorSender")]
-        )
-        if sender is None:
-            self._senders *= len(texts)
-        if not texts or len(self._senders) != len(texts):
-            raise ValueError(
-                f"got {len(self._senders)} senders and {len(texts)} addresses: pass one sender for each "
-                "server, or none; with several addresses, pass a list of senders in the same order"
-            )
-        for text, one in zip(texts, self._senders, strict=True):
-            target = text if one is None else capacity_of(one).endpoint
-            if is_folder(text) and is_folder(target) and label_of(text) != target:
-                raise ValueError(
-                    f"the sender for the server at {text} sends to {target}: pass the senders in the order "
-                    "of the addresses, each with the address of its server"
-                )
-        self._limits = options.part_limits(max_part_bytes, max_body_bytes)
-        largest = self._limits.part_bytes
-        self._options = {
-            **options.limits(
-                self._addresses, high_water_mark, largest, heartbeat_interval_s, heartbeat_timeout_s
-            ),
-            **keys,
-        }
-        self._max_wait_s = seconds_or_never("max_wait_s", max_wait_s)
-        self._grace_s = grace_period(grace_s)
-        self._linger_s = seconds("linger_s", linger_s)
-        if receiver is not None:
-            instances("receiver", receiver, TensorReceiver, "aiotensor.TensorReceiver")
-        self._receiver = receiver
-        self._decoder: TensorDecoder[R] = TensorDecoder(reply_type)
-        self._requests: OutgoingRequests[R] | None = None  # None before opening
-        self._opened_senders = AsyncExitStack()
         self._counts = new_counts(ClientStatistics)
+        self._log = PeerLog("client")
+        limits = WaitLimits(_LONG_WAIT_S, self._max_wait_s, self._log_wait, self._overdue)
+        self._permits = limits.permits(self._max_messages)
+        self._memory = Memory(
+            self._arena_bytes, _KEEP_WARM_S, self._counts, limits, segment_closed=self._segment_closed
+        )
+        self._mappings = Mappings()
+        self._engines = [_Engine(self, route) for route in routes]
+        self._turns = random.sample(self._engines, len(self._engines))  # the next one first
+        self._held: dict[Ticket[None], SentRequest | Permit] = {}  # the permits in use, the oldest first
+        self._waiting: deque[SentRequest] = deque()  # for a server, in the order of the calls
+        self._absence = Absence(self._label, self._missing)
+        self._changes = Waiters()  # the calls of `ready`
+        self._is_dispatching = self._is_dispatched = False
+        self._absent = len(self._engines)  # the number of servers that are not connected
+        self._largest_body: int | None = None  # that a connected server accepts
 
     async def __aenter__(self) -> Self:
-        self.affinity.enter()
+        self._loop = self.affinity.enter()
         try:
-            for sender in dict.fromkeys(self._senders):
-                if sender is not None and not sender.affinity.was_entered:
-                    self._opened_senders.push_async_exit(await sender.__aenter__())
-            self.affinity.check()  # another task may have closed it in the meantime
-            context = begin()
+            self._memory.bind()
+            self._mappings.freed.bind()
+            for engine in self._engines:
+                engine.open()
         except BaseException:
+            self._abort()
             self.affinity.close()
-            await self._opened_senders.aclose()
             raise
-        memory = MessageMemory()
-        receiver = "" if self._receiver is None else self._receiver.id
-        servers = [
-            RemoteServer(
-                context,
-                address,
-                self._options,
-                receiver,
-                self._limits,
-                self._max_wait_s,
-                self._grace_s,
-                partial(drop_answer, memory, self._receiver),
-            )
-            for address in self._addresses
-        ]
-        self._requests = OutgoingRequests(
-            context,
-            dict(zip(servers, self._senders, strict=True)),
-            self._receiver,
-            self._decoder,
-            memory,
-            self._max_wait_s,
-            self._counts,
-        )
         self.affinity.settle(self, self._label)
         return self
 
-    def _opened(self) -> OutgoingRequests[R]:
-        if asyncio._get_running_loop() is not self.affinity.open_in:
-            self.affinity.check()
-        if self._requests is None:
-            raise AssertionError("a client that is open has its requests")
-        return self._requests
-
-    def permit(self) -> Permit:
+    def permit(self) -> "Permit":
         """Return a permit for one request: ``async with client.permit() as permit``.
 
-        Entering the permit waits for one of `max_concurrent_videos` of any server's sender. It also waits for
-        a server: without one, it raises the errors of `request`.
-
         Raises:
-            UsageError: this client has no sender, is not open, or belongs to another thread or event loop.
+            UsageError: this client is not open, or belongs to another thread or event loop.
             ClosedError: this client was closed.
         """
-        return self._opened().permit(self._errors)
+        self.affinity.check()
+        return Permit(self)
 
-    async def ready(self) -> None:
-        """Wait until a server has accepted this client and, with a `sender`, a permit is free.
+    async def ready(self, *, nbytes: int | None = None) -> None:
+        """Wait until a server has admitted this client, or until a request can be sent without waiting.
 
-        Use it in a readiness probe, or before the next upload is read. The call acquires nothing, so other
-        calls may use the permit first; `permit` acquires one.
+        Use it in a readiness probe, or to find out at startup whether the servers would refuse this client:
+        opening a client does not wait for a server. Returns immediately while a server has admitted it.
 
-        Waits as `request` does before it sends a message, with the same limits. Cancellation has no side
-        effects.
+        Args:
+            nbytes: the bytes of shared memory that the next message needs, 0 for a permit without memory;
+                the call then also waits until a permit and this much memory are free, and no other call waits
+                for them. It acquires nothing, so other calls may use them first; `permit` acquires a permit.
+
+        Waits at most `max_wait_s`. Cancellation has no side effects.
 
         Raises:
-            RefusedError: the server, or the receiver of the sender, refused this client because of a limit or
-                its version. The next call tries again.
-            PeerLostError: the server or the receiver cannot be reached any more, or broke the protocol.
+            ValueError: `nbytes` is negative.
+            TooLargeError: `nbytes` exceeds `arena_bytes`.
+            RefusedError: the server refused this client because of a limit or its version. The next call
+                tries again.
+            PeerLostError: the server cannot be reached any more, or broke the protocol.
             AccessDeniedError: the server belongs to another user, or does not accept this client's key.
-            WouldBlockError: a wait exceeded the `max_wait_s` of this client or the sender. It is an
-                `UnavailableError` if no server is connected.
+            WouldBlockError: the wait exceeded `max_wait_s`. It is an `UnavailableError` if no server is
+                connected.
             UsageError: this client is not open, or belongs to another thread or event loop; or there can be
                 no socket at the path of the address.
             ClosedError: this client was closed, perhaps during the call.
         """
         with self._errors:
-            await self._opened().ready()
+            self.affinity.check()
+            if nbytes is not None:
+                nbytes = arguments.count("nbytes", nbytes, 0)
+                if nbytes > self._max_bytes:
+                    raise too_large(nbytes, self._max_bytes)
+                self._permits.on_release = self._memory.gate.on_release = self._changes.wake
+            self._try_again(None)
+            await until(partial(self._is_ready_for, nbytes), self._changes, self._max_wait_s, self._not_ready)
 
-    @property
-    def senders(self) -> tuple[TensorSender, ...]:
-        """The senders, in the order of the servers; empty if this client has none."""
-        return tuple(sender for sender in self._senders if sender is not None)
+    def _is_ready_for(self, nbytes: int | None) -> bool | None:
+        self._check_open()
+        if not any(engine.is_admitted for engine in self._engines):
+            if (error := self._hopeless(None)) is not None:
+                raise error
+            return None
+        if nbytes is None:
+            return True
+        permits, gate = self._permits, self._memory.gate
+        is_free = permits.in_use < permits.limit and not permits.waiting
+        has_space = not nbytes or (not gate.waiting and nbytes <= self._memory.largest_free)
+        return True if is_free and has_space else None
 
     async def request(
         self,
         message: object,
         *,
         target: int | None = None,
-        inside: OpenMessage | Permit | None = None,
+        inside: "Permit | None" = None,
         idempotent: bool = False,
     ) -> R:
         """Send a message, and return the answer to it.
@@ -250,119 +336,932 @@ class MessageClient(LoopObject, Generic[R]):
             message: a msgspec Struct, a dataclass, a list or a dict, with tensors and arrays anywhere in it.
                 Do not change any part of it before the call returns. A large message is encoded in a thread,
                 which continues for a moment if the call is cancelled.
-            target: the index of the server among several, from 0; by default, the connected server
-                with the most free credit. While no server has credit, the message waits for the first one; if
-                that server is lost before the message is sent, it waits for the next.
+            target: the index of the server among several, from 0; by default, the one with the fewest
+                messages that it has not taken, and then with the fewest that it has not answered.
             inside: a permit of this client, for callers that acquire it before they create the tensors, so
-                that permits also limit video decoding, for example: ``async with client.permit() as permit:
-                ... await client.request(message, inside=permit)``; or an open message of the sender. The
-                request completes the permit's message when all tensors are sent, and discards it if the
-                request fails after sending a tensor.
-            idempotent: whether a server may do the work twice without harm. If the server is lost before it
-                has answered, the message is then sent once more, with a new permit: to another server, or to
-                the next one at the same address. The message must not change until the call returns.
+                that permits also limit video decoding: ``async with client.permit() as permit: ... await
+                client.request(message, inside=permit)``. The call uses the permit, also if it fails.
+            idempotent: whether a server may do the work twice without harm. In place of a `PeerLostError`,
+                the message is then sent once more, with a new permit. The message must not change until the
+                call returns.
 
-        Waits for the server, for a permit and memory if the message has tensors, for credit and queue space,
-        and for the answer. Cancellation notifies the server, which cancels the task that answers, and
-        discards the tensors, which releases their permit and memory. The server may be done by then.
+        Waits for a permit, for memory if the message has large tensors, for a server, and for the answer.
+        Cancellation notifies the server, which cancels the task that answers, and releases the permit and the
+        memory. The server may be done by then.
 
         Raises:
             RemoteError: the server's handler raised an exception, or the server could not decode this
-                message or receive its tensors; `type_name` is the type of the error.
-            PeerLostError: the server died or closed before it answered, or its handler was cancelled or ended
-                by an exception such as `SystemExit`; the server may have done the work.
-            RefusedError: the server, or the receiver of the sender, refused this client because of a limit or
-                its version. The next call tries again.
+                message; `type_name` is the type of the error.
+            PeerLostError: the server died or closed after it had taken the message or, between machines, died
+                after the message was sent; or its handler was cancelled or ended by an exception such as
+                `SystemExit`. The server may have done the work.
+            RefusedError: the server refused this client because of a limit or its version. The next call
+                tries again.
             AccessDeniedError: the server belongs to another user, or does not accept this client's key.
-            ProtocolError: the answer is not of `reply_type`, or its tensors cannot be received.
-            WouldBlockError: all of the sender's memory is held by messages that wait for more of it, or a
-                wait exceeded the `max_wait_s` of this client, the sender or the receiver. It is an
-                `UnavailableError` if no server is connected.
+            ProtocolError: the answer is not of `answer_type`, or its tensors cannot be opened.
+            WouldBlockError: all memory is held by messages that wait for more of it, or a wait exceeded
+                `max_wait_s`. It is an `UnavailableError` if no server is connected.
             OSError: the machine has no shared memory, no descriptors or no threads left.
             TypeError: part of the message cannot be encoded; `TensorEncoder.encode` lists further errors.
-            UnsupportedTensorError: a tensor would arrive changed; no permit or memory was used for it.
-            TooLargeError: a tensor exceeds the sender's `arena_bytes`, the body exceeds the server's
-                `max_body_bytes`, another part exceeds the server's `max_part_bytes`, or there are too many
-                tensors; nothing was sent.
+            UnsupportedTensorError: a tensor would arrive changed.
+            TooLargeError: the tensors exceed `arena_bytes`, or the body exceeds the server's
+                `max_body_bytes`; nothing was sent.
             ClosedError: this client was closed, perhaps during the call.
-            ValueError: there is no such target, or `inside` is a message of another sender.
+            UsageError: this client is not open, or belongs to another thread or event loop; or `inside` is
+                not in use.
+            ValueError: there is no such target, or `inside` is a permit of another client.
         """
+        span = None if (tracer := tracing.tracer) is None else tracer.begin("request", self._label)
         try:
-            box = [message]
-            del message  # so that only the caller keeps its tensors alive during the wait
-            requests = self._opened()
-            request = requests.request_repeatable if idempotent else requests.request
-            with tracing.Traced("request", self._label):
-                answer = await request(box, target, inside)
+            box, repeated = [message], [message] if idempotent else None
+            del message
+            if asyncio._get_running_loop() is not self.affinity.open_in:
+                self.affinity.check()
+            while True:
+                try:
+                    request = await self._place(box, target, inside, asks=True)
+                    ended = request.ended
+                    try:
+                        answer = await ended
+                    except BaseException:
+                        _drop_late(ended)
+                        raise
+                    finally:
+                        if request.permit is not None or request.session is not None:
+                            self._end(request)
+                        else:
+                            del request.ended  # as `_end` does
+                        # The future refers to its error, whose traceback refers to this frame.
+                        del request, ended
+                    if answer is None:
+                        raise AssertionError("a request that asks ends with an answer")
+                    try:
+                        try:
+                            await answer.open()
+                            if self._max_body_bytes is not None and len(answer.body) > self._max_body_bytes:
+                                answer.check_body(self._max_body_bytes)
+                        except ProtocolError as error:
+                            answer.session.violated(error)
+                            if self.affinity.is_closed:  # and with it the memory of the answer
+                                raise _closed() from None
+                            raise
+                        found: R = await unpack(self._decoder, answer.body, answer.tensors)
+                        if answer.trace_context is not None and (tracer := tracing.tracer) is not None:
+                            tracer.delivered("answer", answer.trace_context)
+                    finally:
+                        answer.finish()
+                        del answer
+                    self._counts["answers"] += 1
+                    if span is not None:
+                        span.end()
+                    return found
+                except PeerLostError:
+                    if repeated is None:
+                        raise
+                    self._counts["retries"] += 1
+                    box, repeated, inside = repeated, None, None
         except BaseException as error:
             self._errors.add(error)
             self._counts["failures"] += isinstance(error, Exception)
             self._counts["cancelled"] += isinstance(error, asyncio.CancelledError)
+            if span is not None:
+                span.end(error)
             raise
-        self._counts["answers"] += 1
-        return answer
 
     async def send(
-        self, message: object, *, target: int | None = None, inside: OpenMessage | Permit | None = None
+        self, message: object, *, target: int | None = None, inside: "Permit | None" = None
     ) -> None:
         """Send a message without requesting an answer.
 
         When the call has returned, the caller may change the tensors, but the message may still be lost with
         the server. Arguments, waiting and errors are those of `request`, except for the answer. Cancellation
-        discards the message unless it was sent.
+        discards the message unless it was sent. A message whose server is lost before it takes the message is
+        sent to another one, or lost and logged under the conditions in which a request fails.
         """
         with self._errors:
             box = [message]
             del message
-            requests = self._opened()
+            self._check()
             with tracing.Traced("send message", self._label):
-                await requests.send(box, target, inside)
+                request = await self._place(box, target, inside, asks=False)
+                try:
+                    if not request.ended.done():
+                        await tracing.step("wait for a server", request.ended)
+                    else:
+                        request.ended.result()
+                except BaseException:
+                    self._end(request)
+                    raise
+
+    def _engine(self, target: int) -> "_Engine":
+        if not 0 <= target < len(self._engines):
+            count = len(self._engines)
+            raise ValueError(f"target must be the index of one of the {count} servers, got {target}")
+        return self._engines[target]
+
+    async def _place(
+        self, box: list[object], target: int | None, inside: "Permit | None", *, asks: bool
+    ) -> SentRequest:
+        """Acquire a permit, place a message in memory, and announce it, or queue it for a server."""
+        engine = None if target is None else self._engine(target)
+        if self._absent:
+            self._try_again(engine)
+        permit = None if inside is None else inside._use(self)
+        if permit is None:
+            permit = self._permits.try_request(1) or await self._permits.acquire(1)
+        request = self._new_request(permit, engine, inside, asks=asks)
+        try:
+            await request.place(box)
+            self._submit(request)
+        except BaseException as error:
+            self._end(request)
+            if isinstance(error, CopyAbandonedError):
+                raise _closed() from None
+            raise
+        return request
+
+    def _new_request(
+        self, permit: Ticket[None], target: "_Engine | None", inside: "Permit | None", *, asks: bool
+    ) -> SentRequest:
+        request = self._held[permit] = SentRequest(
+            self._memory,
+            self._shares_memory,
+            inside,
+            self._largest_body,
+            client=self,
+            permit=permit,
+            asks=asks,
+            target=target,
+            trace=None if (tracer := tracing.tracer) is None else tracer.context(),
+            ended=self._loop.create_future(),
+            began=monotonic(),
+        )
+        if inside is not None:
+            inside._request = request
+        return request
+
+    # Servers
+
+    def _submit(self, request: SentRequest) -> None:
+        """Announce a request to a server that has capacity, or queue it."""
+        session = self._choose(request.target)  # the requests that wait cannot be sent to any server now
+        if session is None:
+            self._try_again(request.target)
+            self._waiting.append(request)
+            self._began_to_wait(request)
+            return
+        if session.max_body_bytes is not None and request.body_bytes > session.max_body_bytes:
+            check_body(request.body_bytes, session.max_body_bytes)  # none was connected during encoding
+        if request.blocks or session.transfers:
+            session.ask(request)
+        else:
+            session.announce(request)
+
+    def _candidates(self, target: "_Engine | None") -> "list[_Engine]":
+        return self._engines if target is None else [target]
+
+    def _choose(self, target: "_Engine | None") -> "_Session | None":
+        """Return the server with the fewest untaken requests, then with the fewest unanswered ones."""
+        best: _Session | None = None
+        least = (0, 0)
+        for engine in self._turns if target is None else (target,):
+            session = engine.session
+            if (
+                session is None
+                or session.connection.state is not OPEN
+                or not session.transport.is_writable
+                or (untaken := len(session.untaken_requests) + len(session.carried)) >= session.window
+            ):
+                continue
+            if len(self._turns) == 1:
+                return session
+            load = (untaken, session.in_flight)
+            if best is None or load < least:
+                best, least = session, load
+        if best is not None:  # in rotation among equals
+            self._turns.remove(best.engine)
+            self._turns.append(best.engine)
+        return best
+
+    def _limits_changed(self) -> None:
+        """Find the largest body that a connected server accepts; None for no limit, or without a server."""
+        limits = [
+            one.session.max_body_bytes for one in self._engines if one.session is not None and one.is_admitted
+        ]
+        known = [limit for limit in limits if limit is not None]
+        self._largest_body = max(known) if known and len(known) == len(limits) else None
+
+    def _changed(self) -> None:
+        """Announce waiting requests, or fail them, because a server has changed."""
+        if self._changes:
+            self._changes.wake()
+        self._is_dispatched = not self._waiting
+        if self._is_dispatched or self._is_dispatching:  # announcing may end a session, which calls this
+            return
+        self._is_dispatching = True
+        try:
+            while not self._is_dispatched:
+                self._is_dispatched = True
+                for request in list(self._waiting):
+                    session = self._choose(request.target)
+                    if session is not None:
+                        self._unqueue(request)
+                        session.ask(request)
+                    elif (error := self._hopeless(request.target)) is not None:
+                        self._unqueue(request)
+                        request.fail(error)
+        finally:
+            self._is_dispatching = False
+
+    def _requeue(self, requests: Sequence[SentRequest]) -> None:
+        """Queue requests again that a lost server has not taken, before the others."""
+        for request in reversed(requests):
+            request.session = None
+            self._waiting.appendleft(request)
+            self._began_to_wait(request)
+
+    def _began_to_wait(self, request: SentRequest) -> None:
+        self._absence.begin()
+        if self._max_wait_s is not None:
+            loop = asyncio.get_running_loop()
+            request.alarm = loop.call_later(self._max_wait_s, self._waited_too_long, request)
+
+    def _unqueue(self, request: SentRequest) -> None:
+        self._waiting.remove(request)
+        if not self._waiting:
+            self._absence.end()
+        if request.alarm is not None:
+            request.alarm.cancel()
+            request.alarm = None
+
+    def _waited_too_long(self, request: SentRequest) -> None:
+        self._unqueue(request)
+        request.fail(self._no_capacity(request.target))
+
+    def _hopeless(self, target: "_Engine | None") -> AioTensorError | None:
+        """Return the error of a request that no server will take; None if one may take it."""
+        if self.affinity.is_closed:
+            return _closed()
+        engines = self._candidates(target)
+        failures = [one.failure for one in engines if one.failure is not None]
+        if len(failures) == len(engines):
+            return again(failures[0])
+        # A server that has accepted the connection is about to answer.
+        if all(
+            one.failure is not None or (one.outage.is_too_long and one.session is None) for one in engines
+        ):
+            return self._unavailable(engines)
+        return None
+
+    def _try_again(self, target: "_Engine | None") -> None:
+        """Connect to the servers that are not connected; raise an error if none will be."""
+        for one in self._candidates(target):
+            one.connect_now()
+        if (error := self._hopeless(target)) is not None:
+            raise error
+
+    def _end(self, request: SentRequest) -> None:
+        """End a request: withdraw it from its server, and return its permit and its memory."""
+        if request in self._waiting:
+            self._unqueue(request)
+        if request.session is not None:
+            request.session.withdraw(request)
+        self._memory.abandon(request if request.holder is None else request.holder)
+        self._took(request)
+        # The holder of a block that the server still reads refers to the request. Its future refers to an
+        # error, whose traceback would keep the tensors of the caller alive.
+        del request.ended
+
+    def _lose(self, request: SentRequest, error: AioTensorError) -> None:
+        """Log that a message is lost whose call has returned; overridden for queues."""
+        self._took(request)
+        logger.warning(
+            "a message that was sent is lost: %s",
+            error,
+            extra={"event": "message_lost", "reason": str(error)},
+        )
+
+    def _refused(self, error: AioTensorError) -> None:
+        """Ignore that a server, which logs it, has refused a message of `send`; overridden for queues."""
+
+    def _took(self, request: SentRequest) -> None:
+        """Return the permit and the memory of a request, because a server has taken it or it has ended."""
+        permit, request.permit = request.permit, None
+        if permit is not None:
+            if request.blocks or request.owned or request.holder is not None:
+                request.release()
+                request.holder = None  # a permit, which refers to the request
+            del self._held[permit]
+            self._permits.release(permit)
+
+    # Permits and memory
+
+    async def _allocate(self, shape: Sequence[int], dtype: torch.dtype, holder: "Permit") -> torch.Tensor:
+        """Return an uninitialized tensor for the request of a permit; see `Permit.allocate`."""
+        self._check()
+        sizes, nbytes = sizes_of(shape, dtype, self._arena_bytes)
+        if nbytes == 0:
+            return new_empty(sizes, dtype)
+        memory, nbytes = self._memory, whole_pages(nbytes)
+        try:
+            block = memory.try_acquire(nbytes, holder) or await memory.acquire(nbytes, holder)
+            tensor = await memory.tensor_over(block, dtype, sizes, holder)
+        except StuckError:
+            raise self._would_block(_STUCK, 0, nbytes) from None
+        except CopyAbandonedError:
+            self._check_open()
+            raise UsageError("the request of this permit has ended during this call") from None
+        self._check_open()
+        return tensor
+
+    def _segment_closed(self, segment: Segment | ForeignSegment) -> None:
+        for engine in self._engines:
+            if engine.session is not None:
+                engine.session.detach(segment)
+
+    # The end
 
     def statistics(self) -> ClientStatistics:
         """Return the current usage and the totals since opening; also available after closing."""
         self.affinity.check_place()
-        requests = self._requests
-        servers = [] if requests is None else requests.servers
+        engines, permits = self._engines, self._permits
         return snapshot(
             ClientStatistics,
-            self._counts,
-            servers=sum(server.session is not None for server in servers),
-            in_flight=tuple(server.in_flight for server in servers),
-            waiting=0 if requests is None else requests.waiting,
-            servers_lost=sum(server.lost for server in servers),
+            self._counts | self._memory.usage(permits, len(self._waiting)),
+            servers=sum(engine.is_admitted for engine in engines),
+            in_flight=permits.in_use,
+            peak_in_flight=permits.peak,
+            max_concurrent_videos=permits.limit,
+            holders=tuple(self._holders()),
+            servers_lost=sum(engine.counts["losses"] + engine.counts["refusals"] for engine in engines),
+            permit_waits=permits.waited.waits(),
             errors=self._errors.counts(),
-            engines=tuple(server.statistics() for server in servers),
+            engines=tuple(engine.statistics() for engine in engines),
         )
+
+    def _holders(self) -> list[Holder]:
+        """Return the holders of permits and memory, with the longest time first."""
+        now = monotonic()
+        since: dict[object, float] = {holder: permit.since for permit, holder in self._held.items()}
+        held: dict[object, int] = dict.fromkeys(since, 0)
+        for ticket, _ in self._memory.holdings():
+            holder: object = ticket.holder
+            if isinstance(holder, Permit) and holder._request is not None:
+                holder = holder._request
+            held[holder] = held.get(holder, 0) + ticket.amount
+            since[holder] = min(since.get(holder, now), ticket.since)
+        holders = [
+            Holder(None, getattr(holder, "_state", ALLOCATED), nbytes, now - since[holder])
+            for holder, nbytes in held.items()
+        ]
+        return sorted(holders, key=lambda holder: -holder.seconds)
 
     async def aclose(self) -> None:
         """Close the client: pending calls raise `ClosedError`.
 
-        Waits at most `linger_s` seconds until ZeroMQ has transmitted the sent messages. Cancellation ends the
-        wait. Closing again has no effect.
+        Waits until copies in the worker thread have stopped, and at most 1 s until the connections have
+        accepted what was sent. Cancellation closes the client immediately. Closing again has no effect.
         """
         self.affinity.check_place()
-        was_open = self.affinity.close()
-        if was_open and self._requests is not None:
+        if self.affinity.close():
             with self.affinity.leaving():
-                async with self._opened_senders:
-                    await self._requests.close(self._linger_s)
+                await self._close()
+
+    async def _close(self) -> None:
+        self._permits.fail(_closed)
+        self._memory.gate.fail(_closed)
+        self._changes.wake()
+        self._absence.end()
+        while self._waiting:
+            request = self._waiting[0]
+            self._unqueue(request)
+            request.fail(_closed())
+        sessions = [engine.session for engine in self._engines if engine.session is not None]
+        for session in sessions:
+            session.fail()
+        for engine in self._engines:
+            engine.close()
+        try:
+            self._memory.freed.collect_all()
+            self._mappings.freed.collect_all()
+            for session in sessions:
+                session.close()
+            try:
+                async with asyncio.timeout(LAST_RECORDS_S):
+                    for session in sessions:
+                        await session.accepted()
+            except TimeoutError:
+                pass
+            for session in sessions:
+                session.keep_pins(self._memory)
+            await self._memory.aclose()
+            await self._mappings.settle()
+        finally:
+            self._abort()
+
+    def _abort(self) -> None:
+        for engine in self._engines:
+            engine.close()
+            if engine.session is not None:
+                engine.session.abort()
+                engine.session = None
+        self._memory.close()
+        self._mappings.close()
+        self._log.close()
 
     def _details(self) -> list[str]:
         details = [f"at {self._label}"]
-        if self.affinity.is_open and self._requests is not None:
-            in_flight = sum(server.in_flight for server in self._requests.servers)
-            details.append(f"{in_flight} messages in flight")
+        if self.affinity.is_open:
+            details.append(f"{self._permits.in_use} of {self._permits.limit} messages in flight")
         return details
 
+    def _check(self) -> None:
+        if asyncio._get_running_loop() is not self.affinity.open_in:
+            self.affinity.check()
 
-async def request_encoded(client: MessageClient[R], payload: Payload, turn: asyncio.Lock) -> R:
-    """Send an encoded message, and return the answer; for `queues`.
+    def _check_open(self) -> None:
+        if self.affinity.is_closed:
+            raise _closed()
 
-    Waiting, cancellation and errors are those of `MessageClient.request`. The payload can be sent again.
+    # Errors and the log
 
-    Args:
-        client: the client.
-        payload: the message.
-        turn: held until the message was sent, so that messages are sent in the order of the calls.
+    def _missing(self) -> str:
+        """Return why messages wait for connected servers; "" if none is connected: another line logs that."""
+        if not any(engine.is_admitted for engine in self._engines):
+            return ""
+        return f"{len(self._waiting)} messages wait, because the servers do not take more"
+
+    def _log_wait(self, what: str) -> None:
+        """Log a long wait for a resource, with its holders."""
+        log_long_wait(logger, _LONG_WAIT_S, what, None, self._holders())
+
+    def _overdue(self, reason: str, messages: int, nbytes: int) -> WouldBlockError:
+        return self._would_block(f"{reason} for {self._max_wait_s:g} s", messages, nbytes)
+
+    def _would_block(self, reason: str, messages: int, nbytes: int) -> WouldBlockError:
+        permits, memory = self._permits, self._memory.gate
+        return WouldBlockError(
+            f"{reason} ({permits.in_use} of {permits.limit} messages and {self._memory.describe(nbytes)})",
+            messages=Usage(permits.limit, permits.in_use, messages),
+            bytes=Usage(memory.limit, memory.in_use, nbytes),
+        )
+
+    def _no_capacity(self, target: "_Engine | None") -> WouldBlockError:
+        engines = self._candidates(target)
+        is_connected = any(engine.is_admitted for engine in engines)
+        what = "has had capacity for this message" if is_connected else "could be reached"
+        return (WouldBlockError if is_connected else UnavailableError)(
+            f"{_none_of(engines)} {what} for {self._max_wait_s:g} s", messages=Usage(requested=1)
+        )
+
+    def _not_ready(self) -> WouldBlockError:
+        if any(engine.is_admitted for engine in self._engines):
+            return self._overdue("the client was not ready", 1, 0)
+        return self._no_capacity(None)
+
+    def _unavailable(self, engines: "Sequence[_Engine]") -> UnavailableError:
+        return UnavailableError(
+            f"{_none_of(engines)} could be reached for the grace period of {self._grace_s:g} s",
+            messages=Usage(requested=1),
+        )
+
+
+class Permit:
+    """A permit for one request, made by `MessageClient.permit`.
+
+    Acquire it before the tensors of the request exist, so that permits also limit the memory and the
+    processor time for making them::
+
+        async with client.permit() as permit:
+            answer = await client.request(Video(await decode(file)), inside=permit)
+
+    Entering the block waits for a permit, at most `max_wait_s`, and raises the errors of this wait as
+    `MessageClient.request` does. If the block ends without a request, the permit is released.
     """
-    return await client._opened().request_encoded(payload, turn)
+
+    def __init__(self, client: MessageClient[Any]) -> None:
+        self._client = client
+        self._ticket: Ticket[None] | None = None
+        self._is_entered = False
+        self._request: SentRequest | None = None  # which has used the permit
+
+    def __repr__(self) -> str:
+        state = self._state if self._ticket else "new" if not self._is_entered else "used"
+        return f"<Permit {state}>"
+
+    async def __aenter__(self) -> Self:
+        if self._is_entered:
+            raise UsageError("this permit was already entered: acquire another with client.permit()")
+        self._is_entered = True
+        client = self._client
+        with client._errors:
+            client._check()
+            client._try_again(None)
+            self._ticket = client._permits.try_request(1) or await client._permits.acquire(1)
+            client._held[self._ticket] = self
+        return self
+
+    @property
+    def _state(self) -> str:
+        """The state in words, for statistics and the log."""
+        return "acquired, its request not begun"
+
+    async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialized tensor in shared memory for the request, which is sent without a copy.
+
+        Args:
+            shape: the sizes of the tensor's dimensions, in elements.
+            dtype: the type of the tensor's elements.
+
+        Waits for shared memory, at most `max_wait_s`. If the call is cancelled, the memory is released. The
+        memory is also released when the tensor is freed, if no request has sent it.
+
+        Raises:
+            UsageError: the permit is not in use.
+            UnsupportedTensorError: a tensor of this dtype cannot be sent.
+            TooLargeError: the tensor has more than `arena_bytes` bytes.
+            WouldBlockError: all memory is held by messages that wait for more of it, or the wait exceeded
+                `max_wait_s`.
+            OSError: the machine has no shared memory or no descriptors left.
+            ClosedError: the client was closed.
+        """
+        with self._client._errors:
+            if self._ticket is None:
+                raise UsageError("this permit is not in use: `async with client.permit() as permit`")
+            return await self._client._allocate(shape, dtype, self)
+
+    def _use(self, client: MessageClient[Any]) -> Ticket[None]:
+        """Return the permit for a request, once."""
+        ticket, self._ticket = self._ticket, None
+        if client is not self._client:
+            self._ticket = ticket
+            raise ValueError("`inside` must be a permit of this client")
+        if ticket is None:
+            raise UsageError("this permit is not in use, or a request has used it: acquire another")
+        return ticket
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        client = self._client
+        if client.affinity.is_left_in_child(error):
+            return
+        client.affinity.check_place()
+        ticket, self._ticket = self._ticket, None
+        client._memory.gate.settle(self)
+        if ticket is not None:
+            del client._held[ticket]
+            client._permits.release(ticket)
+
+
+class _Engine:
+    """A server at one address: the connection to it, and to its successors there.
+
+    Attributes:
+        label: the address.
+        session: the connection, if there is one.
+        failure: why no server can be connected, until a call asks for it again.
+        outage: measures for how long no server has admitted the client.
+        in_flight: the number of messages that are announced or wait for an answer.
+        counts: the counters of `EngineStatistics`.
+        answered: counts the durations until answers.
+    """
+
+    def __init__(self, client: MessageClient[Any], route: Route) -> None:
+        self.label = route.label
+        self.session: _Session | None = None
+        self.failure: AioTensorError | None = None
+        self.counts = new_counts(EngineStatistics)
+        self.answered = WaitCounter()
+        self.outage = Outage(client._grace_s, client._changed)
+        self._client = client
+        self._route = route
+        self._connector: Connector | None = None
+        self._entry: registry.Entry | None = None
+        self._next_message = 0
+
+    def open(self) -> None:
+        """Begin to connect."""
+        self._entry = registry.add(self, self.label, asyncio.get_running_loop())
+        self.outage.begin()
+        self._connector = self._route.connector(Events(self._connected, self._not_connected))
+        self._connector.connect()
+
+    def close(self) -> None:
+        """Stop connecting."""
+        self.outage.end()
+        if self._connector is not None:
+            self._connector.close()
+        if self._entry is not None:
+            registry.remove(self._entry)
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether a server has admitted the client and is connected."""
+        return self.session is not None and self.session.connection.state is OPEN
+
+    @property
+    def in_flight(self) -> int:
+        """The number of messages that are announced, or wait for an answer."""
+        return 0 if self.session is None else self.session.in_flight
+
+    def connect_now(self) -> None:
+        """Connect now, if there is no connection and no attempt is scheduled."""
+        if self.session is None and self._connector is not None:
+            self.failure = None
+            self._connector.connect_now()
+
+    def statistics(self) -> EngineStatistics:
+        """Return the current messages of the client here, and their totals."""
+        return snapshot(
+            EngineStatistics,
+            self.counts,
+            address=self.label,
+            connected=int(self.is_admitted),
+            in_flight=self.in_flight,
+            answer_times=self.answered.waits(),
+        )
+
+    def _connected(self, transport: Transport) -> None:
+        """Begin a session; raises `OSError` if its first record could not be written."""
+        client = self._client
+        hello = Hello(
+            VERSION,
+            os.getpid(),
+            "client",
+            client._id,
+            client._max_messages,
+            client._arena_bytes,
+            self._next_message,
+            max_body_bytes=client._max_body_bytes,
+        )
+        session = _Session(transport, Connection(hello, f"the server at {self.label}"), client, self)
+        transport.limit_queue(MAX_UNREAD_BYTES)
+        session.begin()
+        self.session = session
+        client._absent -= 1
+        self.failure = None
+        if transport.mover is not None:
+            client._memory.movers.add(transport.mover)
+
+    def _not_connected(self, error: AioTensorError) -> None:
+        self.failure = error
+        self._client._changed()
+
+    def admitted(self) -> None:
+        """Handle the hello of the server."""
+        self.outage.end()
+        self._client._limits_changed()
+        self._client._changed()
+
+    def lost(self, session: "_Session", loss: Loss) -> None:
+        """Queue the untaken requests again, fail the others, and connect again if that is possible."""
+        client = self._client
+        if self.session is session:
+            self.session = None
+            client._absent += 1
+            client._limits_changed()
+        self._next_message = session.connection.next_message
+        carried, untaken, unanswered = session.leave()
+        # Between machines, the notice that the server has taken a request may be lost with the connection.
+        may_be_taken = session.transport.mover is not None and not loss.is_clean
+        if may_be_taken or not client._sends_again:
+            untaken, unanswered = [], [*untaken, *unanswered]
+        if client._sends_again:
+            untaken += carried
+        else:
+            unanswered += carried
+        if session.transport.mover is not None:
+            client._memory.movers.discard(session.transport.mover)
+        session.keep_pins(client._memory)
+        session.release_memory()
+        if client.affinity.is_closed:
+            return  # its calls have ended, and the server has closed the connection in return
+        self.counts["refusals" if isinstance(loss.error, RefusedError) else "losses"] += 1
+        self.failure = None if loss.is_retried else loss.error
+        for request in unanswered:
+            self.counts["requests_lost"] += 1
+            request.fail(again(loss.error))
+        client._log.lost(loss, self.label, len(unanswered))
+        self.outage.begin()
+        client._requeue(untaken)
+        if loss.is_retried and self._connector is not None:
+            self._connector.reconnect()
+        client._changed()
+
+
+class _Session(MessageSession):
+    """The connection to a server.
+
+    Attributes:
+        window: the maximum number of requests that the server has not taken.
+        max_body_bytes: the maximum size of the body of a request in bytes; None for no limit.
+        engine: the server.
+        carried: the requests that are not announced yet, because their blocks are being moved.
+        untaken_requests: the requests that the server has not taken, by their numbers.
+    """
+
+    def __init__(
+        self, transport: Transport, connection: Connection, client: MessageClient[Any], engine: _Engine
+    ) -> None:
+        super().__init__(transport, connection, client._log, client._memory, client._mappings)
+        self.name = f"the server at {engine.label}"
+        self.window = 0
+        self.max_body_bytes: int | None = None
+        self.engine = engine
+        self.carried: dict[SentRequest, None] = {}
+        self.untaken_requests: dict[int, SentRequest] = {}
+        self._unanswered: dict[int, SentRequest] = {}
+        self._client = client
+
+    def all_untaken(self) -> list[SentRequest]:
+        """Return the requests that the server has not taken, in order."""
+        return [one for one in (*self.untaken_requests.values(), *self.carried) if one.session is self]
+
+    @property
+    def in_flight(self) -> int:
+        """The number of messages that are announced, or wait for an answer."""
+        return len(self.carried) + len(self.untaken_requests.keys() | self._unanswered.keys())
+
+    def ask(self, request: SentRequest) -> None:
+        """Announce a request, after its blocks were moved."""
+        try:
+            check_body(request.body_bytes, self.max_body_bytes)
+            request.session = self
+            self.carried[request] = None
+            self.post(request, partial(self.announce, request))
+        except TooLargeError as error:
+            request.fail(error)
+        except OSError as error:
+            if request.ended.done():  # its call has returned, so it is sent again on another connection
+                self.unwritable(error)
+                return
+            del self.carried[request]
+            request.session = None
+            request.ended.set_exception(error)
+
+    def announce(self, request: SentRequest) -> None:
+        """Announce a request whose blocks the server can read."""
+        if self.carried:
+            self.carried.pop(request, None)
+        request.session = self
+        connection, unanswered = self.connection, self._unanswered
+        number = request.number = connection.next_message
+        self.untaken_requests[number] = request
+        if request.asks:
+            unanswered[number] = request
+        content = request.content
+        if request.content_block is None:  # as `frame`, without a call
+            frame = Message(number, INLINE, content, len(content), None, request.trace, request.asks)
+        else:
+            frame = request.frame(number, request.trace, asks=request.asks)
+        try:
+            # With few messages in flight, the server probably waits for the next one. Otherwise the messages
+            # of one iteration of the event loop share a record.
+            if waits := len(unanswered) > _FEW_MESSAGES:
+                self.schedule_flush()
+            for record in connection.post(frame, waits=waits):
+                self.transport.write(record)
+        except OSError as error:
+            self.unwritable(error)  # the request waits for another server
+            return
+        self.engine.counts["messages_sent"] += 1
+        self._client._counts["messages_sent"] += 1
+        if not (request.asks or request.ended.done()):
+            request.ended.set_result(None)
+
+    def withdraw(self, request: SentRequest) -> None:
+        """Withdraw a request that no call waits for any more; its answer is dropped."""
+        request.session = None
+        if request in self.carried:
+            del self.carried[request]
+            self.unpost(request)
+            self._client._changed()
+            return
+        was_unanswered = self._unanswered.pop(request.number, None) is not None
+        if (was_unanswered or request.number in self.untaken_requests) and not self.is_over:
+            self.connection.discard(request.number)
+            self.schedule_flush()
+
+    def fail(self) -> None:
+        """End the calls that wait for an announcement or an answer, because the client was closed."""
+        for request in [*self.carried, *self.untaken_requests.values(), *self._unanswered.values()]:
+            if request.session is self and not request.ended.done():
+                request.fail(_closed())
+
+    def leave(self) -> tuple[list[SentRequest], list[SentRequest], list[SentRequest]]:
+        """Return the requests that were not announced, the untaken ones, and the other unanswered ones."""
+        carried = list(self.carried)
+        untaken = [one for one in self.untaken_requests.values() if one.session is self]
+        unanswered = [one for number, one in self._unanswered.items() if number not in self.untaken_requests]
+        for request in unanswered:
+            request.session = None
+        self.arena.abandon(self)
+        self.carried.clear()
+        self.untaken_requests.clear()
+        self._unanswered.clear()
+        self.transfers.clear()
+        return carried, untaken, unanswered
+
+    # Frames
+
+    def received(self, frames: Sequence[Frame], descriptors: list[int]) -> None:
+        """Process the frames of a record."""
+        for frame in frames:
+            match frame:
+                case Taken():
+                    for number in frame.messages:
+                        taken = self.untaken_requests.pop(number, None)
+                        if taken is not None:
+                            self._client._took(taken)
+                    if self._client._waiting or self._client._changes:
+                        self._client._changed()
+                case Discarded():
+                    for number in frame.messages:
+                        self._discarded(number)
+                case Message():
+                    if frame.answers is None:
+                        raise ProtocolError("it sent a message that answers nothing")
+                    answer = _Answer(self, frame)
+                    if frame.trace is not None:
+                        answer.trace_context = trace_context_of(frame)
+                    self.untaken += 1
+                    request = self._unanswered.pop(frame.answers, None)
+                    if request is None or request.ended.done():
+                        answer.finish()  # it was cancelled
+                    else:
+                        self.engine.counts["answers"] += 1
+                        self.engine.answered.add(monotonic() - request.began)
+                        request.session = None
+                        request.ended.set_result(answer)
+                case Failure():
+                    request = self._unanswered.pop(frame.message, None)
+                    if request is not None:
+                        self.engine.counts["failures"] += 1
+                        request.session = None
+                        request.fail(self._error(frame))
+                    else:
+                        self._client._refused(self._error(frame))
+                case Release():
+                    self.released(self.arena, frame.blocks)
+                case Attach():
+                    self.map(self.mappings, self.memory, frame, descriptors)
+                case Detach():
+                    if self.transport.mover is not None:
+                        self.transport.mover.land(frame.segment, None)
+                    self.mappings.detach(self.memory, frame.segment)
+                case Hello():
+                    if frame.is_admitted:
+                        self.memory.arena_bytes = frame.arena_bytes
+                        self.window = frame.max_waiting
+                        self.max_body_bytes = frame.max_body_bytes
+                        self.engine.admitted()
+                case Close():
+                    self.closed(frame)
+                case _:
+                    raise ProtocolError("it sent a frame that no server sends")
+            if self.is_over:
+                break
+
+    def _discarded(self, number: int) -> None:
+        request = self.untaken_requests.pop(number, None)
+        if request is None:
+            return
+        self.unpost(request)
+        if self._unanswered.pop(number, None) is not None:
+            request.fail(PeerLostError(f"{self.name} discarded this message", pid=self.pid))
+        self._client._took(request)
+        self._client._changed()
+
+    def _error(self, failure: Failure) -> AioTensorError:
+        what = f"{failure.type_name}: {failure.text}"
+        if failure.is_loss:
+            return PeerLostError(f"{self.name} stopped its work: {what}", pid=self.pid)
+        return RemoteError(what, type_name=failure.type_name)
+
+    def lost(self, loss: Loss) -> None:
+        """Handle the end of the session."""
+        self.engine.lost(self, loss)
+
+    def resume_writing(self) -> None:
+        """Announce waiting requests, because the transport accepts records again."""
+        super().resume_writing()
+        self._client._changed()
+
+
+def _drop_late(ended: "asyncio.Future[_Answer | None]") -> None:
+    """Drop an answer that has arrived in the iteration in which its call was cancelled."""
+    if ended.done() and not ended.cancelled() and ended.exception() is None:
+        late = ended.result()
+        if late is not None:
+            late.finish()
+
+
+def _none_of(engines: Sequence[_Engine]) -> str:
+    if len(engines) == 1:
+        return f"no server at {engines[0].label}"
+    return f"none of the {len(engines)} servers"
+
+
+def _closed() -> ClosedError:
+    return ClosedError("this MessageClient was closed")

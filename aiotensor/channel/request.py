@@ -7,10 +7,8 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from aiotensor.channel.cancelling import CancelOnce
-from aiotensor.channel.client_session import IncomingRequest, RequestState
-from aiotensor.channel.incoming_requests import IncomingRequests, cause_of
+from aiotensor.channel.requests import Cause, Incoming, Requests, cause_of
 from aiotensor.errors import ClosedError, UsageError
-from aiotensor.protocol.exchange import Cause
 from aiotensor.runtime import tracing
 from aiotensor.runtime.logs import logger_of
 
@@ -20,12 +18,10 @@ __all__ = [
     "fail_batch",
     "fail_unstarted",
     "has_ended",
-    "leave",
     "leave_batch",
-    "reply_while_wanted",
 ]
 
-logger = logger_of("channel")
+logger = logger_of("server")
 
 M = TypeVar("M")
 
@@ -37,7 +33,7 @@ class Request(Generic[M]):
 
         async def answer(request):
             async with request:
-                await request.reply(await work(request.message))
+                await request.answer(await work(request.message))
 
     When the client disconnects or cancels its request, the task in the block is cancelled, once, as
     `asyncio.Task.cancel` does: cleanup may wait, and code that catches `asyncio.CancelledError` is not
@@ -52,14 +48,11 @@ class Request(Generic[M]):
     without an answer, its client gets `PeerLostError`.
     """
 
-    def __init__(
-        self, incoming: IncomingRequest, message: M, requests: IncomingRequests[Any], owner: object
-    ) -> None:
+    def __init__(self, incoming: Incoming, message: M, requests: Requests[M]) -> None:
         self._box = [message]  # empty when the message was released
         self._incoming = incoming
         self._requests = requests
-        self._owner = owner  # keeps the server alive as long as its requests
-        self._is_answered = False
+        self._is_answered = self._is_entered = False
         self._span: tracing.Span | None = None  # of the block
         self._failure: BaseException | None = None  # the error of `fail`, for the span
         dropped = requests.dropped
@@ -81,7 +74,7 @@ class Request(Generic[M]):
     @property
     def client_pid(self) -> int:
         """The process id of the client, as the client reports it."""
-        return self._incoming.client.pid
+        return self._incoming.session.pid or 0
 
     @property
     def is_wanted(self) -> bool:
@@ -93,7 +86,7 @@ class Request(Generic[M]):
         """The trace context of the client; None unless tracing is enabled in both processes."""
         return self._incoming.trace_context
 
-    async def reply(self, answer: object) -> bool:
+    async def answer(self, answer: object) -> bool:
         """Send the answer, and return whether the client still waited for it.
 
         Sends nothing if the client sent the message with `send`, cancelled the request, or disconnected.
@@ -102,27 +95,27 @@ class Request(Generic[M]):
         the next message arrives; keep your own references to the parts that you still need.
 
         Args:
-            answer: an object of the client's `reply_type`, with tensors and arrays anywhere in it. Do not
+            answer: an object of the client's `answer_type`, with tensors and arrays anywhere in it. Do not
                 change any part of it before the call returns. A large answer is encoded in a thread, which
                 continues for a moment if the call is cancelled.
 
-        Waits for a permit and memory, if a sender sends the tensors of the answer; for space in ZeroMQ's
-        queue, while the client does not read; and until ZeroMQ releases the large tensors in the answer. If
-        the call is cancelled before ZeroMQ has accepted the answer, nothing is sent, and the request can be
-        answered again. After a later cancellation, do not change the tensors until the answer is transmitted.
+        Waits for memory if the answer has large tensors, and while the client does not read. If the call is
+        cancelled before the answer is sent, the request can be answered again.
 
         Raises:
             UsageError: the request was answered before.
             TypeError: part of the answer cannot be encoded, as in `MessageClient.request`; answer again, or
                 call `fail`.
             UnsupportedTensorError: a tensor would arrive changed.
-            TooLargeError: a tensor exceeds the sender's `arena_bytes`, the body exceeds the client's
-                `max_body_bytes`, another part exceeds the client's `max_part_bytes`, or there are too many
-                tensors; nothing was sent, so answer again, or call `fail`.
-            PeerLostError: the client's receiver is gone, but the client is still connected.
+            TooLargeError: the tensors exceed the server's `arena_bytes`, or the body exceeds the client's
+                `max_body_bytes`; nothing was sent, so answer again, or call `fail`.
+            WouldBlockError: all memory is used by answers that wait for more of it.
+            OSError: the machine has no shared memory, no descriptors or no threads left.
             ClosedError: the server was closed.
         """
-        self._answer_once()
+        if self._is_answered:
+            raise _answered()
+        self._is_answered = True
         box = [answer]
         del answer
         try:
@@ -130,7 +123,7 @@ class Request(Generic[M]):
         except BaseException:
             self._is_answered = not self._incoming.is_wanted
             raise
-        self._release()
+        self._box = []
         return was_wanted
 
     async def fail(self, error: BaseException | str) -> bool:
@@ -144,19 +137,18 @@ class Request(Generic[M]):
             UsageError: the request was answered before.
             ClosedError: the server was closed.
         """
-        self._answer_once()
+        if self._is_answered:
+            raise _answered()
+        self._is_answered = True
         if self._span is not None:
             self._failure = Exception(error) if isinstance(error, str) else error
         return self._fail(error)
 
     async def __aenter__(self) -> Self:
-        if self._incoming.block is not None:
-            raise UsageError("this request was already entered")
-        if (tracer := tracing.tracer) is not None:
-            self._span = tracer.answer(self._incoming.trace_context)
+        self._enter()
         block = self._incoming.block = CancelOnce()
         block.__enter__()
-        if not self._incoming.is_wanted and self._incoming.wants_answer:
+        if not self._incoming.is_wanted and self._incoming.message.asks:
             block.cancel()
         return self
 
@@ -169,20 +161,33 @@ class Request(Generic[M]):
         if self._requests.affinity.is_left_in_child(error):
             return False
         was_cancelled = block.__exit__(kind, error, trace)
-        if self._span is not None:
-            failure, self._failure = self._failure, None  # its traceback may refer to this request
-            self._span.end(failure if error is None else error)
+        self._end_span(error)
         self._leave(None if was_cancelled else error)
         if isinstance(error, asyncio.CancelledError) and not was_cancelled and not _is_being_cancelled():
             self._log_failure(error)  # a future that the handler awaited was cancelled
         return was_cancelled or isinstance(error, Exception)
 
+    # The parts of a block that `blocking` has, too: the first two in the thread of the handler
+
+    def _enter(self) -> None:
+        if self._is_entered:
+            raise UsageError("this request was already entered")
+        self._is_entered = True
+        if (tracer := tracing.tracer) is not None:
+            self._span = tracer.answer(self._incoming.trace_context)
+
+    def _end_span(self, error: BaseException | None) -> None:
+        if self._span is not None:
+            failure, self._failure = self._failure, None  # its traceback may refer to this request
+            self._span.end(failure if error is None else error)
+
     def _leave(self, error: BaseException | None) -> None:
         """End the block: release the message, and send an error if there was no answer."""
         self._release()
         if not self._is_answered and self._incoming.is_wanted:
+            self._requests.affinity.check_place()
             self._is_answered = True
-            self._fail(UsageError("the server's handler ended without a reply") if error is None else error)
+            self._fail(UsageError("the server's handler ended without an answer") if error is None else error)
         if isinstance(error, Exception) and not isinstance(error, ClosedError):
             self._log_failure(error)
 
@@ -200,40 +205,17 @@ class Request(Generic[M]):
         )
 
     def _release(self) -> None:
-        """Release the message; a large one is freed in a thread, if nothing else refers to it."""
-        box, self._box = self._box, []
-        if self._incoming.is_large and box:
-            self._requests.memory.free(box)
-
-    def _answer_once(self) -> None:
-        if self._is_answered:
-            raise UsageError("this request was already answered")
-        self._is_answered = True
+        """Release the message."""
+        self._box = []
 
     def _fail(self, error: BaseException | str) -> bool:
         cause = Cause("Exception", error) if isinstance(error, str) else cause_of(error)
         return self._requests.fail(self._incoming, cause)
 
 
-async def reply_while_wanted(request: Request[Any], answer: object) -> bool:
-    """Answer as `Request.reply` does, but return False if the client disconnects during the wait.
-
-    A thread that uses `blocking` has no task that could be cancelled. Without this function, a reply that no
-    client waits for might wait for a permit forever.
-    """
-    with CancelOnce() as request._incoming.block:
-        return await request.reply(answer)
-    return False
-
-
-def leave(request: Request[Any], error: BaseException | None) -> None:
-    """End the block of a request in a thread, as `Request.__aexit__` does in a task."""
-    request._leave(error)
-
-
 def has_ended(request: Request[Any]) -> bool:
     """Return whether a request was answered or cancelled."""
-    return request._incoming.state is RequestState.ENDED
+    return request._incoming.has_ended
 
 
 def enter_batch(request: Request[Any], block: CancelOnce) -> None:
@@ -274,6 +256,10 @@ def fail_unstarted(request: Request[Any]) -> None:
     """Fail a request if the task that was to answer it was cancelled before it began."""
     if request._incoming.block is None and request.is_wanted:
         request._fail(asyncio.CancelledError())
+
+
+def _answered() -> UsageError:
+    return UsageError("this request was already answered")
 
 
 def _is_being_cancelled() -> bool:

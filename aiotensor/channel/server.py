@@ -1,198 +1,211 @@
-"""The server: receives messages from clients and answers them."""
+"""The server: accepts the connections of clients, and passes their requests to the application."""
 
 import asyncio
+import os
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from contextlib import closing, nullcontext
+from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, Self, TypeVar, overload
 
-from aiotensor.channel import options
 from aiotensor.channel.batches import Batches, answer_batch, not_awaitable
-from aiotensor.channel.clients import Clients
-from aiotensor.channel.incoming_requests import IncomingRequests
 from aiotensor.channel.request import Request
+from aiotensor.channel.requests import WAITING, ClientSession, Requests, closed
 from aiotensor.channel.serving import serve
 from aiotensor.codec import TensorDecoder
-from aiotensor.errors import UsageError
-from aiotensor.protocol.parts import Parts
-from aiotensor.protocol.server import ClientLimits
-from aiotensor.receiver import TensorReceiver
+from aiotensor.errors import (
+    PeerLostError,
+    again,
+)
+from aiotensor.link.admission import Admission
+from aiotensor.link.events import PeerLog
+from aiotensor.link.session import LAST_RECORDS_S
+from aiotensor.memory.leased import ForeignSegment
+from aiotensor.memory.mappings import Mappings
+from aiotensor.memory.memory import Memory
+from aiotensor.memory.segments import Segment, whole_pages
+from aiotensor.protocol.connection import Connection, Loss
+from aiotensor.protocol.frames import (
+    VERSION,
+    Hello,
+    ServerReport,
+    bounded,
+)
+from aiotensor.runtime import arguments
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
-from aiotensor.runtime.arguments import count, count_or_none, instances, seconds
-from aiotensor.sender import TensorSender
+from aiotensor.runtime.logs import logger_of
 from aiotensor.statistics.counters import new_counts, snapshot
-from aiotensor.transports.address import label_of
-from aiotensor.transports.zeromq.addresses import parse
-from aiotensor.transports.zeromq.keys import listening_keys
-from aiotensor.transports.zeromq.listener import MessageListener
-from aiotensor.types import CurveKey, ServerStatistics
+from aiotensor.transports.base import MAX_UNREAD_BYTES, Listener, Transport
+from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
+from aiotensor.types import MAX_NUMBER, CurveKey, ServerStatistics
 
-__all__ = ["MessageServer", "changed", "receive_now", "receive_ready", "take_ready", "wake"]
+__all__ = ["MessageServer"]
+
+logger = logger_of("server")
 
 M = TypeVar("M")
 
+_KEEP_WARM_S = 30.0  # after which idle memory is returned to the system
+
 
 class MessageServer(LoopObject, Generic[M]):
-    """Receive messages that contain tensors from many clients, and answer them in any order.
+    """Receive the messages of clients, and answer them, with ``async for request in server`` or `serve`.
 
-    Open it with ``async with``, once, and iterate in one or several tasks: ``async for request in server``.
-    Or call `serve` to run a function for each message. The iteration takes a message, and the tensors that a
-    sender has sent for it, when the next one is requested. Until then the senders keep their permits, so a
-    slow server applies backpressure. Clients take turns, so a client with many messages does not delay the
-    others. The messages of one client are returned in the order in which they become complete: a message does
-    not wait for the tensors of another.
+    Open it with ``async with``, once, and share it between the tasks of that event loop. A message is taken
+    when the application requests the next one, which returns the permit of the client: so a slow server
+    applies backpressure. Clients take turns, so a client with many messages does not delay the others. The
+    messages of one client are returned in order.
 
-    Opening raises `UsageError` if another server listens at the address, and `OSError` if this server cannot
-    listen there; at ``ipc://``, it first waits while another process holds the lock of the folder.
+    The tensors of a message are views of the shared memory of its client, and stay valid as long as they
+    exist. The tensors of an answer are placed in shared memory of this server.
+
+    Opening raises `UsageError` if another server listens at the address, and an `OSError` that names the
+    folder of the socket if it cannot be used; it first waits while another process holds the lock of the
+    folder.
 
     Args:
-        address: the address to which clients connect: ``ipc://`` and an absolute path, for processes of this
-            user only; ``engine://`` and the absolute path of a folder, which is also the address of the
-            receiver, and is created if necessary; or ``tcp://`` with a host and a port, 0 for any free one.
-            Opening resolves host names.
+        endpoint: the location of the server: an address such as ``unix:///run/user/1000/engine.sock``, to
+            which only processes of this user may connect, ``tcp://`` with a host and a port, 0 for any free
+            one, a `TensorQueue`, or a `multiprocessing.Queue`.
         message_type: the type of the messages, as msgspec accepts it; messages are validated against it.
-        receiver: an open receiver for the senders of the clients. Do not iterate over it. If the tensors of a
-            message do not arrive within its `max_wait_s`, the answer is a `WouldBlockError`.
-        sender: an open sender to the receiver of a client, which sends the tensors of answers to that client;
-            a sequence for several clients. Without one, an answer contains its tensors.
+        arena_bytes: the maximum number of bytes of shared memory that answers use at once.
         max_clients: the maximum number of clients at once, including disconnected ones with messages that
             wait to be taken; None for no limit.
         max_waiting: the maximum number of messages of each client that wait to be taken; the client then
-            stops sending.
-        max_waiting_bytes: the number of bytes of waiting messages at which a client stops sending; tensors
-            that senders have sent do not count.
-        high_water_mark: the maximum number of messages that ZeroMQ queues for each client in each direction.
-            With heartbeats, it limits only messages to a client; `max_waiting` limits messages from a client.
-        max_part_bytes: the maximum size of a part of a message in bytes; None for no limit. A part is the
-            body, one tensor beside the body, or all small tensors beside the body. The server announces the
-            limit, and clients raise `TooLargeError` for a message that exceeds it. A client that sends such a
-            message anyway is disconnected.
-        max_body_bytes: the maximum size of the body of a message in bytes; None for no limit but
-            `max_part_bytes`. The body contains everything but tensors and arrays; of these, it contains at
-            most 64 KiB in total. Clients enforce the limit in the same way, and a larger body is never
-            decoded here. A thread decodes large bodies, but blocks the event loop: for 1 to 16 ms for each
-            MiB of numbers, texts and structs, and for up to a second for each MiB of tiny lists.
-        heartbeat_interval_s: the time between heartbeats to a client, in seconds.
-        heartbeat_timeout_s: the time in seconds without a reply to a heartbeat after which a client is lost.
-            On this machine the kernel reports at once when a process ends, so heartbeats are sent only if one
-            of these two arguments is given. For other machines the defaults are 0.25 and 0.65: a loss is
-            noticed as fast as by a `MessageClient`. The largest part must arrive within the timeout: raise it
-            for slow networks.
-        secret_key: the CURVE secret key of this server; without one, it can listen on this machine only.
-        client_keys: the CURVE public keys of the clients that may connect; required with `secret_key`.
-        linger_s: the maximum time in seconds for which `aclose` waits until answers are sent.
+            sends no more.
+        max_mapped_bytes: the maximum number of bytes of mapped shared memory, over all clients: the sum of
+            their `arena_bytes`, and the memory of disconnected clients that tensors still use; None for no
+            limit.
+        max_body_bytes: the maximum size of the body of a message in bytes; None for no limit. The body
+            contains everything but tensors and arrays; of these, it contains at most 64 KiB in total. Clients
+            enforce the limit with `TooLargeError`, and a larger body is never decoded here. A thread decodes
+            large bodies, but blocks the event loop: for 1 to 16 ms for each MiB of numbers, texts and
+            structs, and for up to a second for each MiB of tiny lists.
+        secret_key: the CURVE secret key of this server, for ``tcp://`` addresses that other machines can
+            reach.
+        client_keys: the CURVE public keys of the clients and inspectors that may connect there.
+        peer_timeout_s: the time in seconds without an answer after which a client at ``tcp://`` is lost; None
+            means 2 s, or no limit at a loopback address.
 
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: the address is invalid, or is reachable from other machines and there are no keys, or a
-            limit is not positive.
+            limit is out of bounds.
     """
 
     def __init__(
         self,
-        address: str,
+        endpoint: Endpoint,
         message_type: type[M],
         *,
-        receiver: TensorReceiver | None = None,
-        sender: TensorSender | Sequence[TensorSender] = (),
+        arena_bytes: int = 1 << 30,
         max_clients: int | None = 64,
         max_waiting: int = 64,
-        max_waiting_bytes: int = 64 << 20,
-        high_water_mark: int = 16,
-        max_part_bytes: int | None = 1 << 30,
+        max_mapped_bytes: int | None = 64 << 30,
         max_body_bytes: int | None = 1 << 20,
-        heartbeat_interval_s: float | None = None,
-        heartbeat_timeout_s: float | None = None,
         secret_key: CurveKey | None = None,
         client_keys: Collection[CurveKey] = (),
-        linger_s: float = 1.0,
+        peer_timeout_s: float | None = None,
     ) -> None:
+        self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("MessageServer")
-        keys, allowed = listening_keys(secret_key, client_keys)
-        parsed = parse(address, has_keys=bool(keys))
-        parts = options.part_limits(max_part_bytes, max_body_bytes)
-        limits = options.limits(
-            [parsed], high_water_mark, parts.part_bytes, heartbeat_interval_s, heartbeat_timeout_s
-        )
-        self._listener = MessageListener(parsed, {**limits, **keys}, allowed)
-        self._linger_s = seconds("linger_s", linger_s)
-        self._receiver = receiver
-        if receiver is not None:
-            instances("receiver", receiver, TensorReceiver, "aiotensor.TensorReceiver")
-        self._senders = tuple(instances("sender", sender, TensorSender, "aiotensor.TensorSender"))
-        self._decoder: TensorDecoder[M] = TensorDecoder(message_type)
-        self._limits = ClientLimits(
-            count_or_none("max_clients", max_clients),
-            count("max_waiting", max_waiting),
-            count("max_waiting_bytes", max_waiting_bytes),
-            parts,
-        )
+        given = TcpArguments(False, secret_key, None, client_keys, peer_timeout_s, finds_port=True)
+        self._route = route_to(endpoint, given)
+        self._max_bytes = arguments.count("arena_bytes", arena_bytes)
+        self._arena_bytes = whole_pages(self._max_bytes)
+        self._max_clients = arguments.count_or_none("max_clients", max_clients)
+        self._max_waiting = arguments.count("max_waiting", max_waiting)
+        self._max_mapped_bytes = arguments.count_or_none("max_mapped_bytes", max_mapped_bytes)
+        self._max_body_bytes = arguments.count_or_none("max_body_bytes", max_body_bytes)
         self._counts = new_counts(ServerStatistics)
-        self._clients: Clients | None = None  # None before opening
+        self._log = PeerLog("server")
+        self._memory = Memory(
+            self._arena_bytes, _KEEP_WARM_S, self._counts, segment_closed=self._segment_closed
+        )
+        self._mappings = Mappings()
+        self._clients: dict[str, _Client] = {}  # the connected ones, by their ids
+        self._leftovers: dict[_Client, None] = {}  # lost clients whose messages still wait
+        self._requests: Requests[M] = Requests(
+            TensorDecoder(message_type),
+            self._memory,
+            self.affinity,
+            self._counts,
+            self._max_body_bytes,
+            shares_memory=not self._route.label.startswith("tcp:"),
+        )
+        self._listener: Listener | None = None
+        self._listening_failure: OSError | None = None
+        hello = Hello(
+            VERSION,
+            os.getpid(),
+            "server",
+            self._id,
+            MAX_NUMBER,  # each answer belongs to a request
+            self._arena_bytes,
+            max_waiting=self._max_waiting,
+            max_body_bytes=self._max_body_bytes,
+        )
+        self._admission = Admission(
+            hello,
+            "client",
+            self._log,
+            self._refusal,
+            self._admitted,
+            self._refused,
+            self._reports,
+            self._listening_failed,
+        )
 
     @property
     def address(self) -> str:
         """The address to which clients connect, with the actual port if 0 was given."""
-        return self._listener.address
+        return (self._listener is not None and self._listener.address) or self._route.label
 
     async def __aenter__(self) -> Self:
         self.affinity.enter()
-        receiver = "" if self._receiver is None else self._receiver.id
         try:
-            await self._listener.open()
-            self.affinity.check()  # another task may have closed it in the meantime
-            requests = IncomingRequests(
-                self._decoder, self._receiver, self._senders, self.affinity, self._counts
-            )
-            self._clients = Clients(self._limits, receiver, requests, self._counts, self._listener.listen)
+            self._memory.bind()
+            self._mappings.freed.bind()
+            self._requests.dropped.bind()
+            self._listener = await self._route.listen(self._admission)
+            if self.affinity.is_closed:  # by another task, during the wait
+                await self._close(self._listener)
+                raise closed()
         except BaseException:
-            await self._listener.close(0.0)
             self.affinity.close()
+            self._memory.close()
+            self._mappings.close()
             raise
-        self.affinity.settle(self, label_of(self.address))
+        self.affinity.settle(self, self._route.label)
         return self
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Request[M]:
-        """Return the next request whose tensors have arrived.
+        """Return the next request.
 
         A message that cannot be decoded or is of another type is answered with the error, and skipped.
         Cancellation loses no request. The iteration ends when this server is closed. The call does not
-        suspend if a small request is ready.
+        suspend if a small request has arrived.
         """
-        if self.affinity.is_closed:
-            raise StopAsyncIteration
-        taken = await self._take(self._opened())
+        if asyncio._get_running_loop() is not self.affinity.open_in:
+            if self.affinity.is_closed:
+                raise StopAsyncIteration
+            self.affinity.check()
+        requests = self._requests
+        taken = await requests.take()
         if taken is None:
             raise StopAsyncIteration
-        return taken
+        return Request(*taken, requests)
 
-    async def _take(self, requests: IncomingRequests[Any], *, waits: bool = True) -> Request[M] | None:
-        """Take a request, and wait for it if `waits`; return None if none waits or the server is closed."""
-        while True:
-            while requests.ready.by_client:
-                taken = await requests.take()
-                if taken is not None:
-                    return Request(*taken, requests, self)
-            if not waits or self.affinity.is_closed:
-                return None
-            try:
-                await requests.takers.wait()
-            except asyncio.CancelledError:
-                requests.wake_taker()  # in place of this task, which may have been woken
-                raise
-
-    def _opened(self) -> IncomingRequests[Any]:
-        if asyncio._get_running_loop() is not self.affinity.open_in:
-            self.affinity.check()
-        if self._clients is None:
-            raise UsageError("this MessageServer is being opened: wait until `async with` has entered it")
-        return self._clients.requests
+    async def _take(self, *, waits: bool = True) -> Request[M] | None:
+        self._check()
+        taken = await self._requests.take(waits=waits)
+        return None if taken is None else Request(*taken, self._requests)
 
     async def arrived(self) -> None:
-        """Wait until a request has arrived with its tensors, without taking it.
+        """Wait until a request has arrived, without taking it.
 
         The next step of an iteration then takes the request, unless another task or a cancellation by its
         client comes first. It waits only if a thread must decode a large message; a message that cannot be
@@ -200,35 +213,33 @@ class MessageServer(LoopObject, Generic[M]):
 
         Raises:
             UsageError: this server is not open, or belongs to another thread or event loop.
+            PeerLostError: no client is connected, and none can connect any more.
             ClosedError: this server was closed, perhaps during the call.
         """
-        while not (requests := self._opened()).ready.by_client:
-            await requests.waiters.wait()
+        self._check()
+        while not self._requests.ready.by_client:
+            if self._requests.failure is not None:
+                raise again(self._requests.failure)
+            await self._requests.waiters.wait()
+            self._check()
 
     def batches(self, max_batch: int, *, batch_wait_s: float = 0.0) -> AsyncIterator[list[Request[M]]]:
         """Return an iterator over batches: ``async for batch in server.batches(8)``.
 
         Each batch is a list of requests. A request waits in the server until its batch is complete, so
-        cancelled requests leave the batch, and senders keep their permits. Clients take turns, as for
+        cancelled requests leave the batch, and clients keep their permits. Clients take turns, as for
         requests.
 
         Args:
             max_batch: the maximum number of requests in a batch.
             batch_wait_s: the time in seconds for which the first request of a batch may wait for others; by
-                default, a batch contains the requests that are ready.
+                default, a batch contains the requests that have arrived.
 
         Raises:
             TypeError: `max_batch` is not an integer.
             ValueError: `max_batch` is not positive, or `batch_wait_s` is negative.
         """
-
-        async def take() -> Request[M] | None:
-            return await self._take(self._opened(), waits=False)
-
-        def requests() -> IncomingRequests[Any] | None:
-            return None if self.affinity.is_closed else self._opened()
-
-        return Batches(take, requests, max_batch, batch_wait_s)
+        return Batches(self._requests, max_batch, batch_wait_s)
 
     @overload
     async def serve(
@@ -269,7 +280,7 @@ class MessageServer(LoopObject, Generic[M]):
                 sequence of answers.
             max_batch: the maximum number of messages in a batch; None for single messages.
             batch_wait_s: the time in seconds for which the first message of a batch may wait for others; by
-                default, a batch contains the messages that are ready.
+                default, a batch contains the messages that have arrived.
             max_concurrent: the maximum number of messages that are handled at once. By default, there is no
                 limit for messages, and for batches the limit is `max_batch`, so that there is one at a time.
 
@@ -282,16 +293,16 @@ class MessageServer(LoopObject, Generic[M]):
             ValueError: `max_batch` or `max_concurrent` is not positive, `batch_wait_s` is negative, or
                 `max_concurrent` is less than `max_batch`.
         """
-        max_concurrent = count_or_none("max_concurrent", max_concurrent)
+        max_concurrent = arguments.count_or_none("max_concurrent", max_concurrent)
         if max_concurrent is not None and max_concurrent < (max_batch or 1):
             raise ValueError(
                 f"max_concurrent must be at least max_batch, which is {max_batch}, got {max_concurrent}"
             )
-        requests = self._opened()
+        self._check()
         if max_batch is None:
 
             async def take() -> list[Request[M]]:
-                request = await self._take(requests)
+                request = None if self.affinity.is_closed else await self._take()
                 return [] if request is None else [request]
 
             async def answer(one: list[Request[M]]) -> None:
@@ -300,7 +311,7 @@ class MessageServer(LoopObject, Generic[M]):
                     result = handler(request.message)
                     if not hasattr(result, "__await__"):
                         raise not_awaitable(result)
-                    await request.reply(await result)
+                    await request.answer(await result)
 
             await serve(take, answer, 1, max_concurrent)
         else:
@@ -314,95 +325,172 @@ class MessageServer(LoopObject, Generic[M]):
     def statistics(self) -> ServerStatistics:
         """Return the current usage and the totals since opening; also available after closing."""
         self.affinity.check_place()
-        clients = self._clients
-        requests = None if clients is None else clients.requests
         return snapshot(
             ServerStatistics,
             self._counts,
-            clients=0 if clients is None else len(clients),
-            max_clients=self._limits.clients,
-            waiting=0 if requests is None else requests.waiting,
-            max_waiting=self._limits.waiting,
-            waiting_bytes=0 if requests is None else requests.waiting_bytes,
-            max_waiting_bytes=self._limits.waiting_bytes,
-            in_hand=0 if requests is None else requests.in_hand,
+            clients=len(self._clients),
+            max_clients=self._max_clients,
+            waiting=len(self._requests.ready),
+            max_waiting=self._max_waiting,
+            in_hand=len(self._requests.in_hand),
+            mapped_bytes=self._mapped_bytes(self._clients.values()),
+            max_mapped_bytes=self._max_mapped_bytes,
+            leases=self._mappings.leases,
+            arena_bytes=self._memory.gate.limit,
+            bytes_in_use=self._memory.gate.in_use,
         )
 
     async def aclose(self) -> None:
-        """Close the server: clients raise `PeerLostError`, tasks in blocks are cancelled, and iterations end.
+        """Close the server: taken requests raise `PeerLostError`, and tasks in blocks are cancelled.
 
-        Waits until answers are sent, at most `linger_s` seconds. Cancellation ends the wait. Closing again
-        has no effect.
+        Iterations end. Waits at most 1 s until the connections have accepted the answers. Cancellation ends
+        the wait. Closing again has no effect.
         """
         self.affinity.check_place()
-        was_open = self.affinity.close()
-        if not was_open:
-            return
-        clients = self._clients
-        if clients is not None:  # None: it is being opened by another task
-            clients.close()
-        with (
-            self.affinity.leaving(),
-            nullcontext() if clients is None else closing(clients.requests.memory),
-        ):
-            await self._listener.close(self._linger_s)
+        if self.affinity.close() and self._listener is not None:
+            with self.affinity.leaving():
+                await self._close(self._listener)
+
+    async def _close(self, listener: Listener) -> None:
+        listener.close()
+        self._admission.close()
+        self._memory.gate.fail(closed)
+        clients = list(self._clients.values())
+        self._clients.clear()
+        try:
+            self._mappings.freed.collect_all()
+            for client in clients:  # before their requests end, so that other servers get those that wait
+                client.close()
+            for incoming in [*self._requests.ready, *self._requests.in_hand]:
+                self._requests.cancel(incoming)
+            self._requests.wake()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_RECORDS_S):
+                    for client in clients:
+                        await client.accepted()
+            for client in clients:
+                client.keep_pins(self._memory)
+            await self._memory.aclose()
+            await self._mappings.settle()
+        finally:
+            for client in clients:
+                client.abort()
+            self._memory.close()
+            self._mappings.close()
+            self._log.close()
 
     def _details(self) -> list[str]:
-        details = [f"at {label_of(self.address)}"]
-        if self.affinity.is_open and self._clients is not None:
-            waiting = self._clients.requests.waiting
-            details.append(f"{len(self._clients)} clients, {waiting} messages waiting")
+        details = [f"at {self.address}"]
+        if self.affinity.is_open:
+            details.append(f"{len(self._clients)} clients, {len(self._requests.ready)} messages waiting")
         return details
 
+    def _check(self) -> None:
+        if asyncio._get_running_loop() is not self.affinity.open_in:
+            self.affinity.check()
 
-async def take_ready(server: MessageServer[M]) -> Request[M] | None:
-    """Take a request that is ready, without waiting; return None if there is none; for `blocking`."""
-    return await server._take(server._opened(), waits=False)
+    def _check_open(self) -> None:
+        if self.affinity.is_closed:
+            raise closed()
+
+    def _segment_closed(self, segment: Segment | ForeignSegment) -> None:
+        for client in self._clients.values():
+            client.detach(segment)
+
+    # Clients
+
+    def _refusal(self, hello: Hello) -> str | None:
+        """Return a reason to refuse a client, with a remedy; None if it can be admitted."""
+        if not hello.id or not hello.max_messages:
+            return "its hello has no id or no permits"
+        for client in tuple(self._leftovers):
+            if not client.untaken:
+                del self._leftovers[client]
+        others = [client for client in self._clients.values() if client.id != hello.id]
+        left, most = len(self._leftovers), self._max_clients
+        if most is not None and len(others) + left >= most:
+            more = f", including {left} disconnected clients with waiting messages" if left else ""
+            return (
+                f"the server already has max_clients={most} clients{more}: raise max_clients, or close "
+                "another client"
+            )
+        mapped = self._mapped_bytes(others)
+        limit = self._max_mapped_bytes
+        if limit is not None and mapped + hello.arena_bytes > limit:
+            return (
+                f"{mapped} bytes of shared memory are reserved for other clients and this client requests "
+                f"{hello.arena_bytes}, more than max_mapped_bytes={limit} allows: raise max_mapped_bytes of "
+                "the server, or lower arena_bytes of the clients"
+            )
+        return None
+
+    def _mapped_bytes(self, clients: "Collection[_Client]") -> int:
+        left = [client for client in self._leftovers if client.untaken]
+        reserved = sum(client.memory.arena_bytes for client in (*clients, *left))
+        return reserved + self._mappings.lingering_bytes
+
+    def _refused(self, hello: Hello | None, reason: str) -> None:
+        self._counts["clients_refused"] += 1
+
+    def _reports(self) -> list[ServerReport]:
+        """Return the statistics, for an inspector."""
+        logger.debug("a process inspects this server", extra={"event": "server_inspected"})
+        return [ServerReport(bounded(self.statistics()))]
+
+    def _listening_failed(self, error: OSError) -> None:
+        """Wake the tasks that wait for a request; they raise an error if no client is left."""
+        self._listening_failure = error
+        self._check_listening()
+
+    def _check_listening(self) -> None:
+        if self._listening_failure is not None and not self._clients:
+            reason = f"no client can connect any more: {self._listening_failure}"
+            self._requests.failure = PeerLostError(reason)
+        self._requests.wake()
+
+    def _admitted(self, transport: Transport, connection: Connection) -> None:
+        client = _Client(transport, connection, self)
+        earlier = self._clients.get(client.id)
+        if earlier is not None:  # the end of its connection is still unread
+            earlier.end(earlier.connection.lost("the client connected again", is_retried=True))
+        transport.start(client)
+        transport.limit_queue(MAX_UNREAD_BYTES)
+        self._clients[client.id] = client
+        if transport.mover is not None:
+            self._memory.movers.add(transport.mover)
+        connection.admit()
+        client.flush()
+
+    def _lost(self, client: "_Client", loss: Loss) -> None:
+        """Remove a client, and cancel its requests that want an answer."""
+        if self._clients.get(client.id) is client:
+            del self._clients[client.id]
+        self._counts["clients_lost"] += 1
+        wanted = [incoming for incoming in client.requests.values() if incoming.message.asks]
+        # The client sends its other messages again if only the connection was lost.
+        is_gone = loss.is_clean or (client.transport.is_closed and client.transport.mover is None)
+        for incoming in list(client.requests.values()):
+            if incoming.message.asks or (not is_gone and incoming.state is WAITING):
+                self._requests.cancel(incoming)
+        if client.untaken:
+            self._leftovers[client] = None
+        if client.transport.mover is not None:
+            self._memory.movers.discard(client.transport.mover)
+        client.keep_pins(self._memory)
+        client.release_memory()
+        self._log.lost(loss, self._route.label, len(wanted))
+        self._check_listening()  # wakes the consumer of a queue, which checks whether producers have ended
 
 
-# For `queues`, whose requests are answered when they are taken.
+class _Client(ClientSession):
+    """The connection of a client of this server."""
 
+    def __init__(self, transport: Transport, connection: Connection, server: MessageServer[Any]) -> None:
+        limits = server._max_waiting, server._max_mapped_bytes
+        super().__init__(transport, connection, server._log, server._mappings, server._requests, *limits)
+        self._owner = server
 
-async def receive_ready(server: MessageServer[M], answer: Parts) -> list[M]:
-    """Take a request that is ready, and answer it in the same iteration of the loop.
-
-    Returns a list with the message, or an empty list if no request is ready. Waits only while a thread
-    decodes a large message. Cancellation loses no request.
-
-    Args:
-        server: the server.
-        answer: the encoded answer.
-    """
-    requests = server._opened()
-    while requests.ready.by_client:
-        taken = await requests.take()
-        if taken is not None:
-            requests.answer_now(taken[0], answer)
-            return [taken[1]]
-    return []
-
-
-def receive_now(server: MessageServer[M], answer: Parts) -> list[M]:
-    """Take and answer a request as `receive_ready` does, but decode even a large message on this thread."""
-    requests = server._opened()
-    while requests.ready.by_client:
-        taken = requests.take_now()
-        if taken is not None:
-            requests.answer_now(taken[0], answer)
-            return [taken[1]]
-    return []
-
-
-async def changed(server: MessageServer[Any]) -> None:
-    """Wait until a request may be ready, which the caller takes, or the server or a client has closed."""
-    requests = server._opened()
-    try:
-        await requests.takers.wait()
-    except asyncio.CancelledError:
-        requests.wake_taker()
-        raise
-
-
-def wake(server: MessageServer[Any]) -> None:
-    """End all waits of `changed`."""
-    server._opened().wake()
+    def lost(self, loss: Loss) -> None:
+        """Handle the end of the session."""
+        super().lost(loss)
+        self._owner._lost(self, loss)

@@ -81,8 +81,9 @@ async def serve(
             while answering:
                 await asyncio.wait(answering)
         except asyncio.CancelledError:
-            for task in answering:
-                task.cancel()
+            # Not in a loop: before Python 3.13, the error and its traceback refer to each other, so a
+            # variable of this frame would keep the last task, with its request.
+            list(map(asyncio.Task.cancel, answering))
             # A surrounding scope of anyio would cancel this wait again in each iteration of the loop.
             with anyio.CancelScope(shield=True):
                 while answering:

@@ -2,29 +2,20 @@
 
 import click
 
-from aiotensor.transports.address import socket_path
-from aiotensor.transports.zeromq.addresses import parse
+from aiotensor.transports.address import socket_path, tcp_address
 
 __all__ = ["FORMS", "is_port", "needs_keys", "valid_address"]
 
-FORMS = "unix:///PATH|engine:///PATH|tcp://HOST:PORT"
+FORMS = "unix:///PATH|tcp://HOST:PORT"
 
 
 def valid_address(_: click.Context, option: click.Parameter, address: str | None) -> str | None:
-    """Return the address of a receiver or publisher; the callback of parameters for it."""
-    if address is None:
-        return None
-    if address.lower().startswith("ipc:"):
-        raise click.BadParameter(
-            f"{address} is the address of a MessageServer, which cannot be inspected. Pass the address of a "
-            "TensorReceiver or a Publisher; the Prometheus metrics of a process include its MessageServers.",
-            param=option,
-        )
+    """Return an address to connect to; the callback of parameters for it."""
     try:
-        if is_port(address):
-            parse(address, has_keys=True, is_client=True)
-        else:
-            socket_path(address, "unix")
+        if address is not None and is_port(address):
+            tcp_address(address, has_keys=True, connects=True)
+        elif address is not None:
+            socket_path(address)
     except ValueError as error:
         raise click.BadParameter(str(error), param=option) from error
     return address
@@ -37,4 +28,4 @@ def is_port(address: str) -> bool:
 
 def needs_keys(address: str) -> bool:
     """Return whether a valid address is a ``tcp://`` address that other machines can reach."""
-    return is_port(address) and not parse(address, has_keys=True, is_client=True).is_local
+    return is_port(address) and not tcp_address(address, has_keys=True, connects=True).is_local

@@ -29,7 +29,7 @@ _TERMINATED = 143  # and for SIGTERM
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def aiotensor() -> None:
-    """Check this machine, inspect running receivers and publishers, and create keys."""
+    """Check this machine, inspect running receivers, servers and publishers, and create keys."""
 
 
 # The doctor
@@ -40,8 +40,8 @@ def aiotensor() -> None:
     "--address",
     callback=valid_address,
     metavar=FORMS,
-    help="Address of your receiver or publisher. [default: a socket in $XDG_RUNTIME_DIR or in the folder "
-    "for temporary files]",
+    help="Address of your receiver, server or publisher. [default: a socket in $XDG_RUNTIME_DIR or in the "
+    "folder for temporary files]",
 )
 @keys_option
 @click.option(
@@ -49,7 +49,7 @@ def aiotensor() -> None:
     type=click.IntRange(min=1),
     default=1 << 30,
     show_default=True,
-    help="The arena_bytes of a sender or publisher, to compare with the available memory.",
+    help="The arena_bytes of a sender, client or publisher, to compare with the available memory.",
 )
 @click.option(
     "--subscribers",
@@ -71,8 +71,8 @@ def doctor(
     Each check is `ok`, a `note` (a limitation; most functions work nevertheless), or a
     `problem` (a requirement is not met). The exit status is 1 if there is a problem, else 0.
 
-    With an address, the command also inspects the receiver or publisher that listens there. At a tcp://
-    address, on this or another machine, it is a problem if none listens.
+    With an address, the command also inspects the process that listens there. At a tcp:// address, on this
+    or another machine, it is a problem if none listens.
     """
     findings: dict[str, Finding] = {}
     check_keys(address, keys)
@@ -121,12 +121,12 @@ def top(
     interval_s: float,
     patience_s: float,
 ) -> None:
-    """Print the statistics of a running receiver or publisher, and of its senders or subscribers.
+    """Print the statistics of a running receiver, server or publisher, and of its senders or subscribers.
 
     On a terminal, the display is updated until Ctrl-C; otherwise, the usage is printed once. An inspection
-    changes nothing, and does not count towards the limits on senders or subscribers. At a unix:// address,
-    only the user of the receiver or publisher may inspect it. At a tcp:// address on another machine, its
-    client_keys must contain the public key of this side.
+    changes nothing, and does not count towards the limits on connections. At a unix:// address, only the
+    user of the process may inspect it. At a tcp:// address on another machine, its client_keys must contain
+    the public key of this side.
     """
     check_keys(address, keys)
     if keys.server_key is None and needs_keys(address):

@@ -26,10 +26,9 @@ from aiotensor.cli.addresses import is_port
 from aiotensor.cli.keys import HOW_TO_GIVE, Keys
 from aiotensor.cli.words import in_words, printable
 from aiotensor.errors import AccessDeniedError, AioTensorError, PeerLostError
-from aiotensor.inspection import Inspection, inspect
-from aiotensor.runtime.detached import run_detached
-from aiotensor.transports.address import is_folder, socket_path
-from aiotensor.transports.zeromq.addresses import Address, parse
+from aiotensor.inspection import inspect
+from aiotensor.runtime.worker import run_detached
+from aiotensor.transports.address import TcpAddress, socket_path, tcp_address
 
 __all__ = [
     "Finding",
@@ -52,8 +51,7 @@ _ACCEPTS = "00010000"  # the flags of a listening socket in /proc/net/unix
 _UNLIMITED = 1 << 60  # cgroup v1 expresses "no limit" as a number of about this size or more
 _ANOTHER = "choose another path"
 _OTHERWISE = "Choose another path"
-_START = "Start the receiver or publisher"
-_SMALLER = "use a smaller arena_bytes; each sender and each publisher has its own arena"
+_SMALLER = "use a smaller arena_bytes; each sender, client, server and publisher has its own"
 
 Place: TypeAlias = tuple[int, tuple[Any, ...]]  # the family and the address of a socket
 
@@ -86,9 +84,9 @@ def examine(
     """Yield the names of the checks, which do not change between versions, and the findings.
 
     Args:
-        address: the valid address of a receiver or publisher; None for the usual folder for sockets.
+        address: a valid address; None for the usual folder for sockets.
         keys: the keys for the address.
-        arena_bytes: the maximum shared memory of one sender or publisher, in bytes.
+        arena_bytes: the maximum shared memory of one object, in bytes.
         subscribers: the number of subscribers of one publisher.
     """
     yield "software", software()
@@ -98,8 +96,8 @@ def examine(
     elif is_port(address):
         yield from asyncio.run(_examine_port(address, keys)).items()
     else:
-        path = Path(socket_path(address, "unix"))
-        yield "socket folder", socket_folder(path.parent, is_created=is_folder(address))
+        path = Path(socket_path(address))
+        yield "socket folder", socket_folder(path.parent)
         finding, is_in_use = socket_file(path)
         yield "socket file", finding
         if is_in_use:
@@ -122,7 +120,7 @@ def software() -> Finding:
 # Unix sockets
 
 
-def socket_folder(folder: Path, *, asked_for: bool = True, is_created: bool = False) -> Finding:
+def socket_folder(folder: Path, *, asked_for: bool = True) -> Finding:
     """Check that this user can make sockets in a folder, and that no other user can replace them.
 
     Makes a socket with a random name, and removes it.
@@ -130,17 +128,12 @@ def socket_folder(folder: Path, *, asked_for: bool = True, is_created: bool = Fa
     Args:
         folder: the folder to check.
         asked_for: whether the user named the folder, so that a failure is a problem and not only a note.
-        is_created: whether an engine creates the folder if it does not exist.
     """
     bad = Status.PROBLEM if asked_for else Status.NOTE
     place = shlex.quote(str(folder))
     try:
         facts = folder.stat()
     except FileNotFoundError:
-        if is_created:
-            parent = socket_folder(folder.parent)
-            is_ready = parent.status is Status.OK
-            return Finding(Status.OK, f"the engine creates {folder}") if is_ready else parent
         return Finding(bad, f"{folder} does not exist", f"Create it: mkdir -p -m 700 {place}, or {_ANOTHER}")
     except OSError as error:
         return Finding(bad, f"{folder} cannot be examined: {error.strerror or error}", _OTHERWISE)
@@ -182,7 +175,7 @@ def socket_file(path: Path) -> tuple[Finding, bool]:
     except (FileNotFoundError, NotADirectoryError):
         if _is_bound(path):
             found = f"a process listens at {path}, but its socket file was removed, so no other can connect"
-            return Finding(Status.PROBLEM, found, "Restart the receiver or publisher"), False
+            return Finding(Status.PROBLEM, found, "Restart it"), False
         return Finding(Status.OK, f"nothing exists at {path} yet"), False
     except OSError as error:
         found = f"{path} cannot be examined: {error.strerror or error}"
@@ -198,7 +191,7 @@ def socket_file(path: Path) -> tuple[Finding, bool]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         error_number = probe.connect_ex(str(path))
     if error_number == errno.ECONNREFUSED:
-        found = f"{path} was left by a process that has ended; the next receiver takes it over"
+        found = f"{path} was left by a process that has ended; the next one takes it over"
         return Finding(Status.OK, found), False
     return Finding(Status.OK, f"{path} is in use by a process of this user"), True
 
@@ -214,7 +207,7 @@ def _is_bound(path: Path) -> bool:
 
 async def _examine_port(text: str, keys: Keys) -> dict[str, Finding]:
     """Return the findings about a ``tcp://`` address, by the names of the checks; takes less than 15 s."""
-    address = parse(text, has_keys=True, is_client=True)
+    address = tcp_address(text, has_keys=True, connects=True)
     findings = {"keys": _keys(address, keys)}
     findings["host"], places = await _host(address)
     if places:
@@ -224,7 +217,7 @@ async def _examine_port(text: str, keys: Keys) -> dict[str, Finding]:
     return findings
 
 
-def _keys(address: Address, keys: Keys) -> Finding:
+def _keys(address: TcpAddress, keys: Keys) -> Finding:
     """Check that there are keys if an address needs them; report the public key of this side."""
     if keys.secret_key is not None:
         public = zmq.curve_public(keys.secret_key.encode()).decode()
@@ -235,7 +228,7 @@ def _keys(address: Address, keys: Keys) -> Finding:
     return Finding(Status.PROBLEM, found, HOW_TO_GIVE)
 
 
-async def _host(address: Address) -> tuple[Finding, Sequence[Place]]:
+async def _host(address: TcpAddress) -> tuple[Finding, Sequence[Place]]:
     """Resolve the host of an address, and return its places in the order in which they are tried."""
     # In a thread that does not delay the exit of the process: nothing can interrupt the system's resolver.
     lookup = run_detached(
@@ -266,19 +259,7 @@ async def _port(places: Sequence[Place]) -> tuple[Finding, bool]:
     reasons = "; ".join(
         f"{place[0]}: {failure}" for (_, place), failure in zip(places, failures, strict=True)
     )
-    is_refused = set(failures) == {os.strerror(errno.ECONNREFUSED)}
-    for family, place in places if is_refused else ():
-        with socket.socket(family, socket.SOCK_STREAM) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ does
-            try:
-                sock.bind(place)
-            except OSError as error:
-                if error.errno != errno.EADDRNOTAVAIL:  # which means that it belongs to another machine
-                    found = f"no process of this user can listen at {place[0]}: {error.strerror}"
-                    return Finding(Status.PROBLEM, found, "Choose another port"), False
-            else:
-                return Finding(Status.PROBLEM, f"nothing listens there yet: {reasons}", _START), False
-    advice = f"{_START}; if it runs, check the address, and the routes and firewalls on the way"
+    advice = "Start the process that listens there, or check the address, the routes and the firewalls"
     return Finding(Status.PROBLEM, f"no process accepts connections: {reasons}", advice), False
 
 
@@ -312,11 +293,11 @@ async def _listener(address: str, keys: Keys) -> Finding:
         return Finding(Status.PROBLEM, printable(str(error)), advice)
     except OSError as error:
         return Finding(Status.NOTE, f"the inspection failed: {error.strerror}", "Try again")
-    kind = "receiver" if isinstance(seen, Inspection) else "publisher"
+    kind = type(seen.statistics).__name__.removesuffix("Statistics").lower()
     return Finding(Status.OK, f"a {kind} (pid {seen.pid}) answers")
 
 
-# Limits. None of these checks reports a problem, because no sender or publisher needs them at startup.
+# Limits. None of these checks reports a problem, because no process needs them at startup.
 
 
 def memory(arena_bytes: int, root: Path = Path("/")) -> Finding:

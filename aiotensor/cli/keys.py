@@ -13,6 +13,7 @@ import click
 import msgspec
 
 from aiotensor.cli.addresses import is_port
+from aiotensor.transports.address import TcpArguments
 
 __all__ = ["HOW_TO_GIVE", "Keys", "check_keys", "keys_option", "write_keys"]
 
@@ -31,7 +32,7 @@ class Keys(NamedTuple):
 
     Attributes:
         secret_key: the secret key of this side.
-        server_key: the public key of the receiver or publisher.
+        server_key: the public key of the side that listens.
     """
 
     secret_key: str | None = None
@@ -105,11 +106,11 @@ def _keys(_: click.Context, option: click.Parameter, path: str | None) -> Keys:
             content = file.read(_LARGEST_FILE)
     except OSError as error:
         raise click.BadParameter(f"{path!r} cannot be read: {error.strerror}", param=option) from error
-    from aiotensor.transports.zeromq.keys import connecting_keys
+    from aiotensor.transports.tcp.options import curve_options
 
     try:
         found = msgspec.json.decode(content, type=_Connecting)
-        connecting_keys(found.secret_key, found.server_key)
+        curve_options(TcpArguments(True, found.secret_key, found.server_key))
     except ValueError as error:  # its text contains no key: it may be a secret with a typo
         expected = "is not the key file of a side that connects, such as api.json"
         raise click.BadParameter(f"{path!r} {expected}: {error}", param=option) from error

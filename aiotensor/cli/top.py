@@ -1,4 +1,4 @@
-"""Format an inspection of a receiver or a publisher for `aiotensor top`: lines, JSON, or a screen."""
+"""Format an inspection for `aiotensor top`: lines, JSON, or a screen."""
 
 import asyncio
 import json
@@ -12,26 +12,28 @@ import msgspec
 
 from aiotensor.cli.words import printable, short
 from aiotensor.errors import PeerLostError
-from aiotensor.inspection import Inspection, PublisherInspection
+from aiotensor.inspection import Inspection, PublisherInspection, ServerInspection
 
 __all__ = ["Look", "as_json", "as_lines", "watch"]
 
 # Terminal sequences: switch to the alternate screen without a cursor, clear it, and restore the main screen.
 _BEGIN, _CLEAR, _END = "\x1b[?1049h\x1b[?25l", "\x1b[H\x1b[J", "\x1b[?25h\x1b[?1049l"
 
-Seen: TypeAlias = Inspection | PublisherInspection
-Look: TypeAlias = Callable[[], Coroutine[Any, Any, Seen]]  # inspects the receiver or publisher once
+Seen: TypeAlias = Inspection | PublisherInspection | ServerInspection
+Look: TypeAlias = Callable[[], Coroutine[Any, Any, Seen]]  # inspects the process once
+Row: TypeAlias = tuple[object, ...]
+Shown: TypeAlias = tuple[list[str], list[Row], int]  # lines, rows about peers, and the number of peers
 
 
 async def watch(address: str, look: Look, interval_s: float) -> NoReturn:
-    """Inspect the receiver or publisher at an address, and its successors, until cancelled.
+    """Inspect the process at an address, and its successors, until cancelled.
 
     Afterwards, the last result stays on the terminal. SIGTERM cancels this coroutine, so that the terminal is
     restored before the process ends.
 
     Args:
-        address: the address of the receiver or publisher.
-        look: a function that inspects it once.
+        address: the address.
+        look: a function that inspects the process once.
         interval_s: the pause in seconds between two inspections.
 
     Raises:
@@ -61,7 +63,7 @@ async def watch(address: str, look: Look, interval_s: float) -> NoReturn:
 def as_json(address: str, before: Seen, now: Seen) -> str:
     """Format an inspection as one JSON object, with the rates since an earlier inspection.
 
-    Rates are null if they are unknown, because another receiver, publisher or sender has connected since.
+    Rates are null if they are unknown, because another process listens now, or another sender has connected.
     """
     found = msgspec.to_builtins(now)
     del found["answered_at"]  # the clock has no meaning in other processes
@@ -75,10 +77,10 @@ def as_json(address: str, before: Seen, now: Seen) -> str:
 def as_lines(
     address: str, before: Seen | None, now: Seen, width: int | None = None, height: int | None = None
 ) -> list[str]:
-    """Format an inspection as lines: the receiver or publisher, and a row for each sender or subscriber.
+    """Format an inspection as lines: the process, and a row for each sender or subscriber.
 
     Args:
-        address: the address of the receiver or publisher.
+        address: the address.
         before: the previous inspection, for the rates; None if there is none.
         now: the inspection to format.
         width: the number of columns after which lines are cut; None for no limit.
@@ -86,10 +88,13 @@ def as_lines(
     """
     if isinstance(now, Inspection):
         head, rows, count = _receiver(before, now)
-    else:
+    elif isinstance(now, PublisherInspection):
         head, rows, count = _publisher(before, now)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(map(str.rjust, row, widths)) for row in rows] if count else []
+    else:
+        head, rows, count = _server(before, now)
+    cells = [tuple(map(str, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    table = ["  ".join(map(str.rjust, row, widths)) for row in cells] if count else []
     if height is not None and len(head) + len(table) > height:
         table = table[: max(2, height - len(head) - 1)]
     hidden = count - len(table[1:])
@@ -99,80 +104,62 @@ def as_lines(
     return [click.style(first, bold=True), *others]
 
 
-def _receiver(before: Seen | None, now: Inspection) -> tuple[list[str], list[list[str]], int]:
-    """Return the lines about a receiver, a table of its senders, and the number of senders."""
+def _receiver(before: Seen | None, now: Inspection) -> Shown:
     it, of_senders = now.statistics, _rates(before, now, _messages)
+    taken = _speed(_rates(before, now, _totals), "tensors")
     head = [
         f"receiver pid {now.pid}",
-        _facts(
-            senders=_of(it.senders, it.max_senders),
-            lost=it.senders_lost,
-            refused=it.senders_refused,
-            waiting=it.waiting,
-            taken=_speed(_rates(before, now, _totals), "tensors"),
-        ),
-        _facts(
-            mapped=_of(
-                short(it.mapped_bytes), None if it.max_mapped_bytes is None else short(it.max_mapped_bytes)
-            ),
-            unclaimed=_with_bytes(it.unclaimed_tensors, it.unclaimed_bytes),
-            leases=_with_bytes(it.leases, it.leased_bytes),
-        ),
+        f"senders {_of(it.senders, it.max_senders)}   lost {it.senders_lost}   refused {it.senders_refused}"
+        f"   waiting {it.waiting}   taken {taken}",
+        f"mapped {_of_bytes(it.mapped_bytes, it.max_mapped_bytes)}   "
+        f"unclaimed {_with_bytes(it.unclaimed_tensors, it.unclaimed_bytes)}   "
+        f"leases {_with_bytes(it.leases, it.leased_bytes)}",
     ]
-    rows = [["pid", "sender", "in flight", "messages", "per s", "unclaimed", "leases", "arena"]]
-    rows += [
-        [
-            str(sender.pid),
-            _brief(sender.sender),
-            _of(sender.in_flight, sender.max_concurrent_videos),
-            str(sender.messages),
-            f"{of_senders[sender.sender]:.1f}" if sender.sender in of_senders else "-",
-            _with_bytes(sender.unclaimed_tensors, sender.unclaimed_bytes),
-            _with_bytes(sender.leases, sender.leased_bytes),
-            short(sender.arena_bytes),
-        ]
-        for sender in now.senders
-    ]
+    rows: list[Row] = [("pid", "sender", "in flight", "messages", "per s", "unclaimed", "leases", "arena")]
+    for one in now.senders:
+        in_flight = _of(one.in_flight, one.max_concurrent_videos)
+        rate = f"{of_senders[one.sender]:.1f}" if one.sender in of_senders else "-"
+        unclaimed = _with_bytes(one.unclaimed_tensors, one.unclaimed_bytes)
+        leases, arena = _with_bytes(one.leases, one.leased_bytes), short(one.arena_bytes)
+        rows.append((one.pid, _brief(one.sender), in_flight, one.messages, rate, unclaimed, leases, arena))
     return head, rows, len(now.senders)
 
 
-def _publisher(before: Seen | None, now: PublisherInspection) -> tuple[list[str], list[list[str]], int]:
-    """Return the lines about a publisher, a table of its subscribers, and the number of subscribers."""
+def _server(before: Seen | None, now: ServerInspection) -> Shown:
     it = now.statistics
+    taken = _speed(_rates(before, now, _totals), "messages")
+    head = [
+        f"server pid {now.pid}",
+        f"clients {_of(it.clients, it.max_clients)}   lost {it.clients_lost}   refused {it.clients_refused}"
+        f"   waiting {it.waiting}   taken {taken}",
+        f"mapped {_of_bytes(it.mapped_bytes, it.max_mapped_bytes)}   leases {it.leases}   "
+        f"memory {_of_bytes(it.bytes_in_use, it.arena_bytes)}   answers {it.answers}   "
+        f"failures {it.failures}   cancelled {it.cancelled}",
+    ]
+    return head, [], 0
+
+
+def _publisher(before: Seen | None, now: PublisherInspection) -> Shown:
+    it = now.statistics
+    waiting = f"{it.waiting} ({it.longest_wait_s:.1f} s)" if it.waiting else "0"
     head = [
         f"publisher pid {now.pid}",
-        _facts(
-            subscribers=_of(it.subscribers, it.max_subscribers),
-            lost=it.subscribers_lost,
-            refused=it.subscribers_refused,
-            dropped=it.dropped,
-            waiting=f"{it.waiting} ({it.longest_wait_s:.1f} s)" if it.waiting else 0,
-        ),
-        _facts(
-            memory=_of(short(it.bytes_in_use), short(it.arena_bytes)),
-            kept=it.history,
-            publications=_with_bytes(it.published, it.bytes_published),
-            published=_speed(_rates(before, now, _totals), "publications"),
-        ),
+        f"subscribers {_of(it.subscribers, it.max_subscribers)}   lost {it.subscribers_lost}   "
+        f"refused {it.subscribers_refused}   dropped {it.dropped}   waiting {waiting}",
+        f"memory {_of_bytes(it.bytes_in_use, it.arena_bytes)}   kept {it.history}   "
+        f"publications {_with_bytes(it.published, it.bytes_published)}   "
+        f"published {_speed(_rates(before, now, _totals), 'publications')}",
     ]
-    rows = [["pid", "subscriber", "behind", "for", "memory", "delivered", "dropped"]]
-    rows += [
-        [
-            str(lag.pid),
-            _brief(lag.subscriber),
-            _of(lag.behind, it.max_behind),
-            f"{lag.behind_s:.1f} s" if lag.behind else "-",
-            short(lag.held_bytes),
-            str(lag.delivered),
-            str(lag.dropped),
-        ]
-        for lag in it.lags
-    ]
+    rows: list[Row] = [("pid", "subscriber", "behind", "for", "memory", "delivered", "dropped")]
+    for lag in it.lags:
+        behind, since = _of(lag.behind, it.max_behind), f"{lag.behind_s:.1f} s" if lag.behind else "-"
+        memory = short(lag.held_bytes)
+        rows.append((lag.pid, _brief(lag.subscriber), behind, since, memory, lag.delivered, lag.dropped))
     return head, rows, it.subscribers
 
 
 def _rates(before: Seen | None, now: Seen, totals: Callable[[Seen], dict[str, int]]) -> dict[str, float]:
-    """Return how fast totals have grown since an earlier inspection of the same receiver or publisher."""
+    """Return how fast totals have grown since an earlier inspection of the same process."""
     if before is None or _id(before) != _id(now) or before.answered_at >= now.answered_at:
         return {}
     seconds, earlier = now.answered_at - before.answered_at, totals(before)
@@ -180,25 +167,29 @@ def _rates(before: Seen | None, now: Seen, totals: Callable[[Seen], dict[str, in
 
 
 def _id(seen: Seen) -> str:
-    return seen.receiver if isinstance(seen, Inspection) else seen.publisher
+    if isinstance(seen, Inspection):
+        return seen.receiver
+    return seen.publisher if isinstance(seen, PublisherInspection) else seen.server
 
 
 def _totals(seen: Seen) -> dict[str, int]:
     if isinstance(seen, Inspection):
         return {"tensors": seen.statistics.tensors_taken, "bytes": seen.statistics.bytes_taken}
-    return {"publications": seen.statistics.published, "bytes": seen.statistics.bytes_published}
+    if isinstance(seen, PublisherInspection):
+        return {"publications": seen.statistics.published, "bytes": seen.statistics.bytes_published}
+    return {"messages": seen.statistics.messages_taken, "answers": seen.statistics.answers}
 
 
 def _messages(seen: Seen) -> dict[str, int]:
     return {one.sender: one.messages for one in seen.senders} if isinstance(seen, Inspection) else {}
 
 
-def _facts(**facts: object) -> str:
-    return "   ".join(f"{name} {fact}" for name, fact in facts.items())
-
-
 def _of(value: object, limit: object | None) -> str:
     return f"{value}" if limit is None else f"{value}/{limit}"
+
+
+def _of_bytes(value: int, limit: int | None) -> str:
+    return _of(short(value), None if limit is None else short(limit))
 
 
 def _with_bytes(count: int, nbytes: int) -> str:
@@ -206,7 +197,8 @@ def _with_bytes(count: int, nbytes: int) -> str:
 
 
 def _speed(rates: dict[str, float], name: str) -> str:
-    return f"{rates[name]:.1f}/s ({short(rates['bytes'])}/s)" if rates else "-"
+    nbytes = f" ({short(rates['bytes'])}/s)" if "bytes" in rates else ""
+    return f"{rates[name]:.1f}/s{nbytes}" if rates else "-"
 
 
 def _brief(name: str) -> str:

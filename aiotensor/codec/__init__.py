@@ -18,7 +18,7 @@ the function `find`, which returns the tensor.
 """
 
 from aiotensor.codec.decoder import Find, TensorDecoder
-from aiotensor.codec.encoder import Encoding, Place, TensorEncoder
+from aiotensor.codec.encoder import Place, TensorEncoder
 from aiotensor.codec.meta import TensorMeta
 
-__all__ = ["Encoding", "Find", "Place", "TensorDecoder", "TensorEncoder", "TensorMeta"]
+__all__ = ["Find", "Place", "TensorDecoder", "TensorEncoder", "TensorMeta"]

@@ -15,9 +15,7 @@ import torch
 from msgspec.structs import astuple
 from torch.nn import Parameter
 
-from aiotensor.memory.copying import QUICK_BYTES
-from aiotensor.memory.inline import MAX_INLINE_BYTES
-from aiotensor.memory.source import SupportsDLPack, is_flat
+from aiotensor.memory.source import SupportsDLPack
 
 __all__ = ["QUICK_CODED_TENSORS", "least_bytes", "takes_long"]
 
@@ -32,7 +30,7 @@ _TENSOR_BYTES = _QUICK_BYTES // QUICK_CODED_TENSORS
 
 _MOST_PARTS = 2000
 
-_PLAIN, _SIZED, _BUFFER, _ITEMS, _PAIRS, _TENSOR, _ARRAY = range(7)
+_PLAIN, _SIZED, _BUFFER, _ITEMS, _PAIRS, _TENSOR = range(6)
 
 _KINDS: dict[type, int] = {
     **dict.fromkeys((bool, int, float, type(None), uuid.UUID, decimal.Decimal), _PLAIN),
@@ -42,23 +40,17 @@ _KINDS: dict[type, int] = {
     memoryview: _BUFFER,
     **dict.fromkeys((list, tuple, set, frozenset), _ITEMS),
     dict: _PAIRS,
-    **dict.fromkeys((torch.Tensor, Parameter), _TENSOR),
-    np.ndarray: _ARRAY,
+    **dict.fromkeys((torch.Tensor, Parameter, np.ndarray), _TENSOR),
 }
 
 
-def takes_long(message: object, *, has_sender: bool) -> bool:
+def takes_long(message: object) -> bool:
     """Return whether encoding a message may block the event loop for too long.
 
     The function visits the parts of the message until the limit is exceeded, which costs about as much as
-    encoding them.
-
-    Args:
-        message: the message.
-        has_sender: whether a sender carries tensors of more than a few KiB, so that they are not encoded.
+    encoding them. Tensors of more than a few KiB are not encoded.
     """
     left = _QUICK_BYTES
-    to_gather = QUICK_BYTES
     pending: list[Any] = [message]
     for value in pending:  # the loop appends to it
         kind = _KINDS.get(type(value))
@@ -72,16 +64,6 @@ def takes_long(message: object, *, has_sender: bool) -> bool:
             left -= value.nbytes
         elif kind == _TENSOR:
             left -= _TENSOR_BYTES
-            if not has_sender:
-                nbytes = value.numel() * value.element_size()
-                # For a small tensor, finding out whether it is flat takes as long as gathering it.
-                if nbytes <= MAX_INLINE_BYTES or not _is_flat(value):
-                    to_gather -= nbytes
-        elif kind == _ARRAY:
-            left -= _TENSOR_BYTES
-            # torch cannot view some arrays that are not contiguous or aligned, so all are to be gathered.
-            if not (has_sender or (value.flags.c_contiguous and value.flags.aligned)):
-                to_gather -= value.nbytes
         elif kind == _ITEMS:
             left -= _ITEM_BYTES * len(value)
             if left >= 0:
@@ -96,12 +78,11 @@ def takes_long(message: object, *, has_sender: bool) -> bool:
             if inside is not None:
                 left -= _ITEM_BYTES * len(inside)
                 pending += inside
-            elif has_sender and isinstance(value, SupportsDLPack):
+            elif isinstance(value, SupportsDLPack):
                 left -= _TENSOR_BYTES
             else:
-                # Only `__dlpack__`, which may take long, reveals the size and the strides of a DLPack object.
                 return True
-        if left < 0 or to_gather < 0:
+        if left < 0:
             return True
     return False
 
@@ -127,13 +108,6 @@ def least_bytes(message: object) -> int:
         elif isinstance(value, msgspec.Struct):
             pending += astuple(value)
     return found
-
-
-def _is_flat(tensor: torch.Tensor) -> bool:
-    try:
-        return is_flat(tensor)
-    except RuntimeError:
-        return True  # a tensor without strides, such as a sparse one: the encoder rejects it at once
 
 
 def _look_into(value: Any) -> Sequence[object] | None:

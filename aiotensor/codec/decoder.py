@@ -1,5 +1,6 @@
 """Decode messages from a body and out-of-band buffers, and check their types."""
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar, get_args, get_origin
@@ -8,14 +9,14 @@ import msgspec
 import numpy as np
 import torch
 
-from aiotensor.codec import placeholders
 from aiotensor.codec.expectations import arms, check_decodable, expectations
 from aiotensor.codec.meta import MismatchError
-from aiotensor.codec.placeholders import ARRAY, TENSOR, External, Inline, Tied
+from aiotensor.codec.placeholders import ARRAY, TENSOR, External, Inline, Tied, read
 from aiotensor.errors import ProtocolError
-from aiotensor.memory.dtypes import DTYPES, unknown_dtype
 from aiotensor.memory.inline import open_buffer, open_inline
-from aiotensor.memory.views import tensor_over, with_attributes
+from aiotensor.memory.raw import DTYPES, unknown_dtype
+from aiotensor.memory.views import tensor_over, view_over, with_attributes
+from aiotensor.protocol.frames import DECODE_ERRORS
 
 __all__ = ["Find", "TensorDecoder"]
 
@@ -45,19 +46,7 @@ class _Decoding(msgspec.Struct, eq=False):
     call_find: Find
     error: BaseException | None = None  # raised by `call_find`
     used: set[int] = set()  # the numbers of the buffers that were returned
-    pack: memoryview | None = None  # the buffer of packed placeholders, once one of them was read
-    packed_read: int = 0  # the number of bytes of the pack that were read
     tensors: dict[int, torch.Tensor] = {}  # the tensors that were decoded, by their numbers
-
-    def next_packed(self) -> placeholders.Inline:
-        """Return the next placeholder of the pack, which is the last buffer."""
-        if self.pack is None:
-            self.pack = self.take(max(len(self.buffers) - 1, 0))
-        start = self.packed_read + placeholders.LENGTH_BYTES
-        self.packed_read = start + int.from_bytes(self.pack[start - placeholders.LENGTH_BYTES : start], "big")
-        if start > len(self.pack) or self.packed_read > len(self.pack):
-            raise ProtocolError("the peer sent fewer packed tensors than its message contains")
-        return placeholders.read_packed(self.pack[start : self.packed_read])
 
     def take(self, number: int) -> memoryview:
         """Return a buffer, but only once: tied tensors refer to a number of a tensor instead."""
@@ -84,11 +73,6 @@ class _Decoding(msgspec.Struct, eq=False):
             raise ProtocolError(
                 f"the peer sent {len(self.buffers)} buffers, but the message uses {len(self.used)} of them: "
                 "there is one too many, or a tensor is in a field that the type of this decoder does not have"
-            )
-        if self.pack is not None and self.packed_read != len(self.pack):
-            raise ProtocolError(
-                "the peer sent more packed tensors than the message contains: one may be in a field that the "
-                "type of this decoder does not have"
             )
 
 
@@ -181,7 +165,10 @@ class TensorDecoder(Generic[T]):
         if code not in (TENSOR, ARRAY):
             return msgspec.msgpack.Ext(code, bytes(data))
         parts = self._current.parts
-        placeholder = parts.next_packed() if data == placeholders.PACKED else placeholders.read(data)
+        try:
+            placeholder = read(data)
+        except DECODE_ERRORS as error:
+            raise ProtocolError(f"the peer described an invalid tensor: {error}") from error
         number = placeholder.number
         if isinstance(placeholder, Tied):
             if number not in parts.tensors:
@@ -200,7 +187,12 @@ class TensorDecoder(Generic[T]):
             if dtype is None:
                 raise unknown_dtype(meaning.dtype)
             if isinstance(placeholder, Inline):
-                tensor = open_inline(placeholder.payload, dtype, meaning.shape)
+                payload, shape = placeholder.payload, meaning.shape
+                nbytes = len(payload)
+                if nbytes and nbytes == math.prod(shape) * dtype.itemsize:  # as `open_inline`, without a call
+                    tensor = view_over(bytearray(payload), 0, dtype, shape)[0]
+                else:
+                    tensor = open_inline(payload, dtype, shape)
             else:
                 tensor = open_buffer(parts.take(placeholder.buffer), dtype, meaning.shape)
             if meaning.attributes is not None:

@@ -1,6 +1,5 @@
 """Encode a message as a body and out-of-band buffers."""
 
-import sys
 from collections.abc import Callable, Hashable
 from typing import TypeAlias, cast
 
@@ -10,9 +9,6 @@ import torch
 
 from aiotensor.codec.placeholders import (
     ARRAY,
-    LENGTH_BYTES,
-    MAX_PACKED_BYTES,
-    PACKED,
     TENSOR,
     External,
     Inline,
@@ -21,9 +17,9 @@ from aiotensor.codec.placeholders import (
     Tied,
     write,
 )
-from aiotensor.memory.dtypes import DTYPE_NAMES
 from aiotensor.memory.gathering import as_tensor
 from aiotensor.memory.inline import MAX_INLINE_BYTES, buffer_of, bytes_of
+from aiotensor.memory.raw import DTYPE_NAMES
 from aiotensor.memory.source import (
     REGISTERED,
     Sendable,
@@ -66,33 +62,33 @@ class Encoding(msgspec.Struct, eq=False):
     """The encoding of one message, whose tensors and arrays become sources.
 
     Attributes:
-        place: called with each source in the order of the message; returns a handle that msgpack can encode,
-            or None to encode the source in the message. Its errors propagate from `encode`.
         inline_bytes: the size in bytes up to which sources are part of the body; larger ones become buffers.
-        max_inline_bytes: the maximum number of bytes that further sources add to the body, including their
-            dtypes and shapes. Further placeholders are packed into one additional buffer of type `bytes`,
-            which is the last one; only a placeholder of more than `MAX_PACKED_BYTES` stays in the body.
+        room: the number of bytes of small sources that are part of the body without a call of `place`; -1 to
+            call it for every source, also for empty ones.
         open: called with each tensor or array; returns its source.
         buffers: the buffers that follow the body.
-        pack: the contents of the additional buffer.
-        numbers: the number of each tensor and array, by its identity, and the object, which stays alive, so
-            that no other object gets its address.
+        values: the tensors and arrays, by their numbers. They stay alive, so that no other object gets the
+            address of one.
+        numbers: the numbers of the values, by their identities; empty while there is only one.
     """
 
-    place: Callable[[Source], object | None]
     inline_bytes: int = MAX_INLINE_BYTES
-    max_inline_bytes: int = sys.maxsize
+    room: int = -1
     open: Callable[[Sendable], Source] = as_source
     buffers: Buffers = []
-    pack: bytearray = msgspec.field(default_factory=bytearray)
-    numbers: dict[Hashable, tuple[int, object]] = {}
+    values: list[object] = []
+    numbers: dict[Hashable, int] = {}
+
+    def place(self, source: Source) -> object | None:
+        """Return a handle of a source that msgpack can encode, or None to encode it in the message.
+
+        Called in the order of the message; errors propagate from `encode`.
+        """
+        return None
 
     def encode(self, message: object) -> Buffers:
         """Encode the message, as `TensorEncoder.encode` does; may be called only once."""
-        body = msgspec.msgpack.encode(message, enc_hook=self._encode_tensor)
-        if self.pack:
-            self.buffers.append(bytes(self.pack))
-        return [body, *self.buffers]
+        return [msgspec.msgpack.encode(message, enc_hook=self._encode_tensor), *self.buffers]
 
     def _encode_tensor(self, value: object) -> object:
         if not isinstance(value, _TENSORS):
@@ -101,28 +97,50 @@ class Encoding(msgspec.Struct, eq=False):
         # An array of a dtype that numpy itself does not have, such as bfloat16, arrives as a tensor.
         is_array = isinstance(value, np.ndarray) and value.dtype.isbuiltin != REGISTERED
         code = ARRAY if is_array else TENSOR
-        number = len(self.numbers)
-        identity: Hashable = id(value)
-        if isinstance(value, torch.Tensor) and value.nbytes:
-            elements = (value.data_ptr(), value.dtype, value.shape, value.stride())
-            identity = (elements, value.requires_grad, type(value), value.is_conj(), value.is_neg())
-        first, _ = self.numbers.setdefault(identity, (number, value))
-        if first != number:
-            return msgspec.msgpack.Ext(code, write(Tied(first)))
-        handle = self.place(source)
-        if handle is not None:
+        number, nbytes = len(self.values), source.nbytes
+        if number:  # identities take several microseconds, and most messages have one tensor
+            if not self.numbers:
+                self.numbers[_identity(self.values[0])] = 0
+            first = self.numbers.setdefault(_identity(value), number)
+            if first != number:
+                return msgspec.msgpack.Ext(code, write(Tied(first)))
+        self.values.append(value)
+        if nbytes <= self.inline_bytes and nbytes <= self.room:
+            self.room -= nbytes
+        elif (handle := self.place(source)) is not None:
             return msgspec.msgpack.Ext(code, write(External(handle, number)))
-        meaning = Meaning(DTYPE_NAMES[source.dtype], tuple(source.shape), attributes_of(source))
-        if source.nbytes <= self.inline_bytes:
-            placeholder = write(Inline(meaning, memoryview(bytes_of(source)), number))
-            size = len(placeholder)
-            if self.max_inline_bytes < size <= MAX_PACKED_BYTES:
-                self.pack += size.to_bytes(LENGTH_BYTES, "big") + placeholder
-                return msgspec.msgpack.Ext(code, PACKED)
-            self.max_inline_bytes -= size
-            return msgspec.msgpack.Ext(code, placeholder)
+        attributes, shape = None, tuple(source.shape)
+        # Nearly all tensors have no attributes, which this finds out without a call.
+        if (
+            type(source) is not torch.Tensor
+            or source.requires_grad
+            or 1 in shape
+            or not source.is_contiguous()
+        ):
+            attributes = attributes_of(source)
+        meaning = Meaning(DTYPE_NAMES[source.dtype], shape, attributes)
+        if nbytes <= self.inline_bytes:
+            return msgspec.msgpack.Ext(code, write(Inline(meaning, memoryview(bytes_of(source)), number)))
         self.buffers.append(buffer_of(source).data.toreadonly())
         return msgspec.msgpack.Ext(code, write(OutOfBand(meaning, len(self.buffers) - 1, number)))
+
+
+def _identity(value: object) -> Hashable:
+    """Return what two tensors over the same elements have in common; they are encoded once."""
+    if not isinstance(value, torch.Tensor) or not value.nbytes:
+        return id(value)
+    elements = (value.data_ptr(), value.dtype, value.shape, value.stride())
+    return elements, value.requires_grad, type(value), value.is_conj(), value.is_neg()
+
+
+class _PlacedEncoding(Encoding):
+    """The encoding of a message for a `place` of the user."""
+
+    call_place: Callable[[Source], object | None] = _not_mine
+
+    def place(self, source: Source) -> object | None:
+        """Return the result of the user's function."""
+        return self.call_place(source)
 
 
 class TensorEncoder:
@@ -164,4 +182,4 @@ class TensorEncoder:
             UnicodeEncodeError: a string in the message contains a lone surrogate.
             OSError: no memory is left for a copy.
         """
-        return Encoding(self._place, self._inline_bytes, open=self._open).encode(message)
+        return _PlacedEncoding(self._inline_bytes, open=self._open, call_place=self._place).encode(message)

@@ -2,10 +2,6 @@
 
 The encoder numbers the tensors of a message, so that a later placeholder can refer to an earlier tensor: tied
 tensors, which share their memory, travel once.
-
-Placeholders of small tensors may be packed: the last buffer then contains them, each preceded by its length,
-and each of their extensions in the body contains `PACKED`, which refers to the next placeholder. This keeps a
-body with many tensors small.
 """
 
 from collections.abc import Callable
@@ -13,14 +9,10 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from aiotensor.errors import ProtocolError
-from aiotensor.protocol.frames import DECODE_ERRORS, MAX_DIMENSIONS, Attributes
+from aiotensor.protocol.frames import MAX_DIMENSIONS, Attributes
 
 __all__ = [
     "ARRAY",
-    "LENGTH_BYTES",
-    "MAX_PACKED_BYTES",
-    "PACKED",
     "TENSOR",
     "External",
     "Inline",
@@ -28,7 +20,6 @@ __all__ = [
     "OutOfBand",
     "Tied",
     "read",
-    "read_packed",
     "write",
 ]
 
@@ -81,34 +72,4 @@ class Tied(msgspec.Struct, frozen=True, array_like=True, tag="as", gc=False):
 Placeholder: TypeAlias = Inline | OutOfBand | External | Tied
 
 write: Callable[[Placeholder], bytes] = msgspec.msgpack.Encoder().encode
-_decoder: msgspec.msgpack.Decoder[Placeholder] = msgspec.msgpack.Decoder(Placeholder)
-_inline_decoder: msgspec.msgpack.Decoder[Inline] = msgspec.msgpack.Decoder(Inline)
-
-PACKED = msgspec.msgpack.encode("pk")  # in an extension, refers to the next packed placeholder
-
-LENGTH_BYTES = 2  # the size of the big-endian length before each packed placeholder
-MAX_PACKED_BYTES = (1 << 8 * LENGTH_BYTES) - 1
-
-
-def read(data: memoryview) -> Placeholder:
-    """Decode the placeholder of an extension.
-
-    Raises:
-        ProtocolError: the placeholder is invalid, or a number in it is out of range.
-    """
-    try:
-        return _decoder.decode(data)
-    except DECODE_ERRORS as error:
-        raise _unreadable(error) from error
-
-
-def read_packed(data: memoryview) -> Inline:
-    """Decode a packed placeholder, as `read` does; it contains no handle, which could take long to decode."""
-    try:
-        return _inline_decoder.decode(data)
-    except DECODE_ERRORS as error:
-        raise _unreadable(error) from error
-
-
-def _unreadable(error: Exception) -> ProtocolError:
-    return ProtocolError(f"the peer described an invalid tensor: {error}")
+read: Callable[[memoryview], Placeholder] = msgspec.msgpack.Decoder(Placeholder).decode

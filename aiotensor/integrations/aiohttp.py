@@ -1,12 +1,11 @@
-"""Open a sender, or a message client, for the lifetime of an aiohttp application.
+"""Open a message client, or a sender, for the lifetime of an aiohttp application.
 
 ::
 
     CLIENT = web.AppKey("client", MessageClient[Answer])
 
     def make_client() -> MessageClient[Answer]:
-        sender = TensorSender("unix:///run/engine.tensors", max_concurrent_videos=4, max_wait_s=5)
-        return MessageClient("ipc:///run/engine.messages", sender=sender, reply_type=Answer)
+        return MessageClient("unix:///run/engine.sock", Answer, max_concurrent_videos=4, max_wait_s=5)
 
     app = web.Application(middlewares=[problem_middleware()])
     app.cleanup_ctx.append(client_context(CLIENT, make_client))
@@ -20,10 +19,12 @@ released at once. The gunicorn worker of aiohttp has no such option: pass it a c
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from types import TracebackType
 from typing import TypeAlias, TypeVar
 
-from aiotensor.runtime.extras import not_installed
+from aiotensor.integrations import not_installed
 
 try:
     from aiohttp import web
@@ -42,7 +43,7 @@ from aiotensor.integrations.limits import (
     UploadBudget,
 )
 from aiotensor.integrations.problems import MEDIA_TYPE, log_cut_off, problem_of
-from aiotensor.integrations.serving import serving, serving_client
+from aiotensor.integrations.serving import serving
 from aiotensor.runtime.logs import logger_of
 from aiotensor.sender import TensorSender
 
@@ -51,11 +52,23 @@ __all__ = ["client_context", "problem_middleware", "sender_context"]
 logger = logger_of("integrations")
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 # The time between checks: short compared to the allowed stalls, and long compared to the duration of a check.
 _LOOKS_EVERY_S = 1.0
 
 Context: TypeAlias = Callable[[web.Application], AsyncIterator[None]]
+
+
+def client_context(key: web.AppKey[MessageClient[R]], make: Callable[[], MessageClient[R]]) -> Context:
+    """Return a context for `cleanup_ctx` that opens a message client for the lifetime of an application.
+
+    Args:
+        key: the key under which the application stores the client.
+        make: a function that creates the client, called in each worker when the application starts. For
+            several engines, the client has several addresses.
+    """
+    return _context(key, make)
 
 
 def sender_context(
@@ -69,30 +82,12 @@ def sender_context(
         drain_s: the time in seconds that the receiver has at shutdown to take the messages that were sent;
             the rest is discarded. Keep it below the shutdown timeout of the server's supervisor.
     """
+    return _context(key, partial(serving, make, drain_s))
 
+
+def _context(key: web.AppKey[T], make: Callable[[], AbstractAsyncContextManager[T]]) -> Context:
     async def context(app: web.Application) -> AsyncIterator[None]:
-        async with serving(make, drain_s, "sender_context", "client_context") as app[key]:
-            yield
-
-    return context
-
-
-def client_context(
-    key: web.AppKey[MessageClient[R]], make: Callable[[], MessageClient[R]], *, drain_s: float = 5.0
-) -> Context:
-    """Return a context for `cleanup_ctx` that opens a message client for the lifetime of an application.
-
-    Args:
-        key: the key under which the application stores the client.
-        make: a function that creates the client, called in each worker when the application starts. For
-            several engines, the client has several addresses. Its senders need not be open: the client opens
-            and closes them.
-        drain_s: the time in seconds that the receivers have at shutdown to take the messages that were sent;
-            the rest is discarded. Keep it below the shutdown timeout of the server's supervisor.
-    """
-
-    async def context(app: web.Application) -> AsyncIterator[None]:
-        async with serving_client(make, drain_s, "client_context", "sender_context") as app[key]:
+        async with make() as app[key]:
             yield
 
     return context
@@ -107,10 +102,10 @@ def problem_middleware(
 ) -> Middleware:
     """Return a middleware that turns errors of this library into problem JSON, and limits requests.
 
-    The status is 503 with ``Retry-After`` after a wait longer than the sender's `max_wait_s`, if the receiver
-    was lost, or if a call of this library found no descriptors, memory or threads left. It is 500 if the
-    receiver refuses the sender or runs as another user, or if the keys do not match, 502 if the engine could
-    not answer the request, and 413 if a message is too large. Errors of the application propagate.
+    The status is 503 with ``Retry-After`` after a wait longer than `max_wait_s`, if the engine was lost, or
+    if a call of this library found no descriptors, memory or threads left. It is 500 if the engine refuses
+    the client or runs as another user, or if the keys do not match, 502 if the engine could not answer the
+    request, and 413 if a message is too large. Errors of the application propagate.
 
     The limits apply to every request that passes through the middleware. To limit only the requests that use
     the engine, add the middleware to a subapplication.

@@ -1,10 +1,9 @@
-"""Open a sender, or a message client, for the lifetime of a FastAPI or Starlette application.
+"""Open a message client, or a sender, for the lifetime of a FastAPI or Starlette application.
 
 ::
 
     def make_client() -> MessageClient[Answer]:  # called in each worker
-        sender = TensorSender("unix:///run/engine.tensors", max_concurrent_videos=4, max_wait_s=5)
-        return MessageClient("ipc:///run/engine.messages", sender=sender, reply_type=Answer)
+        return MessageClient("unix:///run/engine.sock", Answer, max_concurrent_videos=4, max_wait_s=5)
 
     engine = MessageLifespan(make_client)
     app = FastAPI(lifespan=engine.lifespan)
@@ -19,15 +18,16 @@
         frames = await decode(request)
         answer = await client.request(Video(frames), inside=permit)
 
-Each worker of a server has its own sender, so ``--workers 4`` multiplies the permits and the memory by four.
+Each worker of a server has its own client, so ``--workers 4`` multiplies the permits and the memory by four.
 In Starlette without FastAPI, a handler calls ``await engine.client(request)``.
 """
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Generic, TypeVar
 
-from aiotensor.runtime.extras import not_installed
+from aiotensor.integrations import not_installed
 
 try:
     from starlette.applications import Starlette
@@ -43,7 +43,7 @@ from aiotensor.channel import MessageClient, Permit
 from aiotensor.errors import AioTensorError, UsageError
 from aiotensor.integrations.limits import MIN_UPLOAD_RATE, UPLOAD_GRACE_S, RequestLimits
 from aiotensor.integrations.problems import ANSWERED_ERRORS, MEDIA_TYPE, problem_of
-from aiotensor.integrations.serving import serving, serving_client
+from aiotensor.integrations.serving import serving
 from aiotensor.integrations.watching import WatchRequests, watch
 from aiotensor.sender import OpenMessage, TensorSender
 
@@ -52,28 +52,50 @@ __all__ = ["MessageLifespan", "TensorLifespan"]
 R = TypeVar("R")
 T = TypeVar("T")
 
-_BEGUN = "this lifespan has already begun: create one for each application"
 
-
-class _Lifespan:
-    """The error responses and the limits on requests of an application.
+class _Lifespan(Generic[T]):
+    """The object that an application uses while it runs, its error responses, and the limits on its requests.
 
     Args:
-        drain_s: the time in seconds that engines have at shutdown to take the messages that were sent.
+        make: returns the object, which is opened when the application starts.
         retry_after_s: the time in seconds after which a client should retry a request answered with 503.
-        limits: the limits on requests that use the engine.
+        limits: the limits on requests that use the object.
     """
 
-    def __init__(self, drain_s: float, retry_after_s: float, limits: RequestLimits) -> None:
-        self._drain_s = drain_s
+    def __init__(
+        self, make: Callable[[], AbstractAsyncContextManager[T]], retry_after_s: float, limits: RequestLimits
+    ) -> None:
+        self._make = make
         self._retry_after_s = retry_after_s
         self._limits = limits
+        self._opened: T | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {'not running' if self._opened is None else self._opened}>"
 
     def install(self, app: Starlette) -> None:
         """Add the error responses and the cancellation of requests to an application."""
         app.add_middleware(WatchRequests, retry_after_s=self._retry_after_s)
         for error in ANSWERED_ERRORS:
             app.add_exception_handler(error, self.answer_error)
+
+    @asynccontextmanager
+    async def lifespan(self, app: object) -> AsyncIterator[None]:
+        """Open the sender or client while an application runs.
+
+        Pass this method to the application, or enter it in a lifespan of your own:
+        ``async with engine.lifespan(app): ... yield``.
+
+        Raises:
+            UsageError: another application is using this object: create one for each application.
+        """
+        if self._opened is not None:
+            raise UsageError("this lifespan has already begun: create one for each application")
+        async with self._make() as self._opened:
+            try:
+                yield
+            finally:
+                self._opened = None
 
     async def answer_error(self, connection: HTTPConnection, error: Exception) -> Response:
         """Return the problem JSON response for an error of this library; `install` registers this method.
@@ -93,22 +115,33 @@ class _Lifespan:
             raise WebSocketException(code, problem.reason) from error
         return Response(problem.body, problem.status, problem.headers, MEDIA_TYPE)
 
+    def _get(self) -> T:
+        if self._opened is None:
+            raise UsageError(
+                "the application is not running: pass it the lifespan, as in "
+                "FastAPI(lifespan=engine.lifespan)"
+            )
+        return self._opened
 
-class TensorLifespan(_Lifespan):
-    """Open a sender for the lifetime of an application, and provide it to the handlers.
+    def _used_by(self, connection: HTTPConnection) -> T:
+        watch(connection.scope, self._limits)
+        return self._get()
 
-    A request whose handler uses the sender is cancelled when its client disconnects, so that its permit and
+
+class MessageLifespan(_Lifespan[MessageClient[R]], Generic[R]):
+    """Open a message client for the lifetime of an application, and provide it to the handlers.
+
+    A request whose handler uses the client is cancelled when its client disconnects, so that its permit and
     memory are released at once.
 
     Errors of this library become problem JSON responses. The status is 503 with ``Retry-After`` after a wait
-    longer than the sender's `max_wait_s`, if the receiver was lost, or if no descriptors, memory or threads
-    are left. It is 500 if the receiver refuses the sender or runs as another user, or if the keys do not
-    match, 502 if the engine could not answer the request, and 413 if a message is too large.
+    longer than `max_wait_s`, if the engine was lost, or if no descriptors, memory or threads are left. It is
+    500 if the engine refuses the client or runs as another user, or if the keys do not match, 502 if the
+    engine could not answer the request, and 413 if a message is too large.
 
     Args:
-        make_sender: a function that creates the sender, called in each worker when the application starts.
-        drain_s: the time in seconds that the receiver has at shutdown to take the messages that were sent;
-            the rest is discarded. Keep it below the shutdown timeout of the server's supervisor.
+        make_client: a function that creates the client, called in each worker when the application starts.
+            For several engines, the client has several addresses.
         retry_after_s: the time in seconds after which a client should retry a request answered with 503.
         min_upload_rate: the minimum rate, in bytes per second, at which a client must send a body while the
             handler waits for it; None for no limit. A slower request is cancelled and answered with 408.
@@ -122,120 +155,15 @@ class TensorLifespan(_Lifespan):
 
     def __init__(
         self,
-        make_sender: Callable[[], TensorSender],
-        *,
-        drain_s: float = 5.0,
-        retry_after_s: float = 5.0,
-        min_upload_rate: float | None = MIN_UPLOAD_RATE,
-        upload_grace_s: float = UPLOAD_GRACE_S,
-        deadline_s: float | None = None,
-    ) -> None:
-        super().__init__(drain_s, retry_after_s, RequestLimits(min_upload_rate, upload_grace_s, deadline_s))
-        self._make_sender = make_sender
-        self._sender: TensorSender | None = None
-
-    def __repr__(self) -> str:
-        return f"<TensorLifespan {'not running' if self._sender is None else self._sender}>"
-
-    @asynccontextmanager
-    async def lifespan(self, app: object) -> AsyncIterator[None]:
-        """Open the sender while an application runs.
-
-        Pass this method to the application, or enter it in a lifespan of your own:
-        ``async with engine.lifespan(app): ... yield``.
-
-        Raises:
-            UsageError: another application is using this object: create one for each application.
-            TypeError: `make_sender` returned a message client: use `MessageLifespan`.
-        """
-        if self._sender is not None:
-            raise UsageError(_BEGUN)
-        opened = serving(self._make_sender, self._drain_s, "TensorLifespan", "MessageLifespan")
-        async with opened as self._sender:
-            try:
-                yield
-            finally:
-                self._sender = None
-
-    @property
-    def opened_sender(self) -> TensorSender:
-        """The sender, for code outside of requests.
-
-        Raises:
-            UsageError: the application has not started, or has ended.
-        """
-        return _opened(self._sender)
-
-    async def sender(self, connection: HTTPConnection) -> TensorSender:
-        """Return the sender, as a dependency: ``Annotated[TensorSender, Depends(engine.sender)]``.
-
-        From this call on, an HTTP request is cancelled when its client disconnects or it reaches a limit.
-
-        Raises:
-            UsageError: the application is not running, or `install` was not called for it.
-        """
-        watch(connection.scope, self._limits)
-        return self.opened_sender
-
-    async def permit(self, connection: HTTPConnection) -> AsyncIterator[OpenMessage]:
-        """Acquire a permit for one request, as a dependency: ``Depends(engine.permit, scope="function")``.
-
-        Waits for the permit before the handler begins, and before a handler that reads its own body has read
-        any of it, so the permits also bound the number of concurrent decoders. The message is complete when
-        the handler returns, and is discarded if the handler raises. Without this scope, FastAPI completes the
-        message after the response, when an error can no longer be reported to the client.
-
-        Raises:
-            UsageError: the application is not running, or `install` was not called for it.
-            AioTensorError: the message could not be begun, for example because no permit was free within the
-                sender's `max_wait_s`.
-        """
-        async with (await self.sender(connection)).message() as message:
-            yield message
-
-
-class MessageLifespan(_Lifespan, Generic[R]):
-    """Open a message client for the lifetime of an application, and provide it to the handlers.
-
-    A request whose handler uses the client is cancelled when its client disconnects, so that its permit and
-    memory are released at once. Errors become responses as for `TensorLifespan`.
-
-    Args:
-        make_client: a function that creates the client, called in each worker when the application starts.
-            For several engines, the client has several addresses. Its senders need not be open: the client
-            opens and closes them.
-
-    The other arguments are those of `TensorLifespan`.
-    """
-
-    def __init__(
-        self,
         make_client: Callable[[], MessageClient[R]],
         *,
-        drain_s: float = 5.0,
         retry_after_s: float = 5.0,
         min_upload_rate: float | None = MIN_UPLOAD_RATE,
         upload_grace_s: float = UPLOAD_GRACE_S,
         deadline_s: float | None = None,
     ) -> None:
-        super().__init__(drain_s, retry_after_s, RequestLimits(min_upload_rate, upload_grace_s, deadline_s))
-        self._make_client = make_client
-        self._client: MessageClient[R] | None = None
-
-    def __repr__(self) -> str:
-        return f"<MessageLifespan {'not running' if self._client is None else self._client}>"
-
-    @asynccontextmanager
-    async def lifespan(self, app: object) -> AsyncIterator[None]:
-        """Open the client while an application runs; see `TensorLifespan.lifespan`."""
-        if self._client is not None:
-            raise UsageError(_BEGUN)
-        opened = serving_client(self._make_client, self._drain_s, "MessageLifespan", "TensorLifespan")
-        async with opened as self._client:
-            try:
-                yield
-            finally:
-                self._client = None
+        limits = RequestLimits(min_upload_rate, upload_grace_s, deadline_s)
+        super().__init__(make_client, retry_after_s, limits)
 
     @property
     def opened_client(self) -> MessageClient[R]:
@@ -244,7 +172,7 @@ class MessageLifespan(_Lifespan, Generic[R]):
         Raises:
             UsageError: the application has not started, or has ended.
         """
-        return _opened(self._client)
+        return self._get()
 
     async def client(self, connection: HTTPConnection) -> MessageClient[R]:
         """Return the client, as a dependency: ``Annotated[MessageClient[...], Depends(engine.client)]``.
@@ -254,30 +182,72 @@ class MessageLifespan(_Lifespan, Generic[R]):
         Raises:
             UsageError: the application is not running, or `install` was not called for it.
         """
-        watch(connection.scope, self._limits)
-        return self.opened_client
+        return self._used_by(connection)
 
     async def permit(self, connection: HTTPConnection) -> AsyncIterator[Permit]:
         """Acquire a permit for one request, as a dependency: ``Depends(engine.permit, scope="function")``.
 
         Waits for the permit before the handler begins, and before a handler that reads its own body has read
-        any of it, so the permits also bound the number of concurrent decoders. With several engines, the
-        permit belongs to none of them until the handler places the first tensor. Without this scope, FastAPI
-        releases the permit after the response, when an error can no longer be reported to the client.
+        any of it, so the permits also bound the number of concurrent decoders. Without this scope, FastAPI
+        releases an unused permit only after the response.
 
         Raises:
-            UsageError: the application is not running, `install` was not called for it, or the client has no
-                sender.
-            AioTensorError: no permit could be acquired, for example because none was free within the
-                sender's `max_wait_s`.
+            UsageError: the application is not running, or `install` was not called for it.
+            AioTensorError: no permit could be acquired, for example because none was free within the client's
+                `max_wait_s`.
         """
-        async with (await self.client(connection)).permit() as permit:
+        async with self._used_by(connection).permit() as permit:
             yield permit
 
 
-def _opened(one: T | None) -> T:
-    if one is None:
-        raise UsageError(
-            "the application is not running: pass it the lifespan, as in FastAPI(lifespan=engine.lifespan)"
-        )
-    return one
+class TensorLifespan(_Lifespan[TensorSender]):
+    """Open a sender for the lifetime of an application, and provide it to the handlers.
+
+    Requests are cancelled, and errors become responses, as with `MessageLifespan`.
+
+    Args:
+        make_sender: a function that creates the sender, called in each worker when the application starts.
+        drain_s: the time in seconds that the receiver has at shutdown to take the messages that were sent;
+            the rest is discarded. Keep it below the shutdown timeout of the server's supervisor.
+
+    The other arguments are those of `MessageLifespan`.
+    """
+
+    def __init__(
+        self,
+        make_sender: Callable[[], TensorSender],
+        *,
+        drain_s: float = 5.0,
+        retry_after_s: float = 5.0,
+        min_upload_rate: float | None = MIN_UPLOAD_RATE,
+        upload_grace_s: float = UPLOAD_GRACE_S,
+        deadline_s: float | None = None,
+    ) -> None:
+        limits = RequestLimits(min_upload_rate, upload_grace_s, deadline_s)
+        super().__init__(partial(serving, make_sender, drain_s), retry_after_s, limits)
+
+    @property
+    def opened_sender(self) -> TensorSender:
+        """The sender, for code outside of requests.
+
+        Raises:
+            UsageError: the application has not started, or has ended.
+        """
+        return self._get()
+
+    async def sender(self, connection: HTTPConnection) -> TensorSender:
+        """Return the sender, as a dependency: ``Annotated[TensorSender, Depends(engine.sender)]``.
+
+        The cancellation and the errors are those of `MessageLifespan.client`.
+        """
+        return self._used_by(connection)
+
+    async def permit(self, connection: HTTPConnection) -> AsyncIterator[OpenMessage]:
+        """Begin a message with a permit, as a dependency: ``Depends(engine.permit, scope="function")``.
+
+        Waits as `MessageLifespan.permit` does. The message is complete when the handler returns, and is
+        discarded if the handler raises. Without this scope, FastAPI completes the message after the response,
+        when an error can no longer be reported to the client.
+        """
+        async with self._used_by(connection).message() as message:
+            yield message

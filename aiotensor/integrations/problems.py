@@ -112,18 +112,38 @@ def log_cut_off(error: AioTensorError | OSError) -> None:
         )
 
 
-ANSWERED_ERRORS: Final = (
-    WouldBlockError,
-    UnavailableError,
-    PeerLostError,
-    RefusedError,
-    AccessDeniedError,
-    DiscardedError,
-    ClosedError,
-    RemoteError,
-    ProtocolError,
-    TooLargeError,
+_AGAIN: Final = HTTPStatus.SERVICE_UNAVAILABLE
+_LOST: Final = (
+    _AGAIN,
+    "the connection to the engine was lost before it answered: try again later",
+    "engine_lost",
 )
+_REFUSED: Final = (
+    HTTPStatus.INTERNAL_SERVER_ERROR,
+    "the engine refused this server: see the server's log",
+    "refused",
+)
+_FAILED: Final = (HTTPStatus.BAD_GATEWAY, "the engine could not answer this request", "engine_failed")
+_EXHAUSTED: Final = (
+    _AGAIN,
+    "the server has no descriptors, memory or threads left: try again later",
+    "exhausted",
+)
+
+# The status, the detail and the reason of the response to each error. An error of a class is also answered if
+# it was raised in the engine, which may itself have used another engine.
+_OF_PEERS: Final = {
+    UnavailableError: (_AGAIN, "the engine is not available: try again later", "engine_unavailable"),
+    WouldBlockError: (_AGAIN, "the server is overloaded: try again later", "busy"),
+    PeerLostError: _LOST,
+    DiscardedError: _LOST,
+    ClosedError: _LOST,
+    RefusedError: _REFUSED,
+    AccessDeniedError: _REFUSED,
+}
+_RAISED_THERE: Final = {kind.__name__: answer for kind, answer in _OF_PEERS.items()}
+
+ANSWERED_ERRORS: Final = (*_OF_PEERS, RemoteError, ProtocolError, TooLargeError)
 
 
 def _answer_to(error: AioTensorError | OSError) -> tuple[HTTPStatus, str, str] | None:
@@ -132,39 +152,16 @@ def _answer_to(error: AioTensorError | OSError) -> tuple[HTTPStatus, str, str] |
         case SlowUploadError():
             return HTTPStatus.REQUEST_TIMEOUT, "the request body arrived too slowly", "slow_upload"
         case OverdueError():
-            detail = "the server could not answer in time: try again later"
-            return HTTPStatus.SERVICE_UNAVAILABLE, detail, "deadline"
-        case UnavailableError() | RemoteError(type_name=UnavailableError.__name__):
-            detail = "the engine is not available: try again later"
-            return HTTPStatus.SERVICE_UNAVAILABLE, detail, "engine_unavailable"
-        case WouldBlockError() | RemoteError(type_name=WouldBlockError.__name__):
-            detail = "the server is overloaded: try again later"
-            return HTTPStatus.SERVICE_UNAVAILABLE, detail, "busy"
-        case OSError() if is_shortage(error) and _is_of_library(error):
-            detail = "the server has no descriptors, memory or threads left: try again later"
-            return HTTPStatus.SERVICE_UNAVAILABLE, detail, "exhausted"
-        case (
-            RefusedError()
-            | AccessDeniedError()
-            | RemoteError(type_name=RefusedError.__name__ | AccessDeniedError.__name__)
-        ):
-            detail = "the engine refused this server: see the server's log"
-            return HTTPStatus.INTERNAL_SERVER_ERROR, detail, "refused"
-        case (
-            PeerLostError()
-            | DiscardedError()
-            | ClosedError()
-            | RemoteError(type_name=PeerLostError.__name__ | DiscardedError.__name__ | ClosedError.__name__)
-        ):
-            detail = "the connection to the engine was lost before it answered: try again later"
-            return HTTPStatus.SERVICE_UNAVAILABLE, detail, "engine_lost"
+            return _AGAIN, "the server could not answer in time: try again later", "deadline"
+        case OSError():
+            return _EXHAUSTED if is_shortage(error) and _is_of_library(error) else None
         case RemoteError() | ProtocolError():
-            return HTTPStatus.BAD_GATEWAY, "the engine could not answer this request", "engine_failed"
+            return _RAISED_THERE.get(getattr(error, "type_name", ""), _FAILED)
         case TooLargeError():
             detail = f"this request needs {error.requested} {error.unit}, but the limit is {error.limit}"
             return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, detail, "too_large"
         case _:
-            return None
+            return next((_OF_PEERS[kind] for kind in type(error).__mro__ if kind in _OF_PEERS), None)
 
 
 def _is_of_library(error: OSError) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self, TypeAlias, get_args
 
 import anyio
 
-from aiotensor.runtime.extras import not_installed
+from aiotensor.integrations import not_installed
 
 try:
     from prometheus_client import values
@@ -51,8 +51,7 @@ class AioTensorCollector(Collector):
     the 256 endpoints that it closed last.
 
     The first `max_endpoints` endpoints are exported under their names, and all further ones together as
-    ``other``. An endpoint keeps its name while objects are open at it. If no name is left for a new endpoint,
-    it replaces the endpoint that has been closed for the longest time.
+    ``other``.
 
     A scrape works in any thread, and several threads may scrape at once. A scrape reads the objects of its
     thread immediately, queries the event loops of other threads, which answer in their next iteration, and
@@ -182,10 +181,9 @@ class _Published(NamedTuple):
 
 _Series: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
 
-# All publishers of a process write to the same files, and continue from each other's numbers. Series cannot
-# be removed from the files, so endpoints keep their names.
+# All publishers of a process write to the same files, and continue from each other's numbers.
 _published: dict[_Series, _Published] = {}
-_totals = EndpointTotals(keeps_names=True)
+_totals = EndpointTotals()
 _publishing = threading.Lock()
 
 
@@ -196,9 +194,6 @@ class MultiprocessPublisher:
     that folder, and does not call the collectors of other processes. The publisher writes these files: open
     it with ``async with`` in each worker, around its senders and receivers, so that it closes after them. It
     publishes when it opens, every `interval_s` seconds, and when it closes. A thread writes the files.
-
-    Series cannot be removed from the files, so the first `max_endpoints` endpoints of a process keep their
-    names, and all further ones are published together as ``other``.
 
     If a worker is killed, its counters keep the values that it published last. Its gauges are removed when
     the parent process calls ``prometheus_client.multiprocess.mark_process_dead(pid)``.

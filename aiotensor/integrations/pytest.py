@@ -21,17 +21,15 @@ import anyio.abc
 import anyio.from_thread
 import anyio.to_thread
 
-from aiotensor.runtime.extras import not_installed
+from aiotensor.integrations import not_installed
 
 try:
     import pytest
 except ModuleNotFoundError as error:
     raise not_installed(error, __name__) from None
 
-from aiotensor.channel import MessageServer
-from aiotensor.channel.request import Request
+from aiotensor.channel import MessageServer, Request
 from aiotensor.errors import UsageError
-from aiotensor.receiver import TensorReceiver
 
 __all__ = [
     "Engine",
@@ -56,8 +54,8 @@ def socket_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def engine_address(socket_folder: Path) -> str:
-    """Return an ``engine://`` address at which no engine runs yet."""
-    return f"engine://{socket_folder}/engine"
+    """Return a ``unix://`` address at which no engine runs yet."""
+    return f"unix://{socket_folder}/engine.sock"
 
 
 class StartEngine(Protocol):
@@ -75,7 +73,7 @@ def tensor_engine(engine_address: str) -> Iterator[StartEngine]:
 
     For example, ``engine = tensor_engine(Video, model)``. The arguments are the type of the messages, a
     handler, which is a function or a coroutine function that returns the answer to a message, and optionally
-    an ``engine://`` address in place of `engine_address`. The engines are stopped after the test.
+    an address in place of `engine_address`. The engines are stopped after the test.
     """
     engines: list[Engine[Any]] = []
     with anyio.from_thread.start_blocking_portal() as portal:
@@ -96,7 +94,7 @@ def tensor_engine(engine_address: str) -> Iterator[StartEngine]:
 
 
 class Engine(Generic[M]):
-    """An engine in a thread of the test process: a `TensorReceiver` and a `MessageServer` at one address.
+    """An engine in a thread of the test process: a `MessageServer` that answers with a function.
 
     A handler that is a plain function is called in another thread, for one message at a time, as by a
     blocking engine. A coroutine function is called in a task for each message, and cancelled when its client
@@ -129,11 +127,11 @@ class Engine(Generic[M]):
         self._is_async = any(map(inspect.iscoroutinefunction, (handler, type(handler).__call__)))
         self._thread = anyio.CapacityLimiter(1)
         self._running: tuple[anyio.CancelScope, Future[None]] | None = None
-        self._is_paused = False
         self._resumed = asyncio.Event()
+        self._resumed.set()
 
     def __repr__(self) -> str:
-        state = "stopped" if self._running is None else "paused" if self._is_paused else "running"
+        state = "stopped" if self._running is None else "running" if self._resumed.is_set() else "paused"
         return f"<Engine {state}, at {self.address}, {len(self.requests)} requests>"
 
     def start(self) -> None:
@@ -165,30 +163,21 @@ class Engine(Generic[M]):
 
         The engine takes no further request. Clients stay connected, and keep the permits of waiting requests.
         """
-        self._portal.call(self._pause)
+        self._portal.call(self._resumed.clear)
         try:
             yield
         finally:
-            self._portal.call(self._resume)
-
-    async def _pause(self) -> None:
-        self._is_paused = True
-        self._resumed.clear()
-
-    async def _resume(self) -> None:
-        self._is_paused = False
-        self._resumed.set()
+            self._portal.call(self._resumed.set)
 
     async def _run(self, *, task_status: anyio.abc.TaskStatus[anyio.CancelScope]) -> None:
         async with (
-            TensorReceiver(self.address) as receiver,
-            MessageServer(self.address, self._message_type, receiver=receiver) as server,
+            MessageServer(self.address, self._message_type) as server,
             anyio.create_task_group() as tasks,
         ):
             task_status.started(tasks.cancel_scope)
             while True:
                 await server.arrived()
-                if self._is_paused:
+                if not self._resumed.is_set():
                     await self._resumed.wait()
                     continue  # the request may have been cancelled in the meantime
                 request = await anext(server)
@@ -208,6 +197,6 @@ class Engine(Generic[M]):
                     answer = await anyio.to_thread.run_sync(
                         self._handler, request.message, abandon_on_cancel=True, limiter=self._thread
                     )
-                await request.reply(answer)
+                await request.answer(answer)
         except (SystemExit, KeyboardInterrupt):
             engine.cancel()  # the process of an engine would end; the event loop here must not

@@ -26,8 +26,18 @@ __all__ = ["MAX_UNIDENTIFIED", "Admission"]
 # takes all places within milliseconds.
 MAX_UNIDENTIFIED = 64
 
-_LISTENERS = {"sender": "a TensorReceiver", "subscriber": "a Publisher", "rank": "a RankPipe"}
-_CONNECTORS = {"sender": "a TensorSender", "subscriber": "a Subscriber", "rank": "a RankPipe"}
+_LISTENERS = {
+    "sender": "a TensorReceiver",
+    "subscriber": "a Publisher",
+    "rank": "a RankPipe",
+    "client": "a MessageServer",
+}
+_CONNECTORS = {
+    "sender": "a TensorSender",
+    "subscriber": "a Subscriber",
+    "rank": "a RankPipe",
+    "client": "a MessageClient",
+}
 
 
 class Admission:
@@ -53,8 +63,8 @@ class Admission:
         refusal: Callable[[Hello], str | None],
         admitted: Callable[[Transport, Connection], object],
         refused: Callable[[Hello | None, str], object],
-        reports: Callable[[], Sequence[Frame]],
-        failed: Callable[[OSError], object],
+        reports: Callable[[], Sequence[Frame]] = lambda: (),
+        failed: Callable[[OSError], object] = lambda error: None,
     ) -> None:
         self._hello = hello
         self._role = role

@@ -5,11 +5,17 @@ contains the details of the latest connection, and the number of connections sin
 """
 
 import logging
+from collections.abc import Sequence
 
 from aiotensor.protocol.connection import Loss
 from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
+from aiotensor.types import Holder
 
-__all__ = ["PeerLog"]
+__all__ = ["ALLOCATED", "PeerLog", "log_long_wait"]
+
+ALLOCATED = "allocated"  # the state of a holder that is a tensor from `allocate`
+
+_NAMED_HOLDERS = 8
 
 
 class PeerLog:
@@ -83,3 +89,44 @@ class PeerLog:
             )
 
         return RepeatedEvent(write)
+
+
+def log_long_wait(
+    logger: logging.Logger, waited_s: float, what: str, pid: int | None, holders: Sequence[Holder]
+) -> None:
+    """Log that a call has waited for a long time, with the holders of what it waits for.
+
+    Args:
+        logger: the logger of the object.
+        waited_s: the duration of the wait so far, in seconds.
+        what: what the call waits for.
+        pid: the process id of the peer; None if there is none, or several.
+        holders: the holders, with the longest time first.
+    """
+    held_by = "; ".join(
+        f"{_name(holder)} ({holder.state}, {holder.bytes} bytes, {holder.seconds:.1f} s)"
+        for holder in holders[:_NAMED_HOLDERS]
+    )
+    if len(holders) > _NAMED_HOLDERS:
+        held_by += f"; and {len(holders) - _NAMED_HOLDERS} more"
+    logger.warning(
+        "a send has waited %g s for %s; %sheld by: %s",
+        waited_s,
+        what,
+        "" if pid is None else f"peer: pid {pid}; ",
+        held_by or "no message",
+        extra={
+            "event": "long_wait",
+            "waited_s": waited_s,
+            "waited_for": what,
+            "peer_pid": pid,
+            "holders": len(holders),
+            "held_by": held_by,
+        },
+    )
+
+
+def _name(holder: Holder) -> str:
+    if holder.state == ALLOCATED:
+        return "memory from allocate()"
+    return "a message" if holder.message is None else f"message {holder.message}"

@@ -1,28 +1,27 @@
 """A message with a body that is being sent: its tensors in shared memory, and its content."""
 
-import abc
 import asyncio
-import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from typing import ClassVar
 
 import msgspec
 import numpy as np
 
-from aiotensor.codec.payload import Payload, pack
+from aiotensor.codec.cost import least_bytes, takes_long
+from aiotensor.codec.payload import MAX_BODY_TENSOR_BYTES, Payload, check_body
 from aiotensor.errors import WouldBlockError
-from aiotensor.memory.allocations import Allocation
 from aiotensor.memory.arena import Block
 from aiotensor.memory.copying import QUICK_BYTES
-from aiotensor.memory.dtypes import DTYPE_NAMES
 from aiotensor.memory.gates import StuckError
 from aiotensor.memory.inline import MAX_INLINE_BYTES
 from aiotensor.memory.leased import Forwardable, ForwardedBlock
 from aiotensor.memory.memory import Memory
-from aiotensor.memory.placement import Plan, plan_placement
+from aiotensor.memory.placement import Allocation, Plan, plan_placement, too_large
+from aiotensor.memory.raw import DTYPE_NAMES
 from aiotensor.memory.segments import whole_pages
-from aiotensor.memory.sizes import too_large
 from aiotensor.memory.source import Source, as_source, attributes_of
-from aiotensor.protocol.frames import ARENA, INLINE, Content, Message, PlacedTensor
+from aiotensor.protocol.frames import ARENA, INLINE, Content, Message, PlacedTensor, encode_content
+from aiotensor.runtime.worker import in_thread
 from aiotensor.types import TraceContext
 
 __all__ = ["Outgoing"]
@@ -30,47 +29,64 @@ __all__ = ["Outgoing"]
 # Longer content is placed in shared memory.
 _MAX_RECORD_CONTENT_BYTES = 2 * MAX_INLINE_BYTES
 
+# A body of this size fits into the record without a further check.
+_QUICK_BODY_BYTES = _MAX_RECORD_CONTENT_BYTES - 64
+
 # The maximum number of tensors placed and planned in one iteration of the event loop. Each takes a few
 # microseconds.
 _QUICK_TENSORS, _QUICK_PLANS = 64, 256
 
 
-class Outgoing(abc.ABC):
+class Outgoing(msgspec.Struct, eq=False):
     """A message with a body, from its placement in shared memory on; also the holder of its bytes.
 
     Each role derives its own class.
 
-    Args:
-        memory: the memory of the role.
-        arena_bytes: the size of its arena in bytes.
-        forwards: whether peers share memory, so that received tensors are forwarded.
-
     Attributes:
+        memory: the memory of the role.
+        forwards: whether peers share memory, so that received tensors are forwarded.
+        holder: the holder of the bytes that the message acquires; None for the message itself.
+        max_body_bytes: the maximum size of the body in bytes that a peer accepts; None for no limit.
+        body_bytes: the size of the body in bytes.
+        content: the encoded content.
+        content_block: its block; None if it is sent in the record.
+        tensors: the tensors beside the body.
         blocks: the numbers and the sizes in bytes of the blocks, once for each use.
         segments: the numbers of their segments.
+        owned: the blocks that were filled or forwarded for this message.
+        sources: the tensors in allocated blocks, which they keep until the message is released.
     """
 
-    def __init__(self, memory: Memory, arena_bytes: int, *, forwards: bool) -> None:
-        self.blocks: list[tuple[int, int]] = []
-        self.segments: dict[int, None] = {}
-        self._memory = memory
-        self._arena_bytes = arena_bytes
-        self._forwards = forwards
-        self._tensors: list[PlacedTensor] = []
-        self._owned: set[Block | ForwardedBlock] = set()  # filled or forwarded for this message
-        self._content = b""
-        self._nbytes = 0
-        self._block: Block | None = None  # of the content
+    # A Struct, whose creation calls no Python function.
+
+    memory: Memory
+    forwards: bool
+    holder: Hashable = None
+    max_body_bytes: int | None = None
+    body_bytes: int = 0
+    content: bytes = b""
+    content_block: Block | None = None
+    tensors: list[PlacedTensor] = []
+    blocks: list[tuple[int, int]] = []
+    segments: dict[int, None] = {}
+    owned: set[Block | ForwardedBlock] = msgspec.field(default_factory=set)
+    sources: list[Source] = []
+
+    # The maximum number of bytes of small tensors in the body.
+    max_inline_bytes: ClassVar[int] = MAX_BODY_TENSOR_BYTES
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
 
     # Overridden by the roles
 
-    @abc.abstractmethod
     def check(self) -> None:
         """Raise an error if the message can no longer be sent; called after each wait."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def no_space(self, nbytes: int, *, is_stuck: bool) -> WouldBlockError:
         """Return the error of a call that gets no block: the wait would never end, or it must not wait."""
+        raise NotImplementedError
 
     def check_fits(self, new_bytes: int, other_bytes: int) -> None:
         """Raise `TooLargeError` if a message can never be sent.
@@ -79,8 +95,8 @@ class Outgoing(abc.ABC):
             new_bytes: the number of bytes to be copied to new blocks.
             other_bytes: the number of bytes in other blocks of the message.
         """
-        if new_bytes > self._arena_bytes:
-            raise too_large(new_bytes, self._arena_bytes)
+        if new_bytes > self.memory.gate.limit:
+            raise too_large(new_bytes, self.memory.gate.limit)
 
     def make_space(self, nbytes: int) -> None:
         """Prepare for a new block, perhaps of a tensor that cannot be forwarded after all.
@@ -88,8 +104,8 @@ class Outgoing(abc.ABC):
         Raises:
             TooLargeError: the arena is smaller.
         """
-        if nbytes > self._arena_bytes:
-            raise too_large(nbytes, self._arena_bytes)
+        if nbytes > self.memory.gate.limit:
+            raise too_large(nbytes, self.memory.gate.limit)
 
     def can_carry(self, allocation: Allocation, source: Source) -> bool:
         """Return whether an allocated tensor can be announced without a copy."""
@@ -111,60 +127,79 @@ class Outgoing(abc.ABC):
             CopyAbandonedError: the memory was closed.
             OSError: the machine has no memory, threads or descriptors left.
         """
-        payload = await pack(message, has_sender=True, max_inline_bytes=sys.maxsize)
-        self.check()
+        payload = Payload(room=self.max_inline_bytes)
+        if takes_long(message[0]):
+            check_body(least_bytes(message[0]), self.max_body_bytes)
+            await in_thread(payload.encode_body, message)
+            self.check()
+        else:
+            payload.encode_body(message)
+        body = payload.body
+        if not payload.tensors and len(body) <= _QUICK_BODY_BYTES:  # most messages, without further calls
+            if self.max_body_bytes is not None and len(body) > self.max_body_bytes:
+                check_body(len(body), self.max_body_bytes)
+            self.body_bytes = len(body)
+            self.content = encode_content(Content(memoryview(body)))
+            return
+        check_body(len(body), self.max_body_bytes)
         if payload.tensors:
             await self._place_tensors(payload)
         self._encode(payload)
         if len(self.blocks) > _QUICK_PLANS:  # encoding and announcing them take milliseconds each
             await asyncio.sleep(0)
             self.check()
-        if len(self._content) > _MAX_RECORD_CONTENT_BYTES:
-            self._block = await self._copy(as_source(np.frombuffer(self._content, np.uint8)))
-            self._use(self._block)
+        if len(self.content) > _MAX_RECORD_CONTENT_BYTES:
+            self.content_block = await self._copy(as_source(np.frombuffer(self.content, np.uint8)))
+            self._use(self.content_block)
 
     def place_now(self, message: list[object]) -> None:
         """Do the same on this thread; raise `WouldBlockError` if that requires a wait."""
-        payload = Payload(has_sender=True, max_inline_bytes=sys.maxsize)
-        payload.encode(message)
+        payload = Payload(room=self.max_inline_bytes)
+        payload.encode_body(message)
+        check_body(len(payload.body), self.max_body_bytes)
         for source, plan in list(self._plan(payload)):
             if not self._place_allocated(source, plan.allocation):
                 forwardable = self._forwardable(plan)
-                forwarded = forwardable and self._memory.forward_now(source, forwardable)
+                forwarded = forwardable and self.memory.forward_now(source, forwardable)
                 self._add(source, 0, forwarded or self._copy_now(source))
         self._encode(payload)
-        if len(self._content) > _MAX_RECORD_CONTENT_BYTES:
-            self._block = self._copy_now(as_source(np.frombuffer(self._content, np.uint8)))
-            self._use(self._block)
+        if len(self.content) > _MAX_RECORD_CONTENT_BYTES:
+            self.content_block = self._copy_now(as_source(np.frombuffer(self.content, np.uint8)))
+            self._use(self.content_block)
 
-    def frame(self, number: int, trace: TraceContext | None) -> Message:
-        """Return the frame that announces the message with a number."""
-        block = self._block
+    def frame(
+        self, number: int, trace: TraceContext | None, *, asks: bool = False, answers: int | None = None
+    ) -> Message:
+        """Return the frame that announces the message with a number; see `Message` for the arguments."""
+        content, block = self.content, self.content_block
         if block is None:
-            return Message(number, INLINE, self._content, self._nbytes, None, trace)
-        return Message(number, ARENA, block.place.describe(0), self._nbytes, block.number, trace)
+            return Message(number, INLINE, content, len(content), None, trace, asks, answers)
+        where = block.place.describe(0)
+        return Message(number, ARENA, where, len(content), block.number, trace, asks, answers)
 
     @property
     def nbytes(self) -> int:
         """The number of bytes of the message: of its blocks, and of content in the record."""
-        return (0 if self._block is not None else self._nbytes) + sum(size for _, size in self.blocks)
+        in_record = len(self.content) if self.content_block is None else 0
+        return in_record + sum(size for _, size in self.blocks)
 
     def release(self) -> None:
         """Release the memory that no announcement of the message pins."""
-        self._memory.gate.settle(self)
-        for block in self._owned:
-            self._memory.unpin_owner(block)
-        self._owned.clear()  # ends the reference cycle with the holder of their bytes
+        self.memory.gate.settle(self if self.holder is None else self.holder)
+        for block in self.owned:
+            self.memory.unpin_owner(block)
+        self.sources.clear()
+        self.owned.clear()  # ends the reference cycle with the holder of their bytes
 
     def _plan(self, payload: Payload) -> Iterator[tuple[Source, Plan]]:
         """Plan the placement of each tensor; at the end, reject a message that can never be sent."""
         used: dict[int, int] = {}
         forwarded_bytes = 0
-        body_bytes = len(payload.parts[0])
+        body_bytes = len(payload.body)
         new_bytes = whole_pages(body_bytes) if body_bytes > _MAX_RECORD_CONTENT_BYTES else 0
         for value in payload.tensors:
             source = as_source(value)
-            plan = plan_placement(source, self._memory.allocations)
+            plan = plan_placement(source, self.memory.allocations)
             allocation = plan.allocation
             if allocation is not None and self.can_carry(allocation, source):
                 used[allocation.block.number] = allocation.block.place.nbytes
@@ -192,7 +227,8 @@ class Outgoing(abc.ABC):
             if not self._place_allocated(source, plan.allocation):
                 nbytes += source.nbytes
                 forwardable = self._forwardable(plan)
-                forwarded = forwardable and await self._memory.forward(source, forwardable)
+                forwarded = forwardable and await self.memory.forward(source, forwardable)
+                self.check()
                 self._add(source, 0, forwarded or await self._copy(source))
                 self.check()
 
@@ -201,21 +237,23 @@ class Outgoing(abc.ABC):
         if allocation is None or not self.can_carry(allocation, source):
             return False
         self._add(source, source.data_ptr() - allocation.start, allocation.block)
+        self.sources.append(source)
         return True
 
     def _forwardable(self, plan: Plan) -> Forwardable | None:
-        return plan.forwardable if self._forwards else None
+        return plan.forwardable if self.forwards else None
 
     async def _copy(self, source: Source) -> Block:
         """Copy a source to a new block."""
         nbytes = whole_pages(source.nbytes)
         self.make_space(nbytes)
+        memory, holder = self.memory, self if self.holder is None else self.holder
         try:
-            block = self._memory.try_acquire(nbytes, self) or await self._memory.acquire(nbytes, self)
+            block = memory.try_acquire(nbytes, holder) or await memory.acquire(nbytes, holder)
         except StuckError:
             raise self.no_space(nbytes, is_stuck=True) from None
-        await self._memory.copy(source, block, self)
-        self._owned.add(block)
+        await memory.copy(source, block, holder)
+        self.owned.add(block)
         self.check()
         return block
 
@@ -223,21 +261,21 @@ class Outgoing(abc.ABC):
         """Copy a source to a new block on this thread."""
         nbytes = whole_pages(source.nbytes)
         self.make_space(nbytes)
-        block = self._memory.try_acquire(nbytes, self)
+        block = self.memory.try_acquire(nbytes, self if self.holder is None else self.holder)
         if block is None:
             raise self.no_space(nbytes, is_stuck=False)
-        self._owned.add(block)
-        self._memory.copy_now(source, block)
+        self.owned.add(block)
+        self.memory.copy_now(source, block)
         return block
 
     def _add(self, source: Source, offset: int, block: Block | ForwardedBlock) -> None:
         """Add a tensor whose bytes are in a block, at an offset."""
         if isinstance(block, ForwardedBlock):
-            self._owned.add(block)
+            self.owned.add(block)
         self._use(block)
         dtype, shape = DTYPE_NAMES[source.dtype], tuple(source.shape)
         payload = block.place.describe(offset)
-        self._tensors.append(PlacedTensor(dtype, shape, ARENA, payload, block.number, attributes_of(source)))
+        self.tensors.append(PlacedTensor(dtype, shape, ARENA, payload, block.number, attributes_of(source)))
 
     def _use(self, block: Block | ForwardedBlock) -> None:
         self.blocks.append((block.number, block.place.nbytes))
@@ -245,9 +283,9 @@ class Outgoing(abc.ABC):
 
     def _encode(self, payload: Payload) -> None:
         """Encode the content of the message, and check that it fits into memory together with its tensors."""
-        content = msgspec.msgpack.encode(Content(memoryview(payload.parts[0]), tuple(self._tensors)))
+        content = encode_content(Content(memoryview(payload.body), tuple(self.tensors)))
         if len(content) > _MAX_RECORD_CONTENT_BYTES:  # many tensors make it longer than its body
-            owned_bytes = sum(block.place.nbytes for block in self._owned)
+            owned_bytes = sum(block.place.nbytes for block in self.owned)
             all_bytes = sum(dict(self.blocks).values())
             self.check_fits(whole_pages(len(content)) + owned_bytes, all_bytes - owned_bytes)
-        self._content, self._nbytes = content, len(content)
+        self.content, self.body_bytes = content, len(payload.body)

@@ -3,20 +3,21 @@
 import abc
 import asyncio
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 
 from aiotensor.errors import ProtocolError, RefusedError
 from aiotensor.link.events import PeerLog
 from aiotensor.memory.arena import Block
 from aiotensor.memory.leased import ForeignSegment, PeerMemory
+from aiotensor.memory.mapping import new_token
 from aiotensor.memory.mappings import Mappings
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.segments import Segment
 from aiotensor.memory.source import Source
-from aiotensor.memory.tokens import new_token
 from aiotensor.memory.views import Watch
 from aiotensor.protocol.connection import Connection, Loss
-from aiotensor.protocol.frames import ARENA, FORWARDED, Attach, Close, Frame, encode
-from aiotensor.runtime.affinity import FreedItems
+from aiotensor.protocol.frames import ARENA, FORWARDED, MAX_REASON, Attach, Close, Frame, Hello, encode
+from aiotensor.runtime.affinity import FEW_ITEMS, FreedItems
 from aiotensor.runtime.descriptors import Descriptor, close_all
 from aiotensor.runtime.waiting import Waiters, until
 from aiotensor.transports.base import Transport
@@ -74,6 +75,13 @@ class Session(abc.ABC):
         """The process id that the peer has stated; None before its hello."""
         return self.connection.peer_pid
 
+    @property
+    def hello(self) -> Hello:
+        """The hello of a peer that was admitted."""
+        if self.connection.theirs is None:
+            raise AssertionError("a peer was admitted before its hello")
+        return self.connection.theirs
+
     @abc.abstractmethod
     def received(self, frames: Sequence[Frame], descriptors: list[int]) -> None:
         """Process the frames of a record.
@@ -108,8 +116,8 @@ class Session(abc.ABC):
         self._is_flush_scheduled = False
         freed = self._freed
         # If a tensor was freed right after it was taken, its `Release` is sent together with the `Taken`.
-        if freed is not None and freed.items:
-            freed.collect_few()
+        if freed is not None and 0 < len(freed.items) <= FEW_ITEMS:
+            freed.collect_some()
         try:
             for record in self.connection.data_to_send():
                 self.transport.write(record)
@@ -120,6 +128,11 @@ class Session(abc.ABC):
         """End the session, because a record could not be written."""
         reason = f"writing to it failed: {error}"
         self.log.disconnected.add(self.name, self.pid, reason)
+        # If another record can be written, the peer learns what it was not told, and that this end lives on.
+        self.connection.close(Close(reason[:MAX_REASON], retry=True))
+        with suppress(OSError):
+            for record in self.connection.data_to_send():
+                self.transport.write(record)
         self.end(self.connection.lost(reason, is_retried=True))
 
     def schedule_flush(self) -> None:

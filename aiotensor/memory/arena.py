@@ -10,6 +10,7 @@ sealed, because a process that shrank it would cause SIGBUS in the others.
 
 import resource
 import struct
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -19,7 +20,7 @@ from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.pages import Range
 
-__all__ = ["WHERE", "Arena", "Block", "Extent", "PinnedBlock", "segment_bytes"]
+__all__ = ["WHERE", "Arena", "Block", "Extent", "PinnedBlock"]
 
 _MAX_ADDRESSES = 1 << 44  # a process has 2**47
 
@@ -80,19 +81,12 @@ class Arena:
 
     Args:
         nbytes: the maximum number of bytes of memory.
-        now: returns the current time in seconds, for the idle times of chunks.
         release: closes a segment without blocks, immediately or later.
     """
 
-    def __init__(
-        self,
-        nbytes: int,
-        now: Callable[[], float],
-        release: Callable[[Segment], object] = Segment.close,
-    ) -> None:
+    def __init__(self, nbytes: int, release: Callable[[Segment], object] = Segment.close) -> None:
         self._limit = whole_pages(nbytes)
         self._addresses = _address_bytes(nbytes)
-        self._now = now
         self._release = release
         self._next_number = 0
         self._retired: list[Segment] = []
@@ -114,7 +108,7 @@ class Arena:
     def free(self, place: Extent) -> None:
         """Free a block; its memory stays warm for a while."""
         segment = place.segment
-        segment.free(place.offset, place.nbytes, self._now())
+        segment.free(place.offset, place.nbytes, time.monotonic())
         if segment.is_retired and not segment.used and segment in self._retired:
             self._retired.remove(segment)
             self._release(segment)
@@ -162,12 +156,7 @@ class Arena:
 
 def _address_bytes(arena_bytes: int) -> int:
     """Return the size of a segment in bytes; smaller in a process with limits on addresses or files."""
-    wanted = segment_bytes(arena_bytes)
+    wanted = ADDRESSES_PER_BYTE * whole_pages(arena_bytes)
     limits = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE))
     is_limited = any(limit != resource.RLIM_INFINITY for limit in limits)
     return whole_pages(arena_bytes) if is_limited or wanted > _MAX_ADDRESSES else wanted
-
-
-def segment_bytes(arena_bytes: int) -> int:
-    """Return the maximum size of a segment of an arena, in bytes."""
-    return ADDRESSES_PER_BYTE * whole_pages(arena_bytes)

@@ -4,14 +4,15 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from aiotensor.errors import AioTensorError
+from aiotensor.memory.arena import Arena, Extent
 from aiotensor.protocol.credits import Budget, Space, Ticket
 from aiotensor.runtime import tracing
 from aiotensor.statistics.counters import WaitCounter
 
-__all__ = ["Gate", "StuckError"]
+__all__ = ["Gate", "StuckError", "WaitLimits"]
 
 P = TypeVar("P")
 
@@ -161,11 +162,54 @@ class Gate(Budget[P]):
             for ticket, future in list(self._waits.items()):
                 if checked_at < ticket.since + self._long_wait_s <= now and not future.done():
                     self._on_long_wait(ticket.amount)
-                if ticket.since + self._max_wait_s <= now:
-                    self._end_wait(ticket, future)
+                if ticket.since + self._max_wait_s <= now and not future.done():
+                    future.set_exception(self._overdue(ticket.amount))
         finally:  # the limits of the other waits must hold even if a log handler has raised an error
             self._set_timer()
 
-    def _end_wait(self, ticket: Ticket[P], future: "asyncio.Future[None]") -> None:
-        if not future.done():
-            future.set_exception(self._overdue(ticket.amount))
+
+class WaitLimits(NamedTuple):
+    """The limits on the duration of each wait for the permits and the memory of one object.
+
+    Attributes:
+        long_wait_s: the time in seconds after which a wait is reported; None for never.
+        max_wait_s: the time in seconds after which a wait ends with an error; None for never.
+        on_long_wait: called with what a call waits for, once for each wait that reaches `long_wait_s`.
+        overdue: called with the reason of a wait that ends, and the numbers of messages and of bytes that the
+            call has requested; returns the error to raise.
+    """
+
+    long_wait_s: float | None = None
+    max_wait_s: float | None = None
+    on_long_wait: Callable[[str], None] = lambda what: None
+    overdue: Callable[[str, int, int], AioTensorError] = lambda reason, *_: AioTensorError(reason)
+
+    def permits(
+        self,
+        limit: int,
+        what: str = "a permit",
+        reason: str = "no permit was free",
+        step: tracing.Step = "wait for a permit",
+    ) -> Gate[None]:
+        """Return a gate for permits; `what` and `reason` describe a wait for one, and `step` names it."""
+        return Gate(
+            limit,
+            stuck_elsewhere=None,
+            long_wait_s=self.long_wait_s,
+            on_long_wait=lambda _: self.on_long_wait(what),
+            max_wait_s=self.max_wait_s,
+            overdue=lambda _: self.overdue(reason, 1, 0),
+            step=step,
+        )
+
+    def memory(self, limit: int, arena: Arena, stuck_elsewhere: Callable[[], int] | None) -> Gate[Extent]:
+        """Return a gate for the memory of an arena; see `Gate` for the arguments."""
+        return Gate(
+            limit,
+            space=arena,
+            stuck_elsewhere=stuck_elsewhere,
+            long_wait_s=self.long_wait_s,
+            on_long_wait=lambda nbytes: self.on_long_wait(f"{nbytes} bytes of shared memory"),
+            max_wait_s=self.max_wait_s,
+            overdue=lambda nbytes: self.overdue("not enough shared memory was free", 0, nbytes),
+        )

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from aiotensor.errors import ProtocolError
-from aiotensor.memory.mapping import Mapping
 from aiotensor.memory.segments import Segment, whole_pages
 from aiotensor.protocol.blocks import PlacedBlocks
 from aiotensor.protocol.moves import WINDOW_BYTES
@@ -51,6 +50,9 @@ class LandingSegment:
         limit: the maximum number of bytes of all blocks together.
         worker: allocates the memory and returns it to the system.
 
+    Attributes:
+        mapped: the mapped segment, over which tensors can be opened.
+
     Raises:
         OSError: this process has no descriptors or no addresses left.
     """
@@ -58,7 +60,7 @@ class LandingSegment:
     def __init__(self, number: int, nbytes: int, limit: int, worker: Worker) -> None:
         self._placed = PlacedBlocks(whole_pages(nbytes))
         self._segment = Segment(number, nbytes, self._placed)
-        self._segment.open()
+        self.mapped = self._segment.open()
         self._limit = whole_pages(limit)
         self._worker = worker
         self._loop = asyncio.get_running_loop()
@@ -68,10 +70,6 @@ class LandingSegment:
         self._waiting: tuple[Range, _Block, Callable[[str], None]] | None = None
         self._trimming: asyncio.TimerHandle | None = None
         self._is_closed = False
-
-    def mapped(self) -> Mapping:
-        """Return the mapped segment, over which tensors can be opened."""
-        return self._segment.mapped()
 
     def store(
         self, block: int, nbytes: int, start: int, data: memoryview, resume: Callable[[str], None]
@@ -149,24 +147,14 @@ class LandingSegment:
         idle, cold = self._segment.prepare(start, length, self._limit)
         filled: list[Range] = []
         try:
-            work = self._worker.submit(partial(self._fill, idle, cold, filled))
+            fill = partial(self._segment.provide, idle, cold, filled, lambda: self._is_closed)
+            work = self._worker.submit(fill)
         except OSError as error:
             self._filled(cold, filled, error)
         else:
-            work.add_done_callback(partial(self._fill_ended, cold, filled))
-
-    def _fill(self, idle: list[Range], cold: list[Range], filled: list[Range]) -> None:
-        """Allocate memory; runs in the worker."""
-        self._segment.return_memory(idle)
-        self._segment.make_way(cold)
-        for one in cold:
-            if self._is_closed:
-                return
-            self._segment.fill([one])
-            filled.append(one)
-
-    def _fill_ended(self, cold: list[Range], filled: list[Range], work: "asyncio.Future[None]") -> None:
-        self._filled(cold, filled, None if work.cancelled() else work.exception())
+            work.add_done_callback(
+                lambda work: self._filled(cold, filled, None if work.cancelled() else work.exception())
+            )
 
     def _filled(self, cold: list[Range], filled: list[Range], error: BaseException | None) -> None:
         self._segment.filled(cold, filled)

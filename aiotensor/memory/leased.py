@@ -25,9 +25,8 @@ import msgspec
 
 from aiotensor.memory.arena import WHERE, PinnedBlock
 from aiotensor.memory.landing import LandingSegment
-from aiotensor.memory.mapping import Mapping
+from aiotensor.memory.mapping import Mapping, TokenEnd, pages_of
 from aiotensor.memory.source import Source, is_flat
-from aiotensor.memory.tokens import TokenEnd
 from aiotensor.protocol.pages import gaps
 from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.descriptors import Descriptor
@@ -51,15 +50,11 @@ class PeerMemory(msgspec.Struct, eq=False):
     Attributes:
         arena_bytes: the maximum number of bytes in its arena and in the arenas from which it forwards blocks.
         release: called with the number of each block that the peer may use again; None once the peer is gone.
-        landings: the landing segments to which a peer on another machine moves its blocks, by number.
-        mapped: the segments in which the peer may place tensors, by number.
         segments: the mapped segments, including segments that only living tensors still use, by number.
     """
 
     arena_bytes: int
     release: Callable[[int], None] | None
-    landings: dict[int, LandingSegment] = {}
-    mapped: dict[int, Mapping] = {}
     segments: "dict[int, LeasedSegment]" = {}
 
     @property
@@ -99,6 +94,8 @@ class LeasedSegment(msgspec.Struct, eq=False, weakref=True):
         mapped: its mapping.
         memory: the memory of the peer.
         arena_bytes: the maximum number of bytes in the arena of its owner.
+        landing: stores the bytes that a peer on another machine moves to it; None on one machine.
+        is_attached: whether the peer may place tensors in it.
         leases: the range of each living tensor, by the number of its lease.
         uses: the blocks of these tensors, by their numbers.
         dropping: the blocks whose copied pages are being dropped in the worker, by their numbers.
@@ -115,6 +112,8 @@ class LeasedSegment(msgspec.Struct, eq=False, weakref=True):
     mapped: Mapping
     memory: PeerMemory
     arena_bytes: int
+    landing: LandingSegment | None = None
+    is_attached: bool = True
     leases: dict[int, tuple[int, int]] = {}
     uses: dict[int, BlockUse] = {}
     dropping: dict[int, BlockUse] = {}
@@ -128,9 +127,15 @@ class LeasedSegment(msgspec.Struct, eq=False, weakref=True):
     def overlaps(self, block: int, start: int, stop: int) -> bool:
         """Return whether another block that is in use has a page in a range; only for forwarded blocks."""
         others = [*self.dropping.values(), *(use for number, use in self.uses.items() if number != block)]
-        ranges = [(use.start, use.stop) for use in others]
-        first, last = start & -PAGESIZE, (stop + PAGESIZE - 1) & -PAGESIZE
-        return gaps(first, last, ranges, PAGESIZE) != [(first, last - first)]
+        return gaps(start, stop, [(use.start, use.stop) for use in others], PAGESIZE) != [
+            pages_of(start, stop)
+        ]
+
+    def detach(self) -> None:
+        """Place no more tensors in it."""
+        self.is_attached, self.forwarder = False, None
+        if self.landing is not None:
+            self.landing.close()
 
     def unmapped(self) -> None:
         """Report the end of the mapping to the objects that forward its blocks."""
@@ -213,7 +218,8 @@ class Forwardable(NamedTuple):
 
     def pages(self, source: Source) -> tuple[int, int]:
         """Return the range of the pages that contain the tensor, as (start, stop)."""
-        return self.offset & -PAGESIZE, (self.offset + source.nbytes + PAGESIZE - 1) & -PAGESIZE
+        start, length = pages_of(self.offset, self.offset + source.nbytes)
+        return start, start + length
 
 
 # The mapped segments by their addresses. Senders look up tensors here in any thread; while a tensor lives,

@@ -21,13 +21,12 @@ import torch
 
 from aiotensor.errors import ProtocolError, RefusedError
 from aiotensor.memory.arena import WHERE
-from aiotensor.memory.dtypes import DTYPES, unknown_dtype
 from aiotensor.memory.inline import MAX_INLINE_BYTES, open_inline
 from aiotensor.memory.landing import LandingSegment
 from aiotensor.memory.leased import BlockUse, LeasedSegment, PeerMemory, mapped_segments
-from aiotensor.memory.mapping import open_segment
+from aiotensor.memory.mapping import TokenEnd, open_segment
+from aiotensor.memory.raw import DTYPES, unknown_dtype
 from aiotensor.memory.segments import whole_pages
-from aiotensor.memory.tokens import TokenEnd
 from aiotensor.memory.views import Owner, Watch, with_attributes
 from aiotensor.protocol.frames import ARENA, FORWARDED, INLINE, Attach, PlacedTensor, Put
 from aiotensor.protocol.pages import gaps
@@ -116,6 +115,7 @@ class Mappings:
             raise ProtocolError(f"it attached segment {number} again")
         if is_forwarded and mover is not None:
             raise ProtocolError("it forwarded memory to another machine")
+        landing = None
         with _too_few_addresses(nbytes):
             if mover is None:
                 if len(given) < count:
@@ -136,13 +136,10 @@ class Mappings:
                 if memory.segments:  # also detached ones, whose memory is still in use
                     raise ProtocolError("it attached a second segment from another machine")
                 landing = LandingSegment(number, nbytes, memory.arena_bytes, self._worker)
-                memory.landings[number] = landing
                 mover.land(number, landing)
-                mapped = landing.mapped()
-        memory.mapped[number] = mapped
-        segment = memory.segments[number] = LeasedSegment(
-            number, mapped, memory, attach.arena_bytes if is_forwarded else min(memory.arena_bytes, nbytes)
-        )
+                mapped = landing.mapped
+        arena_bytes = attach.arena_bytes if is_forwarded else min(memory.arena_bytes, nbytes)
+        segment = memory.segments[number] = LeasedSegment(number, mapped, memory, arena_bytes, landing)
         if mover is None:
             segment.owner = given[1] if count > 1 else None
             mapped_segments[mapped.address] = weakref.ref(segment)
@@ -172,13 +169,13 @@ class Mappings:
             raise ProtocolError(f"the peer sent an invalid position of a tensor, of {len(payload)} bytes")
         else:
             number, offset = WHERE.unpack(payload)
-            mapped = memory.mapped.get(number)
-            if mapped is None:
+            segment = memory.segments.get(number)
+            if segment is None or not segment.is_attached:
                 raise ProtocolError(f"the peer placed a tensor in segment {number}, which it never attached")
             if put.block is None:
                 raise ProtocolError("it placed a tensor in a block without a number")
-            tensor, owner = mapped.tensor(offset, dtype, put.shape)
-            self._lease(memory.segments[number], put.block, offset, owner)
+            tensor, owner = segment.mapped.tensor(offset, dtype, put.shape)
+            self._lease(segment, put.block, offset, owner)
         return tensor if put.attributes is None else with_attributes(tensor, put.attributes)
 
     def _lease(self, segment: LeasedSegment, block: int, offset: int, owner: Owner) -> None:
@@ -209,27 +206,20 @@ class Mappings:
 
     def detach(self, memory: PeerMemory, number: int) -> None:
         """Unmap a segment in which the peer places no more tensors, as soon as no tensor uses it."""
-        memory.mapped.pop(number, None)
-        if (landing := memory.landings.pop(number, None)) is not None:
-            landing.close()
         segment = memory.segments.get(number)
         if segment is None:
             return
         if segment.forwarder is not None:
             memory.arena_bytes -= segment.arena_bytes
-            segment.forwarder = None
+        segment.detach()
         if not segment.leases:
             self._unmap(segment)
 
     def peer_gone(self, memory: PeerMemory) -> None:
         """Handle a peer that is gone: unmap each of its segments that no living tensor uses."""
         memory.release = None
-        memory.mapped.clear()
-        for landing in memory.landings.values():
-            landing.close()
-        memory.landings.clear()
         for segment in list(memory.segments.values()):
-            segment.forwarder = None
+            segment.detach()
             if not segment.leases:
                 self._unmap(segment)
             elif not segment.returns_memory:
@@ -238,12 +228,11 @@ class Mappings:
                 if segment.owner is None:
                     self._take_over(segment)
                 elif segment.owner_end is None:
-                    segment.owner_end = TokenEnd(segment.owner, partial(self._owner_gone, segment))
+                    # The kernel may close the token of a killed process before the descriptor of its locks.
+                    later = asyncio.get_running_loop().call_later
+                    owner_gone = partial(later, _LOCKS_S, self._take_over, segment)
+                    segment.owner_end = TokenEnd(segment.owner, owner_gone)
                     self._trim(segment)  # so that other processes can return memory that is unused here
-
-    def _owner_gone(self, segment: LeasedSegment) -> None:
-        # The kernel may close the token of a killed process before the descriptor that has its locks.
-        asyncio.get_running_loop().call_later(_LOCKS_S, self._take_over, segment)
 
     def _take_over(self, segment: LeasedSegment) -> None:
         """Return unused memory to the system from now on, because the owner has unmapped the segment."""
@@ -268,7 +257,7 @@ class Mappings:
                     release(lease.block)
             elif not (use.leases or self._is_closed):
                 self._drop_copies(segment, lease.block, use)
-            if segment.number not in segment.memory.mapped:
+            if not segment.is_attached:
                 lingering.add(segment)
         for segment in lingering:
             if not segment.leases:
@@ -299,7 +288,7 @@ class Mappings:
             return  # the peer has gone in the meantime
         for _ in range(use.pins):
             release(block)
-        if segment.number not in segment.memory.mapped and not segment.leases:
+        if not (segment.is_attached or segment.leases):
             self._unmap(segment)  # it was detached while the tensors still lived
 
     def _set_lingering(self, segment: LeasedSegment, nbytes: int) -> None:

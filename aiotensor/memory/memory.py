@@ -6,21 +6,26 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
+import msgspec
 import torch
 
-from aiotensor.errors import AioTensorError
-from aiotensor.memory.allocations import Allocations
 from aiotensor.memory.arena import Arena, Block, Extent
-from aiotensor.memory.copies import Copies
-from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError, copy_flat_now, copy_now
-from aiotensor.memory.gates import Gate
+from aiotensor.memory.copying import (
+    QUICK_BYTES,
+    CopyAbandonedError,
+    copy_flat_now,
+    copy_in_threads,
+    copy_now,
+)
+from aiotensor.memory.gates import Gate, WaitLimits
 from aiotensor.memory.leased import ForeignExtent, ForeignSegment, Forwardable, ForwardedBlock, LeasedSegment
+from aiotensor.memory.mapping import TokenEnd
 from aiotensor.memory.moving import Moves
+from aiotensor.memory.placement import Allocation
 from aiotensor.memory.raw import flat_bytes
 from aiotensor.memory.segments import Segment
 from aiotensor.memory.source import Source, is_flat
-from aiotensor.memory.tokens import TokenEnd
-from aiotensor.memory.views import Watch
+from aiotensor.memory.views import Watch, view_over
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import MAX_TOKENS
 from aiotensor.protocol.pages import Range
@@ -35,17 +40,39 @@ __all__ = ["Memory"]
 _GRACE_S = 0.5  # longer than a killed process takes to end
 # Segments; with the current one, at most `MAX_SEGMENTS` of the protocol.
 _MAX_RETIRED, _MAX_FOREIGN = 6, 8
+# Longer copies take tens of milliseconds. The worker performs them in a separate thread, so that they do not
+# delay short copies.
+_SHORT_COPY_BYTES = 16 << 20
 
 
-class _Departure:
+class _Copy(msgspec.Struct, eq=False):
+    """A copy in the worker, or only the preparation of the memory of a block."""
+
+    block: Block
+    holder: Hashable
+    idle: list[Range]  # idle memory, which is returned to the system first
+    cold: list[Range]  # the part of the block that has no memory yet
+    since: float
+    has_begun: bool = False
+    filled: list[Range] = []
+    is_abandoned: bool = False
+    unpins: bool = False  # its call has failed or was cancelled: the end of the copy removes the pin
+    running: "asyncio.Future[None] | None" = None  # set while the call waits
+
+    def end_wait(self, make_error: Callable[[], Exception]) -> None:
+        """Raise an error in the call, unless the worker has begun the copy."""
+        if not self.has_begun and self.running is not None and not self.running.done():
+            self.running.set_exception(make_error())
+
+
+class _Departure(msgspec.Struct, eq=False):
     """The blocks of one segment that a lost reader may read, once for each pin, until it cannot any more."""
 
-    def __init__(self, segment: Segment | ForeignSegment, pins: Sequence[int]) -> None:
-        self.segment = segment
-        self.pins = pins
-        self.end: TokenEnd | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        self.is_overdue = False  # the reader has the segment for longer than `_GRACE_S`
+    segment: Segment | ForeignSegment
+    pins: Sequence[int]
+    end: TokenEnd | None = None
+    timer: asyncio.TimerHandle | None = None
+    is_overdue: bool = False  # the reader has the segment for longer than `_GRACE_S`
 
     def cancel(self) -> None:
         """Stop waiting."""
@@ -60,17 +87,16 @@ class Memory:
 
     Args:
         limit: the maximum number of bytes in use.
-        gate: called once with the arena; returns the gate that grants its blocks.
         keep_warm_s: the idle time in seconds after which memory is returned to the system; None for never.
         counts: the counters `tensors_copied`, `bytes_copied` and `bytes_forwarded`, among others.
-        max_wait_s: the time in seconds after which a copy that waits for the worker fails; None for never.
-        overdue: called with the size of such a copy in bytes; returns the error to raise.
+        limits: the limits on waits for bytes, and for other copies.
+        stuck_elsewhere: detects deadlocks; see `Gate`.
         segment_closed: called with each segment in which no block is in use, and none will be.
 
     Attributes:
         gate: the waits for bytes.
         freed: the blocks of freed tensors from `allocate`, which are still to be released.
-        allocations: the blocks that callers own.
+        allocations: the blocks that callers own, by their numbers.
         blocks: the blocks in use, by their numbers.
         movers: the objects that move bytes to peers on other machines.
         moves: the moves of blocks to these peers.
@@ -79,25 +105,26 @@ class Memory:
     def __init__(
         self,
         limit: int,
-        gate: Callable[[Arena], Gate[Extent]],
         keep_warm_s: float | None,
         counts: dict[str, int],
-        max_wait_s: float | None = None,
-        overdue: Callable[[int], AioTensorError] = lambda nbytes: AioTensorError("waited for too long"),
+        limits: WaitLimits = WaitLimits(),  # noqa: B008 - it is immutable
+        *,
+        stuck_elsewhere: Callable[[], int] | None = int,
         segment_closed: Callable[[Segment | ForeignSegment], object] = lambda segment: None,
     ) -> None:
-        self._arena = Arena(limit, time.monotonic, self._release_segment)
+        self._arena = Arena(limit, self._release_segment)
         self._segment_closed = segment_closed
-        self.gate = gate(self._arena)
+        self.gate = limits.memory(limit, self._arena, stuck_elsewhere)
         self.freed: FreedItems[Watch] = FreedItems(self._release_allocations)
-        self.allocations = Allocations(self.freed)
+        self.allocations: dict[int, Allocation] = {}
         self.blocks: dict[int, Block | ForwardedBlock] = {}
         self._numbers = itertools.count()
         self.movers: set[Mover] = set()
         self.moves = Moves(self._release)
         self._worker = Worker("aiotensor-sender")
         self._counts = counts
-        self._copies = Copies(self._worker, self._arena.prepare, self.unpin_owner, max_wait_s, overdue)
+        self._copies: set[_Copy] = set()  # those that have not ended
+        self._limits = limits
         self._keep_warm_s = keep_warm_s
         self._trimming: asyncio.TimerHandle | None = None
         self._trims_soon = False
@@ -143,10 +170,7 @@ class Memory:
             idle, cold = self._arena.prepare(place)
             filled: list[Range] = []
             try:
-                segment.return_memory(idle)
-                for one in cold:
-                    segment.fill([one])
-                    filled.append(one)
+                segment.provide(idle, cold, filled)
             finally:
                 segment.filled(cold, filled)
         copy_now(source, place)
@@ -171,7 +195,7 @@ class Memory:
                 self.unpin_owner(block)
                 raise
         else:
-            await tracing.step("copy", self._copies.run(block, holder, source), source.nbytes)
+            await tracing.step("copy", self._fill(block, holder, source), source.nbytes)
         self._counts["tensors_copied"] += 1
         self._counts["bytes_copied"] += source.nbytes
 
@@ -187,14 +211,74 @@ class Memory:
         """
         place = block.place
         if not place.segment.warm.has(place.offset, place.nbytes):
-            await tracing.step("provide memory", self._copies.run(block, holder, None), place.nbytes)
+            await tracing.step("provide memory", self._fill(block, holder, None), place.nbytes)
         try:
             if self._is_closed:
                 raise CopyAbandonedError
-            return self.allocations.add(block, dtype, shape)
+            tensor, owner = view_over(place.segment.memory, place.offset, dtype, shape)
         except BaseException:
             self.unpin_owner(block)
             raise
+        watch = Watch(owner, self.freed)
+        watch.number = block.number
+        start = place.segment.address + place.offset
+        self.allocations[block.number] = Allocation(block, start, start + place.nbytes, watch)
+        return tensor
+
+    async def _fill(self, block: Block, holder: Hashable, source: Source | None) -> None:
+        """Provide the memory of a block, and copy a tensor into it unless it is None, in the worker.
+
+        Cancellation and errors are those of `copy`.
+        """
+        segment = block.place.segment
+        idle, cold = self._arena.prepare(block.place)
+        copy = _Copy(block, holder, idle, cold, time.monotonic())
+        try:
+            running = self._worker.submit(
+                partial(self._work, copy, source),
+                partial(self._copied, copy),
+                takes_long=block.place.nbytes > _SHORT_COPY_BYTES,
+            )
+        except BaseException:
+            segment.filled(cold, [])
+            self.unpin_owner(block)
+            raise
+        copy.running = running
+        self._copies.add(copy)
+        alarm = None
+        if (max_wait_s := self._limits.max_wait_s) is not None:
+            make_error = partial(self._limits.overdue, "other copies were in progress", 0, block.place.nbytes)
+            alarm = asyncio.get_running_loop().call_later(max_wait_s, copy.end_wait, make_error)
+        try:
+            await running
+        except BaseException:
+            copy.is_abandoned = copy.unpins = True
+            if copy not in self._copies:
+                self.unpin_owner(block)
+            raise
+        finally:
+            if alarm is not None:
+                alarm.cancel()
+            # The future refers to the error, whose traceback would keep this frame and the frames of the
+            # callers alive, with the source.
+            copy.running = None
+            del running, alarm
+
+    def _work(self, copy: _Copy, source: Source | None) -> None:
+        """Provide the memory of a block, and copy a tensor into it; runs in the worker."""
+        copy.has_begun = True
+        place = copy.block.place
+        place.segment.provide(copy.idle, copy.cold, copy.filled, lambda: copy.is_abandoned)
+        if copy.is_abandoned:
+            raise CopyAbandonedError
+        if source is not None:
+            copy_in_threads(source, place, lambda: copy.is_abandoned, self._worker.helper)
+
+    def _copied(self, copy: _Copy) -> None:
+        self._copies.discard(copy)
+        copy.block.place.segment.filled(copy.cold, copy.filled)
+        if copy.unpins:
+            self.unpin_owner(copy.block)
 
     async def move(
         self, mover: Mover, source: Source, block: Block, holder: Hashable, *, is_copied: bool = False
@@ -247,17 +331,15 @@ class Memory:
         leased = found.segment
         foreign = self._foreign.get(leased)
         if foreign is None:
-            locks, tokens = leased.mapped.locks, leased.mapped.tokens
-            idle = next((one for one in self._foreign.values() if not one.in_use), None)
-            is_full = len(self._foreign) >= _MAX_FOREIGN
-            is_too_long = len(tokens) + 2 > MAX_TOKENS
-            if locks is None or leased.owner is None or is_too_long or self._is_closed:
+            locks, tokens, owner = leased.mapped.locks, leased.mapped.tokens, leased.owner
+            if locks is None or owner is None or len(tokens) + 2 > MAX_TOKENS or self._is_closed:
                 return None
-            if is_full and idle is None:
-                return None
-            if is_full and idle is not None:
+            if len(self._foreign) >= _MAX_FOREIGN:
+                idle = next((one for one in self._foreign.values() if not one.in_use), None)
+                if idle is None:
+                    return None
                 self._close_foreign(idle)
-            foreign = ForeignSegment(self._arena.next_number(), leased, locks.own, leased.owner, tokens)
+            foreign = ForeignSegment(self._arena.next_number(), leased, locks, owner, tokens)
             self._foreign[leased] = leased.forwards[self._unmapped] = foreign
         pages = found.pages(source)
         if foreign.overlaps(*pages):
@@ -282,8 +364,11 @@ class Memory:
             self._segment_closed(foreign)
 
     def abandon(self, holder: Hashable) -> None:
-        """Stop the copies and moves of a holder."""
-        self._copies.abandon(holder)
+        """Stop the copies and moves of a holder; calls whose copies have not begun raise at once."""
+        for copy in self._copies:
+            if copy.holder is holder:
+                copy.is_abandoned = True
+                copy.end_wait(CopyAbandonedError)
         self.moves.abandon(holder)
 
     def unaccounted_bytes(self, blocks: Iterable[Block]) -> int:
@@ -337,7 +422,7 @@ class Memory:
 
     def _release_allocations(self, watches: Iterable[Watch]) -> None:
         for watch in watches:
-            self.allocations.by_number.pop(watch.number, None)
+            self.allocations.pop(watch.number, None)
             self.unpin_owner(self.blocks[watch.number])
 
     def reader_lost(self, pins: Sequence[int], readings: Mapping[int, Descriptor]) -> None:
@@ -365,10 +450,10 @@ class Memory:
             self._departures[departure] = None
             if isinstance(segment, Segment):
                 loop = asyncio.get_running_loop()
-                departure.timer = loop.call_later(_GRACE_S, self._overdue, departure)
+                departure.timer = loop.call_later(_GRACE_S, self._stays_on, departure)
             departure.end = TokenEnd(reading, partial(self._departed, departure))
 
-    def _overdue(self, departure: "_Departure") -> None:
+    def _stays_on(self, departure: "_Departure") -> None:
         departure.is_overdue = True
         self._make_way()
 
@@ -400,7 +485,7 @@ class Memory:
     def holdings(self) -> list[tuple[Ticket[Extent], bool]]:
         """Return each grant in use, and whether its block belongs to a caller and no announcement pins it."""
         return [
-            (block.ticket, number in self.allocations.by_number and not block.sent)
+            (block.ticket, number in self.allocations and not block.sent)
             for number, block in self.blocks.items()
             if isinstance(block, Block)
         ]
@@ -421,10 +506,32 @@ class Memory:
         """The number of bytes that are backed by memory of the system, in use or kept warm."""
         return self._arena.warm_bytes
 
-    @property
-    def waiting_since(self) -> list[float]:
-        """The submission times of the copies that the worker has not begun, by `time.monotonic`."""
-        return self._copies.waiting_since
+    def usage(self, others: Gate[None], waiting: int = 0) -> dict[str, object]:
+        """Return the fields of statistics about this memory, and about all waits of its object.
+
+        Args:
+            others: the gate for which calls of the object also wait.
+            waiting: the number of further calls that wait.
+        """
+        gate, now = self.gate, time.monotonic()
+        since = [copy.since for copy in self._copies if not copy.has_begun]
+        longest_s = max(others.longest_wait_s(), gate.longest_wait_s(), now - min(since, default=now))
+        return {
+            "waiting": others.waiting + gate.waiting + len(since) + waiting,
+            "longest_wait_s": longest_s,
+            "arena_bytes": gate.limit,
+            "bytes_in_use": gate.in_use,
+            "peak_bytes_in_use": gate.peak,
+            "warm_bytes": self.warm_bytes,
+            "largest_free_bytes": self.largest_free,
+            "memory_waits": gate.waited.waits(),
+        }
+
+    def describe(self, nbytes: int) -> str:
+        """Describe the usage of this memory, and the bytes that a call has requested, for its error."""
+        gate, requested = self.gate, f"{nbytes} bytes requested, " if nbytes else ""
+        free = f"{self.largest_free} bytes free in one piece"
+        return f"{gate.in_use} of {gate.limit} bytes in use, {requested}{free}"
 
     async def aclose(self) -> None:
         """Stop all copies, release all memory, wait for the worker and end it."""
@@ -439,7 +546,8 @@ class Memory:
 
     def _stop(self) -> None:
         self._is_closed = True
-        self._copies.abandon_all()
+        for copy in self._copies:
+            copy.is_abandoned = True
         if self._trimming is not None:
             self._trimming.cancel()
             self._trimming = None
@@ -450,20 +558,21 @@ class Memory:
         for departure in self._departures:
             if departure.end is not None and isinstance(departure.segment, ForeignSegment):
                 # The readers of a peer's memory may still read it: only the tensors outlive this object.
-                departure.end.ended = self._sources_of(departure.pins).clear
+                blocks = [self.blocks[number] for number in departure.pins]
+                sources = [block.source for block in blocks if isinstance(block, ForwardedBlock)]
+                departure.end.ended = sources.clear
             else:
                 departure.cancel()
         self._departures.clear()
         for block in self.blocks.values():
             if isinstance(block, ForwardedBlock):
                 block.source = None
+            else:
+                block.ticket.holder = None  # a message, which may refer to the owner of this object
+        self.gate.held.clear()
         for foreign in list(self._foreign.values()):
             self._close_foreign(foreign)
         self._arena.close()
-
-    def _sources_of(self, numbers: Iterable[int]) -> list[Source | None]:
-        blocks = [self.blocks[number] for number in numbers]
-        return [block.source for block in blocks if isinstance(block, ForwardedBlock)]
 
     def _count(self, copied: Source) -> None:
         self._counts["tensors_copied"] += 1
@@ -490,11 +599,10 @@ class Memory:
         if self._departures:
             asyncio.get_running_loop().call_soon(self._make_way)
         self._segment_closed(segment)
-        if segment.is_open:
+        if segment.memory:
             # Another process may keep the segment mapped for a long time because of a small tensor, so the
             # unused pages are returned now.
-            free = segment.take_free()
-            self._worker.begin("unmapping", partial(_close, segment, free))
+            self._worker.begin("unmapping", partial(segment.close, segment.take_free()))
 
     def _release(self, block: Block | ForwardedBlock) -> None:
         del self.blocks[block.number]
@@ -542,8 +650,3 @@ class Memory:
             self._worker.begin("returning memory", partial(segment.return_memory, idle))
         if segment.has_idle:
             self._trimming = asyncio.get_running_loop().call_later(self._keep_warm_s, self._trim)
-
-
-def _close(segment: Segment, free: list[Range]) -> None:
-    segment.return_memory(free)
-    segment.close()

@@ -1,5 +1,6 @@
 """The moves of blocks to a receiver on another machine; each pins its block until no byte is in transit."""
 
+import asyncio
 from collections.abc import Callable, Hashable
 
 import msgspec
@@ -8,7 +9,6 @@ from aiotensor.memory.arena import Block
 from aiotensor.memory.copying import CopyAbandonedError
 from aiotensor.protocol.moves import Move
 from aiotensor.protocol.network import Area
-from aiotensor.runtime.waiting import Waiters
 from aiotensor.transports.base import Mover
 
 __all__ = ["Moves", "PendingMove"]
@@ -95,21 +95,19 @@ class Moves:
         Raises:
             CopyAbandonedError: `abandon` was called for the holder, or the connection has ended.
         """
-        outcomes: list[bool] = []
-        waiters = Waiters()
+        moved: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
         def ended(is_complete: bool) -> None:
-            outcomes.append(is_complete)
-            waiters.wake()
+            if not moved.done():
+                moved.set_result(is_complete)
 
         pending = self.begin(mover, block, offset, data, holder, ended)
         try:
-            while not outcomes:
-                await waiters.wait()
+            is_complete = await moved
         except BaseException:
             pending.stop()
             raise
-        if not outcomes[0]:
+        if not is_complete:
             raise CopyAbandonedError
 
     def abandon(self, holder: Hashable) -> None:

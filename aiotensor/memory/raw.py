@@ -1,4 +1,4 @@
-"""The bytes of contiguous tensors, and uninitialized memory."""
+"""The dtypes that can be sent, the bytes of contiguous tensors, and uninitialized memory."""
 
 import errno
 import math
@@ -9,11 +9,56 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["ArrayMemory", "RawBytes", "copy_of", "flat_bytes", "is_addressable", "new_bytes", "new_tensor"]
+from aiotensor.errors import ProtocolError
+
+__all__ = [
+    "DTYPES",
+    "DTYPE_NAMES",
+    "ArrayMemory",
+    "RawBytes",
+    "dtype_from_name",
+    "flat_bytes",
+    "is_addressable",
+    "new_bytes",
+    "new_tensor",
+    "unknown_dtype",
+]
+
+# The names of dtypes; one that a peer sent is looked up only here.
+_NAMES = """
+    bool uint8 int8 uint16 int16 uint32 int32 uint64 int64
+    float16 bfloat16 float32 float64 complex32 complex64 complex128
+    float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
+    int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7
+    bits8 bits16 bits1x8 bits2x4 bits4x2
+"""
+
+# Older releases of torch lack some of the newest names.
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 RawBytes = npt.NDArray[np.uint8]
 
 _RAW_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """Return the dtype with the name that a peer sent.
+
+    Raises:
+        ProtocolError: no dtype that can be sent has this name.
+    """
+    dtype = DTYPES.get(name)
+    if dtype is None:
+        raise unknown_dtype(name)
+    return dtype
+
+
+def unknown_dtype(name: str) -> ProtocolError:
+    """Return the error for a dtype name from a peer that is not in `DTYPES`."""
+    return ProtocolError(f"the peer sent a tensor of unknown dtype {name[:64]!r}")
 
 
 class ArrayMemory:
@@ -40,17 +85,6 @@ def is_addressable(shape: Sequence[int], itemsize: int) -> bool:
     """Return whether torch can compute the strides of a tensor, even of an empty one."""
     numel = math.prod(shape) or math.prod(size for size in shape if size)
     return numel * itemsize < 2**63
-
-
-def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a flat tensor with its strides on this thread; torch would start several threads.
-
-    Raises:
-        OSError: no memory is left.
-    """
-    copy = new_tensor((tensor.numel(),), tensor.dtype)
-    np.copyto(flat_bytes(copy), flat_bytes(tensor))
-    return copy.as_strided_(tensor.shape, tensor.stride())
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

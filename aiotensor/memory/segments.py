@@ -11,13 +11,11 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from aiotensor.memory.mapping import Mapping
-from aiotensor.memory.page_locks import lock_all_pages
-from aiotensor.memory.tokens import new_token
+from aiotensor.memory.mapping import Mapping, lock_all_pages, new_token
 from aiotensor.protocol.blocks import Blocks
 from aiotensor.protocol.pages import CHUNK_BYTES, Range, WarmPages, gaps
 from aiotensor.runtime.descriptors import Descriptor
@@ -30,7 +28,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 class Segment:
     """A memfd, mapped in this process, and its blocks.
 
-    `fill`, `return_memory`, `make_way` and `close` may take long, and run in the worker; everything else
+    `provide`, `return_memory` and `close` may take long, and run in the worker; everything else
     belongs to the thread of the event loop. The number identifies the segment on the connection.
     """
 
@@ -54,14 +52,14 @@ class Segment:
         self._changing = threading.Lock()  # held while memory is filled or returned
         self._left = np.zeros(0)  # the time when each chunk was last used by a block
 
-    def open(self) -> None:
-        """Create and map the memfd, unless it exists; it has no memory yet.
+    def open(self) -> Mapping:
+        """Create and map the memfd, which has no memory yet, unless it exists; return its mapping.
 
         Raises:
             OSError: the process has no descriptors or no addresses left.
         """
         if self._mapping is not None:
-            return
+            return self._mapping
         if self.nbytes > sys.maxsize:  # beyond the range of system calls
             raise OSError(errno.ENOMEM, f"no process has an address space of {self.nbytes} bytes")
         descriptor = Descriptor(os.memfd_create("aiotensor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
@@ -75,15 +73,9 @@ class Segment:
         except BaseException:
             descriptor.close()
             raise
-        self.descriptor = descriptor
-        self._mapping = mapping
-        self.memory = mapping.view
-        self.address = mapping.address
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the segment is mapped in this process."""
-        return self._mapping is not None
+        self.descriptor, self._mapping = descriptor, mapping
+        self.memory, self.address = mapping.view, mapping.address
+        return mapping
 
     def end(self) -> Descriptor:
         """Return the reading end of a pipe that ends once this process has unmapped the open segment.
@@ -96,14 +88,9 @@ class Segment:
             self._mapping.tokens.append(token)
         return self._end
 
-    def mapped(self) -> Mapping:
-        """Return this mapping for tensors that arrive in the segment; only while it is open."""
-        if self._mapping is None:
-            raise AssertionError("a segment that is mapped is open")
-        return self._mapping
-
-    def close(self) -> None:
-        """Release the memory, which remaining views keep mapped; closing again has no effect."""
+    def close(self, free: Iterable[Range] = ()) -> None:
+        """Return ranges to the system, and release the memory, which remaining views keep mapped."""
+        self.return_memory(free)
         with self._changing:  # before the token, which is closed with the mapping
             self.descriptor.close()
             self._end.close()
@@ -151,14 +138,30 @@ class Segment:
         self._shared += _at_the_ends(cold)
         return idle, cold
 
-    def fill(self, ranges: list[Range]) -> None:
-        """Allocate and map the memory of ranges; not for use on the event loop.
+    def provide(
+        self,
+        idle: Iterable[Range],
+        cold: Sequence[Range],
+        filled: list[Range],
+        is_abandoned: Callable[[], object] = int,
+    ) -> None:
+        """Return idle memory to the system, and then allocate and map that of cold ranges; may take long.
+
+        Args:
+            idle: the ranges from `prepare` to return.
+            cold: the ranges from `prepare` to fill.
+            filled: the ranges that have got their memory are appended to it.
+            is_abandoned: returns whether to stop; called before each range is filled.
 
         Raises:
             OSError: the machine has no memory left (ENOSPC, ENOMEM). At the limit of a control group the
                 kernel kills a process instead.
         """
-        for start, length in ranges:
+        self.return_memory(idle)
+        self._make_way(_total(cold))
+        for start, length in cold:
+            if is_abandoned():
+                return
             with self._changing:
                 mapping = self._mapping
                 self._return_chunk(start // CHUNK_BYTES)
@@ -167,6 +170,7 @@ class Segment:
                     os.posix_fallocate(self.descriptor.number, start, length)
                 if mapping is not None:
                     mapping.populate(start, length)
+            filled.append((start, length))
 
     def filled(self, cold: list[Range], done: list[Range]) -> None:
         """Record which of the ranges from `prepare` have memory."""
@@ -192,23 +196,21 @@ class Segment:
         """Whether there are warm chunks without blocks."""
         return any(True for _ in self._idle())
 
-    def return_memory(self, ranges: list[Range]) -> None:
+    def return_memory(self, ranges: Iterable[Range]) -> None:
         """Return the memory of ranges to the system, unless filled again; not for use on the event loop."""
         for start, _ in ranges:
             with self._changing:
                 self._return_chunk(start // CHUNK_BYTES)
 
-    def make_way(self, ranges: list[Range]) -> None:
-        """Return as much memory to the system as ranges need, before they are filled.
+    def _make_way(self, nbytes: int) -> None:
+        """Return as much memory to the system, before as much is filled.
 
-        Two threads fill a segment, so another thread may not have returned its ranges yet. Do not call this
-        on the event loop.
+        Two threads fill a segment, so another thread may not have returned its ranges yet.
         """
-        left = _total(ranges)
         for chunk, leaving in list(self._leaving.items()):
-            if left <= 0:
+            if nbytes <= 0:
                 return
-            left -= _total(leaving)
+            nbytes -= _total(leaving)
             with self._changing:
                 self._return_chunk(chunk)
 
@@ -263,5 +265,5 @@ def _at_the_ends(cold: list[Range]) -> set[Range]:
     return {*cold[:1], *cold[-1:]}
 
 
-def _total(ranges: list[Range]) -> int:
+def _total(ranges: Sequence[Range]) -> int:
     return sum(length for _, length in ranges)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from aiotensor.errors import ProtocolError
-from aiotensor.memory.raw import copy_of
+from aiotensor.memory.raw import flat_bytes, new_tensor
 from aiotensor.protocol.frames import Attributes
 
 __all__ = ["Owner", "View", "Watch", "own_copy", "tensor_over", "view_over", "with_attributes"]
@@ -103,4 +103,7 @@ def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         OSError: no memory is left.
     """
-    return with_attributes(copy_of(tensor), Attributes(tensor.requires_grad, isinstance(tensor, Parameter)))
+    copy = new_tensor((tensor.numel(),), tensor.dtype)
+    np.copyto(flat_bytes(copy), flat_bytes(tensor))  # torch would start several threads
+    attributes = Attributes(tensor.requires_grad, isinstance(tensor, Parameter))
+    return with_attributes(copy.as_strided_(tensor.shape, tensor.stride()), attributes)

@@ -48,6 +48,7 @@ from aiotensor.protocol.frames import (
     Discard,
     Discarded,
     End,
+    Failure,
     Frame,
     Hello,
     Message,
@@ -65,7 +66,6 @@ __all__ = [
     "MAX_SEGMENTS",
     "OPEN",
     "OPENING",
-    "BaseConnection",
     "Connection",
     "ConnectionState",
     "Loss",
@@ -134,109 +134,7 @@ def mismatch(theirs: int, ours: int, peer: str, this: str) -> str | None:
     )
 
 
-class BaseConnection:
-    """The states and the ends of a connection.
-
-    Args:
-        role: the role of this end, for error messages, such as ``"sender"``.
-        peer: the name of the other end, for error messages, such as ``"the receiver"``.
-        where: the address of the peer, for error messages; "" to omit it.
-
-    Attributes:
-        state: the state of the connection.
-        peer_pid: the process id that the peer stated; None before its hello.
-    """
-
-    def __init__(self, role: str, peer: str, where: str = "") -> None:
-        self.state = OPENING
-        self.peer_pid: int | None = None
-        self._role = role
-        self._this = f"the {role}"
-        self._peer = peer
-        self._where = f" at {where}" if where else ""
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether no more frames are sent or received."""
-        return self.state is CLOSED
-
-    def accept_hello(self, version: int, pid: int, ours: int) -> None:
-        """Check the version in the hello of the peer, and record its process id.
-
-        Raises:
-            ProtocolError: the peer has sent a hello before.
-            RefusedError: the version of the peer is not `ours`.
-        """
-        reason = self.record_hello(version, pid, ours)
-        if reason is not None:
-            raise self.refused(reason).error
-
-    def record_hello(self, version: int, pid: int, ours: int) -> str | None:
-        """Record the hello as in `accept_hello`, but return the reason to refuse the version, or None.
-
-        Raises:
-            ProtocolError: the peer has sent a hello before.
-        """
-        if self.peer_pid is not None:
-            raise ProtocolError("it sent a second hello")
-        self.peer_pid = pid
-        return mismatch(version, ours, self._peer, self._this)
-
-    def check_open(self) -> None:
-        """Check that the peer has sent its hello, and this side has accepted it.
-
-        Raises:
-            ProtocolError: the peer sent another frame first.
-        """
-        if self.state is not OPEN:
-            raise ProtocolError("it sent a frame before its hello")
-
-    def closed(self, close: Close) -> Loss:
-        """End the connection because of a `Close` of the peer."""
-        if not close.reason:
-            return self.lost("it closed the connection", is_retried=True)._replace(is_clean=True)
-        if close.is_refusal:
-            return self.refused(close.reason)
-        return self.lost(f"it closed the connection: {close.reason}", is_retried=close.retry)
-
-    def violated(self, error: ProtocolError) -> Loss:
-        """End the connection because the peer violated the protocol."""
-        loss = self.lost(f"it broke the protocol: {error}", is_retried=False)
-        # A new exception without a traceback: the traceback of the original one keeps the record alive.
-        loss.error.__cause__ = ProtocolError(*error.args)
-        return loss
-
-    def lost(self, reason: str, *, is_retried: bool) -> Loss:
-        """End the connection because the peer is gone.
-
-        Args:
-            reason: the end of the error message, which begins with "the connection to … was lost: ".
-            is_retried: whether to connect again automatically.
-        """
-        self.state = CLOSED
-        error = PeerLostError(f"the connection to {self._name} was lost: {reason}", pid=self.peer_pid)
-        return Loss(error, is_retried, reason)
-
-    def refused(self, reason: str) -> Loss:
-        """End the connection because the peer refused this end, or has another version."""
-        self.state = CLOSED
-        error = RefusedError(f"{self._name} refused this {self._role}: {reason}", pid=self.peer_pid)
-        return Loss(error, is_retried=False, reason=reason)
-
-    def rejected(self, reason: str, *, is_refusal: bool) -> Loss:
-        """End the connection because this end does not accept the other one."""
-        self.state = CLOSED
-        kind = RefusedError if is_refusal else PeerLostError
-        text = f"{self._this} cannot use {self._name}: {reason}"
-        return Loss(kind(text, pid=self.peer_pid), is_retried=False, reason=reason)
-
-    @property
-    def _name(self) -> str:
-        pid = "" if self.peer_pid is None else f" (pid {self.peer_pid})"
-        return f"{self._peer}{pid}{self._where}"
-
-
-class Connection(BaseConnection):
+class Connection:
     """One end of a connection.
 
     Args:
@@ -246,6 +144,8 @@ class Connection(BaseConnection):
             its hello first, and the first frame of the other end is the answer.
 
     Attributes:
+        state: the state of the connection.
+        peer_pid: the process id that the peer stated; None before its hello.
         hello: the hello of this end.
         theirs: the hello of the other end; None before it has arrived.
         mismatch: the reason to refuse the other end because of its version; None if there is none.
@@ -255,7 +155,11 @@ class Connection(BaseConnection):
     """
 
     def __init__(self, hello: Hello, peer: str, theirs: Hello | None = None) -> None:
-        super().__init__(hello.role, peer)
+        self.state = OPENING
+        self.peer_pid: int | None = None
+        self._role = hello.role
+        self._this = f"the {hello.role}"
+        self._peer = peer
         self.hello = hello
         self.theirs: Hello | None = None
         self.mismatch: str | None = None
@@ -265,6 +169,7 @@ class Connection(BaseConnection):
         self._received: dict[int, int] = {}  # the same for the messages of the other end
         self._next_received = 0
         self._max_received = 0
+        self._asked: set[int] = set()  # the messages of this end that still get an answer
         self._skips = False
         self._taken: list[int] = []
         self._discarded: list[int] = []
@@ -276,6 +181,11 @@ class Connection(BaseConnection):
             self.records.append(encode(hello))
         else:
             self.mismatch = self._greet(theirs)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more frames are sent or received."""
+        return self.state is CLOSED
 
     @property
     def messages(self) -> int:
@@ -343,6 +253,29 @@ class Connection(BaseConnection):
         self.next_message = max(self.next_message, message + 1)
         self._send(End(message, self._sent.get(message, 0)))
         self._sent[message] = _WHOLE
+
+    def post(self, message: Message, *, waits: bool = False) -> list[bytes]:
+        """Announce a message with a body, whose number is `next_message`, and return the records to write.
+
+        With `waits`, there are none: the message waits for `data_to_send`.
+        """
+        if self.state is CLOSED:
+            return []
+        number = message.message
+        self.next_message = number + 1
+        if message.answers is None:  # an answer counts as taken
+            self._sent[number] = _WHOLE
+            if message.asks:
+                self._asked.add(number)
+        nbytes = len(message.payload)
+        if waits:
+            self._send(message, nbytes)
+            return []
+        is_first = not (self._frames or self.records or self._taken or self._discarded or self._released)
+        if is_first and nbytes < _SPACE - _FRAME_BYTES:  # as `data_to_send`, without a call
+            return [encode_record((message,))]
+        self._send(message, nbytes)
+        return self.data_to_send()
 
     def publish(self, number: int, record: bytes) -> None:
         """Announce a publication with its record, which is the same for all subscribers."""
@@ -426,10 +359,35 @@ class Connection(BaseConnection):
                 if self.state is not OPEN and not isinstance(frame, Hello | Close):
                     raise ProtocolError("it sent a frame before its hello")
                 match frame:
-                    case Put() | End() | Begin() | Message():
+                    case Message():
+                        number = frame.message
+                        if (
+                            number == self._next_received
+                            and frame.block is None
+                            and frame.placement == INLINE
+                            and len(self._received) < self._max_received
+                            and number < MAX_NUMBER
+                        ):  # most messages, as `_check_message`, without a call
+                            self._next_received = number + 1
+                            if frame.answers is None:
+                                self._received[number] = _WHOLE
+                            elif frame.answers in self._asked:
+                                self._asked.remove(frame.answers)
+                            else:
+                                raise _unasked(frame.answers)
+                        else:
+                            self._check_message(frame)
+                    case Put() | End() | Begin():
                         self._check_message(frame)
+                    case Failure():
+                        if frame.message in self._asked:
+                            self._asked.remove(frame.message)
+                        elif not self.hello.first <= frame.message < self.next_message:
+                            raise ProtocolError(f"it refused message {frame.message}, which was never sent")
                     case Taken() | Discarded():
                         for number in frame.messages:
+                            if isinstance(frame, Discarded):
+                                self._asked.discard(number)
                             sent = self._sent.pop(number, None)
                             if sent is None:  # withdrawn by this end, a publication, or never sent
                                 if not self.hello.first <= number < self.next_message:
@@ -505,6 +463,11 @@ class Connection(BaseConnection):
                     raise ProtocolError(
                         f"it used the unknown placement {frame.placement!r} for message {number}"
                     )
+                if frame.answers is not None:
+                    if frame.answers not in self._asked:
+                        raise _unasked(frame.answers)
+                    self._asked.remove(frame.answers)
+                    return  # an answer counts as taken
                 count = _WHOLE
         self._received[number] = count
 
@@ -537,3 +500,53 @@ class Connection(BaseConnection):
                 f"it attached {frame.nbytes} bytes, more than the {max_bytes} of its arena of {arena_bytes}"
             )
         self.segments[number] = frame.nbytes
+
+    # The end
+
+    def closed(self, close: Close) -> Loss:
+        """End the connection because of a `Close` of the peer."""
+        if not close.reason:
+            return self.lost("it closed the connection", is_retried=True)._replace(is_clean=True)
+        if close.is_refusal:
+            return self.refused(close.reason)
+        return self.lost(f"it closed the connection: {close.reason}", is_retried=close.retry)
+
+    def violated(self, error: ProtocolError) -> Loss:
+        """End the connection because the peer violated the protocol."""
+        loss = self.lost(f"it broke the protocol: {error}", is_retried=False)
+        # A new exception without a traceback: the traceback of the original one keeps the record alive.
+        loss.error.__cause__ = ProtocolError(*error.args)
+        return loss
+
+    def lost(self, reason: str, *, is_retried: bool) -> Loss:
+        """End the connection because the peer is gone.
+
+        Args:
+            reason: the end of the error message, which begins with "the connection to … was lost: ".
+            is_retried: whether to connect again automatically.
+        """
+        self.state = CLOSED
+        error = PeerLostError(f"the connection to {self._name} was lost: {reason}", pid=self.peer_pid)
+        return Loss(error, is_retried, reason)
+
+    def refused(self, reason: str) -> Loss:
+        """End the connection because the peer refused this end, or has another version."""
+        self.state = CLOSED
+        error = RefusedError(f"{self._name} refused this {self._role}: {reason}", pid=self.peer_pid)
+        return Loss(error, is_retried=False, reason=reason)
+
+    def rejected(self, reason: str, *, is_refusal: bool) -> Loss:
+        """End the connection because this end does not accept the other one."""
+        self.state = CLOSED
+        kind = RefusedError if is_refusal else PeerLostError
+        text = f"{self._this} cannot use {self._name}: {reason}"
+        return Loss(kind(text, pid=self.peer_pid), is_retried=False, reason=reason)
+
+    @property
+    def _name(self) -> str:
+        pid = "" if self.peer_pid is None else f" (pid {self.peer_pid})"
+        return f"{self._peer}{pid}"
+
+
+def _unasked(number: int) -> ProtocolError:
+    return ProtocolError(f"it answered message {number}, which asks for no answer, or has one")

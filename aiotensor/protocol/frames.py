@@ -13,15 +13,16 @@ Both ends use the same frames:
       | Begin(message)                          |   only if later messages may be sent before its first tensor
       | Put(message, tensor, ..., last)         |   one for each tensor of a message
       | End(message, count)                     |   or Put(last=True): the message is whole
-      | Message(message, ...)                   |   a whole message with a body
-      | Discard(message)                        |   withdraws the message, unless it was taken
+      | Message(message, ..., asks, answers)    |   a whole message with a body
+      | Failure(message, type_name, text)       |   an error in place of the answer to a message
+      | Discard(message)                        |   withdraws the message, or cancels it if it was taken
       | Detach(segment)                         |   no block of the segment is in use
       | --------------------------------------> |
       |                         Taken(messages) |   returns permits
       |                     Discarded(messages) |   returns permits of messages that no call will take
       |                         Release(blocks) |   returns memory, once for each tensor or body in it
       | <-------------------------------------- |
-      | ReceiverReport, PublisherReport         |   to an inspector, which sends only its hello
+      | ReceiverReport, PublisherReport, ...    |   to an inspector, which sends only its hello
       | Close(reason)               either way  |   the last frame; earlier frames remain valid
       | <-------------------------------------> |
 
@@ -43,6 +44,7 @@ from aiotensor.types import (
     Number,
     PublisherStatistics,
     ReceiverStatistics,
+    ServerStatistics,
     TraceContext,
 )
 
@@ -55,10 +57,13 @@ __all__ = [
     "MAX_FRAMES",
     "MAX_HELLO_BYTES",
     "MAX_NUMBERS",
+    "MAX_REASON",
     "MAX_RECORD_BYTES",
     "MAX_ROWS",
     "MAX_TENSORS",
+    "MAX_TEXT",
     "MAX_TOKENS",
+    "MAX_TYPE_NAME",
     "VERSION",
     "Attach",
     "Attributes",
@@ -69,6 +74,7 @@ __all__ = [
     "Discard",
     "Discarded",
     "End",
+    "Failure",
     "Frame",
     "Hello",
     "Message",
@@ -80,12 +86,14 @@ __all__ = [
     "ReceiverReport",
     "Release",
     "SenderSummary",
+    "ServerReport",
     "Taken",
     "bounded",
     "decode",
     "decode_hello",
     "decode_record",
     "encode",
+    "encode_content",
     "encode_record",
     "read_content",
 ]
@@ -114,6 +122,10 @@ MAX_NUMBERS = 128
 
 # The longest record from an unidentified connection. A `Hello` has fewer than 400 bytes.
 MAX_HELLO_BYTES = 4 * 1024
+
+# The maximum lengths of the name of the type of an error, and of its text, in characters.
+MAX_REASON = 1024  # the maximum length of the reason of a `Close`, in characters
+MAX_TYPE_NAME, MAX_TEXT = 64, 8 * 1024
 
 # The maximum number of tokens of a segment, one for each process of a chain: a record carries 8 descriptors.
 MAX_TOKENS = 7
@@ -150,6 +162,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
         withdraws: whether this publisher may withdraw publications.
         publisher: the id of the publisher to which this subscriber was connected before; "" if none.
         next: the number of the first publication that this subscriber has not received from that publisher.
+        max_waiting: the maximum number of messages of the other end that this server has not taken.
+        max_body_bytes: the maximum size of a body from the other end in bytes; None for no limit.
     """
 
     version: int
@@ -163,13 +177,15 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     withdraws: bool = False
     publisher: OptionalName = ""
     next: Number = 0
+    max_waiting: Number = 0
+    max_body_bytes: Number | None = None
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
     """Share a segment in which tensors will be placed; its descriptor and its tokens accompany the record.
 
     `tokens` is the number of descriptors after that of the segment: the reading end of the owner's token, and
-    the tokens that the other end keeps (see `aiotensor.memory.tokens`). `arena_bytes` is the limit of the
+    the tokens that the other end keeps (see `aiotensor.memory.mapping`). `arena_bytes` is the limit of the
     arena of a forwarded segment; for a segment of this end, the hello states it.
     """
 
@@ -235,7 +251,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag="message"):
     """Announce a whole message; `payload` is its content, or the position of the content in a segment.
 
     `nbytes` is the size of the content in bytes, and `block` the number of its block; None if there is none.
-    `trace` is the trace context of the sending end; None without tracing.
+    `trace` is the trace context of the sending end; None without tracing. A message that `asks` gets one
+    answer: a message that names it in `answers`, a `Failure` or a `Discarded`.
     """
 
     message: Number
@@ -244,6 +261,20 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag="message"):
     nbytes: Number
     block: Number | None = None
     trace: TraceContext | None = None
+    asks: bool = False
+    answers: Number | None = None
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
+    """Answer a message of the other end with an error, also if it asks for no answer but was refused.
+
+    `is_loss` states that this end has stopped its work, for example because its process exits.
+    """
+
+    message: Number
+    type_name: Annotated[str, msgspec.Meta(max_length=MAX_TYPE_NAME)]
+    text: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+    is_loss: bool = False
 
 
 class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -265,7 +296,7 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Discard(msgspec.Struct, frozen=True, array_like=True, tag="discard"):
-    """Withdraw a message; this has no effect if it was taken."""
+    """Withdraw a message. If it was taken, its answer is not needed any more."""
 
     message: Number
 
@@ -322,6 +353,13 @@ class PublisherReport(msgspec.Struct, frozen=True, array_like=True, tag="publish
     last: bool = True
 
 
+class ServerReport(msgspec.Struct, frozen=True, array_like=True, tag="server report"):
+    """Answer an inspector of a message server."""
+
+    statistics: ServerStatistics
+    last: bool = True
+
+
 class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """Close the connection; no frame follows. A reason means that this side rejects the other one.
 
@@ -330,7 +368,7 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     `uses_memory`: whether tensors of this end still use memory of the other end. If not, that end reuses it.
     """
 
-    reason: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""
     is_refusal: bool = False
     retry: bool = False
     uses_memory: bool = True
@@ -344,15 +382,17 @@ Frame = (
     | Put
     | End
     | Message
+    | Failure
     | Discard
     | Taken
     | Discarded
     | Release
     | ReceiverReport
     | PublisherReport
+    | ServerReport
     | Close
 )
-Statistics = TypeVar("Statistics", ReceiverStatistics, PublisherStatistics)
+Statistics = TypeVar("Statistics", ReceiverStatistics, PublisherStatistics, ServerStatistics)
 
 # Encodes a sequence of frames as one record.
 encode_record: Callable[[Sequence[object]], bytes] = msgspec.msgpack.Encoder().encode
@@ -367,6 +407,7 @@ decode_record: Callable[[bytes | memoryview], list[Frame]] = msgspec.msgpack.Dec
 _hello: msgspec.msgpack.Decoder[list[Hello]] = msgspec.msgpack.Decoder(
     Annotated[list[Hello], msgspec.Meta(min_length=1, max_length=1)]
 )
+encode_content: Callable[[Content], bytes] = msgspec.msgpack.Encoder().encode
 _content = msgspec.msgpack.Decoder(Content)
 
 

@@ -6,12 +6,12 @@
     await producer.put({"frames": frames})   ──────────▶  async for message in consumer:
                                              ◀──────────      ...
 
-A producer is a `MessageClient` of all consumers, each of which has a `MessageServer` and a `TensorReceiver`.
-`put` accepts a message, and a task sends it as a request to a consumer that can take it. The answer means
-that the message was taken.
+A producer has a `MessageClient` of all consumers, and each consumer a `MessageServer`. `put` places a message
+in shared memory, and the client sends it to a consumer that has capacity. The message asks for no answer: its
+permit returns when the consumer takes it.
 
 ``queue`` is the public interface, and ``producer`` and ``consumer`` contain the objects that it returns.
-``deliveries`` delivers the messages of a producer. ``folder`` contains the locked files that show which
+``deliveries`` contains the client of a producer. ``folder`` contains the locked files that show which
 producers and consumers are open, and how the others have ended.
 """
 

@@ -2,40 +2,34 @@
 
 import asyncio
 import math
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Generic, Self, TypeVar
 
-import msgspec
-
-from aiotensor.channel.server import MessageServer, changed, receive_now, receive_ready, wake
-from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, WouldBlockError, again
-from aiotensor.queues.folder import Kind, SlotState
+from aiotensor.channel.requests import Cause, Incoming, Requests
+from aiotensor.channel.server import MessageServer
+from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, UsageError, WouldBlockError, again
+from aiotensor.queues.folder import SlotState
 from aiotensor.queues.settings import QueueSettings
 from aiotensor.queues.statistics import ConsumerStatistics
-from aiotensor.receiver import TensorReceiver
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.arguments import seconds
-from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.outage import Absence
 from aiotensor.runtime.waiting import at_most
 
 __all__ = ["QueueConsumer"]
 
-logger = logger_of("queues")
-
 M = TypeVar("M")
 
-# The messages of one producer that wait in a consumer. With more of them, messages would wait for a busy
-# consumer while another one is free, and one message could overtake another.
-_MAX_WAITING = 1
+# The messages of one producer that wait in a consumer: the next one, and one that arrives while the producer
+# is told that the previous one was taken. With more of them, messages would wait for a busy consumer while
+# another one is free.
+_MAX_WAITING = 2
 
 # The delays between checks whether the producers have ended. The end of a connection is an event, but the
 # kernel may report it before it releases the lock of the process, and a producer may die before it connects.
 _FIRST_CHECK_S, _LAST_CHECK_S = 0.01, 1.0
 
-# A wait of this duration is logged if producers have not been opened.
-_LONG_WAIT_S = 10.0
-
-_TAKEN = (msgspec.msgpack.encode(None),)  # the answer to each message
+_NO_ANSWER = Cause(UsageError.__name__, "a queue answers no messages")  # producers ask for none
 
 
 class QueueConsumer(LoopObject, Generic[M]):
@@ -62,52 +56,41 @@ class QueueConsumer(LoopObject, Generic[M]):
         self._stack = AsyncExitStack()
         self._server: MessageServer[M] | None = None  # None before opening
         self._taken = 0
-        self._has_reported = False  # that producers have not been opened
         self._waiting = 0  # calls of `get`
-        self._waiting_since = 0.0  # since then, no message has arrived
-        self._taken_before = 0  # the messages taken before that
         self._end: AioTensorError | None = None  # found by the last check
-        self._looked_at = -math.inf  # the time of that check
+        self._checked_at = -math.inf  # the time of that check
         self._timer: asyncio.TimerHandle | None = None  # of the next check
+        self._absence = Absence(settings.folder.path, self._reason_to_wait)
 
     async def __aenter__(self) -> Self:
         self.affinity.enter()
+        settings, stack = self._settings, self._stack
         try:
-            server = await self._open()
+            slot = settings.folder.claim("consumer")
+            stack.callback(settings.folder.release, slot)
+            server: MessageServer[M] = MessageServer(
+                settings.folder.addresses()[slot.number],
+                settings.message_type,
+                arena_bytes=1,  # nothing is answered
+                max_clients=None,  # the slots of the queue limit the number of producers
+                max_waiting=_MAX_WAITING,
+                max_mapped_bytes=None,
+                max_body_bytes=settings.max_body_bytes,
+            )
+            await stack.enter_async_context(server)
             self.affinity.check()  # another task may have closed it in the meantime
         except BaseException:
             self.affinity.close()
-            await self._stack.aclose()
+            await stack.aclose()
             raise
         self._server = server
         return self
 
-    async def _open(self) -> MessageServer[M]:
-        folder = self._settings.folder
-        slot = folder.claim(Kind.CONSUMER)
-        self._stack.callback(folder.release, slot)
-        self._stack.callback(slot.mark_closed)
-        address = folder.address(slot.number)
-        # The slots of the queue limit the number of producers.
-        receiver = TensorReceiver(
-            address, max_senders=None, max_mapped_bytes=None, max_unclaimed_messages=None
-        )
-        server: MessageServer[M] = MessageServer(
-            address,
-            self._settings.message_type,
-            receiver=await self._stack.enter_async_context(receiver),
-            max_clients=None,
-            max_waiting=_MAX_WAITING,
-            max_part_bytes=None,
-            max_body_bytes=self._settings.max_body_bytes,
-        )
-        return await self._stack.enter_async_context(server)
-
-    def _opened(self) -> MessageServer[M]:
+    def _opened(self) -> Requests[M]:
         self.affinity.check()
         if self._server is None:
             raise AssertionError("a consumer that is open has its server")
-        return self._server
+        return self._server._requests
 
     async def get(self, *, timeout: float | None = None) -> M:
         """Take the next message of any producer, and return it.
@@ -132,74 +115,76 @@ class QueueConsumer(LoopObject, Generic[M]):
 
     async def _next(self) -> M:
         if self._end is not None:
-            self._looked_at = -math.inf  # a new producer may have claimed the slot of a dead one
-        self._waiting += 1
-        try:
-            while True:
-                for message in await receive_ready(self._opened(), _TAKEN):
-                    self._taken += 1
-                    return message
-                server = self._opened()  # it may have been closed during the decoding of a refused message
-                self._raise_at_end()
-                self._check_within(_FIRST_CHECK_S)
-                await changed(server)
-        finally:
-            self._waiting -= 1
+            self._checked_at = -math.inf  # a new producer may have claimed the slot of a dead one
+        while True:
+            requests = self._opened()
+            taken = await requests.take(waits=False)
+            if taken is not None:
+                return self._take(requests, *taken)
+            self._opened()  # it may have been closed during the decoding of a refused message
+            self._raise_at_end()
+            self._check_within(_FIRST_CHECK_S)
+            self._waiting += 1
+            self._absence.begin()
+            try:
+                await requests.arrival()
+            finally:
+                self._waiting -= 1
+                if not self._waiting:
+                    self._absence.end()
 
     def get_nowait(self) -> M:
         """Take the next message if one has arrived, or raise `WouldBlockError`.
 
         This thread decodes even a large message. Errors are otherwise those of `get`.
         """
-        for message in receive_now(self._opened(), _TAKEN):
-            self._taken += 1
-            return message
-        self._looked_at = -math.inf
+        requests = self._opened()
+        taken = requests.take_now()
+        if taken is not None:
+            return self._take(requests, *taken)
+        self._checked_at = -math.inf
         self._raise_at_end()
         raise WouldBlockError("no message has arrived in this consumer")
+
+    def _take(self, requests: Requests[M], incoming: Incoming, message: M) -> M:
+        requests.fail(incoming, _NO_ANSWER)
+        self._taken += 1
+        return message
 
     # The end of the queue. All waiting calls share its checks, each of which takes several system calls.
 
     def _raise_at_end(self) -> None:
         """Raise an error if no producer was open, and none was expected, at the last check."""
         now = asyncio.get_running_loop().time()
-        if now - self._looked_at >= _FIRST_CHECK_S:
-            self._looked_at, self._end = now, self._end_of_queue()
+        if now - self._checked_at >= _FIRST_CHECK_S:
+            self._checked_at, self._end = now, self._end_of_queue()
         if self._end is not None:
             raise again(self._end)
 
     def _check_within(self, delay: float) -> None:
         """Check after at most `delay` seconds, and then at growing intervals while calls wait."""
         loop = asyncio.get_running_loop()
-        if self._timer is None:
-            self._waiting_since = loop.time()
-        elif self._timer.when() > loop.time() + delay:
+        if self._timer is not None:
+            if self._timer.when() <= loop.time() + delay:
+                return
             self._timer.cancel()
-        else:
-            return
         self._timer = loop.call_later(delay, self._check, delay)
 
     def _check(self, delay: float) -> None:
         self._timer = None
-        if self._server is None or not (self._waiting and self.affinity.is_open):
+        if self._server is None or not self._waiting:
             return
-        self._looked_at = -math.inf
+        self._checked_at = -math.inf
         try:
             self._raise_at_end()
         except AioTensorError:
-            wake(self._server)
+            self._server._requests.wake()
             return
-        loop = asyncio.get_running_loop()
-        if self._taken != self._taken_before:
-            self._taken_before, self._waiting_since = self._taken, loop.time()
-        elif loop.time() - self._waiting_since >= _LONG_WAIT_S:
-            self._report_missing_producers()
-        delay = min(2 * delay, _LAST_CHECK_S)
-        self._timer = loop.call_later(delay, self._check, delay)
+        self._check_within(min(2 * delay, _LAST_CHECK_S))
 
     def _end_of_queue(self) -> AioTensorError | None:
         try:
-            states = self._settings.folder.states_in_use(Kind.PRODUCER)
+            states = self._settings.folder.producer_states()
         except PeerLostError as error:
             return error
         if SlotState.LIVE in states or SlotState.UNUSED in states:
@@ -217,7 +202,7 @@ class QueueConsumer(LoopObject, Generic[M]):
 
     def _missing_producers(self) -> str:
         """Return the number of producers that were opened, as the end of a text; "" if all were."""
-        states = self._settings.folder.states_in_use(Kind.PRODUCER)
+        states = self._settings.folder.producer_states()
         opened = len(states) - states.count(SlotState.UNUSED)
         return f"; producers opened so far: {opened} of {len(states)}" if opened < len(states) else ""
 
@@ -225,20 +210,12 @@ class QueueConsumer(LoopObject, Generic[M]):
         missing = self._missing_producers()
         return WouldBlockError(f"no message has arrived in this consumer within {timeout:g} s{missing}")
 
-    def _report_missing_producers(self) -> None:
-        """Log once that producers have not been opened: the queue may be for fewer of them."""
-        missing = "" if self._has_reported else self._missing_producers()
-        if missing:
-            self._has_reported = True
-            path = self._settings.folder.path
-            logger.warning(
-                "a consumer of the queue in %s has waited for %s s%s. Start the others, or pass their actual "
-                "number to MessageQueue",
-                path,
-                _LONG_WAIT_S,
-                missing,
-                extra={"event": "producers_missing", "address": path},
-            )
+    def _reason_to_wait(self) -> str:
+        """Return why calls wait for producers, for the log; "" if they wait for messages only."""
+        missing = ""
+        with suppress(PeerLostError):  # which the next check finds
+            missing = self._missing_producers()
+        return missing and f"no message has arrived{missing}. Start the others, or pass their actual number"
 
     def __aiter__(self) -> Self:
         return self

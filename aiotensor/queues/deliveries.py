@@ -1,219 +1,171 @@
 """The messages of a producer, from `put` until a consumer has taken them."""
 
-import asyncio
 from collections import deque
-from functools import partial
+from collections.abc import Sequence
 
-from aiotensor.channel.client import MessageClient, request_encoded
-from aiotensor.codec.payload import Payload
-from aiotensor.errors import ClosedError, PeerLostError, RemoteError, WouldBlockError, again
-from aiotensor.memory.gates import Gate
-from aiotensor.protocol.credits import Ticket
-from aiotensor.queues.folder import Kind, SlotState
+from aiotensor.channel.client import MessageClient, SentRequest
+from aiotensor.codec.payload import check_body
+from aiotensor.errors import (
+    AioTensorError,
+    ClosedError,
+    PeerLostError,
+    UnavailableError,
+    WouldBlockError,
+    again,
+)
 from aiotensor.queues.settings import QueueSettings
-from aiotensor.runtime.logs import logger_of
-from aiotensor.runtime.waiting import Waiters
+from aiotensor.queues.statistics import ProducerStatistics
+from aiotensor.runtime.waiting import Waiters, until
 from aiotensor.types import Usage
 
 __all__ = ["Deliveries"]
 
-logger = logger_of("queues")
 
-# The delays before a message is sent again. A connection that fails at once must not keep the loop busy.
-_FIRST_RETRY_S, _LAST_RETRY_S = 0.005, 1.0
+class Deliveries(MessageClient[None]):
+    """The client of a producer, whose servers are the consumers.
 
-# The types of errors after which another attempt may succeed: the consumer has lost the tensors, or has no
-# descriptors, memory or threads left. Errors of a message type have other names (`FileNotFoundError`).
-_PASSING = ("PeerLostError", "OSError", "BlockingIOError", "MemoryError")
-
-_WATCH_S = 1.0  # between two checks whether any consumer is left
-
-_LONG_WAIT_CHECKS = 10  # without any consumer, after which the wait is logged
-
-
-class Deliveries:
-    """Deliver messages to consumers, each in a task; belongs to the running loop.
+    A message asks for no answer, and a call returns once the message is in memory. The client sends messages
+    that a lost consumer has not taken to another one.
 
     Args:
-        client: the open client, with all consumers as its servers.
         settings: the settings of the queue.
 
     Attributes:
-        failure: why no further message can be delivered; None while they can be.
-        expects_consumer: whether to wait for the first consumer without limit.
-        gate: lets calls wait for the permit of a message, which it has from `put` until it was taken.
         taken: the number of messages that consumers have taken.
         redelivered: how often a message was sent again.
     """
 
-    def __init__(self, client: MessageClient[None], settings: QueueSettings) -> None:
-        self.failure: Exception | None = None
-        self.expects_consumer = True
-        self.gate: Gate[None] = Gate(settings.max_messages, stuck_elsewhere=None, step="wait for a permit")
+    def __init__(self, settings: QueueSettings) -> None:
+        super().__init__(
+            settings.folder.addresses(),
+            type(None),
+            settings.max_messages,
+            settings.arena_bytes,
+            grace_s=settings.grace_s,
+        )
+        self.affinity.has_guardian = True
+        self._sends_again = settings.redeliver
         self.taken = self.redelivered = 0
-        self._client = client
         self._settings = settings
-        self._refused: deque[Exception] = deque()  # the errors of refused messages, to be raised once each
-        self._turn = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._waiters = Waiters()  # for the end of all deliveries
-        self._timer: asyncio.TimerHandle | None = None
-        self._alone_since: float | None = None  # when the last consumer was found to have ended
-        self._unopened_checks = 0  # the number of checks that found no consumer, open or ended
-        self._is_ended = False
+        self._failure: AioTensorError | None = None  # why no further message can be delivered
+        self._refusals: deque[AioTensorError] = deque()  # errors to be raised once each
+        self._awaits_first = True  # whether to wait for the first consumer without limit
+        self._waiters = Waiters()  # the calls of `all_taken`
 
-    def __len__(self) -> int:
-        """Return the number of accepted messages that were not taken."""
-        return len(self._tasks)
+    # Calls
 
-    # Capacity
+    async def put(self, box: list[object]) -> None:
+        """Place the message that a list contains in memory, and send it when a consumer has capacity."""
+        await self._place(box, None, None, asks=False)
 
-    def acquire_now(self) -> Ticket[None]:
-        """Acquire a permit from the gate without waiting, or raise `WouldBlockError`."""
-        self.check()
-        permit = self.gate.try_request(1)
+    def put_now(self, box: list[object]) -> None:
+        """Do the same on this thread; raise `WouldBlockError` if that requires a wait."""
+        permit = self._permits.try_request(1)
         if permit is None:
             raise self.full()
-        return permit
-
-    def full(self) -> WouldBlockError:
-        """Return the error of a call that cannot wait any longer."""
-        limit = self.gate.limit
-        are_unopened = set(self._settings.folder.states_in_use(Kind.CONSUMER)) == {SlotState.UNUSED}
-        return WouldBlockError(
-            f"the consumers have not taken the {len(self)} earlier messages of this producer, and "
-            f"max_messages={limit}{': no consumer of this queue was opened yet' if are_unopened else ''}",
-            messages=Usage(limit, len(self), 1),
-        )
-
-    # Deliveries
-
-    def begin(self, payload: Payload, permit: Ticket[None]) -> None:
-        """Begin to deliver a message, whose permit is released at the end."""
-        task = asyncio.get_running_loop().create_task(self._deliver(payload))
-        self._tasks.add(task)
-        task.add_done_callback(partial(self._delivered, permit))  # also if it was cancelled before it began
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_WATCH_S, self._watch)
+        request = self._new_request(permit, None, None, asks=False)
+        try:
+            request.place_now(box)
+            self._submit(request)
+        except BaseException:
+            self._end(request)
+            raise
 
     async def all_taken(self) -> None:
         """Wait until all messages were taken; raise the error of a message that cannot be delivered."""
-        while self._tasks and self.failure is None:
-            await self._waiters.wait()
+        self._permits.on_release = self._waiters.wake
+        await until(lambda: self._failure is not None or not self._permits.in_use or None, self._waiters)
         self.check()
 
     def check(self) -> None:
         """Raise the error of an earlier message that could not be delivered, if there is one."""
-        if self.failure is not None:
-            raise _copy(self.failure)
-        if self._refused:
-            raise self._refused.popleft()
+        if self._failure is not None:
+            raise again(self._failure)
+        if self._refusals:
+            raise self._refusals.popleft()
 
-    async def _deliver(self, payload: Payload) -> None:
-        delay = _FIRST_RETRY_S
-        while True:
-            try:
-                await request_encoded(self._client, payload, self._turn)
-            except (PeerLostError, RemoteError) as error:
-                if isinstance(error, RemoteError) and error.type_name not in _PASSING:
-                    self._refused.append(_copy(error))
-                    return
-                if not self._settings.redeliver:
-                    self._fail(error)
-                    return
-            except ClosedError:
-                return  # the producer was closed
-            except Exception as error:  # noqa: BLE001 - raised by the next call of the producer
-                self._fail(error)
-                return
-            else:
-                self.taken += 1
-                return
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, _LAST_RETRY_S)
-            self.redelivered += 1
+    def full(self) -> WouldBlockError:
+        """Return the error of a call that cannot wait any longer."""
+        permits = self._permits
+        if permits.in_use < permits.limit:
+            return self._would_block("the message could not be placed in memory in time", 0, 0)
+        unopened = "" if self._had_consumer() else ": no consumer of this queue was opened yet"
+        return WouldBlockError(
+            f"the consumers have not taken the {permits.in_use} earlier messages of this producer, and "
+            f"max_messages={permits.limit}{unopened}",
+            messages=Usage(permits.limit, permits.in_use, 1),
+        )
 
-    def _delivered(self, permit: Ticket[None], task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        self.gate.release(permit)
-        if not self._tasks:
-            self._stop_watching()
-            self._waiters.wake()
+    def totals(self) -> ProducerStatistics:
+        """Return the statistics of the producer."""
+        permits = self._permits
+        waiting = permits.waiting + self._memory.gate.waiting
+        return ProducerStatistics(
+            permits.limit, permits.in_use, permits.peak, waiting, self.taken, self.redelivered
+        )
 
-    def _fail(self, error: Exception) -> None:
-        if self.failure is None and not self._is_ended:
-            self.failure = failure = _copy(error)
-            self.gate.fail(lambda: _copy(failure))
-            self._waiters.wake()
+    def stop_waiting(self, error: ClosedError) -> None:
+        """End the calls that wait for a permit or memory."""
+        self._permits.fail_waiting(lambda: again(error))
+        self._memory.gate.fail_waiting(lambda: again(error))
+
+    def drop(self, error: ClosedError) -> None:
+        """Withdraw the messages that no consumer has taken, and end all calls."""
+        self._fail(error)
+        for engine in self._engines:
+            if engine.session is not None:
+                for request in engine.session.all_untaken():
+                    self._end(request)
 
     # Consumers
 
-    def _watch(self) -> None:
-        """Fail the messages if all consumers have ended, and no other one has opened for `grace_s`.
+    def expect_no_first_consumer(self) -> None:
+        """Wait for the first consumer only as long as for others, from now on: the program ends."""
+        self._awaits_first = False
+        if not self._had_consumer():
+            for engine in self._engines:
+                engine.outage.end()
+                engine.outage.begin()
 
-        Log once that no consumer has ever opened.
-        """
-        loop, grace_s = asyncio.get_running_loop(), self._settings.grace_s
-        self._timer = loop.call_later(_WATCH_S, self._watch)
-        try:
-            states = self._settings.folder.states_in_use(Kind.CONSUMER)
-        except PeerLostError as error:
-            self._fail(error)
-            self._cancel()
-            return
-        if set(states) == {SlotState.UNUSED}:
-            self._unopened_checks += 1
-            if self._unopened_checks == _LONG_WAIT_CHECKS:
-                self._report_missing_consumers()
-            if self.expects_consumer:
-                return
-        if SlotState.LIVE in states:
-            self._alone_since = None
-            return
-        if self._alone_since is None:
-            self._alone_since = loop.time()
-        if grace_s is not None and loop.time() - self._alone_since >= grace_s:
-            self._fail(
-                PeerLostError(
-                    f"no consumer of this queue is open, and none has opened for {grace_s:g} s; {len(self)} "
-                    "messages of this producer were not taken"
-                )
-            )
-            self._cancel()
+    def _had_consumer(self) -> bool:
+        return any(engine.is_admitted or engine.counts["losses"] for engine in self._engines)
 
-    def _report_missing_consumers(self) -> None:
-        path = self._settings.folder.path
-        logger.warning(
-            "messages for the queue in %s have waited for %s s: no consumer was opened yet; waiting: %s",
-            path,
-            _LONG_WAIT_CHECKS * _WATCH_S,
-            len(self),
-            extra={"event": "consumers_missing", "address": path, "messages": len(self)},
+    # Overridden methods of the client
+
+    def _submit(self, request: SentRequest) -> None:
+        check_body(request.body_bytes, self._settings.max_body_bytes)
+        request.ended.set_result(None)  # the call returns, whether or not a consumer has capacity
+        super()._submit(request)
+
+    def _hopeless(self, target: object) -> AioTensorError | None:
+        error = super()._hopeless(None)  # messages have no target
+        if not isinstance(error, UnavailableError):
+            return error
+        if self._awaits_first and not self._had_consumer():
+            return None
+        return PeerLostError(
+            f"no consumer of this queue is open, and none has opened for {self._settings.grace_s:g} s; "
+            f"{self._permits.in_use} messages of this producer were not taken"
         )
 
-    def _stop_watching(self) -> None:
-        self._alone_since = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _requeue(self, requests: Sequence[SentRequest]) -> None:
+        self.redelivered += len(requests)
+        super()._requeue(requests)
 
-    # The end
+    def _took(self, request: SentRequest) -> None:
+        self.taken += request.session is not None and request.permit is not None
+        super()._took(request)
 
-    async def end(self) -> None:
-        """Drop the messages that were not taken, and wait for the ends of their tasks."""
-        self._is_ended = True
-        self._cancel()
-        self._stop_watching()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+    def _lose(self, request: SentRequest, error: AioTensorError) -> None:
+        super()._took(request)
+        self._fail(error)
 
-    def _cancel(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+    def _refused(self, error: AioTensorError) -> None:
+        self._refusals.append(error)
 
-
-def _copy(error: Exception) -> Exception:
-    """Return a copy of an error without its traceback, which refers to frames with tensors."""
-    copy = again(error)
-    copy.__cause__ = None
-    return copy
+    def _fail(self, error: AioTensorError) -> None:
+        if self._failure is None:
+            self._failure = failure = again(error)
+            self._permits.fail(lambda: again(failure))
+            self._memory.gate.fail(lambda: again(failure))
+            self._waiters.wake()

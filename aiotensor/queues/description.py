@@ -7,11 +7,10 @@ from multiprocessing import util
 from types import TracebackType
 from typing import Any, Generic, Self, TypedDict, TypeVar
 
-from aiotensor.channel.options import part_limits
 from aiotensor.codec import TensorDecoder
 from aiotensor.queues.folder import Folder
 from aiotensor.queues.settings import QueueSettings
-from aiotensor.runtime.arguments import count, grace_period
+from aiotensor.runtime.arguments import count, count_or_none, grace_period
 
 __all__ = ["QueueDescription"]
 
@@ -61,13 +60,12 @@ class QueueDescription(Generic[M]):
         consumers = count("consumers", consumers)
         max_messages = count("max_messages", max_messages)
         arena_bytes = count("arena_bytes", arena_bytes)
-        max_body_bytes = part_limits(None, max_body_bytes).body_bytes
+        max_body_bytes = count_or_none("max_body_bytes", max_body_bytes)
         grace_s = grace_period(grace_s)
         is_private = folder is None
         path = tempfile.mkdtemp(prefix="aiotensor-") if folder is None else _absolute(folder)
         place = Folder(path, producers, consumers, is_private)
         try:
-            place.address(consumers - 1)
             place.create()
             owner = place.own() if is_private else None
         except BaseException:

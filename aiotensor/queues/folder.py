@@ -1,7 +1,7 @@
 """The folder of a queue: the sockets of its consumers, and a file with a slot for each producer and consumer.
 
-A slot is one byte of the file. The process that claims a slot locks this byte. The kernel releases the lock
-when the process ends, so the byte and its lock show whether a producer or consumer is open, and how it ended:
+A slot is one byte of the file. The process that claims a slot locks this byte, and the kernel releases the
+lock when the process ends. So the byte of a producer and its lock show whether it is open, and how it ended:
 
     UNUSED --claimed--> LIVE --closed--> CLOSED
                         |  ^
@@ -9,8 +9,9 @@ when the process ends, so the byte and its lock show whether a producer or consu
                         v  |
                         DEAD
 
-A producer closes its slot once all its messages were taken. A closed slot of a producer is not claimed again,
-but that of a consumer is. The methods take a few system calls, and none of them waits.
+A producer closes its slot once all its messages were taken, and a closed slot is not claimed again. The byte
+of a consumer never changes; its lock shows whether another one may take its place. The methods take a few
+system calls, and none of them waits.
 """
 
 import contextlib
@@ -20,36 +21,26 @@ import os
 import secrets
 import stat
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from urllib.parse import quote
 
 from aiotensor.errors import ClosedError, PeerLostError, UsageError
-from aiotensor.runtime.descriptors import Descriptor
-from aiotensor.runtime.range_locks import change_lock, conflicting_lock
-from aiotensor.transports.address import socket_path
+from aiotensor.runtime.descriptors import Descriptor, change_lock, conflicting_lock
+from aiotensor.transports.endpoints import route_to
 
-__all__ = ["Folder", "Kind", "Slot", "SlotState"]
+__all__ = ["Folder", "Slot", "SlotState"]
 
-# The numbers of producers and consumers follow the slots in their file.
-_SLOTS = "slots"
-_SOCKETS = ("messages", "tensors")  # in the folder of each consumer
+_SLOTS = "slots"  # the numbers of producers and consumers follow the slots in this file
 
-# The states of a slot. Whether an open one is live or dead depends on its lock.
+# The bytes of slots. Whether an open one is live or dead depends on its lock.
 _UNUSED, _OPEN, _CLOSED = b"-", b"o", b"c"
 
 # The first byte is the state of the queue; the process that has made a private folder locks it.
 _REMOVED = b"r"
 
 
-class Kind(enum.Enum):
-    """The kind of a slot."""
-
-    PRODUCER = "producer"
-    CONSUMER = "consumer"
-
-
 class SlotState(enum.Enum):
-    """The state of a slot."""
+    """The state of the slot of a producer."""
 
     UNUSED = "no process has claimed it"
     LIVE = "its process has it open"
@@ -72,7 +63,7 @@ class Slot:
         self._place = place
 
     def mark_closed(self) -> None:
-        """Record that the producer, the consumer or the queue was closed."""
+        """Record that the producer has closed."""
         os.pwrite(self._file.number, _CLOSED, self._place)
 
     def release(self) -> None:
@@ -104,18 +95,12 @@ class Folder(NamedTuple):
         """The numbers of producers and consumers, as arguments of a `MessageQueue`."""
         return f"producers={self.producers}, consumers={self.consumers}"
 
-    def address(self, consumer: int) -> str:
-        """Return the address of a consumer.
+    def addresses(self) -> list[str]:
+        """Return the addresses of all consumers."""
+        return [f"unix://{quote(os.fsencode(path))}" for path in self._sockets()]
 
-        Raises:
-            ValueError: the path of the folder is too long for a socket.
-        """
-        address = "engine://" + quote(os.fsencode(self._folder_of(consumer)))
-        socket_path(address, "ipc")
-        return address
-
-    def _folder_of(self, consumer: int) -> str:
-        return os.path.join(self.path, f"c{consumer}")
+    def _sockets(self) -> list[str]:
+        return [os.path.join(self.path, f"c{number}") for number in range(self.consumers)]
 
     @property
     def _slots(self) -> str:
@@ -124,13 +109,15 @@ class Folder(NamedTuple):
     # The life of the folder
 
     def create(self) -> None:
-        """Create the file and the folders of consumers, and the folder itself, unless they exist.
+        """Create the file of slots, and the folder, unless they exist.
 
         Raises:
+            ValueError: the path of the folder is too long for a socket.
             UsageError: the folder belongs to a queue with other numbers of producers or consumers, or to
                 another user.
             OSError: the folder cannot be created; a `FileNotFoundError` if its parent does not exist.
         """
+        route_to(self.addresses()[-1])  # raises the error
         try:
             os.mkdir(self.path, 0o700)
         except FileExistsError:
@@ -143,8 +130,7 @@ class Folder(NamedTuple):
         if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
             raise UsageError(f"{self.path} is not a folder of this user: choose another folder for the queue")
         numbers = self.numbers
-        content = _UNUSED * (1 + self.producers + self.consumers) + numbers.encode()
-        _create(self._slots, content)
+        _create(self._slots, _UNUSED * (1 + self.producers + self.consumers) + numbers.encode())
         with open(self._slots, "rb") as file:
             existing = file.read().lstrip(_UNUSED + _OPEN + _CLOSED + _REMOVED).decode(errors="replace")
         if existing != numbers:
@@ -152,9 +138,6 @@ class Folder(NamedTuple):
                 f"the queue in {self.path} was created with {existing}, not with {numbers}: pass the same "
                 "numbers to each MessageQueue of this folder, or choose another folder"
             )
-        for number in range(self.consumers):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self._folder_of(number), 0o700)
 
     def own(self) -> Slot:
         """Lock a private folder for the process that has made it; the folder remains until its release."""
@@ -186,11 +169,8 @@ class Folder(NamedTuple):
                 return
             change_lock(file.number, fcntl.F_WRLCK, 0, 0)  # all slots, so no process can claim one
             os.pwrite(file.number, _REMOVED, 0)
-            for number in range(self.consumers):
-                for name in _SOCKETS:  # left by a killed process
-                    _remove(os.unlink, os.path.join(self._folder_of(number), name))
-                _remove(os.rmdir, self._folder_of(number))
-            _remove(os.unlink, self._slots)
+            for path in (*self._sockets(), self._slots):  # killed processes have left sockets
+                _remove(os.unlink, path)
             if self.is_private:
                 _remove(os.rmdir, self.path)
 
@@ -219,70 +199,59 @@ class Folder(NamedTuple):
 
     # Slots
 
-    def _places(self, kind: Kind) -> range:
-        """Return the bytes of the slots of one kind."""
-        middle = 1 + self.producers
-        return range(1, middle) if kind is Kind.PRODUCER else range(middle, middle + self.consumers)
-
-    def claim(self, kind: Kind) -> Slot:
-        """Claim a free slot, and return it.
+    def claim(self, name: Literal["producer", "consumer"]) -> Slot:
+        """Claim a free slot of one kind, and return it.
 
         Raises:
             ClosedError: the queue was closed.
             UsageError: all slots are claimed, or all producers have closed.
         """
-        states = self.states(kind)
-        if kind is Kind.PRODUCER and all(state is SlotState.CLOSED for state in states):
-            new = "create a new MessageQueue, or " if self.is_private else ""
-            raise UsageError(
-                f"all producers of this queue have closed (producers={len(states)}), so its consumers have "
-                f"reached the end: {new}pass a larger number of producers{self._advice(kind)}"
-            )
+        is_producer = name == "producer"
+        count = self.producers if is_producer else self.consumers
+        first = 1 if is_producer else 1 + self.producers
         file = self._open()
-        for wanted in (SlotState.UNUSED, SlotState.DEAD, SlotState.CLOSED):
-            for number, place in enumerate(self._places(kind)):
-                if states[number] is wanted and _claimed(file, place, may_be_closed=kind is Kind.CONSUMER):
+        for wanted in (_UNUSED, _OPEN):  # a new producer, or else one that takes the place of a dead one
+            for number, place in enumerate(range(first, first + count)):
+                if _locked(file, place, wanted):
+                    if is_producer:
+                        os.pwrite(file.number, _OPEN, place)
                     self._check_exists(file)
                     return Slot(file, place, number)
         self._check_exists(file)  # all slots are locked while another process removes the files
+        are_closed = is_producer and os.pread(file.number, count, first) == count * _CLOSED
         file.close()
-        name = kind.value
+        advice = ""
+        if is_producer and not self.is_private:  # a folder may have been used before
+            advice = (
+                "; if these are the producers of an earlier run, call `close()` at its end, or remove the "
+                f"folder {self.path}"
+            )
+        if are_closed:
+            new = "create a new MessageQueue, or " if self.is_private else ""
+            raise UsageError(
+                f"all producers of this queue have closed (producers={count}), so its consumers have reached "
+                f"the end: {new}pass a larger number of producers{advice}"
+            )
         raise UsageError(
-            f"the number of {name}s of this queue is {len(states)}, and as many are open or have closed: "
-            f"pass a larger number of {name}s to MessageQueue{self._advice(kind)}"
+            f"the number of {name}s of this queue is {count}, and as many are open or have closed: "
+            f"pass a larger number of {name}s to MessageQueue{advice}"
         )
 
-    def _advice(self, kind: Kind) -> str:
-        """Return what else to try if no slot is free, since a folder may have been used before."""
-        if self.is_private or kind is Kind.CONSUMER:
-            return ""
-        return (
-            "; if these are the producers of an earlier run, call `close()` at its end, or remove the folder "
-            f"{self.path}"
-        )
-
-    def states_in_use(self, kind: Kind) -> list[SlotState]:
-        """Return the states of the slots of one kind, for a process that has claimed a slot.
+    def producer_states(self) -> list[SlotState]:
+        """Return the states of the slots of producers, for a process that has claimed a slot.
 
         Raises:
             PeerLostError: the files of the queue were removed, but not by a process of the queue.
         """
         try:
-            return self.states(kind)
+            file = self._open()
         except ClosedError:
             raise PeerLostError(
                 f"the files of the queue in {self.path} were removed while it was in use, so its other "
                 "processes cannot be found: pass a `folder` that no cleaner of temporary files removes"
             ) from None
-
-    def states(self, kind: Kind) -> list[SlotState]:
-        """Return the states of the slots of one kind.
-
-        Raises:
-            ClosedError: the queue was closed, and its files were removed.
-        """
-        with contextlib.closing(self._open()) as file:
-            return [_state(file.number, place) for place in self._places(kind)]
+        with contextlib.closing(file):
+            return [_state(file.number, place) for place in range(1, 1 + self.producers)]
 
 
 def _state(file: int, place: int) -> SlotState:
@@ -296,17 +265,18 @@ def _state(file: int, place: int) -> SlotState:
     return SlotState.CLOSED if state == _CLOSED else SlotState.UNUSED
 
 
-def _claimed(file: Descriptor, place: int, *, may_be_closed: bool) -> bool:
-    """Try to claim a slot, which another process may have claimed or closed since its state was read."""
+def _locked(file: Descriptor, place: int, wanted: bytes) -> bool:
+    """Try to lock a slot whose byte is `wanted`; another process may lock or change it at the same time."""
+    if os.pread(file.number, 1, place) != wanted:
+        return False
     try:
         change_lock(file.number, fcntl.F_WRLCK, place, 1)
     except BlockingIOError:
         return False
-    if os.pread(file.number, 1, place) == _CLOSED and not may_be_closed:
-        change_lock(file.number, fcntl.F_UNLCK, place, 1)
-        return False
-    os.pwrite(file.number, _OPEN, place)
-    return True
+    if os.pread(file.number, 1, place) == wanted:
+        return True
+    change_lock(file.number, fcntl.F_UNLCK, place, 1)
+    return False
 
 
 def _remove(remove: Callable[[str], None], path: str) -> None:

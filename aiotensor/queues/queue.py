@@ -24,9 +24,10 @@ class MessageQueue(QueueDescription[M]):
             async for message in consumer:  # until all producers have closed
                 print(message["number"], message["frames"].shape)
 
-    Each message is taken by one consumer. A consumer receives at most one message of each producer before it
-    takes the previous one, so that messages go to the consumers that take them. If a consumer dies at the
-    moment when it takes a message, before its producer is notified, the message may be taken a second time.
+    Each message is taken by one consumer, and is lost if that consumer dies afterwards. At most two messages
+    of each producer wait in a consumer, and the others in the producer, so that messages go to the consumers
+    that take them. If a consumer takes a message and dies while its producer is stopped and cannot be
+    notified, the message may be taken a second time.
 
     The queue creates a folder for its sockets and locks. Close the queue, or use it in a ``with`` block, in
     the process that has created it, after its producers and consumers. Without `folder`, the end of this
@@ -41,8 +42,8 @@ class MessageQueue(QueueDescription[M]):
             be replaced by another one.
         max_messages: the maximum number of messages of each producer that are in the queue: accepted by
             `put`, and not taken.
-        arena_bytes: the shared memory of each producer for each consumer, in bytes. It is allocated when it
-            is used.
+        arena_bytes: the shared memory of each producer in bytes, for its untaken messages and for the tensors
+            that consumers keep. It is allocated when it is used.
         max_body_bytes: the maximum size of a message without its tensors and arrays, in bytes; None for no
             limit.
         redeliver: whether a message that was not taken is delivered to another consumer if its consumer dies

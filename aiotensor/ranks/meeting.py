@@ -34,7 +34,7 @@ import msgspec
 import torch.distributed
 
 from aiotensor.errors import PeerLostError, ProtocolError, RefusedError, UsageError
-from aiotensor.runtime.detached import run_detached
+from aiotensor.runtime.worker import run_detached
 from aiotensor.transports.endpoints import Route, TcpArguments, TensorQueue, route_to
 
 if TYPE_CHECKING:

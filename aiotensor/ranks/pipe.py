@@ -40,7 +40,7 @@ from aiotensor.link.events import PeerLog
 from aiotensor.link.session import Session
 from aiotensor.memory.arena import Block, Extent
 from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError
-from aiotensor.memory.gates import Gate
+from aiotensor.memory.gates import WaitLimits
 from aiotensor.memory.inline import MAX_INLINE_BYTES, bytes_of
 from aiotensor.memory.leased import ForeignSegment, ForwardedBlock, PeerMemory
 from aiotensor.memory.mappings import Mappings
@@ -168,22 +168,14 @@ class RankPipe(LoopObject):
         self._failure: AioTensorError | None = None  # why no further message is sent or arrives
         self._changes = Waiters()
         # Messages to the peer
-        self._turns: Gate[None] = Gate(
-            1, stuck_elsewhere=None, max_wait_s=self._max_wait_s, overdue=lambda _: self._would_block(0)
-        )
+        limits = WaitLimits(_LONG_WAIT_S, self._max_wait_s, self._log_wait, self._would_block)
+        self._turns = limits._replace(long_wait_s=None).permits(1, step="wait for a turn")
         self._memory = Memory(
             self._max_bytes,
-            lambda arena: Gate(
-                self._max_bytes,
-                space=arena,
-                stuck_elsewhere=None,
-                long_wait_s=_LONG_WAIT_S,
-                on_long_wait=self._log_wait,
-                max_wait_s=self._max_wait_s,
-                overdue=self._would_block,
-            ),
             _KEEP_WARM_S,
             self._counts,
+            limits,
+            stuck_elsewhere=None,
             segment_closed=self._segment_closed,
         )
         self._turns.waited = self._memory.gate.waited  # one count of all waits
@@ -249,8 +241,7 @@ class RankPipe(LoopObject):
                         lambda hello: None,  # `_join` compares the limits, at both ends
                         self._admitted,
                         self._refused,
-                        lambda: (),
-                        lambda error: self._not_joined(PeerLostError(f"listening failed: {error}")),
+                        failed=lambda error: self._not_joined(PeerLostError(f"listening failed: {error}")),
                     )
                     stack.callback(admission.close)
                     listener = await route.listen(admission)
@@ -303,35 +294,41 @@ class RankPipe(LoopObject):
             OSError: the machine has no memory left.
         """
         with self._errors:
-            session, source, nbytes = self._prepare(tensor)
+            session, limit = self._opened(), self._max_bytes
+            self._check()
+            source = None if tensor is None else as_source(tensor)
             del tensor
-            memory = self._memory
+            nbytes = LEAST_MESSAGE_BYTES if source is None else max(source.nbytes, LEAST_MESSAGE_BYTES)
+            if nbytes > limit:
+                reason = f"{nbytes} bytes can never fit into max_bytes={limit}: send smaller parts"
+                raise TooLargeError(f"{reason}, or raise max_bytes", limit=limit, requested=nbytes)
+            memory, gate = self._memory, self._memory.gate
             turn = self._turns.try_request(1) or await self._turns.acquire(1)
             try:
-                if source is None or nbytes <= MAX_INLINE_BYTES:
-                    gate, put = memory.gate, self._put(session, source)
-                    ticket = gate.try_request(nbytes) or await gate.acquire(nbytes)
-                    self._announce(session, put, ticket)
-                elif (forwarded := await self._forward(session, source)) is not None:
-                    try:
-                        gate, put = memory.gate, self._put(session, source, forwarded)
+                block: Block | ForwardedBlock | None = None
+                if source is not None and nbytes > MAX_INLINE_BYTES:
+                    found = plan_placement(source, memory.allocations).forwardable
+                    if found is not None and session.transport.mover is None:
+                        block = await memory.forward(source, found)
+                    if block is None:
+                        block = memory.try_acquire(nbytes) or await memory.acquire(nbytes)
+                        await session.fill(memory, source, block, self)
+                try:
+                    put, ticket = self._put(session, source, block), None
+                    if not isinstance(block, Block):
                         ticket = gate.try_request(nbytes) or await gate.acquire(nbytes)
-                        self._announce(session, put, ticket)
-                    finally:
-                        memory.unpin_owner(forwarded)
-                else:
-                    block = memory.try_acquire(nbytes) or await memory.acquire(nbytes)
-                    await session.fill(memory, source, block, self)
-                    try:
-                        self._announce(session, self._put(session, source, block))
-                    finally:
+                    self._announce(session, put, ticket)
+                finally:
+                    if block is not None:
                         memory.unpin_owner(block)
             except CopyAbandonedError:
                 self._check()
                 raise
             finally:
                 self._turns.release(turn)
-            self._sent(source)
+            self._check()  # writing may have failed
+            self._counts["messages_sent"] += 1
+            self._counts["bytes_sent"] += 0 if source is None else source.nbytes
 
     async def receive(self, *, copy: bool = False) -> torch.Tensor | None:
         """Return the next message of the other rank, once it has arrived.
@@ -430,30 +427,31 @@ class RankPipe(LoopObject):
             if not session.is_over:
                 session.close(Close(uses_memory=self._theirs.leases > 0))
                 await session.accepted()
-            session.transport.close()
-            session.keep_pins(self._memory)
-            self._mappings.peer_gone(self._theirs)
+            self._drop()
             await self._memory.aclose()
             await self._mappings.settle()
 
     def _abort(self) -> None:
         """Close without waiting."""
+        self._drop()
+        self._mappings.close()
+        self._memory.close()
+        self._log.close()
+
+    def _drop(self) -> None:
+        """Close the connection, and release what belongs to it."""
         if self._session is not None:
             self._session.drop()
             self._session.keep_pins(self._memory)
         self._inbox.clear()
         self._mappings.peer_gone(self._theirs)
-        self._mappings.close()
-        self._memory.close()
-        self._log.close()
 
     def _details(self) -> list[str]:
         return [f"rank {self.rank} to {self.peer}"]
 
     def _opened(self) -> "_Rank":
         """Return the session, after checking that this pipe may be used here."""
-        if asyncio._get_running_loop() is not self.affinity.open_in:
-            self.affinity.check()
+        self.affinity.check()
         if self._session is None:
             raise ClosedError("this RankPipe is still being opened")
         return self._session
@@ -523,29 +521,12 @@ class RankPipe(LoopObject):
         turns = self._turns
         return 0 if self._failure is not None else len(self._announced) + turns.in_use + turns.waiting
 
-    def _prepare(self, value: torch.Tensor | None) -> "tuple[_Rank, Source | None, int]":
-        """Return the session, the source of a valid value, and the bytes that count towards `max_bytes`."""
-        session, limit = self._opened(), self._max_bytes
-        self._check()
-        source = None if value is None else as_source(value)
-        nbytes = LEAST_MESSAGE_BYTES if source is None else max(source.nbytes, LEAST_MESSAGE_BYTES)
-        if nbytes > limit:
-            reason = f"{nbytes} bytes can never fit into max_bytes={limit}: send smaller parts"
-            raise TooLargeError(f"{reason}, or raise max_bytes", limit=limit, requested=nbytes)
-        return session, source, nbytes
-
-    async def _forward(self, session: "_Rank", source: Source) -> ForwardedBlock | None:
-        found = plan_placement(source, self._memory.allocations).forwardable
-        if found is None or session.transport.mover is not None:
-            return None
-        return await self._memory.forward(source, found)
-
     def _segment_closed(self, segment: Segment | ForeignSegment) -> None:
         if self._session is not None:
             self._session.detach(segment)
 
     def _put(
-        self, session: "_Rank", source: Source | None, block: Block | ForwardedBlock | None = None
+        self, session: "_Rank", source: Source | None, block: Block | ForwardedBlock | None
     ) -> Put | None:
         """Return the frame of the next message, after sharing the segment of its block; None for None."""
         if source is None:
@@ -557,7 +538,7 @@ class RankPipe(LoopObject):
         self._check()  # writing may have failed, or the pipe was closed during the copy
         return put_of(number, 0, source, frames.ARENA, block.place.describe(0), block.number, last=True)
 
-    def _announce(self, session: "_Rank", put: Put | None, ticket: Ticket[Extent] | None = None) -> None:
+    def _announce(self, session: "_Rank", put: Put | None, ticket: Ticket[Extent] | None) -> None:
         """Announce the next message, with the bytes to release when it is taken."""
         connection = session.connection
         self._announced[connection.next_message] = ticket
@@ -573,13 +554,7 @@ class RankPipe(LoopObject):
         else:
             session.schedule_flush()
 
-    def _sent(self, source: Source | None) -> None:
-        """Count a message, unless writing it has failed."""
-        self._check()
-        self._counts["messages_sent"] += 1
-        self._counts["bytes_sent"] += 0 if source is None else source.nbytes
-
-    def _would_block(self, nbytes: int) -> WouldBlockError:
+    def _would_block(self, _: str, messages: int, nbytes: int) -> WouldBlockError:
         budget = self._memory.gate
         return WouldBlockError(
             f"not enough bytes were free, or earlier calls were not complete: {budget.in_use} of "
@@ -589,13 +564,13 @@ class RankPipe(LoopObject):
             bytes=Usage(budget.limit, budget.in_use, nbytes),
         )
 
-    def _log_wait(self, nbytes: int) -> None:
-        reason = f"a message of {nbytes} bytes has waited for {_LONG_WAIT_S:g} s: {self._would_block(nbytes)}"
+    def _log_wait(self, what: str) -> None:
+        reason = f"a message has waited {_LONG_WAIT_S:g} s for {what}: {self._would_block('', 1, 0)}"
         logger.warning(
             "%s: %s",
             self._label,
             reason,
-            extra={"event": "slow_peer", "pipe": self._label, "bytes": nbytes, "reason": reason},
+            extra={"event": "slow_peer", "pipe": self._label, "reason": reason},
         )
 
     # Messages of the peer

@@ -17,11 +17,20 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, SupportsIndex, T
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.statistics import registry
 
-__all__ = ["FreedItems", "LoopAffinity", "LoopObject", "ProcessBound", "close_now", "warn_unclosed"]
+__all__ = [
+    "FEW_ITEMS",
+    "FreedItems",
+    "LoopAffinity",
+    "LoopObject",
+    "ProcessBound",
+    "close_now",
+    "warn_unclosed",
+]
 
 T = TypeVar("T")
 
-_ITEMS_AN_ITERATION = 128
+# The freed items that are handled in one iteration of the event loop.
+FEW_ITEMS = 128
 _NO_LOOP = object()  # unlike None, it differs from the running loop of a thread without one
 
 
@@ -95,6 +104,15 @@ class LoopAffinity:
         was_open = self.is_open
         self.is_closed, self.open_in = True, _NO_LOOP
         return was_open
+
+    def closed_error(self) -> ClosedError:
+        """Return the error of a call that ends because the object was closed."""
+        return ClosedError(f"this {self._name} was closed")
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` if the object was closed, perhaps during a wait."""
+        if self.is_closed:
+            raise self.closed_error()
 
     def settle(self, owner: registry.HasStatistics, endpoint: str) -> None:
         """Add the object to the registry of this process, unless another task has closed it."""
@@ -306,33 +324,21 @@ class FreedItems(Generic[T]):
     def collect(self) -> None:
         """Pass a limited number of the queued items to `handle`, and the rest in the next iterations."""
         self.is_scheduled = False  # first, so that a later item schedules another call
-        if not self.items:
-            return
-        self._pass_some()
+        if self.items:
+            self.collect_some()
         if self.items and not self.is_scheduled and self._loop is not None:
             self.is_scheduled = True
             self._loop.call_soon(self.collect)
 
-    def collect_few(self) -> None:
-        """Pass the queued items to `handle` during this call, unless they are many."""
-        count, items = len(self.items), []
-        if count > _ITEMS_AN_ITERATION:
-            return
-        while count:  # not more, because other threads may append
-            items.append(self.items.popleft())
-            count -= 1
-        owner = self._owner()
-        if owner is not None:
-            self._handle(owner, items)
-
     def collect_all(self) -> None:
         """Pass all queued items to `handle` during this call."""
         while self.items:
-            self._pass_some()
+            self.collect_some()
 
-    def _pass_some(self) -> None:
+    def collect_some(self) -> None:
+        """Pass at most `FEW_ITEMS` queued items to `handle` during this call."""
         items: list[T] = []
-        while self.items and len(items) < _ITEMS_AN_ITERATION:
+        while self.items and len(items) < FEW_ITEMS:
             items.append(self.items.popleft())
         owner = self._owner()
         if items and owner is not None:

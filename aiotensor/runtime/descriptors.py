@@ -1,8 +1,14 @@
-"""File descriptors of this library, which are closed in every forked child."""
+"""File descriptors of this library, which are closed in every forked child, and locks on ranges of files.
+
+Locks belong to an open file description (``F_OFD_SETLK``, see fcntl(2)), which exists as long as a descriptor
+or a mapping refers to it. The kernel therefore releases them when a process ends for any reason.
+"""
 
 import contextlib
+import fcntl
 import os
 import socket
+import struct
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -10,12 +16,16 @@ from typing import Protocol
 __all__ = [
     "Descriptor",
     "ForeignDescriptor",
+    "change_lock",
     "close_after_fork",
     "close_all",
+    "conflicting_lock",
     "copy_of",
     "duplicates",
     "file_of",
 ]
+
+_FLOCK = struct.Struct("hhqqi0q")  # type, whence, start, length and process of a lock
 
 
 class SupportsClose(Protocol):
@@ -120,3 +130,27 @@ def file_of(descriptor: int) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
+
+
+def change_lock(descriptor: int, kind: int, start: int, length: int) -> None:
+    """Lock or unlock a range of bytes, which need not exist; never waits.
+
+    Args:
+        descriptor: a descriptor of the file.
+        kind: `fcntl.F_RDLCK`, `fcntl.F_WRLCK` or `fcntl.F_UNLCK`.
+        start: the first byte.
+        length: the number of bytes; 0 extends the range to the end of any file.
+
+    Raises:
+        BlockingIOError: another open file description has a conflicting lock in the range.
+        OSError: the system has no memory left for a lock.
+    """
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
+
+
+def conflicting_lock(descriptor: int, kind: int, start: int, length: int) -> tuple[int, int] | None:
+    """Return the start and the length of one lock that prevents `change_lock`; None if nothing does."""
+    asked = _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
+    answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked)
+    found, _, locked, nbytes, _ = _FLOCK.unpack(answer)
+    return None if found == fcntl.F_UNLCK else (locked, nbytes)

@@ -22,12 +22,11 @@ Step: TypeAlias = Literal[
     "wait for a turn",
     "wait for a receiver",
     "wait for a server",
-    "wait for credit",
     "provide memory",
     "copy",
     "move",
 ]
-Item: TypeAlias = Literal["tensor", "message", "publication"]
+Item: TypeAlias = Literal["tensor", "message", "answer", "publication"]
 
 
 class Span(Protocol):

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from aiotensor.errors import AioTensorError
 
-__all__ = ["Waiters", "at_most", "until", "within"]
+__all__ = ["Waiters", "at_most", "until"]
 
 T = TypeVar("T")
 
@@ -114,12 +114,3 @@ async def _at_most(seconds: float, make_error: Callable[[], AioTensorError]) -> 
         if timeout.expired():
             raise make_error() from None
         raise
-
-
-async def within(limit: AbstractAsyncContextManager[None], future: "asyncio.Future[T]") -> T:
-    """Wait for a future in a block that limits the duration, such as `at_most`."""
-    try:
-        async with limit:
-            return await future
-    finally:
-        del future  # it refers to its error, whose traceback would keep the frames of the callers alive

@@ -1,10 +1,11 @@
-"""Threads for work that would block the event loop: a pool for each loop, and `Worker` objects."""
+"""Threads for work that would block the event loop: a pool for each loop, `Worker` objects, and daemons."""
 
 import asyncio
 import contextlib
 import errno
 import importlib
 import os
+import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ from anyio.lowlevel import RunVar
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters
 
-__all__ = ["Worker", "in_thread", "no_thread", "thread_limiter"]
+__all__ = ["Worker", "in_thread", "no_thread", "run_detached", "thread_limiter"]
 
 logger = logger_of("worker")
 
@@ -260,10 +261,24 @@ class Worker:
         self, what: str, on_success: Callable[[], object], future: "asyncio.Future[object]"
     ) -> None:
         self._begun -= 1
-        try:
-            _begun_work_ended(what, on_success, future)
-        finally:
-            self._changes.wake()
+        self._changes.wake()
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is None:
+            on_success()
+            return
+        logger.error(
+            "%s failed",
+            what,
+            exc_info=error,
+            extra={
+                "event": "work_failed",
+                "work": what,
+                "error": type(error).__name__,
+                "reason": str(error),
+            },
+        )
 
     async def settle(self) -> None:
         """Wait until all work has ended; errors are raised where the work was submitted.
@@ -314,27 +329,48 @@ class Worker:
         return wait_and_work
 
 
+def run_detached(name: str, function: Callable[[], R]) -> "asyncio.Future[R]":
+    """Call a function in a new daemon thread, and return the future of its result at once.
+
+    Neither the event loop nor the end of the process waits for the thread, and a call that takes long delays
+    no other call. If the future is cancelled, the result is ignored.
+
+    Args:
+        name: the name of the thread.
+        function: the function, which may only raise subclasses of `Exception` and must not refer to tensors.
+
+    Raises:
+        OSError: no thread can be started.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[R] = loop.create_future()
+
+    def succeed(result: R) -> None:
+        if not future.done():
+            future.set_result(result)
+
+    def fail(error: Exception) -> None:
+        if not future.done():
+            future.set_exception(error)
+
+    def run() -> None:
+        try:
+            result = function()
+        except Exception as error:  # noqa: BLE001 - the task that awaits the future handles it
+            report: Callable[[], object] = partial(fail, error)
+        else:
+            report = partial(succeed, result)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(report)
+
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as error:
+        raise no_thread(error) from error
+    return future
+
+
 def no_thread(error: RuntimeError) -> OSError:
     """Return the error to raise when a thread could not be started."""
     # Not EAGAIN, the error number of the kernel: it would make a BlockingIOError, which suggests a retry.
     return OSError(errno.ENOMEM, f"no thread can be started: {error}")
-
-
-def _begun_work_ended(what: str, on_success: Callable[[], object], future: "asyncio.Future[object]") -> None:
-    if future.cancelled():
-        return
-    error = future.exception()
-    if error is None:
-        on_success()
-    else:
-        logger.error(
-            "%s failed",
-            what,
-            exc_info=error,
-            extra={
-                "event": "work_failed",
-                "work": what,
-                "error": type(error).__name__,
-                "reason": str(error),
-            },
-        )

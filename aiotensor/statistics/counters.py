@@ -31,7 +31,7 @@ def new_counts(kind: type[Statistics]) -> dict[str, int]:
     return dict.fromkeys(plain_counters(kind), 0)
 
 
-def snapshot(kind: type[S], counts: Mapping[str, int], **fields: object) -> S:
+def snapshot(kind: type[S], counts: Mapping[str, object], **fields: object) -> S:
     """Return statistics with the counts from `new_counts` and the other fields, which take precedence."""
     make: Callable[..., S] = kind
     return make(**{**counts, **fields})

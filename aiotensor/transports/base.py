@@ -7,12 +7,16 @@ end and a `Listener` the other; the first frame alone determines their roles. Al
 only on the thread of the event loop.
 """
 
+import asyncio
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
 from aiotensor.protocol.moves import Move
-from aiotensor.runtime.logs import logger_of
+from aiotensor.runtime.logs import logger_of, others
+from aiotensor.runtime.outage import Absence
 
 __all__ = [
     "MAX_UNREAD_BYTES",
@@ -25,7 +29,7 @@ __all__ = [
     "Listener",
     "Mover",
     "Transport",
-    "unexpected",
+    "log_refused",
 ]
 
 logger = logger_of("transports")
@@ -34,6 +38,15 @@ logger = logger_of("transports")
 # owed the answers to its messages in flight. With the default limit on these messages, and as many tensors in
 # each as possible, all answers together are shorter than this.
 MAX_UNREAD_BYTES = 8 << 20
+
+# There is no notification when a process begins to listen at an address, so a connector polls, but only while
+# it is not connected.
+_FIRST_RETRY_S = 0.005
+_LAST_RETRY_S = 0.25
+
+# A full backlog has free entries only briefly, and other processes may compete for them. During a flood of
+# connections, no sender connected within 3 s with delays that grow to `_LAST_RETRY_S`.
+_FULL_RETRY_S = 0.01
 
 
 class Handler(Protocol):
@@ -184,19 +197,33 @@ class Events(NamedTuple):
     connecting_failed: Callable[[AioTensorError], None]
 
 
-class Connector(Protocol):
-    """The connecting side: connects to the listener, and connects again after a loss."""
+class Connector(ABC):
+    """The connecting side: connects to the listener, and connects again after a failure or a loss.
 
-    @property
-    def connects_at_once(self) -> bool:
-        """Whether `connect` connects before it returns, if a process listens and its backlog is not full."""
+    Args:
+        label: the address in logs.
+        events: the object that is notified.
+    """
 
-    @property
-    def is_backlogged(self) -> bool:
-        """Whether the last attempt failed because the backlog of the listening process was full."""
+    connects_at_once = False
+    """Whether `connect` connects before it returns, if a process listens and its backlog is not full."""
 
+    def __init__(self, label: str, events: ConnectorEvents) -> None:
+        self.is_backlogged = False  # whether the last attempt failed because the listener's backlog was full
+        self._label = label
+        self._events = events
+        self._loop = asyncio.get_running_loop()
+        self._transport: Transport | None = None
+        self._connected_at = math.inf  # when the last connection began, until another attempt is scheduled
+        self._attempt: asyncio.Handle | None = None
+        self._delay = _FIRST_RETRY_S
+        self._is_exhausted = False  # this process has no descriptors or no memory, and that was logged
+        self._is_closed = False
+        self._absence = Absence(label, self.missing)
+
+    @abstractmethod
     def connect(self) -> None:
-        """Connect for the first time, or begin to wait until a process listens.
+        """Connect for the first time with `begin`, or call `reconnect` to try again later.
 
         Raises:
             AccessDeniedError: the process that listens belongs to another user.
@@ -204,14 +231,108 @@ class Connector(Protocol):
             OSError: this process has no descriptors or no memory left.
         """
 
+    @abstractmethod
+    def missing(self) -> str:
+        """Return why no peer is connected, for the log."""
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether an attempt is scheduled or under way."""
+        return self._attempt is not None
+
+    def begin(self, transport: Transport) -> None:
+        """Begin a new connection.
+
+        Raises:
+            OSError: writing the first record failed.
+        """
+        self._transport = transport
+        self._connected_at = self._loop.time()
+        self.is_backlogged = False
+        try:
+            self._events.connected(transport)
+        except BaseException:
+            transport.close()  # the peer would reject any other first record
+            raise
+        self._absence.end()
+        self._is_exhausted = False
+
     def reconnect(self) -> None:
-        """Begin to connect again after a loss, with a delay that increases if connections end quickly."""
+        """Begin to connect again, with a delay that increases if connections end quickly."""
+        if self._is_closed or self.is_trying:
+            return
+        self._absence.begin()
+        if self.is_backlogged:
+            self._attempt = self._loop.call_later(_FULL_RETRY_S, self._connect_again)
+            return
+        if self._loop.time() - self._connected_at >= _LAST_RETRY_S:
+            # Otherwise the delay grows, even if the peer accepts each connection and then closes it.
+            self._delay = _FIRST_RETRY_S
+        self._connected_at = math.inf
+        self._attempt = self._loop.call_later(self._delay, self._connect_again)
+        self._delay = min(2 * self._delay, _LAST_RETRY_S)
 
     def connect_now(self) -> None:
-        """Connect now, if there is no connection and no attempt is scheduled."""
+        """Connect now, if there is no connection and no attempt is scheduled or under way."""
+        if not self.is_trying and (self._transport is None or self._transport.is_closed):
+            self._connect_again()
 
     def close(self) -> None:
         """Stop all attempts; the connections stay open."""
+        self._is_closed = True
+        self._absence.end()
+        self.cancel_attempt()
+
+    def cancel_attempt(self) -> None:
+        """Cancel the scheduled attempt, if there is one."""
+        if self._attempt is not None:
+            self._attempt.cancel()
+            self._attempt = None
+
+    def fail(self, error: AioTensorError) -> None:
+        """Report that connecting has failed permanently; the calls that wait for the peer get this error."""
+        self._absence.end()
+        self._events.connecting_failed(error)
+
+    def retry(self, error: OSError) -> None:
+        """Try again later after an error that may pass; it is logged once until a connection begins."""
+        if not self._is_exhausted:
+            logger.error(
+                "connecting to %s failed and will be retried: %s",
+                self._label,
+                error,
+                extra={"event": "connecting_failed", "address": self._label, "reason": str(error)},
+            )
+        self._is_exhausted = True
+        self.reconnect()
+
+    def _connect_again(self) -> None:
+        self._attempt = None
+        if not self._is_closed:
+            self.try_to(self.connect)
+
+    def try_to(self, connect: Callable[[], object]) -> None:
+        """Call a function that connects, and handle its errors."""
+        try:
+            connect()
+        except AioTensorError as error:
+            self.fail(error)
+        except OSError as error:
+            self.retry(error)
+        except Exception as error:  # otherwise, the calls that wait for the peer would hang
+            name, text = type(error).__name__, str(error)
+            logger.error(
+                "connecting to %s failed unexpectedly",
+                self._label,
+                exc_info=error,
+                extra={
+                    "event": "connecting_failed",
+                    "address": self._label,
+                    "error": name,
+                    "reason": text,
+                },
+            )
+            self.fail(PeerLostError(f"connecting to {self._label} failed: {name}: {text}"))
 
 
 class Acceptor(Protocol):
@@ -238,13 +359,12 @@ class Listener(Protocol):
         """Accept no more connections; existing ones stay open."""
 
 
-def unexpected(address: str, error: Exception) -> PeerLostError:
-    """Log an error of connecting that is a bug, and return the error for the calls that wait for the peer."""
-    name, text = type(error).__name__, str(error)
-    logger.error(
-        "connecting to %s failed unexpectedly",
+def log_refused(count: int, address: str, reason: str) -> None:
+    """Log connections that were refused, as a `RepeatedEvent` does."""
+    logger.warning(
+        "a connection to %s was refused: %s%s",
         address,
-        exc_info=error,
-        extra={"event": "connecting_failed", "address": address, "error": name, "reason": text},
+        reason,
+        others(count),
+        extra={"event": "connection_refused", "address": address, "reason": reason, "count": count},
     )
-    return PeerLostError(f"connecting to {address} failed: {name}: {text}")

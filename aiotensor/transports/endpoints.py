@@ -8,10 +8,9 @@ from functools import partial
 from multiprocessing.queues import Queue
 from typing import Any, NamedTuple, TypeAlias
 
-from aiotensor.transports.address import is_folder, label_of, socket_path
+from aiotensor.transports.address import TcpArguments, label_of, socket_path
 from aiotensor.transports.base import Acceptor, Connector, ConnectorEvents, Listener
 from aiotensor.transports.rendezvous import PlainQueue, QueueConnector, listen_on
-from aiotensor.transports.tcp.arguments import TcpArguments
 from aiotensor.transports.tensor_queue import TensorQueue
 from aiotensor.transports.unix import UnixConnector, listen_at
 
@@ -65,12 +64,8 @@ def route_to(endpoint: Endpoint, given: TcpArguments = _CONNECTS) -> Route:
             "endpoint must be an address such as 'unix:///run/user/1000/engine.sock', an "
             f"aiotensor.TensorQueue or a multiprocessing.Queue, got {type(endpoint).__name__!r}"
         )
-    path = socket_path(endpoint, "unix")
-    return Route(
-        label_of(endpoint),
-        partial(UnixConnector, path),
-        partial(listen_at, path, makes_folder=is_folder(endpoint)),
-    )
+    path = socket_path(endpoint)
+    return Route(label_of(endpoint), partial(UnixConnector, path), partial(listen_at, path))
 
 
 def _over_tcp(endpoint: str, given: TcpArguments) -> Route:
@@ -80,8 +75,4 @@ def _over_tcp(endpoint: str, given: TcpArguments) -> Route:
     from aiotensor.transports.tcp.options import options_of
 
     options = options_of(endpoint, given)
-    return Route(
-        label_of(endpoint),
-        partial(TcpConnector, options),
-        partial(listen_over_tcp, options),
-    )
+    return Route(label_of(endpoint), partial(TcpConnector, options), partial(listen_over_tcp, options))

@@ -7,10 +7,7 @@ carry file descriptors, which the kernel holds until they are read.
 import array
 import asyncio
 import errno
-import fcntl
-import select
 import socket
-import termios
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -168,9 +165,9 @@ class SocketTransport:
     def read_now(self) -> None:
         """Read a record, if there is one, as `Transport.read_now` does; also called for a readable socket.
 
-        The record is valid until the next call. It may be empty, truncated because it is too long, or lack
+        The record is valid until the next call. It may be truncated because it is too long, or lack
         descriptors because this process may open no more (EMFILE). The decoder of the frames detects these
-        cases.
+        cases. An empty record, which no honest peer sends, looks like the end of the connection.
         """
         # One record per callback: an extra read without a result costs more than another poll of the loop.
         if self._handler is None:
@@ -187,7 +184,7 @@ class SocketTransport:
             self._end(f"reading failed: {error}")
         else:
             descriptors = _descriptors_of(ancillary) if ancillary else []
-            if size or descriptors or not self._is_at_end():
+            if size or descriptors:
                 self._handler.record_received(self._buffer[:size], descriptors)
             else:
                 self._end("the peer closed the connection")
@@ -195,13 +192,6 @@ class SocketTransport:
             # uvloop stops watching a socket after an error. No more records arrive; read the rest from here.
             self._loop.remove_reader(self._sock.fileno())
             self._loop.call_soon(self.read_now)
-
-    def _is_at_end(self) -> bool:
-        """Return whether an empty read was the end of the stream and not an empty record."""
-        # The order matters: no more records arrive once the peer has closed.
-        poll = select.poll()
-        poll.register(self._sock, select.POLLRDHUP)
-        return bool(poll.poll(0)) and not any(fcntl.ioctl(self._sock, termios.FIONREAD, bytes(_INT_BYTES)))
 
     def _end(self, reason: str) -> None:
         if not self.is_closed:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 from aiotensor.errors import AccessDeniedError, UsageError
 from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
 from aiotensor.runtime.worker import no_thread
-from aiotensor.transports.base import MAX_UNREAD_BYTES, Acceptor, ConnectorEvents, Transport
-from aiotensor.transports.unix import RetryingConnector, UnixListener, connect_to, listen_by_name
+from aiotensor.transports.base import MAX_UNREAD_BYTES, Acceptor, Connector, ConnectorEvents, Transport
+from aiotensor.transports.unix import UnixListener, connect_to, listen_by_name
 
 __all__ = ["PlainQueue", "QueueConnector", "QueueListener", "listen_on"]
 
@@ -33,20 +33,16 @@ else:
 _NAME = re.compile(rb"aiotensor-[0-9a-f]{32}")
 _WAKE = b"aiotensor-closed"  # ends the thread of a closed receiver
 
-_NOT_CONNECTED = "no receiver has connected: none is open, or one was killed and has left the queue locked"
-
 # Before the finalizers of multiprocessing, which end the threads that write to queues.
 _EXIT_PRIORITY = 20
 _EXIT_S = 1.0
 
 
-class QueueConnector(RetryingConnector):
+class QueueConnector(Connector):
     """Wait until the receiver of a queue has connected, and again after a loss."""
 
-    connects_at_once = False
-
     def __init__(self, queue: PlainQueue, events: ConnectorEvents) -> None:
-        super().__init__("queue", lambda: _NOT_CONNECTED, events)
+        super().__init__("queue", events)
         self._queue = queue
         self._listener: UnixListener | None = None  # until the receiver has connected
         self._name = b""
@@ -70,6 +66,10 @@ class QueueConnector(RetryingConnector):
                 raise no_thread(error) from error
             raise UsageError(f"this queue was closed: create a new one ({error})") from error
         self.reconnect()
+
+    def missing(self) -> str:
+        """Return why no receiver is connected, as `Connector.missing` does."""
+        return "no receiver has connected: none is open, or one was killed and has left the queue locked"
 
     def close(self) -> None:
         """Stop waiting for the receiver."""

@@ -40,14 +40,12 @@ class SocketFile:
     Args:
         path: the path.
         sock: the socket, which belongs to this object.
-        makes_folder: whether to create the folder if it does not exist, for this user only.
     """
 
-    def __init__(self, path: str, sock: socket.socket, *, makes_folder: bool = False) -> None:
+    def __init__(self, path: str, sock: socket.socket) -> None:
         close_after_fork(sock)
         self.path = path
         self._folder = os.path.dirname(path)
-        self._makes_folder = makes_folder
         self.sock = sock
         self._identity: tuple[int, int] | None = None  # of the file
 
@@ -65,9 +63,6 @@ class SocketFile:
             OSError: the file system is read-only or does not support sockets, or no descriptor is left.
         """
         try:
-            if self._makes_folder:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(self._folder, 0o700)
             folder = Descriptor(os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         except OSError as error:
             raise self._refused(error) from error
@@ -176,8 +171,6 @@ class SocketFile:
     def _refused(self, error: OSError) -> OSError:
         """Return an error that names the folder; `OSError` chooses the subclass by the errno."""
         reason = _REASONS.get(error.errno or 0)
-        if self._makes_folder and error.errno == errno.ENOENT:
-            reason = f"the folder cannot be created, because {os.path.dirname(self._folder)} does not exist"
         if reason is None:
             return OSError(error.errno, f"cannot listen at {self.path}: {error.strerror}", self._folder)
         return OSError(error.errno, f"{reason}, so nothing can listen at {self.path}", self._folder)

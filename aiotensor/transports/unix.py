@@ -7,36 +7,23 @@ that listens may start later than the others, and may be restarted: they connect
 
 import asyncio
 import errno
-import math
 import socket
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 
-from aiotensor.errors import AccessDeniedError, AioTensorError, UsageError, is_shortage
+from aiotensor.errors import AccessDeniedError, UsageError, is_shortage
 from aiotensor.runtime.descriptors import close_after_fork
-from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
-from aiotensor.runtime.outage import Absence
+from aiotensor.runtime.logs import RepeatedEvent, logger_of
 from aiotensor.transports.address import is_abstract, missing_at
-from aiotensor.transports.base import MAX_UNREAD_BYTES, Acceptor, ConnectorEvents, Transport, unexpected
+from aiotensor.transports.base import MAX_UNREAD_BYTES, Acceptor, Connector, ConnectorEvents, log_refused
 from aiotensor.transports.records import SocketTransport
 from aiotensor.transports.socket_file import BACKLOG, SocketFile
 from aiotensor.transports.users import check_file, check_user, not_permitted
 
-__all__ = ["RetryingConnector", "UnixConnector", "UnixListener", "connect_to", "listen_at", "listen_by_name"]
+__all__ = ["UnixConnector", "UnixListener", "connect_to", "listen_at", "listen_by_name"]
 
 logger = logger_of("transports")
 
 _ACCEPTS_A_TURN = 16  # a flood of connections must not block the loop
-
-# There is no notification when a socket appears at an address, so a connector polls for it, but only while it
-# is not connected.
-_FIRST_RETRY_S = 0.005
-_LAST_RETRY_S = 0.25
-
-# A full backlog has free entries only briefly, and other processes may compete for them. During a flood of
-# connections, no sender connected within 3 s with delays that grow to `_LAST_RETRY_S`.
-_FULL_RETRY_S = 0.01
 
 # With no descriptor left, a listening socket would stay readable and keep the loop busy.
 _ACCEPT_PAUSE_S = 1.0
@@ -67,118 +54,18 @@ def connect_to(address: str, max_unsent_bytes: int | None = None) -> SocketTrans
     return SocketTransport(sock, pid, max_unsent_bytes=max_unsent_bytes)
 
 
-class RetryingConnector(ABC):
-    """The retries of a connector: after a failure, and after a loss.
-
-    Args:
-        label: the address in logs.
-        reason: returns why no peer is connected, for the log.
-        events: the object that is notified.
-    """
-
-    is_backlogged = False
-
-    def __init__(self, label: str, reason: Callable[[], str], events: ConnectorEvents) -> None:
-        self._label = label
-        self._events = events
-        self._loop = asyncio.get_running_loop()
-        self._transport: Transport | None = None
-        self._connected_at = math.inf  # when the last connection began, until another attempt is scheduled
-        self._attempt: asyncio.TimerHandle | None = None
-        self._delay = _FIRST_RETRY_S
-        self._is_exhausted = False  # this process has no descriptors or no memory, and that was logged
-        self._is_closed = False
-        self._absence = Absence(label, reason)
-
-    @abstractmethod
-    def connect(self) -> None:
-        """Connect with `begin`, or call `reconnect` to try again later, as `Connector.connect` does."""
-
-    def begin(self, transport: Transport) -> None:
-        """Begin a new connection.
-
-        Raises:
-            OSError: writing the first record failed.
-        """
-        self._transport = transport
-        self._connected_at = self._loop.time()
-        self.is_backlogged = False
-        try:
-            self._events.connected(transport)
-        except BaseException:
-            transport.close()  # the peer would reject any other first record
-            raise
-        self._absence.end()
-        self._is_exhausted = False
-
-    def reconnect(self) -> None:
-        """Connect again after a delay."""
-        if self._is_closed or self._attempt is not None:
-            return
-        self._absence.begin()
-        if self.is_backlogged:
-            self._attempt = self._loop.call_later(_FULL_RETRY_S, self._connect_again)
-            return
-        if self._loop.time() - self._connected_at >= _LAST_RETRY_S:
-            # Otherwise the delay grows, even if the peer accepts each connection and then closes it.
-            self._delay = _FIRST_RETRY_S
-        self._connected_at = math.inf
-        self._attempt = self._loop.call_later(self._delay, self._connect_again)
-        self._delay = min(2 * self._delay, _LAST_RETRY_S)
-
-    def connect_now(self) -> None:
-        """Connect now, if there is no connection and no attempt is scheduled."""
-        if self._attempt is None and (self._transport is None or self._transport.is_closed):
-            self._connect_again()
-
-    def close(self) -> None:
-        """Stop all attempts."""
-        self._is_closed = True
-        self._absence.end()
-        self.cancel_attempt()
-
-    def cancel_attempt(self) -> None:
-        """Cancel the scheduled attempt, if there is one."""
-        if self._attempt is not None:
-            self._attempt.cancel()
-            self._attempt = None
-
-    def _connect_again(self) -> None:
-        self._attempt = None
-        if not self._is_closed:
-            self.try_to(self.connect)
-
-    def try_to(self, connect: Callable[[], object]) -> None:
-        """Call a function that connects, and handle its errors."""
-        try:
-            connect()
-        except AioTensorError as error:
-            self._absence.end()  # the calls that waited get this error
-            self._events.connecting_failed(error)
-        except OSError as error:
-            # There may be descriptors or memory again later; calls that wait for the peer keep waiting.
-            if not self._is_exhausted:
-                logger.error(
-                    "connecting to %s failed and will be retried: %s",
-                    self._label,
-                    error,
-                    extra={"event": "connecting_failed", "address": self._label, "reason": str(error)},
-                )
-            self._is_exhausted = True
-            self.reconnect()
-        except Exception as error:  # noqa: BLE001 - otherwise, the calls that wait for the peer would hang
-            self._absence.end()
-            self._events.connecting_failed(unexpected(self._label, error))
-
-
-class UnixConnector(RetryingConnector):
+class UnixConnector(Connector):
     """Connect to the process that listens at a path or an abstract name, and again after a loss."""
 
     connects_at_once = True
 
     def __init__(self, address: str, events: ConnectorEvents) -> None:
+        super().__init__(_label_of(address), events)
         self._address = address
-        super().__init__(_label_of(address), partial(missing_at, address), events)
+
+    def missing(self) -> str:
+        """Return why no peer is connected, as `Connector.missing` does."""
+        return missing_at(self._address)
 
     def connect(self) -> None:
         """Connect if a process listens, or begin to poll for it, as `Connector.connect` does."""
@@ -197,15 +84,12 @@ class UnixConnector(RetryingConnector):
             if is_shortage(error):
                 raise  # a later attempt may succeed
             if error.errno == errno.EPROTOTYPE:
-                raise UsageError(
-                    f"the socket at {self._label} is not that of a receiver or publisher: a "
-                    "MessageServer, for example, has an address of its own"
-                ) from error
+                raise UsageError(f"the socket at {self._label} is not one of aiotensor") from error
             raise UsageError(f"connecting to {self._label} failed: {error.strerror}") from error
         self.begin(transport)
 
 
-async def listen_at(address: str, acceptor: Acceptor, *, makes_folder: bool = False) -> "UnixListener":
+async def listen_at(address: str, acceptor: Acceptor) -> "UnixListener":
     """Listen at a path or an abstract name, as `Route.listen` does.
 
     At a path, it replaces the socket file of a dead receiver; it waits and raises errors as `SocketFile.take`
@@ -220,11 +104,11 @@ async def listen_at(address: str, acceptor: Acceptor, *, makes_folder: bool = Fa
                     raise
                 if not retries:
                     raise UsageError(
-                        "a receiver or publisher already listens on this queue: close that one, or create a "
-                        "queue for each receiver"
+                        "a receiver, publisher or server already listens on this queue: close that one, or "
+                        "create a queue for each of them"
                     ) from error
             await asyncio.sleep(_BIND_RETRY_S)
-    file = SocketFile(address, _new_socket(), makes_folder=makes_folder)
+    file = SocketFile(address, _new_socket())
     try:
         await file.take()
     except BaseException:
@@ -278,7 +162,7 @@ class UnixListener:
         self._max_unsent_bytes = max_unsent_bytes
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
-        self._refused = RepeatedEvent(_log_refused)  # a peer can connect again at any rate
+        self._refused = RepeatedEvent(log_refused)  # a peer can connect again at any rate
         self._is_closed = False
         self._loop.add_reader(sock.fileno(), self.accept_now)
 
@@ -331,15 +215,6 @@ class UnixListener:
     def _resume_accepting(self) -> None:
         self._pause = None
         self._loop.add_reader(self._sock.fileno(), self.accept_now)
-
-
-def _log_refused(count: int, path: str, reason: str) -> None:
-    logger.error(
-        "a sender was refused: %s%s",
-        reason,
-        others(count),
-        extra={"event": "connection_refused", "address": path, "reason": reason, "count": count},
-    )
 
 
 def _label_of(address: str) -> str:

@@ -45,16 +45,12 @@ def check_file(path: str) -> None:
         raise not_permitted(path) from error
     except NotADirectoryError as error:
         raise UsageError(
-            f"there can be no socket at {path}, because {os.path.dirname(path)} is not a folder: the address "
-            "of an engine is engine:// and its folder"
+            f"there can be no socket at {path}, because {os.path.dirname(path)} is not a folder"
         ) from error
     except OSError:
         return
     if stat.S_ISDIR(found.st_mode):
-        raise UsageError(
-            f"there is no socket at {path}, but a folder: if it is the folder of an engine, the address is "
-            f"engine://{path}"
-        )
+        raise UsageError(f"there is no socket at {path}, but a folder: pass the path of a socket in it")
     owner, user = found.st_uid, os.geteuid()
     if owner != user:
         raise AccessDeniedError(

@@ -1,15 +1,17 @@
 """The value types of the public API, such as handles, deliveries and statistics. They have no behaviour."""
 
-from aiotensor.types.broadcast_statistics import PublisherStatistics, SubscriberLag, SubscriberStatistics
-from aiotensor.types.declaring import MAX_BOUNDS, MAX_ERROR_NAMES, Export, Holder, Waits, counter, gauge
+from aiotensor.types.declaring import Export, Holder, Waits
 from aiotensor.types.statistics import (
     ClientStatistics,
     EngineStatistics,
     PipeStatistics,
+    PublisherStatistics,
     ReceiverStatistics,
     SenderStatistics,
     ServerStatistics,
     Statistics,
+    SubscriberLag,
+    SubscriberStatistics,
 )
 from aiotensor.types.values import (
     MAX_NUMBER,
@@ -21,15 +23,12 @@ from aiotensor.types.values import (
     Number,
     Publication,
     Published,
-    Seconds,
     TensorHandle,
     TraceContext,
     Usage,
 )
 
 __all__ = [
-    "MAX_BOUNDS",
-    "MAX_ERROR_NAMES",
     "MAX_NUMBER",
     "MAX_TRACE_FIELDS",
     "MAX_TRACE_NAME",
@@ -46,7 +45,6 @@ __all__ = [
     "Published",
     "PublisherStatistics",
     "ReceiverStatistics",
-    "Seconds",
     "SenderStatistics",
     "ServerStatistics",
     "Statistics",
@@ -56,6 +54,4 @@ __all__ = [
     "TraceContext",
     "Usage",
     "Waits",
-    "counter",
-    "gauge",
 ]

@@ -9,8 +9,6 @@ import msgspec
 from aiotensor.types.values import Number, Seconds
 
 __all__ = [
-    "MAX_BOUNDS",
-    "MAX_ERROR_NAMES",
     "Errors",
     "Export",
     "Holder",
@@ -20,21 +18,21 @@ __all__ = [
 ]
 
 # Limits on values that come from another process: the bounds of a `Waits`, and the types of errors.
-MAX_BOUNDS = 64
-MAX_ERROR_NAMES = 32
+_MAX_BOUNDS = 64
+_MAX_ERROR_NAMES = 32
 
 Errors: TypeAlias = Annotated[
     dict[Annotated[str, msgspec.Meta(max_length=64)], Number],
-    msgspec.Meta(max_length=MAX_ERROR_NAMES),
+    msgspec.Meta(max_length=_MAX_ERROR_NAMES),
 ]
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A message or tensor that holds a permit or memory of a sender.
+    """A message or tensor that holds a permit or memory of a sender or of a message client.
 
     Attributes:
-        message: the number of the message, as in its handles; None for memory from `allocate` that was
-            not sent, and for a message without a sent tensor.
+        message: the number of the message, as in the handles of a sender; None for memory from `allocate`
+            that was not sent, and for a message of which nothing was sent.
         state: the state of the message, in words.
         bytes: the bytes of shared memory that it holds.
         seconds: the time in seconds for which it has held the permit or the memory.
@@ -59,8 +57,8 @@ class Waits(msgspec.Struct, frozen=True):
         ValueError: the bounds do not increase, or there is not exactly one more count than bounds.
     """
 
-    bounds_s: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=MAX_BOUNDS)]
-    counts: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_BOUNDS + 1)]
+    bounds_s: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=_MAX_BOUNDS)]
+    counts: Annotated[tuple[Number, ...], msgspec.Meta(max_length=_MAX_BOUNDS + 1)]
     total_s: Seconds
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ docs/operation.md describes the spans and their attributes.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from aiotensor.runtime.extras import not_installed
+from aiotensor.integrations import not_installed
 
 try:
     from opentelemetry import trace

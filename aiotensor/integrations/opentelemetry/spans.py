@@ -152,10 +152,7 @@ _NOTHING = Operation(None)
 def _end(span: trace.Span, error: BaseException | None, name: str = "", nbytes: int = 0) -> None:
     """End a span, with the error of its operation if there is one."""
     try:
-        if name:
-            span.set_attribute("messaging.message.id", name)
-        if nbytes:
-            span.set_attribute("messaging.message.body.size", nbytes)
+        span.set_attributes(_item(name, nbytes))
         if isinstance(error, Exception):
             kind = type(error)
             span.set_attribute("error.type", f"{kind.__module__}.{kind.__qualname__}")
@@ -243,15 +240,7 @@ class SpanTracer:
         """Create the span from the arrival of an item until now, as `tracing.Tracer.delivered` does."""
         arrival = _arrival(context)
         arrival.taken_ns = time.time_ns()
-        attributes: dict[str, str | int] = {
-            "messaging.system": "aiotensor",
-            "messaging.operation.name": "deliver",
-            "messaging.operation.type": "receive",
-        }
-        if name:
-            attributes["messaging.message.id"] = name
-        if nbytes:
-            attributes["messaging.message.body.size"] = nbytes
+        attributes = {**_operation("deliver", "receive"), **_item(name, nbytes)}
         # A publication has several subscribers. Each receives it in its own trace.
         is_shared = item == "publication"
         linked = arrival.remote if is_shared else None
@@ -273,7 +262,7 @@ class SpanTracer:
         if context is not None:
             arrival = _arrival(context)
             remote, began, links = arrival.remote, arrival.taken_ns, _links([arrival.batch])
-        attributes = {"messaging.system": "aiotensor", "messaging.operation.name": "answer"}
+        attributes = _operation("answer")
         span = self._tracer.start_span("aiotensor answer", remote, SpanKind.SERVER, attributes, links, began)
         return Operation(span, remote)
 
@@ -285,12 +274,7 @@ class SpanTracer:
             "aiotensor answer batch",
             Context(),
             SpanKind.CONSUMER,
-            {
-                "messaging.system": "aiotensor",
-                "messaging.operation.name": "answer",
-                "messaging.operation.type": "process",
-                "messaging.batch.message_count": len(contexts),
-            },
+            {**_operation("answer", "process"), "messaging.batch.message_count": len(contexts)},
             _links([_sender_of(one) for one in arrivals]),
         )
         for one in arrivals:
@@ -308,11 +292,7 @@ class SpanTracer:
         parent, links = None, _links([_sender_of(one) for one in arrivals])
         if len(arrivals) == len(contexts) == 1 and not is_shared:
             parent, links = arrivals[0].remote, ()
-        attributes: dict[str, str | int] = {
-            "messaging.system": "aiotensor",
-            "messaging.operation.name": "process",
-            "messaging.operation.type": "process",
-        }
+        attributes = _operation("process", "process")
         if len(contexts) != 1:
             attributes["messaging.batch.message_count"] = len(contexts)
         span = self._tracer.start_span("aiotensor process", parent, SpanKind.CONSUMER, attributes, links)
@@ -334,15 +314,23 @@ def _links(contexts: Sequence[SpanContext | None]) -> tuple[Link, ...]:
     return tuple(Link(one) for one in contexts if one is not None and one.is_valid)
 
 
+def _operation(name: str, kind: str | None = None) -> dict[str, str | int]:
+    attributes: dict[str, str | int] = {"messaging.system": "aiotensor", "messaging.operation.name": name}
+    return attributes if kind is None else {**attributes, "messaging.operation.type": kind}
+
+
+def _item(name: str, nbytes: int) -> dict[str, str | int]:
+    attributes: dict[str, str | int] = {
+        "messaging.message.id": name,
+        "messaging.message.body.size": nbytes,
+    }
+    return {key: value for key, value in attributes.items() if value}
+
+
 @lru_cache(maxsize=256)  # an application has few endpoints
 def _attributes(operation: tracing.Operation, destination: str) -> Mapping[str, str | int]:
     """Return the attributes of a call; they are not modified."""
-    attributes: dict[str, str | int] = {
-        "messaging.system": "aiotensor",
-        "messaging.operation.name": operation,
-        "messaging.operation.type": "send",
-        "messaging.destination.name": destination,
-    }
+    attributes = {**_operation(operation, "send"), "messaging.destination.name": destination}
     if destination.startswith("tcp://") and "," not in destination:
         parts = urlsplit(destination)
         if parts.hostname and parts.port:

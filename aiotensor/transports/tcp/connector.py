@@ -1,37 +1,59 @@
 """The connecting side between machines: connects to the process at an address, and again after a loss.
 
-    dialing --handshake--> reached --answer--> connected
-       ^                      |                    |
-       '----------------------'--------lost--------'
+    dialing --handshake--> reached --OPEN of the peer--> connected
+       ^                      |                              |
+       '----------------------'-------------lost-------------'
+
+An address has one target, or several: ``localhost`` and a name can have more than one. They are tried in
+turn; after the last one, the next round begins after a delay. A name is resolved in each round, because the
+process may have moved to another machine.
 
 Each attempt has its own socket, and no socket is connected twice. So the messages of a lost connection do not
 reach the next process, and a connection that ends slowly does not disturb the next attempt.
 """
 
 import asyncio
-import math
-from collections.abc import Mapping
+import errno
+import os
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from hmac import compare_digest
 
 import zmq
 
 from aiotensor.errors import AccessDeniedError, UsageError, is_shortage
-from aiotensor.protocol.frames import MAX_RECORD_BYTES
-from aiotensor.transports.base import ConnectorEvents, unexpected
+from aiotensor.runtime.descriptors import Descriptor, copy_of
+from aiotensor.transports.address import look_up
+from aiotensor.transports.base import Connector, ConnectorEvents
 from aiotensor.transports.tcp.options import TcpOptions
+from aiotensor.transports.tcp.sockets import DISCONNECTED, LoopSocket, ZmqContext, is_ipv6, new_context
 from aiotensor.transports.tcp.transport import TcpTransport
-from aiotensor.transports.zeromq.addresses import Target
-from aiotensor.transports.zeromq.context import ZmqContext, begin
-from aiotensor.transports.zeromq.dialing import DIALING_OPTIONS, Dialer
-from aiotensor.transports.zeromq.sockets import LoopSocket
 
 __all__ = ["TcpConnector"]
 
-# After a connection that has lasted longer than this, the next attempt follows without a delay.
-_SHORT_S = 0.25
+_CONNECT_S = 1.0  # the kernel would try for a minute or two, with pauses that grow to many seconds
+_HANDSHAKE_S = 2.0  # less than the other side waits: this side can tell its own timeout from refused keys
+_HANDSHAKES = 3  # ended handshakes in a row that indicate other keys: one may be due to a killed process
+
+_CLOSE_WAIT = 8  # the state of TCP in which only the peer has closed the connection
+
+_CONNECTED = int(zmq.EVENT_CONNECTED)
+_RETRIED = int(zmq.EVENT_CONNECT_RETRIED)
+_SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+_ENDED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+
+_OPTIONS: Mapping[int, int] = {
+    zmq.CONNECT_TIMEOUT: int(_CONNECT_S * 1000),
+    zmq.HANDSHAKE_IVL: int(_HANDSHAKE_S * 1000),
+    # Practically never: a socket that ZeroMQ reconnects sends its queued messages to the next process.
+    # Without an interval, ZeroMQ would discard messages that have arrived, and not report failed attempts.
+    zmq.RECONNECT_IVL: 2**31 - 1,
+}
 
 
-class TcpConnector:
+class TcpConnector(Connector):
     """Connect to the process that listens at an address, and again after a loss.
 
     Args:
@@ -39,234 +61,227 @@ class TcpConnector:
         events: the object that is notified.
     """
 
-    connects_at_once = False
-    is_backlogged = False  # the kernel of another machine does not report this
-
     def __init__(self, options: TcpOptions, events: ConnectorEvents) -> None:
-        self.opening = options.opening
-        self._address = options.address
-        self._options = {**options.socket, **DIALING_OPTIONS}
-        self._loss_reason = options.loss_reason
-        self._events = events
-        self._loop = asyncio.get_running_loop()
-        self._dialer = Dialer(self._address, self._dial)
+        super().__init__(options.address.text, events)
+        self.options = options
         self._context: ZmqContext | None = None
-        self._attempts: set[_Attempt] = set()  # the attempts with an open socket
-        self._current: _Attempt | None = None  # the last one, until its socket is closed
-        self._connected_at = math.inf
-        self._is_closed = False
+        self._left: list[str] = []  # to be tried in this round
+        self._lookup: asyncio.Future[Sequence[str]] | None = None
+        self._unresolved = ""  # why the name could not be resolved; "" if it could
+        self._sockets: set[_Attempt] = set()  # that are open
+        self._current: _Attempt | None = None  # whose peer has not answered
+        self._ended_handshakes: Counter[str] = Counter()  # in a row, by the process at each target
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether an attempt is scheduled or under way."""
+        return super().is_trying or self._lookup is not None or self._current is not None
+
+    def missing(self) -> str:
+        """Return why no peer is connected, as `Connector.missing` does."""
+        reason = "no name server answers" if self._lookup is not None else self._unresolved
+        if reason:
+            return f"its name cannot be resolved: {reason}"
+        return "no process listens there, or it does not answer"
 
     def connect(self) -> None:
-        """Begin to connect, as `Connector.connect` does."""
+        """Begin a round, as `Connector.connect` does."""
+        self._absence.begin()
         if self._context is None:
-            self._context = begin()
-        self._dialer.begin()
-
-    def reconnect(self) -> None:
-        """Begin to connect again after a loss, as `Connector.reconnect` does."""
-        if self._is_closed or self._dialer.is_active:
-            return
-        was_short = self._loop.time() - self._connected_at < _SHORT_S
-        self._connected_at = math.inf
-        if was_short:
-            self._dialer.again()
+            self._context = new_context()
+        if self.options.address.targets:
+            self._left = list(self.options.address.targets)
+            self._dial()
         else:
-            self._dialer.begin()
-
-    def connect_now(self) -> None:
-        """Connect now, if there is no connection and no attempt is under way."""
-        if not (self._is_closed or self._dialer.is_active or self._current is not None):
-            self._dialer.begin()
+            self._lookup = look_up(self.options.address)
+            self._lookup.add_done_callback(self._looked_up)
 
     def close(self) -> None:
         """Stop all attempts; the connections stay open."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._dialer.end()
-        for attempt in [attempt for attempt in self._attempts if attempt.transport is None]:
-            attempt.close()
+        super().close()
+        if self._lookup is not None:
+            self._lookup.cancel()
+        if self._current is not None:
+            self._current.close()
         self._end_if_unused()
 
-    def _dial(self, target: Target) -> None:
-        """Try to connect to one target."""
+    def _looked_up(self, lookup: "asyncio.Future[Sequence[str]]") -> None:
+        self._lookup = None
+        if lookup.cancelled():
+            return
+        error = lookup.exception()
+        if isinstance(error, OSError):
+            self._unresolved = error.strerror or str(error)
+            self.retry(OSError(error.errno, self.missing()))
+            return
+        self._unresolved = ""
+        self._left = list(lookup.result())
+        self.try_to(self._dial)
+
+    def _dial(self) -> None:
+        """Try the next target of this round."""
+        self._attempt = None
         if self._context is None:
             raise AssertionError("a connector that dials has a context")
-        if self._current is not None and self._current.transport is None:
-            self._current.close()  # the peer has not answered
         try:
-            attempt = _Attempt(self._context, {**self._options, **target.options}, target.address, self)
+            self._current = _Attempt(self._context, self._left.pop(0), self)
         except zmq.ZMQError as error:
-            text = f"connecting to {self._address.text} failed: {error.strerror}"
             if is_shortage(error):
-                self._dialer.report(f"{text}; it will be retried", error.strerror)
-                self._dialer.again()
-            else:
-                self._dialer.end()
-                self._events.connecting_failed(UsageError(text))
-        else:
-            self._current = attempt
-            self._attempts.add(attempt)
+                raise OSError(error.errno, error.strerror) from error
+            raise UsageError(f"connecting to {self._label} failed: {error.strerror}") from error
+        self._sockets.add(self._current)
 
     # Events of the attempts
 
-    def dialed(self, descriptor: int) -> None:
-        """Notify the dialer of a new connection, whose handshake follows."""
-        self._dialer.connected(descriptor)
+    def failed(self) -> None:
+        """Try the next target after an attempt whose peer has not answered, and which was closed."""
+        if self._is_closed:
+            return
+        if self._left:
+            self._attempt = self._loop.call_soon(self.try_to, self._dial)
+        else:
+            self.reconnect()
 
-    def reached(self) -> None:
-        """Notify the dialer of a successful handshake."""
-        self._dialer.reached()
+    def handshake_ended(self, target: str, *, is_clean: bool) -> bool:
+        """Return whether a peer has ended enough handshakes in a row to conclude that it has other keys.
+
+        A process that is overloaded resets the connection instead, and a process that was stopped leaves it
+        open. Neither shows anything about the keys.
+        """
+        self._ended_handshakes[target] = self._ended_handshakes[target] + 1 if is_clean else 0
+        return self._ended_handshakes[target] >= _HANDSHAKES
+
+    def refused(self) -> None:
+        """Give up, because the keys do not match."""
+        self._ended_handshakes.clear()
+        self._left.clear()
+        self.fail(
+            AccessDeniedError(
+                f"the keys of this process and of the one at {self._label} do not match: pass secret_key and "
+                "server_key here, and add this side's public key to its client_keys"
+            )
+        )
 
     def answered(self, attempt: "_Attempt", answer: memoryview) -> None:
         """Begin the connection after the first message of the peer, or fail if it is not the expected one."""
-        if not compare_digest(answer, self.opening):
+        self._ended_handshakes.clear()
+        self._left.clear()
+        self._current = None
+        if compare_digest(answer, self.options.opening):
+            self.try_to(lambda: self.begin(attempt.begin()))
+        else:
             attempt.close()
-            self._events.connecting_failed(
-                UsageError(
-                    f"the process at {self._address.text} is not a receiver or publisher, but perhaps a "
-                    "MessageServer, or it uses another version of aiotensor"
-                )
-            )
-            return
-        transport = attempt.begin()
-        self._connected_at = self._loop.time()
-        try:
-            self._events.connected(transport)
-        except OSError as error:
-            transport.close()
-            self._dialer.report(
-                f"connecting to {self._address.text} failed and will be retried: {error}", str(error)
-            )
-            self._dialer.again()
-        except Exception as error:  # noqa: BLE001 - otherwise, the calls that wait for the peer would hang
-            transport.close()
-            self._events.connecting_failed(unexpected(self._address.text, error))
-
-    def unreachable(self) -> None:
-        """Try again after an attempt that got no answer."""
-        self._dialer.unreachable()
-        self._dialer.again()
-
-    def refused(self, *, is_final: bool, error: int) -> bool:
-        """Give up, and return True, if the other side does not accept the keys."""
-        if not is_final and not (self._dialer.refused(error) and zmq.CURVE_SECRETKEY in self._options):
-            return False
-        self._dialer.end()
-        self._events.connecting_failed(
-            AccessDeniedError(
-                f"the keys of this process and of the one at {self._address.text} do not match: pass "
-                "secret_key and server_key here, and add this side's public key to its client_keys"
-            )
-        )
-        return True
-
-    def lost(self, transport: TcpTransport | None) -> None:
-        """Report the end of a connection; if the peer had not answered on it, try again."""
-        if transport is not None:
-            transport.connection_ended(self._loss_reason)
-        elif not self._is_closed:
-            self._dialer.again()
+            self.fail(UsageError(f"the process at {self._label} is not one of this version of aiotensor"))
 
     def closed(self, attempt: "_Attempt") -> None:
         """Forget an attempt whose socket was closed."""
-        self._attempts.discard(attempt)
+        self._sockets.discard(attempt)
         if self._current is attempt:
             self._current = None
         self._end_if_unused()
 
     def _end_if_unused(self) -> None:
-        if self._is_closed and not self._attempts and self._context is not None:
+        if self._is_closed and not self._sockets and self._context is not None:
             context, self._context = self._context, None
             context.term()
 
 
-class _Attempt:
-    """An attempt to connect, and the connection that it becomes; implements `SocketEvents`.
+class _Attempt(LoopSocket):
+    """An attempt to connect, and the connection that it becomes.
 
     Args:
         context: the context of the socket.
-        options: the options of the socket.
-        address: the address of the peer.
+        target: the address of the peer.
         owner: the connector.
 
     Raises:
         zmq.ZMQError: ZeroMQ cannot connect to this address, or the process has no descriptors left.
     """
 
-    def __init__(
-        self,
-        context: ZmqContext,
-        options: Mapping[int, int | bytes],
-        address: str | bytes,
-        owner: TcpConnector,
-    ) -> None:
-        self.transport: TcpTransport | None = None  # set once the peer has answered
+    def __init__(self, context: ZmqContext, target: str, owner: TcpConnector) -> None:
+        options = {**owner.options.socket, **_OPTIONS, zmq.IPV6: is_ipv6(target)}
+        super().__init__(context, zmq.DEALER, _RETRIED | _SUCCEEDED | _REFUSED | _ENDED, options)
+        self._transport: TcpTransport | None = None  # set once the peer has answered
+        self._target = target
         self._owner = owner
-        self._is_closed = self._is_ending = False
-        self._socket = LoopSocket(context, zmq.DEALER, options, self)
+        self._is_ending = False
+        self._copy = Descriptor(-1)  # of the descriptor of the connection, until the handshake has ended
         try:
-            self._socket.connect(address)
+            self._socket.connect(target)
         except BaseException:
-            self._socket.close()
+            self.shut()
             raise
 
     def begin(self) -> TcpTransport:
         """Create and return the transport of the connection."""
-        self.transport = TcpTransport(
-            lambda message, copies: self._socket.send([message], copies=copies),
-            self.close,
-            self._socket.read_now,
-            MAX_RECORD_BYTES,
-        )
-        return self.transport
+        self._transport = TcpTransport(self.send, self.close, self.read_now)
+        return self._transport
 
     def close(self) -> None:
         """Close the socket."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._socket.close()
-            self._owner.closed(self)
-
-    # Events of the socket
-
-    def connected(self, descriptor: int) -> None:
-        """Notify the connector of a new connection, whose handshake follows."""
-        self._owner.dialed(descriptor)
-
-    def handshaken(self) -> None:
-        """Send the first message."""
-        self._owner.reached()
-        self._socket.send([self._owner.opening])
-
-    def unreachable(self) -> None:
-        """Try the next target, unless a connection has just ended, after which ZeroMQ tries to reconnect."""
-        if not self._is_ending:
-            self.close()
-            self._owner.unreachable()
-
-    def refused(self, *, is_final: bool, error: int) -> None:
-        """Give up if the other side does not accept the keys; otherwise `disconnected` follows."""
-        if self._owner.refused(is_final=is_final, error=error):
-            self.close()
-
-    def disconnected(self, descriptor: int) -> None:
-        """Report the end of the connection, after the messages that arrived before it."""
-        self._is_ending = True
-        self._socket.after_messages(self._lost)
-
-    def _lost(self) -> None:
-        self.close()
-        self._owner.lost(self.transport)
+        self._copy.close()
+        self.shut()
+        self._owner.closed(self)
 
     def message_arrived(self, parts: "list[zmq.Frame]") -> None:
         """Pass a message of the peer to the transport, which the first message creates."""
-        if self._is_closed:
-            return
-        if self.transport is None:
-            self._owner.answered(self, parts[-1].buffer)
+        if self._transport is None:
+            self._owner.answered(self, parts[0].buffer)
         else:
-            self.transport.receive(parts[-1].buffer)
+            self._transport.receive(parts[0].buffer)
 
-    def writable(self) -> None:
-        """Do nothing: the credit of the peer limits the messages, so the socket has no limit."""
+    def event(self, kind: int, value: int) -> None:
+        """Follow the connection; see `TcpConnector`."""
+        if kind == _CONNECTED:
+            # ZeroMQ may have closed the descriptor by now, and its number may belong to another connection.
+            # Then one more handshake is needed to detect how it ends.
+            try:
+                self._copy = Descriptor(os.dup(value))
+            except OSError:  # ZeroMQ has closed it, or there are no descriptors left
+                self._copy = Descriptor(-1)
+        elif kind == _SUCCEEDED:
+            self._copy.close()  # otherwise the peer would not see the end of the connection
+            self.send(self._owner.options.opening, True)
+        elif kind == _RETRIED and not self._is_ending:  # after the end of a connection, ZeroMQ retries, too
+            self._owner.handshake_ended(self._target, is_clean=False)
+            self.close()
+            self._owner.failed()
+        elif kind == _ENDED:  # `DISCONNECTED` follows
+            is_clean = _ended_cleanly(self._copy, value)
+            self._copy.close()
+            has_keys = zmq.CURVE_SECRETKEY in self._owner.options.socket
+            if self._owner.handshake_ended(self._target, is_clean=is_clean) and has_keys:
+                self.close()
+                self._owner.refused()
+        elif kind & _REFUSED:
+            self.close()
+            self._owner.refused()
+        elif kind == DISCONNECTED:
+            self._is_ending = True
+            self.end_after_messages()
+
+    def ended(self, identity: bytes) -> None:
+        """Report the end of the connection, after the messages that arrived before it."""
+        self.close()
+        if self._transport is None:
+            self._owner.failed()
+        else:
+            self._transport.connection_ended(self._owner.options.loss_reason)
+
+
+def _ended_cleanly(connection: Descriptor, error: int) -> bool:
+    """Return whether the peer closed a connection and all its data was read, as far as the kernel reports.
+
+    The errno that ZeroMQ reports does not show this. The first call after a reset consumes the error, and a
+    later read looks like one after a clean close. After a timeout, the errno is that of an earlier failure,
+    of any connection of the same thread. So `error` decides only if there is no copy of the descriptor.
+    """
+    if error != errno.EPIPE or connection.number < 0:
+        return error == errno.EPIPE
+    try:
+        with copy_of(connection.number) as sock:
+            is_at_end = not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            [state] = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+    except OSError:  # it was reset, or it is still open
+        return False
+    return is_at_end and state == _CLOSE_WAIT

@@ -1,16 +1,17 @@
 """The options of connections between machines: keys, and the time to detect a host that is gone."""
 
+import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import zmq
+from zmq.utils import z85
 
 from aiotensor.protocol.network import OPENING, STEP_BYTES
-from aiotensor.transports.tcp.arguments import TcpArguments
-from aiotensor.transports.zeromq.addresses import Address, parse
-from aiotensor.transports.zeromq.keys import connecting_keys, listening_keys
+from aiotensor.transports.address import TcpAddress, TcpArguments, tcp_address
+from aiotensor.types import CurveKey
 
-__all__ = ["TcpOptions", "options_of"]
+__all__ = ["TcpOptions", "curve_options", "options_of"]
 
 # More than the header of a step and the 33 bytes of encryption (https://rfc.zeromq.org/spec/26/) together.
 _OVERHEAD_BYTES = 256
@@ -20,6 +21,8 @@ _LEAST_TIMEOUT_S, _MOST_TIMEOUT_S = 0.1, 3600.0
 # A lost host is detected within the timeout plus this interval; the documentation promises the timeout plus a
 # second. The rest of that second is a margin for busy processes. It need not grow with the timeout.
 _HEARTBEAT_INTERVAL_S = 0.5
+
+_KEY_BYTES = 32
 
 
 class TcpOptions(NamedTuple):
@@ -33,7 +36,7 @@ class TcpOptions(NamedTuple):
         loss_reason: the text of errors about a lost connection.
     """
 
-    address: Address
+    address: TcpAddress
     socket: Mapping[int, int | bytes]
     allowed: frozenset[bytes]
     opening: bytes
@@ -48,14 +51,9 @@ def options_of(endpoint: str, given: TcpArguments) -> TcpOptions:
         ValueError: the address or an argument is invalid, or other machines can reach the address and there
             are no keys.
     """
-    allowed: frozenset[bytes] = frozenset()
-    if given.connects:
-        keys = connecting_keys(given.secret_key, given.server_key)
-    else:
-        keys, allowed = listening_keys(given.secret_key, given.client_keys)
-    has_keys = bool(keys or given.token)
-    address = parse(endpoint, has_keys=has_keys, is_client=given.connects, local_scheme="unix")
-    if not (address.port or given.token):
+    keys, allowed = curve_options(given)
+    address = tcp_address(endpoint, has_keys=bool(keys or given.token), connects=given.connects)
+    if not (address.port or given.token or given.finds_port):
         raise ValueError(f"the address {endpoint!r} does not contain a port that others could connect to")
     options: dict[int, int | bytes] = {
         **keys,
@@ -83,3 +81,49 @@ def options_of(endpoint: str, given: TcpArguments) -> TcpOptions:
         }
         loss_reason += f", or did not answer for {timeout_s:g} s"
     return TcpOptions(address, options, allowed, OPENING + given.token.encode(), loss_reason)
+
+
+def curve_options(given: TcpArguments) -> tuple[dict[int, int | bytes], frozenset[bytes]]:
+    """Return the CURVE options of a socket, and the public keys of its peers if it listens.
+
+    Raises:
+        TypeError: a key is neither `str` nor `bytes`, or one key was passed in place of a collection.
+        ValueError: a key is invalid, or one of the two sides has none.
+    """
+    if isinstance(given.client_keys, str | bytes):  # a collection of characters
+        raise TypeError("client_keys must be a collection of public keys, such as [key], got one key")
+    name, theirs = "client_keys", list(given.client_keys)
+    if given.connects:
+        name, theirs = "server_key", [] if given.server_key is None else [given.server_key]
+    if given.secret_key is None and not theirs:
+        return {}, frozenset()
+    if given.secret_key is None or not theirs:
+        raise ValueError(
+            f"secret_key and {name} must be passed together: the secret key of this side, and the public "
+            f"{'key' if given.connects else 'keys'} of the other"
+        )
+    public = [_key(name, one) for one in theirs]
+    secret = _key("secret_key", given.secret_key)
+    if not given.connects:
+        return {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: secret}, frozenset(public)
+    return {
+        zmq.CURVE_SECRETKEY: secret,
+        zmq.CURVE_PUBLICKEY: zmq.curve_public(secret),
+        zmq.CURVE_SERVERKEY: public[0],
+    }, frozenset()
+
+
+def _key(name: str, value: CurveKey) -> bytes:
+    """Check a CURVE key."""
+    if not isinstance(value, str | bytes):
+        raise TypeError(
+            f"{name} must contain keys of 40 characters, as returned by zmq.curve_keypair(), got {value!r}"
+        )
+    text = value.encode() if isinstance(value, str) else value
+    try:
+        is_key = len(z85.decode(text)) == _KEY_BYTES
+    except (KeyError, ValueError, struct.error):  # the last for digits that exceed 32 bits
+        is_key = False
+    if not is_key:  # the error does not show it: it may be a secret with a typo
+        raise ValueError(f"{name} must contain keys of 40 characters, as returned by zmq.curve_keypair()")
+    return text

@@ -10,34 +10,70 @@ a side waits until the peer has read everything before it closes the connection.
 """
 
 import asyncio
+import errno
+import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Self
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.moves import Move
-from aiotensor.protocol.network import BYE, Ack, Area
+from aiotensor.protocol.frames import MAX_RECORD_BYTES
+from aiotensor.protocol.moves import WINDOW_BYTES, Move, OutgoingMoves, ReceivedBytes, RecordWindow
+from aiotensor.protocol.network import (
+    ACK,
+    BATCH,
+    BYE,
+    FREE,
+    MAX_BATCH,
+    RECORD,
+    STEP,
+    Area,
+    Step,
+    encode_area,
+    encode_batch,
+    encode_step,
+    read_ack,
+    read_area,
+    read_batch,
+    read_step,
+)
 from aiotensor.transports.base import Handler, Landing
-from aiotensor.transports.tcp.batches import BatchWriter
-from aiotensor.transports.tcp.buffers import keep_buffers
-from aiotensor.transports.tcp.incoming import IncomingMessages
-from aiotensor.transports.tcp.outgoing import OutgoingRecords, SteppedMoves
 
 __all__ = ["TcpTransport"]
 
-_BYE = bytes([BYE])
+_RECORD, _BYE = bytes([RECORD]), bytes([BYE])
 _MAX_REASON_BYTES = 1024
+_QUEUED_RECORD_BYTES = 128  # the overhead of a queued record
 _MESSAGES_AT_ONCE = 64
+
+# Small messages are sent together, because each wake-up of ZeroMQ's thread takes time: a round trip of 64 KiB
+# takes 1.4 times as long without batches. A larger message is sent alone.
+_BATCH_BYTES = 128 << 10
+_PATIENCE_S = 0.01  # a message that can wait is sent with the next one, after this time at the latest
 
 # The maximum wait for the BYE of the peer. By then, its kernel has the records, unless the peer is gone.
 _FINISH_S = 1.0
+
+
+@functools.cache
+def _keep_buffers() -> None:
+    """Keep freed buffers in this process, up to 8 MiB at the end of each heap.
+
+    ZeroMQ allocates a buffer for each message. By default, glibc returns a megabyte to the system as soon as
+    it is freed, so that the next message causes a page fault for each page. After a larger block was freed,
+    glibc keeps twice the size of that block (`mallopt(3)`, ``M_MMAP_THRESHOLD`` and ``M_TRIM_THRESHOLD``). An
+    application that frees such a block has the same effect. With other allocators, there is no effect.
+    """
+    block = bytes(WINDOW_BYTES)  # not touched, so it takes no memory
+    del block
 
 
 class TcpTransport:
     """One end of a connection between machines.
 
     Args:
-        send: passes a message to ZeroMQ, together with whether ZeroMQ copies it; raises `OSError` if this
-            process has no descriptors or threads left.
+        send: passes a message to ZeroMQ, together with whether ZeroMQ copies it; has no effect after the end
+            of the connection.
         shut: closes the connection; called once, at the end. ZeroMQ may discard messages that are unsent.
         read: reads a message that has arrived, and returns whether there was one.
         max_queued_bytes: the maximum bytes in the queue, for a writer that never waits; None for no limit.
@@ -52,19 +88,34 @@ class TcpTransport:
         read: Callable[[], bool],
         max_queued_bytes: int | None = None,
     ) -> None:
-        keep_buffers()
+        _keep_buffers()
         self.is_writable = True
         self.is_closed = False
-        self._writer = BatchWriter(send, self._writing_failed)
+        self._send = send
         self._shut = shut
         self._read = read
         self._loop = asyncio.get_running_loop()
         self._handler: Handler | None = None
-        self._records = OutgoingRecords(self._writer, max_queued_bytes)
-        self._moves = SteppedMoves(self._writer, self._may_move)
-        self._incoming = IncomingMessages(self)
-        self.is_finishing = self._has_said_bye = False
+        self._is_finishing = self._has_said_bye = False
         self._alarm: asyncio.TimerHandle | None = None
+        # Messages to the peer
+        self._batch: list[bytes] = []  # waiting for the next message
+        self._batch_bytes = 0
+        self._patience: asyncio.TimerHandle | None = None
+        self._credit = RecordWindow()
+        self._queue: deque[bytes] = deque()  # records for which there is no credit
+        self._queued_bytes = 0
+        self._max_queued_bytes = max_queued_bytes
+        self._moves: OutgoingMoves[memoryview] = OutgoingMoves()
+        self._blocks: set[Area] = set()  # for which the peer has memory
+        # Messages of the peer
+        self._received = ReceivedBytes()
+        self._records = 0  # the number of records that have arrived
+        self._landings: dict[int, Landing] = {}  # memory for the segments of the peer, by number
+        self._step: Step | None = None  # whose bytes are the next message
+        self._is_held = False  # until there is memory for a step
+        self._held: deque[memoryview] = deque()  # the messages after that step
+        self._end_reason: str | None = None  # why the connection has ended after these messages
 
     @property
     def mover(self) -> Self:
@@ -78,30 +129,242 @@ class TcpTransport:
 
     def read_now(self) -> None:
         """Read a record immediately, if one has arrived, and the messages before it."""
-        before = self._incoming.records
+        before = self._records
         for _ in range(_MESSAGES_AT_ONCE):
-            if self._incoming.records != before or not self._read():
+            if self._records != before or not self._read():
                 break
 
     # Records
 
     def write(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send or queue a record, as `Transport.write` does."""
-        if not (self.is_closed or self.is_finishing):
-            self._records.write(data)
-            self.is_writable = not self._records.are_queued
+        if self.is_closed or self._is_finishing:
+            return
+        if not self._queue and self._credit.has_credit(len(data)):
+            self._write(_RECORD + data)
+            self._credit.sent(len(data))
+            return
+        queued = self._queued_bytes + len(data) + _QUEUED_RECORD_BYTES
+        if self._max_queued_bytes is not None and queued > self._max_queued_bytes:
+            raise OSError(errno.ENOBUFS, "the peer does not read its records")
+        self._queue.append(data)
+        self._queued_bytes = queued
+        self.is_writable = False
 
     def limit_queue(self, max_bytes: int) -> None:
         """Limit the bytes in the queue, as `Transport.limit_queue` does."""
-        self._records.max_queued_bytes = max_bytes
+        self._max_queued_bytes = max_bytes
+
+    def _write_queued(self, total: int) -> None:
+        """Send the queued records for which there is credit after an acknowledgement.
+
+        Raises:
+            ProtocolError: the peer acknowledged less than before, or more than was sent.
+        """
+        self._credit.acknowledged(total)
+        queue = self._queue
+        if not queue:
+            return
+        while queue and self._credit.has_credit(len(queue[0])):
+            record = queue.popleft()
+            self._queued_bytes -= len(record) + _QUEUED_RECORD_BYTES
+            self._credit.sent(len(record))
+            self._write(_RECORD + record)
+        if queue:
+            return
+        if self._is_finishing:
+            self._say_last_bye()
+        elif not self.is_closed:
+            self.is_writable = True
+            if self._handler is not None:
+                self._handler.resume_writing()
 
     def finish(self) -> None:
         """Write no more records; `is_writable` becomes true once the peer has read all of them."""
-        if self.is_closed or self.is_finishing:
+        if self.is_closed or self._is_finishing:
             return
-        self.is_finishing, self.is_writable = True, False
-        if not self._records.are_queued:
+        self._is_finishing, self.is_writable = True, False
+        if not self._queue:
             self._say_last_bye()
+
+    # Moves
+
+    def land(self, segment: int, landing: Landing | None) -> None:
+        """Store the bytes that arrive for a segment in a landing, as `Mover.land` does."""
+        if landing is None:
+            self._landings.pop(segment, None)
+        elif not self.is_closed:
+            self._landings[segment] = landing
+
+    def move(self, move: Move[memoryview]) -> None:
+        """Begin to move bytes, as `Mover.move` does."""
+        if self.is_closed:
+            move.ended(False)
+        else:
+            self._moves.begin(move)
+            self._send_steps()
+
+    def cancel(self, move: Move[memoryview]) -> None:
+        """Send no more bytes of a move, as `Mover.cancel` does."""
+        if self._moves.cancel(move):
+            move.ended(False)
+
+    def free(self, segment: int, block: int) -> None:
+        """Notify the peer that a block is no longer used, as `Mover.free` does."""
+        area = Area(segment, block)
+        if area in self._blocks and not (self.is_closed or self._has_said_bye):
+            self._blocks.remove(area)
+            self._write_soon(encode_area(area))
+
+    def _send_steps(self) -> None:
+        """Send the steps for which there is credit."""
+        # Not while records are queued: one of them may attach the segment.
+        while not (self._queue or self._has_said_bye) and (found := self._moves.next_step()) is not None:
+            move, step = found
+            self._blocks.add(move.area)
+            position = step.start - move.start
+            data = move.source[position : position + step.length]
+            if move.is_copied and len(data) < _BATCH_BYTES:
+                self._write_soon(b"".join((encode_step(step), data)))
+            else:
+                self._write(encode_step(step))
+                self._send(data, move.is_copied)
+            if move.is_copied:
+                move.ended(True)
+        if self._moves.has_turns:
+            self._flush()  # the other steps wait until these are acknowledged
+
+    # Batches
+
+    def _write(self, message: bytes) -> None:
+        """Send a message, after the waiting ones."""
+        batch, self._batch, self._batch_bytes = self._batch, [], 0
+        if batch and len(message) <= _BATCH_BYTES:
+            message = encode_batch([*batch, message])
+        elif batch:
+            self._send(encode_batch(batch), True)
+        self._send(message, True)
+
+    def _write_soon(self, message: bytes) -> None:
+        """Send a message with the next one, unless it is large."""
+        if self._batch_bytes + len(message) > _BATCH_BYTES or len(self._batch) + 1 == MAX_BATCH:
+            self._write(message)
+            return
+        self._batch.append(message)
+        self._batch_bytes += len(message)
+        if self._patience is None:
+            self._patience = self._loop.call_later(_PATIENCE_S, self._patience_ended)
+
+    def _patience_ended(self) -> None:
+        self._patience = None
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send the waiting messages."""
+        if self._batch:
+            self._write(self._batch.pop())
+
+    # Messages of the peer
+
+    def receive(self, message: memoryview) -> None:
+        """Process a message of the peer, or keep it while an earlier step waits for memory."""
+        if self._is_held:
+            self._held.append(message)
+        elif not self.is_closed:
+            try:
+                self._process(message)
+            except ProtocolError as error:
+                self._violated(error)
+
+    def _process(self, message: memoryview) -> None:
+        if self._step is not None:
+            step, self._step = self._step, None
+            if len(message) != step.length:
+                raise ProtocolError(f"it sent {len(message)} bytes after a step of {step.length}")
+            self._store(step, message)
+            return
+        kind = message[0] if message else -1
+        if kind == RECORD:
+            self._record_received(message[1:])
+        elif kind == STEP:
+            step, data = read_step(message)
+            if data:
+                self._store(step, data)
+            else:
+                self._step = step
+        elif kind == ACK:
+            ack = read_ack(message)
+            for move in self._moves.acknowledged(ack.steps):
+                move.ended(not move.is_cancelled)
+            self._write_queued(ack.records)
+            self._send_steps()
+        elif kind == FREE:
+            area = read_area(message)
+            landing = self._landings.get(area.segment)
+            if landing is not None and not self._is_finishing:  # else the block may be unknown
+                landing.free(area.block)
+        elif kind == BATCH:
+            for part in read_batch(message):
+                self.receive(part)
+        elif kind == BYE:
+            self._bye_received(message[1:])
+        else:
+            raise ProtocolError(f"it sent a message of the unknown kind {kind}")
+
+    def _record_received(self, record: memoryview) -> None:
+        if len(record) > MAX_RECORD_BYTES:
+            raise ProtocolError(f"it sent a record of more than {MAX_RECORD_BYTES} bytes")
+        self._records += 1
+        if self._received.record(len(record)):
+            self._write(self._received.ack())
+        if self._handler is not None:
+            self._handler.record_received(record, [])
+
+    def _store(self, step: Step, data: memoryview) -> None:
+        landing = self._landings.get(step.area.segment)
+        if landing is None:
+            if self._is_finishing:
+                return  # the record that attaches the segment was ignored
+            raise ProtocolError(f"it moved bytes to segment {step.area.segment}, which it never attached")
+        resume = functools.partial(self._resume, step, data)
+        if not landing.store(step.area.block, step.nbytes, step.start, data, resume):
+            self._is_held = True
+        elif self._received.step(step):
+            self._write(self._received.ack())
+
+    def _resume(self, step: Step, data: memoryview, failure: str) -> None:
+        """Store the bytes of a step once there is memory for them, and process the messages after it."""
+        self._is_held = False
+        if failure:
+            self._end(failure, failure)
+        if self.is_closed:
+            return
+        held, self._held = self._held, deque()
+        try:
+            self._store(step, data)
+        except ProtocolError as error:
+            self._violated(error)
+        while held and not self.is_closed:
+            self.receive(held.popleft())
+        if self._end_reason is not None and not self._is_held:
+            self._end(self._end_reason)
+
+    def _bye_received(self, reason: memoryview) -> None:
+        """End the wait of `finish`, or the connection, after the last message of the peer."""
+        if self._is_finishing:
+            self._finished()
+            return
+        text = bytes(reason[:_MAX_REASON_BYTES]).decode(errors="replace")
+        self._end(f"it closed the connection: {text}" if text else "it closed the connection")
+
+    # The end
+
+    def connection_ended(self, reason: str) -> None:
+        """End this side after the end of the connection, and after the messages that arrived before it."""
+        if self._is_held:
+            self._end_reason = reason
+        else:
+            self._end(reason)
 
     def close(self) -> None:
         """Close at once, and discard the queued records."""
@@ -113,10 +376,7 @@ class TcpTransport:
     def _say_bye(self, reason: str = "") -> None:
         if not self._has_said_bye:
             self._has_said_bye = True
-            try:
-                self._writer.write(_BYE + reason.encode(errors="replace")[:_MAX_REASON_BYTES])
-            except OSError:
-                return  # the end of the connection notifies the peer, too
+            self._write(_BYE + reason.encode(errors="replace")[:_MAX_REASON_BYTES])
 
     def _say_last_bye(self) -> None:
         """Send BYE, and begin to wait for the BYE of the peer, which has then read all records."""
@@ -132,94 +392,8 @@ class TcpTransport:
             if self._handler is not None:
                 self._handler.resume_writing()
 
-    # Moves
-
-    def land(self, segment: int, landing: Landing | None) -> None:
-        """Store the bytes that arrive for a segment in a landing, as `Mover.land` does."""
-        if landing is None:
-            self._incoming.landings.pop(segment, None)
-        elif not self.is_closed:
-            self._incoming.landings[segment] = landing
-
-    def move(self, move: Move[memoryview]) -> None:
-        """Begin to move bytes, as `Mover.move` does."""
-        if self.is_closed:
-            move.ended(False)
-        else:
-            self._moves.begin(move)
-
-    def cancel(self, move: Move[memoryview]) -> None:
-        """Send no more bytes of a move, as `Mover.cancel` does."""
-        self._moves.cancel(move)
-
-    def free(self, segment: int, block: int) -> None:
-        """Notify the peer that a block is no longer used, as `Mover.free` does."""
-        if not (self.is_closed or self._has_said_bye):
-            self._moves.free(Area(segment, block))
-
-    def _may_move(self) -> bool:
-        return not (self._has_said_bye or self._records.are_queued)
-
-    # Messages of the peer; see `MessageEvents`
-
-    def receive(self, message: memoryview) -> None:
-        """Process a message of the peer, as `IncomingMessages.receive` does."""
-        self._incoming.receive(message)
-
-    def connection_ended(self, reason: str) -> None:
-        """End this side after the end of the connection, and after the messages that arrived before it."""
-        self._writer.close()
-        self._incoming.end(reason)
-
-    def record_received(self, record: memoryview) -> None:
-        """Pass a record to the handler."""
-        if self._handler is not None:
-            self._handler.record_received(record, [])
-
-    def acknowledge(self, message: bytes) -> None:
-        """Send an acknowledgement."""
-        self._writer.attempt(self._writer.write, message)
-
-    def acknowledged(self, ack: Ack) -> None:
-        """Send records and steps for which there is credit now."""
-        self._moves.acknowledged(ack.steps)
-        try:
-            are_sent = self._records.acknowledged(ack.records)
-        except OSError as error:
-            self._writing_failed(error)
-            return
-        if are_sent and self.is_finishing:
-            self._say_last_bye()
-        elif are_sent and not self.is_closed:
-            self.is_writable = True
-            if self._handler is not None:
-                self._handler.resume_writing()
-        self._moves.send()
-
-    def bye_received(self, reason: memoryview) -> None:
-        """End the wait of `finish`, or the connection, after the last message of the peer."""
-        if self.is_finishing:
-            self._finished()
-            return
-        text = bytes(reason[:_MAX_REASON_BYTES]).decode(errors="replace")
-        self.ended(f"it closed the connection: {text}" if text else "it closed the connection")
-
-    # The end
-
-    def violated(self, error: ProtocolError) -> None:
-        """End the connection, because the peer broke the rules."""
+    def _violated(self, error: ProtocolError) -> None:
         self._end(error, f"this side broke the protocol: {error}")
-
-    def failed(self, reason: str) -> None:
-        """End the connection, because this side cannot continue it."""
-        self._end(reason, reason)
-
-    def ended(self, reason: str) -> None:
-        """End this side, because the peer has closed the connection or is gone."""
-        self._end(reason)
-
-    def _writing_failed(self, error: OSError) -> None:
-        self._end(f"writing failed: {error}")
 
     def _end(self, reason: str | ProtocolError, farewell: str = "") -> None:
         """End the connection, and notify the handler.
@@ -230,7 +404,7 @@ class TcpTransport:
         """
         if self.is_closed:
             return
-        handler, was_finishing = self._handler, self.is_finishing
+        handler, was_finishing = self._handler, self._is_finishing
         self._say_bye(farewell)
         self._stop()
         try:
@@ -246,9 +420,12 @@ class TcpTransport:
     def _stop(self) -> None:
         self.is_closed = True
         self._handler = None
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._writer.close()
-        self._records.clear()
-        self._incoming.clear()
-        self._moves.clear()
+        for timer in (self._alarm, self._patience):
+            if timer is not None:
+                timer.cancel()
+        self._batch.clear()
+        self._queue.clear()
+        self._held.clear()
+        self._landings.clear()
+        for move in self._moves.clear():
+            move.ended(False)

@@ -1,1 +1,0 @@
-"""ZeroMQ sockets on the event loop, for the channel and for connections between machines."""
