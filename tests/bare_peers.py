@@ -30,7 +30,7 @@ __all__ = [
     "inspecting_bare_receiver",
 ]
 
-PATIENCE_S = 20.0  # longer than any reply takes
+PATIENCE_S = 20.0  # longer than any answer takes
 
 
 async def inspect_patiently(address: str) -> Inspection:

@@ -5,5 +5,5 @@ __all__ = ["check_told_of_fork"]
 
 def check_told_of_fork(report: str) -> None:
     """Check that an error names the fork as its cause."""
-    assert report.startswith("UsageError: this ")
+    assert report.startswith("UsageError: this "), report
     assert "was inherited by a forked process" in report

@@ -17,7 +17,6 @@ from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.ranks import RankPipe
-from verification import inside
 from verification.descriptors import our_descriptors
 from verification.internals import (
     held_by_pipe,
@@ -256,28 +255,34 @@ def _of_subscriber(subscriber: Subscriber[Any]) -> dict[str, object]:
 
 
 def _of_client(client: MessageClient[Any]) -> dict[str, object]:
-    seen = client.statistics()
+    seen, sessions = client.statistics(), [engine.session for engine in client._engines]
     return {
         "servers": seen.servers,
-        "requests in flight": seen.in_flight,
+        "permits": seen.in_flight,
+        "bytes": seen.bytes_in_use,
+        "waiting": seen.waiting,
+        "holders": len(seen.holders),
+        "requests": [engine.in_flight for engine in seen.engines],
         # Not part of any statistics.
-        "waiters for a server": inside.waiters_for_server(client),
-        "cancels that have not left": inside.unsent(client),
+        "leases": client._mappings.leases,
+        "pinned blocks": len(client._memory.blocks),
+        "calls that wait for changes": len(client._changes),
+        "messages in flight": sum(one.connection.in_flight for one in sessions if one is not None),
     }
 
 
 def _of_server(server: MessageServer[Any]) -> dict[str, object]:
-    seen = server.statistics()
+    seen, requests, clients = server.statistics(), server._requests, server._clients.values()
     return {
         "clients": seen.clients,
         "messages that wait": seen.waiting,
-        "bytes that wait": seen.waiting_bytes,
         "requests in hand": seen.in_hand,
+        "mapped bytes": seen.mapped_bytes,
+        "leases": seen.leases,
+        "bytes": seen.bytes_in_use,
         # Not part of any statistics.
-        "messages that are ready": len(inside.ready(server)),
-        "messages whose tensors arrive": inside.arriving(server),
-        "messages taken halfway": inside.found(server),
-        "waiters for a message": inside.waiters_for_requests(server),
-        "messages of clients": [len(client.requests) for client in inside.clients_of(server)],
-        "answers that have not left": [len(client.queue) for client in inside.clients_of(server)],
+        "waiters for a message": len(requests.takers) + len(requests.waiters),
+        "messages of clients": [len(client.requests) for client in clients],
+        "pinned blocks": len(server._memory.blocks),
+        "messages in flight": sum(client.connection.in_flight for client in clients),
     }

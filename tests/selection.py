@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from aiotensor.memory import dtypes
+from aiotensor.memory import raw
 from verification import loops, places
 
-__all__ = ["COMPLETE", "DTYPES", "LINKS", "LOCAL_LINKS", "MODES", "loop_factories", "select"]
+__all__ = ["COMPLETE", "DTYPES", "LINKS", "LOCAL_LINKS", "MODES", "loop_factories", "only_asyncio", "select"]
 
 COMPLETE = os.environ.get("AIOTENSOR_TESTS") == "all"
 
@@ -26,7 +26,7 @@ MODES = loops.MODES if COMPLETE else ["plain"]
 
 # One dtype of each kind and size, for tests that read bytes; tests/test_values.py sends every dtype.
 _FEW = ["bool", "uint8", "bfloat16", "float32", "float8_e4m3fn", "complex128"]
-DTYPES = {name: dtype for name, dtype in dtypes.DTYPES.items() if COMPLETE or name in _FEW}
+DTYPES = {name: dtype for name, dtype in raw.DTYPES.items() if COMPLETE or name in _FEW}
 
 # The loop for each link. Unix sockets and TCP differ most, so each has one of the loops.
 _LOOPS = (
@@ -46,6 +46,11 @@ def loop_factories(item: pytest.Function) -> Mapping[str, Callable[[], asyncio.A
     if COMPLETE or item.get_closest_marker("both_loops") or not {*_LINK_NAMES}.isdisjoint(item.fixturenames):
         return loops.FACTORIES
     return {"uvloop": loops.FACTORIES["uvloop"]}
+
+
+def only_asyncio() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Return the loop of the tests of a folder in which the loop makes no difference."""
+    return {"asyncio": loops.FACTORIES["asyncio"]}
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -38,18 +38,19 @@ def _fall_off(block: Block) -> None:
 async def test_a_forked_child_leaves_a_block_by_an_exception_only() -> None:
     with place() as here:
         async with (
-            TensorReceiver(here.tensors) as receiver,
-            TensorSender(here.tensors) as sender,
+            TensorReceiver(here) as receiver,
+            TensorSender(here) as sender,
             sender.message() as message,
-            MessageServer(here.messages, Question) as server,
-            MessageClient(here.messages, reply_type=Answer) as client,
+            MessageServer(f"{here}s", Question) as server,
+            MessageClient(f"{here}s", Answer) as client,
+            client.permit() as permit,
         ):
             asking = asyncio.create_task(client.request(Question(1)))
             async with await anext(server) as request:
-                blocks: list[Block] = [receiver, sender, message, server, client, request]
+                blocks: list[Block] = [receiver, sender, message, server, client, permit, request]
                 for block in blocks:
                     for error in (SystemExit(3), KeyboardInterrupt("3"), LookupError("3")):
                         assert in_a_fork(partial(_leave, block, error)) == f"{type(error).__name__}: {error}"
                     check_told_of_fork(in_a_fork(partial(_fall_off, block)))
-                await request.reply(Answer(1))
+                await request.answer(Answer(1))
             assert (await asking).seed == 1

@@ -295,16 +295,6 @@ async def test_a_pipe_forwards_what_it_or_another_object_has_received() -> None:
 
 
 @pytest.mark.promise(39)
-async def test_a_reader_keeps_a_tensor_after_everyone_else_has_closed() -> None:
-    async with AsyncExitStack() as stack:
-        first, second = await stack.enter_async_context(hops(2))
-        received = await first.pass_on(pattern(1, BIG))
-        last = await second.pass_on(received)
-        del received
-    assert torch.equal(last, pattern(1, BIG))
-
-
-@pytest.mark.promise(39)
 async def test_a_block_returns_to_its_owner_after_the_sender_that_forwarded_it_has_closed() -> None:
     async with hops(1) as [first]:
         async with hops(1) as [second]:

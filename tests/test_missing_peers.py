@@ -10,9 +10,9 @@ import pytest
 
 from aiotensor import PeerLostError, TensorHandle, TensorReceiver, TensorSender, UsageError
 from aiotensor.broadcast import Subscriber
-from aiotensor.channel import MessageClient
+from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.runtime import outage
-from tests.channel.parties import Place, place
+from tests.channel.parties import place
 from tests.pairs import endpoint
 from verification.patterns import pattern
 from verification.places import free_port
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 _ELSEWHERE = TensorHandle("f" * 32, 0, 0, "int64", (3,), "cpu")
 
 # How a role waits for its peer, and the reason that the log states.
-_WAITS: dict[str, tuple[Callable[[Place], tuple[Any, Callable[[Any], Awaitable[object]]]], str]] = {
+_WAITS: dict[str, tuple[Callable[[str], tuple[Any, Callable[[Any], Awaitable[object]]]], str]] = {
     "a sender": (
-        lambda here: (TensorSender(here.tensors), lambda it: it.ready()),
+        lambda here: (TensorSender(here), lambda it: it.ready()),
         "no process listens there",
     ),
     "a sender to a folder that does not exist": (
@@ -33,22 +33,22 @@ _WAITS: dict[str, tuple[Callable[[Place], tuple[Any, Callable[[Any], Awaitable[o
         "the folder /nowhere does not exist",
     ),
     "a subscriber": (
-        lambda here: (Subscriber(here.tensors), lambda it: it.receive()),
+        lambda here: (Subscriber(here), lambda it: it.receive()),
         "no process listens there",
     ),
     "a client": (
-        lambda here: (MessageClient(here.messages, reply_type=int), lambda it: it.request(1)),
+        lambda here: (MessageClient(here, int), lambda it: it.request(1)),
         "no process listens there",
     ),
     "a client on another machine": (
         lambda _: (
-            MessageClient(f"tcp://127.0.0.1:{free_port()}", reply_type=int),
+            MessageClient(f"tcp://127.0.0.1:{free_port()}", int),
             lambda it: it.request(1),
         ),
         "no process listens there, or it does not answer",
     ),
     "a receiver": (
-        lambda here: (TensorReceiver(here.tensors), lambda it: it.receive(_ELSEWHERE)),
+        lambda here: (TensorReceiver(here), lambda it: it.receive(_ELSEWHERE)),
         "no sender with this id has connected to this receiver",
     ),
 }
@@ -75,6 +75,22 @@ async def test_a_long_wait_for_a_peer_is_logged_with_what_is_missing(
             assert len(reasons()) == 1
 
 
+@pytest.mark.promise(40)
+async def test_a_sent_message_that_no_server_has_taken_is_logged_when_it_is_lost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with place() as here:
+        async with MessageClient(here, int, grace_s=60) as client:
+            async with MessageServer(here, int) as server:
+                await client.send(1)
+                await until(lambda: server.statistics().waiting == 1)
+            await until(lambda: client.statistics().servers == 0)
+            assert client.statistics().in_flight == 1  # it waits for another server
+    [lost] = [record for record in caplog.records if vars(record)["event"] == "message_lost"]
+    assert (lost.levelname, lost.name) == ("WARNING", "aiotensor.client")
+    assert lost.getMessage() == "a message that was sent is lost: this MessageClient was closed"
+
+
 @pytest.mark.usefixtures("link")
 @pytest.mark.parametrize("link", ["unix", "tcp"], indirect=True)
 async def test_an_unexpected_error_while_connecting_ends_the_waits(
@@ -99,13 +115,13 @@ async def test_a_peer_is_not_missing_after_a_permanent_failure(
 ) -> None:
     monkeypatch.setattr(outage, "_FIRST_LINE_S", 0.1)
     with place() as here:
-        async with Subscriber(here.tensors) as subscriber:
+        async with Subscriber(here) as subscriber:
             receiving = asyncio.create_task(subscriber.receive())
             await asyncio.sleep(0)
-            os.mkdir(here.tensors.removeprefix("unix://"))
+            os.mkdir(here.removeprefix("unix://"))
             with pytest.raises(UsageError, match="but a folder"):
                 await receiving
             caplog.clear()
             await asyncio.sleep(0.3)
             assert not caplog.records
-        os.rmdir(here.tensors.removeprefix("unix://"))
+        os.rmdir(here.removeprefix("unix://"))

@@ -24,14 +24,14 @@ def test_no_object_can_be_pickled_or_copied(duplicate: Callable[[Any], Any], fol
         for one in (
             TensorSender(address),
             TensorReceiver(address),
-            MessageClient(f"ipc://{folder}/m", reply_type=dict),
-            MessageServer(f"ipc://{folder}/m", dict),
+            MessageClient(address, answer_type=dict),
+            MessageServer(address, dict),
             Publisher(address),
             Subscriber(address, dict),
             queue.producer(),
             queue.consumer(),
             blocking.TensorSender(address),
-            blocking.MessageClient(f"ipc://{folder}/m", reply_type=dict),
+            blocking.MessageClient(address, answer_type=dict),
         ):
             with pytest.raises(UsageError, match=f"a {type(one).__name__} cannot be pickled or copied"):
                 duplicate(one)

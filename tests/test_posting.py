@@ -6,11 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from aiotensor import ClosedError, DiscardedError, WouldBlockError
+from aiotensor import ClosedError
 from tests.cancellation.situations import held_back, strided
 from tests.pairs import pair
 from verification.patterns import BIG, pattern
-from verification.waiting import settled
 
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
@@ -39,46 +38,6 @@ async def test_a_posted_tensor_arrives_bit_for_bit_and_its_source_is_not_modifie
         handle = sender.post(allocated.copy_(pattern(1, BIG)))
         await sender.copied(handle)
         assert torch.equal(await receiver.receive(handle), pattern(1, BIG))
-
-
-async def test_post_without_a_permit_or_memory_raises_and_acquires_nothing() -> None:
-    async with pair(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, receiver):
-        allocated = await sender.allocate((5,), torch.int64)
-        with pytest.raises(WouldBlockError, match="not enough shared memory"):
-            sender.post(pattern(1, BIG))
-        assert sender.statistics().in_flight == 0
-        del allocated
-        await settled(sender)
-
-        handle = sender.post(pattern(2, BIG))
-        for count in (3, BIG):
-            with pytest.raises(WouldBlockError, match="no permit"):
-                sender.post(pattern(3, count))
-        assert (sender.statistics().in_flight, sender.statistics().bytes_in_use) == (1, BIG * 8)
-        assert torch.equal(await receiver.receive(handle), pattern(2, BIG))
-        await settled(sender)
-        assert torch.equal(await receiver.receive(sender.post(pattern(4, BIG))), pattern(4, BIG))
-
-
-@pytest.mark.parametrize("by", ["sender", "receiver"])
-async def test_a_discard_before_the_copy_releases_everything_at_once_and_reaches_every_waiter(
-    by: str,
-) -> None:
-    async with pair() as (sender, receiver):
-        async with held_back(sender):
-            handle = sender.post(strided(1, BIG))
-            receiving = asyncio.create_task(receiver.receive(handle))
-            copying = asyncio.create_task(sender.copied(handle))
-            await asyncio.sleep(0)
-            (sender if by == "sender" else receiver).discard(handle)
-            if by == "sender":
-                assert sender.statistics().in_flight == 0
-            await settled(sender)  # although the worker has not continued
-            for wait in (copying, receiving):
-                with pytest.raises(DiscardedError):
-                    await wait
-        assert sender.statistics().messages_discarded == 1
-        assert torch.equal(await receiver.receive(sender.post(pattern(2, BIG))), pattern(2, BIG))
 
 
 async def test_drain_and_closing_wait_for_the_copies_and_posted_messages_can_still_be_received() -> None:

@@ -11,7 +11,7 @@ import zmq
 
 from aiotensor import TensorReceiver, TensorSender, blocking
 from aiotensor.channel import MessageClient, MessageServer
-from tests.channel.parties import Answer, Place, Question, place
+from tests.channel.parties import Answer, Question, place
 from tests.runtime.test_affinity import forks, in_a_fork
 from verification.patterns import BIG, pattern
 from verification.waiting import until
@@ -19,14 +19,13 @@ from verification.waiting import until
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
-def parties(here: Place) -> dict[str, Any]:
+def parties(here: str) -> dict[str, Any]:
+    """Return an object of each kind, by its address in words."""
     return {
-        f"at {here.tensors}": TensorReceiver(here.tensors),
-        f"at {here.answers}": TensorSender(here.answers, 3),
-        f"at {here.messages}": MessageServer(here.messages, Question),
-        f"at {here.messages},{here.messages}2": MessageClient(
-            [here.messages, f"{here.messages}2"], reply_type=Answer
-        ),
+        f"at {here}": TensorReceiver(here),
+        f"at {here}0": TensorSender(f"{here}0", 3),
+        f"at {here}1": MessageServer(f"{here}1", Question),
+        f"at {here}1,{here}2": MessageClient([f"{here}1", f"{here}2"], Answer),
     }
 
 
@@ -44,21 +43,21 @@ async def test_an_object_shows_its_state_and_its_address() -> None:
 async def test_an_open_object_shows_its_messages_and_peers() -> None:
     with place() as here:
         async with (
-            TensorReceiver(here.tensors) as receiver,
-            TensorSender(here.tensors, 3) as sender,
-            MessageServer(here.messages, Question) as server,
-            MessageClient(here.messages, reply_type=Answer) as client,
+            TensorReceiver(here) as receiver,
+            TensorSender(here, 3) as sender,
+            MessageServer(f"{here}s", Question) as server,
+            MessageClient(f"{here}s", Answer) as client,
         ):
             await sender.send(torch.ones(3))
             asking = asyncio.create_task(client.request(Question(1)))
             await until(lambda: server.statistics().waiting == 1)
             assert repr(sender).endswith(", 1 of 3 messages in flight>")
             assert repr(receiver).endswith(", 1 senders connected>")
-            assert repr(client).endswith(", 1 messages in flight>")
+            assert repr(client).endswith(", 1 of 8 messages in flight>")
             assert repr(server).endswith(", 1 clients, 1 messages waiting>")
             request = await anext(server)
             assert repr(request) == f"<Request unanswered, of process {os.getpid()}>"
-            await request.reply(Answer(1))
+            await request.answer(Answer(1))
             assert repr(request) == f"<Request answered, of process {os.getpid()}>"
             await asking
             message = sender.message()
@@ -87,19 +86,19 @@ async def test_an_object_shows_that_it_is_unusable_after_a_fork() -> None:
 def test_an_object_shows_no_keys() -> None:
     public, secret = zmq.curve_keypair()
     server = MessageServer("tcp://127.0.0.1:7000", int, secret_key=secret, client_keys=[public])
-    client = MessageClient("tcp://127.0.0.1:7000", reply_type=int, secret_key=secret, server_key=public)
+    client = MessageClient("tcp://127.0.0.1:7000", answer_type=int, secret_key=secret, server_key=public)
     assert repr(server) == "<MessageServer new, at tcp://127.0.0.1:7000>"
     assert repr(client) == "<MessageClient new, at tcp://127.0.0.1:7000>"
 
 
 def test_an_object_for_threads_shows_the_same() -> None:
     with place() as here:
-        receiver = blocking.TensorReceiver(here.tensors)
-        sender = blocking.TensorSender(here.tensors)
-        assert repr(sender) == f"<aiotensor.blocking.TensorSender new, at {here.tensors}>"
+        receiver = blocking.TensorReceiver(here)
+        sender = blocking.TensorSender(here)
+        assert repr(sender) == f"<aiotensor.blocking.TensorSender new, at {here}>"
         with receiver, sender:
-            assert repr(sender).startswith(f"<aiotensor.blocking.TensorSender open, at {here.tensors}, ")
+            assert repr(sender).startswith(f"<aiotensor.blocking.TensorSender open, at {here}, ")
             with sender.message() as message:
                 message.send(pattern(1, 3))
                 assert repr(message).startswith("<aiotensor.blocking.OpenMessage being sent, 1 tensors, of <")
-        assert repr(sender) == f"<aiotensor.blocking.TensorSender closed, at {here.tensors}>"
+        assert repr(sender) == f"<aiotensor.blocking.TensorSender closed, at {here}>"

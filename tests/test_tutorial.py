@@ -95,17 +95,17 @@ def test_uploads_beyond_the_permits_wait_and_are_answered_with_503(site: Site) -
 def test_metrics_and_top_show_the_engine_and_its_server(site: Site) -> None:
     site.folder.save("server.py", SERVER + METRICS)
     site.start_engine()
-    server = site.start_server()
+    site.start_server()
     assert site.upload()[0] == 200
     with urllib.request.urlopen(f"http://127.0.0.1:{site.port}/metrics") as response:
         metrics = response.read().decode()
-    assert re.search(r"^aiotensor_sender_permits_limit\{.*\} 2.0$", metrics, re.MULTILINE)
-    assert re.search(r"^aiotensor_sender_permits_in_use\{.*\} 0.0$", metrics, re.MULTILINE)
+    assert re.search(r"^aiotensor_client_permits_limit\{.*\} 2.0$", metrics, re.MULTILINE)
+    assert re.search(r"^aiotensor_client_permits_in_use\{.*\} 0.0$", metrics, re.MULTILINE)
 
-    assert "$ aiotensor top engine:///tmp/tutorial-$(id -u)\n" in SHOWN
-    address = f"engine://{site.folder.path}/tutorial-{os.getuid()}"
+    assert "$ aiotensor top unix:///tmp/tutorial-$(id -u).sock\n" in SHOWN
+    address = f"unix://{site.folder.path}/tutorial-{os.getuid()}.sock"
     shown = json.loads(site.folder.run("-m", "aiotensor", "top", address, "--json"))
-    assert [sender["pid"] for sender in shown["senders"]] == [server.pid]
+    assert (shown["statistics"]["clients"], shown["statistics"]["messages_taken"]) == (1, 1)
 
 
 def test_the_tests_of_the_guide_pass() -> None:

@@ -49,7 +49,7 @@ def test_any_handle_is_unchanged_by_msgpack_json_and_pickle(handle: TensorHandle
 HOLDER = Holder(3, "open", 100, 0.5)
 WAITS = Waits((0.5, 1.0), (3, 0, 1), 2.75)
 SENT = SenderStatistics(
-    8, 1, 2, 0, 0.5, (HOLDER,), 0, 1, 2, 3, 9, 4, 5, 6, 7, 8, WAITS, WAITS, 1, 100, 50, {"PeerLostError": 2}
+    0, 1, 2, 3, 0.5, 5, 6, 7, 8, 9, WAITS, {"PeerLostError": 2}, 8, 1, 2, (HOLDER,), WAITS, 4, 5, 6, 7, 8
 )
 RECEIVED = ReceiverStatistics(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, {"other": 1})
 RECORDS = [HANDLE, Usage(1, 2, 3), HOLDER, WAITS, SENT, RECEIVED]

@@ -3,17 +3,15 @@
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
-from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.codec import TensorDecoder, TensorEncoder
-from tests.channel.parties import Answer, place
+from tests.channel.parties import place
 from tests.conformance.turns import Turns
 from tests.pairs import pair
 from verification.waiting import until
@@ -80,28 +78,22 @@ def test_arrays_that_torch_cannot_view_survive_encoding() -> None:
         assert (found.shape, found.tobytes()) == (array.shape, array.tobytes()), name
 
 
-@pytest.mark.parametrize("has_sender", [True, False], ids=["by a sender", "in the message"])
-async def test_arrays_that_torch_cannot_view_travel_in_messages(has_sender: bool) -> None:
-    arrays = {name: make(100_000) for name, make in ARRAYS.items()}
-    async with AsyncExitStack() as stack:
-        here = stack.enter_context(place())
-        receiver = sender = None
-        if has_sender:
-            receiver = await stack.enter_async_context(TensorReceiver(here.tensors))
-            sender = await stack.enter_async_context(TensorSender(here.tensors))
-        server = await stack.enter_async_context(
-            MessageServer(here.messages, dict[str, np.ndarray], receiver=receiver)
-        )
-        client = await stack.enter_async_context(
-            MessageClient(here.messages, sender=sender, reply_type=Answer)
-        )
-        asking = asyncio.create_task(client.request(arrays))
-        async with await anext(server) as request:
-            for name, array in arrays.items():
-                assert request.message[name].shape == array.shape
-                assert request.message[name].tobytes() == array.tobytes(), name
-            await request.reply(Answer(1))
-        await asking
+async def test_arrays_that_torch_cannot_view_travel_in_messages() -> None:
+    arrays = {f"{name}, {count}": make(count) for name, make in ARRAYS.items() for count in COUNTS}
+    with place() as here:
+        async with (
+            MessageServer(here, dict[str, np.ndarray]) as server,
+            MessageClient(here, dict[str, np.ndarray]) as client,
+        ):
+            asking = asyncio.create_task(client.request(arrays))
+            async with await anext(server) as request:
+                taken = request.message
+                await request.answer(arrays)
+            answer = await asking
+    for found in (taken, answer):
+        for name, array in arrays.items():
+            assert found[name].shape == array.shape
+            assert found[name].tobytes() == array.tobytes(), name
 
 
 async def test_a_reversed_array_is_read_after_its_permit_was_granted() -> None:

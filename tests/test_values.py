@@ -11,8 +11,7 @@ import torch
 
 from aiotensor import UnsupportedTensorError
 from aiotensor.codec import TensorDecoder, TensorEncoder
-from aiotensor.memory.dtypes import DTYPES
-from aiotensor.memory.raw import new_tensor
+from aiotensor.memory.raw import DTYPES, new_tensor
 from tests.pairs import pair
 from verification.waiting import settled
 
@@ -139,13 +138,6 @@ async def test_requires_grad_of_leaves_and_parameters_is_preserved(shape: tuple[
             received = await receiver.receive(await sender.send(parameter))
             assert type(received) is torch.nn.Parameter
             assert received.requires_grad is flag
-
-
-async def test_tensors_larger_than_one_piece_arrive_whole() -> None:
-    async with pair() as (sender, receiver):
-        source = torch.randint(0, 256, (3, 9 << 20), dtype=torch.uint8)
-        for view in (source, source.t(), source[:, ::2], source[0]):
-            assert torch.equal(await receiver.receive(await sender.send(view)), view)
 
 
 async def test_numpy_arrays_and_dlpack_objects_are_sent_as_they_are() -> None:

@@ -7,14 +7,11 @@ from collections.abc import Iterator
 import pytest
 from zmq.utils.garbage import GarbageCollectorThread
 
-from aiotensor.transports.endpoints import Endpoint
 from tests.blocking.fork_server import ForkServer
-from tests.blocking.waiting import until
+from tests.blocking.waiting import Place, until
 from tests.channel import parties
-from tests.channel.parties import Place
 from verification import loops
 from verification.descriptors import our_descriptors
-from verification.places import LINKS
 
 _ENDING_S = 10.0  # more than any thread needs to end
 
@@ -41,18 +38,10 @@ def nothing_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def endpoint(link: str) -> Iterator[Endpoint]:
-    """Return an endpoint for a sender and a receiver, over each transport."""
-    with LINKS[link].place() as place:
-        yield place.endpoint
-        assert len(place.names()) <= 1  # the socket of a receiver that was killed
-
-
-@pytest.fixture
 def place() -> Iterator[Place]:
     """Return the addresses for messages and tensors."""
-    with parties.place() as place:
-        yield place
+    with parties.place() as here:
+        yield Place(here, f"{here}-tensors")
 
 
 @pytest.fixture(scope="session")

@@ -4,26 +4,22 @@ import pytest
 
 from aiotensor.blocking import MessageClient
 from tests.blocking.fork_server import Ended, ForkServer
-from tests.blocking.waiting import until
-from tests.channel.parties import Answer, Place, Question
+from tests.blocking.waiting import Place, until
+from tests.channel.parties import Answer, Question
 from tests.selection import COMPLETE
 
 
 @pytest.mark.promise(4)
-def test_objects_left_open_in_a_module_do_not_disturb_the_exit(fork_server: ForkServer, place: Place) -> None:
+def test_an_exit_inside_a_block_with_open_objects_is_silent_and_keeps_its_status(
+    fork_server: ForkServer, place: Place
+) -> None:
     with fork_server.program("leave_all_open", *place) as program:
-        assert program.ended() == Ended(0, [], "")
+        assert program.ended() == Ended(3, [], "")
 
 
 def test_waiting_daemon_threads_do_not_delay_the_exit(fork_server: ForkServer, place: Place) -> None:
     with fork_server.program("leave_threads_waiting", *place) as program:
-        assert program.ended() == Ended(0, ["8"], "")
-
-
-def test_a_daemon_thread_that_waits_at_a_queue_ends_silently(fork_server: ForkServer, place: Place) -> None:
-    folder = f"{place.tensors.removeprefix('unix://')}.queue"
-    with fork_server.program("leave_a_thread_waiting_at_a_queue", folder) as program:
-        assert program.ended() == Ended(0, ["waits"], "")
+        assert program.ended() == Ended(0, ["all wait"], "")
 
 
 @pytest.mark.parametrize("attempt", range(5 if COMPLETE else 1))
@@ -34,17 +30,12 @@ def test_busy_daemon_threads_do_not_crash_the_exit(
         assert program.ended() == Ended(0, [], "")
 
 
-def test_sys_exit_inside_a_block_keeps_its_status(fork_server: ForkServer, place: Place) -> None:
-    with fork_server.program("end_in_the_middle", *place) as program:
-        assert program.ended() == Ended(3, [], "")
-
-
 def test_a_thread_continues_to_serve_after_the_main_thread_failed(
     fork_server: ForkServer, place: Place
 ) -> None:
     with (
         fork_server.program("fail_beside_a_thread", *place) as program,
-        MessageClient(place.messages, reply_type=Answer) as client,
+        MessageClient(place.messages, Answer) as client,
     ):
         until(lambda: client.request(Question(1)).total == 0)
         client.send(Question(2, wish="end"))

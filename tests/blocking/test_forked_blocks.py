@@ -8,8 +8,8 @@ import pytest
 
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
 from tests.blocking.fork_server import Ended, ForkServer
-from tests.blocking.waiting import in_thread
-from tests.channel.parties import Answer, Place, Question
+from tests.blocking.waiting import Place, in_thread
+from tests.channel.parties import Answer, Question
 from tests.forked_blocks import check_told_of_fork
 from tests.runtime.test_affinity import forks, in_a_fork
 
@@ -31,7 +31,7 @@ def test_a_forked_child_leaves_a_block_by_an_exception_only(place: Place) -> Non
         TensorSender(place.tensors) as sender,
         sender.message() as message,
         MessageServer(place.messages, Question) as server,
-        MessageClient(place.messages, reply_type=Answer) as client,
+        MessageClient(place.messages, Answer) as client,
     ):
         asking = in_thread(lambda: client.request(Question(1)))
         with server.next() as request:
@@ -40,7 +40,7 @@ def test_a_forked_child_leaves_a_block_by_an_exception_only(place: Place) -> Non
                 for error in (SystemExit(3), KeyboardInterrupt("3"), LookupError("3")):
                     assert in_a_fork(partial(_leave, block, error)) == f"{type(error).__name__}: {error}"
                 check_told_of_fork(in_a_fork(partial(block.__exit__, None, None, None)))
-            request.reply(Answer(1))
+            request.answer(Answer(1))
         assert asking.result() == Answer(1)
 
 

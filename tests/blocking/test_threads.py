@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 import torch
 
-from aiotensor import ClosedError, RemoteError, TensorHandle
+from aiotensor import ClosedError, RemoteError
 from aiotensor.blocking import MessageClient, MessageServer, TensorReceiver, TensorSender
-from tests.blocking.waiting import answer, in_thread, is_right, until
-from tests.channel.parties import Answer, Place, Question
+from tests.blocking.waiting import Place, answer, in_thread, is_right, until
+from tests.channel.parties import Answer, Question
 from tests.selection import COMPLETE
 from verification.patterns import BIG, pattern
 
@@ -27,17 +27,15 @@ def _loops() -> list[threading.Thread]:
 
 def test_many_threads_share_one_client_and_one_server(place: Place) -> None:
     with (
-        TensorReceiver(place.tensors) as receiver,
-        MessageServer(place.messages, Question, receiver=receiver) as server,
-        TensorSender(place.tensors, 4, 64 << 20) as sender,
-        MessageClient(place.messages, sender=sender, reply_type=Answer) as client,
+        MessageServer(place.messages, Question) as server,
+        MessageClient(place.messages, Answer, 4, 64 << 20) as client,
     ):
 
         def work() -> int:
             number = -1
             for number, request in enumerate(server):  # noqa: B007
                 with request:
-                    request.reply(answer(request.message))
+                    request.answer(answer(request.message))
                 del request
             return number + 1
 
@@ -51,35 +49,11 @@ def test_many_threads_share_one_client_and_one_server(place: Place) -> None:
         working = [in_thread(work) for _ in range(_THREADS)]
         asking = [in_thread(partial(ask, first * _REQUESTS)) for first in range(_THREADS)]
         assert [one.result() for one in asking] == [_REQUESTS] * _THREADS
-        until(lambda: not (sender.statistics().in_flight or sender.statistics().bytes_in_use))
+        until(lambda: not (client.statistics().in_flight or client.statistics().bytes_in_use))
         server.close()
         assert sum(one.result() for one in working) == _THREADS * _REQUESTS
     seen = client.statistics()
-    assert (seen.answers, seen.failures, seen.in_flight) == (_THREADS * _REQUESTS, 0, (0,))
-    assert sender.statistics().peak_in_flight <= 4
-
-
-def test_many_threads_send_and_receive_with_one_pair(place: Place) -> None:
-    with TensorReceiver(place.tensors) as receiver, TensorSender(place.tensors, 4, 4 * 8 * BIG) as sender:
-
-        def pass_on(first: int) -> int:
-            right = 0
-            for seed in range(first, first + _REQUESTS):
-                if seed % 3:
-                    handles = [sender.send(pattern(seed, _COUNTS[seed % 3]))]
-                else:
-                    with sender.message() as message:
-                        handles = [message.send(pattern(seed, count)) for count in _COUNTS]
-                right += all(
-                    torch.equal(receiver.receive(handle), pattern(seed, handle.shape[0]))
-                    for handle in handles
-                )
-            return right
-
-        passing = [in_thread(partial(pass_on, first * _REQUESTS)) for first in range(_THREADS)]
-        assert [one.result() for one in passing] == [_REQUESTS] * _THREADS
-        until(lambda: not (sender.statistics().in_flight or sender.statistics().bytes_in_use))
-        assert receiver.statistics().leases == 0
+    assert (seen.answers, seen.failures, seen.peak_in_flight) == (_THREADS * _REQUESTS, 0, 4)
 
 
 def test_all_objects_share_one_thread_that_ends_with_the_last(place: Place) -> None:
@@ -91,7 +65,7 @@ def test_all_objects_share_one_thread_that_ends_with_the_last(place: Place) -> N
         [loop] = _loops()
         assert loop.daemon
         sender = stack.enter_context(TensorSender(place.tensors))
-        client = stack.enter_context(MessageClient(place.messages, reply_type=Answer))
+        client = stack.enter_context(MessageClient(place.messages, Answer))
         server = in_thread(lambda: MessageServer(place.messages, Question).__enter__()).result()
         for first in (receiver, client, sender):  # in whatever order
             assert _loops() == [loop]
@@ -101,6 +75,20 @@ def test_all_objects_share_one_thread_that_ends_with_the_last(place: Place) -> N
         assert not _loops()
     with TensorReceiver(place.tensors):
         assert len(_loops()) == 1
+
+
+def test_opening_without_a_thread_raises_os_error(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    receiver = TensorReceiver(place.tensors)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no thread can be started"):
+        patch.setattr(threading.Thread, "start", start)
+        receiver.__enter__()
+    with pytest.raises(ClosedError):
+        receiver.next()
+    with TensorReceiver(place.tensors):  # nothing of the attempt is left
+        pass
 
 
 def test_objects_are_opened_and_closed_in_many_threads_at_once(place: Place) -> None:
@@ -138,7 +126,7 @@ def test_concurrent_calls_of_other_threads_raise_closed_error_during_close(place
 
 
 @pytest.mark.promise(29)
-def test_a_tensor_whose_call_failed_is_freed_without_the_garbage_collector(
+def test_the_tensor_of_a_failed_call_and_a_closed_object_are_freed_without_the_garbage_collector(
     place: Place, no_collections: None
 ) -> None:
     def check(work: Callable[[torch.Tensor], object], error: type[Exception]) -> None:
@@ -150,23 +138,16 @@ def test_a_tensor_whose_call_failed_is_freed_without_the_garbage_collector(
         until(lambda: freed() is None)
 
     with TensorSender(place.tensors, 1) as sender:
-        check(lambda tensor: sender.send(tensor, timeout=0.01), TimeoutError)
+        check(partial(sender.send, timeout=0.01), TimeoutError)
+    closed = weakref.ref(sender)
+    del sender
+    until(lambda: closed() is None)
     with (
         MessageServer(place.messages, Question) as server,
-        MessageClient(place.messages, reply_type=Answer) as client,
+        MessageClient(place.messages, Answer) as client,
     ):
         check(lambda tensor: client.request(Question(1, tensor), timeout=0.1), TimeoutError)
         serving = in_thread(lambda: server.serve(lambda _: object()))
         check(lambda tensor: client.request(Question(1, tensor)), RemoteError)
         server.close()
         serving.result()
-
-
-def test_an_object_that_was_closed_is_freed_without_the_garbage_collector(
-    place: Place, no_collections: None
-) -> None:
-    with TensorReceiver(place.tensors) as receiver, pytest.raises(TimeoutError):
-        receiver.receive(TensorHandle("nobody", 0, 0, "int64", (3,), "cpu"), timeout=0)
-    freed = weakref.ref(receiver)
-    del receiver
-    until(lambda: freed() is None)

@@ -8,19 +8,39 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
+from aiotensor import TensorHandle
+from aiotensor.blocking import TensorSender
 from tests.channel import parties
 from tests.channel.parties import Answer, Question
+from verification.internals import worker_of
 from verification.patterns import pattern
-
-__all__ = ["Running", "answer", "in_thread", "is_right", "nobody_listens_in", "running", "until"]
 
 R = TypeVar("R")
 
+NOBODYS = TensorHandle("nobody", 0, 0, "int64", (3,), "cpu")
+
 _PATIENCE_S = 20.0  # more than any operation takes, on any machine
+
+
+class Place(NamedTuple):
+    """Addresses of one test, in a folder of their own.
+
+    Attributes:
+        messages: for requests.
+        tensors: for tensors and publications.
+    """
+
+    messages: str
+    tensors: str
+
+    @property
+    def folder(self) -> str:
+        """The folder with the sockets."""
+        return os.path.dirname(self.messages.removeprefix("unix://"))
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -37,33 +57,20 @@ def until(condition: Callable[[], object]) -> None:
         sys.setswitchinterval(before)
 
 
-class Running:
-    """The calls of an asynchronous method that the event loop has begun and not ended.
-
-    Attributes:
-        count: their number.
-    """
-
-    count = 0
+def waits_for_loop(thread: int) -> bool:
+    """Return whether a thread waits for the event loop."""
+    return sys._current_frames()[thread].f_code.co_filename.endswith("aiotensor/blocking/thread.py")
 
 
 @contextmanager
-def running(owner: type[object], name: str) -> Iterator[Running]:
-    """Count the running calls of a method that is not part of the statistics."""
-    method, calls = getattr(owner, name), Running()
-
-    async def call(*args: object, **kwargs: object) -> object:
-        calls.count += 1
-        try:
-            return await method(*args, **kwargs)
-        finally:
-            calls.count -= 1
-
-    setattr(owner, name, call)
+def held_back(sender: TensorSender) -> Iterator[None]:
+    """Let the worker of a sender begin no copy in the block."""
+    go_on = threading.Event()
+    sender.call(worker_of(sender.inner).submit, go_on.wait)
     try:
-        yield calls
+        yield
     finally:
-        setattr(owner, name, method)
+        go_on.set()
 
 
 @contextmanager

@@ -26,7 +26,6 @@ from aiotensor import (
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.transports.endpoints import Endpoint
 from tests.broadcast.audiences import Batch, Broadcasts, idle, received, turns
-from tests.runtime.test_affinity import forks, in_a_fork
 from verification.fuzz.listening import waiting_at
 from verification.internals import worker_of
 from verification.patterns import BIG, pattern
@@ -522,24 +521,5 @@ async def test_every_use_in_another_thread_or_loop_raises_at_once(endpoint: Endp
                 await asyncio.to_thread(use)
             with pytest.raises(UsageError, match="another thread"):
                 await asyncio.to_thread(lambda: asyncio.run(use_there(use)))  # noqa: B023
-        await publisher.publish(pattern(1, BIG))
-        assert torch.equal((await subscriber.receive()).message, pattern(1, BIG))
-
-
-@pytest.mark.promise(23)
-@forks
-async def test_every_use_in_a_forked_child_raises_at_once(endpoint: Endpoint) -> None:
-    async with (
-        Publisher(endpoint) as publisher,
-        Subscriber(endpoint, torch.Tensor) as subscriber,
-    ):
-        await publisher.wait_for_subscribers(1)
-
-        def use_all() -> None:
-            for use in _uses(publisher, subscriber):
-                with pytest.raises(UsageError, match="fork"):
-                    use()
-
-        assert in_a_fork(use_all) == "nothing was raised"
         await publisher.publish(pattern(1, BIG))
         assert torch.equal((await subscriber.receive()).message, pattern(1, BIG))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from aiotensor import PeerLostError, WouldBlockError
+from aiotensor import WouldBlockError
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.protocol.moves import WINDOW_BYTES
 from aiotensor.transports.endpoints import Endpoint
@@ -182,25 +182,3 @@ async def test_subscribers_of_a_stopped_publisher_wait_and_then_miss_nothing(end
         assert all(torch.equal(one.message, pattern(one.number, BIG)) for one in publications)
         del publications
         await publisher.finish()
-
-
-async def test_a_stopped_publisher_can_be_killed_and_replaced(address: str) -> None:
-    async with peers(address, 1) as [publisher], Subscriber(address, torch.Tensor) as subscriber:
-        await publisher.call(workers.start, 1)
-        await publisher.call(workers.publish, 1, BIG)
-        kept = (await subscriber.receive()).message
-        await publisher.stop()
-        waiting = asyncio.create_task(subscriber.receive())
-        await asyncio.sleep(0)
-        publisher.kill()
-        with promptly(), pytest.raises(PeerLostError, match="was lost"):
-            await waiting
-        await publisher.ended()  # and with it the socket that it listens at
-        async with Publisher(address) as successor:
-            receiving = asyncio.create_task(subscriber.receive())
-            await successor.wait_for_subscribers(1)
-            await successor.publish(pattern(7, BIG))
-            publication = await receiving
-            assert (publication.number, publication.missed) == (0, 0)
-            assert torch.equal(publication.message, pattern(7, BIG))
-        assert torch.equal(kept, pattern(0, BIG))

@@ -16,7 +16,7 @@ from aiotensor import (
 )
 from aiotensor.inspection import Inspection, inspect
 from aiotensor.memory import views
-from aiotensor.memory.raw import copy_of
+from aiotensor.memory.raw import RawBytes, flat_bytes
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, Running, Way, cancel_everywhere
 from tests.pairs import endpoint, on_one_machine, pair
@@ -74,12 +74,12 @@ async def test_a_receive_cancelled_while_it_copies_leaves_the_tensor_claimable(
 ) -> None:
     copying, go_on = threading.Event(), threading.Event()
 
-    def slow_copy(tensor: torch.Tensor) -> torch.Tensor:
+    def slow_copy(tensor: torch.Tensor) -> RawBytes:
         copying.set()
         go_on.wait()
-        return copy_of(tensor)
+        return flat_bytes(tensor)
 
-    monkeypatch.setattr(views, "copy_of", slow_copy)
+    monkeypatch.setattr(views, "flat_bytes", slow_copy)
     async with pair(max_concurrent_videos=1, arena_bytes=SLOW * 8) as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:

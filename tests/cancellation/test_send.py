@@ -195,26 +195,6 @@ async def test_a_send_cancelled_before_its_receiver_connects_is_not_received() -
     assert await cancel_everywhere(attempt)
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-async def test_a_send_cancelled_during_page_allocation_releases_its_block(is_first: bool) -> None:
-    count = BIG if is_local() else SLOW  # a small tensor waits for nothing between machines
-
-    async def attempt(attempt: Attempt) -> None:
-        async with pair(max_concurrent_videos=2, arena_bytes=SLOW * 16) as (sender, receiver):
-            handles = [] if is_first else [await sender.send(pattern(0, SLOW))]
-            sending = attempt.start(sender.send(pattern(1, count)))
-            if await sending.completed():
-                assert torch.equal(await receiver.receive(sending.value), pattern(1, count))
-            for handle in handles:
-                assert torch.equal(await receiver.receive(handle), pattern(0, SLOW))
-            await settled(sender)
-            whole = await sender.allocate((SLOW * 2,), torch.int64)  # all of it is free again
-            del whole
-            await settled(sender)
-
-    assert await cancel_everywhere(attempt)
-
-
 @at_once
 async def test_a_send_cancelled_while_the_link_is_full_is_not_sent_later() -> None:
     async def attempt(attempt: Attempt) -> None:

@@ -1,7 +1,7 @@
-"""The variants of the tests of the channel: each kind of address, and each mode of the loop."""
+"""The variants of the tests of requests: each kind of address, and each mode of the loop."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -10,12 +10,20 @@ from tests.selection import MODES
 from verification import loops
 
 # Every mode over one kind of address, and only the plain one over the other: just the socket differs.
-_WAYS = {f"{mode} tasks": ("ipc", mode) for mode in MODES} | {"tcp": ("tcp", "plain")}
+_WAYS = {f"{mode} tasks": ("unix", mode) for mode in MODES} | {"tcp": ("tcp", "plain")}
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def scheme(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run a test over each kind of address."""
+    before, Places.scheme = Places.scheme, request.param
+    yield request.param
+    Places.scheme = before
 
 
 @pytest.fixture(params=_WAYS)
 async def way(request: pytest.FixtureRequest, nothing_left_behind: None) -> AsyncIterator[None]:
-    """Run a test in one of the modes; it must leave no tasks and no complaints of the loop."""
+    """Run a test over each kind of address, in one of the modes; it must leave no tasks and no complaints."""
     scheme, mode = _WAYS[request.param]
     before, Places.scheme = Places.scheme, scheme
     with loops.complaints() as complaints:

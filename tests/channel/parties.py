@@ -4,33 +4,37 @@ import asyncio
 import logging
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 import zmq
 
-from aiotensor import TensorReceiver, TensorSender
-from aiotensor.channel import MessageClient, MessageServer
-from verification import inside
+from aiotensor.channel.client import MessageClient
+from aiotensor.channel.server import MessageServer
+from verification.inside import held_by_client, held_by_server
 from verification.patterns import pattern
 from verification.places import free_port
+from verification.waiting import until
 
 __all__ = [
     "Answer",
     "Channel",
-    "Place",
     "Places",
     "Question",
     "answer",
+    "answer_one",
     "channel",
+    "channels",
     "key_options",
     "place",
     "said",
+    "serving",
     "settled",
+    "still_waits",
 ]
 
 
@@ -48,19 +52,12 @@ class Question(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """The reply to a `Question`."""
+    """The answer to a `Question`."""
 
     seed: int
     total: int = 0
     tensor: torch.Tensor | None = None
-
-
-class Place(NamedTuple):
-    """The addresses that two processes share: for messages, for their tensors, and for tensors of replies."""
-
-    messages: str
-    tensors: str
-    answers: str
+    more: dict[str, list[torch.Tensor]] = {}
 
 
 def key_options() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -73,16 +70,15 @@ def key_options() -> tuple[dict[str, Any], dict[str, Any]]:
 class Places:
     """The kind of address that the running test uses; the fixture `way` of conftest.py sets it."""
 
-    scheme = "ipc"
+    scheme = "unix"
 
 
 @contextmanager
-def place() -> Iterator[Place]:
-    """Create a place, and remove the files that a killed process left there."""
+def place() -> Iterator[str]:
+    """Create an address, and remove the files that a killed process left there."""
     folder = tempfile.mkdtemp(prefix="aiotensor-")  # the folders of pytest are too long for a socket
-    messages = f"ipc://{folder}/m" if Places.scheme == "ipc" else f"tcp://127.0.0.1:{free_port()}"
     try:
-        yield Place(messages, f"unix://{folder}/t", f"unix://{folder}/a")
+        yield f"unix://{folder}/m" if Places.scheme == "unix" else f"tcp://127.0.0.1:{free_port()}"
     finally:
         shutil.rmtree(folder)
 
@@ -93,30 +89,11 @@ class Channel:
 
     client: MessageClient[Answer]
     server: MessageServer[Question]
-    sender: TensorSender
-    receiver: TensorReceiver
-    place: Place
+    place: str
 
     def held(self) -> dict[str, int]:
         """Return the resources held for messages; empty once all messages have ended."""
-        sent, received = self.sender.statistics(), self.receiver.statistics()
-        served, asked = self.server.statistics(), self.client.statistics()
-        held = {
-            "permits": sent.in_flight,
-            "bytes": sent.bytes_in_use,
-            "unclaimed tensors": received.unclaimed_tensors,
-            "leases": received.leases,
-            "waiters for tensors": received.waiting,
-            "messages that wait": served.waiting,
-            "bytes that wait": served.waiting_bytes,
-            "requests in hand": served.in_hand,
-            "requests in flight": sum(asked.in_flight),
-            # Not part of any statistics.
-            "messages whose tensors arrive": inside.arriving(self.server),
-            "messages taken halfway": inside.found(self.server),
-            "messages of clients": sum(len(one.requests) for one in inside.clients_of(self.server)),
-            "cancels that have not left": inside.unsent(self.client),
-        }
+        held = held_by_client(self.client) | held_by_server(self.server)
         return {name: amount for name, amount in held.items() if amount}
 
 
@@ -128,22 +105,65 @@ async def channel(
     client: dict[str, Any] | None = None,
     server: dict[str, Any] | None = None,
 ) -> AsyncIterator[Channel]:
-    """Open a client and a server, and a sender and a receiver for the tensors of questions.
-
-    Args:
-        max_concurrent_videos: the permits of the sender.
-        arena_bytes: the size of the sender's arena in bytes.
-        client: further arguments of the client.
-        server: further arguments of the server.
-    """
+    """Open a client and a server, with further arguments of each."""
+    keys = key_options() if Places.scheme == "tcp" else ({}, {})
     with place() as here:
         async with (
-            TensorReceiver(here.tensors) as receiver,
-            TensorSender(here.tensors, max_concurrent_videos, arena_bytes) as sender,
-            MessageServer(here.messages, Question, receiver=receiver, **(server or {})) as listening,
-            MessageClient(here.messages, sender=sender, reply_type=Answer, **(client or {})) as asking,
+            MessageServer(here, Question, **keys[0], **(server or {})) as listening,
+            MessageClient(
+                here, Answer, max_concurrent_videos, arena_bytes, **keys[1], **(client or {})
+            ) as asking,
         ):
-            yield Channel(asking, listening, sender, receiver, here)
+            await asking.ready()
+            yield Channel(asking, listening, here)
+
+
+@asynccontextmanager
+async def channels(
+    count: int,
+    permits: int = 8,
+    *,
+    client: dict[str, Any] | None = None,
+    server: dict[str, Any] | None = None,
+) -> AsyncIterator[tuple[MessageClient[Answer], list[MessageServer[Question]]]]:
+    """Open several servers, and a client of all of them, with further arguments of each."""
+    keys = key_options() if Places.scheme == "tcp" else ({}, {})
+    async with AsyncExitStack() as stack:
+        places = [stack.enter_context(place()) for _ in range(count)]
+        servers = [
+            await stack.enter_async_context(MessageServer(here, Question, **keys[0], **(server or {})))
+            for here in places
+        ]
+        async with MessageClient(places, Answer, permits, **keys[1], **(client or {})) as asking:
+            await until(lambda: asking.statistics().servers == count)
+            yield asking, servers
+
+
+@asynccontextmanager
+async def serving(
+    *servers: MessageServer[Question], handler: Callable[[Question], Awaitable[object]] | None = None
+) -> AsyncIterator[None]:
+    """Have servers answer within the block, with `answer` or another handler."""
+    tasks = [asyncio.create_task(server.serve(handler or answer)) for server in servers]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def answer_one(server: MessageServer[Question]) -> None:
+    """Take a request, and answer it."""
+    async with await anext(server) as request:
+        await request.answer(await answer(request.message))
+
+
+async def still_waits(task: "asyncio.Task[None]") -> bool:
+    """Run the loop for some iterations, and return whether a task has not ended."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return not task.done()
 
 
 async def settled(*channels: Channel) -> None:
@@ -179,7 +199,7 @@ def said() -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             texts.append(logging.Formatter().format(record))
 
-    loggers = [logging.getLogger(f"aiotensor.{name}") for name in ("channel", "transports")]
+    loggers = [logging.getLogger(f"aiotensor.{name}") for name in ("server", "client", "transports")]
     listener = Listener()
     for logger in loggers:
         logger.addHandler(listener)

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import torch
 
-from aiotensor import TensorReceiver, TensorSender
+from aiotensor import TensorQueue
 from aiotensor.channel import MessageClient, MessageServer
-from tests.channel.parties import Answer, Place, Question, answer
+from tests.channel.parties import Answer, Question, answer
 from verification.patterns import BIG, pattern
 from verification.processes.peers import Peer, State, fork_and_sleep
 from verification.waiting import until
@@ -18,45 +18,45 @@ from verification.waiting import until
 __all__ = [
     "Peer",
     "State",
+    "all_taken",
     "ask",
     "ask_many",
     "begin_to_answer",
     "begin_to_ask",
+    "close_server",
     "fork_and_sleep",
     "held",
-    "listening",
     "open_client",
     "open_server",
     "outcomes",
     "process",
+    "take",
 ]
 
 
 @asynccontextmanager
-async def process(place: Place) -> AsyncIterator[Peer]:
+async def process() -> AsyncIterator[Peer]:
     """Start a process, and end it with the block."""
-    child = Peer(place.tensors)
+    child = Peer(TensorQueue())  # which clients and servers do not use
     try:
         yield child
     finally:
         await child.close()
 
 
-async def open_client(state: State, /, place: Place, **options: Any) -> None:
-    """Open a client with a sender for its tensors."""
-    sender = await state.stack.enter_async_context(TensorSender(place.tensors, 4, 64 << 20))
-    client = MessageClient(place.messages, sender=sender, reply_type=Answer, **options)
-    state.others |= {"sender": sender, "client": await state.stack.enter_async_context(client)}
-    state.others["asking"] = []
+async def open_client(state: State, /, place: str, **options: Any) -> None:
+    """Open a client."""
+    client = MessageClient(place, Answer, 4, 64 << 20, **options)
+    state.others |= {"client": await state.stack.enter_async_context(client), "asking": []}
 
 
-async def open_server(state: State, /, place: Place, *, answers: bool = True, **options: Any) -> None:
-    """Open a server, which answers if `answers` is true."""
-    receiver = await state.stack.enter_async_context(TensorReceiver(place.tensors))
-    server: MessageServer[Question] = MessageServer(place.messages, Question, receiver=receiver, **options)
-    state.others |= {"receiver": receiver, "server": await state.stack.enter_async_context(server)}
+async def open_server(state: State, /, place: str, *, answers: bool = True, **options: Any) -> str:
+    """Open a server, which answers if `answers` is true, and return its address."""
+    server: MessageServer[Question] = MessageServer(place, Question, **options)
+    state.others |= {"server": await state.stack.enter_async_context(server), "taken": []}
     if answers:
         await begin_to_answer(state)
+    return server.address
 
 
 async def begin_to_answer(state: State) -> None:
@@ -64,28 +64,34 @@ async def begin_to_answer(state: State) -> None:
     state.others["serving"] = asyncio.create_task(state.others["server"].serve(answer))
 
 
-@asynccontextmanager
-async def listening(
-    place: Place, **options: Any
-) -> AsyncIterator[tuple[MessageServer[Question], TensorReceiver]]:
-    """Open a server here."""
-    async with (
-        TensorReceiver(place.tensors) as receiver,
-        MessageServer(place.messages, Question, receiver=receiver, **options) as server,
-    ):
-        yield server, receiver
+async def take(state: State, count: int) -> list[int]:
+    """Take requests without answering them, and return their seeds."""
+    taken = [await anext(state.others["server"]) for _ in range(count)]
+    state.others["taken"] += taken
+    return [request.message.seed for request in taken]
+
+
+async def close_server(state: State) -> None:
+    """Close the server."""
+    await state.others["server"].aclose()
 
 
 async def ask(state: State, seed: int, count: int = BIG) -> bool:
     """Ask once, and return whether the answer is right."""
-    got = await state.others["client"].request(Question(seed, pattern(seed, count), wish="7"))
-    return _is_right(got, seed, count)
+    got = await state.others["client"].request(Question(seed, pattern(seed, count), wish=str(count)))
+    total = int(pattern(seed, count).sum())
+    return (got.seed, got.total) == (seed, total) and torch.equal(got.tensor, pattern(seed, count))
 
 
 async def begin_to_ask(state: State, seeds: list[int], count: int = BIG) -> None:
     """Start requests in tasks, and wait until they are sent."""
     state.others["asking"] += [asyncio.create_task(ask(state, seed, count)) for seed in seeds]
     await until(lambda: state.others["client"].statistics().messages_sent >= len(seeds))
+
+
+async def all_taken(state: State) -> None:
+    """Wait until the client is notified that its requests were taken."""
+    await until(lambda: state.others["client"].statistics().in_flight == 0)
 
 
 async def outcomes(state: State) -> list[bool | Exception]:
@@ -111,34 +117,12 @@ async def ask_many(state: State, first: int, count: int, at_once: int) -> int:
 
 
 async def held(state: State) -> dict[str, object]:
-    """Wait until no resources are held for messages, and return the finished requests."""
-    others = state.others
-    if "client" in others:
-        sender, client = others["sender"], others["client"]
-        await until(
-            lambda: (
-                not (
-                    sender.statistics().in_flight
-                    or sender.statistics().bytes_in_use
-                    or sum(client.statistics().in_flight)
-                )
-            )
-        )
-        done: dict[str, object] = msgspec.structs.asdict(client.statistics())
-        return done
-    receiver, server = others["receiver"], others["server"]
+    """Wait until no resources are held for messages, and return the statistics."""
+    if (client := state.others.get("client")) is not None:
+        await until(lambda: client.statistics().in_flight == client.statistics().bytes_in_use == 0)
+        return msgspec.structs.asdict(client.statistics())
+    server = state.others["server"]
     await until(
-        lambda: (
-            not (receiver.statistics().leases or server.statistics().waiting or server.statistics().in_hand)
-        )
+        lambda: not (server.statistics().leases or server.statistics().waiting or server.statistics().in_hand)
     )
     return msgspec.structs.asdict(server.statistics())
-
-
-def _is_right(got: Answer, seed: int, count: int) -> bool:
-    return (
-        got.seed == seed
-        and got.total == int(pattern(seed, count).sum())
-        and got.tensor is not None
-        and torch.equal(got.tensor, pattern(seed, 7))
-    )

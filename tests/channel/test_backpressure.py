@@ -3,64 +3,71 @@
 import asyncio
 from contextlib import AsyncExitStack
 
-import msgspec
 import pytest
 import torch
-import zmq
-import zmq.asyncio
 
-from aiotensor import RefusedError, TensorHandle, TensorReceiver, TensorSender
+from aiotensor import RefusedError
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.protocol.exchange import VERSION, Ask, ClientHello, write
-from tests.channel import peers
-from tests.channel.parties import Answer, Question, answer, channel, place, settled
-from tests.channel.rogues import raw
-from verification import inside
+from aiotensor.runtime import outage
+from tests.channel.parties import (
+    Answer,
+    Question,
+    channel,
+    place,
+    said,
+    serving,
+    settled,
+)
+from tests.channel.rogues import message, rogue_client
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.promise(14)
-async def test_requests_beyond_max_waiting_wait_at_the_client() -> None:
-    limits = {"max_waiting": 5, "high_water_mark": 2}
-    async with channel(server=limits, client={"high_water_mark": 2}) as ends:
+async def test_untaken_requests_beyond_max_waiting_wait_at_the_client() -> None:
+    async with channel(100, server={"max_waiting": 5}) as ends:
         asking = [
-            asyncio.create_task(ends.client.request(Question(seed, pattern(seed, 900))))
-            for seed in range(400)
+            asyncio.create_task(ends.client.request(Question(seed, pattern(seed, 2000))))
+            for seed in range(100)
         ]
-        await until(lambda: ends.server.statistics().waiting >= 5)
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert ends.server.statistics().waiting == 5
-        sent = ends.client.statistics().messages_sent
-        assert sent < 200  # the kernel's buffers hold some too
-
-        serving = asyncio.create_task(ends.server.serve(answer))
-        assert [got.seed for got in await asyncio.gather(*asking)] == list(range(400))
+        await until(lambda: ends.client.statistics().waiting == 95)
+        await until(lambda: ends.server.statistics().waiting == 5)
+        assert ends.client.statistics().messages_sent == 5
+        for taken in range(1, 4):
+            request = await anext(ends.server)
+            await request.answer(Answer(request.message.seed))
+            await until(lambda: ends.client.statistics().messages_sent == 5 + taken)  # noqa: B023
+            await until(lambda: ends.server.statistics().waiting == 5)
+        async with serving(ends.server):
+            assert [got.seed for got in await asyncio.gather(*asking)] == list(range(100))
         await settled(ends)
-        await ends.server.aclose()
-        await serving
 
 
-async def test_waiting_messages_are_bounded_in_bytes_too() -> None:
-    with place() as here:
-        async with (
-            MessageServer(here.messages, Question, max_waiting_bytes=1 << 20, high_water_mark=1) as server,
-            MessageClient(here.messages, reply_type=Answer, high_water_mark=1) as client,
-        ):
-            asking = [asyncio.create_task(client.request(Question(1, pattern(1, BIG)))) for _ in range(20)]
-            await until(lambda: server.statistics().waiting_bytes >= 1 << 20)
-            for _ in range(100):
-                await asyncio.sleep(0)
-            assert server.statistics().waiting == 2
-            assert client.statistics().messages_sent < 10
-            serving = asyncio.create_task(server.serve(answer))
-            await asyncio.gather(*asking)
-            assert server.statistics().waiting_bytes == 0
-            await server.aclose()
-            await serving
+@pytest.mark.promise(17, 40)
+async def test_a_long_wait_for_servers_that_take_no_more_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outage, "_FIRST_LINE_S", 0.01)
+    with said() as texts:
+        async with channel(8, server={"max_waiting": 1}) as ends:
+            asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(3)]
+            await until(lambda: bool(texts))
+            assert ends.client.statistics().waiting == 2
+            async with serving(ends.server):
+                await asyncio.gather(*asking)
+            assert len(texts) == 1
+            assert texts[0].endswith("2 messages wait, because the servers do not take more")
+
+
+@pytest.mark.promise(27)
+async def test_a_client_sends_the_next_request_while_the_last_one_is_decoded() -> None:
+    slow = {str(number): [pattern(number, 3)] for number in range(2000)}  # which a thread decodes
+    async with channel(8, server={"max_waiting": 1}) as ends, serving(ends.server):
+        questions = [Question(seed, more=slow) for seed in range(8)]
+        answers = await asyncio.gather(*map(ends.client.request, questions))
+        assert [got.seed for got in answers] == list(range(8))
+        assert ends.client.statistics().servers_lost == 0
 
 
 @pytest.mark.promise(15)
@@ -68,10 +75,9 @@ async def test_clients_take_turns_however_many_messages_each_has_waiting() -> No
     amounts = [40, 1, 3, 10]
     with place() as here:
         async with AsyncExitStack() as stack:
-            server = await stack.enter_async_context(MessageServer(here.messages, Question, max_waiting=64))
+            server = await stack.enter_async_context(MessageServer(here, Question))
             for number, amount in enumerate(amounts):
-                client = MessageClient(here.messages, reply_type=Answer)
-                await stack.enter_async_context(client)
+                client = await stack.enter_async_context(MessageClient(here, Answer, 64))
                 for seed in range(amount):
                     await client.send(Question(100 * number + seed))
             await until(lambda: server.statistics().waiting == sum(amounts))
@@ -87,75 +93,61 @@ async def test_clients_take_turns_however_many_messages_each_has_waiting() -> No
 
 @pytest.mark.promise(26)
 async def test_answers_to_a_client_that_does_not_read_wait_and_delay_no_other() -> None:
+    large = "x" * 10_000  # so large a body is part of its record
     with place() as here:
         async with (
-            peers.listening(here, high_water_mark=1) as (server, _),
-            peers.process(here) as slow,
-            peers.process(here) as other,
+            MessageServer(here, Question) as server,
+            rogue_client(here, reads=False) as slow,
         ):
-            await slow.call(peers.open_client, here, high_water_mark=1)
-            await slow.call(peers.begin_to_ask, list(range(40)), 5)
-            await until(lambda: server.statistics().messages_received == 40)
-            await slow.stop()
-            replying = []
-            for _ in range(40):
+            slow.write(*(message(number, Question(number), asks=True) for number in range(60)))
+            await until(lambda: server.statistics().waiting == 60)
+            answering = []
+            for _ in range(60):
                 request = await anext(server)
-                large = Answer(
-                    request.message.seed, int(pattern(request.message.seed, 5).sum()), pattern(1, BIG)
-                )
-                replying.append(asyncio.create_task(request.reply(large)))
-                del request, large
-            await other.call(peers.open_client, here)
-            serving = asyncio.create_task(server.serve(answer))
-            assert await other.call(peers.ask, 1)
-            assert sum(not task.done() for task in replying) > 20
-            slow.kill()
-            await slow.ended()
-            # Replies in the kernel's buffers count as sent, since this process cannot know better.
-            assert not all(await asyncio.gather(*replying))
-            await until(lambda: server.statistics().in_hand == 0)
-            assert await other.call(peers.ask, 2)
-            await server.aclose()
-            await serving
+                answering.append(asyncio.create_task(request.answer(large)))
+                del request
+            async with MessageClient(here, Answer) as other, serving(server):
+                assert (await other.request(Question(1))).seed == 1
+                assert sum(not task.done() for task in answering) > 20
+                slow.close()
+                # Answers in the kernel's buffers count as sent, since this process cannot know better.
+                assert not all(await asyncio.gather(*answering))
+                assert (await other.request(Question(2))).seed == 2
+                assert server.statistics().in_hand == 0
+
+
+async def test_answers_wait_for_memory_that_earlier_answers_use() -> None:
+    async with channel(server={"arena_bytes": BIG * 8 + 4096}) as ends:
+        asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(3)]
+        answering = [
+            asyncio.create_task((await anext(ends.server)).answer(Answer(seed, tensor=pattern(seed, BIG))))
+            for seed in range(3)
+        ]
+        while asking:
+            await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert [task.done() for task in asking] == [True] + [False] * (len(asking) - 1)
+            got = await asking.pop(0)
+            assert got.tensor is not None
+            assert torch.equal(got.tensor, pattern(got.seed, BIG))
+            del got
+        assert all(await asyncio.gather(*answering))
+        await settled(ends)
 
 
 async def test_untaken_messages_of_disconnected_clients_count_against_max_clients() -> None:
     with place() as here:
-        async with MessageServer(here.messages, Question, max_clients=2) as server:
+        async with MessageServer(here, Question, max_clients=2) as server:
             for seed in range(2):
-                async with MessageClient(here.messages, reply_type=Answer) as client:
+                async with MessageClient(here, Answer) as client:
                     await client.send(Question(seed))
             await until(lambda: server.statistics().clients_lost == 2)
-            async with MessageClient(here.messages, reply_type=Answer) as client:
+            async with MessageClient(here, Answer) as client:
                 with pytest.raises(
                     RefusedError, match="including 2 disconnected clients with waiting messages"
                 ):
                     await client.send(Question(2))
                 assert [(await anext(server)).message.seed for _ in range(2)] == [0, 1]
-                await client.send(Question(2))
-                assert (await anext(server)).message.seed == 2
-
-
-@pytest.mark.promise(26)
-async def test_messages_that_wait_for_missing_tensors_are_evicted() -> None:
-    with place() as here:
-        async with (
-            TensorReceiver(here.tensors) as receiver,
-            TensorSender(here.tensors) as sender,
-            MessageServer(here.messages, Question, receiver=receiver, max_clients=2) as server,
-        ):
-            await receiver.receive(await sender.send(torch.zeros(1)))
-            body = memoryview(msgspec.msgpack.encode(Question(1)))
-            for attempt in range(3):
-                # Another message each time: those of evicted requests are discarded.
-                never = TensorHandle(sender.id, (1 << 40) + attempt, 0, "int64", (1,), "cpu")
-                async with raw(zmq.DEALER, here.messages) as rogue:
-                    await rogue.send_multipart([write(ClientHello(VERSION, 1))])
-                    for number in range(10):
-                        await rogue.send_multipart([write(Ask(number, body, (never,), wants_answer=False))])
-                    await until(lambda: server.statistics().clients == 1 and inside.arriving(server) >= 10)
-                await until(lambda: server.statistics().clients == 0)
-            assert server.statistics().waiting <= 20
-            async with MessageClient(here.messages, reply_type=Answer) as client:
                 await client.send(Question(2))
                 assert (await anext(server)).message.seed == 2

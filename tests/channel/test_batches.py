@@ -56,7 +56,7 @@ async def test_a_batch_contains_the_requests_that_are_ready() -> None:
             assert [request.message.seed for request in batch] == seeds
             for request in batch:
                 async with request:
-                    await request.reply(await answer(request.message))
+                    await request.answer(await answer(request.message))
         assert [(await asked).seed for asked in asking] == [0, 1, 2, 3, 4]
 
 
@@ -66,7 +66,7 @@ async def test_the_first_request_of_a_batch_waits_for_others_at_most_batch_wait_
         [asked] = _ask(ends, 0)
         [request] = await anext(batches)
         async with request:
-            await request.reply(await answer(request.message))
+            await request.answer(await answer(request.message))
         assert (await asked).seed == 0
 
 
@@ -76,7 +76,7 @@ async def test_a_cancelled_request_leaves_its_batch() -> None:
         next_batch = asyncio.ensure_future(anext(batches))
         first, second = _ask(ends, 0, 1, size=BIG)
         await until(lambda: ends.server.statistics().waiting == 2)
-        assert ends.sender.statistics().in_flight == 2  # waiting requests keep their permits
+        assert ends.client.statistics().in_flight == 2  # waiting requests keep their permits
         first.cancel()
         await until(lambda: ends.server.statistics().waiting == 1)
         third, fourth = _ask(ends, 2, 3)
@@ -84,7 +84,7 @@ async def test_a_cancelled_request_leaves_its_batch() -> None:
         assert [request.message.seed for request in batch] == [1, 2, 3]
         for request in batch:
             async with request:
-                await request.reply(await answer(request.message))
+                await request.answer(await answer(request.message))
         assert [(await asked).seed for asked in (second, third, fourth)] == [1, 2, 3]
         del request, batch, next_batch
         await settled(ends)
@@ -198,7 +198,7 @@ async def test_a_cancelled_wait_for_a_batch_loses_no_request() -> None:
         batch = await anext(batches)
         assert [request.message.seed for request in batch] == [0, 1, 2]
         for request in batch:
-            await request.reply(await answer(request.message))
+            await request.answer(await answer(request.message))
         await asyncio.gather(*asking)
 
 
@@ -218,7 +218,7 @@ async def test_the_iteration_ends_when_the_server_is_closed() -> None:
 
 async def test_an_invalid_limit_raises_value_error() -> None:
     with place() as here:
-        async with MessageServer(here.messages, Question) as server:
+        async with MessageServer(here, Question) as server:
             for size, wait_s in ((0, 0.0), (-1, 0.0), (1, -1.0)):
                 with pytest.raises(ValueError, match=r"max_batch|batch_wait_s"):
                     server.batches(size, batch_wait_s=wait_s)

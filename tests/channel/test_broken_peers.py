@@ -1,302 +1,281 @@
 """A peer that breaks the protocol or floods a server loses its connection, and no other peer is affected."""
 
 import asyncio
-import itertools
-import os
-import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
 import pytest
-import torch
-import zmq
-import zmq.asyncio
 
-from aiotensor import AccessDeniedError, PeerLostError, ProtocolError, RefusedError, TensorHandle
+from aiotensor import PeerLostError, ProtocolError, RefusedError, RemoteError
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.channel.client_session import MAX_UNREAD
-from aiotensor.codec import TensorEncoder
-from aiotensor.protocol.exchange import (
+from aiotensor.protocol.frames import (
+    ARENA,
+    INLINE,
     VERSION,
-    Answer,
-    Ask,
-    ClientHello,
+    Begin,
+    Close,
+    Discard,
     Failure,
-    ServerHello,
-    read_from_server,
-    write,
+    Frame,
+    Message,
+    PlacedTensor,
+    Release,
+    Taken,
 )
-from aiotensor.protocol.frames import Close
-from tests.channel import parties
-from tests.channel.parties import Channel, Question, answer, channel, key_options, place, said, settled
-from tests.channel.rogues import hear, raw
-from tests.repeated import check_rate, repeated_lines
+from tests.channel.parties import (
+    Answer,
+    Channel,
+    Question,
+    channel,
+    key_options,
+    place,
+    said,
+    serving,
+    settled,
+)
+from tests.channel.rogues import RogueServer, heard, message, rogue_client, rogue_server
+from tests.frames import put
 from tests.selection import COMPLETE
-from verification import inside
 from verification.attackers import ATTACKS, WITHOUT_KEYS, attacked
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
-Parts = Sequence[bytes | memoryview]
+LIMIT = 10_000  # of bodies, in both directions
+
+decoded: list[object] = []
 
 
-# With one of two clients connected: 64 connections, and the slot of the other client.
-_MOST_SILENT = 65
+class Seen(msgspec.Struct):
+    """A message that records its decoding."""
+
+    data: Any = None
+
+    def __post_init__(self) -> None:
+        decoded.append(self)
 
 
-BODY = memoryview(msgspec.msgpack.encode(Question(1)))
+def ask(number: int = 0, content: object = None, *tensors: PlacedTensor, **changes: object) -> Message:
+    """Announce a request, by default a valid one."""
+    return message(number, Question(number) if content is None else content, tensors, asks=True, **changes)
 
 
-HELLO = write(ClientHello(VERSION, 1))
+def tensor(placement: str = ARENA, payload: bytes = b"\x00" * 16) -> PlacedTensor:
+    """Describe a tensor in a block that was never shared."""
+    return PlacedTensor("uint8", (3,), placement, payload, 5)
 
 
-def ask(number: int = 0, body: bytes | memoryview = BODY, **rest: Any) -> bytes:
-    return write(Ask(number, memoryview(body), **rest))
+NOTHING = b"\xc1"  # which begins no value
+
+
+# The last frame breaks the protocol.
+OF_CLIENTS: dict[str, tuple[str, Sequence[Frame | bytes]]] = {
+    "noise": ("cannot be decoded", [b"\xc1noise"]),
+    "a message for a receiver": ("a frame that no client sends", [put(last=True)]),
+    "a message in several frames": ("a frame that no client sends", [Begin(0)]),
+    "an answer": ("answered message 0, which asks for no answer", [message(0, 1, answers=0)]),
+    "a failure": ("message 0, which", [Failure(0, "ValueError", "no")]),
+    "more than max_waiting": ("more than 4 of its messages wait", [ask(number) for number in range(5)]),
+    "more than it has permits for": ("its limit of 3 messages", [ask(number) for number in range(4)]),
+    "a release of nothing": ("released block 5 more often", [Release((5,))]),
+    "a withdrawal of nothing": ("of message 7, but the next one is 0", [Discard(7)]),
+    "content that is none": ("cannot be decoded", [ask(payload=NOTHING, nbytes=1)]),
+    "less content than announced": ("but announced 900", [ask(nbytes=900)]),
+    "content in no memory": ("segment", [ask(placement=ARENA, block=5, payload=bytes(16))]),
+    "a tensor in no memory": ("segment", [ask(0, Question(0), tensor())]),
+    "a tensor elsewhere": ("unknown placement 'inline'", [ask(0, Question(0), tensor(INLINE))]),
+    "a body beyond the limit": (
+        f"a body of {LIMIT + 11} bytes, more than max_body_bytes={LIMIT}",
+        [ask(0, {"data": bytes(LIMIT + 2)})],
+    ),
+}  # fmt: skip
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[Channel]:
+async def served(**server: object) -> AsyncIterator[Channel]:
     """Open a channel whose server answers an honest client throughout."""
-    async with channel() as ends:
-        serving = asyncio.create_task(ends.server.serve(answer))
-        with said():
-            yield ends
+    async with channel(server=server) as ends, serving(ends.server):
+        yield ends
         got = await ends.client.request(Question(5, pattern(5, BIG), wish="3"))
         assert got.total == int(pattern(5, BIG).sum())
         assert ends.client.statistics().servers_lost == 0
         await settled(ends)
-        await ends.server.aclose()
-        await serving
 
 
-@pytest.mark.promise(24)
-@pytest.mark.parametrize("is_identified", [False, True], ids=["before its hello", "after its hello"])
-async def test_a_client_that_violates_the_protocol_gets_the_reason_and_is_disconnected(
-    is_identified: bool,
+@pytest.mark.promise(24, 25)
+@pytest.mark.parametrize(("reason", "frames"), OF_CLIENTS.values(), ids=OF_CLIENTS)
+async def test_a_client_that_breaks_the_protocol_is_disconnected_and_affects_no_other(
+    reason: str, frames: Sequence[Frame | bytes]
 ) -> None:
-    async with served() as ends, raw(zmq.DEALER, ends.place.messages) as rogue:
-        if is_identified:
-            await rogue.send_multipart([HELLO])
-            assert isinstance(read_from_server((await rogue.recv_multipart())[0]), ServerHello)
-        await rogue.send_multipart([b"\xc1noise"])
-        close = read_from_server((await rogue.recv_multipart())[0])
-        assert isinstance(close, Close)
-        assert close.reason.startswith("the client broke the protocol: ")
-        # The server ignores all further messages of this client.
-        await rogue.send_multipart([HELLO])
-        await rogue.send_multipart([ask()])
-        assert (await ends.client.request(Question(2))).seed == 2
-        assert not await rogue.poll(0)
-        await until(lambda: ends.server.statistics().clients == 1)
-
-
-async def test_a_client_of_another_version_is_refused_with_the_reason() -> None:
-    async with served() as ends, raw(zmq.DEALER, ends.place.messages) as rogue:
-        await rogue.send_multipart([write(ClientHello(VERSION + 1, 1))])
-        close = read_from_server((await rogue.recv_multipart())[0])
-        assert isinstance(close, Close)
-        assert close.is_refusal
-        assert close.reason == (
-            f"the client has protocol version {VERSION + 1}, and the server has version {VERSION}: install "
-            "the same version of aiotensor on both sides"
-        )
-        assert ends.server.statistics().clients_refused == 1
-        assert (await ends.client.request(Question(2))).seed == 2
-
-
-@pytest.mark.promise(26)
-async def test_a_client_that_never_reads_its_answers_is_disconnected() -> None:
+    decoded.clear()
     with place() as here, said() as texts:
         async with (
-            MessageServer(here.messages, Question, high_water_mark=1) as server,
-            raw(zmq.DEALER, here.messages, high_water_mark=1) as rogue,
+            MessageServer(here, Seen, max_waiting=4, max_body_bytes=LIMIT) as server,
+            MessageClient(here, int) as client,
         ):
-            await rogue.send_multipart([HELLO])
-            iterating = asyncio.create_task(anext(server))  # refuses unreadable messages
-            number = 0
-            while server.statistics().clients_lost == 0:
-                await rogue.send_multipart([ask(number, b"\xc1")])
-                number += 1
-                # The client has credit for the next one, since a refused message does not wait.
-                await until(lambda: server.statistics().failures == number)  # noqa: B023
-            assert MAX_UNREAD < number < 10 * MAX_UNREAD
-            assert any("was disconnected: it does not read its replies" in text for text in texts)
-            iterating.cancel()
-            await asyncio.wait([iterating])
-            assert (server.statistics().waiting, server.statistics().clients) == (0, 0)
+            asking = asyncio.create_task(client.request({"data": 1}))
+            honest = await anext(server)
+            iterating = asyncio.create_task(anext(server)) if len(frames) < 4 else None
+            async with rogue_client(here, max_messages=3 if reason.startswith("its") else 100) as rogue:
+                rogue.write(*frames)
+                await rogue.is_lost.wait()
+                await until(lambda: server.statistics().clients == 1)
+            await until(lambda: any("broke the protocol" in text for text in texts))
+            [text] = [text for text in texts if "broke the protocol" in text and "lost:" not in text]
+            assert reason in text
+            await honest.answer(2)
+            assert await asking == 2
+            asking = asyncio.create_task(client.request({"data": 3}))
+            request = await anext(server) if iterating is None else await iterating
+            await request.answer(4)
+            assert await asking == 4
+            assert [one.data for one in decoded if isinstance(one, Seen)] == [1, 3]
+            assert client.statistics().servers_lost == 0
 
 
-@pytest.mark.promise(26)
-async def test_silent_connections_are_limited_and_the_oldest_is_closed_first() -> None:
-    with place() as here, repeated_lines("connection_refused") as refused:
-        path = here.messages.removeprefix("ipc://")
-        async with (
-            MessageServer(here.messages, Question, max_clients=2) as server,
-            MessageClient(here.messages, reply_type=parties.Answer) as client,
-        ):
-            serving = asyncio.create_task(server.serve(answer))
-            assert (await client.request(Question(1))).seed == 1
-            silent = [await asyncio.open_unix_connection(path) for _ in range(_MOST_SILENT + 10)]
-            ends = [asyncio.create_task(_until_cut(reader)) for reader, _ in silent]
-            await until(lambda: sum(end.done() for end in ends) == 10)
-            assert all(end.done() for end in ends[:10])
-            assert (await client.request(Question(2))).seed == 2
-            # They occupy no slot of a client that sends a hello: the server closes the next oldest one.
-            async with MessageClient(here.messages, reply_type=parties.Answer) as other:
-                assert (await other.request(Question(3))).seed == 3
-            await until(lambda: sum(end.done() for end in ends) >= 11)
-            await until(lambda: sum(count for _, count in refused) >= 11)
-            check_rate([time for time, _ in refused])
-            for (_, writer), end in zip(silent, ends, strict=True):
-                end.cancel()
-                writer.close()
-            await server.aclose()
-            await serving
+@pytest.mark.usefixtures("way")
+async def test_a_client_of_another_version_is_refused_with_the_reason() -> None:
+    with place() as here, said():
+        async with MessageServer(here, Question) as server:
+            async with rogue_client(here, version=VERSION + 1) as rogue:
+                [close] = await heard(rogue, Close)
+                assert close.is_refusal
+                assert close.reason == (
+                    f"the client has protocol version {VERSION + 1}, and the server has version {VERSION}: "
+                    "install the same version of aiotensor on both sides"
+                )
+            assert server.statistics().clients_refused == 1
 
 
-async def _until_cut(reader: asyncio.StreamReader) -> None:
-    with suppress(ConnectionResetError):
-        while await reader.read(100):  # ZeroMQ greets at once
-            pass
-
-
-NO_TENSOR = TensorEncoder(lambda _: 0).encode(Question(1, torch.zeros(3)))[0]
-NEGATIVE = TensorHandle("x" * 32, -1, 0, "int64", (1,), "cpu")
-REFUSED: list[tuple[Parts, str]] = [
-    ([ask(0, b"\xc1")], "cannot be decoded"),
-    ([ask(1, msgspec.msgpack.encode(5))], "Expected a Struct, a dataclass or a dict, got `int`"),
-    ([ask(2, b"")], "cannot be decoded"),
-    ([ask(3), b"x"], "1 buffers"),
-    ([ask(4, handles=(NEGATIVE,))], "negative"),
-    (
-        [ask(5, TensorEncoder(lambda _: 0).encode(Question(1, torch.zeros(3)))[0])],
-        "referred to tensor 0 of 0",
-    ),
+BAD: list[tuple[Message, str]] = [
+    (ask(0, NOTHING), "cannot be decoded"),
+    (ask(1, 5), "Expected a Struct, a dataclass or a dict, got `int`"),
+    (ask(2, b""), "cannot be decoded"),
+    (ask(3, {"seed": "x"}), "Expected `int`, got `str`"),
 ]
 
 
 @pytest.mark.promise(31)
 async def test_an_invalid_message_fails_without_affecting_later_ones() -> None:
-    async with served() as ends, raw(zmq.DEALER, ends.place.messages) as rogue:
-        await rogue.send_multipart([HELLO])
-        assert isinstance(read_from_server((await rogue.recv_multipart())[0]), ServerHello)
-        for parts, reason in REFUSED:
-            await rogue.send_multipart(parts)
-            failure = read_from_server((await rogue.recv_multipart())[0])
-            assert isinstance(failure, Failure)
-            assert reason in failure.text
-        await rogue.send_multipart([ask(len(REFUSED))])
-        good = read_from_server((await rogue.recv_multipart())[0])
-        assert isinstance(good, Answer)
-        assert good.number == len(REFUSED)
+    with said():
+        async with served() as ends, rogue_client(ends.place) as rogue:
+            for bad, reason in BAD:
+                rogue.write(bad)
+                await until(lambda: ends.server.statistics().failures == bad.message + 1)  # noqa: B023
+                await until(lambda: len(_failures(rogue.received)) == bad.message + 1)  # noqa: B023
+                assert reason in _failures(rogue.received)[-1].text
+            rogue.write(ask(len(BAD)))
+            [good] = await heard(rogue, Message)
+            assert good.answers == len(BAD)
 
 
-def _a_bit(part: bytes, chance: random.Random) -> bytes:
-    where = chance.randrange(len(part))
-    return part[:where] + bytes([part[where] ^ 1 << chance.randrange(8)]) + part[where + 1 :]
+def _failures(frames: Sequence[Frame]) -> list[Failure]:
+    return [frame for frame in frames if isinstance(frame, Failure)]
 
 
-CHANGES: list[Callable[[bytes, random.Random], bytes]] = [
-    lambda part, chance: chance.randbytes(len(part)),
-    _a_bit,
-    lambda part, chance: part[: chance.randrange(len(part))],
-    lambda part, chance: part + chance.randbytes(chance.randrange(1, 9)),
-]
+@pytest.mark.promise(26)
+async def test_a_client_that_never_reads_its_answers_is_disconnected() -> None:
+    async def fail(question: Question) -> Answer:
+        raise ValueError("x" * 8000)
+
+    with said() as texts:
+        async with channel() as ends, serving(ends.server, handler=fail):
+            async with rogue_client(ends.place, reads=False, max_messages=1 << 20) as rogue:
+                number = 0
+                while ends.server.statistics().clients_lost == 0:
+                    assert number < 3000
+                    rogue.write(*map(ask, range(number, number + 20)))
+                    number += 20
+                    await until(
+                        lambda: (
+                            ends.server.statistics().failures >= number  # noqa: B023
+                            or ends.server.statistics().clients_lost == 1
+                        )
+                    )
+            with pytest.raises(RemoteError, match=r"x{8000}"):
+                await ends.client.request(Question(1))
+            assert (ends.server.statistics().waiting, ends.server.statistics().in_hand) == (0, 0)
+    assert any("was disconnected: writing to it failed" in text for text in texts)
 
 
-@pytest.mark.promise(24)
-async def test_a_fuzzed_message_part_does_not_affect_other_clients(moments: random.Random) -> None:
-    whole = TensorEncoder(inline_bytes=16).encode(
-        Question(1, pattern(1, 100), {"x": [pattern(2, 50), pattern(3, 1)]})
-    )
-    async with served() as ends:
-        for change, position, _ in itertools.product(CHANGES, range(3), range(25 if COMPLETE else 4)):
-            async with raw(zmq.DEALER, ends.place.messages) as rogue:
-                parts = [ask(body=whole[0]), *(bytes(part) for part in whole[1:])]
-                parts[position] = change(parts[position], moments)
-                await rogue.send_multipart([HELLO])
-                await rogue.send_multipart(parts)
-                await rogue.send_multipart([ask(1)])  # answered if still connected, in any order
-                heard: set[object] = set()
-                while not heard & {"cut off", 1}:
-                    header = read_from_server((await rogue.recv_multipart())[0])
-                    heard.add("cut off" if isinstance(header, Close) else getattr(header, "number", None))
-        await until(lambda: ends.server.statistics().clients == 1)
-
-
-async def _waiting(client: MessageClient[parties.Answer]) -> "asyncio.Task[parties.Answer]":
-    """Start a request, and return when it waits for a server."""
-    asking = asyncio.create_task(client.request(Question(1)))
-    await until(lambda: inside.waiters_for_server(client) == 1)
-    return asking
+# Servers
 
 
 @asynccontextmanager
 async def asked(
-    address: str,
-) -> AsyncIterator[tuple[zmq.asyncio.Socket, bytes, "asyncio.Task[parties.Answer]"]]:
-    """Open a client that has sent a request to our raw server and waits for its answer."""
-    async with (
-        raw(zmq.ROUTER, address, binds=True) as rogue,
-        MessageClient(address, reply_type=parties.Answer) as client,
-    ):
-        identity, hello = await hear(rogue)
-        assert isinstance(hello, ClientHello)
-        await rogue.send_multipart([identity, write(ServerHello(VERSION, 77))])
-        asking = asyncio.create_task(client.request(Question(1)))
-        _, question = await hear(rogue)
-        assert isinstance(question, Ask)
-        yield rogue, identity, asking
+    endpoint: str, **client: Any
+) -> AsyncIterator[tuple[RogueServer, "asyncio.Task[Seen]", MessageClient[Seen]]]:
+    """Open a client that waits for the answer to a request from a rogue server."""
+    async with rogue_server(endpoint) as rogue, MessageClient(endpoint, Seen, **client) as asking:
+        task = asyncio.create_task(asking.request(1))
+        [question] = await heard(rogue, Message)
+        assert question.asks
+        yield rogue, task, asking
+
+
+OF_SERVERS: dict[str, tuple[str, Sequence[Frame | bytes]]] = {
+    "noise": ("cannot be decoded", [b"\xc1noise"]),
+    "a message of a sender": ("a frame that no server sends", [put(last=True)]),
+    "a request": ("a message that answers nothing", [ask()]),
+    "an answer to no message": ("answered message 1, which asks for no answer", [message(0, 1, answers=1)]),
+    "a failure of no message": ("message 1, which", [Failure(1, "ValueError", "no")]),
+    "taking no message": ("answered message 1, which was never sent", [Taken((1,))]),
+    "a release of nothing": ("released block 5 more often", [Release((5,))]),
+    "content that is none": ("cannot be decoded", [message(0, 1, answers=0, payload=NOTHING, nbytes=1)]),
+    "a tensor in no memory": ("segment", [message(0, 1, [tensor()], answers=0)]),
+    "a body beyond the limit": (
+        f"a body of {LIMIT + 11} bytes, more than max_body_bytes={LIMIT}",
+        [message(0, {"data": bytes(LIMIT + 2)}, answers=0)],
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.promise(24)
-async def test_requests_to_a_server_that_violates_the_protocol_fail() -> None:
+@pytest.mark.parametrize(("reason", "frames"), OF_SERVERS.values(), ids=OF_SERVERS)
+async def test_requests_to_a_server_that_breaks_the_protocol_fail(
+    reason: str, frames: Sequence[Frame | bytes]
+) -> None:
+    decoded.clear()
     with place() as here, said() as texts:
-        async with asked(here.messages) as (rogue, identity, asking):
-            await rogue.send_multipart([identity, b"\xc1noise"])
-            with pytest.raises(PeerLostError, match="broke the protocol") as caught:
+        async with asked(here, max_body_bytes=LIMIT) as (rogue, asking, client):
+            rogue.write(Taken((0,)))
+            for frame in frames:
+                rogue.write(frame)
+            with pytest.raises((PeerLostError, ProtocolError), match=reason) as caught:
                 await asking
-            assert caught.value.pid == 77
-            assert isinstance(caught.value.__cause__, ProtocolError)
-        assert any("broke the protocol" in text for text in texts)
+            if isinstance(caught.value, PeerLostError):
+                assert isinstance(caught.value.__cause__, ProtocolError)
+            await rogue.is_lost.wait()
+            assert client.statistics().servers_lost == 1
+            assert not decoded
+    assert any("broke the protocol" in text and reason in text for text in texts)
 
 
-UNREADABLE: dict[str, tuple[Parts, str]] = {
-    "a body that is none": ([write(Answer(0, memoryview(b"\xc1")))], "cannot be decoded"),
-    "a buffer too many": ([write(Answer(0, BODY)), b"x"], "1 buffers"),
-    "tensors for a receiver that there is not": (
-        [write(Answer(0, BODY, (TensorHandle("x" * 32, 0, 0, "int64", (1,), "cpu"),)))],
-        "this client has no receiver",
-    ),
-}
-
-
-@pytest.mark.parametrize(("wrong", "reason"), UNREADABLE.values(), ids=UNREADABLE)
-async def test_an_unreadable_answer_fails_only_its_request(wrong: Parts, reason: str) -> None:
+async def test_an_unreadable_answer_fails_only_its_request() -> None:
     with place() as here:
-        async with asked(here.messages) as (rogue, identity, asking):
-            await rogue.send_multipart([identity, *wrong])
-            with pytest.raises(ProtocolError, match=reason):
+        async with asked(here) as (rogue, asking, client):
+            another = asyncio.create_task(client.request(2))
+            await until(lambda: client.statistics().messages_sent == 2)
+            for frame in (Taken((0, 1)), message(0, NOTHING, answers=0), message(1, {"data": 4}, answers=1)):
+                rogue.write(frame)
+            with pytest.raises(ProtocolError, match="cannot be decoded"):
                 await asking
+            assert (await another).data == 4
+            assert client.statistics().servers_lost == 0
 
 
 async def test_a_server_of_another_version_is_refused_and_its_successor_gets_the_next_request() -> None:
     with place() as here:
-        async with MessageClient(here.messages, reply_type=parties.Answer) as client:
-            async with raw(zmq.ROUTER, here.messages, binds=True) as rogue:
-                identity, _ = await hear(rogue)
-                asking = await _waiting(client)
-                await rogue.send_multipart([identity, write(ServerHello(VERSION + 1, 77))])
-                with pytest.raises(RefusedError, match=f"the server has protocol version {VERSION + 1}"):
-                    await asking
-            os.unlink(here.messages.removeprefix("ipc://"))
-            asking = asyncio.create_task(client.request(Question(2)))  # a request looks for a server again
-            async with MessageServer(here.messages, Question) as server:
-                await (await anext(server)).reply(parties.Answer(2))
+        async with MessageClient(here, Answer) as client:
+            async with rogue_server(here, version=VERSION + 1):
+                with pytest.raises(RefusedError, match=f"has protocol version {VERSION + 1}, and the client"):
+                    await client.request(Question(1))
+            asking = asyncio.create_task(client.request(Question(2)))  # looks for a server again
+            async with MessageServer(here, Question) as server:
+                await (await anext(server)).answer(Answer(2))
                 assert (await asking).seed == 2
 
 
@@ -313,41 +292,23 @@ async def test_clients_are_served_while_others_flood_their_server(attacks: Seque
     server_keys, client_keys = key_options()
     async with (
         MessageServer("tcp://127.0.0.1:0", Question, **server_keys) as server,
-        MessageClient(server.address, reply_type=parties.Answer, **client_keys) as existing,
+        MessageClient(server.address, Answer, **client_keys) as existing,
+        serving(server),
     ):
         address = server.address
-        serving = asyncio.create_task(server.serve(answer))
         assert (await existing.request(Question(0))).seed == 0
 
         async def ask() -> None:
             for seed in range(100 if COMPLETE else 20):
                 assert (await existing.request(Question(seed))).seed == seed
 
-        with repeated_lines("connection_refused") as lines, ExitStack() as attackers:
+        with ExitStack() as attackers:
             for attack in attacks:
                 await asyncio.to_thread(attackers.enter_context, attacked(address, attack))
             asking = asyncio.create_task(ask())
             for seed in range(4 if COMPLETE else 2):
-                async with MessageClient(address, reply_type=parties.Answer, **client_keys) as new:
+                async with MessageClient(address, Answer, **client_keys) as new:
                     assert (await new.request(Question(seed))).seed == seed
             await asking
             await asyncio.to_thread(attackers.close)
         assert existing.statistics().servers_lost == 0
-        await existing.aclose()
-        await until(lambda: server.statistics().clients == 0)
-        await server.aclose()
-        await serving
-    check_rate([time for time, _ in lines])
-
-
-async def test_refused_handshakes_are_logged_together_with_their_count() -> None:
-    server_keys, client_keys = key_options()
-    async with MessageServer("tcp://127.0.0.1:0", Question, **server_keys) as server:
-        with repeated_lines("connection_refused") as lines:
-            for _ in range(3):
-                client_keys["secret_key"] = zmq.curve_keypair()[1]
-                async with MessageClient(server.address, reply_type=parties.Answer, **client_keys) as client:
-                    with pytest.raises(AccessDeniedError):
-                        await client.request(Question(0))
-            await until(lambda: sum(count for _, count in lines) == 3)
-    check_rate([time for time, _ in lines])

@@ -8,7 +8,7 @@ from contextlib import suppress
 import anyio
 import pytest
 
-from aiotensor import ClosedError, PeerLostError, TensorHandle
+from aiotensor import ClosedError, PeerLostError
 from aiotensor.channel import Request
 from aiotensor.channel.cancelling import CancelOnce
 from tests.channel.parties import Answer, Channel, Question, answer, channel, said, settled
@@ -66,7 +66,7 @@ async def test_a_request_dropped_before_its_block_is_lost_and_logged_if_it_needs
             asking = asyncio.create_task(ends.client.request(Question(1, pattern(1, BIG))))
             request = await anext(ends.server)
             del request
-            with pytest.raises(PeerLostError, match="dropped without a reply"):
+            with pytest.raises(PeerLostError, match="dropped without an answer"):
                 await asking
             await settled(ends)
     [text] = texts
@@ -111,8 +111,7 @@ async def test_serve_runs_at_most_max_concurrent_handlers() -> None:
             asyncio.create_task(ends.client.request(Question(seed, pattern(seed, BIG)))) for seed in range(6)
         ]
         await until(lambda: running == 2 and ends.server.statistics().waiting == 4)
-        # The others wait, and keep their permits.
-        await until(lambda: ends.receiver.statistics().unclaimed_tensors == 4)
+        assert ends.client.statistics().in_flight == 4  # the others keep their permits
         go_on.set()
         assert [got.seed for got in await asyncio.gather(*asking)] == list(range(6))
         assert most == 2
@@ -162,7 +161,7 @@ async def serve(ends: Channel, handler: Shielded) -> None:
 async def serve_by_blocks(ends: Channel, handler: Shielded) -> None:
     async for request in ends.server:
         async with request:
-            await request.reply(await handler(request.message))
+            await request.answer(await handler(request.message))
 
 
 @pytest.mark.usefixtures("way")
@@ -306,51 +305,25 @@ async def test_a_simultaneous_cancellation_of_the_task_propagates(first: str) ->
 # Closing an end, or losing the other one, ends every call that waits there
 
 
-async def ask_without_a_permit(ends: Channel) -> tuple[TensorHandle, "asyncio.Task[Answer]"]:
-    """Begin a request that waits for the permit of a tensor; return the tensor's handle, and the request."""
-    handle = await ends.sender.send(pattern(1, BIG))
-    asking = asyncio.create_task(ends.client.request(Question(2, pattern(2, BIG))))
-    await until(lambda: ends.sender.statistics().waiting == 1)
-    return handle, asking
-
-
 @pytest.mark.usefixtures("way")
 @pytest.mark.promise(10)
 async def test_closing_ends_waiting_calls_of_client_and_server() -> None:
-    async with channel() as ends:
-        asking = asyncio.create_task(ends.client.request(Question(1)))
+    async with channel(2) as ends:
+        asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(4)]
         request = await anext(ends.server)
-        iterating = asyncio.create_task(anext(ends.server, None))
+        await until(lambda: ends.server.statistics().waiting == 2)
+        assert ends.client.statistics().waiting == 1  # for a permit
         await ends.client.aclose()
-        with pytest.raises(ClosedError):
-            await asking
-        with pytest.raises(ClosedError):
-            await ends.client.request(Question(2))
+        for call in (*asking, ends.client.request(Question(2))):
+            with pytest.raises(ClosedError, match="this MessageClient was closed"):
+                await call
         await until(lambda: not request.is_wanted)
-        assert not await request.reply(Answer(1))
+        assert not await request.answer(Answer(1))
+        assert ends.server.statistics().waiting == 0
+        iterating = asyncio.create_task(anext(ends.server, None))
 
         await ends.server.aclose()
         assert await iterating is None
         assert [request async for request in ends.server] == []
         await ends.client.aclose()
         assert ends.server.statistics().clients_lost == 1
-
-
-async def test_closing_a_client_ends_a_request_that_waits_for_a_permit_at_once() -> None:
-    async with channel(1) as ends:
-        handle, asking = await ask_without_a_permit(ends)
-        await ends.client.aclose()
-        with pytest.raises(ClosedError, match="this MessageClient was closed"):
-            await asking
-        await ends.receiver.receive(handle)
-        await settled(ends)
-
-
-async def test_losing_a_server_ends_a_request_that_waits_for_a_permit() -> None:
-    async with channel(1) as ends:
-        handle, asking = await ask_without_a_permit(ends)
-        await ends.server.aclose()
-        with pytest.raises(PeerLostError, match="lost while the tensors of a message"):
-            await asking
-        await ends.receiver.receive(handle)
-        await settled(ends)

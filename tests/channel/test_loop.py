@@ -1,7 +1,7 @@
 """Messages do not occupy the event loop for long, and need no threads of the application."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import anyio.from_thread
@@ -12,9 +12,9 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 
-from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.channel import MessageClient
 from tests.channel import peers
-from tests.channel.parties import Answer, Place, Question, answer, channel, place
+from tests.channel.parties import Answer, Question, channel, place
 from tests.conformance.turns import Lengths, Turns, too_long
 from tests.selection import COMPLETE
 from verification.patterns import pattern
@@ -39,54 +39,33 @@ if COMPLETE:
 
 @pytest.mark.promise(19)
 @pytest.mark.parametrize("make", MESSAGES.values(), ids=MESSAGES)
-async def test_no_message_keeps_the_loop_busy_for_long(make: Callable[[], Tensors]) -> None:
+async def test_neither_a_message_nor_its_answer_keeps_the_loop_busy_for_long(
+    make: Callable[[], Tensors],
+) -> None:
     tensors = make()
     # Freeing this much memory takes the kernel a while, and happens in the thread of the caller.
     kept: list[object] = []
-    with place() as here:
-        async with (
-            MessageServer(here.messages, Question) as server,
-            MessageClient(here.messages, reply_type=Answer) as client,
-        ):
+    async with channel(client={"max_body_bytes": None}, server={"max_body_bytes": None}) as ends:
 
-            async def ask() -> Lengths:
-                with Turns() as turns:
-                    asking = asyncio.create_task(client.request(Question(1, more=tensors)))
-                    request = await anext(server)
-                    kept.append(request)
-                    assert len(request.message.more) == len(tensors)
-                    await request.reply(Answer(1))
-                    await asking
-                return {"request": turns.relative_length}
+        async def ask() -> Lengths:
+            with Turns() as turns:
+                asking = asyncio.create_task(ends.client.request(Question(1, more=tensors)))
+                request = await anext(ends.server)
+                assert len(request.message.more) == len(tensors)
+                kept.append(request.message)
+                await request.answer(Answer(1, more=tensors))
+                kept.append(await asking)
+            return {"request": turns.relative_length}
 
-            assert await too_long(ask) == {}
-
-
-async def test_no_answer_keeps_the_loop_busy_for_long() -> None:
-    tensor = torch.zeros(300 << 16, dtype=torch.complex128)  # not aligned on arrival, so copied then
-    kept: list[object] = []
-    with place() as here:
-        async with (
-            MessageServer(here.messages, Question) as server,
-            MessageClient(here.messages, reply_type=Answer) as client,
-        ):
-
-            async def answer() -> Lengths:
-                with Turns() as turns:
-                    asking = asyncio.create_task(client.request(Question(1)))
-                    request = await anext(server)
-                    assert await request.reply(Answer(1, tensor=tensor))
-                    kept.append(await asking)
-                return {"answer": turns.relative_length}
-
-            assert await too_long(answer) == {}
+        assert await too_long(ask) == {}
+        kept.clear()
 
 
 @pytest.mark.extended
 @pytest.mark.promise(20)
 async def test_an_idle_client_and_its_server_use_no_processor_time() -> None:
     with place() as here:
-        async with peers.process(here) as engine, peers.process(here) as api:
+        async with peers.process() as engine, peers.process() as api:
             await engine.call(peers.open_server, here)
             await api.call(peers.open_client, here)
             for count in (10, 100_000):
@@ -123,12 +102,12 @@ def no_threads_left() -> Iterator[None]:
 
 
 @pytest.mark.promise(28)
-async def test_large_replies_arrive_while_all_threads_of_anyio_are_blocked() -> None:
+async def test_large_answers_arrive_while_all_threads_of_anyio_are_blocked() -> None:
     with place() as here:
         async with (
             asyncio.timeout(_LIMIT_S),
-            peers.process(here) as engine,
-            MessageClient(here.messages, reply_type=Answer) as client,
+            peers.process() as engine,
+            MessageClient(here, Answer, 64) as client,
         ):
             await engine.call(peers.open_server, here, answers=False)
             app = FastAPI()
@@ -150,7 +129,7 @@ async def test_large_replies_arrive_while_all_threads_of_anyio_are_blocked() -> 
                 ) as http:
                     asking = [asyncio.create_task(http.get(f"/{seed}")) for seed in range(_REQUESTS)]
                     threads = anyio.to_thread.current_default_thread_limiter()
-                    await until(lambda: client.statistics().in_flight == (threads.total_tokens,))
+                    await until(lambda: client.statistics().in_flight == threads.total_tokens)
                     await engine.call(peers.begin_to_answer)
                     got = [int((await one).text) for one in asking]
             finally:
@@ -159,32 +138,14 @@ async def test_large_replies_arrive_while_all_threads_of_anyio_are_blocked() -> 
     assert got == [int(pattern(seed, _COUNT)[-1]) for seed in range(_REQUESTS)]
 
 
-async def ask_with_a_large_body(here: Place) -> None:
-    more = {str(number): [] for number in range(10_000)}  # type: dict[str, list[torch.Tensor]]
-    async with (
-        MessageServer(here.messages, Question) as server,
-        MessageClient(here.messages, reply_type=Answer) as client,
-    ):
-        asking = asyncio.create_task(client.request(Question(1, more=more)))
-        request = await anext(server)
-        assert request.message.more == more
-        await request.reply(Answer(1, tensor=torch.zeros(1 << 10, 2 << 10)[:, ::2]))
-        assert (await asking).seed == 1
-
-
-async def ask_with_tensors_by_a_sender(here: Place) -> None:
-    async with channel() as ends:
-        serving = asyncio.create_task(ends.server.serve(answer))
-        got = await ends.client.request(Question(2, pattern(2, _COUNT), wish=str(_COUNT)))
-        assert got.total == int(pattern(2, _COUNT).sum())
-        serving.cancel()
-
-
+@pytest.mark.usefixtures("way")
 @pytest.mark.promise(28)
-@pytest.mark.parametrize("work", [ask_with_a_large_body, ask_with_tensors_by_a_sender])
-async def test_operations_need_no_thread_of_the_application(
-    work: Callable[[Place], Awaitable[None]],
-) -> None:
-    with place() as here, no_threads_left():
-        async with asyncio.timeout(_LIMIT_S):
-            await work(here)
+async def test_operations_need_no_thread_of_the_application() -> None:
+    more: Tensors = {str(number): [] for number in range(10_000)}
+    with no_threads_left():
+        async with asyncio.timeout(_LIMIT_S), channel() as ends:
+            asking = asyncio.create_task(ends.client.request(Question(1, pattern(1, _COUNT), more)))
+            request = await anext(ends.server)
+            assert request.message.more == more
+            await request.answer(Answer(1, tensor=torch.zeros(1 << 10, 2 << 10)[:, ::2]))
+            assert (await asking).seed == 1

@@ -1,11 +1,3 @@
-"""The event loop of the tests of the command, which runs in other processes and threads."""
+"""Each async test runs on one loop: the command does not depend on the loop of the process it inspects."""
 
-import asyncio
-from collections.abc import Callable
-
-from verification import loops
-
-
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run each async test on one loop: the command does not depend on that of the process it inspects."""
-    return {"asyncio": loops.FACTORIES["asyncio"]}
+from tests.selection import only_asyncio as pytest_asyncio_loop_factories  # noqa: F401

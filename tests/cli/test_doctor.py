@@ -1,4 +1,4 @@
-"""The findings of the doctor, with real folders, sockets, receivers and publishers."""
+"""The findings of the doctor, with real folders, sockets and processes."""
 
 import json
 import os
@@ -13,12 +13,11 @@ from pathlib import Path
 from resource import RLIM_INFINITY
 
 import pytest
-from click.testing import CliRunner
 
 from aiotensor import TensorReceiver
 from aiotensor.broadcast import Publisher
+from aiotensor.channel import MessageServer
 from aiotensor.cli import doctor as checks
-from aiotensor.cli.command import aiotensor as command
 from aiotensor.cli.doctor import (
     Finding,
     Status,
@@ -87,17 +86,6 @@ async def test_a_problem_is_reported_with_advice_and_exit_status_1(tmp_path: Pat
         assert list(finding) == ["check", "status", "found", "advice"]
 
 
-@pytest.mark.parametrize(
-    "address",
-    ["engine.sock", "unix:///run/", f"unix:///{'x' * 107}", "tcp://host", "tcp://*:5555", "ipc:///run/e", ""],
-)
-def test_doctor_rejects_an_invalid_address(address: str) -> None:
-    result = CliRunner().invoke(command, ["doctor", "--address", address])
-
-    assert result.exit_code == 2
-    assert "--address" in result.output
-
-
 def test_missing_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     check(checks.software(), Status.OK, f"torch {metadata.version('torch')}")
 
@@ -119,14 +107,14 @@ def bound(path: Path) -> Iterator[socket.socket]:
 
 
 async def test_the_process_that_listens_at_a_socket_is_named(address: str) -> None:
-    async with TensorReceiver(address) as receiver:
+    async with MessageServer(address, int) as server:
         status, findings = await doctor("--address", address)
-        assert receiver.statistics().senders_refused == 0
+        assert server.statistics().clients_refused == 0
     after, free = await doctor("--address", address)
 
     assert (status, after) == (0, 0)
     assert "is in use by a process of this user" in findings["socket file"]["found"]
-    assert findings["listener"]["found"] == f"a receiver (pid {os.getpid()}) answers"
+    assert findings["listener"]["found"] == f"a server (pid {os.getpid()}) answers"
     assert "nothing exists at" in free["socket file"]["found"]
     assert "listener" not in free
 
@@ -151,12 +139,6 @@ def test_a_private_folder_is_ok_and_is_not_modified(tmp_path: Path) -> None:
 
     check(socket_folder(folder), Status.OK, "this user can create sockets")
     assert list(folder.iterdir()) == []
-
-
-def test_a_missing_folder_that_an_engine_creates_needs_a_usable_parent(tmp_path: Path) -> None:
-    check(socket_folder(tmp_path / "engine", is_created=True), Status.OK, "the engine creates")
-    missing = socket_folder(tmp_path / "missing" / "engine", is_created=True)
-    check(missing, Status.PROBLEM, f"{tmp_path}/missing does not exist", "mkdir -p -m 700")
 
 
 @pytest.mark.parametrize(("asked_for", "status"), [(True, Status.PROBLEM), (False, Status.NOTE)])
@@ -219,22 +201,12 @@ def test_a_removed_socket_file_of_a_running_process_is_a_problem(tmp_path: Path)
         sock.listen()
         path.unlink()
         finding, is_in_use = socket_file(path)
-        check(finding, Status.PROBLEM, "its socket file was removed", "Restart the receiver or publisher")
+        check(finding, Status.PROBLEM, "its socket file was removed", "Restart it")
         assert not is_in_use
     check(socket_file(path)[0], Status.OK, "nothing exists")
 
 
 # Ports
-
-
-@pytest.fixture
-def ours() -> Pair:
-    return Pair.new()
-
-
-@pytest.fixture
-def theirs() -> Pair:
-    return Pair.new()
 
 
 @pytest.fixture
@@ -254,11 +226,12 @@ async def test_the_process_that_listens_at_a_port_is_named(port: int) -> None:
     assert findings["port"]["found"] == f"a process accepts connections at 127.0.0.1 port {port}"
     assert findings["listener"]["found"] == f"a receiver (pid {os.getpid()}) answers"
     assert problems(free) == ["port"]
-    assert free["port"]["found"] == "nothing listens there yet: 127.0.0.1: Connection refused"
-    assert free["port"]["advice"] == "Start the receiver or publisher"
+    assert free["port"]["found"] == "no process accepts connections: 127.0.0.1: Connection refused"
+    assert free["port"]["advice"].startswith("Start the process that listens there")
 
 
-async def test_keys_are_tried_and_never_shown(port: int, ours: Pair, theirs: Pair, tmp_path: Path) -> None:
+async def test_keys_are_tried_and_never_shown(port: int, tmp_path: Path) -> None:
+    ours, theirs = Pair.new(), Pair.new()
     keys = ("--address", f"tcp://0.0.0.0:{port}", "--keys")
     at_server = {"secret_key": theirs.secret, "client_keys": [ours.public]}
     async with Publisher(f"tcp://127.0.0.1:{port}", **at_server):  # type: ignore[arg-type]
@@ -305,22 +278,14 @@ async def test_a_name_that_cannot_be_resolved_is_a_problem(monkeypatch: pytest.M
     ends.set()
 
 
-async def test_a_port_that_cannot_be_used_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_port_that_does_not_answer_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_CONNECT_S", 0.2)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        _, bound_only = await doctor("--address", f"tcp://127.0.0.1:{taken.getsockname()[1]}")
     with (
         socket.create_server(("127.0.0.1", 0), backlog=0) as full,
         socket.create_connection(full.getsockname()),  # which is not accepted
     ):
         _, silent = await doctor("--address", f"tcp://127.0.0.1:{full.getsockname()[1]}")
 
-    assert problems(bound_only) == ["port"]
-    assert bound_only["port"]["found"] == (
-        "no process of this user can listen at 127.0.0.1: Address already in use"
-    )
-    assert bound_only["port"]["advice"] == "Choose another port"
     assert problems(silent) == ["port"]
     assert silent["port"]["found"] == "no process accepts connections: 127.0.0.1: no answer for 0.2 s"
     assert "firewalls" in silent["port"]["advice"]
@@ -352,7 +317,6 @@ def machine(root: Path, groups: str, limits: dict[str, object]) -> Path:
     [
         ("", {}, None),
         ("0::/a/b", {"sys/fs/cgroup/a/memory.max": "max", "sys/fs/cgroup/memory.max": "max"}, None),
-        ("0::/a/b", {"sys/fs/cgroup/a/b/memory.max": 4 * GIB}, "4.0 GiB (/sys/fs/cgroup/a/b/memory.max)"),
         (
             "0::/a/b",
             {"sys/fs/cgroup/a/b/memory.max": 4 * GIB, "sys/fs/cgroup/a/memory.max": GIB // 2},

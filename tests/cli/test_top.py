@@ -1,4 +1,4 @@
-"""Run the command at running receivers and publishers, and test the output of an inspection."""
+"""Run the command at running receivers, servers and publishers, and test the output of an inspection."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.broadcast import Publisher, SubscriberLag
-from aiotensor.channel import MessageServer
+from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.cli.command import aiotensor as command
 from aiotensor.cli.top import as_json, as_lines
 from aiotensor.cli.words import in_words, short
@@ -47,7 +47,7 @@ def port() -> str:
     return f"tcp://127.0.0.1:{free_port()}"
 
 
-# Receivers and publishers that run
+# Processes that run
 
 
 async def test_json_contains_the_statistics_and_the_rates(address: str) -> None:
@@ -118,6 +118,21 @@ async def test_the_subscribers_of_a_publisher_are_shown(address: str) -> None:
     assert found["rates"] == {"publications_per_s": 0.0, "bytes_per_s": 0.0}
 
 
+async def test_the_messages_of_a_server_are_shown(address: str) -> None:
+    async with MessageServer(address, dict) as server, MessageClient(address, int, 2, 4 << 20) as client:
+        await client.send({"frames": pattern(0, BIG)})
+        await client.send({})
+        async with await anext(server):
+            lines = await top(address, "--patience", "10")
+
+    assert (lines.stderr, lines.exit_code) == ("", 0)
+    assert lines.stdout.splitlines() == [
+        f"server pid {os.getpid()}  {address}",
+        "clients 1/64   lost 0   refused 0   waiting 1   taken -",
+        "mapped 4.0M/64.0G   leases 1   memory 0B/1.0G   answers 0   failures 0   cancelled 0",
+    ]
+
+
 # On a terminal
 
 
@@ -175,7 +190,7 @@ def terminal(*arguments: str, **environment: str) -> Iterator[Screen]:
 
 async def test_the_live_view_follows_successive_receivers_and_ends_on_ctrl_c(address: str) -> None:
     with terminal(address, "--interval", "0.05") as screen:
-        await screen.until(f"no receiver or publisher listens at {address}", "waiting for the next one")
+        await screen.until(f"no process listens at {address}", "waiting for the next one")
         async with TensorSender(address) as sender:
             for number in range(2):
                 async with TensorReceiver(address) as receiver:
@@ -184,7 +199,7 @@ async def test_the_live_view_follows_successive_receivers_and_ends_on_ctrl_c(add
                     await screen.until(f"pid {os.getpid()}", sender.id[:6], "1 (781.2K)")
                     await anext(receiver)
                     await sender.drain()
-                await screen.until("no receiver or publisher listens")
+                await screen.until("no process listens")
         screen.process.send_signal(signal.SIGINT)
         assert await screen.ended() == 0
         assert b"Aborted" not in screen.written
@@ -221,18 +236,7 @@ async def test_a_missing_receiver_is_a_one_line_error_with_status_1(address: str
     ):
         done = await top(where, "--patience", "0.1")
         assert (done.exit_code, done.stdout) == (1, "")
-        assert done.stderr == f"Error: no receiver or publisher listens at {where}: {why}\n"
-
-
-async def test_message_servers_are_identified(address: str) -> None:
-    async with MessageServer(address.replace("unix:", "ipc:"), int):
-        done = await top(address)
-    result = CliRunner().invoke(command, ["top", "ipc:///run/engine.messages"])
-
-    assert done.exit_code == 1
-    assert "is not that of a receiver or publisher: a MessageServer, for example, has" in done.stderr
-    assert result.exit_code == 2
-    assert "is the address of a MessageServer, which cannot be inspected" in " ".join(result.output.split())
+        assert done.stderr == f"Error: no process listens at {where}: {why}\n"
 
 
 async def test_control_characters_in_a_refusal_are_not_printed(address: str) -> None:
@@ -246,7 +250,7 @@ async def test_control_characters_in_a_refusal_are_not_printed(address: str) -> 
             done = await running
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr == (
-        "Error: the connection to the receiver (pid 7) was lost: it closed the connection: "
+        f"Error: the connection to the process at {address} (pid 7) was lost: it closed the connection: "
         "?[31mred?]0;title??Error: all is well\n"
     )
 

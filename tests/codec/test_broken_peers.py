@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiotensor.codec import Encoding
-from aiotensor.memory.dtypes import DTYPES
+from aiotensor.codec import TensorEncoder
+from aiotensor.memory.raw import DTYPES
 from tests.codec.messages import Box, Crate, Labelled, arrays, body_of, extension, sent, tensors
 from tests.codec.scenes import DECODERS, Scene, read_or_refuse
 from tests.memory.segments import random_tensor
@@ -34,11 +34,7 @@ def valid_parts(draw: st.DrawFn) -> list[bytearray]:
         below=Scene(options={"second": draw(tensors())}),
     )
     places = iter(draw(st.lists(st.sampled_from([None, 0, "there"]), max_size=4)))
-    encoder = Encoding(
-        lambda tensor: next(places, None),
-        inline_bytes=draw(st.sampled_from([0, 40, 8192])),
-        max_inline_bytes=draw(st.sampled_from([1 << 20, 0, 100])),
-    )
+    encoder = TensorEncoder(lambda _: next(places, None), inline_bytes=draw(st.sampled_from([0, 40, 8192])))
     return sent(encoder.encode(scene))
 
 

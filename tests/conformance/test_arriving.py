@@ -1,6 +1,5 @@
 """Tensors arrive in another process complete and once, with their values, and stay valid."""
 
-import asyncio
 import gc
 import itertools
 import os
@@ -9,10 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from aiotensor import TensorHandle, TensorReceiver
-from aiotensor.transports.endpoints import Endpoint
+from aiotensor import TensorHandle
 from tests.conformance.makers import PairMaker
-from tests.selection import COMPLETE
 from verification.patterns import BIG, pattern
 from verification.processes import peers, watch
 from verification.waiting import settled
@@ -110,27 +107,3 @@ async def test_a_hundred_messages_leave_memory_and_descriptors_as_they_were(pair
 async def _settled(state: peers.State) -> None:
     gc.collect()
     await settled(state.sender)
-
-
-@pytest.mark.parametrize("mode", ["plain"], indirect=True)
-async def test_senders_in_several_processes_feed_one_receiver_in_any_order(endpoint: Endpoint) -> None:
-    async with (
-        # Processes that are spawned take seconds to start.
-        peers.peers(endpoint, 3, "spawn" if COMPLETE else "forkserver") as children,
-        TensorReceiver(endpoint) as receiver,
-    ):
-        for child in children:
-            await child.call(peers.open_sender, 64)
-        sending = [
-            child.start(peers.send_pattern, seed, BIG if seed % 3 == 0 else 20)
-            for seed in range(30)
-            for child in children
-        ]
-        handles = list(reversed(await asyncio.gather(*sending)))
-        assert len(set(handles)) == 90
-        for handle in handles:
-            tensor = await receiver.receive(handle)
-            assert torch.equal(tensor, pattern(int(tensor[0]), handle.shape[0]))
-        for child in children:
-            await child.call(peers.drain)
-        assert receiver.statistics().senders == 3

@@ -217,24 +217,6 @@ async def test_senders_do_not_reconnect_to_a_receiver_that_is_closing(
         assert "protocol" not in caplog.text
 
 
-async def test_senders_wait_for_a_receiver_that_opens_later_and_lose_nothing(
-    endpoint: Endpoint,
-) -> None:
-    count = 1000  # more than the link holds
-    async with peers.peers(endpoint, 1) as [api]:
-        await api.call(peers.open_sender, count)
-        sending = api.start(_send_small, count)
-        await api.call(peers.forget_tensors)
-        assert not sending.done()  # no process reads
-        async with TensorReceiver(endpoint) as receiver:
-            seen = set()
-            for _ in range(count):
-                seen.add(int((await anext(receiver)).tensor[0]))
-            assert seen == set(range(count))
-            assert await sending == count
-            assert receiver.statistics().unclaimed_tensors == 0
-
-
 async def _send_small(state: peers.State, count: int) -> int:
     for seed in range(count):
         await state.sender.send(pattern(seed, 100))

@@ -1,4 +1,4 @@
-"""Measures of one iteration of the event loop: processor time, changes of state, and calls."""
+"""Measures of one iteration of the event loop: processor time, and changes of state."""
 
 import abc
 import asyncio
@@ -6,13 +6,11 @@ import gc
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from tests.steps import counted_calls
-
-__all__ = ["Calls", "Changes", "Lengths", "Turns", "measured", "some_turns", "too_long"]
+__all__ = ["Changes", "Lengths", "Turns", "measured", "some_turns", "too_long"]
 
 _CALLS = 100_000
 _ATTEMPTS = 5
@@ -148,18 +146,3 @@ class Changes(_EachIteration):
         now = self._number()
         self.most = max(self.most, abs(now - self._last))
         self._last = now
-
-
-class Calls(Changes):
-    """Find the maximum number of calls of functions, in Python or C, in one iteration on this thread."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: self._calls.number)
-        self._stack = ExitStack()
-
-    def _begin(self) -> None:
-        self._calls = self._stack.enter_context(counted_calls())
-        super()._begin()
-
-    def _end(self) -> None:
-        self._stack.close()

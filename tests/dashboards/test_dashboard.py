@@ -25,8 +25,8 @@ QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.g
 
 # Grafana replaces these in a query. Each rate interval has several scrapes.
 REPLACED = {"$__rate_interval": "20s", "$job": ".*", "$endpoint": ".*"}
-# Uploads that succeed at once cause neither waits nor errors, and need no broadcast.
-WITHOUT_DATA = re.compile("publisher|subscriber|pipe|wait_seconds|errors")
+# Uploads that succeed at once cause neither waits nor errors, and need neither handles nor broadcast.
+WITHOUT_DATA = re.compile("sender|receiver|publisher|subscriber|pipe|wait_seconds|errors")
 
 pytestmark = [
     pytest.mark.extended,

@@ -13,7 +13,7 @@ from tests.deployment.containers import ROOT
 from tests.deployment.inside import Spec
 from verification.networks import Host
 
-__all__ = ["Composition", "Service"]
+__all__ = ["Service", "image_user", "services_of"]
 
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 
@@ -23,17 +23,11 @@ RESTRICTIONS = {"read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new
 
 @dataclass(frozen=True)
 class Service:
-    """A service of a compose file.
-
-    Attributes:
-        definition: its definition in the file, with all defaults and variables.
-        folder: the folder of the file, to which paths are relative.
-        secrets: the files of the secrets by their names.
-    """
+    """A service of a compose file."""
 
     definition: dict[str, Any]
-    folder: Path
-    secrets: dict[str, str]
+    folder: Path  # of the file, to which paths are relative
+    secrets: dict[str, str]  # the files of the secrets by their names
 
     @property
     def grace_s(self) -> float:
@@ -41,13 +35,7 @@ class Service:
         return float(self.definition["stop_grace_period"].removesuffix("s"))
 
     def spec(self, volumes: Path, host: Host | None = None, secrets: Path | None = None) -> Spec:
-        """Return its container.
-
-        Args:
-            volumes: the folder with a folder for each volume.
-            host: its network.
-            secrets: the folder with the files of the secrets, instead of the folder in the compose file.
-        """
+        """Return its container, with volumes in one folder, and the files of the secrets in another one."""
         assert RESTRICTIONS.items() <= self.definition.items()
         user = int(self.definition.get("user", image_user()))
         mounts = {}
@@ -70,25 +58,12 @@ class Service:
         )
 
 
-class Composition:
-    """A compose file.
-
-    Args:
-        name: the name of the file in `deploy`.
-        variables: the variables of the environment that it uses.
-    """
-
-    def __init__(self, name: str, **variables: str) -> None:
-        path = ROOT / "deploy" / name
-        text = re.sub(
-            r"\$\{(\w+):-([^}]*)\}", lambda found: variables.get(found[1], found[2]), path.read_text()
-        )
-        self.content: dict[str, Any] = msgspec.yaml.decode(text)
-        secrets = {key: one["file"] for key, one in self.content.get("secrets", {}).items()}
-        self.services = {
-            key: Service(definition, path.parent, secrets)
-            for key, definition in self.content["services"].items()
-        }
+def services_of(name: str) -> dict[str, Service]:
+    """Return the services of a compose file in `deploy`, with the defaults of its variables."""
+    path = ROOT / "deploy" / name
+    content = msgspec.yaml.decode(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", path.read_text()))
+    secrets = {key: one["file"] for key, one in content.get("secrets", {}).items()}
+    return {key: Service(one, path.parent, secrets) for key, one in content["services"].items()}
 
 
 def image_environment() -> dict[str, str]:

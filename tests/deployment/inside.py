@@ -26,23 +26,14 @@ _PROGRAM = sorted({_ROOT, sys.prefix, sys.base_prefix})
 
 
 class Spec(msgspec.Struct, frozen=True):
-    """A container: what a runtime such as Docker sets up for its first process.
-
-    Attributes:
-        command: the program and its arguments.
-        folder: its working directory, which is readable in the container.
-        environment: further variables.
-        user: the id of its user and group; the process has no capabilities unless this is 0.
-        mounts: folders and files of the host by their paths in the container; paths in `/run` may be new.
-        host: its network; None for that of the caller.
-    """
+    """A container: what a runtime such as Docker sets up for its first process."""
 
     command: list[str]
-    folder: str
+    folder: str  # its working directory, which is readable in the container
     environment: dict[str, str] = {}
-    user: int = 10001
-    mounts: dict[str, str] = {}
-    host: Host | None = None
+    user: int = 10001  # and its group; the process has no capabilities unless this is 0
+    mounts: dict[str, str] = {}  # of the host, by their paths in the container; those in `/run` may be new
+    host: Host | None = None  # its network; None for that of the caller
 
 
 def main(spec: Spec) -> None:

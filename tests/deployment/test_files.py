@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from tests.deployment.composition import Composition
+from tests.deployment.composition import services_of
 from tests.deployment.containers import ROOT, container
 from tests.examples.films import film, is_right
 from verification.places import free_port
@@ -24,11 +24,10 @@ RELEASES = ["1.29", "1.33"]  # of Kubernetes
 pytestmark = pytest.mark.extended
 
 
-@pytest.mark.usefixtures("needs_containers")
 @pytest.mark.asyncio(loop_factories=["asyncio"])  # of the test; the programs have their own
 async def test_the_compose_file_for_one_machine_serves_uploads(folder: Path) -> None:
     film(folder / "film.mkv", 200)  # its frames are larger than /dev/shm
-    services = Composition("compose.yaml").services
+    services = services_of("compose.yaml")
     specs = {name: service.spec(folder) for name, service in services.items()}
     # The containers of this test share the network of the machine.
     port = str(free_port())

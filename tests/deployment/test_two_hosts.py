@@ -1,7 +1,4 @@
-"""The compose file for two hosts serves uploads while either side restarts.
-
-Its services run in containers on two hosts, with the commands, variables and secrets of the file.
-"""
+"""The services of the compose file for two hosts serve uploads while either side restarts."""
 
 import asyncio
 import os
@@ -10,12 +7,13 @@ from collections import Counter
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from aiotensor.cli.keys import write_keys
-from tests.deployment.composition import Composition, image_user
+from tests.deployment.composition import image_user, services_of
 from tests.deployment.containers import container
 from tests.examples.films import film, is_right
 from verification.networks import Hosts
@@ -26,7 +24,6 @@ REASONS = {"engine_lost", "engine_unavailable", "busy"}  # of documented 503s
 
 pytestmark = [
     pytest.mark.extended,
-    pytest.mark.usefixtures("needs_containers"),
     pytest.mark.asyncio(loop_factories=["asyncio"]),  # of the test; the programs have their own
     pytest.mark.timeout(300),
 ]
@@ -69,12 +66,8 @@ async def _upload_forever(state: State, url: str, path: str) -> None:
     await asyncio.gather(*(repeat() for _ in range(AT_ONCE)))
 
 
-async def _answers(state: State) -> list[Answer]:
-    return list(state.others["answers"])
-
-
-async def _unanswered(state: State) -> list[str]:
-    return list(state.others["unanswered"])
+async def _list(state: State, name: str) -> list[Any]:
+    return list(state.others[name])
 
 
 async def _ready(state: State, url: str) -> None:
@@ -95,7 +88,7 @@ async def _succeed(state: State) -> None:
 
 
 async def test_uploads_are_served_while_either_side_restarts(hosts: Hosts, folder: Path) -> None:
-    services = Composition("compose.two-hosts.yaml").services
+    services = services_of("compose.two-hosts.yaml")
     secrets = folder / "keys"
     write_keys(secrets, ["api"])
     for file in secrets.iterdir():
@@ -125,18 +118,18 @@ async def test_uploads_are_served_while_either_side_restarts(hosts: Hosts, folde
         assert await engine.stop(services["engine"].grace_s) == 0, engine.printed
         engine = await stack.enter_async_context(container(engine_spec))
         await client.call(_succeed)
-        assert not await client.call(_unanswered)
+        assert not await client.call(_list, "unanswered")
 
         assert await api.stop(services["api"].grace_s) == 0, api.printed
         assert "Traceback" not in api.printed
-        before = Counter(answer.status for answer in await client.call(_answers))
+        before = Counter(answer.status for answer in await client.call(_list, "answers"))
         api = await stack.enter_async_context(container(api_spec))
         await client.call(_ready, f"{url}/ready")
-        unanswered = await client.call(_unanswered)
+        unanswered = await client.call(_list, "unanswered")
         await client.call(_succeed)
-        assert await client.call(_unanswered) == unanswered  # only while no server ran
+        assert await client.call(_list, "unanswered") == unanswered  # only while no server ran
 
-        answers = await client.call(_answers)
+        answers = await client.call(_list, "answers")
         assert not uploading.done()
     print(Counter((answer.status, answer.reason) for answer in answers), len(unanswered))
     for answer in answers:

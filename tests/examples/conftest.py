@@ -1,11 +1,3 @@
-"""The loop of the tests of the examples, which choose their own loops."""
+"""Each async test runs on one loop: the examples choose their own loops."""
 
-import asyncio
-from collections.abc import Callable
-
-from verification import loops
-
-
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run each async test on one loop."""
-    return {"asyncio": loops.FACTORIES["asyncio"]}
+from tests.selection import only_asyncio as pytest_asyncio_loop_factories  # noqa: F401

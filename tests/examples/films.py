@@ -18,18 +18,7 @@ def film(
     noisy_rows: int = 0,
     **options: str,
 ) -> None:
-    """Make a video.
-
-    Args:
-        path: the path of the file.
-        frames: the number of frames.
-        height: the height of a frame, in pixels.
-        width: the width of a frame, in pixels.
-        container: the format of the file.
-        codec: the encoder.
-        noisy_rows: the number of rows that are noise, which makes the file large.
-        options: the options of the container.
-    """
+    """Make a video; rows that are noise make the file large. The options are those of the container."""
     rows, columns = np.mgrid[0:height, 0:width].astype(np.uint8)
     first = np.stack([rows, columns, rows + columns], axis=2)
     random = np.random.default_rng(0)

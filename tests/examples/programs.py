@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from verification.inspecting import inspect_receiver
+from aiotensor.inspection import ServerInspection, inspect
 from verification.places import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +152,7 @@ async def serving(
 
 
 async def taken(folder: Path) -> int:
-    """Return the number of tensors that the engine has taken."""
-    return (
-        await inspect_receiver(f"unix://{folder}/example-engine.tensors", patience_s=5)
-    ).statistics.tensors_taken
+    """Return the number of requests that the engine has taken."""
+    found = await inspect(f"unix://{folder}/example-engine.sock", patience_s=5)
+    assert isinstance(found, ServerInspection)
+    return found.statistics.messages_taken

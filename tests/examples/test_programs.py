@@ -34,14 +34,6 @@ async def result(program: Program) -> tuple[int | None, str, str]:
     return program.process.returncode, output.decode(), errors.decode()
 
 
-def first_of_two_ports() -> int:
-    """Return a free port whose next one is free, too."""
-    first = free_port()
-    while (second := free_port()) != first + 1:
-        first = second
-    return first
-
-
 async def test_the_batch_client_and_each_engine_find_the_same_colours(folder: Path) -> None:
     _, [*command, _, _, _] = shown("batch_client")
     clips = [str(clip) for clip in sample_clips()[1:]]
@@ -119,23 +111,22 @@ async def test_a_trace_contains_the_spans_of_the_server_and_of_the_engine(folder
         ("API server", 0, "POST /videos"),
         ("API server", 1, "decode"),
         ("API server", 1, "request"),
-        ("API server", 2, "send tensor"),
-        ("API server", 3, "wait for a permit"),
-        ("API server", 3, "wait for memory"),
-        ("API server", 3, "copy"),
-        ("engine", 3, "deliver tensor"),
+        ("API server", 2, "wait for a permit"),
+        ("API server", 2, "wait for memory"),
+        ("API server", 2, "copy"),
         ("engine", 2, "deliver message"),
         ("engine", 2, "answer"),
         ("engine", 3, "forward"),
+        ("API server", 3, "deliver answer"),
     ]
 
 
-async def test_an_api_server_on_another_host_sends_lost_videos_to_the_next_engine(folder: Path) -> None:
+async def test_an_api_server_on_another_host_sends_its_videos_to_the_next_engine(folder: Path) -> None:
     make_keys, start_engine, start_api = (
         [word.replace("two_hosts/keys", f"{folder}/keys") for word in command]
         for command in shown("two_hosts/__init__")
     )
-    port = first_of_two_ports()
+    port = free_port()
     assert await output_of(make_keys, folder) == []
     assert {path.stat().st_mode & 0o777 for path in (folder / "keys").iterdir()} == {0o600}
     start_engine += ["--port", str(port)]
@@ -146,10 +137,9 @@ async def test_an_api_server_on_another_host_sends_lost_videos_to_the_next_engin
             await api.says("video")
         async with running(start_engine, folder):
             status, output, errors = await result(api)
-    assert status == 0
+    assert (status, errors) == (0, "")
     assert len(output.splitlines()) == 29
     assert "video 29: 60 frames, brightness 58.5" in output
-    assert "was lost" in errors
 
 
 async def test_an_api_server_with_other_keys_ends_with_an_error(folder: Path) -> None:
@@ -157,7 +147,7 @@ async def test_an_api_server_with_other_keys_ends_with_an_error(folder: Path) ->
         write_keys(folder / name, ["api"])
     with pytest.raises(ValueError, match=r"one/api.json is not the key file of this side.*missing"):
         keys.read(f"{folder}/one/api.json", keys.EngineKeys)
-    port = str(first_of_two_ports())
+    port = str(free_port())
     start_engine = ["python", "-m", "two_hosts.engine", f"{folder}/one/engine.json", "--port", port]
     start_api = ["python", "-m", "two_hosts.api", f"{folder}/other/api.json", "--port", port, "--videos", "1"]
     async with running(start_engine, folder) as engine:

@@ -68,7 +68,7 @@ async def test_a_server_answers_videos_and_refuses_other_files(site: Site, folde
         await writer.drain()
         site.abort()
     assert (await site.http.post(site.path, content=body)).status_code == 200
-    assert "aiotensor_sender_permits_limit" in (await site.http.get("/metrics")).text
+    assert "aiotensor_client_permits_limit" in (await site.http.get("/metrics")).text
 
 
 async def test_a_video_of_unknown_size_is_decoded_while_it_arrives(site: Site, folder: Path) -> None:

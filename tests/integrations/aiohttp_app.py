@@ -28,38 +28,29 @@ async def post_totals(request: web.Request) -> web.Response:
 @routes.post("/left")
 async def post_left(request: web.Request) -> web.Response:
     """Send an upload to the engine without a request."""
-    [sender] = request.app[CLIENT].senders
-    handle = await sender.send(totals.numbers(await request.read()).values)
-    return web.Response(body=msgspec.json.encode(handle), content_type="application/json")
+    await request.app[CLIENT].send(totals.numbers(await request.read()))
+    return web.Response()
 
 
 @routes.get("/held")
 async def get_held(request: web.Request) -> web.Response:
     """Return the resources of this worker."""
-    held = totals.held(request.app[CLIENT])
-    return web.Response(body=msgspec.json.encode(held), content_type="application/json")
+    return web.Response(body=totals.held(request.app[CLIENT]), content_type="application/json")
 
 
 def make_app() -> web.Application:
     """Make the application."""
-    middleware = problem_middleware(retry_after_s=2.0, upload_grace_s=totals.UPLOAD_GRACE_S)
-    app = web.Application(middlewares=[middleware], client_max_size=1 << 30)
-    app.cleanup_ctx.append(client_context(CLIENT, totals.client, drain_s=totals.DRAIN_S))
+    app = web.Application(middlewares=[problem_middleware(retry_after_s=2.0)], client_max_size=1 << 30)
+    app.cleanup_ctx.append(client_context(CLIENT, totals.client))
     app.add_routes(routes)
     return app
 
 
 async def make_runner() -> web.AppRunner:
     """Return the runner of a worker of gunicorn."""
-    return web.AppRunner(make_app(), handler_cancellation=True, lingering_time=totals.UPLOAD_GRACE_S)
+    return web.AppRunner(make_app(), handler_cancellation=True)
 
 
 if __name__ == "__main__":
     listener = socket.socket(fileno=int(sys.argv[1]))
-    web.run_app(
-        make_app(),
-        sock=listener,
-        print=lambda *_: None,
-        handler_cancellation=True,
-        lingering_time=totals.UPLOAD_GRACE_S,  # how long a stalled client may keep its connection
-    )
+    web.run_app(make_app(), sock=listener, print=lambda *_: None, handler_cancellation=True)

@@ -1,11 +1,3 @@
-"""The loop of tests of the integrations: servers have the loops that they choose themselves."""
+"""Each async test runs on one loop: the integrations use the loop only by way of the library."""
 
-import asyncio
-from collections.abc import Callable
-
-from verification import loops
-
-
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run each async test on one loop: the integrations use the loop only by way of the library."""
-    return {"asyncio": loops.FACTORIES["asyncio"]}
+from tests.selection import only_asyncio as pytest_asyncio_loop_factories  # noqa: F401

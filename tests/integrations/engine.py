@@ -2,21 +2,19 @@
 
 import asyncio
 
-from aiotensor import TensorHandle, TensorReceiver
 from aiotensor.channel import MessageServer
-from aiotensor.types import ReceiverStatistics, ServerStatistics
+from aiotensor.types import ServerStatistics
 from tests.integrations.totals import Numbers, Total
 from verification.processes.peers import State
 
-__all__ = ["held", "open_engine", "serve", "slow_down", "take"]
+__all__ = ["held", "open_engine", "serve", "slow_down"]
 
 
-async def open_engine(state: State, messages: str) -> None:
-    """Open both ends, and answer nothing yet."""
-    receiver = await state.stack.enter_async_context(TensorReceiver(state.endpoint))
-    server = MessageServer(messages, Numbers, receiver=receiver)
+async def open_engine(state: State) -> None:
+    """Open the server, and answer nothing yet."""
+    server = MessageServer(state.endpoint, Numbers)
     await state.stack.enter_async_context(server)
-    state.others |= {"receiver": receiver, "server": server, "pace": 0.0}
+    state.others |= {"server": server, "pace": 0.0}
 
 
 async def slow_down(state: State, seconds: float) -> None:
@@ -35,12 +33,7 @@ async def serve(state: State, max_concurrent: int) -> None:
     state.others["serving"] = asyncio.create_task(server.serve(answer, max_concurrent=max_concurrent))
 
 
-async def held(state: State) -> tuple[ReceiverStatistics, ServerStatistics]:
+async def held(state: State) -> ServerStatistics:
     """Return the statistics of the engine."""
-    return state.others["receiver"].statistics(), state.others["server"].statistics()
-
-
-async def take(state: State, handle: TensorHandle) -> int:
-    """Take a tensor that was left here, and add it up."""
-    receiver: TensorReceiver = state.others["receiver"]
-    return int((await receiver.receive(handle)).sum())
+    server: MessageServer[Numbers] = state.others["server"]
+    return server.statistics()

@@ -1,7 +1,5 @@
 """A FastAPI server for the tests: its engine adds up the bytes of uploads."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -11,27 +9,13 @@ from aiotensor.channel import MessageClient, Permit
 from aiotensor.integrations.fastapi import MessageLifespan
 from tests.integrations import totals
 
-engine = MessageLifespan(
-    totals.client,
-    drain_s=totals.DRAIN_S,
-    retry_after_s=2.0,
-    upload_grace_s=totals.UPLOAD_GRACE_S,
-)
+engine = MessageLifespan(totals.client, retry_after_s=2.0)
 
 Client: TypeAlias = Annotated[MessageClient[totals.Total], Depends(engine.client)]
 Begun: TypeAlias = Annotated[Permit, Depends(engine.permit, scope="function")]
 
 
-@asynccontextmanager
-async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Surround the lifespan of the engine with one of the application."""
-    async with engine.lifespan(app):
-        app.state.is_open = True
-        yield
-        app.state.is_open = False
-
-
-app = FastAPI(lifespan=lifespan)
+app = FastAPI(lifespan=engine.lifespan)
 engine.install(app)
 
 
@@ -44,14 +28,12 @@ async def post_totals(request: Request, client: Client, permit: Begun) -> Respon
 
 
 @app.post("/left")
-async def post_left(request: Request, client: Client) -> Response:
+async def post_left(request: Request, client: Client) -> None:
     """Send an upload to the engine without a request."""
-    [sender] = client.senders
-    handle = await sender.send(totals.numbers(await request.body()).values)
-    return Response(msgspec.json.encode(handle), media_type="application/json")
+    await client.send(totals.numbers(await request.body()))
 
 
 @app.get("/held")
 async def get_held(client: Client) -> Response:
     """Return the resources of this worker."""
-    return Response(msgspec.json.encode(totals.held(client)), media_type="application/json")
+    return Response(totals.held(client), media_type="application/json")

@@ -133,7 +133,6 @@ class Scene:
     site: Site
     http: httpx.AsyncClient
     engines: list[Peer]
-    messages: str
     workers: int
 
 
@@ -146,24 +145,21 @@ async def scene(
     workers: int = 2,
     arena_bytes: int = 64 * MiB,
     max_wait_s: float = 20,
-    **more: str,
 ) -> AsyncIterator[Scene]:
-    tensors, messages = f"unix://{folder}/t", f"ipc://{folder}/m"
+    address = f"unix://{folder}/engine.sock"
     settings = {
-        "TOTALS_TENSORS": tensors,
-        "TOTALS_MESSAGES": messages,
+        "TOTALS_ADDRESS": address,
         "TOTALS_ARENA_BYTES": str(arena_bytes),
         "TOTALS_MAX_WAIT_S": str(max_wait_s),
-        **more,
     }
     async with (
-        peers(tensors, engines) as ready,
+        peers(address, engines) as ready,
         site(kind, workers, settings) as server,
         http_client(server) as http,
     ):
-        await ready[0].call(engine.open_engine, messages)
-        on = Scene(server, http, ready, messages, 1 if kind == "aiohttp" else workers)
-        await workers_of(http, on.workers)  # a worker that is still starting ends without closing its sender
+        await ready[0].call(engine.open_engine)
+        on = Scene(server, http, ready, 1 if kind == "aiohttp" else workers)
+        await workers_of(http, on.workers)  # a worker that is still starting ends without closing its client
         yield on
 
 

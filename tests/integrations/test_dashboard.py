@@ -29,15 +29,15 @@ ADDED = {"job", "instance"}
 
 async def exported() -> dict[str, Metric]:
     """Return the families that one object of each kind exports, by their exported names."""
-    with place() as here, endpoint("unix") as there:
+    with place() as here, endpoint("unix") as there, endpoint("unix") as elsewhere:
         async with (
             ends(),
             Publisher(there),
             Subscriber(there),
-            TensorReceiver(here.tensors),
-            TensorSender(here.tensors),
-            MessageServer(here.messages, Question),
-            MessageClient(here.messages, reply_type=Answer),
+            TensorReceiver(elsewhere),
+            TensorSender(elsewhere),
+            MessageServer(here, Question),
+            MessageClient(here, Answer),
         ):
             families = list(AioTensorCollector().collect())
     return {

@@ -9,7 +9,6 @@ from typing import Annotated, TypeAlias
 import httpx
 import pytest
 import torch
-import zmq
 from fastapi import Depends, FastAPI, WebSocket
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -29,7 +28,8 @@ from aiotensor import (
 from aiotensor.channel import MessageClient, MessageServer, Permit
 from aiotensor.integrations.fastapi import MessageLifespan, TensorLifespan
 from aiotensor.integrations.serving import serving
-from tests.channel.parties import Answer, Question, channel
+from tests.channel.parties import Answer, Question
+from tests.channel.parties import serving as answering
 from tests.pairs import endpoint
 from tests.transports.unix_ends import no_descriptors
 from verification.patterns import BIG, pattern
@@ -88,34 +88,32 @@ async def test_a_permit_is_acquired_before_the_handler_and_released_by_its_error
             await until(lambda: receiver.statistics().messages_discarded == 1)
 
 
-async def test_a_message_lost_when_its_handler_returned_is_answered_with_503() -> None:
-    async with channel() as ends:
-        engine: MessageLifespan[Answer] = MessageLifespan(
-            lambda: MessageClient(
-                ends.place.messages, sender=TensorSender(ends.place.tensors), reply_type=Answer
-            )
-        )
+async def test_a_handler_with_a_permit_fills_its_memory_and_gets_the_answer() -> None:
+    with endpoint("unix") as place:
+        engine: MessageLifespan[Answer] = MessageLifespan(lambda: MessageClient(place, Answer, 1))
         app = FastAPI(lifespan=engine.lifespan)
         engine.install(app)
 
         @app.get("/")
-        async def handler(permit: Annotated[Permit, Depends(engine.permit, scope="function")]) -> None:
-            await permit.allocate((3,), torch.uint8)
-            [sender] = engine.opened_client.senders
-            assert sender.discard_all() == 1
+        async def handler(
+            client: Annotated[MessageClient[Answer], Depends(engine.client)],
+            permit: Annotated[Permit, Depends(engine.permit, scope="function")],
+        ) -> int:
+            assert client is engine.opened_client
+            tensor = await permit.allocate((BIG,), torch.int64)
+            tensor.copy_(pattern(1, BIG))
+            return (await client.request(Question(1, tensor), inside=permit)).total
 
-        async with app.router.lifespan_context(app), http(app) as client:
-            answer = await client.get("/")
-            assert (answer.status_code, answer.json()["reason"]) == (503, "engine_lost")
-
-
-async def test_a_function_for_the_other_lifespan_is_rejected_at_the_start() -> None:
-    one = TensorLifespan(lambda: MessageClient("ipc:///tmp/nobody", reply_type=Answer))  # type: ignore[arg-type,return-value]
-    with pytest.raises(TypeError, match="TensorLifespan returned a MessageClient: use MessageLifespan"):
-        await one.lifespan(None).__aenter__()
-    other: MessageLifespan[Answer] = MessageLifespan(lambda: TensorSender("unix:///tmp/nobody"))  # type: ignore[arg-type,return-value]
-    with pytest.raises(TypeError, match="MessageLifespan returned a TensorSender: use TensorLifespan"):
-        await other.lifespan(None).__aenter__()
+        async with (
+            MessageServer(place, Question) as server,
+            answering(server),
+            app.router.lifespan_context(app),
+            http(app) as client,
+        ):
+            assert (await client.get("/")).json() == int(pattern(1, BIG).sum())
+            statistics = engine.opened_client.statistics()
+            assert (statistics.in_flight, statistics.tensors_copied) == (0, 0)
+            await until(lambda: engine.opened_client.statistics().bytes_in_use == 0)
 
 
 async def test_a_request_without_the_lifespan_raises_usage_error() -> None:
@@ -189,74 +187,27 @@ async def test_an_error_refuses_a_web_socket_or_closes_an_accepted_one(
     assert closed == {"type": "websocket.close", "code": code, "reason": reason}
 
 
-async def test_a_server_with_a_wrong_key_answers_each_request_with_a_problem(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO, "aiotensor.integrations")
-    (key, secret), (accepted, _), (_, wrong) = (zmq.curve_keypair() for _ in range(3))
-    async with MessageServer(
-        "tcp://127.0.0.1:0", Question, secret_key=secret, client_keys=[accepted]
-    ) as server:
-        engine: MessageLifespan[Answer] = MessageLifespan(
-            lambda: MessageClient(server.address, reply_type=Answer, secret_key=wrong, server_key=key)
-        )
-        app = FastAPI(lifespan=engine.lifespan)
-        engine.install(app)
-
-        @app.get("/ready")
-        async def ready(client: Annotated[MessageClient[Answer], Depends(engine.client)]) -> None:
-            await client.ready()
-
-        async with app.router.lifespan_context(app), http(app) as client:
-            for _ in range(2):
-                caplog.clear()
-                answer = await client.get("/ready")
-                assert (answer.status_code, answer.json()["reason"]) == (500, "refused")
-                assert "retry-after" not in answer.headers
-                [record] = [one for one in caplog.records if one.name == "aiotensor.integrations"]
-                assert record.levelno == logging.ERROR
-                assert "AccessDeniedError: the keys of this client" in record.getMessage()
-                assert record.exc_info is None
-
-
 # Exhausted descriptors
-
-Exhausted: TypeAlias = tuple[int, str | None, str]
-
-
-async def _send_without_descriptors(sender: TensorSender) -> None:
-    await sender.ready()  # without descriptors it could not connect, and would wait for that
-    with no_descriptors():
-        await sender.send(pattern(0, BIG))  # whose memory needs one
-
-
-def _of(answer: httpx.Response) -> Exhausted:
-    return answer.status_code, answer.headers.get("retry-after"), answer.json()["reason"]
 
 
 async def test_the_status_is_503_when_a_call_of_the_library_finds_no_descriptors(address: str) -> None:
     async with peers.peers(address, 1) as [child]:  # whose descriptors are exhausted
-        handler, dependency, socket, accepted = await child.call(_ask_without_descriptors)
-    assert handler == dependency == (503, "7", "exhausted")
-    assert socket == 503
-    assert accepted == (1013, "exhausted")
+        assert await child.call(_ask_without_descriptors) == (503, "7", "exhausted", 1013)
 
 
-async def _ask_without_descriptors(state: peers.State) -> tuple[Exhausted, Exhausted, int, tuple[int, str]]:
+async def _ask_without_descriptors(state: peers.State) -> tuple[int, str, str, int]:
     engine = TensorLifespan(lambda: TensorSender(state.endpoint), retry_after_s=7)
     app = FastAPI(lifespan=engine.lifespan)
     engine.install(app)
 
-    async def sent(sender: Annotated[TensorSender, Depends(engine.sender)]) -> None:
-        await _send_without_descriptors(sender)
-
-    @app.post("/handler")
-    async def handler(permit: Annotated[OpenMessage, Depends(engine.permit, scope="function")]) -> None:
-        await engine.opened_sender.ready()
+    async def send() -> None:
+        await (
+            engine.opened_sender.ready()
+        )  # without descriptors it could not connect, and would wait for that
         with no_descriptors():
-            await permit.send(pattern(0, BIG))
+            await engine.opened_sender.send(pattern(0, BIG))  # whose memory needs one
 
-    @app.post("/dependency", dependencies=[Depends(sent)])
+    @app.post("/dependency", dependencies=[Depends(send)])
     async def dependency() -> None:
         raise AssertionError("its dependency fails")
 
@@ -265,29 +216,22 @@ async def _ask_without_descriptors(state: peers.State) -> tuple[Exhausted, Exhau
         with no_descriptors():
             os.close(os.open("/dev/null", os.O_RDONLY))
 
-    @app.websocket("/before")
-    async def before(socket: WebSocket) -> None:
-        await _send_without_descriptors(engine.opened_sender)
-
-    @app.websocket("/after")
-    async def after(socket: WebSocket) -> None:
+    @app.websocket("/")
+    async def accepted(socket: WebSocket) -> None:
         await socket.accept()
-        await _send_without_descriptors(engine.opened_sender)
+        await send()
 
     async with TensorReceiver(state.endpoint), app.router.lifespan_context(app), http(app) as client:
-        answers = [_of(await client.post(path)) for path in ("/handler", "/dependency")]
+        answer = await client.post("/dependency")
         with pytest.raises(OSError, match="Too many open files"):  # an error of the application stays
             await client.post("/own")
-        start, _ = await visit_socket(app, "/before")
-        _, closed = await visit_socket(app, "/after")
+        _, closed = await visit_socket(app, "/")
         await engine.opened_sender.send(pattern(0, BIG))  # there are some again
         assert engine.opened_sender.discard_all()
-    return answers[0], answers[1], start["status"], (closed["code"], closed["reason"])
+    return answer.status_code, answer.headers["retry-after"], answer.json()["reason"], closed["code"]
 
 
 # The end of a server
-
-NAMES = ("TensorLifespan", "MessageLifespan")
 
 
 async def test_a_receiver_lost_while_a_server_ends_is_neither_logged_nor_awaited(
@@ -296,7 +240,7 @@ async def test_a_receiver_lost_while_a_server_ends_is_neither_logged_nor_awaited
     with endpoint() as place:
         async with (
             TensorReceiver(place) as receiver,
-            serving(lambda: TensorSender(place), 3600.0, *NAMES) as sender,
+            serving(lambda: TensorSender(place), 3600.0) as sender,
         ):
             await sender.send(pattern(1, 5))
             await until(lambda: receiver.statistics().unclaimed_tensors == 1)
@@ -311,7 +255,7 @@ async def test_messages_not_taken_within_the_drain_time_are_discarded_and_logged
 ) -> None:
     with endpoint() as place:
         async with TensorReceiver(place) as receiver:
-            async with serving(lambda: TensorSender(place), 0.01, *NAMES) as sender:
+            async with serving(lambda: TensorSender(place), 0.01) as sender:
                 for seed in range(3):
                     await sender.send(pattern(seed, 5))
                 await until(lambda: receiver.statistics().unclaimed_tensors == 3)

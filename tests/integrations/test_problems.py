@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from aiotensor import errors
 from aiotensor.errors import AioTensorError
 from aiotensor.integrations.aiohttp import problem_middleware
-from aiotensor.integrations.fastapi import TensorLifespan
+from aiotensor.integrations.fastapi import MessageLifespan
 from aiotensor.integrations.limits import RequestLimits, UploadBudget
 from aiotensor.integrations.problems import ANSWERED_ERRORS, problem_of
 from tests.integrations import totals
@@ -27,7 +27,6 @@ WORDS = "pid 77 at /run/secret"
     [
         (errors.WouldBlockError(WORDS), 503, "busy"),
         (errors.UnavailableError(WORDS), 503, "engine_unavailable"),
-        (errors.RemoteError(WORDS, type_name="UnavailableError"), 503, "engine_unavailable"),
         (errors.PeerLostError(WORDS, pid=77), 503, "engine_lost"),
         (errors.DiscardedError(WORDS), 503, "engine_lost"),
         (errors.ClosedError(WORDS), 503, "engine_lost"),
@@ -36,8 +35,6 @@ WORDS = "pid 77 at /run/secret"
         (errors.ProtocolError(WORDS), 502, "engine_failed"),
         (errors.RefusedError(WORDS, pid=77), 500, "refused"),
         (errors.AccessDeniedError(WORDS), 500, "refused"),
-        (errors.RemoteError(WORDS, type_name="AccessDeniedError"), 500, "refused"),
-        (errors.RemoteError(WORDS, type_name="WouldBlockError"), 503, "busy"),
         (errors.TooLargeError(WORDS, limit=5, requested=7), 413, "too_large"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
@@ -60,24 +57,18 @@ def test_each_error_has_a_response_and_its_text_is_only_logged(
     assert (record.levelno >= logging.ERROR) == (reason in ("engine_failed", "refused"))
 
 
-def test_a_request_that_is_too_large_is_answered_with_the_limit_and_its_unit() -> None:
+def test_the_answer_states_the_exceeded_limit_with_its_unit_and_a_time_of_whole_seconds() -> None:
     problem = problem_of(errors.TooLargeError(WORDS, limit=5, requested=7, unit="tensors"), 1)
     assert problem is not None
     assert msgspec.json.decode(problem.body)["detail"] == "this request needs 7 tensors, but the limit is 5"
-
-
-def test_retry_after_is_at_least_one_second() -> None:
     problem = problem_of(errors.WouldBlockError("busy"), 0.001)
     assert problem is not None
     assert problem.retry_after == 1
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES])
-def test_an_os_error_of_the_application_has_no_problem_response(number: int) -> None:
-    assert problem_of(OSError(number, os.strerror(number)), 1) is None
-
-
 def test_errors_of_the_servers_own_code_have_no_answer() -> None:
+    for number in (errno.EMFILE, errno.EACCES):
+        assert problem_of(OSError(number, os.strerror(number)), 1) is None
     answered = set(ANSWERED_ERRORS)
     for name in errors.__all__:
         kind = getattr(errors, name)
@@ -126,6 +117,6 @@ def test_the_time_that_is_waited_for_a_client_is_bounded_by_what_it_sends(
 def test_a_limit_that_is_not_positive_is_refused(name: str) -> None:
     for value in (0, -1, math.inf, math.nan):
         with pytest.raises(ValueError, match=f"{name} must be positive"):
-            TensorLifespan(totals.sender, **{name: value})
+            MessageLifespan(totals.client, **{name: value})
         with pytest.raises(ValueError, match=f"{name} must be positive"):
             problem_middleware(**{name: value})

@@ -5,15 +5,12 @@ import os
 import msgspec
 import torch
 
-from aiotensor import TensorSender
 from aiotensor.channel import MessageClient
+from aiotensor.types import ClientStatistics
 
-__all__ = ["PERMITS", "Held", "Numbers", "Total", "client", "held", "numbers", "sender", "total_of"]
+__all__ = ["PERMITS", "Held", "Numbers", "Total", "client", "held", "numbers", "total_of"]
 
 PERMITS = 4
-DRAIN_S = float(os.environ.get("TOTALS_DRAIN_S", "1"))
-UPLOAD_GRACE_S = float(os.environ.get("TOTALS_UPLOAD_GRACE_S", "10"))
-_MAX_WAIT_S = float(os.environ.get("TOTALS_MAX_WAIT_S", "20"))
 _COPIES = 16
 
 
@@ -33,29 +30,17 @@ class Held(msgspec.Struct):
     """The resources of a worker, as the worker reports them."""
 
     pid: int
-    in_flight: int
-    peak_in_flight: int
-    waiting: int
-    bytes_in_use: int
-    peak_bytes_in_use: int
-    requests: int
-    servers: int
-
-
-def sender() -> TensorSender:
-    """Create the sender of a worker from its environment."""
-    return TensorSender(
-        os.environ["TOTALS_TENSORS"],
-        PERMITS,
-        int(os.environ["TOTALS_ARENA_BYTES"]),
-        max_wait_s=_MAX_WAIT_S,
-    )
+    client: ClientStatistics
 
 
 def client() -> MessageClient[Total]:
     """Create the client of a worker from its environment."""
     return MessageClient(
-        os.environ["TOTALS_MESSAGES"], sender=sender(), reply_type=Total, max_wait_s=_MAX_WAIT_S
+        os.environ["TOTALS_ADDRESS"],
+        Total,
+        PERMITS,
+        int(os.environ["TOTALS_ARENA_BYTES"]),
+        max_wait_s=float(os.environ["TOTALS_MAX_WAIT_S"]),
     )
 
 
@@ -64,20 +49,9 @@ def numbers(body: bytes) -> Numbers:
     return Numbers(torch.frombuffer(bytearray(body), dtype=torch.uint8).repeat(_COPIES))
 
 
-def held(client: MessageClient[Total]) -> Held:
-    """Return the resources of a worker."""
-    [sender] = client.senders
-    sent, asked = sender.statistics(), client.statistics()
-    return Held(
-        pid=os.getpid(),
-        in_flight=sent.in_flight,
-        peak_in_flight=sent.peak_in_flight,
-        waiting=sent.waiting,
-        bytes_in_use=sent.bytes_in_use,
-        peak_bytes_in_use=sent.peak_bytes_in_use,
-        requests=asked.in_flight[0],
-        servers=asked.servers,
-    )
+def held(client: MessageClient[Total]) -> bytes:
+    """Encode the resources of a worker."""
+    return msgspec.json.encode(Held(os.getpid(), client.statistics()))
 
 
 def total_of(body: bytes) -> int:

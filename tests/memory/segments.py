@@ -1,4 +1,4 @@
-"""A clock, blocks and random tensors for the tests of shared memory."""
+"""Blocks and random tensors for the tests of shared memory."""
 
 import mmap
 import os
@@ -21,20 +21,10 @@ MIB = 1 << 20
 PAGE = mmap.PAGESIZE
 
 
-class Clock:
-    """A clock that tests advance."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @contextmanager
-def arena_of(nbytes: int = 8 * MIB, clock: Clock | None = None) -> Iterator[Arena]:
+def arena_of(nbytes: int = 8 * MIB) -> Iterator[Arena]:
     """Return an arena, and close it at the end."""
-    arena = Arena(nbytes, clock or Clock())
+    arena = Arena(nbytes)
     try:
         yield arena
     finally:
@@ -67,7 +57,7 @@ def chunk(number: int, nbytes: int = MIB) -> Range:
 
 def filled(segment: Segment, *ranges: Range) -> None:
     """Get memory for ranges."""
-    segment.fill(list(ranges))
+    segment.provide([], ranges, [])
     segment.filled([], list(ranges))
 
 
@@ -75,7 +65,7 @@ def warm(place: Extent) -> Extent:
     """Get memory for a block."""
     idle, cold = place.segment.prepare(place.offset, place.nbytes, place.segment.nbytes)
     assert not idle
-    place.segment.fill(cold)
+    place.segment.provide([], cold, [])
     place.segment.filled(cold, cold)
     return place
 
@@ -84,7 +74,7 @@ def open_tensor(
     placement: str, payload: bytes, dtype: str, shape: tuple[int, ...], segments: dict[int, Mapping]
 ) -> torch.Tensor:
     """Open a tensor as it arrives from a peer that has attached these segments."""
-    memory = PeerMemory(1 << 30, None, mapped=segments)
+    memory = PeerMemory(1 << 30, None)
     memory.segments = {
         number: LeasedSegment(number, one, memory, 1 << 30) for number, one in segments.items()
     }

@@ -87,28 +87,6 @@ def test_one_element_is_read_whatever_its_strides() -> None:
             assert joined(tensor_of(array, dtype).as_strided((1, 1), strides)) == array.tobytes()
 
 
-def test_a_tensor_without_elements_has_no_bytes_whatever_its_strides() -> None:
-    for source in (
-        torch.from_numpy(np.zeros((0, 3), np.float32)),
-        torch.zeros(1).expand(0),
-        torch.zeros(3)[:0],
-        torch.zeros(3, 4)[:, 4:],
-    ):
-        assert joined(source) == b""
-
-
-def test_a_signalling_nan_keeps_its_payload() -> None:
-    for dtype, pattern in (
-        (torch.float16, 0x7D01),
-        (torch.bfloat16, 0xFF81),
-        (torch.float32, 0x7FA00001),
-        (torch.float64, 0xFFF4000000000001),
-    ):
-        element = pattern.to_bytes(dtype.itemsize, "little")
-        array = np.frombuffer(element * 100, np.uint8).reshape(10, 10, -1)
-        assert joined(tensor_of(array, dtype).t()) == element * 100
-
-
 VALUES_OF_A_VIEW: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "conj": lambda tensor: tensor.conj(),
     "conj transposed": lambda tensor: tensor.conj().t(),
@@ -177,13 +155,6 @@ def test_large_arrays_are_gathered_bit_for_bit(name: str) -> None:
         for cut in SLICES.values():
             array = memory.view(kind).reshape(shape).transpose(order)[cut]
             assert gathered(as_source(array)).tobytes() == array.tobytes()
-
-
-def test_misaligned_arrays_are_gathered() -> None:
-    memory = np.random.default_rng(0).integers(0, 256, 4 * 1_000_000 + 1, np.uint8)
-    array = np.frombuffer(memory, np.float32, offset=1).reshape(1000, 1000).T
-
-    assert gathered(as_source(array)).tobytes() == array.tobytes()
 
 
 def test_gathering_takes_a_bounded_number_of_bounded_steps() -> None:

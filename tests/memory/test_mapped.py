@@ -12,22 +12,16 @@ from hypothesis import strategies as st
 
 from aiotensor.errors import ProtocolError
 from aiotensor.memory.arena import WHERE, Extent
-from aiotensor.memory.copying import copy_now
 from aiotensor.memory.mapping import open_segment
 from aiotensor.memory.segments import Segment
 from tests.memory.segments import (
     MIB,
-    arena_of,
-    bytes_of,
     chunk,
     filled,
     open_files,
     open_tensor,
     other_side_of,
-    place_in,
-    random_tensor,
     segment_of,
-    warm,
 )
 from tests.rogues import SEALS
 from verification.processes import watch
@@ -43,22 +37,6 @@ def test_a_described_place_is_decoded_unchanged(segment: int, offset: int, inner
 
 
 # The other side
-
-
-def test_a_copied_tensor_is_identical_at_the_receiver() -> None:
-    for dtype, shape in ((torch.bfloat16, (2, 1, 3, 2)), (torch.complex128, ()), (torch.bool, (3,))):
-        source = random_tensor(shape, dtype)
-        with arena_of(MIB) as arena:
-            place_in(arena, 100)
-            place = warm(place_in(arena, source.nbytes))
-            copy_now(source, place)
-            segments = {place.segment.number: other_side_of(place.segment)}
-            tensor = open_tensor("arena", place.describe(0), str(dtype)[6:], shape, segments)
-
-            assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
-            assert bytes_of(tensor) == bytes_of(source)
-            tensor.view(-1).view(torch.uint8)[:1] = 1
-            assert bytes(place.view()[:1]) == b"\1", "both sides see what is written"
 
 
 def test_a_mapping_lives_exactly_as_long_as_a_view_of_it() -> None:

@@ -6,13 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiotensor.memory.mapping import Mapping
-from aiotensor.memory.page_locks import PageLocks, lock_all_pages
+from aiotensor.memory.mapping import Mapping, lock_all_pages, open_segment
 from aiotensor.protocol.pages import Range, gaps
+from tests.rogues import SEALS
 from tests.selection import COMPLETE
 
 PAGE = mmap.PAGESIZE
@@ -26,7 +25,7 @@ def segment() -> Iterator[int]:
     descriptor = os.memfd_create("pages", os.MFD_ALLOW_SEALING)
     try:
         os.write(descriptor, b"x" * NBYTES)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
         lock_all_pages(descriptor)
         yield descriptor
     finally:
@@ -34,13 +33,13 @@ def segment() -> Iterator[int]:
 
 
 @contextmanager
-def readers(count: int) -> Iterator[tuple[list[PageLocks], int]]:
-    """Return the locks of some subscribers, whose publisher is gone, and a descriptor of the pages."""
+def readers(count: int) -> Iterator[tuple[list[Mapping], int]]:
+    """Return the mappings of some subscribers, whose publisher is gone, and a descriptor of the pages."""
     with segment() as descriptor:
-        locks = [PageLocks(descriptor) for _ in range(count)]
+        mappings = [open_segment(descriptor, NBYTES) for _ in range(count)]
         seen = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
     try:
-        yield locks, seen
+        yield mappings, seen
     finally:
         os.close(seen)
 
@@ -59,39 +58,28 @@ def without(used: set[int]) -> list[Range]:
 
 
 @settings(max_examples=100 if COMPLETE else 40)
-@given(
-    st.lists(st.sets(st.integers(0, PAGES - 1)), min_size=1, max_size=4),
-    st.randoms(use_true_random=False),
-)
-def test_pages_return_when_the_last_reader_does_not_use_them(used: list[set[int]], random: object) -> None:
-    with readers(len(used)) as (locks, seen):
-        for each, pages in zip(locks[:-1], used, strict=False):
-            each.return_unused(without(pages))
+@given(st.lists(st.sets(st.integers(0, PAGES - 1)), min_size=1, max_size=4))
+def test_pages_return_when_the_last_reader_does_not_use_them(used: list[set[int]]) -> None:
+    with readers(len(used)) as (mappings, seen):
+        for each, pages in zip(mappings[:-1], used, strict=False):
+            each.remove(without(pages))
         assert present(seen) == set(range(PAGES))  # the last reader may still use all of them
-        locks[-1].return_unused(without(used[-1]))
+        mappings[-1].remove(without(used[-1]))
         assert present(seen) == set.union(*used)
-        for index, each in enumerate(locks):
+        for index, each in enumerate(mappings):
             used[index] = set()
-            each.return_unused(without(set()))
+            each.remove(without(set()))
             assert present(seen) == set.union(*used)
 
 
-def test_the_locks_of_a_reader_end_with_it() -> None:
-    with readers(2) as (locks, seen):
-        del locks[1]
-        locks[0].return_unused([(0, PAGE)])
-        assert present(seen) == set(range(1, PAGES))
-
-
 def test_the_locks_of_a_reader_last_as_long_as_its_mapping() -> None:
-    with readers(2) as (locks, seen):
-        mapped = Mapping(locks[1].own.number, NBYTES, locks[1])
-        view = mapped.view
-        del locks[1], mapped
-        locks[0].return_unused([(0, PAGE)])
+    with readers(2) as (mappings, seen):
+        view = mappings[1].view
+        del mappings[1]
+        mappings[0].remove([(0, PAGE)])
         assert present(seen) == set(range(PAGES))
         del view
-        locks[0].return_unused([(0, PAGE)])
+        mappings[0].remove([(0, PAGE)])
         assert present(seen) == set(range(1, PAGES))
 
 
@@ -99,18 +87,13 @@ def test_no_page_is_returned_while_a_publisher_descriptor_is_in_transit() -> Non
     with segment() as descriptor:
         sent = os.dup(descriptor)
         seen = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
-    early = PageLocks(sent)
-    early.return_unused([(0, NBYTES)])
+    early = open_segment(sent, NBYTES)
+    early.remove([(0, NBYTES)])
     assert present(seen) == set(range(PAGES))
-    late = PageLocks(sent)
+    late = open_segment(sent, NBYTES)
     os.close(sent)
-    early.return_unused([(0, NBYTES)])
+    early.remove([(0, NBYTES)])
     assert present(seen) == set(range(PAGES))
-    late.return_unused([(0, NBYTES - PAGE)])
+    late.remove([(0, NBYTES - PAGE)])
     assert present(seen) == {PAGES - 1}
     os.close(seen)
-
-
-def test_a_segment_that_cannot_be_opened_again_is_an_error() -> None:
-    with pytest.raises(OSError, match="No such file"):
-        PageLocks(os.sysconf("SC_OPEN_MAX"))

@@ -69,33 +69,6 @@ def test_the_size_of_a_segment_is_rounded_up_to_whole_pages() -> None:
             assert segment.blocks.allocate(nbytes) is not None
 
 
-def test_opening_and_closing_twice_have_no_effect() -> None:
-    before = open_files()
-    segment = Segment(0, MIB)
-    segment.close()
-    segment.open()
-    descriptor, files = segment.descriptor.number, open_files()
-    segment.open()
-    assert segment.descriptor.number == descriptor
-    assert open_files() <= files
-    segment.close()
-    segment.close()
-
-    assert open_files() <= before
-
-
-def test_the_last_chunk_ends_where_the_segment_ends() -> None:
-    with segment_of(5 * MIB // 2) as segment:
-        filled(segment, chunk(0), chunk(2, MIB // 2))
-
-        assert segment.warm.nbytes == bytes_given(segment) == 3 * MIB // 2
-        assert segment.has_idle
-        idle = segment.take_idle(0)
-        assert idle == [chunk(0), chunk(2, MIB // 2)]
-        segment.return_memory(idle)
-        assert bytes_given(segment) == 0
-
-
 def test_returned_memory_is_freed_and_reads_as_zero_when_reused() -> None:
     with segment_of() as segment:
         filled(segment, chunk(0), chunk(1), chunk(2))
@@ -157,8 +130,7 @@ def test_idle_memory_is_returned_first_when_the_limit_would_be_exceeded() -> Non
 
         assert idle == [chunk(1)]
         assert cold == [chunk(3), chunk(4)]
-        segment.return_memory(idle)
-        segment.fill(cold)
+        segment.provide(idle, cold, [])
         segment.filled(cold, cold)
         assert bytes_given(segment) == segment.warm.nbytes == 4 * MIB
 
@@ -182,7 +154,7 @@ def test_memory_is_not_returned_from_a_chunk_being_filled() -> None:
         assert cold == [chunk(0), chunk(1)], "the second has room for other blocks"
         rest = (3 * MIB // 2, MIB // 2)
         filled(segment, rest, chunk(5))  # for other blocks, which have ended since
-        segment.fill(cold)
+        segment.provide([], cold, [])
 
         assert segment.blocks.allocate(3 * MIB // 2) == 0
         assert segment.take_free() == [chunk(5)]
@@ -223,7 +195,7 @@ def test_a_segment_beyond_a_limit_raises_os_error_without_leaks() -> None:
         unaddressable = Segment(0, nbytes)
         with pytest.raises(OSError, match=f"Errno {errno.ENOMEM}"):
             unaddressable.open()
-        assert not unaddressable.is_open
+        assert not unaddressable.memory
 
     assert open_files() <= before
     segment.open()
@@ -239,6 +211,6 @@ def test_a_failed_fill_raises_os_error_and_leaves_the_range_cold(
     with segment_of() as segment:
         monkeypatch.setattr(os, "posix_fallocate", refuse)
         with pytest.raises(OSError, match="No space left"):
-            segment.fill([chunk(0)])
+            segment.provide([], [chunk(0)], [])
 
         assert not segment.warm.has(0, 1)

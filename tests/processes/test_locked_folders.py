@@ -7,18 +7,14 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from aiotensor import TensorReceiver
-from aiotensor.channel import MessageServer
 from aiotensor.transports import socket_file
-from tests.channel.parties import Place, Places, place
-from tests.selection import COMPLETE
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -26,23 +22,24 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 _ROOT = Path(__file__).parents[2]
 _LIMIT_S = 60.0  # an interpreter that exits at all needs much less
 _HOLD = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), 2); print('held', flush=True); input()"
+# A program that opens a receiver, with a time limit.
+_OPEN = """
+import asyncio, sys
+from aiotensor import TensorReceiver
 
-LISTENERS: dict[str, Callable[[Place], Any]] = {
-    "unix": lambda here: TensorReceiver(here.tensors),
-    "ipc": lambda here: MessageServer(here.messages, int),
-}
+async def main():
+    try:
+        async with asyncio.timeout(0.1):
+            await TensorReceiver(sys.argv[1]).__aenter__()
+    except TimeoutError:
+        print("timed out")
+
+asyncio.run(main())
+"""
 
 
-@pytest.fixture
-def here() -> Iterator[Place]:
-    before, Places.scheme = Places.scheme, "ipc"
-    with place() as found:
-        yield found
-    Places.scheme = before
-
-
-def folder_of(here: Place) -> str:
-    return os.path.dirname(here.tensors.removeprefix("unix://"))
+def folder_of(address: str) -> str:
+    return os.path.dirname(address.removeprefix("unix://"))
 
 
 @contextmanager
@@ -59,25 +56,20 @@ def another_process_locks(folder: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 @pytest.mark.promise(4)
-@pytest.mark.parametrize("scheme", LISTENERS if COMPLETE else ["unix"])
-async def test_a_process_whose_opening_timed_out_at_a_locked_folder_exits(scheme: str, here: Place) -> None:
-    address = here.tensors if scheme == "unix" else here.messages
-    with another_process_locks(folder_of(here)):
-        command = [sys.executable, "-m", "tests.processes.opener", address, "0.1"]
+async def test_a_process_whose_opening_timed_out_at_a_locked_folder_exits(address: str) -> None:
+    with another_process_locks(folder_of(address)):
+        command = [sys.executable, "-c", _OPEN, address]
         ended = subprocess.run(
             command, cwd=_ROOT, capture_output=True, text=True, timeout=_LIMIT_S, check=False
         )
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, "timed out\n", "")
-    assert not os.listdir(folder_of(here))
+    assert not os.listdir(folder_of(address))
 
 
 @pytest.mark.promise(2)
-@pytest.mark.parametrize("scheme", LISTENERS)
-async def test_opening_continues_when_the_process_that_holds_the_lock_is_killed(
-    scheme: str, here: Place
-) -> None:
-    listener = LISTENERS[scheme](here)
-    with another_process_locks(folder_of(here)) as holder:
+async def test_opening_continues_when_the_process_that_holds_the_lock_is_killed(address: str) -> None:
+    listener = TensorReceiver(address)
+    with another_process_locks(folder_of(address)) as holder:
         opening = asyncio.create_task(listener.__aenter__())
         await asyncio.sleep(0)
         assert not opening.done()
@@ -87,7 +79,7 @@ async def test_opening_continues_when_the_process_that_holds_the_lock_is_killed(
 
 
 async def test_a_long_wait_for_a_locked_folder_is_logged_once(
-    here: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts: list[int] = []
     flock = fcntl.flock
@@ -100,10 +92,10 @@ async def test_a_long_wait_for_a_locked_folder_is_logged_once(
     monkeypatch.setattr(socket_file, "_LONG_WAIT_S", 0.01)
     monkeypatch.setattr(socket_file, "_LAST_RETRY_S", 0.01)
     monkeypatch.setattr(fcntl, "flock", count)
-    folder = os.open(folder_of(here), os.O_RDONLY)
+    folder = os.open(folder_of(address), os.O_RDONLY)
     try:
         flock(folder, fcntl.LOCK_EX)
-        receiver = TensorReceiver(here.tensors)
+        receiver = TensorReceiver(address)
         opening = asyncio.create_task(receiver.__aenter__())
         await until(lambda: bool(caplog.records))
         tried = len(attempts)
@@ -116,6 +108,6 @@ async def test_a_long_wait_for_a_locked_folder_is_logged_once(
     [record] = caplog.records
     assert (record.levelno, record.name) == (logging.WARNING, "aiotensor.transports")
     assert vars(record)["event"] == "folder_locked"
-    assert vars(record)["folder"] == folder_of(here)
-    assert vars(record)["address"] == here.tensors.removeprefix("unix://")
+    assert vars(record)["folder"] == folder_of(address)
+    assert vars(record)["address"] == address.removeprefix("unix://")
     assert vars(record)["waited_s"] >= 0.01

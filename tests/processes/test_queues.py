@@ -134,24 +134,6 @@ async def test_publications_reach_subscribers_over_a_plain_queue(queue: Any) -> 
         assert torch.equal((await subscriber.receive()).message["frames"], pattern(1, BIG))
 
 
-@pytest.mark.promise(10)
-async def test_a_killed_receiver_of_a_plain_queue_ends_every_wait_within_a_second(queue: Any) -> None:
-    async with (
-        peers.peers(queue, 1) as [engine],
-        TensorSender(queue, max_concurrent_videos=1) as sender,
-    ):
-        await engine.call(peers.open_receiver)
-        await sender.ready()  # its hello contains its process id
-        await sender.send(pattern(0, BIG))
-        waiting = asyncio.create_task(sender.send(pattern(0, 3)))
-        await until(lambda: sender.statistics().waiting == 1)
-        with promptly():
-            engine.kill()
-            with pytest.raises(PeerLostError) as caught:
-                await waiting
-        assert caught.value.pid == engine.pid
-
-
 async def test_a_killed_sender_that_waited_on_a_plain_queue_is_ignored(queue: Any) -> None:
     async with peers.peers(queue, 2) as [killed, living]:
         await killed.call(peers.open_sender)

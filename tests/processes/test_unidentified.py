@@ -13,8 +13,6 @@ import torch
 from aiotensor import TensorReceiver
 from aiotensor.link.admission import MAX_UNIDENTIFIED
 from aiotensor.protocol.frames import MAX_RECORD_BYTES, VERSION, Close, Hello, encode
-from tests.repeated import check_rate
-from tests.selection import COMPLETE
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.waiting import until
@@ -43,7 +41,7 @@ def _record(kind: str) -> bytes | None:
     return None
 
 
-async def flood(state: peers.State, kind: str) -> None:
+async def flood(state: peers.State) -> None:
     """Connect without end, and say one thing or nothing on each connection."""
     state.others["connected"] = 0
     kept: list[socket.socket] = []
@@ -51,7 +49,7 @@ async def flood(state: peers.State, kind: str) -> None:
     for number in itertools.count():
         if number % 32 == 0:
             await asyncio.sleep(0)
-        said = _KINDS[number % len(_KINDS)] if kind == "everything" else kind
+        said = _KINDS[number % len(_KINDS)]
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         kept.append(sock)
         with contextlib.suppress(OSError):
@@ -76,9 +74,8 @@ async def receivers_lost(state: peers.State) -> int:
 
 
 @pytest.mark.promise(26)
-@pytest.mark.parametrize("kind", ["everything", *(_KINDS if COMPLETE else [])])
 async def test_a_flood_of_connections_does_not_affect_senders(
-    kind: str, address: str, caplog: pytest.LogCaptureFixture
+    address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with (
         TensorReceiver(address) as receiver,
@@ -89,7 +86,7 @@ async def test_a_flood_of_connections_does_not_affect_senders(
         sent = await early.call(peers.send_pattern, 1, BIG)
         for _ in range(MAX_UNIDENTIFIED):
             stack.enter_context(await asyncio.to_thread(_connected, address))
-        flooder.start(flood, kind)
+        flooder.start(flood)
         await flooder.call(flooded, 500)
 
         await late.call(peers.open_sender)
@@ -103,5 +100,6 @@ async def test_a_flood_of_connections_does_not_affect_senders(
         assert receiver.statistics().senders_lost == 0
         events = {(record.name, vars(record)["event"]) for record in caplog.records}
         for event in events:
-            written = [one for one in caplog.records if (one.name, vars(one)["event"]) == event]
-            check_rate([one.created for one in written])
+            times = [one.created for one in caplog.records if (one.name, vars(one)["event"]) == event]
+            # At most one line in each second, within the accuracy of clocks.
+            assert all(later - earlier > 0.9 for earlier, later in itertools.pairwise(times)), times

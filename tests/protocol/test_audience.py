@@ -34,22 +34,6 @@ def announced(of: Backlog) -> list[int]:
     return [one.number for one in iter(of.next, None)]
 
 
-def test_the_oldest_publication_is_dropped_first() -> None:
-    one = backlog(2, None, *map(item, range(4)))
-    assert announced(one) == [0, 1]
-    assert [(lost.item.number, lost.is_withdrawn) for lost in (one.drop(), one.drop(), one.drop())] == [
-        (0, True),
-        (1, True),
-        (2, False),
-    ]
-    assert announced(one) == []  # two are unanswered
-    assert (one.behind, one.dropped) == (1, 3)
-    one.discarded(0)
-    assert announced(one) == [3]
-    one.taken(1)  # before it was withdrawn
-    assert (one.behind, one.dropped, one.delivered) == (1, 2, 1)
-
-
 def test_closing_a_backlog_keeps_only_the_blocks_of_taken_publications() -> None:
     one = backlog(3, None, item(0, 0), item(1, 1, 1), item(2, 0, 2), item(3, 3))
     assert announced(one) == [0, 1, 2]

@@ -27,8 +27,10 @@ from aiotensor.protocol.frames import (
     Discard,
     Discarded,
     End,
+    Failure,
     Frame,
     Hello,
+    Message,
     Put,
     Release,
     Taken,
@@ -324,20 +326,6 @@ def test_each_frame_is_valid_in_some_states_of_its_message_only(state: str) -> N
             assert connection.is_closed
 
 
-def test_answers_to_messages_that_this_end_has_ended_have_no_effect() -> None:
-    answers: list[Frame] = [Taken((FIRST,)), Discarded((FIRST,))]
-    for answer in answers:
-        for end in (None, *answers):
-            connection = opened()
-            connection.put(tensor(last=end is not None))
-            if end is None:
-                connection.discard(FIRST)
-            else:
-                receive(connection, end)
-            assert receive(connection, answer) == [answer]
-            assert connection.state is OPEN
-
-
 # Publications
 
 
@@ -360,6 +348,53 @@ def test_a_withdrawn_publication_is_confirmed_unless_it_was_taken() -> None:
     assert connection.in_flight == 0
     connection.discarded(6, confirms=True)
     assert frames_of(connection) == [Taken((FIRST,)), Discarded((6,))]
+
+
+# Requests
+
+
+def question(number: int = FIRST) -> Message:
+    """Announce a message that asks for an answer."""
+    return publish(number, asks=True)
+
+
+def asking(*received: Frame, connects: bool = True) -> Connection:
+    """Return an open end that has asked for two answers, after some records of the other end."""
+    connection = opened(connects=connects)
+    assert decode(connection.post(question())[0]) == [question()]
+    connection.post(question(6))
+    for one in received:
+        receive(connection, one)
+    return connection
+
+
+@on_both_sides
+def test_a_message_that_asks_gets_one_answer_which_needs_no_permit(connects: bool) -> None:
+    answers = [publish(5, answers=6), publish(6, answers=FIRST, placement=ARENA, block=3)]
+    connection = asking(Taken((FIRST, 6)), *answers, connects=connects)
+    assert connection.in_flight == 0
+    assert receive(connection, publish(7), publish(8)) == [publish(7), publish(8)]  # within its limit of 2
+    far = opened(question(), connects=connects)
+    assert decode(far.post(publish(FIRST, answers=FIRST))[0]) == [publish(FIRST, answers=FIRST)]
+    with pytest.raises(ProtocolError, match="answered message 5, which asks for no answer"):
+        receive(far, publish(6, answers=FIRST))
+
+
+@pytest.mark.parametrize(
+    "end", [publish(FIRST, answers=FIRST), Failure(FIRST, "ValueError", "no"), Discarded((FIRST,))]
+)
+def test_a_message_with_an_answer_gets_no_other(end: Frame) -> None:
+    connection = asking(end, Failure(FIRST, "ValueError", "a message may be refused after its answer"))
+    with pytest.raises(ProtocolError, match="answered message 5, which asks for no answer, or has one"):
+        receive(connection, publish(6 if isinstance(end, Message) else FIRST, answers=FIRST))
+
+
+def test_an_answer_to_a_message_that_this_end_has_withdrawn_is_valid() -> None:
+    for end in (publish(FIRST, answers=FIRST), Failure(FIRST, "ValueError", "no"), Discarded((FIRST,))):
+        connection = asking()
+        connection.discard(FIRST)
+        assert receive(connection, end) == [end]
+        assert connection.state is OPEN
 
 
 # Records and segments
@@ -445,6 +480,12 @@ VIOLATIONS: dict[str, tuple[str, Sequence[Frame | bytes]]] = {
     "a publication with a block": ("unknown placement 'inline'", [publish(5, block=1)]),
     "answering an earlier message": ("answered message 4, which was never sent", [Taken((4,))]),
     "answering a later message": ("answered message 8, which was never", [Discarded((6, 8))]),
+    "an answer to a message that asks nothing": ("message 7, which asks", [publish(5, answers=7)]),
+    "an answer in a block to none": (
+        "message 6, which asks",
+        [publish(5, answers=6, placement=ARENA, block=1)],
+    ),
+    "refusing a message of no one": ("refused message 8, which was never", [Failure(8, "ValueError", "no")]),
     "taking a message that is not whole": ("took message 5, which was not whole", [Taken((5,))]),
     "a segment in no memory": ("memory for the unknown placement 'inline'", [Attach(0, INLINE, 1)]),
     "a segment twice": ("attached segment 0 twice", [Attach(0, ARENA, 1), Attach(0, ARENA, 1)]),
@@ -480,7 +521,7 @@ def test_a_violation_closes_the_connection(
 def test_a_frame_before_the_admission_is_a_violation() -> None:
     frames: list[Frame] = [
         *(tensor(), Begin(5), End(5, 0), publish(5), Discard(5), Taken((5,)), Discarded(()), Release((0,))),
-        *(Attach(0, ARENA, 1), Detach(0)),
+        *(Attach(0, ARENA, 1), Detach(0), Failure(5, "ValueError", "no")),
     ]
     for frame in frames:
         accepting = Connection(MINE, "the receiver", THEIRS)

@@ -3,7 +3,7 @@
 Valid and invalid values of each field follow from its type, so these tests cover frames that are added later.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import msgspec
@@ -14,8 +14,7 @@ from msgspec import inspect as types
 
 from aiotensor.errors import ProtocolError
 from aiotensor.memory.inline import MAX_INLINE_BYTES
-from aiotensor.protocol import exchange, frames
-from aiotensor.protocol.exchange import MAX_HEADER_BYTES, Answer, Ask, Cause, Failure, failure
+from aiotensor.protocol import frames
 from aiotensor.protocol.frames import (
     ARENA,
     MAX_DIMENSIONS,
@@ -24,12 +23,15 @@ from aiotensor.protocol.frames import (
     MAX_NUMBERS,
     MAX_RECORD_BYTES,
     MAX_ROWS,
-    MAX_TENSORS,
+    MAX_TEXT,
+    MAX_TYPE_NAME,
     Attributes,
     Close,
     Content,
     Discard,
+    Failure,
     Hello,
+    Message,
     PlacedTensor,
     Put,
     ReceiverReport,
@@ -42,8 +44,7 @@ from aiotensor.protocol.frames import (
     encode_record,
     read_content,
 )
-from aiotensor.protocol.parts import BODY_BYTES
-from aiotensor.types import MAX_NUMBER, TensorHandle
+from aiotensor.types import MAX_NUMBER
 from tests.frames import LONGEST_TRACE, hello, receiver_statistics
 from tests.selection import COMPLETE
 
@@ -183,17 +184,10 @@ def unlimited(info: types.Type, name: str = "") -> Iterator[str]:
 
 
 class Direction:
-    """The frames of one kind of record, by their tags; hellos and frames of the channel are sent alone."""
+    """The frames of one kind of record, by their tags; a hello is sent alone."""
 
-    def __init__(
-        self,
-        read: Callable[[bytes], list[Any]],
-        write: Callable[[list[Any]], bytes],
-        structs: Sequence[Any],
-        *,
-        is_single: bool = False,
-    ) -> None:
-        self.read, self.write, self.is_single = read, write, is_single
+    def __init__(self, read: Callable[[bytes], list[Any]], *structs: Any, is_single: bool = False) -> None:
+        self.read, self.is_single = read, is_single
         self.structs: dict[object, types.StructType] = {}
         for struct in structs:
             info = types.type_info(struct)
@@ -203,23 +197,11 @@ class Direction:
         self.lists = st.lists(frame, min_size=1, max_size=1 if is_single else 4)
 
 
-def of_records(read: Callable[[bytes], list[Any]], *structs: Any, is_single: bool = False) -> Direction:
-    return Direction(read, encode_record, structs, is_single=is_single)
-
-
-def of_headers(read: Callable[[bytes], Any], union: Any) -> Direction:
-    return Direction(
-        lambda data: [read(data)], lambda one: msgspec.msgpack.encode(one[0]), get_args(union), is_single=True
-    )
-
-
 # The fields of distributions depend on each other, so that arbitrary `PublisherReport`s are not valid.
 FRAMES = [one for one in get_args(frames.Frame) if one is not frames.PublisherReport]
 DIRECTIONS = {
-    "first record": of_records(lambda data: [decode_hello(data)], Hello, is_single=True),
-    "later record": of_records(decode, *FRAMES),
-    "from client": of_headers(exchange.read_from_client, exchange.FromClient),
-    "from server": of_headers(exchange.read_from_server, exchange.FromServer),
+    "first record": Direction(lambda data: [decode_hello(data)], Hello, is_single=True),
+    "later record": Direction(decode, *FRAMES),
 }
 ANY_STRUCT = {tag: one for direction in DIRECTIONS.values() for tag, one in direction.structs.items()}
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS)
@@ -234,7 +216,7 @@ def test_frames_are_decoded_in_order_without_items_that_a_later_version_added(
 ) -> None:
     sent = data.draw(direction.lists)
     longer = [[*msgspec.msgpack.decode(msgspec.msgpack.encode(frame)), *unknown] for frame in sent]
-    assert direction.read(direction.write(sent)) == direction.read(direction.write(longer)) == sent
+    assert direction.read(encode_record(sent)) == direction.read(encode_record(longer)) == sent
 
 
 @pytest.mark.promise(25)
@@ -242,11 +224,11 @@ def test_frames_are_decoded_in_order_without_items_that_a_later_version_added(
 def test_a_frame_with_one_wrong_or_missing_field_is_refused(direction: Direction) -> None:
     def refuses(items: object) -> None:
         with pytest.raises(ProtocolError):
-            direction.read(direction.write([items]))
+            direction.read(encode_record([items]))
 
     for tag, info in direction.structs.items():
         good = [tag, *(simplest(field.type) for field in info.fields)]
-        assert direction.read(direction.write([good])), "valid without the change"
+        assert direction.read(encode_record([good])), "valid without the change"
         required = sum(field.required for field in info.fields)
         refuses(good[:required]) if required else None
         for place, field in enumerate(info.fields, 1):
@@ -262,17 +244,13 @@ def test_every_field_has_a_limit_unless_the_size_of_its_record_is_its_limit() ->
         for info in direction.structs.values()
         for name in unlimited(info)
     }
-    bodies = {"Put.payload", "Message.payload", "Ask.body", "Answer.body"}
-    handles = {f"TensorHandle.{name}" for name in TensorHandle.__struct_fields__}
-    credit = {"ServerHello.max_waiting", "ServerHello.max_waiting_bytes"}
-    versions = {name for name in found if name.endswith(".version")}
-    assert found == bodies | handles | credit | versions
+    assert found == {"Put.payload", "Message.payload", "Hello.version"}
 
 
 @each_direction
 def test_only_the_frames_of_a_direction_are_decoded(direction: Direction) -> None:
     for tag, info in ANY_STRUCT.items():
-        data = direction.write([[tag, *(simplest(field.type) for field in info.fields)]])
+        data = encode_record([[tag, *(simplest(field.type) for field in info.fields)]])
         if tag in direction.structs:
             assert [type(frame) for frame in direction.read(data)] == [info.cls]
         else:
@@ -289,7 +267,7 @@ def decode_or_refuse(direction: Direction, data: bytes) -> None:
         found = direction.read(data)
     except ProtocolError:
         return
-    assert direction.read(direction.write(found)) == found if found else not direction.is_single
+    assert direction.read(encode_record(found)) == found if found else not direction.is_single
 
 
 @examples
@@ -297,7 +275,7 @@ def decode_or_refuse(direction: Direction, data: bytes) -> None:
 def test_truncated_altered_and_arbitrary_records_are_decoded_or_refused(
     direction: Direction, source: Direction, data: st.DataObject
 ) -> None:
-    record = bytearray(source.write(data.draw(source.lists)))
+    record = bytearray(encode_record(data.draw(source.lists)))
     place = data.draw(st.integers(0, len(record) - 1))
     decode_or_refuse(direction, bytes(record[:place]))
     record[place] = data.draw(st.integers(0, 255))
@@ -316,7 +294,7 @@ def test_records_with_an_invalid_structure_are_refused(direction: Direction) -> 
         with pytest.raises(ProtocolError):
             direction.read(msgspec.msgpack.encode(structure))
     [valid, *_] = [
-        direction.write([[tag, *(simplest(field.type) for field in info.fields)]])
+        encode_record([[tag, *(simplest(field.type) for field in info.fields)]])
         for tag, info in direction.structs.items()
     ]
     direction.read(valid)
@@ -347,7 +325,7 @@ def test_a_record_has_at_most_max_frames_with_max_numbers_each() -> None:
         decode(encode(*[Close()] * (MAX_FRAMES + 1)))
 
 
-def test_the_longest_tensor_and_the_longest_report_fit_into_a_record() -> None:
+def test_the_longest_frame_of_each_kind_fits_into_a_record() -> None:
     name = "\N{GRINNING FACE}" * 64
     put = Put(
         *(MAX_NUMBER, MAX_NUMBER, name, (MAX_NUMBER,) * MAX_DIMENSIONS, name, name),
@@ -357,7 +335,12 @@ def test_the_longest_tensor_and_the_longest_report_fit_into_a_record() -> None:
     )
     row = SenderSummary(name, *[MAX_NUMBER] * (len(SenderSummary.__struct_fields__) - 1))
     report = ReceiverReport(receiver_statistics(leases=MAX_NUMBER), (row,) * MAX_ROWS)
-    for frame in (put, report):
+    message = Message(
+        *(MAX_NUMBER, name, bytes(MAX_INLINE_BYTES), MAX_NUMBER, MAX_NUMBER, LONGEST_TRACE),
+        answers=MAX_NUMBER,
+    )
+    failure = Failure(MAX_NUMBER, name[:1] * MAX_TYPE_NAME, name[:1] * MAX_TEXT)
+    for frame in (put, report, message, failure):
         assert len(encode(frame)) <= MAX_RECORD_BYTES
         assert decode(encode(frame)) == [frame]
 
@@ -369,7 +352,7 @@ def test_numbers_of_statistics_that_no_frame_can_contain_are_clamped() -> None:
         encode(ReceiverReport(seen, ()))
 
 
-# The content of a publication
+# The content of a message
 
 
 def test_a_content_is_read_without_a_copy_of_its_body() -> None:
@@ -387,39 +370,3 @@ def test_arbitrary_bytes_are_content_or_refused(data: bytes) -> None:
     except ProtocolError:
         return
     assert isinstance(content, Content)
-
-
-# The channel
-
-
-def test_headers_of_the_channel_have_a_limit_that_the_longest_valid_ones_keep() -> None:
-    handle = TensorHandle(
-        "f" * 32, MAX_NUMBER, 1023, "float8_e4m3fnuz", (MAX_NUMBER,) * MAX_DIMENSIONS, "cpu"
-    )
-    body = memoryview(bytes(BODY_BYTES - 1))
-    for header in (
-        Ask(MAX_NUMBER, body, (handle,) * MAX_TENSORS, trace=LONGEST_TRACE),
-        Answer(MAX_NUMBER, body, (handle,) * MAX_TENSORS, MAX_NUMBER, MAX_NUMBER),
-        failure(MAX_NUMBER, Cause("x" * 100, "\U0001f4a5" * 20_000, is_loss=True), MAX_NUMBER, MAX_NUMBER),
-    ):
-        assert len(exchange.write(header)) <= MAX_HEADER_BYTES
-    for read, items in (
-        (exchange.read_from_client, ["ask", 0, b"", [], True, None]),
-        (exchange.read_from_server, ["credit", 0, 0, 0]),
-    ):
-        with pytest.raises(ProtocolError, match=f"more than the limit of {MAX_HEADER_BYTES}"):
-            read(msgspec.msgpack.encode([*items, [1] * MAX_HEADER_BYTES]))
-
-
-@settings(max_examples=30)
-@given(
-    type_name=st.text(alphabet=st.characters(), max_size=200),
-    text=st.text(alphabet=st.characters(categories=["Cs", "L", "So"]), max_size=200),
-    times=st.integers(1, 500),
-)
-def test_any_error_can_be_sent_as_a_failure(type_name: str, text: str, times: int) -> None:
-    made = failure(3, Cause(type_name, text * times))
-    read = exchange.read_from_server(exchange.write(made))
-    assert read == made
-    assert isinstance(read, Failure)
-    assert len(read.text) <= 16 * 1024

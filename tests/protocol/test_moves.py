@@ -219,23 +219,6 @@ def test_messages_are_read_as_they_were_encoded() -> None:
     assert (ack[0], read_ack(ack)) == (ACK, Ack(5, 6))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        encode_step(Step(Area(0, 64), 100, 0, 50, False)),
-        encode_step(Step(Area(0, 64), 100, 120, 50, False)),
-        encode_step(Step(Area(0, 64), 100, 64, 0, False)),
-        encode_step(Step(Area(0, 0), 1 << 40, 0, STEP_BYTES + 1, False)),
-        encode_step(Step(Area(0, 64), 100, 64, 50, False)) + b"x",
-        encode_step(Step(Area(0, 64), 100, 64, 50, False))[:-1],
-    ],
-    ids=["before its block", "beyond it", "empty", "too long", "with other bytes", "incomplete"],
-)
-def test_an_impossible_step_is_a_violation(data: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        read_step(data)
-
-
 @given(st.binary(max_size=64))
 def test_any_bytes_are_read_or_rejected(data: bytes) -> None:
     for read in (read_step, read_area, read_ack, read_batch):

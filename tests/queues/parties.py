@@ -55,10 +55,9 @@ async def opened(**options: Any) -> AsyncIterator[Ends]:
 
 def inner(ends: Ends) -> tuple[MessageClient[None], MessageServer[Any]]:
     """Return the client and the server that a producer and a consumer are made of."""
-    deliveries, server = ends.producer._deliveries, ends.consumer._server
-    assert deliveries is not None
+    server = ends.consumer._server
     assert server is not None
-    return deliveries._client, server
+    return ends.producer._deliveries, server
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,22 +40,12 @@ def test_a_handle_is_an_argument_of_an_actor_that_receives_its_tensor(engine: An
         ray.get(engine.close.remote())
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda engine, value: engine.take.remote(value),
-        lambda _, value: ray.put(value),
-        lambda _, value: ray.remote(lambda: value).remote(),
-    ],
-    ids=["argument", "put", "closure"],
-)
-def test_an_open_object_is_refused_with_advice(
-    engine: Any, address: str, use: Callable[[Any, Any], Any]
-) -> None:
-    with blocking.TensorSender(address) as sender, blocking.TensorReceiver(f"{address}-2") as receiver:
-        for value in (sender, receiver, sender.inner):
-            with pytest.raises(UsageError, match="pass its address or its queue to the other process"):
-                use(engine, value)
+def test_an_open_object_is_refused_with_advice(engine: Any, address: str) -> None:
+    with blocking.TensorSender(address) as sender:
+        for use in (engine.take.remote, ray.put, lambda value: ray.remote(lambda: value).remote()):
+            for value in (sender, sender.inner):
+                with pytest.raises(UsageError, match="pass its address or its queue to the other process"):
+                    use(value)
         assert ray.get(engine.sum_of.remote(sender.send(torch.ones(3)))) == 3  # it still works
 
 

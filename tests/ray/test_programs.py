@@ -25,12 +25,12 @@ _ENDING_S = 30.0
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
 
 
-def processes_with(variable: str) -> list[int]:
-    """Return the processes with an environment variable, which processes inherit from the program."""
+def processes_with(word: str) -> list[int]:
+    """Return the processes with a word in their environment, which processes inherit from the program."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it has ended, or is not ours
-            if variable.encode() in path.read_bytes():
+            if word.encode() in path.read_bytes():
                 found.append(int(path.parent.name))
     return found
 
@@ -38,7 +38,7 @@ def processes_with(variable: str) -> list[int]:
 @asynccontextmanager
 async def running(program: Path, *arguments: str) -> AsyncIterator[Program]:
     """Run a program outside of the repository, and check that no process of its cluster is left."""
-    mark = f"AIOTENSOR_TEST={uuid.uuid4()}"
+    mark = str(uuid.uuid4())
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with tempfile.TemporaryDirectory(prefix="aiotensor-") as folder:
         process = await asyncio.create_subprocess_exec(
@@ -46,12 +46,7 @@ async def running(program: Path, *arguments: str) -> AsyncIterator[Program]:
             str(program),
             *arguments,
             cwd=folder,
-            env={
-                **environment,
-                **dict([mark.split("=")]),
-                "XDG_RUNTIME_DIR": folder,
-                "PYTHONUNBUFFERED": "1",
-            },
+            env=environment | {"AIOTENSOR_TEST": mark, "XDG_RUNTIME_DIR": folder, "PYTHONUNBUFFERED": "1"},
             stdout=asyncio.subprocess.PIPE,
         )
         try:
@@ -107,7 +102,7 @@ async def test_ray_serve_answers_uploads_also_after_its_engine_was_killed() -> N
 def engine_of(driver: int) -> int:
     """Return the process of the actor that owns the model, of the cluster that a driver has started."""
     environment = Path(f"/proc/{driver}/environ").read_bytes()
-    [mark] = re.findall(rb"AIOTENSOR_TEST=[\w-]+", environment)
+    [mark] = re.findall(rb"AIOTENSOR_TEST=([\w-]+)", environment)
     [engine] = [
         pid
         for pid in processes_with(mark.decode())

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from aiotensor import Delivery, TensorHandle, TensorReceiver, TensorSender
-from tests.conformance.turns import Calls
 from tests.pairs import endpoint, pair
 from tests.steps import Count, Resumed
 from verification.patterns import BIG, pattern
@@ -78,34 +77,6 @@ async def test_a_tensor_wakes_one_of_the_waiting_iterations() -> None:
         handles = [sender.send_nowait(pattern(seed, 3)) for seed in range(300)]
         assert [(await one).handle for one in taking] == handles
         assert resumed.number < 2 * len(taking)
-
-
-async def test_the_work_for_many_waiting_iterations_grows_with_their_number_only() -> None:
-    async with pair() as (sender, receiver):
-        taking = [asyncio.create_task(anext(receiver)) for _ in range(1000)]
-        await asyncio.sleep(0)
-        with Calls() as calls:
-            async with sender.message() as message:
-                for _ in taking:
-                    await message.send(pattern(1, 3))
-            await asyncio.gather(*taking)
-        assert calls.most < 200 * len(taking)
-
-
-async def test_a_tensor_goes_to_another_iteration_if_the_one_that_it_woke_is_cancelled() -> None:
-    async with pair() as (sender, receiver):
-        await sender.ready()
-        for turns in range(12):
-            first, second = [asyncio.create_task(anext(receiver)) for _ in range(2)]
-            await asyncio.sleep(0)
-            handle = sender.send_nowait(pattern(turns, 3))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            got = first if not first.cancel() else second
-            async with asyncio.timeout(10):
-                assert (await got).handle == handle
-            second.cancel()
-            await asyncio.wait([first, second])
 
 
 async def test_remaining_tensors_of_a_discarded_message_are_not_delivered() -> None:

@@ -26,7 +26,7 @@ async def outcome_of_store(landing: LandingSegment, block: int) -> str:
 async def test_only_blocks_that_failed_to_get_memory_reject_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker("aiotensor-receiver")
     landing = LandingSegment(0, 8 * BYTES, 8 * BYTES, worker)
-    mapped = landing.mapped()
+    mapped = landing.mapped
 
     def refuse(descriptor: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import os
 import socket
 
 import pytest
 import torch
 
-from aiotensor import PeerLostError, RefusedError, TensorHandle, TensorReceiver, TensorSender, WouldBlockError
+from aiotensor import PeerLostError, RefusedError, TensorHandle, TensorReceiver, TensorSender
 from aiotensor.link.admission import MAX_UNIDENTIFIED
 from aiotensor.protocol.frames import MAX_FRAMES, MAX_RECORD_BYTES, Discard, encode
 from aiotensor.transports import unix
@@ -59,34 +58,6 @@ async def test_a_sender_that_does_not_read_its_answers_is_disconnected_at_a_limi
             await check_serving(place, receiver)
 
 
-async def test_sending_to_a_receiver_that_does_not_read_waits_in_bounded_memory() -> None:
-    with endpoint("unix") as place, contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        path = str(place).removeprefix("unix://")
-        listener.bind(path)
-        stack.callback(os.unlink, path)
-        listener.listen()
-        async with TensorSender(place, 2000) as sender:
-            sent = 0
-            with pytest.raises(WouldBlockError, match="slow to read"):
-                while sent < 1000:
-                    sender.send_nowait(pattern(sent, 1000))
-                    sent += 1
-                    await asyncio.sleep(0)
-            assert sent * 8000 < 1 << 20, "no more than the kernel buffers"
-            sending = [asyncio.create_task(sender.send(pattern(seed, 1000))) for seed in range(100)]
-            for _ in range(100):
-                await asyncio.sleep(0)
-            assert not any(task.done() for task in sending)
-            for task in sending:
-                task.cancel()
-            await asyncio.wait(sending)
-            closing = asyncio.create_task(sender.aclose())  # waits until it can write the last frame
-            await asyncio.sleep(0)
-            closing.cancel()
-            await asyncio.wait([closing])
-
-
 async def test_a_sender_to_which_nothing_can_be_written_does_not_stay() -> None:
     near, far = record_pair()
     with endpoint("unix") as place, far:
@@ -129,16 +100,6 @@ async def test_remaining_messages_of_closed_senders_count_against_the_limit() ->
 
 
 # Connections without a hello
-
-
-@pytest.mark.promise(26)
-async def test_a_connection_without_a_hello_does_not_count_as_a_sender() -> None:
-    with endpoint("unix") as place:
-        async with TensorReceiver(place, max_senders=1) as receiver:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
-                silent.connect(str(place).removeprefix("unix://"))
-                await check_serving(place, receiver)
-                assert receiver.statistics().senders_refused == 0
 
 
 async def test_a_burst_of_connections_yields_to_the_loop_and_replaces_the_oldest() -> None:

@@ -84,9 +84,3 @@ async def test_a_tensor_that_arrives_in_the_iteration_of_the_timeout_is_received
             waiting = asyncio.create_task(receiver.receive(coming))
             loop.call_soon(send_and_hold_up)  # in the turn in which the wait begins: it is not over then
             assert torch.equal(await waiting, pattern(0, 3))
-
-
-def test_an_invalid_max_wait_s_raises_value_error() -> None:
-    for wrong in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="max_wait_s"):
-            TensorReceiver("unix:///tmp/nobody", max_wait_s=wrong)

@@ -4,8 +4,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -30,35 +29,6 @@ from verification.patterns import pattern
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
-
-LIMITS: dict[str, Any] = {"max_senders": 1, "max_mapped_bytes": 1 << 30, "max_unclaimed_messages": 8}
-
-
-@pytest.mark.promise(26)
-@pytest.mark.usefixtures("link")
-@pytest.mark.parametrize("limit", LIMITS)
-async def test_a_sender_refused_by_a_limit_connects_again_at_the_next_call(limit: str) -> None:
-    with endpoint() as place:
-        async with (
-            TensorReceiver(place, **{limit: LIMITS[limit]}) as receiver,
-            TensorSender(place) as first,
-            AsyncExitStack() as later,
-        ):
-            await first.ready()
-            second = await later.enter_async_context(TensorSender(place))
-            with pytest.raises(RefusedError, match=f"refused this sender: .*{limit}=.*: raise {limit}") as no:
-                await _send_on(second)
-            assert no.value.pid == os.getpid()
-            refused = receiver.statistics().senders_refused
-            await first.aclose()
-            await until(lambda: receiver.statistics().senders == 0)
-            # There is capacity now, and no attempt is made until the next call.
-            async with TensorSender(place) as third:
-                await third.ready()
-            assert receiver.statistics().senders_refused == refused
-            await until(lambda: receiver.statistics().senders == 0)
-            handle = await second.send(pattern(1, 3))
-            assert (await receiver.receive(handle)).tolist() == pattern(1, 3).tolist()
 
 
 async def _send_on(sender: TensorSender) -> None:

@@ -65,8 +65,8 @@ def test_opening_under_another_async_library_raises_usage_error() -> None:
     openers: list[Opened] = [
         TensorSender("unix:///tmp/nobody"),
         TensorReceiver("unix:///tmp/nobody"),
-        MessageClient("ipc:///tmp/nobody", reply_type=dict),
-        MessageServer("ipc:///tmp/nobody", dict),
+        MessageClient("unix:///tmp/nobody", dict),
+        MessageServer("unix:///tmp/nobody", dict),
     ]
     for opener in openers:
         # As trio does, this drives the coroutine by hand in a thread where no loop of asyncio runs.

@@ -8,13 +8,12 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from aiotensor import PeerLostError, TensorReceiver, TensorSender, WouldBlockError
+from aiotensor import TensorReceiver, TensorSender, WouldBlockError
 from tests.cancellation.situations import clog, unread
 from tests.pairs import endpoint
-from verification.internals import end_first_wait, memory_of
 from verification.model.stepping import Steps
 from verification.patterns import BIG, pattern
-from verification.waiting import settled, until
+from verification.waiting import settled
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -72,57 +71,6 @@ async def test_a_wait_for_memory_times_out_and_leaves_its_message_unchanged() ->
             gc.collect()
             assert torch.equal(await receiver.receive(await sender.send(pattern(4, BIG))), pattern(4, BIG))
             await settled(sender)
-
-
-async def test_an_overdue_large_wait_lets_smaller_waits_proceed() -> None:
-    with endpoint() as place:
-        async with (
-            TensorReceiver(place) as receiver,
-            TensorSender(place, arena_bytes=BIG * 8, long_wait_s=None, max_wait_s=LONG_S) as sender,
-        ):
-            held = await receiver.receive(await sender.send(pattern(1, BIG // 2)))
-            big = asyncio.create_task(sender.send(pattern(2, BIG)))
-            await until(lambda: sender.statistics().waiting == 1)
-            small = asyncio.create_task(sender.send(pattern(3, BIG // 4)))
-            await until(lambda: sender.statistics().waiting == 2)
-            end_first_wait(memory_of(sender).gate)  # a short limit could end it before the other joins, too
-            with pytest.raises(WouldBlockError):
-                await big
-            assert torch.equal(await receiver.receive(await small), pattern(3, BIG // 4))
-            assert held.numel() == BIG // 2
-
-
-def test_an_invalid_max_wait_s_raises_value_error() -> None:
-    for seconds in (0, -1, float("nan")):
-        with pytest.raises(ValueError, match="max_wait_s must be positive, or None"):
-            TensorSender("unix:///tmp/nobody", max_wait_s=seconds)
-
-
-@pytest.mark.parametrize("send", ["small", "large", "several"])
-async def test_send_without_a_receiver_times_out_after_max_wait_s(send: str) -> None:
-    with endpoint("unix") as place:
-        async with TensorSender(place, 2, max_wait_s=SHORT_S) as sender:
-            with pytest.raises(
-                WouldBlockError, match=rf"no receiver was connected at {place} for 0.5 s \(1 of 2 messages"
-            ):
-                match send:
-                    case "several":
-                        async with sender.message() as message:
-                            await message.send(pattern(1, 5))
-                    case _:
-                        await sender.send(pattern(1, BIG if send == "large" else 5))
-            assert sender.statistics().in_flight == 0
-
-            async with TensorReceiver(place) as receiver:
-                async with asyncio.timeout(30):
-                    while True:
-                        try:
-                            handle = await sender.send(pattern(2, BIG))
-                            break
-                        except (WouldBlockError, PeerLostError):
-                            continue
-                assert torch.equal(await receiver.receive(handle), pattern(2, BIG))
-            await until(lambda: sender.statistics().bytes_in_use == 0)
 
 
 @pytest.mark.parametrize("size", [5, BIG])

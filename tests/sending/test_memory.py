@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aiotensor.memory.arena import Block
-from aiotensor.memory.gates import Gate
 from aiotensor.memory.memory import Memory
 from aiotensor.statistics.counters import new_counts
 from aiotensor.types import SenderStatistics
@@ -28,7 +27,7 @@ MIB = 1 << 20
 
 
 def new_memory(nbytes: int, keep_warm_s: float | None = 0.01) -> Memory:
-    return Memory(nbytes, lambda arena: Gate(nbytes, space=arena), keep_warm_s, new_counts(SenderStatistics))
+    return Memory(nbytes, keep_warm_s, new_counts(SenderStatistics))
 
 
 @pytest.mark.promise(30)

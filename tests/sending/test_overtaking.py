@@ -82,17 +82,6 @@ async def test_a_copy_that_waits_longer_than_max_wait_s_releases_everything() ->
         assert sender.statistics().errors == {"WouldBlockError": 3}
 
 
-async def test_cancelling_a_waiting_copy_releases_everything() -> None:
-    async with pair() as (sender, _), busy_with_long_work(sender):
-        sending = asyncio.create_task(sender.send(LARGE))
-        await until(lambda: sender.statistics().waiting == 1)
-        sending.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await sending
-        await settled(sender)
-        assert sender.statistics().waiting == 0
-
-
 @pytest.mark.promise(16)
 async def test_discarding_a_message_ends_its_waiting_copy() -> None:
     async with pair() as (sender, _), busy_with_long_work(sender):

@@ -190,9 +190,6 @@ async def test_ready_with_bytes_times_out_after_max_wait_s_and_states_the_cause(
             await sender.ready(nbytes=8)
         assert caught.value.bytes.requested == 8
         del tensor
-    async with TensorSender(address, max_wait_s=SHORT_S) as sender:
-        with pytest.raises(WouldBlockError, match=rf"^no receiver was connected at {address} for"):
-            await sender.ready(nbytes=8)
 
 
 async def test_ready_refuses_bytes_that_are_never_free(address: str) -> None:

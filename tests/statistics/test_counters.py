@@ -89,5 +89,4 @@ def test_all_fields_but_holders_and_limits_for_each_client_are_exported() -> Non
         "holders",
         "lags",
         "max_waiting",
-        "max_waiting_bytes",
     }

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from aiotensor import SenderStatistics, TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
@@ -14,6 +15,7 @@ from aiotensor.statistics import registry
 from aiotensor.statistics.registry import HasStatistics, Snapshot
 from aiotensor.types import ClientStatistics, Statistics
 from tests.channel.parties import Answer, Question, place
+from tests.frames import NO_WAITS
 from tests.runtime.test_affinity import forks, in_a_fork
 from verification.patterns import pattern
 from verification.waiting import until
@@ -31,7 +33,9 @@ class Counted:
 
     def statistics(self) -> ClientStatistics:
         self.readers.append(threading.get_ident())
-        return ClientStatistics(1, (1,), 0, 0, self.answers, 0, 0, 0, 0, self.errors)
+        fields: dict[str, Any] = dict.fromkeys(ClientStatistics.__struct_fields__, 0)
+        fields |= {"holders": (), "engines": (), "permit_waits": NO_WAITS, "memory_waits": NO_WAITS}
+        return ClientStatistics(**{**fields, "answers": self.answers, "errors": self.errors})
 
 
 def open_counted(answers: int, at: str, errors: dict[str, int] | None = None) -> tuple[Counted, LoopAffinity]:
@@ -88,13 +92,11 @@ async def test_each_kind_of_object_is_found_by_its_endpoint_while_it_is_open(
     nothing_left_behind: None,
 ) -> None:
     with place() as here:
-        other = here.messages.replace("/m", "/n")
-        client: MessageClient[Answer] = MessageClient([here.messages, other], reply_type=Answer)
         parties: dict[str, HasStatistics] = {
-            here.tensors: TensorReceiver(here.tensors),
-            here.answers: TensorSender(here.answers),
-            here.messages: MessageServer(here.messages, Question),
-            f"{here.messages},{other}": client,
+            here: TensorReceiver(here),
+            f"{here}1": TensorSender(f"{here}1"),
+            f"{here}2": MessageServer(f"{here}2", Question),
+            f"{here}2,{here}3": MessageClient([f"{here}2", f"{here}3"], Answer),
         }
         for at, party in parties.items():
             assert not present(registry.collect(0.0), at)
@@ -112,14 +114,14 @@ async def test_counts_include_the_waits_and_errors_of_calls_that_closing_fails(
     nothing_left_behind: None,
 ) -> None:
     with place() as here:
-        async with TensorSender(here.tensors, 1) as sender:
+        async with TensorSender(here, 1) as sender:
             message = sender.message()
             await message.__aenter__()
             waiting = [asyncio.create_task(sender.send(pattern(0, 3))) for _ in range(3)]
             await until(lambda: sender.statistics().waiting == 3)
         await asyncio.wait(waiting)
         assert [type(task.exception()) for task in waiting] == [ClosedError] * 3
-        counts = registry.collect(0.0).counts[SenderStatistics, here.tensors]
+        counts = registry.collect(0.0).counts[SenderStatistics, here]
         waits = {bound: number for (name, bound), number in counts.items() if name == "permit_waits"}
         assert counts["errors", "ClosedError"] == 3
         assert sum(number for bound, number in waits.items() if bound != "total_s") == 3

@@ -10,7 +10,7 @@ import pytest
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.transports.records import SocketTransport
-from tests.transports.ends import End, end_of, fill, open_sockets, read_all, record_pair, turns
+from tests.transports.ends import End, end_of, fill, read_all, record_pair, turns
 from tests.transports.unix_ends import no_descriptors
 
 
@@ -63,32 +63,18 @@ async def test_a_record_arrives_without_descriptors_that_cannot_be_received(
     assert end.arrived.get_nowait() == (b"two", [])
 
 
-async def test_an_empty_record_is_not_the_end_and_carries_its_descriptors(
+async def test_an_empty_record_ends_the_connection_unless_it_has_descriptors(
     pair: tuple[End, socket.socket],
 ) -> None:
     end, far = pair
-    before = open_sockets()
     socket.send_fds(far, [b""], [far.fileno()] * 2)
+    far.send(b"")
     end.transport.read_now()
     data, descriptors = end.arrived.get_nowait()
     close_all(descriptors)
-
     assert (data, len(descriptors)) == (b"", 2)
-    assert open_sockets() == before
     end.transport.read_now()
-    assert end.arrived.empty()
-
-
-async def test_an_empty_record_is_not_the_end_even_if_the_peer_has_closed() -> None:
-    for behind in ([], [b"last"], [b"", b"last", b""]):
-        near, far = record_pair()
-        for record in (b"", *behind):
-            far.send(record)
-        far.close()
-        end = end_of(near)
-        await end.was_lost.wait()
-        read = [end.arrived.get_nowait()[0] for _ in range(end.arrived.qsize())]
-        assert [record for record in read if record] == [record for record in behind if record]
+    assert end.lost == ["the peer closed the connection"]
 
 
 async def test_a_record_beyond_the_queue_limit_raises_and_keeps_no_descriptors() -> None:

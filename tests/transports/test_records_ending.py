@@ -24,25 +24,6 @@ class Pipe:
         os.close(self._reading_end)
 
 
-async def test_the_end_is_reported_once_after_the_last_record(pair: tuple[End, socket.socket]) -> None:
-    end, far = pair
-    pipe = Pipe()
-    far.send(b"last")
-    far.close()
-    end.transport.write(b"to nobody")
-    assert end.lost == [], "it is reported after the call"
-    await end.was_lost.wait()
-    end.transport.write(b"too late", [pipe.writing_end])
-    end.transport.start(end)
-    end.transport.read_now()
-    await turns()
-
-    assert await end.read() == b"last"
-    assert end.lost == ["the peer closed the connection"]
-    assert end.transport.is_closed
-    pipe.check_closed()
-
-
 async def test_the_last_records_arrive_from_a_peer_that_had_not_read_everything(
     pair: tuple[End, socket.socket],
 ) -> None:

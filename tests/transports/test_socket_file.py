@@ -1,4 +1,4 @@
-"""Paths where nothing can listen: each is an OSError that names the folder, for both kinds of address."""
+"""Paths where nothing can listen, each of which is an error that names the folder, and forked children."""
 
 # ruff: noqa: ASYNC240 - the paths of tests are quick
 import asyncio
@@ -6,34 +6,22 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from aiotensor import TensorReceiver, UsageError
-from aiotensor.channel import MessageServer
 from tests.runtime.test_affinity import forks, in_a_fork
-from tests.transports.unix_ends import in_child, leave_stale
+from tests.transports.unix_ends import NOBODY, in_child, leave_stale, needs_root
+from verification.places import free_port
 from verification.waiting import until
 
-_NOBODY = 65534
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-
-LISTENERS: dict[str, Callable[[Path], Any]] = {
-    "unix": lambda path: TensorReceiver(f"unix://{path}"),
-    "ipc": lambda path: MessageServer(f"ipc://{path}", int),
-}
+def listen(path: Path) -> TensorReceiver:
+    return TensorReceiver(f"unix://{path}")
 
 
-@pytest.fixture(params=LISTENERS)
-def listen(request: pytest.FixtureRequest) -> Callable[[Path], Any]:
-    return LISTENERS[request.param]
-
-
-async def test_the_error_about_an_unusable_folder_names_it(listen: Callable[[Path], Any], path: Path) -> None:
+async def test_the_error_about_an_unusable_folder_names_it(path: Path) -> None:
     missing = path.parent / "missing"
     with pytest.raises(FileNotFoundError, match="does not exist") as caught:
         await listen(missing / "s").__aenter__()
@@ -45,12 +33,12 @@ async def test_the_error_about_an_unusable_folder_names_it(listen: Callable[[Pat
     assert (no_folder.value.errno, no_folder.value.filename) == (errno.ENOTDIR, str(path))
 
 
-def _refusal_as_nobody(scheme: str, path: Path) -> tuple[str, int, str]:
-    os.setuid(_NOBODY)
+def _refusal_as_nobody(path: Path) -> tuple[str, int, str]:
+    os.setuid(NOBODY)
 
     async def refusal() -> OSError:
         try:
-            await LISTENERS[scheme](path).__aenter__()
+            await listen(path).__aenter__()
         except OSError as error:
             return error
         raise AssertionError("it was opened")
@@ -61,31 +49,27 @@ def _refusal_as_nobody(scheme: str, path: Path) -> tuple[str, int, str]:
 
 @needs_root
 @pytest.mark.parametrize("mode", [0o700, 0o755], ids=oct)
-@pytest.mark.parametrize("scheme", LISTENERS)
-async def test_a_folder_that_this_user_may_not_use_is_a_permission_error(
-    scheme: str, mode: int, path: Path
-) -> None:
+async def test_a_folder_that_this_user_may_not_use_is_a_permission_error(mode: int, path: Path) -> None:
     path.parent.chmod(mode)
-    refusal = await in_child(_refusal_as_nobody, scheme, path)
+    refusal = await in_child(_refusal_as_nobody, path)
     assert refusal == ("PermissionError", errno.EACCES, str(path.parent))
 
 
 @needs_root
-@pytest.mark.parametrize("scheme", LISTENERS)
-async def test_the_stale_socket_of_another_user_is_not_removed(scheme: str, path: Path) -> None:
+async def test_the_stale_socket_of_another_user_is_not_removed(path: Path) -> None:
     leave_stale(path)
     path.chmod(0o600)
     path.parent.chmod(0o777)
-    assert await in_child(_usage_error_as_nobody, scheme, path)
+    assert await in_child(_usage_error_as_nobody, path)
     assert path.exists()
 
 
-def _usage_error_as_nobody(scheme: str, path: Path) -> bool:
-    os.setuid(_NOBODY)
+def _usage_error_as_nobody(path: Path) -> bool:
+    os.setuid(NOBODY)
 
     async def is_refused() -> bool:
         with pytest.raises(UsageError, match="not a socket of this user"):
-            await LISTENERS[scheme](path).__aenter__()
+            await listen(path).__aenter__()
         return True
 
     return asyncio.run(is_refused())
@@ -110,7 +94,7 @@ def _left_in_a_fork(ours: dict[int, str]) -> str:
 
 @forks
 async def test_a_child_forked_while_the_folder_is_locked_has_neither_the_socket_nor_the_folder(
-    listen: Callable[[Path], Any], path: Path
+    path: Path,
 ) -> None:
     folder = os.open(path.parent, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
@@ -132,11 +116,10 @@ async def test_a_child_forked_while_the_folder_is_locked_has_neither_the_socket_
 
 
 @forks
-@pytest.mark.parametrize("scheme", [*LISTENERS, "tcp"])
+@pytest.mark.parametrize("scheme", ["unix", "tcp"])
 async def test_a_child_forked_by_a_listening_process_does_not_listen(scheme: str, path: Path) -> None:
     before = _open_descriptors()
-    listener = LISTENERS[scheme](path) if scheme in LISTENERS else MessageServer("tcp://127.0.0.1:0", int)
-    async with listener:
+    async with TensorReceiver(f"unix://{path}" if scheme == "unix" else f"tcp://127.0.0.1:{free_port()}"):
         sockets = {
             one: target
             for one, target in _open_descriptors().items()

@@ -151,7 +151,7 @@ async def test_a_socket_of_another_kind_is_refused_by_a_sender(path: Path) -> No
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
         stream.bind(str(path))
         stream.listen()
-        with pytest.raises(UsageError, match="is not that of a receiver or publisher"), connecting(path):
+        with pytest.raises(UsageError, match="is not one of aiotensor"), connecting(path):
             pass
 
 

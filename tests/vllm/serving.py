@@ -1,11 +1,7 @@
 """vLLM's processes without a GPU: API servers with their clients, and an engine core with a stand-in model.
 
-    with serving(config, servers=3, target=serve, argument=anything) as running: ...
-
-runs ``serve(client, argument, index)``, a coroutine function of a module that children can import, in each of
-three API server processes. `Running.results` has its results, or raises its error. The engine process runs
-all of vLLM's engine core, with its scheduler: its answer to a request is the `checksum` of the tensors that
-it received.
+Each server process runs ``target(client, argument, index)``. The engine process runs all of vLLM's engine
+core: its answer to a request is the `checksum` of the tensors that it received.
 """
 
 import argparse

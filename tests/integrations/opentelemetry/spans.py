@@ -1,9 +1,8 @@
 """Spans of this process and of its children, as values that can be compared, and calls that have spans."""
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +10,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 
 from aiotensor import TensorHandle, TensorSender
-from aiotensor.channel import MessageServer
 from aiotensor.integrations.opentelemetry import instrument, uninstrument
-from tests.channel.parties import Question
 from verification.processes.peers import State
 from verification.waiting import until
 
@@ -27,7 +24,6 @@ __all__ = [
     "one",
     "recorded",
     "recording",
-    "serving",
     "tree",
 ]
 
@@ -162,12 +158,3 @@ def tree(spans: Iterable[Seen], parent: int = 0) -> dict[str, Any]:
     """Return the names of the spans below a parent, in the order of their beginnings, as nested mappings."""
     ordered = sorted(spans, key=lambda span: span.began)
     return {span.name: tree(ordered, span.id) for span in ordered if span.parent == parent}
-
-
-@asynccontextmanager
-async def serving(server: MessageServer[Question], handler: Any, **options: Any) -> AsyncIterator[None]:
-    """Serve requests in the background."""
-    task = asyncio.create_task(server.serve(handler, **options))
-    yield
-    task.cancel()
-    await asyncio.wait([task])

@@ -7,14 +7,14 @@ import threading
 from pathlib import Path
 
 import pytest
-from opentelemetry import baggage, context, trace
+from opentelemetry import trace
 
-from aiotensor import RemoteError, UnavailableError, UsageError, WouldBlockError, blocking
+from aiotensor import RemoteError, UsageError, blocking
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.integrations.opentelemetry import instrument, processing, uninstrument
 from tests.cancelling import Attempt, cancel_everywhere
-from tests.channel.parties import Answer, Question, answer, channel, place, settled
-from tests.integrations.opentelemetry.spans import Recorder, Seen, all_of, one, recording, serving, tree
+from tests.channel.parties import Answer, Question, channel, serving, settled
+from tests.integrations.opentelemetry.spans import Recorder, all_of, one, recording, tree
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.processes.peers import State
@@ -26,45 +26,18 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 # Work on requests
 
 
-async def test_the_work_on_a_request_is_below_the_span_of_the_client(recorder: Recorder) -> None:
-    async def work(question: Question) -> Answer:
-        assert baggage.get_baggage("user") == "someone"
-        with recorder.tracer.start_as_current_span("forward"):
-            return await answer(question)
-
-    async with channel() as ends, serving(ends.server, work):
-        await ends.client.ready()
-        token = context.attach(baggage.set_baggage("user", "someone"))
-        await ends.client.request(Question(1, pattern(1, BIG)))
-        context.detach(token)
-        await settled(ends)
-
-    assert tree(recorder.seen) == {
-        "aiotensor request": {
-            "aiotensor send tensor": {"aiotensor copy": {}, "aiotensor deliver tensor": {}},
-            "aiotensor deliver message": {},
-            "aiotensor answer": {"forward": {}},
-        }
-    }
-    delivered, answered = (
-        one(recorder.seen, "aiotensor deliver message"),
-        one(recorder.seen, "aiotensor answer"),
-    )
-    assert delivered.ended == answered.began  # the work begins when the request is taken
-
-
 async def _ask(state: State, address: str) -> int:
-    async with MessageClient(address, reply_type=Answer) as client:
+    async with MessageClient(address, Answer) as client:
         return (await client.request(Question(7))).seed
 
 
 async def test_the_work_on_a_request_of_a_client_without_tracing_begins_a_trace(
     recorder: Recorder, folder: Path
 ) -> None:
-    address = f"ipc://{folder}/messages"
+    address = f"unix://{folder}/engine.sock"
     async with (
         MessageServer(address, Question) as server,
-        serving(server, answer),
+        serving(server),
         peers.peers("", 1) as [peer],
     ):
         with recorder.tracer.start_as_current_span("not its parent"):
@@ -78,7 +51,7 @@ async def test_the_work_on_a_request_of_a_client_without_tracing_begins_a_trace(
 
 
 async def test_an_error_of_a_handler_is_recorded_on_both_sides(recorder: Recorder) -> None:
-    async with channel() as ends, serving(ends.server, answer):
+    async with channel() as ends, serving(ends.server):
         with pytest.raises(RemoteError):
             await ends.client.request(Question(1, wish="raise"))
 
@@ -94,7 +67,7 @@ async def test_a_cancelled_request_ends_the_spans_of_both_sides_without_an_error
         await asyncio.get_running_loop().create_future()
         return Answer(0)
 
-    async with channel() as ends, serving(ends.server, work):
+    async with channel() as ends, serving(ends.server, handler=work):
         asking = asyncio.create_task(ends.client.request(Question(1)))
         await until(lambda: ends.server.statistics().in_hand == 1)
         asking.cancel()
@@ -108,7 +81,7 @@ async def test_a_cancelled_request_ends_the_spans_of_both_sides_without_an_error
 
 
 async def test_a_request_cancelled_anywhere_ends_all_its_spans(recorder: Recorder) -> None:
-    async with channel() as ends, serving(ends.server, answer):
+    async with channel() as ends, serving(ends.server):
 
         async def attempt(attempt: Attempt) -> None:
             asking = attempt.start(ends.client.request(Question(1, pattern(1, BIG), wish="3")))
@@ -116,7 +89,7 @@ async def test_a_request_cancelled_anywhere_ends_all_its_spans(recorder: Recorde
             await settled(ends)
             await until(lambda: not recorder.unfinished)
 
-        assert await cancel_everywhere(attempt, ends.sender, ends.receiver, ends.client, ends.server)
+        assert await cancel_everywhere(attempt, ends.client, ends.server)
     assert any(span.attributes.get("aiotensor.cancelled") for span in recorder.seen)
 
 
@@ -161,8 +134,8 @@ def test_work_in_a_thread_is_below_the_span_of_the_client(recorder: Recorder, fo
             return Answer(question.seed)
 
     with (
-        blocking.MessageServer(f"ipc://{folder}/messages", Question) as server,
-        blocking.MessageClient(f"ipc://{folder}/messages", reply_type=Answer) as client,
+        blocking.MessageServer(f"unix://{folder}/engine.sock", Question) as server,
+        blocking.MessageClient(f"unix://{folder}/engine.sock", Answer) as client,
     ):
         client.ready()
         thread = threading.Thread(target=server.serve, args=(work,))
@@ -188,11 +161,12 @@ async def test_the_span_of_a_batch_and_those_of_its_requests_are_linked(recorder
             return [Answer(one.seed) if one.seed else ValueError("no seed") for one in questions]
 
     async with channel() as ends:
-        await ends.client.ready()
         asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(3)]
         await until(lambda: ends.server.statistics().waiting == 3)
-        async with serving(ends.server, work, max_batch=3):
-            await asyncio.wait(asking)
+        working = asyncio.create_task(ends.server.serve(work, max_batch=3))
+        await asyncio.wait(asking)
+        working.cancel()
+        await asyncio.wait([working])
         assert [task.exception() is None for task in asking] == [False, True, True]
 
     batch, asked = one(recorder.seen, "aiotensor answer batch"), all_of(recorder.seen, "aiotensor request")
@@ -218,7 +192,7 @@ async def test_a_block_that_ends_in_another_task_leaves_no_ended_span_current_th
 
         async def leave() -> trace.Span:
             assert trace.get_current_span() is not engine  # it inherited the span of the block
-            await request.reply(Answer(1))
+            await request.answer(Answer(1))
             await request.__aexit__(None, None, None)
             return trace.get_current_span()
 
@@ -233,37 +207,6 @@ async def test_a_block_that_ends_in_another_task_leaves_no_ended_span_current_th
     assert one(recorder.seen, "aiotensor answer").status == "UNSET"
 
 
-# Waits that time out
-
-LIMIT_S = 0.2
-
-
-def _check(waited: Seen, error: type[Exception]) -> None:
-    assert (waited.status, waited.events) == ("ERROR", ("exception",))
-    assert waited.attributes == {"error.type": f"aiotensor.errors.{error.__name__}"}
-    assert waited.ended - waited.began >= LIMIT_S * 0.9e9
-
-
-async def test_a_wait_for_credit_that_times_out_ends_with_an_error(recorder: Recorder) -> None:
-    async with channel(server={"max_waiting": 1}, client={"max_wait_s": LIMIT_S}) as ends:
-        await ends.client.ready()
-        first = asyncio.create_task(ends.client.request(Question(1)))
-        await until(lambda: ends.server.statistics().waiting == 1)
-        with pytest.raises(WouldBlockError):
-            await ends.client.request(Question(2))
-        first.cancel()
-        await asyncio.wait([first])
-    _check(one(recorder.seen, "aiotensor wait for credit"), WouldBlockError)
-
-
-async def test_a_wait_for_a_server_that_times_out_ends_with_an_error(recorder: Recorder) -> None:
-    with place() as here:
-        async with MessageClient(here.messages, reply_type=Answer, max_wait_s=LIMIT_S) as client:
-            with pytest.raises(UnavailableError):
-                await client.request(Question(1))
-    _check(one(recorder.seen, "aiotensor wait for a server"), UnavailableError)
-
-
 # Instrumenting a process, and reverting it
 
 
@@ -271,7 +214,7 @@ async def test_a_process_that_is_not_instrumented_any_more_creates_no_spans() ->
     with recording() as recorder, pytest.raises(UsageError, match="call uninstrument"):
         instrument()
     uninstrument()
-    async with channel() as ends, serving(ends.server, answer):
+    async with channel() as ends, serving(ends.server):
         await ends.client.request(Question(1, pattern(1, 3)))
         with processing() as span:
             assert not span.is_recording()

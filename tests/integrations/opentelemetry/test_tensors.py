@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry import baggage, context
 
-from aiotensor import PeerLostError, WouldBlockError
+from aiotensor import WouldBlockError
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.integrations.opentelemetry import processing
 from aiotensor.integrations.opentelemetry.spans import SpanTracer
@@ -129,21 +129,6 @@ async def test_errors_are_recorded_in_the_span_of_the_call_and_of_its_wait(recor
         assert span.status == "ERROR"
         assert span.events == ("exception",)
         assert span.attributes["error.type"] == "aiotensor.errors.WouldBlockError"
-
-
-@pytest.mark.parametrize("link", ["unix"], indirect=True)
-@pytest.mark.usefixtures("link")
-async def test_the_loss_of_the_receiver_is_recorded(recorder: Recorder) -> None:
-    async with pair(max_concurrent_videos=1) as (sender, receiver):
-        await sender.send(pattern(0, 3))
-        sending = asyncio.create_task(sender.send(pattern(1, 3)))
-        await until(lambda: sender.statistics().waiting == 1)
-        await receiver.aclose()
-        with pytest.raises(PeerLostError):
-            await sending
-    failed = [span for span in recorder.seen if span.status == "ERROR"]
-    assert [span.name for span in failed] == ["aiotensor wait for a permit", "aiotensor send tensor"]
-    assert {span.attributes["error.type"] for span in failed} == {"aiotensor.errors.PeerLostError"}
 
 
 # The fields of the context

@@ -5,9 +5,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,78 +26,49 @@ from verification.patterns import BIG, pattern
 _context = multiprocessing.get_context("forkserver")
 
 
+_queues: list[MessageQueue] = []  # of a reader's process
+
+
+def _open(handle: Handle, rank: int) -> None:
+    torch.set_num_threads(1)
+    _queues.append(MessageQueue.create_from_handle(handle, rank))
+
+
+def _call(function: Callable[..., Any], *args: object) -> Any:
+    return function(_queues[0], *args)
+
+
 class Reader:
     """A process that reads, as its parent sees it."""
 
     def __init__(self, handle: Handle, rank: int) -> None:
-        self._connection, theirs = _context.Pipe()
-        self.process = _context.Process(target=_run, args=(handle, rank, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
+        self.pool = ProcessPoolExecutor(1, _context, _open, (handle, rank))
 
-    def begin(self, function: Callable[..., Any], *args: object) -> None:
+    def begin(self, function: Callable[..., Any], *args: object) -> "Future[Any]":
         """Call a function of a module there, with the queue as the first argument."""
-        self._connection.send((function, args))
-
-    def result(self) -> Any:
-        """Return the result of the call, or raise its error."""
-        error, result = self._connection.recv()
-        if error is not None:
-            raise error
-        return result
+        return self.pool.submit(_call, function, *args)
 
     def call(self, function: Callable[..., Any], *args: object) -> Any:
         """Call a function there, and return its result."""
-        self.begin(function, *args)
-        return self.result()
-
-    def kill(self) -> None:
-        """Kill the process, and wait for its end."""
-        self.process.kill()
-        self.process.join()
-
-
-def _run(handle: Handle, rank: int, commands: Connection) -> None:
-    torch.set_num_threads(1)
-    queue = MessageQueue.create_from_handle(handle, rank)
-    while (command := commands.recv()) is not None:
-        function, args = command
-        try:
-            commands.send((None, function(queue, *args)))
-        except Exception as error:  # noqa: BLE001 # raised in the parent
-            commands.send((error, None))
-    queue.shutdown()
+        return self.begin(function, *args).result()
 
 
 @contextmanager
 def readers(queue: MessageQueue, count: int) -> Iterator[list[Reader]]:
     """Start the readers of a queue, wait until all of them are ready, and end them."""
-    started: list[Reader] = []
+    started = [Reader(queue.export_handle(), rank) for rank in range(count)]
     try:
-        for rank in range(count):
-            started.append(Reader(queue.export_handle(), rank))
-        for reader in started:
-            reader.begin(MessageQueue.wait_until_ready)
+        waiting = [reader.begin(MessageQueue.wait_until_ready) for reader in started]
         queue.wait_until_ready()
-        for reader in started:
-            reader.result()
+        for one in waiting:
+            one.result()
         yield started
         for reader in started:
-            if reader.process.is_alive():
-                reader.begin(MessageQueue.shutdown)
-                reader.result()
-                reader._connection.send(None)
-                reader.process.join()
-                assert reader.process.exitcode == 0
+            with suppress(BrokenProcessPool):  # a test has killed it
+                reader.call(MessageQueue.shutdown)
     finally:
         for reader in started:
-            reader.kill()
-            reader._connection.close()
-
-
-def dequeue(queue: MessageQueue, timeout: float | None = None) -> Any:
-    """Return the next object, whose arrays are copied into the answer."""
-    return queue.dequeue(timeout)
+            reader.pool.shutdown()
 
 
 READERS = 2
@@ -174,11 +146,10 @@ def test_each_reader_receives_each_object_in_order(queue: MessageQueue) -> None:
     sizes = [100, BIG, 2, BIG, BIG, 100]
     with readers(queue, READERS) as processes:
         for seed, count in enumerate(sizes):
-            for reader in processes:
-                reader.begin(check, seed, count)
+            checking = [reader.begin(check, seed, count) for reader in processes]
             queue.enqueue(request(seed, count))
-            for reader in processes:
-                reader.result()
+            for one in checking:
+                one.result()
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, partial(torch.device, "meta")])
@@ -230,9 +201,9 @@ def test_a_writer_waits_for_a_reader_that_is_behind(queue: MessageQueue) -> None
             queue.enqueue("lost", timeout=0.05)
         writing = in_thread(lambda: queue.enqueue(4))
         for reader in processes:
-            assert [reader.call(dequeue) for _ in range(4)] == [0, 1, 2, 3]
+            assert [reader.call(MessageQueue.dequeue) for _ in range(4)] == [0, 1, 2, 3]
         writing.result()
-        assert [reader.call(dequeue) for reader in processes] == [4] * READERS
+        assert [reader.call(MessageQueue.dequeue) for reader in processes] == [4] * READERS
 
 
 def test_a_killed_reader_is_reported_to_the_writer(queue: MessageQueue) -> None:
@@ -241,8 +212,9 @@ def test_a_killed_reader_is_reported_to_the_writer(queue: MessageQueue) -> None:
             queue.enqueue(pattern(1, BIG))
         writing = in_thread(lambda: queue.enqueue("next"))  # waits for all readers
         for reader in processes[1:]:
-            reader.call(dequeue)
-        processes[0].kill()
+            reader.call(MessageQueue.dequeue)
+        [process] = (processes[0].pool._processes or {}).values()
+        process.kill()
         with pytest.raises(PeerLostError, match="1 of 2 readers"):
             writing.result()
 

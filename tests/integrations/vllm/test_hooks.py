@@ -2,10 +2,8 @@
 
 import asyncio
 import logging
-import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,10 +15,7 @@ from aiotensor.integrations.vllm import TensorConsumer, TensorProvider
 from tests.blocking.waiting import until
 from verification.patterns import BIG, pattern
 
-_LEAST_BYTES = 256
-
 Buffers = Sequence[Any]
-Provider = Callable[[str, tuple[int, ...], dict[str, Any]], torch.Tensor]
 
 
 class Request(msgspec.Struct):
@@ -35,34 +30,29 @@ class Request(msgspec.Struct):
 class Encoder:
     """Encode structures with tensors, which it offers to a consumer."""
 
-    def __init__(self, consumer: Any) -> None:
+    def __init__(self, consumer: TensorConsumer) -> None:
         self._consumer = consumer
         self._buffers: list[Any] = []
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_tensor)
 
     def encode(self, obj: Any) -> Buffers:
-        if self._consumer is not None:
-            self._consumer.new_message()
+        self._consumer.new_message()
         self._buffers = [b""]
         self._buffers[0] = self._encoder.encode(obj)
         return self._buffers
 
-    def _encode_tensor(self, tensor: Any) -> object:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"cannot encode {tensor!r}")
-        data: object = None
-        if self._consumer is not None and tensor.nbytes >= _LEAST_BYTES:
-            data = self._consumer(tensor)
+    def _encode_tensor(self, tensor: torch.Tensor) -> object:
+        data: object = self._consumer(tensor)
         if data is None:
             data = len(self._buffers)
-            self._buffers.append(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            self._buffers.append(tensor.view(torch.uint8).numpy().data)
         return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data
 
 
 class Decoder:
     """Decode a `Request`, whose tensors a provider returns."""
 
-    def __init__(self, provider: Provider | None) -> None:
+    def __init__(self, provider: TensorProvider) -> None:
         self._provider = provider
         self._buffers: Buffers = []
         self._decoder = msgspec.msgpack.Decoder(Request, dec_hook=self._decode_tensor)
@@ -74,10 +64,8 @@ class Decoder:
     def _decode_tensor(self, kind: type, value: Any) -> object:
         dtype, shape, data = value
         if isinstance(data, dict):
-            assert self._provider is not None
             return self._provider(dtype, tuple(shape), data)
-        flat = torch.frombuffer(bytearray(self._buffers[data]), dtype=torch.uint8)
-        return flat.view(getattr(torch, dtype)).view(shape)
+        return torch.frombuffer(bytearray(self._buffers[data]), dtype=getattr(torch, dtype)).view(shape)
 
 
 class Ends(NamedTuple):
@@ -90,18 +78,12 @@ class Ends(NamedTuple):
 
 
 @pytest.fixture
-def permits() -> int:
-    """Return the number of messages that may be in flight; a test may override it."""
-    return 8
-
-
-@pytest.fixture
-def ends(permits: int) -> Iterator[Ends]:
-    """Open a receiver and an admitted sender."""
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    """Open a receiver and an admitted sender, with 8 permits unless a test has another number."""
     queue = TensorQueue()
     with (
         blocking.TensorReceiver(queue) as receiver,
-        blocking.TensorSender(queue, permits, arena_bytes=64 << 20) as sender,
+        blocking.TensorSender(queue, getattr(request, "param", 8), arena_bytes=64 << 20) as sender,
     ):
         sender.ready()
         yield Ends(TensorConsumer(sender), TensorProvider(receiver), sender, receiver)
@@ -153,7 +135,7 @@ async def test_in_an_event_loop_a_message_ends_with_the_iteration_that_encodes_i
     assert (seen.messages_sent, seen.peak_in_flight) == (1, 1)
 
 
-@pytest.mark.parametrize("permits", [1])
+@pytest.mark.parametrize("ends", [1], indirect=True)
 def test_a_tensor_without_a_permit_is_serialized_and_logged_once(
     ends: Ends, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,10 +157,14 @@ def test_a_tensor_without_a_permit_is_serialized_and_logged_once(
         assert len(encoder.encode(messages[0])) == 1  # there is a permit again
 
 
-def test_an_unsupported_tensor_is_declined(ends: Ends) -> None:
+def test_an_unsupported_tensor_is_declined_and_so_is_one_for_a_lost_engine(ends: Ends) -> None:
     assert ends.consumer(torch.ones(3, 100).to_sparse()) is None
     assert ends.consumer.declined == {"UnsupportedTensorError": 1}
     assert released(ends)
+    ends.receiver.close()
+    until(lambda: ends.sender.statistics().receivers_lost == 1)
+    assert ends.consumer(pattern(9, BIG)) is None
+    assert ends.consumer.declined == {"UnsupportedTensorError": 1, "UnavailableError": 1}
 
 
 @pytest.mark.parametrize("at", ["consumer", "provider"])
@@ -202,9 +188,7 @@ def test_an_aborted_message_is_discarded_at_either_end(ends: Ends, at: str) -> N
     ends.consumer.discard(kept)  # it was received already
 
 
-@pytest.fixture
-def engines() -> Iterator[tuple[TensorConsumer, list[TensorProvider]]]:
-    """Open a consumer with a sender for each of two engines."""
+def test_each_message_goes_to_its_target_engine() -> None:
     with ExitStack() as stack:
         senders, providers = [], []
         for _ in range(2):
@@ -213,60 +197,18 @@ def engines() -> Iterator[tuple[TensorConsumer, list[TensorProvider]]]:
             senders.append(stack.enter_context(blocking.TensorSender(queue)))
             senders[-1].ready()
             providers.append(TensorProvider(receiver))
-        yield TensorConsumer(senders), providers
-
-
-def test_each_message_goes_to_its_target_engine(engines: tuple[TensorConsumer, list[TensorProvider]]) -> None:
-    consumer, providers = engines
-    encoder = Encoder(consumer)
-    for seed, target in enumerate((0, 1, 1, 0)):
-        consumer.set_target_engine(target)
-        with consumer.message():
-            buffers = encoder.encode(videos(seed, BIG, SMALL))
-        assert same(Decoder(providers[target]).decode(buffers), videos(seed, BIG, SMALL))
-    with pytest.raises(IndexError, match="2 engines"):
-        consumer.set_target_engine(2)
+        consumer = TensorConsumer(senders)
+        encoder = Encoder(consumer)
+        for seed, target in enumerate((0, 1, 1, 0)):
+            consumer.set_target_engine(target)
+            with consumer.message():
+                buffers = encoder.encode(videos(seed, BIG, SMALL))
+            assert same(Decoder(providers[target]).decode(buffers), videos(seed, BIG, SMALL))
+        with pytest.raises(IndexError, match="2 engines"):
+            consumer.set_target_engine(2)
 
 
 @pytest.mark.parametrize("data", [{"sender_id": "a"}, {"sender": "a", "message": -1, "tensor": 0}, {}])
 def test_a_placeholder_of_another_implementation_is_an_error(ends: Ends, data: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="TensorConsumer"):
         ends.provider("int64", (3,), data)
-
-
-# A killed engine
-
-
-def receive(queue: TensorQueue, commands: Connection) -> None:
-    """Open a receiver, as an engine does, and wait to be killed."""
-    with blocking.TensorReceiver(queue):
-        commands.send("ready")
-        commands.recv()
-
-
-def test_a_killed_engine_leaves_no_memory_in_use_and_later_tensors_are_declined() -> None:
-    queue = TensorQueue()
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    engine = context.Process(target=receive, args=(queue, theirs), daemon=True)
-    engine.start()
-    try:
-        assert ours.recv() == "ready"
-        with blocking.TensorSender(queue) as sender:
-            sender.ready()
-            consumer = TensorConsumer(sender)
-            for seed in range(3):
-                with consumer.message():
-                    assert consumer(pattern(seed, 10 * BIG)) is not None
-            engine.kill()
-            until(lambda: sender.statistics().receivers_lost == 1)
-            until(lambda: sender.statistics().bytes_in_use == 0)  # once a thread has ended its copy
-            seen = sender.statistics()
-            assert (seen.in_flight, seen.waiting) == (0, 0)
-            assert consumer(pattern(9, BIG)) is None
-            assert consumer.declined == {"UnavailableError": 1}
-    finally:
-        engine.kill()
-        engine.join()
-        ours.close()
-        theirs.close()

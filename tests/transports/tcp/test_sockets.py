@@ -5,18 +5,15 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import zmq
 
-from aiotensor.transports.zeromq.context import ZmqContext
-from aiotensor.transports.zeromq.sockets import LoopSocket
+from aiotensor.transports.tcp.sockets import ACCEPTED, LoopSocket, ZmqContext
 
 # Python ignores an exception of a signal handler that runs while pyzmq frees a part.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-PARTS = 20
 CONNECTIONS = 5
 INTERRUPTIONS = 100
 INTERVAL_S = 0.0005
@@ -26,28 +23,24 @@ class Interrupted(BaseException):
     """A signal handler raised, as `sys.exit` does."""
 
 
-class Owner:
-    """Collects the messages of a socket."""
+class Listening(LoopSocket):
+    """A socket that collects its messages."""
 
-    def __init__(self) -> None:
-        self.messages: list[list[bytes]] = []
+    def __init__(self, context: ZmqContext) -> None:
+        super().__init__(context, zmq.ROUTER, 0, {zmq.RCVHWM: 0})
+        self.messages: list[bytes] = []
         self.is_connected = asyncio.Event()
+        self._socket.bind("tcp://127.0.0.1:*")
+        self.address = bytes(self._socket.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
     def message_arrived(self, parts: list[zmq.Frame]) -> None:
-        self.messages.append([part.bytes for part in parts[1:]])
+        self.messages.append(parts[1].bytes)
 
-    def connected(self, descriptor: int) -> None:
-        self.is_connected.set()
+    def event(self, kind: int, value: int) -> None:
+        if kind == ACCEPTED:
+            self.is_connected.set()
 
-    def handshaken(self) -> None: ...
-
-    def unreachable(self) -> None: ...
-
-    def refused(self, *, is_final: bool, error: int) -> None: ...
-
-    def disconnected(self, descriptor: int) -> None: ...
-
-    def writable(self) -> None: ...
+    def ended(self, identity: bytes) -> None: ...
 
 
 def _interrupted(feed: Callable[[], object], read: Callable[[], object]) -> int:
@@ -78,33 +71,32 @@ def _interrupted(feed: Callable[[], object], read: Callable[[], object]) -> int:
     return interrupted
 
 
-async def test_a_message_whose_reading_was_interrupted_does_not_continue_as_another_message() -> None:
-    owner = Owner()
+async def test_no_part_is_taken_for_a_message_after_an_interruption_or_behind_too_many_parts() -> None:
     with ZmqContext() as context, context.socket(zmq.DEALER) as peer:
-        sock = LoopSocket(context, zmq.ROUTER, {}, owner)
-        sock.bind("inproc://interrupted")
-        peer.connect("inproc://interrupted")
-        assert _interrupted(lambda: peer.send_multipart([b"part"] * PARTS), sock.read_now) == INTERRUPTIONS
-        sock.close()
-    assert owner.messages
-    assert {len(message) for message in owner.messages} == {PARTS}
+        listening = Listening(context)
+        peer.connect(listening.address)
+
+        def feed() -> None:
+            for _ in range(10):
+                peer.send_multipart([b"first", *[b"too many"] * 7])
+
+        assert _interrupted(feed, lambda: listening.read_now(20)) == INTERRUPTIONS
+        listening.shut()
+    assert set(listening.messages) == {b"first"}
 
 
-async def test_a_connection_is_reported_after_the_reading_of_events_was_interrupted(tmp_path: Path) -> None:
-    owner, place = Owner(), str(tmp_path / "socket")
+async def test_a_connection_is_reported_after_the_reading_of_events_was_interrupted() -> None:
     with ZmqContext() as context:
-        sock = LoopSocket(context, zmq.ROUTER, {}, owner)
-        sock.bind(f"ipc://{place}")
+        listening = Listening(context)
+        place = "127.0.0.1", int(listening.address.rpartition(":")[2])
 
         def connect_and_close() -> None:
             for _ in range(CONNECTIONS):
-                with socket.socket(socket.AF_UNIX) as peer:
-                    peer.connect(place)
+                socket.create_connection(place).close()
 
-        assert _interrupted(connect_and_close, sock.monitor.report_first) == INTERRUPTIONS
-        owner.is_connected.clear()
-        with socket.socket(socket.AF_UNIX) as peer:
-            peer.connect(place)
+        assert _interrupted(connect_and_close, listening._report) == INTERRUPTIONS
+        listening.is_connected.clear()
+        with socket.create_connection(place):
             async with asyncio.timeout(30):
-                await owner.is_connected.wait()
-        sock.close()
+                await listening.is_connected.wait()
+        listening.shut()

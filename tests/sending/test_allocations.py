@@ -1,0 +1,101 @@
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from aiotensor.memory.arena import Block
+from aiotensor.memory.memory import Memory
+from aiotensor.memory.placement import plan_placement
+from aiotensor.memory.raw import DTYPE_NAMES
+from aiotensor.statistics.counters import new_counts
+from aiotensor.types import SenderStatistics
+from tests.memory.segments import MIB, open_tensor, other_side_of
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
+LARGE = MIB  # a tensor that is copied if it is not in an allocated block
+
+
+@pytest.fixture
+async def memory() -> AsyncIterator[Memory]:
+    counts = new_counts(SenderStatistics)
+    memory = Memory(8 * MIB, None, counts)
+    yield memory
+    await memory.aclose()
+
+
+async def allocate(
+    memory: Memory, *shape: int, dtype: torch.dtype = torch.uint8
+) -> tuple[torch.Tensor, Block]:
+    block = await memory.acquire(torch.Size(shape).numel() * dtype.itemsize)
+    return await memory.tensor_over(block, dtype, shape, None), block
+
+
+def is_sent_in_place(memory: Memory, tensor: torch.Tensor, block: Block) -> bool:
+    plan = plan_placement(tensor, memory.allocations)
+    return plan.new_bytes == 0 and plan.allocation is not None and plan.allocation.block is block
+
+
+async def test_an_allocated_tensor_and_its_contiguous_views_are_sent_in_place(memory: Memory) -> None:
+    _first = await allocate(memory, 100)  # so that the offsets differ
+    tensor, block = await allocate(memory, 4, 6, dtype=torch.float32)
+    tensor.copy_(torch.arange(24.0).reshape(4, 6))
+    segment = block.place.segment
+    segments = {segment.number: other_side_of(segment)}
+
+    for view in (tensor, tensor[1:3], tensor[2], tensor[3, 5], tensor.reshape(-1), tensor.view(torch.int32)):
+        assert is_sent_in_place(memory, view, block)
+        where = block.place.describe(view.data_ptr() - tensor.data_ptr())
+        opened = open_tensor("arena", where, DTYPE_NAMES[view.dtype], tuple(view.shape), segments)
+        assert torch.equal(opened, view)
+        opened.reshape(-1)[-1] = 5
+        assert view.reshape(-1)[-1] == 5, "it is not the same memory"
+
+
+async def test_a_copied_block_beside_an_allocated_one_is_not_taken_for_it(memory: Memory) -> None:
+    before = await memory.acquire(LARGE)
+    allocated, block = await allocate(memory, LARGE)
+    after = await memory.acquire(LARGE)
+    neighbours = [torch.frombuffer(one.place.view(), dtype=torch.uint8) for one in (before, after)]
+    assert {abs(one.data_ptr() - allocated.data_ptr()) for one in neighbours} == {LARGE}
+
+    assert is_sent_in_place(memory, allocated[LARGE - 1 :], block)
+    assert all(plan_placement(one, memory.allocations).allocation is None for one in neighbours)
+
+
+async def test_any_kind_of_view_of_allocated_memory_is_sent_in_place(memory: Memory) -> None:
+    tensor, block = await allocate(memory, 4, 6, dtype=torch.int32)
+    views = [
+        torch.from_numpy(tensor.numpy()[1:3]),
+        tensor.detach().view(-1),
+        torch.frombuffer(tensor.numpy().reshape(-1), dtype=torch.uint8),
+        torch.empty(0, dtype=torch.int32).set_(tensor.untyped_storage(), 6, (6,), (1,)),
+        torch.from_dlpack(tensor),  # type: ignore[attr-defined]
+    ]
+    del tensor
+    while views:
+        assert not memory.freed.items
+        assert is_sent_in_place(memory, views.pop(), block)
+    assert [watch.number for watch in memory.freed.items] == [block.number]
+
+
+async def test_a_reused_address_is_found_as_its_new_block(memory: Memory) -> None:
+    addresses = set()
+    for _ in range(3):
+        tensor, block = await allocate(memory, LARGE)
+        addresses.add(tensor.data_ptr())
+        assert is_sent_in_place(memory, tensor, block)
+        del tensor
+        memory.freed.collect_all()
+    copied = torch.frombuffer((await memory.acquire(LARGE)).place.view(), dtype=torch.uint8)
+
+    assert addresses == {copied.data_ptr()}, "no address was used twice: this showed nothing"
+    assert plan_placement(copied, memory.allocations).allocation is None, "a copy is there now"
+
+
+async def test_an_allocated_tensor_outlives_the_memory(memory: Memory) -> None:
+    tensor, _ = await allocate(memory, LARGE)
+    tensor.fill_(3)
+    await memory.aclose()
+
+    assert tensor.sum() == 3 * LARGE
