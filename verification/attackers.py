@@ -31,7 +31,7 @@ def attacked(address: str, attack: str, attackers: int = 2) -> Iterator[None]:
     """Attack a server from several processes while the block runs.
 
     Args:
-        address: the address of the server, ``tcp://`` or ``ipc://``.
+        address: the address of the server, at ``tcp://``.
         attack: one of `ATTACKS`.
         attackers: the number of processes.
     """
@@ -59,16 +59,8 @@ def _is_wanted() -> bool:
 
 
 def _connect(address: str) -> socket.socket:
-    scheme, _, place = address.partition("://")
-    host, _, port = place.rpartition(":")
-    sock = socket.socket(socket.AF_INET if scheme == "tcp" else socket.AF_UNIX)
-    sock.settimeout(1.0)
-    try:
-        sock.connect((host, int(port)) if scheme == "tcp" else place)
-    except OSError:
-        sock.close()
-        raise
-    return sock
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=1.0)
 
 
 def _hang_up(address: str, begun: _Event) -> None:

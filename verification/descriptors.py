@@ -2,9 +2,8 @@
 
 import os
 import socket
-import stat
 
-__all__ = ["accepted_at", "our_descriptors"]
+__all__ = ["our_descriptors"]
 
 
 def our_descriptors() -> dict[int, str]:
@@ -27,25 +26,3 @@ def _is_seqpacket(descriptor: int) -> bool:
         return False
     with socket.socket(fileno=copy) as sock:
         return sock.type == socket.SOCK_SEQPACKET
-
-
-def accepted_at(address: str) -> list[int]:
-    """Return the descriptors of all connections that this process has accepted at an address.
-
-    Args:
-        address: the address of a server or receiver, with a path: ``ipc://`` or ``unix://``.
-    """
-    path = address.partition("://")[2]
-    return [int(name) for name in os.listdir("/proc/self/fd") if _is_accepted(int(name), path)]
-
-
-def _is_accepted(descriptor: int, path: str) -> bool:
-    try:
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            return False
-        sock = socket.socket(fileno=os.dup(descriptor))
-    except OSError:
-        return False  # a thread of ZeroMQ has just closed it
-    with sock:
-        is_listener = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        return not is_listener and sock.family == socket.AF_UNIX and sock.getsockname() == path

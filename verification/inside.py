@@ -1,105 +1,105 @@
 """Functions that read or change the internal state of clients, servers and blocking objects."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from aiotensor.blocking.portal import BlockingObject
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.channel.client_session import ClientSession, IncomingRequest
-from aiotensor.channel.remote_server import RemoteServer
+from aiotensor.channel.client import _Session
+from aiotensor.channel.requests import ClientSession, Incoming
 from aiotensor.runtime.worker import Worker
+
+if TYPE_CHECKING:
+    from aiotensor.blocking.portal import BlockingObject
 
 __all__ = [
     "after_next_lock",
-    "arriving",
     "clients_of",
-    "found",
+    "held_by_client",
+    "held_by_server",
     "is_opening",
     "ready",
-    "rejected",
-    "servers_of",
+    "sessions_of",
     "unanswered",
-    "unsent",
+    "unidentified_at",
     "waiters_for_requests",
-    "waiters_for_server",
-    "worker_of",
+    "workers_of",
 ]
 
 
-def servers_of(client: MessageClient[Any]) -> list[RemoteServer]:
-    """Return the servers of a client, in the order of their addresses."""
-    assert client._requests is not None
-    return client._requests.servers
-
-
-def waiters_for_server(client: MessageClient[Any]) -> int:
-    """Count the calls that wait for a certain server, over all servers."""
-    return sum(len(server._waiters) for server in servers_of(client))
-
-
-def unsent(client: MessageClient[Any]) -> int:
-    """Count the messages and cancellations that have not been sent, over all servers."""
-    sessions = [server.session for server in servers_of(client) if server.session is not None]
-    return sum(len(session._queue) + len(session._cancellations) for session in sessions)
+def sessions_of(client: MessageClient[Any]) -> list[_Session]:
+    """Return the sessions of a client with its servers, in the order of their addresses."""
+    return [engine.session for engine in client._engines if engine.session is not None]
 
 
 def unanswered(client: MessageClient[Any]) -> int:
-    """Count the requests that were sent and have no answer, over all servers."""
-    return sum(server.session.unanswered for server in servers_of(client) if server.session is not None)
+    """Count the messages that were announced or wait for an answer, over all servers."""
+    return sum(engine.in_flight for engine in client._engines)
+
+
+def held_by_client(client: MessageClient[Any]) -> dict[str, int]:
+    """Count what a client holds."""
+    permits, memory, sessions = client._permits, client._memory, sessions_of(client)
+    return {
+        "permits": permits.in_use + permits.waiting + len(client._held),
+        "bytes of the arena": memory.gate.in_use + memory.gate.waiting,
+        "holders of memory": len(memory.gate.held),
+        "pinned blocks": len(memory.blocks),
+        "leases of answers": client._mappings.leases,
+        "messages that wait for a server": len(client._waiting),
+        "messages at servers": unanswered(client),
+        "answers that are due": sum(len(session.connection._asked) for session in sessions),
+        "untaken answers": sum(session.untaken for session in sessions),
+        "pins of servers": sum(len(session.pins) for session in sessions),
+    }
 
 
 def clients_of(server: MessageServer[Any]) -> list[ClientSession]:
     """Return the clients of a server."""
-    assert server._clients is not None
-    return list(server._clients._clients.values())
+    return list(server._clients.values())
 
 
-def ready(server: MessageServer[Any]) -> list[IncomingRequest]:
-    """Return the requests whose tensors have arrived."""
-    assert server._clients is not None
-    return list(server._clients.requests.ready)
+def unidentified_at(server: MessageServer[Any]) -> int:
+    """Count the connections of a server that have sent no frame, and its inspectors."""
+    return len(server._admission._unidentified) + len(server._admission._inspectors)
 
 
-def rejected(server: MessageServer[Any]) -> int:
-    """Count the clients that were rejected, and are still connected."""
-    assert server._clients is not None
-    return len(server._clients._rejected)
-
-
-def arriving(server: MessageServer[Any]) -> int:
-    """Count the requests that wait for tensors."""
-    assert server._clients is not None
-    return len(server._clients.requests._arriving)
-
-
-def found(server: MessageServer[Any]) -> int:
-    """Count the requests whose tensors were taken before a cancellation."""
-    assert server._clients is not None
-    return len(server._clients.requests._found)
+def ready(server: MessageServer[Any]) -> list[Incoming]:
+    """Return the requests that wait to be taken."""
+    return list(server._requests.ready)
 
 
 def waiters_for_requests(server: MessageServer[Any]) -> int:
     """Count the tasks that wait for a request."""
-    assert server._clients is not None
-    requests = server._clients.requests
-    return len(requests.takers) + len(requests.waiters)
+    return len(server._requests.takers) + len(server._requests.waiters)
 
 
-def worker_of(one: MessageClient[Any] | MessageServer[Any]) -> Worker:
-    """Return the thread that frees large messages."""
-    if isinstance(one, MessageClient):
-        assert one._requests is not None
-        return one._requests._memory._worker
-    assert one._clients is not None
-    return one._clients.requests.memory._worker
+def held_by_server(server: MessageServer[Any]) -> dict[str, int]:
+    """Count what a server holds."""
+    memory, requests, clients = server._memory, server._requests, clients_of(server)
+    return {
+        "waiting requests": len(requests.ready),
+        "requests in hand": len(requests.in_hand),
+        "bytes of the arena": memory.gate.in_use + memory.gate.waiting,
+        "pinned blocks": len(memory.blocks),
+        "leases of requests": server._mappings.leases,
+        "unmapped later": server._mappings.lingering_bytes,
+        "lost clients": sum(bool(client.untaken) for client in server._leftovers),
+        "requests of clients": sum(len(client.requests) + client.untaken for client in clients),
+        "pins of clients": sum(len(client.pins) for client in clients),
+    }
 
 
-def is_opening(blocking: BlockingObject[Any, Any]) -> bool:
+def workers_of(one: MessageClient[Any] | MessageServer[Any]) -> tuple[Worker, Worker]:
+    """Return the threads that copy memory, and those that map it."""
+    return one._memory._worker, one._mappings._worker
+
+
+def is_opening(blocking: "BlockingObject[Any, Any]") -> bool:
     """Return whether the event loop has begun to open an object."""
     return blocking._opening._is_running
 
 
-def after_next_lock(blocking: BlockingObject[Any, Any], step: Callable[[], object]) -> None:
+def after_next_lock(blocking: "BlockingObject[Any, Any]", step: Callable[[], object]) -> None:
     """Call a function when a blocking object has just released its lock."""
     blocking._lock = _SteppingLock(blocking, step)  # type: ignore[assignment]
 
@@ -107,7 +107,7 @@ def after_next_lock(blocking: BlockingObject[Any, Any], step: Callable[[], objec
 class _SteppingLock:
     """The lock of a blocking object, which it replaces until its first release."""
 
-    def __init__(self, blocking: BlockingObject[Any, Any], step: Callable[[], object]) -> None:
+    def __init__(self, blocking: "BlockingObject[Any, Any]", step: Callable[[], object]) -> None:
         self._blocking = blocking
         self._lock = blocking._lock
         self._step = step

@@ -5,7 +5,7 @@ Tests use private attributes of senders and receivers only through these functio
 
 import asyncio
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,8 +40,6 @@ __all__ = [
     "blocks_of",
     "connections_at",
     "cut",
-    "drainers_of",
-    "end_first_wait",
     "has_ended",
     "held_by_pipe",
     "held_by_publisher",
@@ -116,11 +114,6 @@ def no_grace() -> Iterator[None]:
         memory_module._GRACE_S = before
 
 
-def drainers_of(sender: TensorSender) -> Collection["asyncio.Future[None]"]:
-    """Return the futures of the calls that wait for a sender to drain."""
-    return sender._drainers
-
-
 def held_by_sender(sender: TensorSender) -> dict[str, int]:
     """Count the waits, holders and messages of a sender that are not part of its statistics."""
     session, memory = sender._session, sender._memory
@@ -129,19 +122,13 @@ def held_by_sender(sender: TensorSender) -> dict[str, int]:
         "waiters at the gates": sum(len(gate._waits) for gate in gates),
         "holders at the gates": sum(len(gate.held) for gate in gates),
         "blocks whose sends wait": len(sender._await_permits) + len(sender._await_bytes),
-        "drainers": len(sender._drainers),
-        "copies": len(memory._copies._copies) + jobs_of(worker_of(memory)),
+        "copies": len(memory._copies) + jobs_of(worker_of(memory)),
         "announced messages": 0 if session is None else len(session.announced),
         "pins of the receiver": 0 if session is None else len(session.pins),
         "waiters for a receiver": len(sender._changes),
-        "messages that are copied": len(sender._copying) + len(sender._tasks),
-        "waiters for posted tensors": len(sender._copies_changes),
+        "messages that are copied": len(sender._copying),
+        "waiters for ends": len(sender._ends),
     }
-
-
-def end_first_wait(gate: Gate[Any]) -> None:
-    """End the longest wait at a gate as its timer does."""
-    gate._end_wait(*next(iter(gate._waits.items())))
 
 
 def is_trimming(memory: Memory) -> bool:
@@ -174,7 +161,8 @@ def landed_bytes(owner: TensorReceiver | Subscriber[Any]) -> int:
     else:
         session = session_of_subscriber(owner)
         memories = [] if session is None or session.is_over else [session.memory]
-    return sum(landing._nbytes for memory in memories for landing in memory.landings.values())
+    segments = [segment for memory in memories for segment in memory.segments.values() if segment.is_attached]
+    return sum(0 if segment.landing is None else segment.landing._nbytes for segment in segments)
 
 
 def lanes_of(worker: Worker) -> tuple[Any, Any]:
@@ -307,7 +295,7 @@ def cut(transport: Transport) -> None:
     if isinstance(transport, TcpTransport):
         attempt = getattr(transport._shut, "__self__", None)
         assert isinstance(attempt, _Attempt)
-        for descriptor, known in attempt._socket.monitor._connections.items():  # one, or none after its end
+        for descriptor, known in attempt._connections.items():  # one, or none after its end
             if file_of(descriptor) == known._file:  # otherwise ZeroMQ has closed it
                 with copy_of(descriptor) as sock:
                     sock.shutdown(socket.SHUT_RDWR)

@@ -30,8 +30,6 @@ _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 
 _DEVICE = "veth0"  # in each namespace, which has no other devices but its loopback
 _ADDRESSES = (("10.77.0.1", "10.77.0.3"), ("10.77.0.2",))
-_NETWORK = "10.77.0.0/24"
-_LOST_TABLE = "77"
 _SILENT_DNS = "10.77.0.53"
 _NOWHERE = "02:00:00:00:00:99"  # no device has it: packets to it are lost
 

@@ -32,7 +32,7 @@ def main(seconds: float, seed: int | None, rounds: range | None, repeat: int, fa
     """Send tensors while processes are killed, stopped and starved, and account for every one of them."""
     if seed is None:
         seed = int(os.environ.get("AIOTENSOR_SEED") or random.SystemRandom().getrandbits(32))
-    result: Run = asyncio.run(run_for(seed, seconds, rounds, repeat, family))
+    result: Run = asyncio.run(run_for(seed, seconds, rounds, repeat, [family] if family else []))
     result.print()
     sys.exit(1 if result.problems else 0)
 

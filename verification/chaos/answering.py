@@ -2,21 +2,21 @@
 
 import asyncio
 import contextlib
-import gc
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
-from aiotensor import ClosedError, TensorReceiver, TensorSender, UsageError
+from aiotensor import ClosedError, UsageError
 from aiotensor.channel import MessageServer, Request
 from verification import inside
-from verification.chaos.here import ARENA_BYTES, MAX_MAPPED_BYTES, here
-from verification.chaos.journal import Broken, Heard, Replied
-from verification.chaos.plan import ANSWERED_BY_SENDER, ASKS_BY_SENDER, SLOTS, Hold, TakerPlan
-from verification.chaos.questions import PROBE, Question, Reply, answer_to, messages_at, name_back, wrong_with
+from verification.chaos.here import ARENA_BYTES, MAX_MAPPED_BYTES, at_rest, here
+from verification.chaos.journal import AnswerSent, Broken, Heard
+from verification.chaos.plan import SLOTS, Hold, TakerPlan
+from verification.chaos.questions import PROBE, Answer, Question, answer_to, wrong_with
 from verification.processes.peers import State
 
-__all__ = ["adopt", "close", "heard", "leave", "open_receiver", "settle", "stop", "take"]
+__all__ = ["close", "leave", "lost", "open_receiver", "settle", "stop", "take"]
 
 
 class HandlerError(Exception):
@@ -58,15 +58,15 @@ class _Answering:
             self._look(request.message)
             return
         async with request:
-            if await request.reply(await self._answer(request.message)) and key != PROBE:
-                here.journal(Replied(key))
+            if await request.answer(await self._answer(request.message)) and key != PROBE:
+                here.journal(AnswerSent(key))
 
-    async def _answer(self, question: Question) -> Reply:
+    async def _answer(self, question: Question) -> Answer:
         self._look(question)
         plan = self._plan
         if plan is not None and plan.slow_ms:
             await asyncio.sleep(plan.slow_ms / 1000)
-        if question.wish != "answer":
+        if question.wish not in ("answer", "echo"):
             raise HandlerError(question.wish)
         return answer_to(question)
 
@@ -97,46 +97,35 @@ class _Answering:
             await asyncio.sleep(0.001)
 
 
-class _Ends:
-    """The open server of this process."""
+class _Open:
+    """The server of this process."""
 
-    def __init__(self) -> None:
-        self.server: MessageServer[Question]
-        self.answering: _Answering
-        self.stack = contextlib.AsyncExitStack()
+    server: MessageServer[Question]
+    answering: _Answering
 
 
-_ends = _Ends()
+_open = _Open()
 
 
 async def open_receiver(state: State, plan: TakerPlan) -> None:
     """Open a server, and answer without delay until `take`."""
+    del state
     while True:
-        async with contextlib.AsyncExitStack() as stack:
-            receiver = TensorReceiver(state.endpoint, max_mapped_bytes=MAX_MAPPED_BYTES)
-            senders = [TensorSender(name_back(state, slot), 4, ARENA_BYTES) for slot in ANSWERED_BY_SENDER]
-            server = MessageServer(
-                messages_at(state), Question, receiver=receiver, sender=senders, max_waiting=plan.max_waiting
-            )
-            try:
-                await stack.enter_async_context(receiver)
-                for sender in senders:
-                    await stack.enter_async_context(sender)
-                await stack.enter_async_context(server)
-            except (OSError, UsageError):  # this process currently has no descriptors
-                await asyncio.sleep(0.005)
-                continue
-            state.receivers[:] = [receiver]
-            state.senders[:] = senders
-            adopt(server, stack)
-            return
-
-
-def adopt(server: MessageServer[Question], stack: contextlib.AsyncExitStack) -> None:
-    """Take over an open server, with the stack that closes it and its resources; answer without delay."""
-    _ends.stack = stack.pop_all()
-    _ends.server = server
-    _ends.answering = _Answering(server, None)
+        server = MessageServer(
+            here.addresses[plan.number],
+            Question,
+            arena_bytes=ARENA_BYTES,
+            max_waiting=plan.max_waiting,
+            max_mapped_bytes=MAX_MAPPED_BYTES,
+            **here.arguments,
+        )
+        try:
+            await server.__aenter__()
+        except (OSError, UsageError):  # this process currently has no descriptors
+            await asyncio.sleep(0.005)
+        else:
+            break
+    _open.server, _open.answering = server, _Answering(server, None)
     here.uses[:] = [server.statistics]
 
 
@@ -146,47 +135,41 @@ async def close(state: State) -> None:
 
 
 async def leave(state: State) -> None:
-    """Close the server with its senders and receiver."""
+    """Close the server."""
     del state
-    await _ends.stack.aclose()
-    await _ends.answering.ended()
+    await _open.server.aclose()
+    await _open.answering.ended()
 
 
 async def take(state: State, plan: TakerPlan, firsts: Mapping[str, int]) -> None:
     """Start answering as planned, until `stop` or `close`."""
     del state, firsts
-    await _ends.answering.stop()
-    _ends.answering = _Answering(_ends.server, plan)
+    await _open.answering.stop()
+    _open.answering = _Answering(_open.server, plan)
 
 
 async def stop(state: State) -> None:
     """Answer without delay from now on."""
     del state
-    await _ends.answering.stop()
-    _ends.answering = _Answering(_ends.server, None)
+    await _open.answering.stop()
+    _open.answering = _Answering(_open.server, None)
 
 
-async def heard(state: State, sender: str) -> int:
-    """Wait until a client is known to be lost, and return its pid."""
+async def lost(state: State, pid: int) -> None:
+    """Wait until the server has lost its connection to a client that has ended."""
     del state
-    while any(client.pid == int(sender) for client in inside.clients_of(_ends.server)):
+    while any(client.pid == pid for client in inside.clients_of(_open.server)):
         await asyncio.sleep(0.001)
-    return int(sender)
 
 
 async def settle(state: State) -> list[str]:
-    """Wait until nothing is held and all peers are connected, and return the problems of this process."""
-    gc.collect()
-    server = _ends.server
-    while (now := server.statistics()).waiting or now.in_hand or now.clients != SLOTS:
+    """Wait until nothing is held and all clients are connected, and return the problems of this process."""
+    del state
+    server = _open.server
+    while server.statistics().clients != SLOTS:
         await asyncio.sleep(0.001)
-    for receiver in state.receivers:
-        while (got := receiver.statistics()).leases or got.waiting or got.unclaimed_tensors:
-            await asyncio.sleep(0.001)
-        while receiver.statistics().senders != len(ASKS_BY_SENDER):
-            await asyncio.sleep(0.001)
-    for sender in state.senders:
-        while (sent := sender.statistics()).in_flight or sent.bytes_in_use or sent.waiting:
-            await asyncio.sleep(0.001)
-    held = (now.waiting_bytes, inside.arriving(server), inside.found(server), len(inside.ready(server)))
-    return [] if held == (0, 0, 0, 0) else [f"holds {held} at rest: {now}"]
+    wrong = await at_rest(partial(inside.held_by_server, server))
+    now = server.statistics()
+    if now.mapped_bytes != SLOTS * ARENA_BYTES or now.waiting or now.in_hand or now.leases:
+        wrong.append(f"is not at rest: {now}")
+    return wrong

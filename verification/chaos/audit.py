@@ -6,17 +6,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from verification.chaos.journal import Answered, Began, Broken, Dropped, Ended, Event, Sent, Taken, Withdrawn
-from verification.chaos.plan import MAX_TENSORS, FaultKind, Round
-from verification.chaos.silences import may_end_by_silence
+from verification.chaos.pauses import may_end_by_silence
+from verification.chaos.plan import MAX_TENSORS, RESOURCES, SLOTS, FaultKind, Round
 
-__all__ = ["RESOURCES", "Account", "Tally", "audit"]
-
-RESOURCES = (
-    FaultKind.NO_SPACE,
-    FaultKind.FILE_SIZE,
-    FaultKind.NO_ADDRESSES,
-    FaultKind.NO_DESCRIPTORS,
-)
+__all__ = ["Account", "Tally", "audit"]
 
 
 class Account(msgspec.Struct):
@@ -24,7 +17,7 @@ class Account(msgspec.Struct):
 
     Attributes:
         name: the name of the process.
-        slot: the slot of a sender; None for a receiver.
+        slot: its target in the faults of a round.
         is_killed: whether it was killed in this round.
         events: its journal.
         losses: the number of lost receivers, as the process counts them at the end.
@@ -33,7 +26,7 @@ class Account(msgspec.Struct):
     """
 
     name: str
-    slot: int | None
+    slot: int
     is_killed: bool
     events: Sequence[Event]
     losses: int = 0
@@ -179,7 +172,7 @@ class _Audit:
             return self._may_lose_receiver(account)
         # A sender that was closed before the loss of its receiver has not counted it.
         was_closed = self.plan.has(account.slot, (FaultKind.CLOSE,))
-        return was_closed and (self.plan.has(None, RESOURCES) or self.plan.has_partition)
+        return was_closed and (self.plan.has(SLOTS, RESOURCES) or self.plan.has_partition)
 
     def _may_raise(self, message: _Message, error: str) -> bool:
         """Return whether the plan explains an error of a send."""
@@ -201,11 +194,11 @@ class _Audit:
         """Return whether the plan explains that a sender has lost its receiver."""
         plan, slot = self.plan, account.slot
         return (
-            plan.ends_the_receiver
+            plan.ends_a_taker
             or account.is_new
             or plan.has(slot, (*RESOURCES, FaultKind.CLOSE))
-            or plan.has(None, RESOURCES)
-            or may_end_by_silence(plan, self.accounts, (slot, None))
+            or plan.has(SLOTS, RESOURCES)
+            or may_end_by_silence(plan, self.accounts, (slot, SLOTS))
         )
 
 

@@ -9,13 +9,21 @@ import signal
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from aiotensor import AioTensorError
-from aiotensor.transports.endpoints import Endpoint
 from verification.chaos import here, journal, sending, taking
 from verification.chaos.network import Network, Side
-from verification.chaos.plan import ELDERS, FAMILIES, PEER_TIMEOUT_S, SLOTS, Round, SenderPlan, TakerPlan
+from verification.chaos.plan import (
+    ELDERS,
+    FAMILIES,
+    PEER_TIMEOUT_S,
+    ROLES,
+    SLOTS,
+    Round,
+    SenderPlan,
+    TakerPlan,
+)
 from verification.loops import Kind
 from verification.places import free_port
 from verification.processes.peers import Peer, State
@@ -28,9 +36,6 @@ R = TypeVar("R")
 WATCHDOG_S = 15.0  # far longer than any call takes, even on a busy machine; a slower call hangs
 
 _PROBES = 16  # more than the receiver can have discarded in advance
-
-# ZeroMQ aborts with it if a connection with heartbeats ends while a closing side has unsent messages.
-_ABORTED = "Assertion failed: !_io_error"
 
 
 class RoundError(Exception):
@@ -45,14 +50,14 @@ class Member:
     """One process.
 
     Args:
-        endpoint: the endpoint through which it connects to the others.
+        addresses: the addresses of the family.
         folder: the folder for its files.
         name: the name of its files.
         uvloop: whether it runs on uvloop.
         side: its side of the connections.
     """
 
-    def __init__(self, endpoint: Endpoint, folder: str, name: str, *, uvloop: bool, side: Side) -> None:
+    def __init__(self, addresses: Sequence[str], folder: str, name: str, *, uvloop: bool, side: Side) -> None:
         self.name = name
         self.is_killed = False
         self.continued_at = 0.0  # when it was last continued
@@ -67,8 +72,10 @@ class Member:
         self._path = f"{folder}/{name}"
         open(f"{self._path}.stderr", "w").close()
         self._folder = folder
-        self._arguments = side.arguments
-        self._peer = Peer(endpoint, kind=Kind("uvloop" if uvloop else "asyncio", "plain"), first=side.enter)
+        self._arguments, self._addresses = side.arguments, addresses
+        self._peer = Peer(
+            addresses[0], kind=Kind("uvloop" if uvloop else "asyncio", "plain"), first=side.enter
+        )
         self.pid = self._peer.pid
         self._gone = asyncio.get_running_loop().create_future()
         self._stops = 0
@@ -78,7 +85,7 @@ class Member:
 
     async def begin(self) -> None:
         """Open its files."""
-        await self.call(here.begin, self._folder, self.name, self._arguments)
+        await self.call(here.begin, self._folder, self.name, self._arguments, self._addresses)
 
     async def measure_pause(self) -> None:
         """Measure its longest pause since the last call, which may have effects in the next round."""
@@ -188,42 +195,37 @@ class Member:
 
 
 class SendersPart(Protocol):
-    """The operations of a process that sends tensors or requests."""
+    """The operations of a process that sends tensors, requests or publications."""
 
     async def open_sender(self, state: State, plan: SenderPlan) -> str: ...
     async def reopen(self, state: State, plan: SenderPlan) -> str: ...
     async def begin_round(self, state: State) -> None: ...
     async def send_all(self, state: State, plan: SenderPlan, part: int, *, pauses: bool) -> None: ...
-    async def told(self, state: State) -> int: ...
 
 
-class ReceiversPart(Protocol):
-    """The operations of a process that receives tensors or answers requests."""
+class TakersPart(Protocol):
+    """The operations of a process that receives tensors or publications, or answers requests."""
 
     async def open_receiver(self, state: State, plan: TakerPlan) -> None: ...
     async def take(self, state: State, plan: TakerPlan, firsts: Mapping[str, int]) -> None: ...
-    async def heard(self, state: State, sender: str) -> int | None: ...
-    async def stop(self, state: State) -> None: ...
     async def close(self, state: State) -> None: ...
 
 
 class Family:
-    """A receiver and its senders; killed ones are replaced.
+    """Senders and a receiver; killed ones are replaced. The other kinds of work derive their own classes.
 
     Args:
         name: one of the names in `FAMILIES`.
     """
 
     sending: SendersPart = sending
-    taking: ReceiversPart = taking
-    addresses = 1  # of its network
-    timeouts: Mapping[str, Any] = {"peer_timeout_s": PEER_TIMEOUT_S}
+    taking: TakersPart = taking
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.kind = FAMILIES[name]
-        self.receiver: Member
-        self.senders: list[Member] = []
+        self.kind = kind = FAMILIES[name]
+        self.senders: list[Member] = []  # or clients, or the publisher
+        self.takers: list[Member] = []  # the receiver, or the servers, or the subscribers
         self.notes: list[str] = []  # features that cannot be tested on this machine
         self.dropped: set[tuple[str, int]] = set()  # discarded by the receiver, perhaps before they were sent
         self.has_ended = True  # its receiver is gone and is not replaced
@@ -231,50 +233,58 @@ class Family:
         self._living: list[Member] = []  # includes some closed ones
         self._files = tempfile.mkdtemp(prefix="chaos-")
         self._meeting = tempfile.mkdtemp(prefix="aiotensor-")
-        self._endpoint: Endpoint = f"unix://{self._meeting}/s"
+        self._sockets = [f"s{number}" for number in range(kind.listeners)]
         self.network: Network | None = None
-        self.listening = self.connecting = Side()
-        if self.kind.link == "tcp":
-            self._endpoint = f"tcp://127.0.0.1:{free_port()}"
-        elif self.kind.link == "hosts":
-            self.network = network = Network(self.addresses, self.timeouts)
-            self._endpoint = network.addresses[0]
-            self.listening, self.connecting = network.listening, network.connecting
-            if network.why_whole:
-                self.notes.append(f"no partitions in the family {name!r}: {network.why_whole}")
+        connecting = listening = Side()
+        match kind.link:
+            case "unix":
+                self._addresses = [f"unix://{self._meeting}/{name}" for name in self._sockets]
+            case "tcp":
+                self._addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in self._sockets]
+            case _:
+                self.network = network = Network(kind.listeners, {"peer_timeout_s": PEER_TIMEOUT_S})
+                self._addresses = network.addresses
+                connecting, listening = network.connecting, network.listening
+                if network.why_whole:
+                    self.notes.append(f"no partitions in the family {name!r}: {network.why_whole}")
+        sides = (listening, connecting) if kind.work == "broadcast" else (connecting, listening)
+        self._sides = dict(zip(ROLES[kind.work], sides, strict=True))
+
+    @property
+    def receiver(self) -> Member:
+        """Return the first receiver, server or subscriber."""
+        return self.takers[0]
 
     @property
     def elder(self) -> Member | None:
         """Return the process that lives for the whole run."""
-        if self.name not in ELDERS:
-            return None
-        slot = ELDERS[self.name]
-        return self.receiver if slot is None else self.senders[slot]
+        return dict(self.by_slot).get(ELDERS.get(self.name, -1))
 
     @property
     def members(self) -> list[Member]:
-        """Return the receiver and the senders."""
-        return [self.receiver, *self.senders]
+        """Return all processes."""
+        return [*self.takers, *self.senders]
 
     @property
-    def by_slot(self) -> list[tuple[int | None, Member]]:
+    def by_slot(self) -> list[tuple[int, Member]]:
         """Return all processes, with their targets in the faults of a round."""
-        return [(None, self.receiver), *enumerate(self.senders)]
+        return [*enumerate(self.senders), *enumerate(self.takers, SLOTS)]
 
     def left_in_folder(self) -> list[str]:
-        """List the files in the shared folder, except the socket."""
-        return [name for name in os.listdir(self._meeting) if name != "s"]
-
-    async def new_receiver(self, plan: Round) -> Member:
-        """Start a process for a receiver, without opening the receiver."""
-        return await self._new("receiver", self.listening, uvloop=plan.taker.uvloop)
+        """List the files in the shared folder, except the sockets."""
+        return [name for name in os.listdir(self._meeting) if name not in self._sockets]
 
     async def new_sender(self, plan: Round, slot: int) -> Member:
-        """Start a process with a sender."""
+        """Start a process for a sender, a client or a publisher, and open it, if its options are known."""
         sender = plan.senders[slot]
-        member = await self._new(f"sender-{slot}", self.connecting, uvloop=sender.uvloop)
-        member.id = await member.call(self.sending.open_sender, sender)
+        member = await self._new(ROLES[self.kind.work][0], slot, uvloop=sender.uvloop)
+        if plan.publisher is None:
+            member.id = await member.call(self.sending.open_sender, sender)
         return member
+
+    async def new_taker(self, plan: Round, number: int) -> Member:
+        """Start a process for a receiver, a server or a subscriber, without opening it."""
+        return await self._new(ROLES[self.kind.work][1], number, uvloop=plan.takers[number].uvloop)
 
     async def prepare(self, plan: Round) -> None:
         """Start and connect all processes if the last ones have ended."""
@@ -284,12 +294,13 @@ class Family:
                 raise RoundError("\n".join(wrong))
             await self._begin(plan)
 
-    async def probe(self, sender: Member, plan: SenderPlan) -> None:
+    async def probe(self, plan: Round, slot: int) -> None:
         """Check that a tensor of a sender arrives, and store the number of the sender's next message."""
+        sender = self.senders[slot]
         # Between machines, a probe also fails until the sender, too, has detected a loss.
         detected_at = time.monotonic() + (0.0 if self.network is None else 2 * PEER_TIMEOUT_S)
         for attempt in itertools.count(1):
-            handle = await sender.call(sending.probe, plan)
+            handle = await sender.call(sending.probe, plan.senders[slot])
             sender.id, sender.first = handle.sender, handle.message + 1
             if await self.receiver.call(taking.take_probe, handle):
                 return
@@ -301,54 +312,47 @@ class Family:
     async def finish(self) -> list[str]:
         """End all processes, and return the problems with their exits."""
         wrong = []
-        members, self.senders = self.members if self.senders else [], []
+        members = [member for member in self.members if not member.is_killed]
+        self.senders, self.takers = [], []
         for member in members:
-            if not member.is_killed:
-                await self.leave(member)
+            await self.leave(member)
         for member in members:
-            if not member.is_killed:
-                status = await member.finish()
-                if status != 0 or member.complaints:
-                    wrong.append(f"{member.name} ended with status {status}\n{member.complaints}")
+            status = await member.finish()
+            if status != 0 or member.complaints:
+                wrong.append(f"{member.name} ended with status {status}\n{member.complaints}")
+        for member in self._living:
             await member.close()
         return wrong
 
     async def leave(self, member: Member) -> None:
         """Close the objects of a process that it does not close on exit."""
 
-    @property
-    def has_aborted(self) -> bool:
-        """Return whether ZeroMQ has aborted a process, which is a known bug."""
-        return any(_ABORTED in member.complaints for member in self._living if not member.is_closed)
-
-    async def abandon(self) -> None:
-        """End all processes in the middle of a round; the next round starts new ones."""
-        for member in self._living:
-            await member.close()
-        self.senders, self.has_ended = [], True
-
     async def close(self) -> None:
         """End all processes, and remove their files."""
-        await self.abandon()
+        for member in self._living:
+            await member.close()
         for folder in (self._files, self._meeting):
             shutil.rmtree(folder)
         if self.network is not None:
             self.network.close()
 
     async def _begin(self, plan: Round) -> None:
-        self.receiver, *self.senders = await asyncio.gather(
-            self.new_receiver(plan), *(self.new_sender(plan, slot) for slot in range(SLOTS))
+        self.takers = await asyncio.gather(
+            *(self.new_taker(plan, number) for number in range(len(plan.takers)))
         )
+        for taker, one in zip(self.takers, plan.takers, strict=True):
+            await taker.call(self.taking.open_receiver, one)
+        slots = range(len(plan.senders))
+        self.senders = await asyncio.gather(*(self.new_sender(plan, slot) for slot in slots))
         self.dropped.clear()
-        await self.receiver.call(self.taking.open_receiver, plan.taker)
-        for slot, sender in enumerate(self.senders):
-            await self.probe(sender, plan.senders[slot])
+        for slot in slots:
+            await self.probe(plan, slot)
         self.has_ended = False
 
-    async def _new(self, role: str, side: Side, *, uvloop: bool) -> Member:
+    async def _new(self, role: str, number: int, *, uvloop: bool) -> Member:
         self._begun += 1
-        name = f"{self.name}-{role}-{self._begun}"
-        member = Member(self._endpoint, self._files, name, uvloop=uvloop, side=side)
+        name = f"{self.name}-{role}-{number}-{self._begun}"
+        member = Member(self._addresses, self._files, name, uvloop=uvloop, side=self._sides[role])
         self._living = [*(one for one in self._living if not one.is_closed), member]
         await member.begin()
         return member

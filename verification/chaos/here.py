@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from verification.processes.peers import State
 __all__ = [
     "ARENA_BYTES",
     "MAX_MAPPED_BYTES",
+    "at_rest",
     "begin",
     "here",
     "left_running",
@@ -39,6 +40,7 @@ __all__ = [
 ARENA_BYTES = 16 << 20
 MAX_MAPPED_BYTES = 4 * ARENA_BYTES  # three senders, and the remains of a killed one
 _PIECE = 8192  # elements
+_REST_S = 8.0  # for steps of milliseconds, less than the time limit of a call
 
 
 class Here:
@@ -48,6 +50,7 @@ class Here:
         self.journal: Journal
         self.pauses: Pauses
         self.arguments: Mapping[str, Any] = {}  # of its objects, for their connections: keys and timeouts
+        self.addresses: Sequence[str] = ()  # of the family
         self.collects_in_finalizers = False
         self.jumped_s = 0.0  # by how much the loop's clock is ahead
         self.uses: list[Callable[[], object]] = []  # of open ends other than senders and receivers
@@ -56,7 +59,9 @@ class Here:
 here = Here()
 
 
-async def begin(state: State, folder: str, name: str, arguments: Mapping[str, Any]) -> None:
+async def begin(
+    state: State, folder: str, name: str, arguments: Mapping[str, Any], addresses: Sequence[str]
+) -> None:
     """Redirect the journal, the log and the standard error of this process to its files."""
     silence = os.open(f"{folder}/{name}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(silence, sys.stderr.fileno())
@@ -69,7 +74,7 @@ async def begin(state: State, folder: str, name: str, arguments: Mapping[str, An
     logging.getLogger("aiotensor").propagate = False  # asyncio's own complaints go to stderr
     faulthandler.register(signal.SIGUSR1)  # to locate a hang
     here.journal = Journal(f"{folder}/{name}.journal")
-    here.arguments, here.pauses = arguments, Pauses()
+    here.arguments, here.addresses, here.pauses = arguments, addresses, Pauses()
     # asyncio's loop calls its `time` for its timers; uvloop reads the kernel's clock and has no such hook.
     loop = asyncio.get_running_loop()
     if isinstance(loop, asyncio.BaseEventLoop):
@@ -86,10 +91,21 @@ async def paused_s(state: State) -> float:
     return here.pauses.longest_s()
 
 
-async def tidy(state: State) -> None:
-    """Return free memory to the system, so that only used memory remains."""
+async def at_rest(held: Callable[[], Mapping[str, int]]) -> list[str]:
+    """Wait until all numbers are 0, without a garbage collection; return those that are not in the end."""
+    ends = time.monotonic() + _REST_S
+    while left := {name: count for name, count in held().items() if count}:
+        if time.monotonic() > ends:
+            return [f"holds at rest: {left}"]
+        await asyncio.sleep(0.001)
+    return []
+
+
+async def tidy(state: State) -> int:
+    """Return free memory to the system, so that only used memory remains; count the blocks of objects."""
     del state
     forget_free_memory()
+    return sys.getallocatedblocks()
 
 
 def left_running() -> list[str]:

@@ -7,11 +7,10 @@ from typing import TypeAlias
 import msgspec
 
 __all__ = [
-    "Admitted",
+    "AnswerSent",
     "Answered",
     "Began",
     "Broken",
-    "Counted",
     "Disconnected",
     "Dropped",
     "Ended",
@@ -20,7 +19,6 @@ __all__ = [
     "Journal",
     "Published",
     "Received",
-    "Replied",
     "Sent",
     "Subscribed",
     "Taken",
@@ -91,42 +89,22 @@ class Heard(msgspec.Struct, tag=True, frozen=True):
     key: int
 
 
-class Replied(msgspec.Struct, tag=True, frozen=True):
+class AnswerSent(msgspec.Struct, tag=True, frozen=True):
     """A server has answered the question with this key, while its client waited for the answer."""
 
     key: int
 
 
 class Published(msgspec.Struct, tag=True, frozen=True):
-    """The publication with this key has got its number, at this time of the machine's clock."""
+    """The publication with this key has got its number."""
 
     key: int
     publisher: str
     number: int
-    at: float
-
-
-class Admitted(msgspec.Struct, tag=True, frozen=True):
-    """These subscribers were connected to a publisher before its first publication."""
-
-    publisher: str
-    subscribers: tuple[str, ...]
-
-
-class Counted(msgspec.Struct, tag=True, frozen=True):
-    """At the end, a subscriber had taken and lost this many publications, as its publisher counts them."""
-
-    publisher: str
-    subscriber: str
-    delivered: int
-    dropped: int
 
 
 class Subscribed(msgspec.Struct, tag=True, frozen=True):
-    """A subscriber is about to open, at this time of the machine's clock."""
-
-    subscriber: str
-    at: float
+    """A subscriber is about to open."""
 
 
 class Received(msgspec.Struct, tag=True, frozen=True):
@@ -159,11 +137,9 @@ Event: TypeAlias = (
     | Taken
     | Dropped
     | Answered
+    | AnswerSent
     | Heard
-    | Replied
     | Published
-    | Admitted
-    | Counted
     | Subscribed
     | Received
     | Disconnected

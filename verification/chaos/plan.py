@@ -9,17 +9,16 @@ import msgspec
 from aiotensor.broadcast import SlowPolicy
 
 __all__ = [
-    "ANSWERED_BY_SENDER",
-    "ASKS_BY_SENDER",
     "ELDERS",
     "ENDS",
-    "ENGINES",
     "FAMILIES",
     "LAST",
     "MAX_SUBSCRIBERS",
     "MAX_TENSORS",
     "PARTS",
     "PEER_TIMEOUT_S",
+    "RESOURCES",
+    "ROLES",
     "SLOTS",
     "Fault",
     "FaultKind",
@@ -33,73 +32,81 @@ __all__ = [
     "key_of",
 ]
 
-SLOTS = 3  # the senders of a family
-ENGINES = 3  # the servers of each client in the family "engines"
+SLOTS = 3  # the senders or clients of a family
 MAX_SUBSCRIBERS = 8
 LAST = -1  # the key of a publication that belongs to no order
 MAX_TENSORS = 4  # in a message
 PARTS = 2  # of a process, and of its replacement within the round
 _ORDERS = 256  # the maximum number of orders in one part
 
-PEER_TIMEOUT_S = 1.0  # of tensors and publications between hosts
+PEER_TIMEOUT_S = 1.0  # between hosts
+
+# The roles of both sides, by the work.
+ROLES = {
+    "tensors": ("sender", "receiver"),
+    "requests": ("client", "server"),
+    "broadcast": ("publisher", "subscriber"),
+}
 
 
 class Kind(NamedTuple):
     """The work of a family, and its connections.
 
     Attributes:
-        work: "tensors", "questions" to one server, "engines" for questions to several, or "broadcast".
-        link: "unix"; "tcp" on the loopback, without keys and heartbeats; or "hosts": two hosts and a cable,
-            with keys and heartbeats.
+        work: "tensors", "requests" or "broadcast".
+        link: "unix"; "tcp" on the loopback, without keys and timeouts; or "hosts": two hosts and a cable,
+            with keys and timeouts.
+        listeners: the number of receivers or servers.
     """
 
     work: str
     link: str
+    listeners: int = 1
 
     @property
     def lands(self) -> bool:
         """Whether tensors are copied to memory of the side that receives them."""
-        return self.work in ("tensors", "broadcast") and self.link in ("tcp", "hosts")
+        return self.link != "unix"
 
     @property
     def has_timeout(self) -> bool:
         """Whether silence for `PEER_TIMEOUT_S` ends a connection."""
-        return self.lands and self.link == "hosts"
+        return self.link == "hosts"
 
 
 FAMILIES = {
     "server": Kind("tensors", "unix"),
     "engine": Kind("tensors", "unix"),
-    "asking": Kind("questions", "unix"),
-    "answering": Kind("questions", "unix"),
-    "engines": Kind("engines", "hosts"),
+    "asking": Kind("requests", "unix", 2),
+    "answering": Kind("requests", "unix"),
     "publisher": Kind("broadcast", "unix"),
     "subscriber": Kind("broadcast", "unix"),
     "tcp server": Kind("tensors", "tcp"),
     "tcp engine": Kind("tensors", "tcp"),
-    "remote server": Kind("tensors", "hosts"),
+    "tcp asking": Kind("requests", "tcp", 2),
+    "tcp answering": Kind("requests", "tcp"),
     "tcp subscriber": Kind("broadcast", "tcp"),
+    "remote server": Kind("tensors", "hosts"),
+    "remote asking": Kind("requests", "hosts", 2),
     "remote subscriber": Kind("broadcast", "hosts"),
 }
 
 # The process that lives for the whole run, whose memory is measured: the target of its faults.
-ELDERS: dict[str, int | None] = {
+ELDERS = {
     "server": 0,
-    "engine": None,
+    "engine": SLOTS,
     "asking": 0,
-    "answering": None,
+    "answering": SLOTS,
     "publisher": 0,
     "subscriber": SLOTS,
     "tcp server": 0,
-    "tcp engine": None,
-    "remote server": 0,
+    "tcp engine": SLOTS,
+    "tcp asking": 0,
+    "tcp answering": SLOTS,
     "tcp subscriber": SLOTS,
+    "remote server": 0,
     "remote subscriber": SLOTS,
 }
-
-# The clients with a sender for their requests, and those with a receiver for their replies.
-ASKS_BY_SENDER = (0, 1)
-ANSWERED_BY_SENDER = (0, 2)
 
 
 class FaultKind(enum.Enum):
@@ -120,6 +127,7 @@ class FaultKind(enum.Enum):
     PARTITION = "packets are lost"
 
 
+RESOURCES = (FaultKind.NO_SPACE, FaultKind.FILE_SIZE, FaultKind.NO_ADDRESSES, FaultKind.NO_DESCRIPTORS)
 ENDS = (FaultKind.KILL, FaultKind.KILL_WITH_FORK, FaultKind.CLOSE)
 
 
@@ -136,8 +144,8 @@ class Fault(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: the kind of the fault.
-        target: the sender's slot, or None for the receiver and for the network. Engines are counted on from
-            `SLOTS`. In a broadcast, 0 is the publisher, and subscribers are counted on from `SLOTS`.
+        target: the slot of the sender, client or publisher; receivers, servers and subscribers are counted
+            on from `SLOTS`. None for the network.
         at_ms: the time after the start of the round.
         for_ms: the duration, for faults that have one.
         how: the attack, or the direction of lost packets.
@@ -156,14 +164,14 @@ class Order(msgspec.Struct, frozen=True):
     Attributes:
         key: the pattern of its first tensor, a multiple of `MAX_TENSORS`; the next ones count on. No other
             message has it.
-        how: send, nowait, post, message, or allocate; for questions: request, inside, or one-way; for
-            publications: publish, nowait, allocate, or drain.
+        how: send, nowait, post, message, or allocate; for questions: request, inside, idempotent, or one-way;
+            for publications: publish, nowait, allocate, or drain.
         counts: the numbers of elements of its tensors.
         fate: the sender's next action on it: none, discard, cancel, or raise.
         after_ms: the time of that action.
-        wish: the requested reaction to a question: answer, raise, or drop.
+        wish: the requested reaction to a question: answer, echo, raise, or drop.
         answer: the numbers of elements of the tensors in its answer.
-        target: the engine to ask; None for any.
+        target: the server to ask; None for any.
     """
 
     key: int
@@ -196,9 +204,10 @@ class SenderPlan(msgspec.Struct, frozen=True):
 
 
 class TakerPlan(msgspec.Struct, frozen=True):
-    """The behaviour of a receiver.
+    """The behaviour of a receiver, server or subscriber.
 
     Attributes:
+        number: its number among them.
         seed: the seed of its random choices.
         uvloop: whether a process that is started in this round uses uvloop.
         iterators: the number of tasks that iterate over arriving tensors.
@@ -213,6 +222,7 @@ class TakerPlan(msgspec.Struct, frozen=True):
         max_waiting: an option of a server that is opened in this round.
     """
 
+    number: int
     seed: int
     uvloop: bool
     iterators: int
@@ -241,24 +251,17 @@ class Round(msgspec.Struct, frozen=True):
     """A round: the messages of all senders, the behaviour of the receivers, and the faults.
 
     Attributes:
-        senders: or the publisher.
-        taker: the receiver, or the first of several engines or subscribers.
-        other_takers: the other engines or subscribers.
+        senders: the senders, the clients or the publisher.
+        takers: the receiver, the servers or the subscribers.
         publisher: the options of the publisher in a broadcast.
     """
 
     number: int
     family: str
     senders: tuple[SenderPlan, ...]
-    taker: TakerPlan
+    takers: tuple[TakerPlan, ...]
     faults: tuple[Fault, ...]
-    other_takers: tuple[TakerPlan, ...] = ()
     publisher: PublisherPlan | None = None
-
-    @property
-    def takers(self) -> tuple[TakerPlan, ...]:
-        """Return the plans of all receivers, engines or subscribers."""
-        return (self.taker, *self.other_takers)
 
     @property
     def kind(self) -> Kind:
@@ -267,23 +270,23 @@ class Round(msgspec.Struct, frozen=True):
 
     def who(self, fault: Fault) -> str:
         """Name the target of a fault."""
-        if fault.kind is FaultKind.PARTITION:
+        if fault.target is None:
             return "network"
-        if self.kind.work == "engines":
-            return "client" if fault.target is not None and fault.target < SLOTS else "engine"
-        if self.publisher is not None:
-            return "publisher" if fault.target == 0 else "subscriber"
-        return "receiver" if fault.target is None else "sender"
+        return ROLES[self.kind.work][fault.target >= SLOTS]
 
     @property
-    def ends_the_receiver(self) -> bool:
-        """Return whether the receiver is killed or closed."""
-        return any(fault.target is None and fault.kind in ENDS for fault in self.faults)
+    def ends_a_taker(self) -> bool:
+        """Return whether a receiver, a server or a subscriber is killed or closed."""
+        return any(fault.target is not None and fault.target >= SLOTS for fault in self.of(ENDS))
 
     @property
     def has_partition(self) -> bool:
         """Return whether the network loses packets."""
-        return any(fault.kind is FaultKind.PARTITION for fault in self.faults)
+        return bool(self.of((FaultKind.PARTITION,)))
+
+    def of(self, kinds: Sequence[FaultKind]) -> list[Fault]:
+        """Return the planned faults of some kinds."""
+        return [fault for fault in self.faults if fault.kind in kinds]
 
     def has(self, target: int | None, kinds: Sequence[FaultKind]) -> bool:
         """Return whether one of these faults is planned for a process."""

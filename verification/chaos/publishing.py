@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Sequence
 
 import msgspec
@@ -12,7 +11,7 @@ from aiotensor import WouldBlockError
 from aiotensor.broadcast import Publisher
 from aiotensor.types import PublisherStatistics
 from verification.chaos.here import ARENA_BYTES, here, left_running
-from verification.chaos.journal import Admitted, Broken, Counted, Published
+from verification.chaos.journal import Broken, Published
 from verification.chaos.plan import LAST, Order, PublisherPlan, SenderPlan
 from verification.chaos.working import Work
 from verification.internals import held_by_publisher, segments_of
@@ -87,13 +86,9 @@ async def open_sender(state: State, plan: SenderPlan) -> str:
 
 
 async def admit(state: State, count: int) -> None:
-    """Wait until `count` subscribers are connected, and record them if nothing was published before."""
+    """Wait until `count` subscribers are connected."""
     del state
-    publisher = _open.publisher
-    await _wait_for(publisher, count)
-    now = publisher.statistics()
-    if not now.published:
-        here.journal(Admitted(publisher.id, tuple(lag.subscriber for lag in now.lags)))
+    await _wait_for(_open.publisher, count)
 
 
 async def _wait_for(publisher: Publisher, count: int) -> None:
@@ -136,7 +131,7 @@ async def _publish(publisher: Publisher, order: Order, sources: Sequence[torch.T
             del tensor
     issue = Issue(publisher.id, order.key, tensors)
     sent = publisher.publish_nowait(issue) if order.how == "nowait" else await publisher.publish(issue)
-    here.journal(Published(order.key, publisher.id, sent.number, time.monotonic()))
+    here.journal(Published(order.key, publisher.id, sent.number))
     if order.how == "drain":
         await publisher.drain()
 
@@ -186,14 +181,12 @@ async def finish(state: State, count: int) -> tuple[str, int]:
             sent = await publisher.publish(Issue(publisher.id, LAST))
         except WouldBlockError:
             continue
-        here.journal(Published(LAST, publisher.id, sent.number, time.monotonic()))
+        here.journal(Published(LAST, publisher.id, sent.number))
         await publisher.drain()
         # A connection may have ended before, without this side knowing it: its subscriber missed the message.
         after = publisher.statistics()
         if after.subscribers_lost == before.subscribers_lost and _names_in(after) == _names_in(before):
             break
-    for lag in publisher.statistics().lags:
-        here.journal(Counted(publisher.id, lag.subscriber, lag.delivered, lag.dropped))
     return publisher.id, sent.number
 
 

@@ -1,17 +1,14 @@
-"""Questions of clients and answers of servers, with values that identify them, and their addresses."""
-
-import os
+"""Questions of clients and answers of servers, with values that identify them."""
 
 import msgspec
 import torch
 
 from verification.chaos.here import token_of
 from verification.patterns import pattern
-from verification.processes.peers import State
 
-__all__ = ["PROBE", "Question", "Reply", "answer_to", "is_answer", "messages_at", "name_back", "wrong_with"]
+__all__ = ["PROBE", "Answer", "Question", "answer_to", "is_answer", "wrong_with"]
 
-PROBE = -1  # the key of a question that belongs to no order
+PROBE = -8  # the key of a question that belongs to no order
 
 
 class Question(msgspec.Struct):
@@ -23,27 +20,38 @@ class Question(msgspec.Struct):
     tensors: list[torch.Tensor] = []
 
 
-class Reply(msgspec.Struct):
+class Answer(msgspec.Struct):
     """The answer to the question with this key."""
 
     key: int
     tensors: list[torch.Tensor] = []
 
 
-def answer_to(question: Question) -> Reply:
-    """Return the answer to a question; its patterns differ from those of all questions."""
+def answer_to(question: Question) -> Answer:
+    """Return the answer to a question: its own tensors, or patterns that no question has."""
+    if question.wish == "echo":
+        return Answer(question.key, question.tensors)
     tensors = [pattern(_answer_token(question.key, i), n) for i, n in enumerate(question.answer)]
-    return Reply(question.key, tensors)
+    return Answer(question.key, tensors)
 
 
-def is_answer(reply: Reply, question: Question) -> bool:
-    """Return whether a reply is the right answer to a question."""
-    tokens = [_answer_token(question.key, index) for index in range(len(question.answer))]
-    sizes = [tensor.numel() for tensor in reply.tensors]
+def is_answer(answer: Answer, key: int, wish: str, asked: tuple[int, ...], due: tuple[int, ...]) -> bool:
+    """Return whether an answer is the right one to a question with tensors of these sizes.
+
+    Args:
+        answer: the answer.
+        key: the key of the question.
+        wish: its wish.
+        asked: the sizes of its tensors.
+        due: the sizes of the tensors that it requested.
+    """
+    echoes = wish == "echo"
+    sizes = asked if echoes else due
+    tokens = [key + index if echoes else _answer_token(key, index) for index in range(len(sizes))]
     return (
-        reply.key == question.key
-        and sizes == list(question.answer)
-        and [token_of(tensor) for tensor in reply.tensors] == tokens
+        answer.key == key
+        and [tensor.numel() for tensor in answer.tensors] == list(sizes)
+        and [token_of(tensor) for tensor in answer.tensors] == tokens
     )
 
 
@@ -57,17 +65,3 @@ def wrong_with(question: Question) -> str:
 
 def _answer_token(key: int, index: int) -> int:
     return -(1 << 40) - 8 * key - index
-
-
-def messages_at(state: State) -> str:
-    """Return the address of the server."""
-    return f"ipc://{_folder(state)}/m"
-
-
-def name_back(state: State, slot: int) -> str:
-    """Return the address where a client receives the tensors of answers."""
-    return f"unix://{_folder(state)}/back-{slot}"
-
-
-def _folder(state: State) -> str:
-    return os.path.dirname(str(state.endpoint).removeprefix("unix://"))

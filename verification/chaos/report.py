@@ -1,36 +1,34 @@
 """The results of a run: counted during the run, printed at its end."""
 
 import shlex
-import statistics
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from verification.chaos.audit import Tally
+from verification.chaos.growth import ALLOWED, Sample, grows, trend
 from verification.chaos.plan import FAMILIES, FaultKind, Hold, Round
 from verification.chaos.rounds import Times
 
 __all__ = ["Run"]
 
-_FEWEST_SAMPLES = 80
-_GROWTH_KIB = 4096  # of an allocator that has not served every size during warm-up
-
 
 class Run:
     """One run of a seed."""
 
-    def __init__(self, seed: int, only: str | None = None) -> None:
+    def __init__(self, seed: int, only: Sequence[str] = ()) -> None:
         self.seed = seed
-        self.only = only  # the family, if there is one
+        self.only = only  # the families, if not all
         self.notes: list[str] = []  # features that could not be tested on this machine
         self.seconds = 0.0
         self.times = Times()
         self.tally = Tally()
         self.problems: list[str] = []
         self.failed: Round | None = None
-        self.memory: dict[str, list[int]] = defaultdict(list)  # of processes that outlive all rounds, in KiB
+        self.samples: dict[str, list[Sample]] = defaultdict(list)  # of processes that outlive all rounds
         self._rounds = Counter[str]()
         self._faults = Counter[str]()
 
@@ -53,25 +51,18 @@ class Run:
             self.failed = plan
             self.problems += problems
 
-    def note_abort(self, plan: Round) -> None:
-        """Count a round in which ZeroMQ ended a process."""
-        self._faults[f"given up, since ZeroMQ ended a process: rounds of {plan.family!r}"] += 1
+    def add(self, family: str, at: float, numbers: Mapping[str, float]) -> None:
+        """Add a sample of the process of a family that lives for the whole run."""
+        self.samples[family].append(Sample(at, numbers))
 
-    def memory_problems(self, family: str) -> list[str]:
-        """Return a problem if the process that lived for the whole run has grown since its warm-up."""
-        samples = self.memory[family]
-        if len(samples) < _FEWEST_SAMPLES:
-            return []
-        quarter = len(samples) // 4
-        before, after = (
-            statistics.median(samples[quarter : 2 * quarter]),
-            statistics.median(samples[-quarter:]),
-        )
-        if after - before <= _GROWTH_KIB:
-            return []
-        return [
-            f"the elder of {family} grew from {before} KiB to {after} KiB: {samples[:: len(samples) // 40]}"
-        ]
+    def growth_problems(self, family: str) -> list[str]:
+        """Return a problem for each quantity of the process that has grown since its warm-up."""
+        problems = []
+        for name, allowance in ALLOWED.items():
+            found = trend(self.samples[family], name)
+            if found is not None and grows(found, allowance):
+                problems.append(f"{name} of the elder of {family!r} grow: {found}")
+        return problems
 
     def print(self) -> None:
         """Print the results."""
@@ -93,10 +84,10 @@ class Run:
             table.add_row(f"of sends: {error}", str(count))
         for name, seconds in msgspec.structs.asdict(self.times).items():
             table.add_row(f"longest time: {name.replace('_', ' ')}", f"{seconds * 1000:.0f} ms")
-        for family, samples in self.memory.items():
-            course = ", ".join(str(sample >> 10) for sample in samples[:: len(samples) // 8 or 1])
-            if samples:
-                table.add_row(f"memory of the elder of {family!r}", f"{course} MiB")
+        for family, samples in self.samples.items():
+            course = [sample.numbers["private memory, MiB"] for sample in samples]
+            text = ", ".join(f"{memory:.0f}" for memory in course[:: len(course) // 8 or 1])
+            table.add_row(f"memory of the elder of {family!r}", f"{text} MiB")
         console.print(table)
         for text in self.notes:
             console.print(text, markup=False)
@@ -108,6 +99,6 @@ class Run:
             number = self.failed.number
             plan = msgspec.json.format(msgspec.json.encode(self.failed), indent=1).decode()
             console.print(f"\nround {number}: {plan}", markup=False)
-            only = "" if self.only is None else f" --family {shlex.quote(self.only)}"
+            only = f" --family {shlex.quote(self.only[0])}" if self.only else ""
             again = f"python -m verification.chaos --seed {self.seed} --rounds {number} --repeat 20{only}"
             console.print(f"\nto play it again: {again}", markup=False)

@@ -18,7 +18,7 @@ from verification.chaos.audit import Account, Tally, audit
 from verification.chaos.family import WATCHDOG_S, Family, GoneError, Member, RoundError
 from verification.chaos.here import ARENA_BYTES, MAX_MAPPED_BYTES
 from verification.chaos.journal import Sent
-from verification.chaos.plan import PEER_TIMEOUT_S, SLOTS, Fault, FaultKind, Round
+from verification.chaos.plan import PEER_TIMEOUT_S, RESOURCES, SLOTS, Fault, FaultKind, Round
 from verification.processes import watch
 from verification.promptly import allowed_s
 
@@ -27,29 +27,17 @@ __all__ = ["Play", "Times", "all_of", "timed"]
 T = TypeVar("T")
 
 _TOLD_WITHIN_S = 1.0
+_REFUSALS = 2  # logged in less than a second: an immediate one, and an early one when a server ends
 _REAPED_S = 0.02  # within which a thread of ZeroMQ closes the descriptors of a closed socket
-_OF_ENGINES = (
-    "socket",
-    "pipe",
-    "anon_inode:[eventpoll]",
-    "/sys/",
-    "/proc/",
-)  # opened and closed with their connections
-_RESOURCES = (FaultKind.NO_SPACE, FaultKind.FILE_SIZE, FaultKind.NO_ADDRESSES, FaultKind.NO_DESCRIPTORS)
 
 
 class Times(msgspec.Struct):
     """The longest times of a run, in seconds."""
 
-    senders_told: float = 0.0  # from the loss of their receiver until no call waits
-    receiver_told: float = 0.0  # from the loss of a sender until the receiver reports it
-    subscribers_told: float = 0.0  # from the loss of their publisher until they are disconnected
-    publisher_told: float = 0.0  # from the loss of a subscriber until it is disconnected
+    told: float = 0.0  # from the loss of a peer until its calls have ended, and it is disconnected
     released: float = 0.0  # from the loss of a subscriber until its memory is released
-    recovered: float = 0.0  # from the end of the faults until a tensor of every sender has arrived
-    reached: float = 0.0  # from the end of the faults until every client has reached every engine
+    recovered: float = 0.0  # until a tensor or request of every sender has arrived
     settled: float = 0.0  # until every permit and block has been released
-    paused: float = 0.0  # the longest stall of a client, an engine or the run itself
 
 
 class Play:
@@ -59,23 +47,22 @@ class Play:
         self.plan = plan
         self.family = family
         self.times = times
-        self.gone: list[tuple[Member, int | None]] = []  # with their slots
+        self.gone: list[tuple[Member, int]] = []  # with their slots
         self.new: list[Member] = []
         self.programs: set[asyncio.Task[None]] = set()
         self.receiver_is_old = True
         self.lingering: list[int] = []
-        self.faults_ended = 0.0
+        self.began = time.monotonic()
 
     async def run(self, tally: Tally) -> list[str]:
         family, plan = self.family, self.plan
         await asyncio.gather(*(member.call(family.sending.begin_round) for member in family.members))
         await self.begin()
         for slot, sender in enumerate(family.senders):
-            self._send(sender, slot, 0)
+            self.send(sender, slot, 0)
         try:
             async with asyncio.timeout(3 * WATCHDOG_S), all_of(self.inject(fault) for fault in plan.faults):
                 pass
-            self.faults_ended = time.monotonic()
             while self.programs:
                 await asyncio.gather(*self.programs)
                 self.programs = {program for program in self.programs if not program.done()}
@@ -84,10 +71,11 @@ class Play:
                 program.cancel()
             for pid in self.lingering:
                 os.kill(pid, signal.SIGKILL)
-        living = [(slot, sender) for slot, sender in enumerate(family.senders) if not sender.is_killed]
-        await self.recover(living)
+        recovering = time.monotonic()
+        await self.recover()
         settling = time.monotonic()
-        problems = await self.settle([sender for _, sender in living])
+        self.times.recovered = max(self.times.recovered, settling - recovering)
+        problems = await self.settle()
         self.times.settled = max(self.times.settled, time.monotonic() - settling)
         if plan.kind.has_timeout:
             await asyncio.gather(*(member.measure_pause() for _, member in family.by_slot))
@@ -128,22 +116,20 @@ class Play:
         """Start the receiver according to the plan."""
         family = self.family
         firsts = {sender.id: sender.first for sender in family.senders}
-        await family.receiver.call(family.taking.take, self.plan.taker, firsts)
+        plans = zip(family.takers, self.plan.takers, strict=True)
+        await asyncio.gather(*(taker.call(family.taking.take, plan, firsts) for taker, plan in plans))
 
-    def member(self, target: int | None) -> Member:
-        """Return the process that a fault affects."""
-        return self.family.receiver if target is None else self.family.senders[target]
-
-    async def end(self, fault: Fault, member: Member) -> None:
+    async def end(self, fault: Fault, target: int, member: Member) -> None:
         """Kill a process and replace it, or close and reopen it."""
-        if fault.target is None:
+        if target >= SLOTS:
             await self._end_receiver(fault.kind)
         elif fault.kind is FaultKind.CLOSE:
-            member.id = await member.call(self.family.sending.reopen, self.plan.senders[fault.target])
+            member.id = await member.call(self.family.sending.reopen, self.plan.senders[target])
         else:
-            await self._kill_sender(fault.target)
+            await self._kill_sender(target)
 
-    def _send(self, sender: Member, slot: int, part: int) -> None:
+    def send(self, sender: Member, slot: int, part: int) -> None:
+        """Start carrying out the orders of a part."""
         program = asyncio.create_task(self._program(sender, slot, part))
         self.programs.add(program)
 
@@ -153,24 +139,24 @@ class Play:
                 self.family.sending.send_all,
                 self.plan.senders[slot],
                 part,
-                pauses=self.plan.ends_the_receiver and part == 0,
+                pauses=self.plan.kind.work == "tensors" and self.plan.ends_a_taker and part == 0,
             )
 
     async def inject(self, fault: Fault) -> None:
         """Inject a fault when it is due."""
         await asyncio.sleep(fault.at_ms / 1000)
-        if fault.kind is FaultKind.PARTITION:
-            await self._cut(fault)
+        if fault.target is None or fault.kind is FaultKind.ATTACK:
+            await self._disturb(fault)
             return
-        member = self.member(fault.target)
+        member = dict(self.family.by_slot)[fault.target]
         with contextlib.suppress(GoneError):
             match fault.kind:
                 case FaultKind.KILL | FaultKind.KILL_WITH_FORK:
                     if fault.kind is FaultKind.KILL_WITH_FORK:
                         self.lingering.append(await member.call(faults.fork_and_linger))
-                    await self.end(fault, member)
+                    await self.end(fault, fault.target, member)
                 case FaultKind.CLOSE:
-                    await self.end(fault, member)
+                    await self.end(fault, fault.target, member)
                 case FaultKind.STOP:
                     await member.stop(fault.for_ms / 1000)
                 case FaultKind.FORK:
@@ -180,21 +166,25 @@ class Play:
                 case _:
                     await member.call(faults.suffer, fault.kind, fault.for_ms / 1000, self.plan.number)
 
-    async def _cut(self, fault: Fault) -> None:
-        if self.family.network is not None:
-            async with self.family.network.cut(fault.how):
+    async def _disturb(self, fault: Fault) -> None:
+        """Cut the network, or flood a server with connections."""
+        network, target = self.family.network, fault.target
+        if network is not None:
+            async with (
+                network.cut(fault.how) if target is None else network.attacked(target - SLOTS, fault.how)
+            ):
                 await asyncio.sleep(fault.for_ms / 1000)
 
     async def _kill_sender(self, slot: int) -> None:
-        family, sender, receiver = self.family, self.family.senders[slot], self.family.receiver
+        sender, receiver = self.family.senders[slot], self.family.receiver
         watched = self.receiver_is_old and not self.plan.has(slot, (FaultKind.CLOSE,))
         at = sender.kill()
         self.gone.append((sender, slot))
         if watched:
             with contextlib.suppress(GoneError):
-                pid, took = await timed(receiver, at, receiver.call(family.taking.heard, sender.id))
+                pid, took = await timed(receiver, at, receiver.call(taking.heard, sender.id))
                 if self.receiver_is_old:
-                    self.times.receiver_told = max(self.times.receiver_told, took)
+                    self.times.told = max(self.times.told, took)
                     if self.is_late(took) or pid != sender.pid:
                         raise RoundError(
                             f"the end of {sender.name} was told after {took:.3f} s, naming {pid}"
@@ -207,53 +197,58 @@ class Play:
         replacement = await family.new_sender(self.plan, slot)
         self.new.append(replacement)
         family.senders[slot] = replacement
-        self._send(replacement, slot, 1)
+        self.send(replacement, slot, 1)
 
     async def _end_receiver(self, kind: FaultKind) -> None:
         family, old = self.family, self.family.receiver
         senders = [sender for sender in family.senders if sender not in self.new]
         self.receiver_is_old = False
         if kind is FaultKind.CLOSE:
-            await old.call(family.taking.close)
+            await old.call(taking.close)
             at = time.monotonic()
         else:
             at = old.kill()
-            self.gone.append((old, None))
-        async with all_of(self._told(sender, at) for sender in senders):
+            self.gone.append((old, SLOTS))
+        async with all_of(self.told(sender, at, sender.call(sending.told)) for sender in senders):
             if kind is FaultKind.CLOSE:
                 new = old
             else:
-                new = await family.new_receiver(self.plan)
+                new = await family.new_taker(self.plan, 0)
                 await old.ended()  # its socket may listen for a moment longer than its connections last
-        await new.call(family.taking.open_receiver, self.plan.taker)
-        await new.call(family.taking.take, self.plan.taker, {})
-        family.receiver = new
+        await self.take_over(new, 0)
 
-    async def _told(self, sender: Member, at: float) -> None:
+    async def take_over(self, taker: Member, number: int) -> None:
+        """Open the receiver or server of a process in place of an earlier one."""
+        family, plan = self.family, self.plan.takers[number]
+        await taker.call(family.taking.open_receiver, plan)
+        await taker.call(family.taking.take, plan, {})
+        if taker is not family.takers[number]:
+            self.new.append(taker)
+            family.takers[number] = taker
+
+    async def told(self, member: Member, at: float, telling: Awaitable[object]) -> None:
+        """Wait until a process has noticed the end of another, and check that this is within the promise."""
         with contextlib.suppress(GoneError):
-            _, took = await timed(sender, at, sender.call(self.family.sending.told))
-            self.times.senders_told = max(self.times.senders_told, took)
+            _, took = await timed(member, at, telling)
+            self.times.told = max(self.times.told, took)
             if self.is_late(took):
-                raise RoundError(f"{sender.name} was told of the end of its receiver after {took:.3f} s")
+                raise RoundError(f"{member.name} noticed the end of a peer after {took:.3f} s")
 
     # Its end
 
-    async def recover(self, living: list[tuple[int, Member]]) -> None:
+    async def recover(self) -> None:
         """Check that a tensor of every sender arrives."""
-        family, healed = self.family, time.monotonic()
-        await family.receiver.call(family.taking.stop)
+        family = self.family
+        await family.receiver.call(taking.stop)
         # Concurrently: a probe may wait for a permit that `ask` releases, and `ask` may wait for a sender.
-        await asyncio.gather(
-            self.ask(), *(family.probe(sender, self.plan.senders[slot]) for slot, sender in living)
-        )
-        self.times.recovered = max(self.times.recovered, time.monotonic() - healed)
+        await asyncio.gather(self.ask(), *(family.probe(self.plan, slot) for slot in range(SLOTS)))
 
     async def ask(self) -> None:
         """Request every tensor that has a handle from the receiver."""
         family = self.family
         senders = {*family.senders}
         if self.receiver_is_old:  # a new one does not know the senders killed before it started
-            senders |= {member for member, slot in self.gone if slot is not None}
+            senders |= {member for member, slot in self.gone if slot < SLOTS}
         handles = [
             TensorHandle(event.sender, event.message, event.tensor, "int64", (1,), "cpu")
             for sender in senders
@@ -262,34 +257,23 @@ class Play:
         ]
         await family.receiver.call(taking.answer, handles)
 
-    async def settle(self, living: list[Member]) -> list[str]:
+    async def settle(self) -> list[str]:
         """Wait until nothing is held, and return the problems found."""
         family = self.family
-        problems = []
-        receiver: ReceiverStatistics | None = None
-        if not family.receiver.is_killed:
-            receiver = await family.receiver.call(taking.settle, len(living) if family.kind.lands else None)
-        for sender in living:
+        receiver = await family.receiver.call(taking.settle, SLOTS if family.kind.lands else None)
+        problems = [f"{family.receiver.name}: {wrong}" for wrong in _wrong_with_receiver(receiver, SLOTS)]
+        for sender in family.senders:
             statistics, sender.losses = await sender.call(sending.settle)
             problems += [f"{sender.name}: {wrong}" for wrong in _wrong_with_sender(statistics)]
-        if receiver is not None:
-            problems += [
-                f"{family.receiver.name}: {wrong}" for wrong in _wrong_with_receiver(receiver, len(living))
-            ]
         return problems
 
     def audit(self, accounts: list[Account], tally: Tally) -> list[str]:
         """Account for all sent tensors."""
         return audit(self.plan, accounts, self.family.dropped, tally)
 
-    def may_log(self, line: str, slot: int | None) -> bool:
+    def may_log(self, line: str, slot: int) -> bool:
         """Return whether a fault in the plan explains an error in a log."""
-        return "protocol" not in line and self.plan.has(slot, _RESOURCES)
-
-    def wrong_with_log(self, lines: list[str]) -> list[str]:
-        """Return the problems with the log of a process."""
-        del lines
-        return []
+        return "protocol" not in line and self.plan.has(slot, RESOURCES)
 
     async def _look_around(self) -> list[str]:
         family = self.family
@@ -300,21 +284,24 @@ class Play:
             if member.is_killed:
                 continue
             problems += self._said(member, slot)
-            problems += await _wrong_with_process(member, self.segments(slot))
+            problems += await _wrong_with_process(member, *self.segments(slot))
         mine = [f"torch_{member.pid}_" for member in family.members]
         for name in os.listdir("/dev/shm"):  # noqa: S108 - read only
             if "aiotensor" in name or any(name.startswith(one) for one in mine):
                 problems.append(f"left in /dev/shm: {name}")
         return problems
 
-    def segments(self, slot: int | None) -> int:
-        """Return how many segments a process may have mapped, each with at most one descriptor."""
-        return SLOTS if slot is None else 1
+    def segments(self, slot: int) -> tuple[int, int]:
+        """Return how many segments a process may have mapped, and how many of them have two descriptors."""
+        return (SLOTS if slot >= SLOTS else 1), 0
 
-    def _said(self, member: Member, slot: int | None) -> list[str]:
+    def _said(self, member: Member, slot: int) -> list[str]:
         problems = [f"{member.name} complained: {member.complaints}"] if member.complaints else []
         lines = member.new_log()
-        problems += [f"{member.name} {wrong}" for wrong in self.wrong_with_log(lines)]
+        refusals = sum("a connection to " in line and " was refused" in line for line in lines)
+        allowed = _REFUSALS + time.monotonic() - self.began
+        if refusals > allowed:
+            problems.append(f"{member.name} logged {refusals} refused connections")
         for line in lines:
             is_error = " ERROR " in line or " CRITICAL " in line or "Traceback" in line
             if is_error and not self.may_log(line, slot):
@@ -359,7 +346,7 @@ def _wrong_with_receiver(now: ReceiverStatistics, senders: int) -> list[str]:
     return wrong
 
 
-async def _wrong_with_process(member: Member, segments: int) -> list[str]:
+async def _wrong_with_process(member: Member, segments: int, forwarded: int) -> list[str]:
     """Compare the descriptors and mappings of a process with the expected ones."""
     ends = time.monotonic() + WATCHDOG_S
     is_first = member.own_descriptors is None
@@ -378,7 +365,11 @@ async def _wrong_with_process(member: Member, segments: int) -> list[str]:
         if sets_baseline and own == last:
             member.own_descriptors = own
         memory = sum("memfd:aiotensor " in name for name in descriptors)
-        if own == member.own_descriptors and memory <= mapped <= segments and tokens <= 8 * segments:
+        if (
+            own == member.own_descriptors
+            and memory - forwarded <= mapped <= segments
+            and tokens <= 8 * segments
+        ):
             member.has_confirmed_descriptors = not is_first
             return []
         if time.monotonic() > ends:

@@ -4,18 +4,19 @@ import contextlib
 import itertools
 import multiprocessing
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from verification.chaos import here
 from verification.chaos.broadcasts import BroadcastFamily, BroadcastPlay
-from verification.chaos.engines import EnginesFamily, EnginesPlay
 from verification.chaos.exchanges import ExchangeFamily, ExchangePlay
 from verification.chaos.family import Family, RoundError
-from verification.chaos.plan import FAMILIES, FaultKind, Round
+from verification.chaos.growth import measure
+from verification.chaos.plan import ENDS, FAMILIES, Round
 from verification.chaos.planning import plan_round
 from verification.chaos.report import Run
 from verification.chaos.rounds import Play
-from verification.processes import watch
 
 __all__ = ["run_for"]
 
@@ -23,7 +24,13 @@ _ROUNDS_A_SAMPLE = 5
 
 
 async def run_for(
-    seed: int, seconds: float, rounds: range | None, repeat: int, only: str | None = None
+    seed: int,
+    seconds: float,
+    rounds: range | None,
+    repeat: int,
+    only: Sequence[str] = (),
+    *,
+    is_soak: bool = False,
 ) -> Run:
     """Run rounds.
 
@@ -32,7 +39,8 @@ async def run_for(
         seconds: the time during which new rounds are started.
         rounds: which ones; None for as many as the time allows.
         repeat: how often each of `rounds` is run.
-        only: the family of all rounds; None for any.
+        only: the families of the rounds, in turn; empty for a random one each time.
+        is_soak: whether processes only start and end, and the elders are measured after each round.
     """
     # The run starts thousands of processes, each forked from a process that has imported the slow modules.
     forkserver = multiprocessing.get_context("forkserver")
@@ -45,13 +53,18 @@ async def run_for(
         for number in numbers:
             if time.monotonic() > ends:
                 break
-            plan = plan_round(seed, number, only)
+            plan = plan_round(seed, number, only[number % len(only)] if only else None)
+            if is_soak:
+                plan = msgspec.structs.replace(plan, faults=tuple(plan.of(ENDS)))
             family = families.get(plan.family) or families.setdefault(plan.family, _new(plan.family, run))
             await _play(run, plan, family)
             if run.problems:
                 break
+            if (is_soak or number % _ROUNDS_A_SAMPLE == 0) and family.elder is not None:
+                blocks = await family.elder.call(here.tidy)
+                run.add(family.name, time.monotonic() - ends + seconds, measure(family.elder.pid, blocks))
         for family in families.values() if not run.problems else ():
-            run.problems += run.memory_problems(family.name) + await family.finish()
+            run.problems += run.growth_problems(family.name) + await family.finish()
         run.seconds = time.monotonic() - ends + seconds
     finally:
         for family in families.values():
@@ -62,8 +75,7 @@ async def run_for(
 
 _KINDS: Mapping[str, tuple[type[Family], type[Play]]] = {
     "tensors": (Family, Play),
-    "questions": (ExchangeFamily, ExchangePlay),
-    "engines": (EnginesFamily, EnginesPlay),
+    "requests": (ExchangeFamily, ExchangePlay),
     "broadcast": (BroadcastFamily, BroadcastPlay),
 }
 
@@ -83,12 +95,4 @@ async def _play(run: Run, plan: Round, family: Family) -> None:
     except BaseException as error:
         error.add_note(f"in round {plan.number} of seed {run.seed}")
         raise
-    closes = any(fault.kind is FaultKind.CLOSE for fault in plan.faults)
-    if problems and closes and family.has_aborted:  # regardless of other problems with that round
-        await family.abandon()
-        run.note_abort(plan)
-        return
     run.note(plan, problems)
-    if not problems and plan.number % _ROUNDS_A_SAMPLE == 0 and family.elder is not None:
-        await family.elder.call(here.tidy)
-        run.memory[family.name].append(watch.status(family.elder.pid, "RssAnon"))

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import random
-import time
 from collections.abc import Mapping
 
 import torch
@@ -138,7 +137,7 @@ async def open_receiver(state: State, plan: TakerPlan) -> None:
     """Open a subscriber, and take from it."""
     while True:
         subscriber = Subscriber(state.endpoint, Issue, **here.arguments)
-        here.journal(Subscribed(subscriber.id, time.monotonic()))
+        here.journal(Subscribed())
         try:
             await subscriber.__aenter__()
         except OSError:  # this process currently has no descriptors

@@ -2,9 +2,9 @@
 
 In the first part, the decoders and the connection objects run under atheris, which looks for inputs that
 reach new code. In the second part, the conversations of these inputs, and random ones, are sent to real peers
-of every role, in separate processes whose memory and descriptors are measured. Conversations that cause an
-error are written to `verification/fuzz/cases`, and each run begins with them. The exit status is 1 if
-anything was found.
+of each role but ranks, in separate processes whose memory and descriptors are measured. Conversations that
+cause an error are written to `verification/fuzz/cases`, and each run begins with them. The exit status is 1
+if anything was found.
 """
 
 import argparse

@@ -9,7 +9,7 @@ import msgspec
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol import exchange, network
+from aiotensor.protocol import network
 from aiotensor.protocol.frames import decode, decode_hello, encode_record, read_content
 from verification.fuzz.notes import Note
 from verification.fuzz.steps import Conversation
@@ -30,8 +30,6 @@ _CODECS: tuple[tuple[Callable[[Any], Any], Callable[[Any], bytes]], ...] = (
     (decode, encode_record),
     (decode_hello, lambda hello: encode_record([hello])),
     (read_content, msgspec.msgpack.encode),
-    (exchange.read_from_client, exchange.write),
-    (exchange.read_from_server, exchange.write),
     (network.read_area, network.encode_area),
     (network.read_ack, network.encode_ack),
     (network.read_step, lambda found: network.encode_step(found[0]) + found[1]),

@@ -4,7 +4,14 @@ from aiotensor.errors import ProtocolError, RefusedError
 from aiotensor.protocol import frames as protocol
 from aiotensor.protocol.connection import CLOSED, MAX_SEGMENTS, Connection
 from verification.fuzz.decoding import in_bounds
-from verification.fuzz.grammar import MOST_READ, TO_PUBLISHER, TO_RANK, TO_RECEIVER, TO_SENDER
+from verification.fuzz.grammar import (
+    MOST_READ,
+    TO_CLIENT,
+    TO_PUBLISHER,
+    TO_RECEIVER,
+    TO_SENDER,
+    TO_SERVER,
+)
 from verification.fuzz.steps import FIRST_NUMBER, PEER, Conversation, Step
 
 
@@ -17,7 +24,7 @@ class Feeding:
     def hear(self, said: Conversation) -> None:
         """Feed a conversation into new connections, whose owner takes or discards all messages."""
         hello = protocol.Hello(protocol.VERSION, 1, said.to, PEER, 64, 1 << 20, FIRST_NUMBER)
-        listens = said.to in (TO_RECEIVER, TO_PUBLISHER, TO_RANK)
+        listens = said.to in (TO_RECEIVER, TO_PUBLISHER, TO_SERVER)
         is_first = listens
         connection = None if listens else _announced(said.to, Connection(hello, "the peer"))
         self._begun.clear()
@@ -98,8 +105,9 @@ def _announced(role: str, connection: Connection) -> Connection:
             connection.put(protocol.Put(number, 0, "uint8", (3,), "cpu", *where, last=is_whole))
         elif role == TO_PUBLISHER:
             connection.publish(number, protocol.encode(protocol.Message(number, protocol.INLINE, b"", 0)))
-        elif role == TO_RANK:
-            connection.end(number)
+        elif role == TO_CLIENT:
+            asks = number % MOST_READ > 0
+            connection.post(protocol.Message(number, protocol.INLINE, b"", 0, asks=asks), waits=True)
     _check_records(connection)
     return connection
 

@@ -9,11 +9,11 @@ import msgspec
 from msgspec.structs import replace
 
 from aiotensor.protocol.connection import MAX_SEGMENTS
-from aiotensor.protocol.frames import MAX_NUMBERS, MAX_ROWS, VERSION
+from aiotensor.protocol.frames import MAX_NUMBERS, MAX_ROWS, MAX_TEXT, VERSION
 from aiotensor.protocol.network import Area
-from aiotensor.types import PublisherStatistics, ReceiverStatistics
+from aiotensor.types import PublisherStatistics, ReceiverStatistics, ServerStatistics
+from verification.fuzz.bodies import body_of
 from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
-from verification.fuzz.headers import TO_CLIENT, TO_SERVER, body_of, to_client, to_server
 from verification.fuzz.moving import Movement, any_opening
 from verification.fuzz.placing import ANYTHING, Segments, attributes, with_trace
 from verification.fuzz.steps import FIRST_BLOCK, FIRST_NUMBER, PEER, PID, STAND_IN, Conversation, Step
@@ -22,13 +22,13 @@ from verification.fuzz.wire import Frame, Scalar, boundary, bytes_or_fault, fram
 
 TO_RECEIVER, TO_SENDER = "receiver", "sender"
 TO_PUBLISHER, TO_SUBSCRIBER = "publisher", "subscriber"
-TO_RANK, TO_INSPECTOR = "rank", "inspector"
+TO_SERVER, TO_CLIENT = "server", "client"
+TO_INSPECTOR = "inspector"
 
 MOST_READ = 4  # messages of the peer that a rogue reads on one connection
-PIPE_BYTES = 64 << 10  # of the pipe of a rank: 16 small messages
 
 _ARENA_BYTES = 1 << 20
-_LEAST_MESSAGE_BYTES = 4096
+_WITH_BODIES = ("publisher", "client", "server")
 
 # The role of the rogue that talks to each peer, and the frames that it usually sends; see `Talker`.
 ROLES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -39,12 +39,19 @@ ROLES: dict[str, tuple[str, tuple[str, ...]]] = {
     TO_SENDER: ("receiver", ("taken", "discarded", "taken", "release", "close")),
     TO_PUBLISHER: ("subscriber", ("taken", "release", "taken", "discarded", "close")),
     TO_SUBSCRIBER: ("publisher", ("message", "message", "attach", "message", "discard", "detach", "close")),
-    TO_RANK: ("rank", ("put", "none", "attach", "put", "taken", "release", "put", "close")),
+    TO_SERVER: (
+        "client",
+        ("message", "message", "attach", "message", "message", "discard", "release", "detach", "close"),
+    ),
+    TO_CLIENT: (
+        "server",
+        ("answer", "answer", "taken", "attach", "answer", "failure", "release", "taken", "close"),
+    ),
     TO_INSPECTOR: ("receiver", ("report", "report", "close")),
 }
 
-# The peers whose rogues connect, and may do so several times. A rank connects or listens, but once.
-_LISTENERS = (TO_RECEIVER, TO_PUBLISHER)
+# The peers whose rogues connect, and may do so several times.
+_LISTENERS = (TO_RECEIVER, TO_PUBLISHER, TO_SERVER)
 
 
 class Talker:
@@ -77,10 +84,12 @@ class Talker:
             "none": lambda: self._new_message(["end", self._next_message, 0]),
             "end": self._end,
             "message": self._message,
+            "answer": self._answer_with_message,
+            "failure": self._fail,
             "discard": self._discard,
-            "taken": lambda: self._answer("taken", self._untaken, FIRST_NUMBER),
-            "discarded": lambda: self._answer("discarded", self._untaken, FIRST_NUMBER),
-            "release": lambda: self._answer("release", self._blocks, FIRST_BLOCK),
+            "taken": lambda: self._return("taken", self._untaken, FIRST_NUMBER),
+            "discarded": lambda: self._return("discarded", self._untaken, FIRST_NUMBER),
+            "release": lambda: self._return("release", self._blocks, FIRST_BLOCK),
             "report": self._report,
             "close": self._close,
         }
@@ -91,12 +100,13 @@ class Talker:
         chooser, one_in = self._chooser, self._one_in
         self.read = 0
         self.segments = Segments(chooser, one_in)
-        image = IMAGE if self._role == "publisher" else GUARD
+        image = IMAGE if self._role in _WITH_BODIES else GUARD
         self._movement = Movement(chooser, one_in, self.segments, image)
         self._permits = 0
         self._in_flight: list[int] = []  # and not discarded; this end does not know which were taken
         self._open: dict[int, int] = {}  # how many tensors each message has
         self._untaken: list[int] = []  # messages of the peer
+        self._unanswered: list[int] = []
         self._blocks: list[int] = []  # of messages that this end has taken
         self._has_content = self._has_moved_content = False  # in segment 0
 
@@ -111,11 +121,17 @@ class Talker:
     def step(self) -> Step:
         """Return the next record, with the messages before it."""
         moves = self._moves()
-        if self._hears and self.read < MOST_READ and happens(self._chooser, 2):
-            self._untaken.append(self.read)
-            self.read += 1
+        if self._hears and happens(self._chooser, 2):
+            self._hear()
         frames = [self.frame() for _ in range(self._chooser.number(1, 4))]
         return replace(self._step(frames), moves=moves)
+
+    def _hear(self) -> None:
+        """Read a message of the peer before the next record."""
+        if self.read < MOST_READ:
+            self._untaken.append(self.read)
+            self._unanswered.append(self.read)
+            self.read += 1
 
     def _step(self, frames: list[Frame]) -> Step:
         chooser, one_in = self._chooser, self._one_in
@@ -151,28 +167,27 @@ class Talker:
         chooser = self._chooser
         self._begin()
         role = role or self._role
-        sends = role in ("sender", "publisher", "rank")
+        sends = role in ("sender", *_WITH_BODIES)
         self._permits = one_of(chooser, (64, 8, 1)) if sends else 0
         arena_bytes = _ARENA_BYTES if sends else 0
-        if role == "rank":
-            self._permits, arena_bytes = PIPE_BYTES // _LEAST_MESSAGE_BYTES, PIPE_BYTES
         if happens(chooser, 3 * self._one_in):
             arena_bytes = one_of(chooser, (0, 1, 4096, 64 << 20, 2**62, 2**63 - 1))
         version = one_of(chooser, (VERSION + 1, 0)) if happens(chooser, 4 * self._one_in) else VERSION
-        identity = "" if role in ("rank", "inspector") else STAND_IN
-        limits = [self._permits, arena_bytes, self._next_message]
-        frame: Frame = ["hello", version, PID, role, identity, *limits, not happens(chooser, 16)]
+        identity = "" if role == "inspector" else STAND_IN
+        usage = [self._permits, arena_bytes, self._next_message]
+        frame: Frame = ["hello", version, PID, role, identity, *usage, not happens(chooser, 16)]
         withdraws = role == "publisher" and happens(chooser, 2)
         known: Frame = ["", 0]
         if role == "subscriber" and happens(chooser, 3):
             next_numbers = (0, FIRST_NUMBER, FIRST_NUMBER + 2)
             known = [one_of(chooser, (PEER, "", "another")), one_of(chooser, next_numbers)]
-        return [*frame, withdraws, *known]
+        limits = [one_of(chooser, (64, 4, 64, 0)), one_of(chooser, (None, 1 << 16, None, 64))]
+        return [*frame, withdraws, *known, *limits]
 
     def _attach(self) -> Frame:
         if len(self.segments.sizes) >= MAX_SEGMENTS and not happens(self._chooser, self._one_in):
             return self._detach()
-        is_content = self._role == "publisher" and not self.segments.sizes
+        is_content = self._role in _WITH_BODIES and not self.segments.sizes
         self._has_content |= is_content
         return self.segments.attach("content" if is_content else "sealed")
 
@@ -187,18 +202,18 @@ class Talker:
 
     def _new_message(self, frame: Frame) -> Frame:
         """Begin a message, or discard the oldest one if as many are in flight as the hello stated."""
-        is_full = len(self._in_flight) >= self._permits and self._role != "rank"
+        is_full = len(self._in_flight) >= self._permits
         if is_full and self._in_flight and not happens(self._chooser, self._one_in):
             return self._discard(self._in_flight[0])
         self._in_flight.append(self._next_message)
         if frame[0] == "begin" or (frame[0] == "put" and not frame[9]):
             self._open[self._next_message] = int(frame[0] == "put")
-        steps = (1, 1, 1, 4) if frame[0] == "message" else (1,)
+        steps = (1, 1, 1, 4) if self._role == "publisher" else (1,)
         self._next_message += one_of(self._chooser, steps)
         return frame
 
     def _put_whole(self) -> Frame:
-        is_whole = self._role == "rank" or not happens(self._chooser, 3)
+        is_whole = not happens(self._chooser, 3)
         return self._new_message(self._put(self._next_message, 0, last=is_whole))
 
     def _more(self) -> Frame:
@@ -229,17 +244,46 @@ class Talker:
         return ["end", message, self._open.pop(message)]
 
     def _message(self) -> Frame:
+        asks = self._role == "client" and not happens(self._chooser, 4)
+        return self._new_message(self._whole_message(asks=asks))
+
+    def _answer_with_message(self) -> Frame:
+        question = self._question()
+        if question is None:
+            return self._attach()
+        frame = self._whole_message(answers=FIRST_NUMBER + question)
+        self._next_message += 1
+        return frame
+
+    def _fail(self) -> Frame:
+        question = self._question()
+        if question is None:
+            return self._attach()
+        text = one_of(self._chooser, ("a reason", "", "x" * MAX_TEXT))
+        return ["failure", FIRST_NUMBER + question, "ValueError", text, happens(self._chooser, 4)]
+
+    def _question(self) -> int | None:
+        """Return the number of a message of the peer, usually an unanswered one; None if there is none."""
+        if not self._unanswered:
+            self._hear()
+        if happens(self._chooser, self._one_in):
+            return self._chooser.number(0, MOST_READ)
+        return self._unanswered.pop(0) if self._unanswered else None
+
+    def _whole_message(self, *, asks: bool = False, answers: int | None = None) -> Frame:
         chooser, one_in, number = self._chooser, self._one_in, self._next_message
         if not happens(chooser, 4) or not self.segments.sizes:
             content = _content(chooser, one_in, self.segments)
             nbytes = boundary(chooser) if happens(chooser, 2 * one_in) else len(content)
-            return self._new_message(["message", number, "inline", content, nbytes])
-        payload, nbytes = WHERE.pack(0, 0), len(CONTENT)
-        if happens(chooser, one_in) or not self._has_content:
-            nbytes = one_of(chooser, (0, 64, 4096, boundary(chooser)))
-            payload = self.segments.place(64, 1)
-        frame: Frame = ["message", number, "arena", payload, nbytes, self.segments.block()]
-        return self._new_message(with_trace(chooser, one_in, frame, 6))
+            frame: Frame = ["message", number, "inline", content, nbytes, None]
+        else:
+            payload, nbytes = WHERE.pack(0, 0), len(CONTENT)
+            if happens(chooser, one_in) or not self._has_content:
+                nbytes = one_of(chooser, (0, 64, 4096, boundary(chooser)))
+                payload = self.segments.place(64, 1)
+            frame = ["message", number, "arena", payload, nbytes, self.segments.block()]
+        frame = with_trace(chooser, one_in, frame, 6)
+        return [*frame, *[None] * (7 - len(frame)), asks, answers]
 
     def _discard(self, message: int | None = None) -> Frame:
         if message is None:
@@ -250,8 +294,8 @@ class Talker:
         self._open.pop(message, None)
         return ["discard", message]
 
-    def _answer(self, tag: str, left: list[int], first: int) -> Frame:
-        """Answer some numbers, the oldest first; add a wrong number now and then."""
+    def _return(self, tag: str, left: list[int], first: int) -> Frame:
+        """Return some numbers, the oldest first; add a wrong number now and then."""
         chooser = self._chooser
         count = chooser.number(1, len(left)) if left else 0
         some = left[:count]
@@ -276,6 +320,8 @@ class Talker:
         too_many = [MAX_ROWS + 1] if happens(chooser, one_in) else []
         count = one_of(chooser, (2, 0, 1, MAX_ROWS, *too_many))
         is_last = happens(chooser, 2)
+        if happens(chooser, 6):
+            return ["server report", _statistics(chooser, ServerStatistics), is_last]
         if happens(chooser, 4):
             statistics = _statistics(chooser, PublisherStatistics)
             counts = ("pid", "behind", "behind_s", "held_bytes", "delivered", "dropped")
@@ -288,7 +334,7 @@ class Talker:
 
 
 def _content(chooser: Chooser, one_in: int, segments: Segments) -> bytes:
-    """Generate the content of a publication."""
+    """Generate the content of a message."""
     tensors: list[Frame] = []
     for _ in range(chooser.number(0, 2) if segments.sizes else 0):
         tensor: Frame = [*segments.tensor(is_inline=False)]
@@ -300,7 +346,7 @@ def _content(chooser: Chooser, one_in: int, segments: Segments) -> bytes:
 
 
 def any_content(chooser: Chooser) -> bytes:
-    """Generate the content of a publication whose tensors are in two segments."""
+    """Generate the content of a message whose tensors are in two segments."""
     one_in = one_of(chooser, WILDNESS)
     segments = Segments(chooser, one_in)
     segments.attach("sealed")
@@ -308,7 +354,7 @@ def any_content(chooser: Chooser) -> bytes:
     return _content(chooser, one_in, segments)
 
 
-def _statistics(chooser: Chooser, kind: type[ReceiverStatistics | PublisherStatistics]) -> dict[str, Scalar]:
+def _statistics(chooser: Chooser, kind: type[msgspec.Struct]) -> dict[str, Scalar]:
     """Return a map with all fields of statistics, whose numbers are equal."""
     number = boundary(chooser) % 2**63 if happens(chooser, 8) else chooser.number(0, 9)
     described = msgspec.inspect.type_info(kind)
@@ -327,19 +373,15 @@ def _statistics(chooser: Chooser, kind: type[ReceiverStatistics | PublisherStati
 
 def conversation(chooser: Chooser, to: str) -> Conversation:
     """Generate a conversation of a rogue with a peer of a role."""
-    if to in (TO_SERVER, TO_CLIENT):
-        return Conversation(to, tuple((to_server if to == TO_SERVER else to_client)(chooser)))
     talker = Talker(chooser, one_of(chooser, WILDNESS), to)
     steps: list[Step] = []
-    while to == TO_RANK and happens(chooser, 12) and len(steps) < 3:
-        steps.append(_beside(chooser, to))
     if not happens(chooser, 20):
         steps.append(talker.opening())
     for _ in range(chooser.number(1, 10)):
         if to in _LISTENERS:
             if happens(chooser, 16):
                 # In another role, all its further frames are invalid.
-                role = one_of(chooser, ("", "", "inspector", "sender", "subscriber", "rank"))
+                role = one_of(chooser, ("", "", "inspector", "sender", "subscriber", "client", "rank"))
                 steps.append(replace(talker.opening(role), connects=True))
             elif happens(chooser, 10):
                 steps.append(_beside(chooser, to))
@@ -352,6 +394,5 @@ def _beside(chooser: Chooser, to: str) -> Step:
     other = Talker(chooser, one_of(chooser, WILDNESS), to)
     if happens(chooser, 4):
         frame = other.frame()
-        frame = ["close"] if frame[:1] == ["hello"] else frame  # that of a rank would join the pipe
         return Step(msgspec.msgpack.encode([frame]).hex(), beside=True)
     return replace(other.opening("inspector"), beside=True, descriptors=(), opening=None)

@@ -10,8 +10,7 @@ import zmq
 
 from aiotensor.protocol.network import OPENING
 from aiotensor.transports.endpoints import Endpoint
-from verification.fuzz.rogues import read_message
-from verification.fuzz.speaking import Connect, Line, SocketLine, ZmqLine, path_of
+from verification.fuzz.speaking import Connect, Line, SocketLine, ZmqLine, path_of, read_message
 from verification.fuzz.things import Things
 
 _LINGER_MS = 1000
@@ -34,8 +33,8 @@ def waiting_at(address: Endpoint) -> Iterator[socket.socket]:
 
 
 @contextmanager
-def listening_at(address: str, things: Things, opening: bytes = OPENING) -> Iterator[Connect]:
-    """Listen at an address; the result accepts one peer. Arguments are those of `connecting_to`."""
+def listening_at(address: str, things: Things) -> Iterator[Connect]:
+    """Listen at an address; the result accepts one peer."""
     if not address.startswith("tcp://"):
         with waiting_at(address) as listener:
 
@@ -55,7 +54,7 @@ def listening_at(address: str, things: Things, opening: bytes = OPENING) -> Iter
             async def answer(other: str | None) -> Line:
                 first = await read_message(sock, _PATIENCE_S)
                 assert first is not None, "no peer has connected"
-                sock.send_multipart([first[0], opening if other is None else bytes.fromhex(other)])
+                sock.send_multipart([first[0], OPENING if other is None else bytes.fromhex(other)])
                 return ZmqLine(sock, first[0])
 
             yield answer

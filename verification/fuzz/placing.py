@@ -2,7 +2,7 @@
 
 import math
 
-from aiotensor.memory.dtypes import DTYPES
+from aiotensor.memory.raw import DTYPES
 from aiotensor.protocol.frames import ARENA, FORWARDED
 from aiotensor.types import MAX_TRACE_FIELDS, MAX_TRACE_NAME, MAX_TRACE_VALUE
 from verification.fuzz.choosers import Chooser, happens, one_of
@@ -46,7 +46,8 @@ class Segments:
         self.descriptors += [thing] * (0 if happens(chooser, 2 * self._one_in) else 1)
         tokens = one_of(chooser, (0, 1, 2, 7))
         given = one_of(chooser, range(9)) if happens(chooser, self._one_in) else tokens
-        self.descriptors += [one_of(chooser, OTHER_THINGS) for _ in range(given)]
+        is_wrong = happens(chooser, self._one_in)
+        self.descriptors += [one_of(chooser, OTHER_THINGS) if is_wrong else "pipe" for _ in range(given)]
         placement = FORWARDED if happens(chooser, 4) else ARENA
         return ["attach", number, placement, nbytes, tokens, one_of(chooser, (64 << 20, 0, 1, nbytes))]
 

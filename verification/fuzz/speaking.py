@@ -15,7 +15,6 @@ import zmq
 from aiotensor.protocol import frames as protocol
 from aiotensor.protocol import moves, network
 from verification.fuzz.grammar import MOST_READ
-from verification.fuzz.rogues import read_message, send_message
 from verification.fuzz.steps import FIRST_BLOCK, FIRST_NUMBER, HEARD, PEER, PID, STAND_IN, Conversation, Step
 from verification.fuzz.things import Things
 
@@ -64,6 +63,32 @@ async def _has_room(descriptor: int) -> None:
 def _wake(waiting: "asyncio.Future[None]") -> None:
     if not waiting.done():
         waiting.set_result(None)
+
+
+async def read_message(sock: "zmq.Socket[bytes]", within_s: float) -> list[bytes] | None:
+    """Return the next message, or None if none comes soon."""
+    ends = asyncio.get_running_loop().time() + within_s
+    while True:
+        with contextlib.suppress(zmq.Again):
+            return sock.recv_multipart(zmq.NOBLOCK)
+        if asyncio.get_running_loop().time() > ends:
+            return None
+        await asyncio.sleep(0.0005)
+
+
+async def _send_message(sock: "zmq.Socket[bytes]", parts: Sequence[bytes]) -> bool:
+    """Send a message once the socket is writable; return False if the peer is gone."""
+    while True:
+        try:
+            sock.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:
+            await asyncio.sleep(0.0005)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        else:
+            return True
 
 
 class Heard:
@@ -171,7 +196,7 @@ class ZmqLine:
         for message in step.messages:
             said = self.heard.filled_in(message, name).replace(_PLACEHOLDER, self._ack)
             # Never as one part of several, which libzmq does not survive in all cases.
-            if not await send_message(self._sock, [*self._peer, said], lambda: True):
+            if not await _send_message(self._sock, [*self._peer, said]):
                 return False
         # The end of the connection discards the tensors that were not taken.
         for _ in range(_MOST_ANSWERS):
@@ -235,14 +260,8 @@ Connect: TypeAlias = Callable[[str | None], Awaitable[Line]]
 
 
 @contextlib.contextmanager
-def connecting_to(address: str, things: Things, opening: bytes = network.OPENING) -> Iterator[Connect]:
-    """Return a function that connects to a listening peer.
-
-    Args:
-        address: the address of the peer; one without a scheme is the name of an abstract socket.
-        things: the descriptors of the rogue.
-        opening: the valid first message of either side, over ``tcp://``.
-    """
+def connecting_to(address: str, things: Things) -> Iterator[Connect]:
+    """Return a function that connects to a listening peer."""
     context = zmq.Context()
 
     async def over_tcp(other: str | None) -> Line:
@@ -250,10 +269,10 @@ def connecting_to(address: str, things: Things, opening: bytes = network.OPENING
         sock = context.socket(zmq.DEALER)
         sock.linger = _LINGER_MS
         sock.connect(address)
-        sock.send(opening if other is None else bytes.fromhex(other))
+        sock.send(network.OPENING if other is None else bytes.fromhex(other))
         if other is None:
             answer = await read_message(sock, _PATIENCE_S)
-            assert answer == [opening], answer
+            assert answer == [network.OPENING], answer
         return ZmqLine(sock)
 
     async def over_socket(_: str | None) -> Line:

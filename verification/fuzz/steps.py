@@ -25,8 +25,8 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         descriptors: the kinds of the descriptors that accompany it; see `things.Things`.
         connects: whether it is sent on a new connection.
         beside: whether it is sent on a further connection, whose answer is awaited, and which stays open.
-        after: how many messages of the peer are read before it is sent; of a channel, how many records.
-        parts: the further parts of a ZeroMQ message, in hexadecimal digits.
+        after: how many messages of the peer are read before it is sent.
+        parts: the buffers beside a body, for decoders only, in hexadecimal digits.
         moves: the messages before the record, over ``tcp://`` only, in hexadecimal digits.
         opening: the first message on a new connection, over ``tcp://`` only; None for the valid one.
     """

@@ -1,12 +1,11 @@
 """The targets: what takes conversations, the share of each in the duration, and the meaning of an input."""
 
-from verification.fuzz import headers
-from verification.fuzz.choosers import Chooser, one_of
+from verification.fuzz.bodies import message_parts
+from verification.fuzz.choosers import WILDNESS, Chooser, one_of
 from verification.fuzz.decoding import Decoding
 from verification.fuzz.feeding import Feeding
 from verification.fuzz.grammar import ROLES, any_content, conversation
 from verification.fuzz.living import Live
-from verification.fuzz.piping import LiveRank
 from verification.fuzz.steps import Conversation, Step
 from verification.fuzz.to_clients import LiveClient
 from verification.fuzz.to_inspectors import LiveInspector
@@ -22,10 +21,9 @@ LIVE: dict[str, type[Live]] = {
     "sender": LiveSender,
     "publisher": LivePublisher,
     "subscriber": LiveSubscriber,
-    "rank": LiveRank,
     "inspector": LiveInspector,
-    headers.TO_SERVER: LiveServer,
-    headers.TO_CLIENT: LiveClient,
+    "server": LiveServer,
+    "client": LiveClient,
 }
 PURE: dict[str, type[Decoding | Feeding]] = {"decoder": Decoding, "connections": Feeding}
 
@@ -33,8 +31,6 @@ PURE: dict[str, type[Decoding | Feeding]] = {"decoder": Decoding, "connections":
 TARGETS = {
     **dict.fromkeys(PURE, 15),
     **{f"{role}, {link}": 5 if role == "inspector" else 10 for role in ROLES for link in ("unix", "tcp")},
-    "server, unix": 8,
-    "client, unix": 7,
 }
 
 
@@ -43,7 +39,7 @@ def conversation_of(target: str, data: bytes) -> Conversation:
     chooser = Chooser(data)
     if target != "decoder":
         return conversation(chooser, one_of(chooser, list(ROLES)))
-    body, *buffers = headers.message_parts(chooser)
+    body, *buffers = message_parts(chooser, one_of(chooser, WILDNESS))
     message = Step(body.hex(), parts=tuple(buffer.hex() for buffer in buffers))
     said = conversation(chooser, one_of(chooser, list(LIVE))).steps
     return Conversation(target, (Step(data.hex()), message, Step(any_content(chooser).hex()), *said))

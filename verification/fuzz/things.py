@@ -25,7 +25,7 @@ SEGMENT_BYTES = (4096, 8192, 65536)
 WHERE = struct.Struct("<QQ")  # a position: the number of a segment, and the offset in it
 
 # The first bytes of the memory called "content": the content of a publication, with a tensor in segment 0.
-_BODY = encode({"number": 1, "tensors": [Ext(TENSOR, encode(["at", 0]))]})
+_BODY = encode({"number": 1, "tensors": [Ext(TENSOR, encode(["at", 0, 0]))]})
 CONTENT = encode([_BODY, [["uint8", [64], "arena", WHERE.pack(0, 1024), 99]]])
 IMAGE = CONTENT + GUARD[len(CONTENT) :]  # the bytes of that memory
 

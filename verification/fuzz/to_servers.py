@@ -1,21 +1,19 @@
 """Rogue clients of a server, with an honest client beside them."""
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections import Counter
 
-import zmq
+import torch
 
-from aiotensor import TensorReceiver, TensorSender
-from aiotensor.channel import MessageClient, MessageServer
+from aiotensor import TooLargeError
+from aiotensor.channel import MessageClient, MessageServer, Request
 from verification import inside
-from verification.descriptors import accepted_at
-from verification.fuzz.living import Live
-from verification.fuzz.notes import Note, ask_rightly, messages_at, respond
-from verification.fuzz.observing import threads_started
-from verification.fuzz.rogues import ask_as_client, heard_by_server
+from verification.fuzz.living import TROUBLES, Live
+from verification.fuzz.notes import FIRST_HONEST, Note, answer_to, ask_rightly
+from verification.fuzz.observing import in_memory, threads_started
+from verification.fuzz.speaking import connecting_to, converse, heard_by
 from verification.fuzz.steps import Conversation
-from verification.internals import worker_of
-from verification.patterns import BIG
+from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.waiting import until
 
@@ -25,60 +23,65 @@ _MAX_WAITING = 32
 
 
 class _Serving:
-    """The server of the child, and its task that answers."""
+    """The server of the child, and its tasks that answer."""
 
-    def __init__(self, server: MessageServer[Note], receiver: TensorReceiver) -> None:
+    def __init__(self, state: peers.State, server: MessageServer[Note]) -> None:
         self.server = server
-        self.receiver = receiver
-        self.answers: set[asyncio.Task[None]] = set()
+        self.seen: Counter[str] = Counter()
+        self._answers: set[asyncio.Task[None]] = set()
+        self._troubles = state.others[TROUBLES]
         self.taking = asyncio.create_task(self._take(), name="fuzz-taking")
 
     async def _take(self) -> None:
         async for request in self.server:
-            task = asyncio.create_task(respond(request))
-            self.answers.add(task)
-            task.add_done_callback(self.answers.discard)
+            task = asyncio.create_task(self._respond(request))
+            self._answers.add(task)
+            task.add_done_callback(self._answers.discard)
             del request, task
 
-    def is_settled(self) -> bool:
-        """Return whether the server holds nothing for any rogue."""
-        server, now, received = self.server, self.server.statistics(), self.receiver.statistics()
-        return (
-            (now.clients, now.waiting, now.waiting_bytes, now.in_hand) == (1, 0, 0, 0)
-            and (received.leases, received.unclaimed_tensors, received.waiting) == (0, 0, 0)
-            and received.senders == 1
-            and not (self.answers or inside.arriving(server) or inside.found(server) or inside.ready(server))
-            and not inside.rejected(server)
-            and len(accepted_at(self.server.address)) == 1
-        )
+    async def _respond(self, request: Request[Note]) -> None:
+        async with request:
+            note = request.message
+            if note.number < FIRST_HONEST:
+                self.seen["requests of rogues"] += 1
+                for tensor in note.tensors:
+                    self.seen["tensors in shared memory"] += in_memory(tensor.detach(), self._troubles)
+            for index, tensor in enumerate(note.tensors if note.number >= FIRST_HONEST else ()):
+                if not torch.equal(tensor, pattern(note.number - FIRST_HONEST + index, tensor.numel())):
+                    self._troubles.found.append(f"an honest tensor is not what was sent: {tensor[:9]}")
+            try:
+                self.seen["answers to rogues"] += await request.answer(answer_to(note))
+            except TooLargeError as error:  # a rogue client accepts only a few bytes
+                await request.fail(error)
+
+    def held(self) -> dict[str, int]:
+        """Count what is held for rogues, while the honest client does nothing."""
+        server = self.server
+        others = {
+            "rogues": server.statistics().clients - 1,
+            "tasks": len(self._answers),
+            "unidentified": inside.unidentified_at(server),
+        }
+        return {name: count for name, count in (inside.held_by_server(server) | others).items() if count}
 
 
 async def _start(state: peers.State) -> None:
-    receiver = await TensorReceiver(state.endpoint).__aenter__()
-    server = MessageServer(
-        messages_at(state.endpoint),
-        Note,
-        receiver=receiver,
-        max_waiting=_MAX_WAITING,
-        max_part_bytes=1 << 24,
-        max_body_bytes=1 << 16,
-    )
+    server = MessageServer(state.endpoint, Note, max_waiting=_MAX_WAITING, max_body_bytes=1 << 16)
     await server.__aenter__()
-    await threads_started(worker_of(receiver), inside.worker_of(server))
-    state.receivers.append(receiver)
-    state.others[_SERVING] = _Serving(server, receiver)
+    await threads_started(*inside.workers_of(server))
+    state.others[_SERVING] = _Serving(state, server)
 
 
-async def _settle(state: peers.State) -> int:
-    """Wait until nothing is held for any rogue; return the number of messages so far."""
+async def _settle(state: peers.State) -> Counter[str]:
+    """Wait until nothing is held for any rogue."""
     serving: _Serving = state.others[_SERVING]
     try:
         async with asyncio.timeout(_PATIENCE_S):
-            await until(serving.is_settled)
+            await until(lambda: not serving.held())
     except TimeoutError:
-        held = serving.server.statistics(), serving.receiver.statistics(), inside.arriving(serving.server)
-        raise AssertionError(f"it holds something of rogues that are gone: {held}") from None
-    return serving.server.statistics().messages_received
+        raise AssertionError(f"held for rogues that are gone: {serving.held()}") from None
+    assert not serving.taking.done(), serving.taking
+    return serving.seen
 
 
 async def _stop(state: peers.State) -> None:
@@ -96,31 +99,27 @@ class LiveServer(Live):
     async def open(self) -> None:
         """Open the server, and connect an honest client to it."""
         await self.process.call(_start)
-        self._stack = AsyncExitStack()
-        sender = await self._stack.enter_async_context(TensorSender(self.address))
-        honest = MessageClient(messages_at(self.address), sender=sender, reply_type=Note)
-        self._honest = await self._stack.enter_async_context(honest)
-        self._context = zmq.Context()
-        self._stack.callback(self._context.destroy, linger=0)
-        await ask_rightly(self._honest, 0, BIG)
+        self._honest = await MessageClient(self.address, Note).__aenter__()
+        await self._ask(BIG)
 
     async def close(self) -> None:
         """Close the honest client, and the server."""
-        await self._stack.aclose()
+        await self._honest.aclose()
         await self.process.call(_stop)
 
     async def talk(self, said: Conversation) -> None:
         """Run a rogue's conversation while an honest client asks and receives an answer."""
-        await asyncio.gather(ask_as_client(self._context, self.address, said), self._ask(), self._ask())
-        await self._ask()
+        with connecting_to(self.address, self.things) as connect:
+            await asyncio.gather(converse(connect, said), self._ask(3), self._ask(3000))
+        await self._ask(BIG if self.conversations % 8 == 0 else 3)
 
-    async def _ask(self) -> None:
+    async def _ask(self, size: int) -> None:
         self._asked += 1
-        await ask_rightly(self._honest, self._asked, BIG if self._asked % 8 == 0 else 3, 3)
+        await ask_rightly(self._honest, self._asked, size, 3)
 
     async def settle(self) -> None:
         """Wait until all rogues are gone, and nothing is held for them."""
-        await heard_by_server(self._context, self.address)
-        self.outcomes["messages"] = await self.process.call(_settle)
+        await heard_by(self.address, self.things)
+        self.outcomes = await self.process.call(_settle)
         now = self._honest.statistics()
-        assert (now.servers_lost, now.failures, now.in_flight) == (0, 0, (0,))
+        assert (now.servers_lost, now.failures, now.in_flight) == (0, 0, 0)

@@ -9,14 +9,14 @@ import torch
 from aiotensor import PeerLostError, ProtocolError, RefusedError, UsageError, WouldBlockError
 from aiotensor.broadcast import Publication, Publisher, Subscriber
 from verification.fuzz.living import TROUBLES, LiveConnector
-from verification.fuzz.notes import Note
+from verification.fuzz.notes import FIRST_HONEST, Note
 from verification.fuzz.observing import in_memory
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 
 _SUBSCRIBER = "subscriber"
 _SIZES = (3, BIG, 3, 3000)  # of the publications of an honest publisher
-_FIRST = 1_000_003  # the number in its first message, which no rogue uses
+
 _KEPT = 3  # publications, so that some tensors outlive their publishers
 
 
@@ -40,8 +40,8 @@ async def _receive(state: peers.State) -> Counter[str]:
             outcomes[type(error).__name__] += 1
             continue
         note = publication.message
-        if _FIRST <= note.number < _FIRST + len(_SIZES):
-            assert (note.number, publication.number, publication.missed) == (_FIRST + honest, honest, 0)
+        if FIRST_HONEST <= note.number < FIRST_HONEST + len(_SIZES):
+            assert (note.number, publication.number, publication.missed) == (FIRST_HONEST + honest, honest, 0)
             assert torch.equal(note.tensors[0], pattern(honest, _SIZES[honest]))
             honest += 1
         else:
@@ -81,7 +81,7 @@ class LiveSubscriber(LiveConnector):
         async with Publisher(self.address) as publisher:
             await publisher.wait_for_subscribers(1)
             for index, count in enumerate(_SIZES):
-                await publisher.publish(Note(_FIRST + index, [pattern(index, count)]))
+                await publisher.publish(Note(FIRST_HONEST + index, [pattern(index, count)]))
             await publisher.drain()
             yield
 

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, NoReturn, ParamSpec, TypeVar
 
+from zmq.utils.garbage import gc as collector
+
 __all__ = ["Delivery"]
 
 _LONG_S = 60.0  # a delivery takes less than a millisecond on an idle machine
@@ -54,6 +56,8 @@ class Delivery:
 
     def __init__(self, port: int) -> None:
         self._port = port
+        if not collector.is_alive():
+            collector.start()  # as the first connection would, for the rest of this process
         self._began_with = _threads_of_zeromq()
 
     def wait(self) -> None:

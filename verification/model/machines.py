@@ -55,38 +55,9 @@ class WholeProtocol(SettledWorld):
             assert here.leased_bytes <= here.peak_leased_bytes
 
 
-class _OverQueue(WholeProtocol):
-    link = "queue"
-
-
-class _OverUnix(WholeProtocol):
-    link = "unix"
-
-
-class _OverTcp(WholeProtocol):
-    link = "tcp"
-
-
-class _OverQueueOnUvloop(_OverQueue):
-    loop = "uvloop"
-
-
-class _OverUnixOnUvloop(_OverUnix):
-    loop = "uvloop"
-
-
-class _OverTcpOnUvloop(_OverTcp):
-    loop = "uvloop"
-
-
-PAIRS: dict[str, type[WholeProtocol]] = {
-    "queue, asyncio": _OverQueue,
-    "unix, asyncio": _OverUnix,
-    "tcp, asyncio": _OverTcp,
-    "queue, uvloop": _OverQueueOnUvloop,
-    "unix, uvloop": _OverUnixOnUvloop,
-    "tcp, uvloop": _OverTcpOnUvloop,
-}
+def _pair(link: str, loop: str) -> type[WholeProtocol]:
+    """Return the machine of senders and receivers over a link."""
+    return type("_Pair", (WholeProtocol,), {"link": link, "loop": loop})
 
 
 def _broadcast(size: int, link: str, loop: str) -> type[WholeBroadcast]:
@@ -94,22 +65,16 @@ def _broadcast(size: int, link: str, loop: str) -> type[WholeBroadcast]:
     return type(f"_Broadcast{size}", (WholeBroadcast,), {"size": size, "link": link, "loop": loop})
 
 
-BROADCASTS: dict[str, type[WholeBroadcast]] = {
+_LOOPS, _LINKS = ("asyncio", "uvloop"), ("queue", "unix", "tcp")
+
+PAIRS = {f"{link}, {loop}": _pair(link, loop) for loop in _LOOPS for link in _LINKS}
+
+# Each size with each link, on either loop.
+BROADCASTS = {
     f"{size} subscribers, {link}, {loop}": _broadcast(size, link, loop)
-    for size, link, loop in (
-        (1, "unix", "asyncio"),
-        (2, "queue", "uvloop"),
-        (4, "queue", "asyncio"),
-        (8, "unix", "uvloop"),
-        (1, "queue", "uvloop"),
-        (2, "unix", "asyncio"),
-        (4, "unix", "uvloop"),
-        (8, "queue", "asyncio"),
-        (1, "tcp", "asyncio"),
-        (2, "tcp", "uvloop"),
-        (4, "tcp", "asyncio"),
-        (8, "tcp", "uvloop"),
-    )
+    for index, size in enumerate((1, 2, 4, 8))
+    for place, link in enumerate(_LINKS)
+    for loop in [_LOOPS[(index + place) % 2]]
 }
 
 MACHINES: dict[str, type[Stage]] = {**PAIRS, **BROADCASTS}

@@ -12,14 +12,15 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import uvloop
+import zmq
 from anyio._backends._asyncio import WorkerThread
 
-import aiotensor.transports.tcp.options  # noqa: F401 - imported late otherwise, and with the sizes below
-from aiotensor.memory import copies, landing, segments
+import aiotensor.transports.tcp.transport  # noqa: F401 - imported late otherwise, and with the sizes below
+from aiotensor.memory import landing, memory, segments
 from aiotensor.protocol import moves, pages
 from aiotensor.runtime import worker as workers
 from aiotensor.runtime.worker import Worker
-from aiotensor.transports.zeromq import sockets
+from aiotensor.transports.tcp import sockets
 from verification.internals import lanes_of
 from verification.model.delivery import Delivery
 
@@ -83,7 +84,7 @@ class Steps:
         self._patch(self.loop, "time", lambda: self._clock)
         self._patch(workers._Lane, "submit", self._submitting(workers._Lane.submit))
         # With these sizes small tensors also take either lane, and share chunks with others.
-        self._patch(copies, "_SHORT_COPY_BYTES", 32 << 10)
+        self._patch(memory, "_SHORT_COPY_BYTES", 32 << 10)
         for module in (pages, segments):
             self._patch(module, "CHUNK_BYTES", 32 << 10)
         # With these, a small tensor may have several steps, and wait for memory and for acknowledgements.
@@ -96,9 +97,9 @@ class Steps:
             self._patch(self.loop, "add_reader", self._add_reader)
             self._patch(self.loop, "remove_reader", self._remove_reader)
             self._patch(sockets, "_READING_S", math.inf)  # the speed of the machine decides nothing
-            for name in ("bind", "connect", "send", "close"):
-                whole = delivery.waiting(getattr(sockets.LoopSocket, name))
-                self._patch(sockets.LoopSocket, name, whole)
+            for owner, names in ((sockets.LoopSocket, ("send", "shut")), (zmq.Socket, ("bind", "connect"))):
+                for name in names:
+                    self._patch(owner, name, delivery.waiting(getattr(owner, name)))
 
     def _patch(self, target: object, name: str, value: object) -> None:
         self._patches.enter_context(patch.object(target, name, value))

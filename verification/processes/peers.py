@@ -266,11 +266,6 @@ async def send_pattern(state: State, seed: int, count: int) -> TensorHandle:
     return await state.sender.send(pattern(seed, count))
 
 
-async def send_message(state: State, seed: int, counts: list[int]) -> list[TensorHandle]:
-    async with state.sender.message() as message:
-        return [await message.send(pattern(seed + index, count)) for index, count in enumerate(counts)]
-
-
 async def receive_pattern(state: State, handle: TensorHandle, seed: int, *, keep: bool = False) -> bool:
     tensor = await state.receiver.receive(handle)
     if keep:

@@ -1,1 +1,0 @@
-"""A long load, during which no resource may grow."""
