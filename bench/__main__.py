@@ -8,15 +8,15 @@ import msgspec
 from rich.console import Console
 
 from bench import tables
-from bench.contenders import BASELINE, CONTENDERS, why_not
+from bench.contenders import CONTENDERS
 from bench.harness import measure
 from bench.measure import parse_size
 from bench.plan import Options, make_plan
 from bench.progress import Reporter
-from bench.records import Answer, Loop, Report
-from bench.workloads import WORKLOADS, why_unavailable
+from bench.records import Loop, Report
+from bench.workloads import WORKLOADS
 
-_SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,150MiB"
+_SIZES = "4KiB,64KiB,1MiB,16MiB,150MiB"
 _RESULTS = Path(__file__).parent / "results"
 
 
@@ -39,16 +39,9 @@ def _parse_sizes(context: click.Context, parameter: click.Parameter, text: str) 
 )
 @click.option(
     "--loop",
-    "loops",
     type=click.Choice(["uvloop", "asyncio"]),
-    multiple=True,
-    help="Event loop, for contenders that use one; may be repeated.  [default: both, quick: uvloop]",
-)
-@click.option(
-    "--answer",
-    type=click.Choice(["own", "same"]),
-    default="own",
-    help="The far side of a round trip answers with a new tensor, or with the received one.",
+    default="uvloop",
+    help="Event loop of all processes.",
 )
 @click.option(
     "--contender",
@@ -66,6 +59,7 @@ def _parse_sizes(context: click.Context, parameter: click.Parameter, text: str) 
 )
 @click.option(
     "--deadline",
+    "deadline_s",
     type=click.FloatRange(min=0, min_open=True),
     help="Seconds for one batch of one contender; beyond it, it is killed and reported as failed.  "
     "[default: by workload]",
@@ -75,43 +69,41 @@ def _parse_sizes(context: click.Context, parameter: click.Parameter, text: str) 
     "folder",
     type=click.Path(file_okay=False, path_type=Path),
     help="Where the JSON, the tables and the plots go.  [default: bench/results for a full run, and "
-    "folders in it that git ignores for any other]",
+    "bench/results/partial, which git ignores, for any other]",
 )
-@click.option("--json", "target", metavar="PATH", help="Write the JSON there too; - is standard output.")
 def main(
     quick: bool,
     sizes: tuple[int, ...],
     rounds: int | None,
-    loops: tuple[Loop, ...],
-    answer: Answer,
+    loop: Loop,
     contenders: tuple[str, ...],
     workloads: tuple[str, ...],
-    deadline: float | None,
+    deadline_s: float | None,
     folder: Path | None,
-    target: str | None,
 ) -> None:
     """Measure the transfer of tensors between processes, and compare it with the goals of the design.
 
     The exit status is 1 if a contender failed. A missed goal is not a failure.
     """
-    every: tuple[Loop, ...] = ("uvloop",) if quick else ("uvloop", "asyncio")
-    options = Options(quick, sizes, loops or every, answer, rounds, deadline, contenders, workloads)
-    plan = make_plan(options, CONTENDERS, WORKLOADS, why_not, why_unavailable)
-    to_stderr = Console(stderr=True, soft_wrap=True, highlight=False)
-    with Reporter(to_stderr, plan) as reporter:
-        report = measure(plan, options, baseline=BASELINE, on_step=reporter.step)
+    options = Options(quick, sizes, loop, rounds, deadline_s, contenders, workloads)
+    plan = make_plan(options, CONTENDERS, WORKLOADS)
+    with Reporter(Console(stderr=True, soft_wrap=True, highlight=False), plan.batches) as reporter:
+        report = measure(plan, options, reporter.step)
     given = click.get_current_context().get_parameter_source
     whole = all(
         given(name) == click.core.ParameterSource.DEFAULT
-        for name in ("sizes", "rounds", "loops", "answer", "contenders", "workloads")
+        for name in ("quick", "sizes", "rounds", "loop", "contenders", "workloads")
     )
-    folder = folder or (_RESULTS / "quick" if quick else _RESULTS if whole else _RESULTS / "partial")
-    written = write(report, folder)
-    if target is not None:
-        _write_json(report, target)
-    # JSON on standard output must not be mixed with other output.
-    _show(report, to_stderr if target == "-" else Console(soft_wrap=True, highlight=False))
-    to_stderr.print(f"Written: {', '.join(str(path) for path in written)}", markup=False)
+    written = write(report, folder or (_RESULTS if whole else _RESULTS / "partial"))
+    console = Console(soft_wrap=True, highlight=False)
+    # The goals come last, where they can be seen without scrolling.
+    for part in (tables.machine(report), *tables.workloads(report), "## Goals", tables.goals(report)):
+        console.print(part, "", sep="\n", markup=False)
+    for skip in report.skips:
+        console.print(f"SKIPPED {skip.name}: {skip.reason}", style="bold yellow", markup=False)
+    if report.failures:
+        console.print(tables.failures(report), style="red", markup=False)
+    console.print(f"Written: {', '.join(str(path) for path in written)}", markup=False)
     sys.exit(1 if report.failures else 0)
 
 
@@ -122,29 +114,9 @@ def write(report: Report, folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     data, text = folder / "latest.json", folder / "latest.md"
-    _write_json(report, str(data))
+    data.write_bytes(msgspec.json.encode(report) + b"\n")  # not indented, which would add half of the size
     text.write_text(tables.markdown(report))
     return [data, text, *draw(report, folder)]
-
-
-def _show(report: Report, console: Console) -> None:
-    # The goals come last, where they can be seen without scrolling.
-    parts = [tables.machine(report), *tables.workloads(report), "## Goals", tables.goals(report)]
-    for part in parts:
-        console.print(part, "", sep="\n", markup=False)
-    if lines := tables.skipped(report):
-        console.print(f"SKIPPED {lines}", "", sep="\n", style="bold yellow", markup=False)
-    if report.failures:
-        console.print(tables.failures(report), style="red", markup=False)
-
-
-def _write_json(report: Report, target: str) -> None:
-    text = msgspec.json.encode(report) + b"\n"  # not indented, which would add half of the size
-    if target == "-":
-        sys.stdout.buffer.write(text)
-        sys.stdout.flush()
-    else:
-        Path(target).write_bytes(text)
 
 
 if __name__ == "__main__":

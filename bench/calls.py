@@ -1,4 +1,4 @@
-"""Count the calls of Python functions from `send` to delivery, and of a request with its reply.
+"""Count the calls of Python functions from `send` to delivery, and of a request with its answer.
 
 Both sides run in this process, on uvloop, whose own functions are not written in Python. The count is the
 average over many steps. It includes the callbacks of the loop, but not the functions of this module. A
@@ -54,16 +54,16 @@ async def _tensors(
 
 @asynccontextmanager
 async def _requests(folder: str, nbytes: int) -> AsyncIterator[_Step]:
-    address = f"ipc://{folder}/messages.sock"
+    address = f"unix://{folder}/engine.sock"
     message = _Message(torch.zeros(nbytes, dtype=torch.uint8))
 
     async def serve(server: MessageServer[_Message]) -> None:
         async for request in server:
-            await request.reply(request.message)
+            await request.answer(request.message)
 
     async with (
         MessageServer(address, _Message) as server,
-        MessageClient(address, reply_type=_Message) as client,
+        MessageClient(address, _Message) as client,
     ):
         serving = asyncio.create_task(serve(server))
         yield lambda: client.request(message)
@@ -85,7 +85,7 @@ KINDS = (
     ),
     Kind("64 KiB tensor, copied", 76, lambda folder: _tensors(folder, 64 * _KIB)),
     Kind("1 MiB tensor from `allocate()`", 88, lambda folder: _tensors(folder, _MIB, allocates=True)),
-    Kind("4 KiB request with its reply", 134, lambda folder: _requests(folder, 4 * _KIB)),
+    Kind("4 KiB request with its answer", 74, lambda folder: _requests(folder, 4 * _KIB)),
 )
 
 

@@ -10,8 +10,6 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from threading import Lock
-from types import TracebackType
 from typing import IO
 
 import msgspec
@@ -24,89 +22,48 @@ from bench.worker import near
 from bench.workloads import WORKLOADS
 from verification.networks import two_hosts
 
-__all__ = ["FailedError", "Groups"]
+__all__ = ["FailedError", "run"]
 
 _OUTPUT_TAIL = 3000
 
 
 class FailedError(Exception):
-    """A contender did not finish; contains the reason, the current size, and the end of its output."""
+    """A contender did not finish, for the given reason; contains the end of its output."""
 
-    def __init__(self, reason: str, size: int, output: str) -> None:
-        super().__init__(reason)
-        self.size = size
-        self.output = output
+    output = ""
 
 
-class Groups:
-    """The groups of processes that run now. Leaving the context ends all of them."""
+def run(contender: Contender, spec: Spec, deadline_s: float, on_batch: Callable[[Batch], None]) -> None:
+    """Measure one contender in fresh processes; call `on_batch` with each batch.
 
-    def __init__(self) -> None:
-        self._running: set[BaseProcess] = set()
-        self._lock = Lock()  # groups may run side by side, each in a thread
-        self._over = False
+    Args:
+        contender: the contender.
+        spec: the task.
+        deadline_s: seconds for each batch; for the first, starting included.
+        on_batch: called with each batch.
 
-    def __enter__(self) -> "Groups":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._lock:
-            self._over = True
-            for process in self._running:
-                _kill(process)
-
-    def run(
-        self, contender: Contender, spec: Spec, deadline_s: float, on_batch: Callable[[Batch], None]
-    ) -> None:
-        """Measure one contender in fresh processes; call `on_batch` with each batch.
-
-        Args:
-            contender: the contender.
-            spec: the task.
-            deadline_s: seconds for each batch; for the first, starting included.
-            on_batch: called with each batch.
-
-        Raises:
-            FailedError: the contender crashed, or did not finish a batch in time and was killed.
-        """
-        with (
-            tempfile.TemporaryFile() as output,
-            tempfile.TemporaryDirectory(prefix="aiotensor-bench-", ignore_cleanup_errors=True) as folder,
-            two_hosts() if WORKLOADS[spec.workload].between_hosts else nullcontext() as hosts,
-        ):
-            results, theirs = get_context("forkserver").Pipe(duplex=False)
-            arguments = (Output(output.fileno()), own_server(), contender, spec, Path(folder), theirs, hosts)
-            process = get_context("forkserver").Process(target=near, args=arguments)
-            with results:
-                self._start(process)
-                theirs.close()
-                try:
-                    _read(results, process, spec, deadline_s, on_batch)
-                except _StoppedError as stopped:
-                    if self._over:
-                        raise RuntimeError("the run was ended from outside") from None
-                    raise FailedError(stopped.reason, stopped.size, _tail(output)) from None
-                finally:
-                    with self._lock:
-                        self._running.discard(process)
-                    _kill(process)
-                    process.join()
-
-    def _start(self, process: BaseProcess) -> None:
-        with self._lock:
-            if self._over:
-                raise RuntimeError("the run was ended from outside")
+    Raises:
+        FailedError: the contender crashed, or did not finish a batch in time and was killed.
+    """
+    with (
+        tempfile.TemporaryFile() as output,
+        tempfile.TemporaryDirectory(prefix="aiotensor-bench-", ignore_cleanup_errors=True) as folder,
+        two_hosts() if WORKLOADS[spec.workload].between_hosts else nullcontext() as hosts,
+    ):
+        results, theirs = get_context("forkserver").Pipe(duplex=False)
+        arguments = (Output(output.fileno()), own_server(), contender, spec, Path(folder), theirs, hosts)
+        process = get_context("forkserver").Process(target=near, args=arguments)
+        with results:
             process.start()
-            self._running.add(process)
-
-
-class _StoppedError(Exception):
-    def __init__(self, reason: str, size: int) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.size = size
+            theirs.close()
+            try:
+                _read(results, process, spec, deadline_s, on_batch)
+            except FailedError as error:
+                error.output = _tail(output)
+                raise
+            finally:
+                _kill(process)
+                process.join()
 
 
 def _read(
@@ -124,7 +81,7 @@ def _read(
         raise _late(size, deadline_s)
     process.join()
     if process.exitcode:
-        raise _StoppedError(f"finished every size and then ended with exit status {process.exitcode}", size)
+        raise FailedError(f"finished every size and then ended with exit status {process.exitcode}")
 
 
 def _next(results: Connection, process: BaseProcess, size: int, deadline_s: float) -> bytes:
@@ -137,12 +94,13 @@ def _next(results: Connection, process: BaseProcess, size: int, deadline_s: floa
         # It has closed its end, by ending; how it ended is known a moment later.
         process.join(max(0.0, end - time.monotonic()))
         reason = f"ended with exit status {process.exitcode} before it finished {format_size(size)}"
-        raise _StoppedError(reason, size) from None
+        raise FailedError(reason) from None
 
 
-def _late(size: int, deadline_s: float) -> _StoppedError:
-    reason = f"did not finish {format_size(size)} and go on within {deadline_s:g} s, and was killed"
-    return _StoppedError(reason, size)
+def _late(size: int, deadline_s: float) -> FailedError:
+    return FailedError(
+        f"did not finish {format_size(size)} and go on within {deadline_s:g} s, and was killed"
+    )
 
 
 def _kill(process: BaseProcess) -> None:

@@ -9,10 +9,7 @@ from bench.records import Machine
 
 __all__ = ["describe"]
 
-_PACKAGES = (
-    *("aiotensor", "torch", "uvloop", "msgspec", "numpy", "pyzmq", "av"),
-    *("faster-fifo", "iceoryx2", "ray"),
-)
+_PACKAGES = ("aiotensor", "torch", "uvloop", "msgspec", "numpy", "pyzmq", "av", "iceoryx2")
 
 
 def describe(load_before: float) -> Machine:

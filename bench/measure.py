@@ -45,25 +45,21 @@ def format_seconds(seconds: float) -> str:
     """Format a duration with three digits, in us, ms or s."""
     for scale, unit in ((1e-6, "us"), (1e-3, "ms")):
         # 999.5 would be written as 1e+03; it belongs to the next unit.
-        if seconds < 999.5 * scale:
-            return f"{_three_digits(seconds / scale)} {unit}"
-    return f"{_three_digits(seconds)} s"
+        if abs(seconds) < 999.5 * scale:
+            return f"{format_count(seconds / scale)} {unit}"
+    return f"{format_count(seconds)} s"
 
 
 def format_rate(per_second: float) -> str:
     """Format a rate per second with three significant digits and a thousands separator."""
     if per_second < 999.5:
-        return _three_digits(per_second)
+        return format_count(per_second)
     scale: float = 10 ** (len(str(round(per_second))) - 3)
     return f"{round(per_second / scale) * scale:,.0f}"
 
 
 def format_count(value: float) -> str:
     """Format a number without a unit, with three digits."""
-    return _three_digits(value)
-
-
-def _three_digits(value: float) -> str:
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
@@ -85,12 +81,9 @@ def share(total: int, parts: int, number: int) -> int:
     return total // parts + (number < total % parts)
 
 
-def summarize(latencies_ns: Sequence[int], bytes_per_trip: int) -> dict[str, float]:
-    """Reduce latencies in nanoseconds to seconds, and to the rate of the median trip."""
-    median_s = statistics.median(latencies_ns) / 1e9
+def summarize(latencies_ns: Sequence[int]) -> dict[str, float]:
+    """Reduce latencies in nanoseconds to seconds."""
     return {
-        "median_s": median_s,
+        "median_s": statistics.median(latencies_ns) / 1e9,
         "p99_s": percentile(latencies_ns, 99) / 1e9,
-        "min_s": min(latencies_ns) / 1e9,
-        "gigabytes_per_s": bytes_per_trip / median_s / 1e9,
     }

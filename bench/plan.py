@@ -1,11 +1,14 @@
-"""The plan of a run: contenders, workloads and event loops, and the reasons for omissions. Without I/O."""
+"""The plan of a run: contenders and workloads, and the reasons for omissions."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from bench.contenders.base import Contender
-from bench.measure import format_size
-from bench.records import Answer, Loop, Skip, Spec
+from bench.records import Loop, Skip, Spec
+from bench.workloads import why_unavailable
 from bench.workloads.base import Workload
 
 __all__ = ["Chapter", "Entry", "Options", "Plan", "make_plan"]
@@ -17,8 +20,7 @@ class Options(NamedTuple):
     Attributes:
         quick: whether to use the efforts and the contenders of a quick run.
         sizes: the sizes of the tensors, for workloads that have none of their own.
-        loops: the event loops to measure.
-        answer: what the far side of a round trip answers with.
+        loop: the event loop of all processes.
         rounds: the rounds of every workload; None for each workload's own number.
         deadline_s: the time limit for one batch; None for each workload's own limit.
         contenders: only these; empty for all.
@@ -27,24 +29,22 @@ class Options(NamedTuple):
 
     quick: bool
     sizes: tuple[int, ...]
-    loops: tuple[Loop, ...]
-    answer: Answer = "own"
-    rounds: int | None = None
-    deadline_s: float | None = None
-    contenders: tuple[str, ...] = ()
-    workloads: tuple[str, ...] = ()
+    loop: Loop
+    rounds: int | None
+    deadline_s: float | None
+    contenders: tuple[str, ...]
+    workloads: tuple[str, ...]
 
 
 class Entry(NamedTuple):
-    """One contender on one loop, in one group of processes; the loop is None for a contender without one."""
+    """One contender in one group of processes."""
 
     contender: Contender
-    loop: Loop | None
     spec: Spec
 
 
 class Chapter(NamedTuple):
-    """One workload with its contenders; without rounds and contenders if it cannot be measured here."""
+    """One workload with its contenders."""
 
     workload: Workload
     rounds: int
@@ -56,7 +56,7 @@ class Plan(NamedTuple):
     """The whole run, and its omissions.
 
     Attributes:
-        contenders: the selected contenders, installed or not.
+        contenders: the contenders that can be measured.
         chapters: the workloads, in order.
         skips: the omissions, with their reasons.
     """
@@ -74,11 +74,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    options: Options,
-    contenders: Mapping[str, Contender],
-    workloads: Mapping[str, Workload],
-    why_not: Callable[[Contender], str | None],
-    why_unavailable: Callable[[Workload], str | None],
+    options: Options, contenders: Mapping[str, Contender], workloads: Mapping[str, Workload]
 ) -> Plan:
     """Select the measurements, and record a reason for each omission.
 
@@ -86,71 +82,48 @@ def make_plan(
         options: the options of the command line.
         contenders: the table of contenders.
         workloads: the table of workloads.
-        why_not: returns the reason why a contender cannot be measured here.
-        why_unavailable: returns the reason why a workload cannot be measured here.
     """
-    skips: list[Skip] = []
-    asked = []
-    present = []
-    for contender in contenders.values():
-        if options.contenders and contender.name not in options.contenders:
+    plan = Plan([], [], [])
+    for one in contenders.values():
+        if not (one.name in options.contenders or (not options.contenders and _is_usual(one, options))):
             continue
-        if options.quick and not options.contenders and not contender.in_quick:
-            skips.append(Skip(contender.name, "a quick run leaves it out"))
-            continue
-        asked.append(contender)
-        if reason := why_not(contender):
-            skips.append(Skip(contender.name, reason))
+        if one.needs is not None and find_spec(one.needs) is None:
+            plan.skips.append(Skip(one.name, "it is not installed; `make bench-peers` installs it"))
         else:
-            present.append(contender)
-    chapters = []
+            plan.contenders.append(one)
     for workload in workloads.values():
-        is_usual = workload.in_quick or not options.quick
-        if not (workload.name in options.workloads if options.workloads else is_usual):
+        if not (
+            workload.name in options.workloads or (not options.workloads and _is_usual(workload, options))
+        ):
             continue
-        admitted = [one for one in present if workload.admits(one)]
-        reason = why_unavailable(workload) if admitted else None
-        if reason is not None:
-            skips += [Skip(one.name, reason, workload.name) for one in admitted]
-            chapters.append(Chapter(workload, 0, 0.0, []))
+        present = [one for one in plan.contenders if one.name in workload.contenders]
+        if present and (reason := why_unavailable(workload)) is not None:
+            plan.skips.append(Skip(workload.name, reason))
             continue
-        entries = [entry for one in admitted for entry in _entries(one, workload, options, skips)]
+        effort = workload.quick if options.quick else workload.full
+        entries = [entry for one in present for entry in _entries(one, workload, options)]
         if entries:
-            effort = workload.quick if options.quick else workload.full
             deadline_s = options.deadline_s or workload.deadline_s + effort.seconds
-            chapters.append(Chapter(workload, options.rounds or effort.rounds, deadline_s, entries))
-    return Plan(asked, chapters, skips)
+            plan.chapters.append(Chapter(workload, options.rounds or effort.rounds, deadline_s, entries))
+    return plan
 
 
-def _entries(
-    contender: Contender, workload: Workload, options: Options, skips: list[Skip]
-) -> Iterator[Entry]:
-    if workload.name in contender.lacks:
-        skips.append(Skip(contender.name, contender.lacks[workload.name], workload.name))
-        return
-    effort = workload.quick if options.quick else workload.full
-    sizes = effort.sizes or workload.sizes or options.sizes
-    carried = _carried(sizes, contender)
-    if len(carried) < len(sizes):
-        reason = f"it carries no more than {format_size(contender.largest or 0)}"
-        skips.append(Skip(contender.name, reason, workload.name))
-    loops: Sequence[Loop | None] = options.loops if contender.uses_loop else (None,)
+def _is_usual(one: Contender | Workload, options: Options) -> bool:
+    return one.in_quick or not options.quick
+
+
+def _entries(contender: Contender, workload: Workload, options: Options) -> list[Entry]:
+    largest = contender.largest
+    sizes = workload.sizes or options.sizes
+    spec = Spec(
+        workload=workload.name,
+        sizes=tuple(size for size in sizes if largest is None or size <= largest),
+        effort=workload.quick if options.quick else workload.full,
+        loop=options.loop,
+        peers=workload.peers,
+        depth=workload.depth,
+        source=workload.source,
+        answer_bytes=workload.answer_bytes,
+    )
     groups = [(count,) for count in workload.peers] if workload.is_apart else [workload.peers]
-    for loop in loops if carried else ():
-        for peers in groups:
-            spec = Spec(
-                workload=workload.name,
-                sizes=carried,
-                effort=effort,
-                peers=peers,
-                depth=workload.depth,
-                source=workload.source,
-                answer=options.answer,
-                reply=workload.reply,
-                loop=loop or "asyncio",
-            )
-            yield Entry(contender, loop, spec)
-
-
-def _carried(sizes: tuple[int, ...], contender: Contender) -> tuple[int, ...]:
-    return tuple(size for size in sizes if contender.largest is None or size <= contender.largest)
+    return [Entry(contender, replace(spec, peers=peers)) for peers in groups if spec.sizes]

@@ -5,15 +5,12 @@ from typing import Literal
 import msgspec
 
 __all__ = [
-    "Answer",
     "Batch",
-    "Cargo",
     "Effort",
     "Failure",
     "Loop",
     "Machine",
     "Participant",
-    "Reply",
     "Report",
     "Result",
     "Skip",
@@ -22,10 +19,7 @@ __all__ = [
     "Verdict",
 ]
 
-Answer = Literal["own", "same"]
-Cargo = Literal["tensors", "messages", "publications", "videos", "chains"]
-Loop = Literal["asyncio", "uvloop"]
-Reply = Literal["echo", "answer"]
+Loop = Literal["uvloop", "asyncio"]
 Source = Literal["copied", "allocated", "decoded", "computed"]
 
 
@@ -38,7 +32,6 @@ class Effort(msgspec.Struct, frozen=True):
         most: the maximum number of trips of one batch.
         fewest: the minimum number of trips of one batch.
         seconds: the intended duration of a batch, for workloads that are limited by time.
-        sizes: the sizes of tensors, if a quick run has fewer than a full one; None for those of the workload.
     """
 
     rounds: int = 1
@@ -46,7 +39,6 @@ class Effort(msgspec.Struct, frozen=True):
     most: int = 100
     fewest: int = 1
     seconds: float = 1.0
-    sizes: tuple[int, ...] | None = None
 
     def trips(self, size: int) -> int:
         """Return the number of timed trips of one batch of tensors of `size` bytes."""
@@ -60,24 +52,22 @@ class Spec(msgspec.Struct, frozen=True):
         workload: its name in the table of workloads.
         sizes: bytes of the tensors.
         effort: how much of it.
+        loop: the event loop of all processes.
         peers: how many processes of the side that has several take part, one batch for each; the largest
             number is started.
         depth: how many tensors may be in flight at once, for each peer; of videos, in total.
         source: whether tensors come from ordinary memory, from memory of the contender, or from a decoder.
-        answer: whether the far side answers with a new tensor or with the received one.
-        reply: whether a request is answered with a tensor of its size or with a small one.
-        loop: the event loop of all processes.
+        answer_bytes: the size of the tensor in an answer to a request; None for that of the request.
     """
 
     workload: str
     sizes: tuple[int, ...]
     effort: Effort
-    peers: tuple[int, ...] = (1,)
-    depth: int = 8
-    source: Source = "copied"
-    answer: Answer = "own"
-    reply: Reply = "echo"
-    loop: Loop = "uvloop"
+    loop: Loop
+    peers: tuple[int, ...]
+    depth: int
+    source: Source
+    answer_bytes: int | None
 
     @property
     def batches(self) -> list[tuple[int, int]]:
@@ -93,14 +83,12 @@ class Batch(msgspec.Struct, frozen=True):
         peers: the processes of the side that has several.
         latencies_ns: the latency of each trip.
         numbers: the measured numbers by their names.
-        bytes_per_trip: there and back together, or to all readers; None for the size twice.
     """
 
     size_bytes: int
     peers: int = 1
     latencies_ns: list[int] = []
     numbers: dict[str, float] = {}
-    bytes_per_trip: int | None = None
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -109,58 +97,46 @@ class Result(msgspec.Struct, frozen=True):
     Attributes:
         workload: the name of the workload.
         contender: the name of the contender.
-        loop: the event loop; None for a contender that uses none.
         size_bytes: the size of the tensor.
         peers: the processes of the side that has several.
-        trips: the timed trips of all rounds together; 0 if the workload times no trips.
         numbers: the numbers of all rounds together for trips, and otherwise the median of the rounds.
         rounds: the numbers of each round.
-        ratio: how many times better than the baseline, by the number that the workload is judged by: the
-            median of `round_ratios`; None without a baseline.
-        round_ratios: each round compared with the same round of the baseline; their spread shows the
-            noise.
+        ratios: how many times better than the baseline each round is, by the number that the workload is
+            judged by, in the same round of the baseline; their spread shows the noise.
     """
 
     workload: str
     contender: str
-    loop: Loop | None
     size_bytes: int
     peers: int
-    trips: int
     numbers: dict[str, float]
     rounds: list[dict[str, float]]
-    ratio: float | None = None
-    round_ratios: list[float] = []
+    ratios: list[float]
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """A contender that did not finish a workload, and takes part in no later round of it.
+    """A contender that crashed or hung in one workload.
 
     Attributes:
         workload: the name of the workload.
         contender: the name of the contender.
-        loop: the event loop; None for a contender that uses none.
         round: the round in which it failed, from 0.
-        size_bytes: the size at which it failed.
         reason: the failure, as a predicate of the subject "it".
         output: the last output of its processes on standard error.
     """
 
     workload: str
     contender: str
-    loop: Loop | None
     round: int
-    size_bytes: int
     reason: str
     output: str
 
 
 class Skip(msgspec.Struct, frozen=True):
-    """A contender that was not measured, in one workload or (without a workload) in all, and the reason."""
+    """A contender or a workload that was not measured, and the reason."""
 
-    contender: str
+    name: str
     reason: str
-    workload: str | None = None
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -170,10 +146,10 @@ class Verdict(msgspec.Struct, frozen=True):
         work: what is measured.
         against: the reference of the comparison; empty if there is none.
         goal: the goal, in words; empty for a number that is only shown beside one.
+        unit: the unit of the three numbers: ``"x"``, ``"s"``, ``"%"`` or ``"calls"``.
         measured: the median of the rounds.
         lowest: the lowest number of the rounds.
         highest: the highest number of the rounds.
-        unit: the unit of the three numbers: ``"x"``, ``"s"``, ``"%"`` or ``"calls"``.
         met: whether the goal was reached; None if there is no number, or no goal for it.
     """
 
@@ -201,29 +177,18 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Participant(msgspec.Struct, frozen=True):
-    """A contender of a run, or a limit, which only shows the speed of the machine.
-
-    Attributes:
-        name: its name.
-        what: a short description.
-        is_limit: whether it is a limit.
-        carries: the kind of data that it carries; it takes part only in workloads of this kind.
-        spans_hosts: whether it takes part in workloads between two hosts.
-    """
+    """A contender of a run, or a limit, which only shows the speed of the machine."""
 
     name: str
     what: str
-    is_limit: bool = False
-    carries: Cargo = "tensors"
-    spans_hosts: bool = False
+    is_limit: bool
 
 
 class Report(msgspec.Struct, frozen=True):
     """A whole run, as stored in the JSON file."""
 
     quick: bool
-    answer: Answer
-    baseline: str
+    loop: Loop
     contenders: list[Participant]
     workloads: list[str]
     seconds: float
@@ -232,4 +197,4 @@ class Report(msgspec.Struct, frozen=True):
     goals: list[Verdict]
     failures: list[Failure]
     skips: list[Skip]
-    schema: int = 3
+    schema: int = 4

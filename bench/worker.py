@@ -13,7 +13,7 @@ import socket
 import sys
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Thread
@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from bench.contenders.base import ConnectingPort, Contender, Layout, Side
+from bench.contenders.base import Contender, Layout, Port, Side
 from bench.fork_server import Output, Server, adopt
 from bench.records import Batch, Spec
 from bench.usage import shared_bytes
@@ -117,12 +117,11 @@ def _far(
 
 @asynccontextmanager
 async def _opened(side: Side[Any], stage_of: Callable[[Any], Stage[Any]]) -> AsyncIterator[Stage[Any]]:
-    opening: AbstractAsyncContextManager[Any] = side.open()
-    async with opening as port:
+    async with side() as port:
         stage = stage_of(port)
         # No process sends before all can receive, and none closes while another may still need it.
         await stage.barrier.meet()
-        if isinstance(port, ConnectingPort):
+        if isinstance(port, Port) and port.connect is not None:
             await port.connect(stage.barrier.meet)
         yield stage
         await stage.barrier.meet()
@@ -131,12 +130,14 @@ async def _opened(side: Side[Any], stage_of: Callable[[Any], Stage[Any]]) -> Asy
 def _connect(
     workload: Workload, contender: Contender, spec: Spec, folder: Path, hosts: Hosts | None
 ) -> tuple[Side[Any], Sequence[Side[Any]]]:
-    layout = Layout(max(spec.peers), spec.depth, workload.both_ways, max(spec.sizes), folder, spec.reply)
+    layout = Layout(
+        max(spec.peers), spec.depth, workload.both_ways, workload.broadcasts, max(spec.sizes), folder
+    )
     if hosts is not None:
         peer, only = (hosts.b, hosts.a) if workload.single_is_near else (hosts.a, hosts.b)
         layout = layout._replace(device=only.device, peer_address=peer.address, single_address=only.address)
     several: Sequence[Side[Any]]
-    several, single = importlib.import_module(contender.module).connect(layout)
+    several, single = importlib.import_module(contender.module).connect(layout, **contender.options)
     if workload.single_is_near:
         return single, several
     (side,) = several

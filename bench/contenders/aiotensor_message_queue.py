@@ -2,54 +2,30 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from aiotensor.queues import MessageQueue, QueueConsumer, QueueProducer
-from bench.contenders.aiotensor_link import arena_bytes
-from bench.contenders.base import Layout
-
-__all__ = ["connect"]
-
-_Queue = MessageQueue[torch.Tensor]
+from aiotensor.queues import MessageQueue
+from bench.contenders.aiotensor_links import arena_bytes
+from bench.contenders.base import Layout, Port, Sides
 
 
-class MessageQueuePort:
-    overlaps = True
-
-    def __init__(self, producer: QueueProducer | None, consumer: QueueConsumer[torch.Tensor] | None) -> None:
-        self._producer = producer
-        self._consumer = consumer
-
-    async def send(self, tensor: torch.Tensor) -> None:
-        if self._producer is None:
-            raise TypeError("this side only receives")
-        await self._producer.put(tensor)
-
-    async def receive(self) -> torch.Tensor:
-        if self._consumer is None:
-            raise TypeError("this side only sends")
-        return await self._consumer.get()
+@asynccontextmanager
+async def opened(
+    outgoing: MessageQueue[torch.Tensor] | None, incoming: MessageQueue[torch.Tensor] | None
+) -> AsyncIterator[Port]:
+    port = Port()
+    async with AsyncExitStack() as stack:
+        if incoming is not None:
+            port = Port(receive=(await stack.enter_async_context(incoming.consumer())).get)
+        if outgoing is not None:
+            producer = await stack.enter_async_context(outgoing.producer())
+            port = Port(producer.put, port.receive, overlaps=True)
+        yield port
 
 
-@dataclass(frozen=True)
-class MessageQueueSide:
-    outgoing: _Queue | None
-    incoming: _Queue | None
-
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator[MessageQueuePort]:
-        async with AsyncExitStack() as stack:
-            consumer = producer = None
-            if self.incoming is not None:
-                consumer = await stack.enter_async_context(self.incoming.consumer())
-            if self.outgoing is not None:
-                producer = await stack.enter_async_context(self.outgoing.producer())
-            yield MessageQueuePort(producer, consumer)
-
-
-def connect(layout: Layout) -> tuple[list[MessageQueueSide], MessageQueueSide]:
+def connect(layout: Layout) -> Sides[Port]:
     there, back = (
         MessageQueue(
             torch.Tensor,
@@ -61,4 +37,4 @@ def connect(layout: Layout) -> tuple[list[MessageQueueSide], MessageQueueSide]:
         for name, producers in (("there", layout.peers), ("back", 1))
     )
     returns = back if layout.both_ways else None
-    return [MessageQueueSide(there, returns) for _ in range(layout.peers)], MessageQueueSide(returns, there)
+    return [partial(opened, there, returns)] * layout.peers, partial(opened, returns, there)

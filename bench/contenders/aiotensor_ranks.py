@@ -2,58 +2,32 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed
 
 from aiotensor.ranks import RankPipe
-from bench.contenders.base import Layout
-
-__all__ = ["RankSide", "connect", "connect_with"]
+from bench.contenders.base import Layout, Port, Sides
 
 
-class PipePort:
-    overlaps = True
+@asynccontextmanager
+async def opened(rank: int, address: str, meeting: Path) -> AsyncIterator[Port]:
+    store = torch.distributed.FileStore(str(meeting), 2)  # type: ignore[attr-defined]
+    async with RankPipe(store, 1 - rank, rank=rank, world_size=2, host=address) as pipe:
 
-    def __init__(self, pipe: RankPipe) -> None:
-        self._pipe = pipe
+        async def receive() -> torch.Tensor:
+            tensor = await pipe.receive()
+            if tensor is None:
+                raise TypeError("the other rank has sent None")
+            return tensor
 
-    async def send(self, tensor: torch.Tensor) -> None:
-        await self._pipe.send(tensor)
-
-    async def receive(self) -> torch.Tensor:
-        tensor = await self._pipe.receive()
-        if tensor is None:
-            raise TypeError("the other rank has sent None")
-        return tensor
+        yield Port(pipe.send, receive, overlaps=True)
 
 
-@dataclass(frozen=True)
-class RankSide:
-    """A rank, its address, the file by which it finds the other one, and whether the pipe is encrypted."""
-
-    rank: int
-    address: str
-    meeting: Path
-    encrypt: bool
-
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator[PipePort]:
-        store = torch.distributed.FileStore(str(self.meeting), 2)  # type: ignore[attr-defined]
-        async with RankPipe(
-            store, 1 - self.rank, rank=self.rank, world_size=2, host=self.address, encrypt=self.encrypt
-        ) as pipe:
-            yield PipePort(pipe)
-
-
-def connect_with(layout: Layout, *, encrypt: bool) -> tuple[list[RankSide], RankSide]:
-    """Connect two ranks."""
+def connect(layout: Layout) -> Sides[Port]:
     meeting = layout.folder / "meeting"
-    peer = RankSide(1, layout.peer_address, meeting, encrypt)
-    return [peer], RankSide(0, layout.single_address, meeting, encrypt)
-
-
-def connect(layout: Layout) -> tuple[list[RankSide], RankSide]:
-    return connect_with(layout, encrypt=False)
+    return [partial(opened, 1, layout.peer_address, meeting)], partial(
+        opened, 0, layout.single_address, meeting
+    )

@@ -1,42 +1,46 @@
 """A contender: a module with the function `connect`, and one row in the table.
 
-``connect(layout)`` returns the closed ends of a connection: a list of sides, as many as the layout requests,
-and the single side that they connect to. The sides of the list send tensors to the single one; if the layout
-requests it, both can send. If the contender carries messages, the sides of the list send requests, and the
-single side answers them. If it carries publications, the single side sends to all sides of the list. If it
-carries videos, the sides of the list are API servers, and the single side is their engine.
+``connect(layout, **options)`` returns the closed ends of a connection: a list of sides, as many as the layout
+requests, and the single side that they connect to. The sides of the list send tensors to the single one; if
+the layout requests it, both can send. In requests, the sides of the list ask, and the single side answers. In
+broadcasts, the single side sends to all sides of the list. In a chain, each side sends to the next one. With
+videos, the sides of the list are API servers, and the single side is their engine.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
-
-from bench.records import Cargo, Reply
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:  # reading the table of contenders must not import torch
     import torch
 
-    from bench.messages import Message, Video
+    from bench.messages import Message
 
 __all__ = [
-    "AllocatingPort",
     "AnsweringPort",
     "AskingPort",
-    "ConnectingPort",
     "Contender",
     "EnginePort",
     "Layout",
+    "Meet",
     "Port",
     "Request",
     "Side",
+    "Sides",
     "UploadPort",
     "UploadSlot",
     "VideoRequest",
 ]
 
-P_co = TypeVar("P_co", covariant=True)
+P = TypeVar("P")
+
+# A closed end of a connection; it is pickled for the process that opens it.
+Side: TypeAlias = Callable[[], AbstractAsyncContextManager[P]]
+Sides: TypeAlias = tuple[list[Side[P]], Side[P]]
+
+Meet: TypeAlias = Callable[[], Awaitable[None]]
 
 
 class Layout(NamedTuple):
@@ -45,10 +49,10 @@ class Layout(NamedTuple):
     Attributes:
         peers: the processes on the side that has several: senders of tensors, or subscribers.
         depth: the tensors that may be in flight at once, for each peer; of videos, for all peers together.
-        both_ways: whether the receiving side can send to the one sender too.
+        both_ways: whether the single side can send, too.
+        broadcasts: whether only the single side sends.
         largest: the size of the largest tensor in bytes.
         folder: a fresh folder for sockets, deleted afterwards.
-        reply: the kind of answers to requests.
         device: the network interface of every process.
         peer_address: the address of that interface, for the sides of the list.
         single_address: the address of that interface, for the single side.
@@ -57,59 +61,55 @@ class Layout(NamedTuple):
     peers: int
     depth: int
     both_ways: bool
+    broadcasts: bool
     largest: int
     folder: Path
-    reply: Reply = "echo"
     device: str = "lo"
     peer_address: str = "127.0.0.1"
     single_address: str = "127.0.0.1"
 
 
-class Port(Protocol):
+async def _nothing(*arguments: object) -> NoReturn:
+    raise TypeError("this side cannot do this")
+
+
+@dataclass(frozen=True)
+class Port:
     """An open end of a connection.
 
-    The methods are coroutines, so that a workload is written once. A contender with blocking calls
+    The functions are coroutines, so that a workload is written once. A contender with blocking calls
     just blocks in them: nothing else runs in its process, and a coroutine that never suspends costs
     a fraction of a microsecond.
+
+    Attributes:
+        send: sends a tensor.
+        receive: waits for a tensor.
+        allocate: returns a tensor of a number of bytes in the memory from which the contender sends.
+        overlaps: whether several tasks may be in `send` at once.
+        connect: connects to the other ports, once all of them are open; its argument waits until all other
+            processes wait, too.
     """
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether several tasks may be in `send` at once."""
-
-    async def send(self, tensor: "torch.Tensor") -> None: ...
-
-    async def receive(self) -> "torch.Tensor": ...
-
-
-@runtime_checkable
-class ConnectingPort(Protocol):
-    """A port that connects to the others once all of them are open."""
-
-    async def connect(self, meet: Callable[[], Awaitable[None]]) -> None:
-        """Connect; `meet` waits until all other processes wait, too."""
-
-
-@runtime_checkable
-class AllocatingPort(Port, Protocol):
-    """A port that can also allocate tensors in the memory from which it sends."""
-
-    async def allocate(self, size: int) -> "torch.Tensor": ...
+    send: "Callable[[torch.Tensor], Awaitable[object]]" = _nothing
+    receive: "Callable[[], Awaitable[torch.Tensor]]" = _nothing
+    allocate: "Callable[[int], Awaitable[torch.Tensor]]" = _nothing
+    overlaps: bool = False
+    connect: Callable[[Meet], Awaitable[None]] | None = None
 
 
 class AskingPort(Protocol):
     """An open end that sends requests and waits for their answers; as in a `Port`, blocking calls block."""
 
-    async def request(self, message: "Video") -> "Message": ...
+    async def request(self, message: "Message") -> "Message": ...
 
 
 class Request(Protocol):
     """A message that waits for its answer."""
 
     @property
-    def message(self) -> "Video": ...
+    def message(self) -> "Message": ...
 
-    async def reply(self, answer: "Message") -> object: ...
+    async def answer(self, answer: "Message") -> object: ...
 
 
 AnsweringPort: TypeAlias = AsyncIterator[Request]
@@ -138,16 +138,10 @@ class VideoRequest(Protocol):
     @property
     def frames(self) -> "torch.Tensor": ...
 
-    async def reply(self, answer: int) -> None: ...
+    async def answer(self, answer: int) -> None: ...
 
 
 EnginePort: TypeAlias = AsyncIterator[VideoRequest]
-
-
-class Side(Protocol[P_co]):
-    """A closed end of a connection; it is pickled for the process that opens it."""
-
-    def open(self) -> AbstractAsyncContextManager[P_co]: ...
 
 
 @dataclass(frozen=True)
@@ -156,33 +150,28 @@ class Contender:
 
     Attributes:
         name: how the command line and the results name it.
-        module: the module with `connect`; imported only in the processes that measure it.
+        file: the module with `connect`; imported only in the processes that measure it.
         what: a short description.
-        uses_loop: whether it is driven by the event loop, and so is measured on more than one.
+        options: further arguments of `connect`.
         is_limit: whether it only shows the speed of the machine, and is no alternative to aiotensor.
         alone: whether it is a single process, without a far side.
         drives_itself: whether its module has `near` and `far` in place of the workload's.
         in_quick: whether a quick run measures it too.
-        needs: the modules that must be installed, and the names of their packages.
-        group: the dependency group of this project that installs them.
+        needs: a module that the dependency group `bench-peers` installs; None if none is missing without it.
         largest: the size of the largest tensor that it can carry, in bytes; None for any.
-        lacks: the workloads in which it takes no part, with the reasons.
-        carries: tensors one way, messages and their answers, publications to several readers, the videos of
-            several API servers, or tensors from process to process.
-        spans_hosts: whether its sides may be on two hosts.
     """
 
     name: str
-    module: str
+    file: str
     what: str
-    uses_loop: bool = False
+    options: Mapping[str, object] = field(default_factory=dict)
     is_limit: bool = False
     alone: bool = False
     drives_itself: bool = False
     in_quick: bool = True
-    needs: Mapping[str, str] = field(default_factory=dict)
-    group: str = "bench-peers"
+    needs: str | None = None
     largest: int | None = None
-    lacks: Mapping[str, str] = field(default_factory=dict)
-    carries: Cargo = "tensors"
-    spans_hosts: bool = False
+
+    @property
+    def module(self) -> str:
+        return f"bench.contenders.{self.file}"

@@ -1,42 +1,92 @@
-"""iceoryx2: samples loaned from a pool in shared memory, published, and an event that wakes the subscriber.
+"""iceoryx2: samples loaned from a pool in shared memory, published, and an event that wakes the subscribers.
 
-A copied tensor is copied once, into the loaned sample; the subscriber's tensor is a view of the sample,
-which goes back to the pool when the tensor is freed.
+A copied tensor is copied once, into the loaned sample; a subscriber's tensor is a view of the sample, which
+goes back to the pool when the tensor is freed.
 """
 
 import ctypes
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import iceoryx2
 import torch
 
-from bench.contenders.base import Layout
-
-__all__ = ["ServiceSide", "connect"]
+from bench.contenders.base import Layout, Meet, Port, Sides
 
 _HELD = 4  # samples that a subscriber may hold, and a publisher may loan, at once
 
 
-class _Outlet:
-    def __init__(self, node: Any, name: str, side: "ServiceSide") -> None:
-        self._publisher = (
-            _samples(node, name, side)
-            .publisher_builder()
-            .initial_max_slice_len(side.largest)
-            .max_loaned_samples(_HELD)
-            .backpressure_strategy(iceoryx2.BackpressureStrategy.RetryUntilDelivered)
-            .create()
-        )
-        self._notifier = _events(node, name, side).notifier_builder().create()
+class Limits(NamedTuple):
+    """The limits of a service."""
+
+    depth: int
+    largest: int
+    publishers: int
+    subscribers: int
+
+
+class Service:
+    """What one process publishes under one name, and receives under another."""
+
+    def __init__(self, outgoing: str | None, incoming: str | None, limits: Limits) -> None:
+        self._limits = limits
         self._loaned: dict[int, Any] = {}
+        node = (
+            iceoryx2.NodeBuilder.new()
+            .signal_handling_mode(iceoryx2.SignalHandlingMode.Disabled)
+            .create(iceoryx2.ServiceType.Ipc)
+        )
+        self._publisher: Any = None
+        self._subscriber: Any = None
+        if incoming is not None:
+            self._subscriber = self._samples(node, incoming).subscriber_builder().create()
+            self._listener = self._events(node, incoming).listener_builder().create()
+        if outgoing is not None:
+            self._publisher = (
+                self._samples(node, outgoing)
+                .publisher_builder()
+                .initial_max_slice_len(limits.largest)
+                .max_loaned_samples(_HELD)
+                .backpressure_strategy(iceoryx2.BackpressureStrategy.RetryUntilDelivered)
+                .create()
+            )
+            self._notifier = self._events(node, outgoing).notifier_builder().create()
 
-    def connect(self) -> None:
-        self._publisher.update_connections()
+    def _samples(self, node: Any, name: str) -> Any:
+        return (
+            node.service_builder(iceoryx2.ServiceName.new(name))
+            .publish_subscribe(iceoryx2.Slice[ctypes.c_uint8])
+            .max_publishers(self._limits.publishers)
+            .max_subscribers(self._limits.subscribers)
+            .max_nodes(self._limits.publishers + self._limits.subscribers)
+            .subscriber_max_buffer_size(self._limits.depth)
+            .subscriber_max_borrowed_samples(_HELD)
+            .enable_safe_overflow(False)  # a full buffer makes the publisher wait
+            .open_or_create()
+        )
 
-    def send(self, tensor: torch.Tensor) -> None:
+    def _events(self, node: Any, name: str) -> Any:
+        return (
+            node.service_builder(iceoryx2.ServiceName.new(f"{name}/events"))
+            .event()
+            .max_notifiers(self._limits.publishers)
+            .max_listeners(self._limits.subscribers)
+            .max_nodes(self._limits.publishers + self._limits.subscribers)
+            .open_or_create()
+        )
+
+    async def connect(self, meet: Meet) -> None:
+        # A subscriber that connects while its publisher connects or sends would lose the first sample.
+        if self._publisher is not None:
+            self._publisher.update_connections()
+        await meet()
+        if self._subscriber is not None:
+            self._subscriber.has_samples()
+        await meet()
+
+    async def send(self, tensor: torch.Tensor) -> None:
         sample = self._loaned.pop(tensor.data_ptr(), None)
         if sample is None:
             sample = self._publisher.loan_slice_uninit(len(tensor))
@@ -44,114 +94,36 @@ class _Outlet:
         sample.assume_init().send()
         self._notifier.notify()
 
-    def allocate(self, size: int) -> torch.Tensor:
+    async def allocate(self, size: int) -> torch.Tensor:
         sample = self._publisher.loan_slice_uninit(size)
         tensor = _view(sample, size)
         self._loaned[tensor.data_ptr()] = sample
         return tensor
 
-
-class _Inlet:
-    def __init__(self, node: Any, name: str, side: "ServiceSide") -> None:
-        self._subscriber = _samples(node, name, side).subscriber_builder().create()
-        self._listener = _events(node, name, side).listener_builder().create()
-
-    def connect(self) -> None:
-        self._subscriber.has_samples()
-
-    def receive(self) -> torch.Tensor:
+    async def receive(self) -> torch.Tensor:
         while (sample := self._subscriber.receive()) is None:
             self._listener.blocking_wait()
         return _view(sample, sample.payload().number_of_elements)
-
-
-class ServicePort:
-    overlaps = False
-
-    def __init__(self, outlet: _Outlet | None, inlet: _Inlet | None) -> None:
-        self._outlet = outlet
-        self._inlet = inlet
-
-    async def connect(self, meet: Callable[[], Awaitable[None]]) -> None:
-        # A subscriber that connects while its publisher connects or sends would lose the first sample.
-        if self._outlet is not None:
-            self._outlet.connect()
-        await meet()
-        if self._inlet is not None:
-            self._inlet.connect()
-        await meet()
-
-    async def send(self, tensor: torch.Tensor) -> None:
-        if self._outlet is None:
-            raise TypeError("this side only receives")
-        self._outlet.send(tensor)
-
-    async def allocate(self, size: int) -> torch.Tensor:
-        if self._outlet is None:
-            raise TypeError("this side only receives")
-        return self._outlet.allocate(size)
-
-    async def receive(self) -> torch.Tensor:
-        if self._inlet is None:
-            raise TypeError("this side only sends")
-        return self._inlet.receive()
-
-
-@dataclass(frozen=True)
-class ServiceSide:
-    outgoing: str | None
-    incoming: str | None
-    depth: int
-    largest: int
-    publishers: int
-    subscribers: int = 1
-
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator[ServicePort]:
-        node = (
-            iceoryx2.NodeBuilder.new()
-            .signal_handling_mode(iceoryx2.SignalHandlingMode.Disabled)
-            .create(iceoryx2.ServiceType.Ipc)
-        )
-        inlet = None if self.incoming is None else _Inlet(node, self.incoming, self)
-        outlet = None if self.outgoing is None else _Outlet(node, self.outgoing, self)
-        yield ServicePort(outlet, inlet)
-
-
-def connect(layout: Layout) -> tuple[list[ServiceSide], ServiceSide]:
-    # Services of other programs are in the same namespace, so the names contain that of the unique folder.
-    there = f"{layout.folder.name}/there"
-    back = f"{layout.folder.name}/back" if layout.both_ways else None
-    limits = (layout.depth, layout.largest, layout.peers)
-    return [ServiceSide(there, back, *limits) for _ in range(layout.peers)], ServiceSide(back, there, *limits)
-
-
-def _samples(node: Any, name: str, side: ServiceSide) -> Any:
-    return (
-        node.service_builder(iceoryx2.ServiceName.new(name))
-        .publish_subscribe(iceoryx2.Slice[ctypes.c_uint8])
-        .max_publishers(side.publishers)
-        .max_subscribers(side.subscribers)
-        .max_nodes(side.publishers + side.subscribers)
-        .subscriber_max_buffer_size(side.depth)
-        .subscriber_max_borrowed_samples(_HELD)
-        .enable_safe_overflow(False)  # a full buffer makes the publisher wait
-        .open_or_create()
-    )
-
-
-def _events(node: Any, name: str, side: ServiceSide) -> Any:
-    return (
-        node.service_builder(iceoryx2.ServiceName.new(f"{name}/events"))
-        .event()
-        .max_notifiers(side.publishers)
-        .max_listeners(side.subscribers)
-        .max_nodes(side.publishers + side.subscribers)
-        .open_or_create()
-    )
 
 
 def _view(sample: Any, size: int) -> torch.Tensor:
     memory: Any = (ctypes.c_uint8 * size).from_address(sample.payload_ptr)
     memory.sample = sample  # lives as long as a view of the memory
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+@asynccontextmanager
+async def opened(outgoing: str | None, incoming: str | None, limits: Limits) -> AsyncIterator[Port]:
+    service = Service(outgoing, incoming, limits)
+    yield Port(service.send, service.receive, service.allocate, connect=service.connect)
+
+
+def connect(layout: Layout) -> Sides[Port]:
+    # Services of other programs are in the same namespace, so the names contain that of the unique folder.
+    there, back = f"{layout.folder.name}/there", f"{layout.folder.name}/back"
+    if layout.broadcasts:
+        limits = Limits(layout.depth, layout.largest, 1, layout.peers)
+        return [partial(opened, None, there, limits)] * layout.peers, partial(opened, there, None, limits)
+    limits = Limits(layout.depth, layout.largest, layout.peers, 1)
+    returns = back if layout.both_ways else None
+    return [partial(opened, there, returns, limits)] * layout.peers, partial(opened, returns, there, limits)

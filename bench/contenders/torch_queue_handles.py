@@ -10,7 +10,7 @@ A thread moves the tensor to shared memory, so that the event loop is not blocke
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from multiprocessing.queues import Queue
 from typing import NamedTuple, TypeAlias
@@ -20,16 +20,16 @@ import torch
 import torch.multiprocessing
 import zmq
 
-from bench.contenders.base import Layout
+from bench.contenders.base import Layout, Sides
 from bench.contenders.video_requests import (
     Engine,
     LimitedPort,
     Requests,
     address_in,
     listening,
+    permits,
     requesting,
 )
-from bench.measure import share
 
 _WAIT_S = 10.0  # the maximum wait for a tensor that was announced
 
@@ -47,11 +47,10 @@ TensorQueue: TypeAlias = "Queue[tuple[Handle, torch.Tensor]]"
 
 class UploadPort(LimitedPort):
     def __init__(self, sender: int, permits: int, tensors: TensorQueue, requests: Requests) -> None:
-        super().__init__(permits)
+        super().__init__(permits, requests)
         self._sender = sender
         self._messages = count()
         self._tensors = tensors
-        self._requests = requests
 
     async def request(self, frames: torch.Tensor) -> int:
         await asyncio.to_thread(frames.share_memory_)
@@ -59,7 +58,7 @@ class UploadPort(LimitedPort):
         handle = Handle(self._sender, next(self._messages), 0)
         self._tensors.put((handle, frames))
         del frames
-        return await self._requests.ask([msgspec.msgpack.encode(handle)])
+        return await self.requests.ask([msgspec.msgpack.encode(handle)])
 
 
 class Buffer:
@@ -81,41 +80,28 @@ class Buffer:
         return tensor
 
 
-@dataclass(frozen=True)
-class ServerSide:
-    number: int
-    permits: int
-    tensors: TensorQueue
-    requests: str
-
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator[UploadPort]:
-        async with requesting(self.requests) as requests:
-            yield UploadPort(self.number, self.permits, self.tensors, requests)
+@asynccontextmanager
+async def serving(number: int, limit: int, tensors: TensorQueue, address: str) -> AsyncIterator[UploadPort]:
+    async with requesting(address) as requests:
+        yield UploadPort(number, limit, tensors, requests)
 
 
-@dataclass(frozen=True)
-class EngineSide:
-    tensors: TensorQueue
-    requests: str
+@asynccontextmanager
+async def engine(tensors: TensorQueue, address: str) -> AsyncIterator[Engine]:
+    buffer, handles = Buffer(tensors), msgspec.msgpack.Decoder(Handle)
 
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator[Engine]:
-        buffer, handles = Buffer(self.tensors), msgspec.msgpack.Decoder(Handle)
+    async def find(parts: "Sequence[zmq.Frame]") -> torch.Tensor:
+        (handle,) = parts
+        return buffer.take(handles.decode(handle.buffer))
 
-        async def find(parts: "Sequence[zmq.Frame]") -> torch.Tensor:
-            (handle,) = parts
-            return buffer.take(handles.decode(handle.buffer))
-
-        async with listening(self.requests, find) as engine:
-            yield engine
+    async with listening(address, find) as opened:
+        yield opened
 
 
-def connect(layout: Layout) -> tuple[list[ServerSide], EngineSide]:
+def connect(layout: Layout) -> Sides[UploadPort | Engine]:
     tensors: TensorQueue = torch.multiprocessing.get_context("spawn").Queue()
-    requests = address_in(layout)
+    address = address_in(layout)
     servers = [
-        ServerSide(number, share(layout.depth, layout.peers, number), tensors, requests)
-        for number in range(layout.peers)
+        partial(serving, number, count, tensors, address) for number, count in enumerate(permits(layout))
     ]
-    return servers, EngineSide(tensors, requests)
+    return [*servers], partial(engine, tensors, address)

@@ -1,8 +1,8 @@
-"""The requests of contenders that carry videos: from a DEALER in each API server to the ROUTER of the engine.
+"""The requests of other contenders that carry videos: from a DEALER in each API server to a ROUTER.
 
-All contenders share it, so only the transfer of tensors differs. The sockets are pyzmq's for asyncio. A
-request is a number and the parts that a contender adds: the handle of a tensor, or the tensor itself. The
-answer is an integer.
+They share it, so only the transfer of tensors differs. The sockets are pyzmq's for asyncio. A request is a
+number and the parts that a contender adds: the handle of a tensor, or the tensor itself. The answer is an
+integer.
 """
 
 import abc
@@ -18,8 +18,9 @@ import zmq
 import zmq.asyncio
 
 from bench.contenders.base import Layout
+from bench.measure import share
 
-__all__ = ["Engine", "LimitedPort", "Requests", "address_in", "listening", "requesting"]
+__all__ = ["Engine", "LimitedPort", "Requests", "address_in", "listening", "permits", "requesting"]
 
 _NUMBER = struct.Struct("<Q")
 
@@ -27,6 +28,11 @@ _NUMBER = struct.Struct("<Q")
 def address_in(layout: Layout) -> str:
     """Return the address where the engine listens for requests."""
     return f"ipc://{layout.folder}/requests"
+
+
+def permits(layout: Layout) -> list[int]:
+    """Return the permits of each API server."""
+    return [share(layout.depth, layout.peers, number) for number in range(layout.peers)]
 
 
 class Requests:
@@ -74,9 +80,11 @@ class LimitedPort(abc.ABC):
 
     Args:
         permits: the requests that may hold decoded frames at once.
+        requests: the requests of this server.
     """
 
-    def __init__(self, permits: int) -> None:
+    def __init__(self, permits: int, requests: Requests) -> None:
+        self.requests = requests
         self._permits = asyncio.Semaphore(permits)
 
     @asynccontextmanager
@@ -120,7 +128,7 @@ class Request(NamedTuple):
     number: "zmq.Frame"
     frames: torch.Tensor
 
-    async def reply(self, answer: int) -> None:
+    async def answer(self, answer: int) -> None:
         await self.socket.send_multipart([self.client, self.number, _NUMBER.pack(answer)], copy=False)
 
 

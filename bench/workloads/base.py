@@ -12,8 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from bench.contenders.base import Contender
-from bench.records import Cargo, Effort, Participant, Reply, Source, Spec
+from bench.records import Effort, Source, Spec
 
 __all__ = ["Barrier", "Stage", "Workload"]
 
@@ -28,57 +27,58 @@ class Workload(NamedTuple):
 
     Attributes:
         name: how the command line and the results name it.
-        module: the module with `near` and `far`.
+        file: the module with `near` and `far`.
         title: the heading of its table.
-        score: the number by which contenders are compared.
-        more_is_better: whether a higher score is better.
+        contenders: the names of the contenders that take part, those of aiotensor first.
         full: the effort of a full run.
         quick: the effort of a quick run.
+        baseline: the contender that the others are compared with.
+        score: the number by which contenders are compared.
         sizes: the sizes of the tensors; None for those of the command line.
         peers: the processes of the side that has several, one batch for each number.
-        peer: how the tables name one of these processes.
         is_apart: whether each number of peers is measured in new processes, because all connected peers
             take part.
         depth: the tensors that may be in flight at once, for each peer; of videos, for all peers together.
         source: where the tensors come from.
-        reply: the kind of answers to requests.
+        answer_bytes: the size of the tensor in an answer; None for that of the request.
         both_ways: whether the far side sends too.
+        broadcasts: whether only the single side sends.
         single_is_near: whether the reporting process has the single side: the receiver, or the publisher.
-        side_by_side: whether all contenders may be measured at the same time, since they do nothing.
         deadline_s: the time limit for one batch, after which a contender counts as hung.
-        carries: the kind of data that it transfers; only contenders that carry this kind take part.
-        baseline: the contender that the others are compared with; None for that of the run.
         in_quick: whether a quick run measures it too.
         between_hosts: whether the near side and the far side are on two hosts, which `verification.networks`
             emulates.
     """
 
     name: str
-    module: str
+    file: str
     title: str
-    score: str
-    more_is_better: bool
+    contenders: Sequence[str]
     full: Effort
     quick: Effort
+    baseline: str = "torch-queue"
+    score: str = "median_s"
     sizes: tuple[int, ...] | None = None
     peers: tuple[int, ...] = (1,)
-    peer: str = "sender"
     is_apart: bool = False
     depth: int = 8
     source: Source = "copied"
-    reply: Reply = "echo"
+    answer_bytes: int | None = None
     both_ways: bool = True
+    broadcasts: bool = False
     single_is_near: bool = False
-    side_by_side: bool = False
     deadline_s: float = 60.0
-    carries: Cargo = "tensors"
-    baseline: str | None = None
     in_quick: bool = False
     between_hosts: bool = False
 
-    def admits(self, one: Contender | Participant) -> bool:
-        """Return whether a contender may take part."""
-        return one.carries == self.carries and (one.spans_hosts or not self.between_hosts)
+    @property
+    def module(self) -> str:
+        return f"bench.workloads.{self.file}"
+
+    @property
+    def more_is_better(self) -> bool:
+        """Whether a higher score is better: it is a rate."""
+        return self.score.endswith("_per_s")
 
 
 class Barrier:

@@ -9,10 +9,10 @@ bandwidth of the memory, which the readers share, and not on the transfer.
 
 The next publication begins when all readers have freed the tensor and reported. After a large one, all rest
 for as long as it took, at most 20 ms, so that a contender has done its work after the tensor was freed. This
-work is not part of the time of a publication, but of the rate that `broadcast_stream.py` measures.
+work is not part of the time of a publication.
 
-Copied and allocated tensors are those of the round trip, and the first publications are not timed, so that
-the memory of all processes is warm.
+Tensors are fresh, as in the round trip, and the first publications are not timed, so that the memory of all
+processes is warm.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import torch
 
-from bench.contenders.base import AllocatingPort, Port
+from bench.contenders.base import Port
 from bench.records import Batch
 from bench.workloads.base import Stage
-from bench.workloads.round_trip import LARGE, MARKS, allocating, check, warm_up
+from bench.workloads.round_trip import LARGE, MARKS, check, warm_up
 from bench.workloads.stream import fresh
 
 __all__ = ["far", "near"]
@@ -44,30 +44,21 @@ class _Report(NamedTuple):
 
 async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
     """Publish, one batch for each size."""
-    spec, port = stage.spec, stage.port
-    allocates = spec.source == "allocated"
-    for size, peers in spec.batches:
-        first = warm_up(spec, size)
-        count = first + spec.effort.trips(size)
-        sources = [] if allocates else fresh(size, count)
+    for size, peers in stage.spec.batches:
+        first = warm_up(stage.spec, size)
+        sources = fresh(size, first + stage.spec.effort.trips(size))
         kept: list[torch.Tensor] = []
         latencies: list[int] = []
         await stage.barrier.meet()
-        for number in range(count):
+        for number in range(len(sources)):
             mark = number % MARKS
-            if allocates:
-                allocator: AllocatingPort = allocating(stage)
-                began = perf_counter_ns()
-                source = await allocator.allocate(size)
-                source[0] = mark
-            else:
-                source = sources.pop()
-                source[0] = mark
-                began = perf_counter_ns()
-            await port.send(source)
-            if size >= LARGE and not allocates:
+            source = sources.pop()
+            source[0] = mark
+            began = perf_counter_ns()
+            await stage.port.send(source)
+            if size >= LARGE:
                 kept.append(source)
-            del source  # or its memory in the contender could not be reused
+            del source
             reports = await stage.barrier.collect(_Report)
             took = max(report.ended_ns for report in reports) - began
             latencies.append(took)
@@ -75,9 +66,9 @@ async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
             if size >= LARGE:
                 await asyncio.sleep(min(took / 1e9, _MAX_REST_S))
             for report in reports:
-                check(number, size, report.first_byte == mark and (allocates or report.total == touched))
+                check(number, size, report.first_byte == mark and report.total == touched)
         await stage.barrier.meet()
-        yield Batch(size, peers, latencies_ns=latencies[first:], bytes_per_trip=size * peers)
+        yield Batch(size, peers, latencies_ns=latencies[first:])
 
 
 async def far(stage: Stage[Port]) -> None:

@@ -1,8 +1,8 @@
-"""How late 1 ms tickers on the event loops of both sides are, first idle, then while tensors go back to back.
+"""How late 1 ms tickers on the event loops of all sides are, first idle, then while tensors go back to back.
 
 The lateness of a tick is the time since the previous tick, minus one millisecond. It includes the resolution
 of the loop's timers. So the idle loop is measured, too, and the result is the difference between the two.
-The same tensor is sent repeatedly: `send` copies it.
+The same tensor is sent repeatedly: `send` copies it. Of several readers, the latest counts.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ PERCENTILES = {"p50": 50.0, "p99": 99.0, "p999": 99.9, "max": 100.0}
 
 async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
     """Tick, idle and busy, one batch for each size."""
-    for size in stage.spec.sizes:
+    for size, peers in stage.spec.batches:
         (tensor,) = fresh(size, 1)
         await stage.port.send(tensor)  # the preparations for the first tensor are not measured
         await send_end(stage.port, size, 1)
@@ -37,16 +37,16 @@ async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
         took = perf_counter() - began
         await send_end(stage.port, size, count)
         numbers = lateness(idle, await ticker)
-        [receiver] = await stage.barrier.collect(dict[str, float])
+        receivers = await stage.barrier.collect(dict[str, float])
         await stage.barrier.meet()
-        numbers |= {f"receiver_{name}": value for name, value in receiver.items()}
-        yield Batch(size, numbers=numbers | {"gigabytes_per_s": count * size / took / 1e9})
+        numbers |= {f"receiver_{name}": max(each[name] for each in receivers) for name in numbers}
+        yield Batch(size, peers, numbers=numbers | {"gigabytes_per_s": count * size * peers / took / 1e9})
 
 
 async def far(stage: Stage[Port]) -> None:
     """Tick, and take the tensors and free them."""
     seconds = stage.spec.effort.seconds
-    for _ in stage.spec.sizes:
+    for _ in stage.spec.batches:
         await take(stage.port)
         await stage.barrier.meet()
         idle = await tick(seconds)

@@ -6,7 +6,7 @@ The engine takes one request after the other, reads all bytes of the frames in a
 checksum, which the server compares with the expected one. The first eight bytes of the frames are a mark, so
 that the frames of another request have another checksum.
 
-Decoded: the server decodes into the memory of the slot. Copied: the frames already lie in ordinary memory,
+Decoded: the server decodes into the memory of the permit. Copied: the frames already lie in ordinary memory,
 in as many arrays as there are permits, which the requests use in turn. Each request wraps one in a new
 tensor, so that no contender is handed a tensor that it has shared before.
 
@@ -41,7 +41,6 @@ __all__ = ["far", "near"]
 _IN_FLIGHT = 400  # requests, in all servers together
 _WARM_UP = 24  # requests before the measured ones, in all servers together
 _SAMPLE_S = 0.01
-_SETTLE_S = 1.2  # so that idle memory has been returned
 _WORD = np.dtype(np.uint64)
 _SUMS = 1 << 64  # a sum of words wraps around there
 
@@ -70,7 +69,6 @@ async def near(stage: Stage[EnginePort]) -> AsyncIterator[Batch]:
             await _answer(stage.port, requests)
             reports = await stage.barrier.collect(ServerReport)
             took, spent = perf_counter() - began, cpu_seconds(processes) - spent_before
-        await asyncio.sleep(_SETTLE_S)
         latencies = [latency / 1e9 for report in reports for latency in report.latencies_ns]
         numbers = {
             "requests_per_s": requests / took,
@@ -78,8 +76,6 @@ async def near(stage: Stage[EnginePort]) -> AsyncIterator[Batch]:
             "p99_s": percentile(latencies, 99),
             "cpu_s_per_request": (spent - watch.cpu_s) / requests,
             "peak_bytes": float(watch.peak_bytes - before - stage.shared_before),
-            "after_private_bytes": float(_private(processes) - before),
-            "after_shared_bytes": float(shared_bytes() - stage.shared_before),
         }
         numbers |= {f"late_{name}_s": max(each.late_s[name] for each in reports) for name in PERCENTILES}
         await stage.barrier.meet()
@@ -117,7 +113,7 @@ def _collect_garbage() -> None:
 async def _answer(port: EnginePort, requests: int) -> None:
     for _ in range(requests):
         request = await anext(port)
-        await request.reply(await asyncio.to_thread(_checksum, request.frames))
+        await request.answer(await asyncio.to_thread(_checksum, request.frames))
         del request  # and the frames with it, before the next one is awaited
 
 

@@ -1,8 +1,0 @@
-"""aiotensor between API servers and an engine: the servers decode in shared memory, and nothing is copied."""
-
-from bench.contenders.aiotensor_videos import EngineSide, ServerSide, connect_with
-from bench.contenders.base import Layout
-
-
-def connect(layout: Layout) -> tuple[list[ServerSide], EngineSide]:
-    return connect_with(layout, in_place=True)
