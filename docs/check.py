@@ -1,4 +1,4 @@
-"""Check the documents against the repository, with the standard library only; run by ``make lint``.
+"""Check the documents against the repository and the package; run by ``make lint``.
 
 - Relative links in all Markdown files lead to files and headings that exist.
 - The tables of docs/operation.md list exactly the log events and the metrics that the package declares.
@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
+
+from aiotensor import types
+from aiotensor.statistics.fields import families_of
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "aiotensor"
@@ -73,19 +76,34 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 def logged_events() -> set[str]:
     """Return the loggers and the events of all log calls: ``extra`` is a literal with the key ``event``.
 
-    The roles that have a `PeerLog` share its events, which are literals of their own.
+    The roles that have a `PeerLog` share its events. A function that takes a logger logs for its callers.
     """
     found, roles, shared = set(), set(), set()
+    functions: dict[str, set[str]] = {}
     for tree in modules():
-        loggers = [call.args[0] for name, call in calls(tree) if name == "logger_of"]
         roles |= {ast.literal_eval(call.args[0]) for name, call in calls(tree) if name == "PeerLog"}
-        for _, call in calls(tree):
-            for event in filter(None, map(event_of, call.keywords)):
-                if isinstance(loggers[0], ast.Constant):
-                    found.add(f"{ast.literal_eval(loggers[0])} {event}")
-                else:
-                    shared.add(event)
+        for node in tree.body:
+            events = {
+                event for _, call in calls(node) for event in filter(None, map(event_of, call.keywords))
+            }
+            if logger := logger_in(tree):
+                found |= {f"{logger} {event}" for event in events}
+            elif isinstance(node, ast.FunctionDef):
+                functions[node.name] = events
+            else:
+                shared |= events
+    for tree in modules():
+        if logger := logger_in(tree):
+            for name, _ in calls(tree):
+                found |= {f"{logger} {event}" for event in functions.get(name, ())}
     return found | {f"{role} {event}" for role, event in product(roles, shared)}
+
+
+def logger_in(tree: ast.Module) -> str | None:
+    """Return the logger of a module; None if it has none, or several."""
+    given = [call.args[0] for name, call in calls(tree) if name == "logger_of"]
+    name = given[0].value if given and isinstance(given[0], ast.Constant) else None
+    return name if isinstance(name, str) else None
 
 
 def event_of(keyword: ast.keyword) -> str | None:
@@ -101,21 +119,11 @@ def event_of(keyword: ast.keyword) -> str | None:
 def declared_metrics() -> set[str]:
     """Return the objects, names and types of the metrics that the classes of statistics declare."""
     found = set()
-    for tree in modules():
-        for kind in ast.walk(tree):
-            if not isinstance(kind, ast.ClassDef) or not kind.name.endswith("Statistics"):
-                continue
-            role = kind.name.removesuffix("Statistics").lower()
-            for field in kind.body:
-                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                    for name, call in calls(field.annotation):
-                        if name in _TYPES:
-                            given = [
-                                ast.literal_eval(word.value) for word in call.keywords if word.arg == "metric"
-                            ]
-                            metric = (given or [field.target.id])[0]
-                            is_histogram = "Waits" in ast.unparse(field.annotation)
-                            found.add(f"{role} {metric} {'histogram' if is_histogram else name}")
+    for name, kind in vars(types).items():
+        if name.endswith("Statistics") and isinstance(kind, type):
+            role = name.removesuffix("Statistics").lower()
+            fields = [field for family in families_of(kind) for field in family.fields]
+            found |= {f"{role} {one.metric.removeprefix(f'aiotensor_{role}_')} {one.type}" for one in fields}
     return found
 
 

@@ -27,7 +27,9 @@ class Completed(griffe.Extension):  # type: ignore[misc]
             for decorator in init.decorators if isinstance(init, griffe.Function) else []:
                 called = ast.parse(str(decorator.value), mode="eval").body
                 if isinstance(called, ast.Call) and ast.unparse(called.func) == "parameters_of":
-                    module, _, name = ast.unparse(called.args[0]).rpartition(".")
+                    given = called.args[0]  # perhaps with a type parameter
+                    given = given.value if isinstance(given, ast.Subscript) else given
+                    module, _, name = ast.unparse(given).rpartition(".")
                     of = pkg if module == pkg.name else pkg[module]
                     kind.members["__init__"].parameters = of[name].parameters
 

@@ -13,9 +13,8 @@ import sys
 import prometheus_client
 from aiohttp import web
 
-from addresses import MESSAGES, TENSORS, keys_of
-from aiotensor import TensorSender
-from aiotensor.channel import MessageClient
+from addresses import ENGINE, keys_of
+from aiotensor import MessageClient
 from aiotensor.integrations.aiohttp import client_context, problem_middleware
 from aiotensor.integrations.prometheus import AioTensorCollector
 from messages import Summary
@@ -60,8 +59,7 @@ def make_app() -> web.Application:
 
     def make_client() -> MessageClient[Summary]:
         keys = keys_of(ApiKeys)
-        sender = TensorSender(TENSORS, VIDEOS_AT_ONCE, arena_bytes=ARENA_BYTES, max_wait_s=MAX_WAIT_S, **keys)
-        return MessageClient(MESSAGES, sender=sender, reply_type=Summary, max_wait_s=MAX_WAIT_S, **keys)
+        return MessageClient(ENGINE, Summary, VIDEOS_AT_ONCE, ARENA_BYTES, max_wait_s=MAX_WAIT_S, **keys)
 
     app = web.Application(middlewares=[problem_middleware()])
     app[ADMISSION] = Admission(VIDEOS_AT_ONCE, MAX_WAIT_S)

@@ -11,9 +11,8 @@ import io
 import sys
 from pathlib import Path
 
-from addresses import MESSAGES, TENSORS, keys_of
-from aiotensor import AioTensorError, TensorSender
-from aiotensor.channel import MessageClient
+from addresses import ENGINE, keys_of
+from aiotensor import AioTensorError, MessageClient
 from messages import Summary
 from two_hosts.keys import ApiKeys
 from videos import UnreadableVideoError, colours
@@ -34,9 +33,7 @@ async def main(paths: list[Path]) -> int:
     """Print a line for each file, and return the number of files that failed."""
     failed = 0
     admission = asyncio.Semaphore(FILES_AT_ONCE)
-    keys = keys_of(ApiKeys)
-    sender = TensorSender(TENSORS, max_concurrent_videos=FILES_AT_ONCE, **keys)
-    async with MessageClient(MESSAGES, sender=sender, reply_type=Summary, **keys) as client:
+    async with MessageClient(ENGINE, Summary, FILES_AT_ONCE, **keys_of(ApiKeys)) as client:
 
         async def process(path: Path) -> None:
             nonlocal failed

@@ -10,7 +10,7 @@ from collections import defaultdict
 
 import torch
 
-from addresses import MESSAGES, TENSORS, keys_of
+from addresses import ENGINE, keys_of
 from aiotensor import blocking
 from messages import Batch, Summary
 from two_hosts.keys import EngineKeys
@@ -36,11 +36,7 @@ def model(requests: list[Batch]) -> list[Summary]:
 
 def main() -> None:
     """Answer requests until Ctrl-C. An error of the model is sent to the clients of its batch."""
-    keys = keys_of(EngineKeys)
-    with (
-        blocking.TensorReceiver(TENSORS, **keys) as receiver,
-        blocking.MessageServer(MESSAGES, Batch, receiver=receiver, **keys) as server,
-    ):
+    with blocking.MessageServer(ENGINE, Batch, **keys_of(EngineKeys)) as server:
         print("the engine is ready", flush=True)
         server.serve(model, max_batch=MAX_REQUESTS, batch_wait_s=MAX_WAIT_S)
 

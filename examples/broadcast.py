@@ -26,8 +26,7 @@ import msgspec
 import torch
 from torch.nn import functional
 
-from aiotensor import blocking
-from aiotensor.broadcast import Publisher
+from aiotensor import Publisher, blocking
 from aiotensor.codec import TensorMeta
 from demo.clips import ClipsMissingError, sample_clips
 

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from addresses import MESSAGES, TENSORS, keys_of
+from addresses import ENGINE, keys_of
 from aiotensor import blocking
 from messages import Batch, Summary
 from two_hosts.keys import EngineKeys
@@ -36,11 +36,7 @@ def serve_metrics(port: int) -> None:
 def main() -> None:
     """Answer requests until Ctrl-C. Errors of the model are sent to the client, and the engine continues."""
     logging.basicConfig(level=logging.INFO)
-    keys = keys_of(EngineKeys)
-    with (
-        blocking.TensorReceiver(TENSORS, **keys) as receiver,
-        blocking.MessageServer(MESSAGES, Batch, receiver=receiver, **keys) as server,
-    ):
+    with blocking.MessageServer(ENGINE, Batch, **keys_of(EngineKeys)) as server:
         if port := os.environ.get("METRICS_PORT"):
             serve_metrics(int(port))
         print("the engine is ready", flush=True)
@@ -48,8 +44,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # In a container, the first process ignores SIGTERM unless it handles it. SystemExit lets the blocks above
-    # close the receiver and the server.
+    # In a container, the first process ignores SIGTERM unless it handles it. SystemExit lets the block above
+    # close the server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         main()

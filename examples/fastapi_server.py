@@ -14,9 +14,8 @@ from typing import Annotated, TypeAlias
 import prometheus_client
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 
-from addresses import MESSAGES, TENSORS, keys_of
-from aiotensor import TensorSender
-from aiotensor.channel import MessageClient
+from addresses import ENGINE, keys_of
+from aiotensor import MessageClient
 from aiotensor.integrations.fastapi import MessageLifespan
 from aiotensor.integrations.prometheus import AioTensorCollector
 from messages import Summary
@@ -36,8 +35,7 @@ admission = Admission(VIDEOS_AT_ONCE, MAX_WAIT_S)
 def make_client() -> MessageClient[Summary]:
     """Create the client of a worker."""
     keys = keys_of(ApiKeys)
-    sender = TensorSender(TENSORS, VIDEOS_AT_ONCE, arena_bytes=ARENA_BYTES, max_wait_s=MAX_WAIT_S, **keys)
-    return MessageClient(MESSAGES, sender=sender, reply_type=Summary, max_wait_s=MAX_WAIT_S, **keys)
+    return MessageClient(ENGINE, Summary, VIDEOS_AT_ONCE, ARENA_BYTES, max_wait_s=MAX_WAIT_S, **keys)
 
 
 engine = MessageLifespan(make_client)
@@ -68,7 +66,7 @@ async def get_live() -> None:
 @app.get("/ready")
 async def get_ready() -> None:
     """Answer with 503 unless an engine is connected and a video could be sent to it within `MAX_WAIT_S`."""
-    await engine.opened_client.ready()
+    await engine.opened_client.ready(nbytes=0)
 
 
 @app.get("/metrics")

@@ -10,27 +10,26 @@ aiotensor sends CPU tensors, and a received tensor is in ordinary shared memory.
 its thread. It can take several times as long as this program, which needs three things:
 
 - A pinned buffer. A GPU reads asynchronously only from pinned memory. Pin memory of your own once, as here:
-  do not register the memory of received tensors (`cudaHostRegister`), which the sender returns to the system
+  do not register the memory of received tensors (`cudaHostRegister`), which the client returns to the system
   when it is idle, and which a `Subscriber` maps privately. examples/gpu_copies.py compares the ways to copy.
 - A stream for copies, which overlap with the computations of other streams.
 - Events. The stream of the model waits for the event of the copy, and the processor waits for it before it
   writes to the buffer again.
 
 A received tensor must live until its bytes are copied. Without a pinned buffer of your own, that is certain
-only after the event of a copy with `non_blocking=True`: the sender would otherwise write the next tensor into
+only after the event of a copy with `non_blocking=True`: the client would otherwise write the next tensor into
 the memory that the GPU reads. Remove a tensor from its message to free the memory before the answer.
 
-Send `uint8`, and convert to floats on the GPU: this moves a quarter of the bytes. To send a result, use
-``.cpu()``, or copy it into a tensor from `allocate`, and wait for the copy before `send`. With several GPUs,
-start an engine for each, with its own address and `CUDA_VISIBLE_DEVICES`. CUDA cannot be used in a forked
-process, so start processes with `spawn`.
+Send `uint8`, and convert to floats on the GPU: this moves a quarter of the bytes. Answer with the result of
+``.cpu()``, which waits for the GPU. With several GPUs, start an engine for each, with its own address and
+`CUDA_VISIBLE_DEVICES`. CUDA cannot be used in a forked process, so start processes with `spawn`.
 """
 
 from itertools import cycle
 
 import torch
 
-from addresses import MESSAGES, TENSORS
+from addresses import ENGINE
 from aiotensor import blocking
 from messages import Batch, Summary
 
@@ -57,7 +56,7 @@ class PinnedBuffer:
 class Uploader:
     """Copies tensors to a GPU, while it computes.
 
-    The tensors may be freed as soon as `upload` returns, and with them the shared memory of their sender.
+    The tensors may be freed as soon as `upload` returns, and with them the shared memory of their client.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -93,10 +92,7 @@ def model(requests: list[Batch]) -> list[Summary]:
 
 def main() -> None:
     """Answer requests until Ctrl-C. An error of the model is sent to the clients of its batch."""
-    with (
-        blocking.TensorReceiver(TENSORS) as receiver,
-        blocking.MessageServer(MESSAGES, Batch, receiver=receiver) as server,
-    ):
+    with blocking.MessageServer(ENGINE, Batch) as server:
         print(f"the model runs on {DEVICE}", flush=True)
         print("the engine is ready", flush=True)
         server.serve(model, max_batch=MAX_REQUESTS)

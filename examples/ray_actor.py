@@ -8,8 +8,8 @@ It needs `pip install aiotensor ray`.
   servers belong to the process that has opened them, so pass an address, and open another object there: in an
   async actor in a method, because `__init__` does not run in its event loop; in a plain actor with the
   classes of `aiotensor.blocking`. Ray copies the bytes of a tensor that is an argument.
-- ``unix://`` and ``engine://`` connect processes on one machine, and containers on it need a common folder
-  for the sockets. Between machines, use ``tcp://`` addresses with keys.
+- ``unix://`` connects processes on one machine, and containers on it need a common folder for the socket.
+  Between machines, use ``tcp://`` addresses with keys.
 - When an actor is killed, calls of aiotensor that wait for it raise `PeerLostError` within a second, and Ray
   raises `RayActorError`. An actor with `max_restarts` opens its receiver again at the same address; set
   `max_task_retries`, too, if a method opens it.

@@ -19,7 +19,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 
-from addresses import MESSAGES, TENSORS
+from addresses import ENGINE
 from aiotensor import blocking
 from engine import model
 from messages import Batch
@@ -32,15 +32,12 @@ class Engine:
 
     def run(self) -> None:
         """Answer requests until the actor is killed."""
-        with (
-            blocking.TensorReceiver(TENSORS) as receiver,
-            blocking.MessageServer(MESSAGES, Batch, receiver=receiver) as server,
-        ):
+        with blocking.MessageServer(ENGINE, Batch) as server:
             server.serve(model)
 
 
 def make_app() -> FastAPI:
-    """Return the application; called in each replica, because a sender cannot be pickled."""
+    """Return the application; called in each replica, because a client cannot be pickled."""
     from fastapi_server import app
 
     return app

@@ -2,7 +2,7 @@
 
 python examples/traced.py
 
-The sender has one permit, and memory for one video: the last of three uploads waits for both. It needs
+The client has one permit, and memory for one video: the last of three uploads waits for both. It needs
 `pip install 'aiotensor[fastapi,opentelemetry]' httpx opentelemetry-sdk opentelemetry-instrumentation-fastapi
 uvicorn`.
 """
@@ -26,8 +26,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from aiotensor import TensorReceiver, TensorSender
-from aiotensor.channel import MessageClient, MessageServer
+from aiotensor import MessageClient, MessageServer
 from aiotensor.integrations.fastapi import MessageLifespan
 from aiotensor.integrations.opentelemetry import instrument
 
@@ -88,7 +87,7 @@ def rows(process: str, exporter: InMemorySpanExporter) -> list[Row]:
 # The engine
 
 
-async def serve(folder: str, provider: TracerProvider, parent: Connection) -> None:
+async def serve(address: str, provider: TracerProvider, parent: Connection) -> None:
     """Answer requests until the parent sends something."""
     tracer = provider.get_tracer("engine")
 
@@ -99,32 +98,28 @@ async def serve(folder: str, provider: TracerProvider, parent: Connection) -> No
     async def answer(video: Video) -> Colour:
         return await asyncio.to_thread(forward, video)
 
-    async with (
-        TensorReceiver(f"unix://{folder}/tensors") as receiver,
-        MessageServer(f"ipc://{folder}/messages", Video, receiver=receiver) as server,
-    ):
+    async with MessageServer(address, Video) as server:
         serving = asyncio.create_task(server.serve(answer, max_concurrent=1))
         await asyncio.to_thread(parent.recv)
         serving.cancel()
         await asyncio.wait([serving])
 
 
-def run_engine(folder: str, parent: Connection) -> None:
+def run_engine(address: str, parent: Connection) -> None:
     """Answer requests, and send the spans to the parent at the end."""
     provider, exporter = make_tracer("engine")
-    asyncio.run(serve(folder, provider, parent))
+    asyncio.run(serve(address, provider, parent))
     parent.send(rows("engine", exporter))
 
 
 # The API server
 
 
-def make_app(folder: str, provider: TracerProvider) -> FastAPI:
+def make_app(address: str, provider: TracerProvider) -> FastAPI:
     """Return the application, which sends each upload to the engine."""
 
     def make_client() -> MessageClient[Colour]:
-        sender = TensorSender(f"unix://{folder}/tensors", max_concurrent_videos=1, arena_bytes=VIDEO_BYTES)
-        return MessageClient(f"ipc://{folder}/messages", sender=sender, reply_type=Colour)
+        return MessageClient(address, Colour, max_concurrent_videos=1, arena_bytes=VIDEO_BYTES)
 
     engine = MessageLifespan(make_client)
     app = FastAPI(lifespan=engine.lifespan)
@@ -171,12 +166,13 @@ def record() -> list[Row]:
     spawn = multiprocessing.get_context("spawn")
     provider, exporter = make_tracer("API server")
     with tempfile.TemporaryDirectory(prefix="aiotensor-") as folder:
+        address = f"unix://{folder}/engine.sock"
         ours, theirs = spawn.Pipe()
-        engine = spawn.Process(target=run_engine, args=(folder, theirs))
+        engine = spawn.Process(target=run_engine, args=(address, theirs))
         engine.start()
         theirs.close()  # so that `recv` raises `EOFError` if the engine dies
         try:
-            asyncio.run(upload(make_app(folder, provider)))
+            asyncio.run(upload(make_app(address, provider)))
         finally:
             ours.send(None)
         found = [*rows("API server", exporter), *ours.recv()]

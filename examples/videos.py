@@ -19,8 +19,7 @@ import av
 import numpy as np
 import torch
 
-from aiotensor import WouldBlockError
-from aiotensor.channel import MessageClient
+from aiotensor import MessageClient, WouldBlockError
 from messages import Batch, Summary
 
 MAX_BATCH_FRAMES = 32
@@ -39,13 +38,13 @@ class UnreadableVideoError(ValueError):
 class Admission:
     """Admit a limited number of videos at once: ``async with admission:``.
 
-    A video keeps a decoder, a thread and perhaps a temporary file until its end. The sender's permits do not
-    bound these: a request completes its message, so each batch needs another permit, and videos that wait for
-    one would keep their decoders. A video that waits for admission has none of these, and has not been read.
-    With as many videos at once as the sender has permits, a permit is free for each of their batches.
+    A video keeps a decoder, a thread and perhaps a temporary file until its end. The client's permits do not
+    bound these: each batch is a request with its own permit, and videos that wait for one would keep their
+    decoders. A video that waits for admission has none of these, and has not been read. With as many videos
+    at once as the client has permits, a permit is free for each of their batches.
 
     Args:
-        limit: the number of videos at once, such as the sender's `max_concurrent_videos`.
+        limit: the number of videos at once, such as the client's `max_concurrent_videos`.
         max_wait_s: seconds after which waiting raises `WouldBlockError`; servers answer it with 503.
     """
 
@@ -195,7 +194,7 @@ async def colours(source: Source, client: MessageClient[Summary]) -> list[list[f
 
     Args:
         source: the file; this closes it.
-        client: a client of the engine, with a sender.
+        client: a client of the engine.
 
     Raises:
         UnreadableVideoError: the file is no video, or is damaged.
@@ -215,7 +214,7 @@ async def _next_colours(decoder: Decoder, client: MessageClient[Summary]) -> lis
 
     A separate function, so that the memory of a batch is free before the next one is allocated.
     """
-    limits = client.senders[0].statistics()
+    limits = client.statistics()
     share = limits.arena_bytes // limits.max_concurrent_videos
     frame_bytes = decoder.height * decoder.width * 3
     batch_frames = min(max(share // frame_bytes, 1), MAX_BATCH_FRAMES)

@@ -3,14 +3,13 @@
     this process            workers of the API server          engine process
     ------------            -------------------------          --------------
     uploads.py  --HTTP-->   server.py  videos.py  decode.py
-                            TensorSender   ======= frames =======>  TensorReceiver
-                            MessageClient  --- request, ZeroMQ -->  MessageServer
+                            MessageClient  ---- request --------->  MessageServer
                                                                     engine.py  scene.py
-    report.py   <--HTTP--   MessageClient  <-- answer, ZeroMQ ----  MessageServer
+    report.py   <--HTTP--   MessageClient  <--- answer -----------  MessageServer
     workers.py  <--JSON---  workers.py
 
-A request contains its tensors, and the engine receives it with the tensors in their places. The channel sends
-the frames through shared memory, and the rest over ZeroMQ.
+A request contains its tensors, and the engine receives it with the tensors in their places: the frames are
+decoded into shared memory, and the rest of the request travels over a socket.
 
 `command.py` defines the options. `run.py` does a whole run: `processes.py` starts and stops the engine and
 uvicorn, which starts the workers. `settings.py` configures the workers, and `messages.py` defines all records

@@ -11,8 +11,7 @@ import anyio
 import torch
 import uvloop
 
-from aiotensor import TensorQueue, TensorReceiver
-from aiotensor.channel import MessageServer
+from aiotensor import MessageServer, TensorQueue
 from demo.fingerprint import fingerprint
 from demo.messages import AnalyseVideo, VideoAnalysis
 from demo.processes import parent_gone, report_ready
@@ -28,7 +27,7 @@ class Engine:
     """Answer several requests at once, each as soon as its analysis is complete.
 
     Args:
-        server: an open server with a receiver.
+        server: an open server.
     """
 
     def __init__(self, server: MessageServer[AnalyseVideo]) -> None:
@@ -39,8 +38,8 @@ class Engine:
 
     async def serve(self) -> None:
         """Answer requests until this is cancelled or the server is closed."""
-        # A tensor is received only when its analysis begins. Until then its permit is taken, and the API
-        # server waits instead of decoding more videos.
+        # A request is taken only when its analysis begins. Until then it keeps its permit, and the API server
+        # waits instead of decoding more videos.
         await self._server.serve(self._analyse, max_concurrent=VIDEOS_AT_ONCE)
 
     async def _analyse(self, request: AnalyseVideo) -> VideoAnalysis:
@@ -67,11 +66,10 @@ class Engine:
         )
 
 
-async def _main(endpoint: TensorQueue | str, address: str, folder: Path, pipe: Connection) -> None:
+async def _main(endpoint: TensorQueue | str, folder: Path, pipe: Connection) -> None:
     try:
         async with (
-            TensorReceiver(endpoint) as receiver,
-            MessageServer(address, AnalyseVideo, receiver=receiver) as server,
+            MessageServer(endpoint, AnalyseVideo) as server,
             anyio.create_task_group() as group,
         ):
             group.start_soon(Engine(server).serve)
@@ -83,18 +81,15 @@ async def _main(endpoint: TensorQueue | str, address: str, folder: Path, pipe: C
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_engine(
-    endpoint: TensorQueue | str, address: str, folder: Path, threads: int, pipe: Connection
-) -> None:
+def run_engine(endpoint: TensorQueue | str, folder: Path, threads: int, pipe: Connection) -> None:
     """Run the engine until the parent closes the pipe.
 
     Args:
-        endpoint: the address or queue at which tensors arrive.
-        address: the address at which requests arrive.
+        endpoint: the address or queue at which requests arrive.
         folder: the folder of the sockets, which is deleted when the engine ends.
         threads: the number of threads of torch.
         pipe: the child's end of the pipe to the parent.
     """
     torch.set_num_threads(threads)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_main(endpoint, address, folder, pipe))
+        runner.run(_main(endpoint, folder, pipe))

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 import torch
 
-from aiotensor import SenderStatistics
+from aiotensor.channel import ClientStatistics
 from aiotensor.codec import TensorMeta
 
 __all__ = [
@@ -128,14 +128,14 @@ class WorkerReport(msgspec.Struct, frozen=True, tag="report"):
         videos: the number of videos that the engine answered.
         videos_in_place: the number of videos whose frames were decoded directly into shared memory.
         bytes_in_place: the size of these frames, which were not copied.
-        sender: the statistics of its sender.
+        client: the statistics of its client.
     """
 
     pid: int
     videos: int
     videos_in_place: int
     bytes_in_place: int
-    sender: SenderStatistics
+    client: ClientStatistics
 
 
 WorkerMessage = WorkerStarted | WorkerReport

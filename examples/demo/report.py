@@ -94,8 +94,8 @@ def summarise(
         failed=outcomes.count(Outcome.FAILED),
         lost=outcomes.count(Outcome.LOST),
         mismatched=outcomes.count(Outcome.MISMATCHED),
-        peak_in_flight=max(report.sender.peak_in_flight for report in reports),
-        max_concurrent_videos=max(report.sender.max_concurrent_videos for report in reports),
+        peak_in_flight=max(report.client.peak_in_flight for report in reports),
+        max_concurrent_videos=max(report.client.max_concurrent_videos for report in reports),
         seconds=round(seconds, 3),
         link=link,
         workers=[_worker(report) for report in reports],
@@ -163,9 +163,9 @@ def _worker(report: WorkerReport) -> WorkerSummary:
         videos=report.videos,
         videos_in_place=report.videos_in_place,
         bytes_in_place=report.bytes_in_place,
-        peak_in_flight=report.sender.peak_in_flight,
-        peak_shared_bytes=report.sender.peak_bytes_in_use,
-        shared_bytes_limit=report.sender.arena_bytes,
+        peak_in_flight=report.client.peak_in_flight,
+        peak_shared_bytes=report.client.peak_bytes_in_use,
+        shared_bytes_limit=report.client.arena_bytes,
     )
 
 

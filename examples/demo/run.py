@@ -18,8 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from aiotensor import TensorQueue
-from aiotensor.channel import MessageServer
+from aiotensor import MessageServer, TensorQueue
 from demo.decode import VideoError, measure
 from demo.engine import run_engine
 from demo.messages import AnalyseVideo, WorkerReport
@@ -38,7 +37,7 @@ from demo.workers import Workers
 
 __all__ = ["Options", "run_demo"]
 
-SOCKETS = ("engine.sock", "tensors.sock", "workers.sock")
+SOCKETS = ("engine.sock", "workers.sock")
 
 # The shared memory of each worker.
 LEAST_ARENA_BYTES = 1 << 24
@@ -92,7 +91,7 @@ async def _main(options: Options, arena_bytes: int) -> int:
         folder, queue = Path(name), TensorQueue()
         try:
             for file in SOCKETS:  # an unopened server only checks its address
-                MessageServer(f"ipc://{folder / file}", AnalyseVideo)
+                MessageServer(f"unix://{quote(str(folder / file))}", AnalyseVideo)
         except ValueError:
             return _fail(errors, f"the path {folder} is too long for a socket: set TMPDIR to a shorter one")
         processes = _processes(options, folder, arena_bytes, queue, listener)
@@ -111,12 +110,10 @@ async def _main(options: Options, arena_bytes: int) -> int:
 def _processes(
     options: Options, folder: Path, arena_bytes: int, queue: TensorQueue, listener: socket.socket
 ) -> _Processes:
-    engine_socket, tensors_socket, workers_socket = (folder / file for file in SOCKETS)
-    address = f"unix://{quote(str(tensors_socket))}" if options.link == "unix" else None
-    engine_address = f"ipc://{engine_socket}"
+    engine_socket, workers_socket = (folder / file for file in SOCKETS)
+    address = f"unix://{quote(str(engine_socket))}" if options.link == "unix" else None
     settings = Settings(
         address=address,
-        engine_address=engine_address,
         workers_socket=str(workers_socket),
         supervised=options.workers > 1,
         max_concurrent_videos=options.max_concurrent_videos,
@@ -129,7 +126,7 @@ def _processes(
         server = server_command("API server", settings, listener, options.workers)
     return _Processes(
         server=server,
-        engine=Child("engine", run_engine, address or queue, engine_address, folder, settings.threads),
+        engine=Child("engine", run_engine, address or queue, folder, settings.threads),
         workers=Workers(workers_socket, options.workers),
         base_url=f"http://127.0.0.1:{listener.getsockname()[1]}",
     )

@@ -1,4 +1,4 @@
-"""The API server: FastAPI on uvicorn and uvloop, with a tensor sender in each worker.
+"""The API server: FastAPI on uvicorn and uvloop, with a message client in each worker.
 
 uvicorn starts the workers. Each worker calls `create_app`, and reads its settings from the environment:
 
@@ -24,8 +24,7 @@ import uvicorn
 import uvloop
 from fastapi import Depends, FastAPI, HTTPException, Request, Response, UploadFile
 
-from aiotensor import TensorQueue, TensorSender
-from aiotensor.channel import MessageClient
+from aiotensor import MessageClient, TensorQueue
 from aiotensor.integrations.fastapi import MessageLifespan
 from demo.decode import VideoError, VideoTooLargeError
 from demo.messages import VideoAnalysis, WorkerStarted
@@ -74,17 +73,17 @@ def make_app(endpoint: TensorQueue | str, settings: Settings) -> FastAPI:
     """Return the application.
 
     Args:
-        endpoint: the address or queue at which the engine receives tensors.
+        endpoint: the address or queue at which the engine receives requests.
         settings: the other settings.
     """
 
     def make_client() -> MessageClient[VideoAnalysis]:
-        sender = TensorSender(
+        return MessageClient(
             endpoint,
+            VideoAnalysis,
             max_concurrent_videos=settings.max_concurrent_videos,
             arena_bytes=settings.arena_bytes,
         )
-        return MessageClient(settings.engine_address, sender=sender, reply_type=VideoAnalysis)
 
     engine = MessageLifespan(make_client)
 
@@ -101,7 +100,7 @@ def make_app(endpoint: TensorQueue | str, settings: Settings) -> FastAPI:
     engine.install(app)
     app.add_exception_handler(VideoError, _refuse)
 
-    # `engine` answers errors of the sender and the engine, and cancels requests whose clients disconnect.
+    # `engine` answers errors of the client and the engine, and cancels requests whose clients disconnect.
     @app.post("/videos", dependencies=[Depends(engine.client)])
     async def post_video(request: Request, file: UploadFile | None = None) -> Response:
         """Return the scene cuts of a video file in the form field `file`."""
@@ -112,7 +111,7 @@ def make_app(endpoint: TensorQueue | str, settings: Settings) -> FastAPI:
 
     @app.get("/statistics")
     async def get_statistics(request: Request) -> Response:
-        """Return the statistics of this worker's sender."""
+        """Return the statistics of this worker's client."""
         videos: Videos = request.app.state.videos
         return _json(videos.statistics())
 
@@ -171,7 +170,7 @@ def run_server(queue: TensorQueue, settings: Settings, listener: socket.socket, 
     """Run the API server with a queue to the engine until the parent closes the pipe.
 
     Args:
-        queue: the queue at which the engine receives tensors.
+        queue: the queue at which the engine receives requests.
         settings: the other settings.
         listener: the socket from which the server accepts connections.
         pipe: the child's end of the pipe to the parent.

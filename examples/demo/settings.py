@@ -14,8 +14,7 @@ class Settings(msgspec.Struct, frozen=True):
     """The settings of all workers.
 
     Attributes:
-        address: the address at which the engine receives tensors; None if a queue is used instead.
-        engine_address: the address at which the engine receives requests.
+        address: the address at which the engine receives requests; None if a queue is used instead.
         workers_socket: the path of the socket to which the workers send their reports.
         supervised: whether a process of uvicorn supervises the workers, and replaces a worker that ended.
         max_concurrent_videos: the number of videos that each worker may decode or send at once.
@@ -24,7 +23,6 @@ class Settings(msgspec.Struct, frozen=True):
     """
 
     address: str | None
-    engine_address: str
     workers_socket: str
     supervised: bool
     max_concurrent_videos: int

@@ -8,8 +8,8 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import torch
 
-from aiotensor import SenderStatistics
-from aiotensor.channel import MessageClient
+from aiotensor import MessageClient, Permit
+from aiotensor.channel import ClientStatistics
 from demo.decode import (
     TIME_BYTES,
     DecodedVideo,
@@ -51,26 +51,25 @@ class Videos:
     """Decode uploads, send them to the engine, and return its answers.
 
     Args:
-        engine: an open client of the engine, with a sender.
+        engine: an open client of the engine.
     """
 
     def __init__(self, engine: MessageClient[VideoAnalysis]) -> None:
-        [self._sender] = engine.senders
         self._engine = engine
         self._videos = self._videos_in_place = self._bytes_in_place = 0
 
-    def statistics(self) -> SenderStatistics:
-        """Return the statistics of the sender."""
-        return self._sender.statistics()
+    def statistics(self) -> ClientStatistics:
+        """Return the statistics of the client."""
+        return self._engine.statistics()
 
     def report(self) -> WorkerReport:
-        """Return the counts of this process, even after the sender was closed."""
+        """Return the counts of this process, even after the client was closed."""
         return WorkerReport(
             pid=os.getpid(),
             videos=self._videos,
             videos_in_place=self._videos_in_place,
             bytes_in_place=self._bytes_in_place,
-            sender=self._sender.statistics(),
+            client=self._engine.statistics(),
         )
 
     async def answer(self, name: str, file: BinaryIO) -> VideoAnswer:
@@ -88,10 +87,10 @@ class Videos:
             AioTensorError: the engine did not answer.
         """
         # The permit is acquired before decoding, so that `max_concurrent_videos` also limits the videos that
-        # are decoded at once. It is released when the engine has received the tensors.
-        async with self._sender.message() as message:
-            facts, request = await self._prepare(file)
-            analysis = await self._engine.request(request, inside=message)
+        # are decoded at once. It is released when the engine has taken the request.
+        async with self._engine.permit() as permit:
+            facts, request = await self._prepare(file, permit)
+            analysis = await self._engine.request(request, inside=permit)
         self._videos += 1
         self._videos_in_place += facts.bytes_in_place > 0
         self._bytes_in_place += facts.bytes_in_place
@@ -108,8 +107,8 @@ class Videos:
             cuts=analysis.cuts,
         )
 
-    async def _prepare(self, file: BinaryIO) -> tuple[_Facts, AnalyseVideo]:
-        decoded = await self._decode(file)
+    async def _prepare(self, file: BinaryIO, permit: Permit) -> tuple[_Facts, AnalyseVideo]:
+        decoded = await self._decode(file, permit)
         video = decoded.video
         facts = _Facts(
             fingerprints=await in_thread(partial(_fingerprints, video)),
@@ -121,17 +120,17 @@ class Videos:
         times, frames = torch.from_numpy(video.times), torch.from_numpy(video.frames)
         return facts, AnalyseVideo(times=times, frames=frames, sent_at=time.monotonic())
 
-    async def _decode(self, file: BinaryIO) -> _Decoded:
+    async def _decode(self, file: BinaryIO, permit: Permit) -> _Decoded:
         """Decode into shared memory, so that sending copies nothing.
 
         If there are more frames than the header states, they are decoded into other memory, and sending them
         copies them.
         """
-        max_bytes = self._sender.statistics().arena_bytes
+        max_bytes = self._engine.statistics().arena_bytes
         began = time.monotonic()
         size = await in_thread(lambda _: measure(file))
         measured = time.monotonic()
-        shared = await self._allocate(size, max_bytes)
+        shared = await _allocate(permit, size, max_bytes)
         allocated = time.monotonic()
         video = await in_thread(
             lambda checkpoint: decode(file, max_bytes=max_bytes, into=shared, checkpoint=checkpoint)
@@ -143,14 +142,15 @@ class Videos:
             memory_seconds=allocated - measured,
         )
 
-    async def _allocate(self, size: VideoSize, max_bytes: int) -> DecodedVideo:
-        """Allocate shared memory for a video, within the limit."""
-        count = min(size.frames, max_bytes // size.frame_bytes)
-        # A single allocation: requests that hold memory and wait for more could wait for each other.
-        memory = await self._sender.allocate((count * size.frame_bytes,), torch.uint8)
-        times = memory[: count * TIME_BYTES].view(torch.float64)
-        frames = memory[count * TIME_BYTES :].view(count, size.height, size.width, 3)
-        return DecodedVideo(frames=frames.numpy(), times=times.numpy())
+
+async def _allocate(permit: Permit, size: VideoSize, max_bytes: int) -> DecodedVideo:
+    """Allocate shared memory for a video, within the limit."""
+    count = min(size.frames, max_bytes // size.frame_bytes)
+    # A single allocation: requests that hold memory and wait for more could wait for each other.
+    memory = await permit.allocate((count * size.frame_bytes,), torch.uint8)
+    times = memory[: count * TIME_BYTES].view(torch.float64)
+    frames = memory[count * TIME_BYTES :].view(count, size.height, size.width, 3)
+    return DecodedVideo(frames=frames.numpy(), times=times.numpy())
 
 
 def _fingerprints(video: DecodedVideo, checkpoint: Checkpoint) -> tuple[Fingerprint, Fingerprint]:

@@ -2,9 +2,8 @@
 
     api.py                                          engine.py
     ------                                          ---------
-    TensorSender   ==== frames, port 7000 =====>    TensorReceiver
-    MessageClient  --- request, port 7001 ----->    MessageServer
-    MessageClient  <-- answer -----------------     MessageServer
+    MessageClient  --- request with frames ---->    MessageServer, port 7000
+                   <-- answer -----------------
 
 `keys.py` reads the keys by which both sides authenticate each other. `messages.py` defines the request and
 the answer. `README.md` shows how to run them on two machines or in containers.

@@ -12,14 +12,12 @@ import sys
 
 import torch
 
-from aiotensor import AioTensorError, PeerLostError, TensorSender
-from aiotensor.channel import MessageClient
+from aiotensor import AioTensorError, MessageClient
 from two_hosts.keys import ApiKeys, read
 from two_hosts.messages import PORT, Summary, Video
 
 SHAPE = (60, 360, 640, 3)  # 41 MB
 VIDEOS_AT_ONCE = 4
-ATTEMPTS = 3  # to send a video that was lost with its engine, or with the network
 MAX_WAIT_S = 60.0  # for an engine, a permit, or memory
 
 
@@ -29,50 +27,36 @@ def decode(number: int, frames: torch.Tensor) -> None:
         frame.fill_((number + index) % 256)
 
 
-async def ask(number: int, sender: TensorSender, client: MessageClient[Summary]) -> Summary:
+async def ask(number: int, client: MessageClient[Summary]) -> Summary:
     """Send one video to the engine, and return its answer."""
-    async with sender.message() as permit:
+    async with client.permit() as permit:
         frames = await permit.allocate(SHAPE, torch.uint8)  # from here the network reads them
         await asyncio.to_thread(decode, number, frames)
-        return await client.request(Video(frames), inside=permit)
+        # The model may see a video twice: if the engine is lost with it, the next engine gets it.
+        return await client.request(Video(frames), inside=permit, idempotent=True)
 
 
 async def main(host: str, port: int, keys: ApiKeys, videos: int) -> int:
     """Print the answer for each video, and return the number of videos that failed."""
     failed = 0
-    async with (
-        TensorSender(
-            f"tcp://{host}:{port}",
-            max_concurrent_videos=VIDEOS_AT_ONCE,
-            max_wait_s=MAX_WAIT_S,
-            secret_key=keys.secret_key,
-            server_key=keys.server_key,
-        ) as sender,
-        MessageClient(
-            f"tcp://{host}:{port + 1}",
-            sender=sender,
-            reply_type=Summary,
-            max_wait_s=MAX_WAIT_S,
-            secret_key=keys.secret_key,
-            server_key=keys.server_key,
-        ) as client,
-    ):
+    async with MessageClient(
+        f"tcp://{host}:{port}",
+        Summary,
+        max_concurrent_videos=VIDEOS_AT_ONCE,
+        max_wait_s=MAX_WAIT_S,
+        secret_key=keys.secret_key,
+        server_key=keys.server_key,
+    ) as client:
 
         async def process(number: int) -> None:
             nonlocal failed
-            for left in reversed(range(ATTEMPTS)):
-                try:
-                    answer = await ask(number, sender, client)
-                except PeerLostError as error:  # the next attempt waits for the next engine
-                    print(f"video {number} was lost: {error}", file=sys.stderr)
-                    failed += not left
-                except AioTensorError as error:
-                    print(f"video {number}: {error}", file=sys.stderr)
-                    failed += 1
-                    return
-                else:
-                    print(f"video {number}: {answer.frames} frames, brightness {answer.brightness:.1f}")
-                    return
+            try:
+                answer = await ask(number, client)
+            except AioTensorError as error:
+                print(f"video {number}: {error}", file=sys.stderr)
+                failed += 1
+            else:
+                print(f"video {number}: {answer.frames} frames, brightness {answer.brightness:.1f}")
 
         async with asyncio.TaskGroup() as group:
             for number in range(videos):
@@ -84,7 +68,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="two_hosts.api")
     parser.add_argument("keys", help="the file api.json")
     parser.add_argument("--engine", default="127.0.0.1", help="the host of the engine")
-    parser.add_argument("--port", type=int, default=PORT, help="the first of its two ports")
+    parser.add_argument("--port", type=int, default=PORT, help="the port of the engine")
     parser.add_argument("--videos", type=int, default=8, help="the number of videos")
     given = parser.parse_args()
     failures = asyncio.run(main(given.engine, given.port, read(given.keys, ApiKeys), given.videos))

@@ -18,18 +18,9 @@ def model(video: Video) -> Summary:
 
 def main(host: str, port: int, keys: EngineKeys) -> None:
     """Answer requests until Ctrl-C. Errors of the model are sent to the client, and the engine continues."""
-    with (
-        blocking.TensorReceiver(
-            f"tcp://{host}:{port}", secret_key=keys.secret_key, client_keys=keys.client_keys
-        ) as receiver,
-        blocking.MessageServer(
-            f"tcp://{host}:{port + 1}",
-            Video,
-            receiver=receiver,
-            secret_key=keys.secret_key,
-            client_keys=keys.client_keys,
-        ) as server,
-    ):
+    with blocking.MessageServer(
+        f"tcp://{host}:{port}", Video, secret_key=keys.secret_key, client_keys=keys.client_keys
+    ) as server:
         print("the engine is ready", flush=True)
         server.serve(model)
 
@@ -38,7 +29,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="two_hosts.engine")
     parser.add_argument("keys", help="the file engine.json")
     parser.add_argument("--host", default="0.0.0.0", help="the address to listen at")  # noqa: S104 - with keys
-    parser.add_argument("--port", type=int, default=PORT, help="the first of two ports")
+    parser.add_argument("--port", type=int, default=PORT, help="the port to listen at")
     given = parser.parse_args()
     try:
         main(given.host, given.port, read(given.keys, EngineKeys))

@@ -1,4 +1,4 @@
-"""The requests of the API server to the engine, its answers, and the ports of both."""
+"""The requests of the API server to the engine, its answers, and the port of the engine."""
 
 from typing import Annotated
 
@@ -7,7 +7,7 @@ import torch
 
 from aiotensor.codec import TensorMeta
 
-PORT = 7000  # of the frames; requests and answers use the next one
+PORT = 7000
 
 
 class Video(msgspec.Struct):
