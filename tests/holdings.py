@@ -47,7 +47,7 @@ _PATIENCE_S = 10.0
 _LEAST_TURNS = 300
 
 _TURNS_AT_REST = 20
-_CHECKS_UNTIL_REST = 2  # within which the threads of closed objects end
+_CHECKS_UNTIL_REST = 2  # within which closed objects release the rest, in their threads
 _TURNS_BEFORE_COLLECTING = 10
 
 
@@ -127,7 +127,7 @@ class Watch(logging.Handler):
         for read in (self._books, _of_process):
             now = read()
             if self._checks <= _CHECKS_UNTIL_REST:
-                _forget_ended_threads(before, now)
+                _forget_released(before, now)
             changed = {name: (before[name], held) for name, held in now.items() if held != before[name]}
             if changed:
                 return changed
@@ -176,11 +176,17 @@ def _of(party: Party) -> dict[str, object]:
             return _of_pipe(party)
 
 
-def _forget_ended_threads(before: dict[str, object], now: dict[str, object]) -> None:
-    """Remove from the baseline the threads of objects that were closed before it, once they have ended."""
+def _forget_released(before: dict[str, object], now: dict[str, object]) -> None:
+    """Remove from the baseline what objects that were closed before it have released in their threads."""
     known, running = before["threads"], now.get("threads")
     if isinstance(known, Counter) and isinstance(running, Counter) and running <= known:
         before["threads"] = running
+    numbers, used = before["descriptors"], now.get("descriptors")
+    if isinstance(numbers, dict) and isinstance(used, dict) and used.items() <= numbers.items():
+        before["descriptors"] = used
+    count, mapped = before["mappings"], now.get("mappings")
+    if isinstance(count, int) and isinstance(mapped, int) and mapped <= count:
+        before["mappings"] = mapped
 
 
 def _of_process() -> dict[str, object]:
