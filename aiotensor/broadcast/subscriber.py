@@ -580,9 +580,7 @@ class _Publisher(MessageSession):
                     left = None if limit is None else limit - self.memory.arena_bytes
                     self.map(self.mappings, self.memory, frame, descriptors, left)
                 case Detach():
-                    if self.transport.mover is not None:
-                        self.transport.mover.land(frame.segment, None)
-                    self.mappings.detach(self.memory, frame.segment)
+                    self.unmap(frame.segment)
                 case Hello():
                     if frame.is_admitted:
                         self._admitted(frame)

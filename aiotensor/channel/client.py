@@ -720,7 +720,7 @@ class MessageClient(LoopObject, Generic[R]):
         """Close the client: pending calls raise `ClosedError`.
 
         Waits until copies in the worker thread have stopped, and at most 1 s until the connections have
-        accepted what was sent. Cancellation closes the client immediately. Closing again has no effect.
+        accepted all records. Cancellation closes the client immediately. Closing again has no effect.
         """
         self.affinity.check_place()
         if self.affinity.close():
@@ -1207,9 +1207,7 @@ class _Session(MessageSession):
                 case Attach():
                     self.map(self.mappings, self.memory, frame, descriptors)
                 case Detach():
-                    if self.transport.mover is not None:
-                        self.transport.mover.land(frame.segment, None)
-                    self.mappings.detach(self.memory, frame.segment)
+                    self.unmap(frame.segment)
                 case Hello():
                     if frame.is_admitted:
                         self.memory.arena_bytes = frame.arena_bytes

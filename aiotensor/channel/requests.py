@@ -158,7 +158,7 @@ class FairQueue:
         return incoming
 
     def remove(self, incoming: Incoming) -> bool:
-        """Remove a request, and return whether it was here."""
+        """Remove a request, and return whether it waited."""
         requests = self.by_client.get(incoming.session)
         if requests is None or incoming not in requests:
             return False
@@ -586,9 +586,7 @@ class ClientSession(MessageSession):
                     left = None if limit is None else limit - self.memory.arena_bytes
                     self.map(self.mappings, self.memory, frame, descriptors, left)
                 case Detach():
-                    if self.transport.mover is not None:
-                        self.transport.mover.land(frame.segment, None)
-                    self.mappings.detach(self.memory, frame.segment)
+                    self.unmap(frame.segment)
                 case Close():
                     self.closed(frame)
                 case _:

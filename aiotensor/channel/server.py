@@ -359,7 +359,7 @@ class MessageServer(LoopObject, Generic[M]):
         self._clients.clear()
         try:
             self._mappings.freed.collect_all()
-            for client in clients:  # before their requests end, so that other servers get those that wait
+            for client in clients:  # before their requests end, so that other servers get the untaken ones
                 client.close()
             for incoming in [*self._requests.ready, *self._requests.in_hand]:
                 self._requests.cancel(incoming)

@@ -94,7 +94,7 @@ class PeerLog:
 def log_long_wait(
     logger: logging.Logger, waited_s: float, what: str, pid: int | None, holders: Sequence[Holder]
 ) -> None:
-    """Log that a call has waited for a long time, with the holders of what it waits for.
+    """Log that a call has waited for a long time, with the holders of the resource.
 
     Args:
         logger: the logger of the object.

@@ -208,6 +208,12 @@ class MessageSession(Session):
         self.connection.taken(number)
         self.schedule_flush()
 
+    def unmap(self, segment: int) -> None:
+        """Unmap a segment that the peer has withdrawn; between machines, the memory in its place."""
+        if self.transport.mover is not None:
+            self.transport.mover.land(segment, None)
+        self.mappings.detach(self.memory, segment)
+
     def release_memory(self) -> None:
         """Release the memory of the peer after the end of the session, once all messages are taken."""
         self.memory.release = None

@@ -1,5 +1,6 @@
 """A message with a body that is being sent: its tensors in shared memory, and its content."""
 
+import abc
 import asyncio
 from collections.abc import Hashable, Iterator
 from typing import ClassVar
@@ -80,13 +81,13 @@ class Outgoing(msgspec.Struct, eq=False):
 
     # Overridden by the roles
 
+    @abc.abstractmethod
     def check(self) -> None:
         """Raise an error if the message can no longer be sent; called after each wait."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def no_space(self, nbytes: int, *, is_stuck: bool) -> WouldBlockError:
         """Return the error of a call that gets no block: the wait would never end, or it must not wait."""
-        raise NotImplementedError
 
     def check_fits(self, new_bytes: int, other_bytes: int) -> None:
         """Raise `TooLargeError` if a message can never be sent.

@@ -128,7 +128,7 @@ class Session(abc.ABC):
         """End the session, because a record could not be written."""
         reason = f"writing to it failed: {error}"
         self.log.disconnected.add(self.name, self.pid, reason)
-        # If another record can be written, the peer learns what it was not told, and that this end lives on.
+        # If another record can be written, the peer gets the pending frames, and knows that this end lives.
         self.connection.close(Close(reason[:MAX_REASON], retry=True))
         with suppress(OSError):
             for record in self.connection.data_to_send():
