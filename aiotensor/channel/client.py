@@ -24,7 +24,7 @@ from functools import partial
 from multiprocessing.queues import Queue
 from time import monotonic
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 import torch
 
@@ -149,8 +149,7 @@ class SentRequest(Outgoing, kw_only=True, eq=False):
             self.client._lose(self, error)
 
 
-class _Answer(Arrived["_Session"]):
-    """An answer that has arrived."""
+_Answer: TypeAlias = "Arrived[_Session]"  # an answer that has arrived
 
 
 class MessageClient(LoopObject, Generic[R]):
@@ -1182,7 +1181,7 @@ class _Session(MessageSession):
                 case Message():
                     if frame.answers is None:
                         raise ProtocolError("it sent a message that answers nothing")
-                    answer = _Answer(self, frame)
+                    answer = Arrived(self, frame)
                     if frame.trace is not None:
                         answer.trace_context = trace_context_of(frame)
                     self.untaken += 1
