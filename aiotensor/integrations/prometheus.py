@@ -3,17 +3,17 @@
     REGISTRY.register(AioTensorCollector())
 
 docs/operation.md lists the metrics. The statistics of all objects at one endpoint are added up, so the number
-of series depends on the number of endpoints, which is limited, and not on the number of objects.
+of series depends on the number of endpoints, and not on the number of objects.
 """
 
 import asyncio
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from math import inf
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeAlias, get_args
+from typing import Any, Self, TypeAlias, get_args
 
 import anyio
 
@@ -23,18 +23,18 @@ try:
     from prometheus_client import values
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
     from prometheus_client.registry import Collector
+    from prometheus_client.samples import Sample
 except ModuleNotFoundError as error:
     raise not_installed(error, __name__) from None
 
 from aiotensor.errors import UsageError
-from aiotensor.integrations.totals import MAX_ENDPOINTS, EndpointTotals
-from aiotensor.runtime.arguments import count, seconds
+from aiotensor.runtime.arguments import seconds
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.worker import in_thread
 from aiotensor.statistics import registry
 from aiotensor.statistics.counters import ERROR_NAMES
 from aiotensor.statistics.fields import Family, families_of
-from aiotensor.statistics.registry import Counts, Group
+from aiotensor.statistics.registry import Counts, Snapshot
 from aiotensor.types import Statistics
 
 __all__ = ["AioTensorCollector", "MultiprocessPublisher"]
@@ -47,11 +47,8 @@ class AioTensorCollector(Collector):
 
     Register it once: ``REGISTRY.register(AioTensorCollector())``. It finds all open senders, receivers,
     publishers, subscribers, clients, servers and pipes, including those of `aiotensor.blocking`. Counters
-    include closed objects, even if these were closed before the collector was created; a process remembers
-    the 256 endpoints that it closed last.
-
-    The first `max_endpoints` endpoints are exported under their names, and all further ones together as
-    ``other``.
+    include closed objects, even if these were closed before the collector was created. A process remembers
+    the 100 endpoints that it closed last; the series of an older one end, and begin at 0 if it opens again.
 
     A scrape works in any thread, and several threads may scrape at once. A scrape reads the objects of its
     thread immediately, queries the event loops of other threads, which answer in their next iteration, and
@@ -61,33 +58,27 @@ class AioTensorCollector(Collector):
 
     Args:
         timeout_s: the time limit in seconds for the answers of other event loops, for all of them together.
-        max_endpoints: the number of endpoints that are exported under their own names, at least 1. It limits
-            the number of series, and with it the duration of a scrape.
 
     Raises:
-        TypeError: `max_endpoints` is not an integer.
-        ValueError: the timeout is negative or too long, or `max_endpoints` is less than 1.
+        ValueError: the timeout is negative or too long.
     """
 
-    def __init__(self, *, timeout_s: float = 1.0, max_endpoints: int = MAX_ENDPOINTS) -> None:
+    def __init__(self, *, timeout_s: float = 1.0) -> None:
         self._timeout_s = seconds("timeout_s", timeout_s)
-        self._max_endpoints = count("max_endpoints", max_endpoints)
-        self._totals = EndpointTotals()
 
     def __repr__(self) -> str:
-        limits = f"timeout_s={self._timeout_s:g}, max_endpoints={self._max_endpoints}"
-        return f"<AioTensorCollector {limits}, {self._totals.timeouts} timeouts>"
+        return f"<AioTensorCollector timeout_s={self._timeout_s:g}>"
 
     def describe(self) -> Iterable[Metric]:
         """Return all metrics without samples, and without reading any object."""
-        return list(_families([], {}, None))
+        return list(_metrics(Snapshot([], {}, 0)))
 
     def collect(self) -> Iterable[Metric]:
         """Return all metrics with their samples.
 
         Can be called from any thread. Blocks it for at most `timeout_s` seconds.
         """
-        return list(_metrics_of(self._totals, self._timeout_s, self._max_endpoints))
+        return list(_metrics(registry.collect(self._timeout_s)))
 
 
 # The metrics and their samples, derived from the declared fields of statistics
@@ -98,24 +89,17 @@ _KINDS: tuple[type[Statistics], ...] = get_args(Statistics)
 _LARGEST = frozenset(family.name for kind in _KINDS for family in families_of(kind) if family.is_largest)
 
 
-def _metrics_of(totals: EndpointTotals, timeout_s: float, max_endpoints: int) -> Iterator[Metric]:
-    taken = totals.take(registry.collect(timeout_s), max_endpoints)
-    return _families(taken.present, taken.counts, totals.timeouts)
-
-
-def _families(
-    objects: list[tuple[str, Statistics]], counts: dict[Group, Counts], timeouts: int | None
-) -> Iterator[Metric]:
+def _metrics(snapshot: Snapshot) -> Iterator[Metric]:
     """Return all metrics with a sample for each endpoint; without endpoints, only the metrics."""
     yield CounterMetricFamily(
-        "aiotensor_scrape_timeouts", "Event loops that did not answer a scrape in time.", timeouts
+        "aiotensor_scrape_timeouts", "Event loops that did not answer a scrape in time.", snapshot.timeouts
     )
     for kind in _KINDS:
         present: dict[str, list[Statistics]] = {}
-        for endpoint, statistics in objects:
+        for endpoint, statistics in snapshot.present:
             if isinstance(statistics, kind):
                 present.setdefault(endpoint, []).append(statistics)
-        counted = {endpoint: found for (of, endpoint), found in counts.items() if of is kind}
+        counted = {endpoint: found for (of, endpoint), found in snapshot.counts.items() if of is kind}
         for family in families_of(kind):
             if family.type == "gauge":
                 yield _gauge(family, present)
@@ -125,43 +109,36 @@ def _families(
                 yield _histogram(family, counted)
 
 
-def _gauge(family: Family, present: Mapping[str, Sequence[Statistics]]) -> Metric:
+def _gauge(family: Family, present: dict[str, list[Statistics]]) -> Metric:
     metric = GaugeMetricFamily(family.name, family.text, labels=family.labels)
     combine = max if family.is_largest else sum
     for field in family.fields:
         for endpoint, objects in present.items():
-            number = combine([_amount(getattr(one, field.name)) for one in objects])
+            values = [getattr(one, field.name) for one in objects]
+            # A limit of None is exported as infinity.
+            number = combine([inf if value is None else value for value in values])
             metric.add_metric([endpoint, *field.labels.values()], number)
     return metric
 
 
-def _amount(value: int | float | tuple[int, ...] | None) -> float:
-    """Return the value of a gauge; a limit of None is exported as infinity."""
-    if isinstance(value, tuple):
-        return sum(value)
-    return inf if value is None else value
-
-
-def _counter(family: Family, counted: Mapping[str, Counts]) -> Metric:
+def _counter(family: Family, counted: dict[str, Counts]) -> Metric:
     metric = CounterMetricFamily(family.name, family.text, labels=family.labels)
     for field in family.fields:
-        labels = list(field.labels.values())
-        series = [("", labels)]
-        if field.is_by_type:
-            # Samples exist for all types from the beginning: Prometheus sees no increase in the first one.
-            series = [(error, [*labels, error]) for error in ERROR_NAMES]
+        # Samples exist for all types from the beginning: Prometheus sees no increase in the first one.
+        parts = ERROR_NAMES if field.is_by_type else ("",)
         for endpoint, counts in counted.items():
-            for part, others in series:
-                metric.add_metric([endpoint, *others], counts.get((field.name, part), 0))
+            for part in parts:
+                labels = [endpoint, *field.labels.values(), *([part] if part else [])]
+                metric.add_metric(labels, counts.get((field.name, part), 0))
     return metric
 
 
-def _histogram(family: Family, counted: Mapping[str, Counts]) -> Metric:
+def _histogram(family: Family, counted: dict[str, Counts]) -> Metric:
     metric = HistogramMetricFamily(family.name, family.text, labels=family.labels)
     for endpoint, counts in counted.items():
         for field in family.fields:
             waits = {bound: number for (name, bound), number in counts.items() if name == field.name}
-            total_s = waits.pop("total_s")
+            total_s = waits.pop("total_us") / 1e6
             bounds = [bound or "+Inf" for bound in waits]
             buckets = list(zip(bounds, accumulate(waits.values()), strict=True))
             metric.add_metric([endpoint, *field.labels.values()], buckets, total_s)
@@ -171,19 +148,36 @@ def _histogram(family: Family, counted: Mapping[str, Counts]) -> Metric:
 # Several processes
 
 
-class _Published(NamedTuple):
-    """A number in a file, and the amount of it that this process published last."""
+class _Number:
+    """A number in the files of prometheus_client."""
 
-    value: Any  # an instance of `ValueClass`, which has no type annotations
-    amount: float
-    is_gauge: bool
+    def __init__(self, metric: Metric, sample: Sample) -> None:
+        make: Any = values.ValueClass  # which has no type annotations
+        self._value = make(
+            metric.type,
+            metric.name,
+            sample.name,
+            tuple(sample.labels),
+            tuple(sample.labels.values()),
+            metric.documentation,
+            multiprocess_mode="livemax" if metric.name in _LARGEST else "livesum",
+        )
+        self._is_gauge = metric.type == "gauge"
+        self._written = 0.0
+
+    def write(self, amount: float) -> None:
+        if self._is_gauge:
+            self._value.set(amount)
+        elif amount > self._written:  # else its endpoint was forgotten: the file keeps what it has
+            # Incremented, not set: an earlier process with the same id may have written to the file.
+            self._value.inc(amount - self._written)
+        self._written = amount
 
 
 _Series: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
 
 # All publishers of a process write to the same files, and continue from each other's numbers.
-_published: dict[_Series, _Published] = {}
-_totals = EndpointTotals()
+_numbers: dict[_Series, _Number] = {}
 _publishing = threading.Lock()
 
 
@@ -202,21 +196,15 @@ class MultiprocessPublisher:
         interval_s: the seconds between two updates of the files.
         timeout_s: the time limit in seconds for the answers of other event loops of this process, for all of
             them together.
-        max_endpoints: the number of endpoints that are published under their own names, at least 1.
 
     Raises:
         UsageError: the multiprocess mode of prometheus_client is not enabled.
-        TypeError: `max_endpoints` is not an integer.
-        ValueError: the interval is not positive, the timeout is negative or too long, or `max_endpoints` is
-            less than 1.
+        ValueError: the interval is not positive, or the timeout is negative or too long.
     """
 
-    def __init__(
-        self, *, interval_s: float = 5.0, timeout_s: float = 1.0, max_endpoints: int = MAX_ENDPOINTS
-    ) -> None:
+    def __init__(self, *, interval_s: float = 5.0, timeout_s: float = 1.0) -> None:
         if not 0 < interval_s < inf:
             raise ValueError(f"interval_s must be positive, got {interval_s}")
-        self._max_endpoints = count("max_endpoints", max_endpoints)
         if not getattr(values.ValueClass, "_multiprocess", False):
             raise UsageError(
                 "prometheus_client stores its metrics only in this process: set PROMETHEUS_MULTIPROC_DIR to "
@@ -228,8 +216,7 @@ class MultiprocessPublisher:
 
     def __repr__(self) -> str:
         state = "new" if self._task is None else "closed" if self._task.done() else "open"
-        limits = f"interval_s={self._interval_s:g}, max_endpoints={self._max_endpoints}"
-        return f"<MultiprocessPublisher {state}, {limits}>"
+        return f"<MultiprocessPublisher {state}, interval_s={self._interval_s:g}>"
 
     async def __aenter__(self) -> Self:
         """Publish for the first time, and begin to publish at intervals.
@@ -273,15 +260,13 @@ class MultiprocessPublisher:
 
     def _publish_now(self) -> None:
         with _publishing:
-            _write(_metrics_of(_totals, self._timeout_s, self._max_endpoints))
+            _write(_metrics(registry.collect(self._timeout_s)))
 
 
 def _write(metrics: Iterable[Metric]) -> None:
     """Write the samples of metrics to the files of prometheus_client."""
-    make: Any = values.ValueClass
-    gone = {key for key, published in _published.items() if published.is_gauge}
+    gone = set(_numbers)
     for metric in metrics:
-        mode = "livemax" if metric.name in _LARGEST else "livesum"
         # The files contain the number in each bucket, unlike the samples, which are cumulative.
         below: dict[tuple[str, ...], float] = {}
         for sample in metric.samples:
@@ -293,31 +278,17 @@ def _write(metrics: Iterable[Metric]) -> None:
                 continue  # prometheus_client adds up the buckets
             key = (sample.name, tuple(sample.labels.items()))
             gone.discard(key)
-            before = _published.get(key)
-            if before is None:
-                names, labels, text = (
-                    tuple(sample.labels),
-                    tuple(sample.labels.values()),
-                    metric.documentation,
-                )
-                value = make(
-                    metric.type, metric.name, sample.name, names, labels, text, multiprocess_mode=mode
-                )
-                before = _Published(value, 0.0, metric.type == "gauge")
-            if before.is_gauge:
-                before.value.set(amount)
-            else:
-                # Incremented, not set: an earlier process with the same id may have written to the file.
-                before.value.inc(amount - before.amount)
-            _published[key] = before._replace(amount=amount)
+            if key not in _numbers:
+                _numbers[key] = _Number(metric, sample)
+            _numbers[key].write(amount)
     for key in gone:
-        _published[key].value.set(0.0)
+        _numbers[key].write(0.0)
 
 
 def _renew() -> None:
-    """Forget the published numbers of the parent: a forked child has its own files."""
+    """Forget the numbers of the parent: a forked child has its own files."""
     global _publishing
-    _published.clear()
+    _numbers.clear()
     _publishing = threading.Lock()
 
 

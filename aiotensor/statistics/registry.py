@@ -7,7 +7,6 @@ other would both wait until the time limit.
 """
 
 import asyncio
-import itertools
 import os
 import threading
 import time
@@ -37,18 +36,15 @@ __all__ = [
 Group: TypeAlias = tuple[type[Statistics], str]
 
 # The maximum number of remembered groups without open objects. A program may open any number of addresses.
-_MAX_CLOSED_GROUPS = 256
+_MAX_CLOSED_GROUPS = 100
 
 # How often a waiting thread checks whether a loop has ended without an answer. Other threads do not poll.
 _CHECK_INTERVAL_S = 0.05
 
-# Numbers the objects and snapshots in the order of their creation.
-_numbers = itertools.count(1)
-
-
 # The counts by the name of a counter and a part of it: "" for a plain number, the type of an error, the bound
-# of a wait ("" for waits beyond the last bound), or "total_s" for the total duration of waits.
-Counts: TypeAlias = dict[tuple[str, str], float]
+# of a wait ("" for waits beyond the last bound), or "total_us" for the duration of all waits. All numbers are
+# integers: a sum of floats may decrease when an object closes, since it is added in another order then.
+Counts: TypeAlias = dict[tuple[str, str], int]
 
 
 class Snapshot(NamedTuple):
@@ -56,20 +52,14 @@ class Snapshot(NamedTuple):
 
     Attributes:
         present: the endpoint and the statistics of each open object.
-        counts: the counts of each group since the process began, of open and of closed objects; the groups
-            with closed objects come first, in the order of closing.
-        begun: a number for each group, which increases when the counts of the group are forgotten.
-        unanswered: the number of running loops that did not answer; the snapshot contains the previous
-            statistics of their objects.
-        number: the number of the snapshot, larger than those of earlier ones; the counts of a later snapshot
-            are not smaller, except those of forgotten groups.
+        counts: the counts of each group since the process began, of open and of closed objects.
+        timeouts: how often a running loop has not answered in time since the process began; the snapshot
+            contains the previous statistics of the objects of such a loop.
     """
 
     present: list[tuple[str, Statistics]]
     counts: dict[Group, Counts]
-    begun: dict[Group, int]
-    unanswered: int
-    number: int
+    timeouts: int
 
 
 class HasStatistics(Protocol):
@@ -86,15 +76,11 @@ class Entry:
         owner: the object.
         endpoint: the address or name that all objects at one endpoint have in common.
         loop: the event loop of the object.
-        number: larger than the numbers of earlier entries.
     """
 
-    def __init__(
-        self, owner: HasStatistics, endpoint: str, loop: asyncio.AbstractEventLoop, number: int
-    ) -> None:
+    def __init__(self, owner: HasStatistics, endpoint: str, loop: asyncio.AbstractEventLoop) -> None:
         self.endpoint = endpoint
         self.loop = loop
-        self.number = number
         self.thread = threading.get_ident()
         self.last: Statistics | None = None  # the statistics that were read last
         self.is_closed = False
@@ -132,14 +118,11 @@ class _Registry:
     """The entries of open objects, and the counts of closed ones."""
 
     def __init__(self) -> None:
-        # Reentrant, because a signal handler may interrupt `collect` and call it. The lock is not held while
-        # statistics are read.
-        self.changed = threading.Condition(threading.RLock())
+        self.changed = threading.Condition()  # its lock is not held while statistics are read
         self.entries: dict[Entry, None] = {}
-        # The counts, and the number of the first object in them; the group closed last is at the end.
-        self.closed: dict[Group, tuple[Counts, int]] = {}
+        self.closed: dict[Group, Counts] = {}  # the group closed last is at the end
+        self.timeouts = 0
         self._queries: dict[int, list[_Query]] = {}  # for each thread
-        self._is_removing = False
 
     def sweep(self) -> None:
         """Remove objects that ended without being closed. The caller holds the lock."""
@@ -149,42 +132,21 @@ class _Registry:
 
     def remove(self, entry: Entry) -> None:
         """Remove an object and keep its counts. The caller holds the lock."""
-        # If a signal handler interrupts this call and calls `collect`, it leaves the removal to this call.
-        if self._is_removing:
+        if entry not in self.entries:
             return
-        self._is_removing = True
-        try:
-            if entry in self.entries:
-                self._remove(entry)
-                self._forget()
-        finally:
-            self._is_removing = False
-
-    def _remove(self, entry: Entry) -> None:
-        entry.is_removed = True
-        if entry.last is None:  # freed before its statistics were read
-            del self.entries[entry]
-            return
-        group = (type(entry.last), entry.endpoint)
-        before, number = self.closed.get(group, ({}, entry.number))
-        counts = dict(before)
-        _add_counts(counts, entry.last)
-        kept = (counts, min(number, entry.number))
-        # No function is called from here on. Otherwise, a signal handler that calls `collect` at that moment
-        # could miss the object or count it twice.
-        if group in self.closed:
-            del self.closed[group]
-        self.closed[group] = kept
         del self.entries[entry]
-
-    def _forget(self) -> None:
-        """Forget the groups that were closed first, except groups in use, whose counts would decrease."""
-        if len(self.closed) <= _MAX_CLOSED_GROUPS:
-            return
-        in_use = {entry.endpoint for entry in list(self.entries)}
-        unused = [group for group in self.closed if group[1] not in in_use]
-        for group in unused[:-_MAX_CLOSED_GROUPS]:
-            del self.closed[group]
+        entry.is_removed = True
+        if entry.last is None:
+            return  # freed before its statistics were read
+        group = (type(entry.last), entry.endpoint)
+        self.closed[group] = counts = self.closed.pop(group, {})
+        _add_counts(counts, entry.last)
+        if len(self.closed) > _MAX_CLOSED_GROUPS:
+            # Forget the groups that were closed first, except groups in use, whose counts would decrease.
+            in_use = {one.endpoint for one in self.entries}
+            unused = [group for group in self.closed if group[1] not in in_use]
+            for group in unused[:-_MAX_CLOSED_GROUPS]:
+                del self.closed[group]
 
     def read(self, entry: Entry) -> None:
         """Read the statistics of an object, in its thread.
@@ -200,8 +162,8 @@ class _Registry:
             if not entry.is_removed:
                 entry.last = statistics
 
-    def read_all(self, entries: Iterable[Entry], timeout_s: float) -> int:
-        """Read the statistics of objects, and return the number of running loops that did not answer."""
+    def read_all(self, entries: Iterable[Entry], timeout_s: float) -> None:
+        """Read the statistics of objects."""
         here, end = threading.get_ident(), time.monotonic() + timeout_s
         by_loop: dict[tuple[asyncio.AbstractEventLoop, int], _Query] = {}
         for entry in entries:
@@ -212,20 +174,17 @@ class _Registry:
                 key = (entry.loop, entry.thread)
                 by_loop.setdefault(key, _Query(*key)).entries.append(entry)
         queries = list(by_loop.values())
-        try:
-            self._send(queries)
-            while not all(query.is_settled for query in queries):
-                self._answer()
-                with self.changed:
-                    left = end - time.monotonic()
-                    if left <= 0:
-                        break
-                    if here not in self._queries and not all(query.is_settled for query in queries):
-                        # Check at intervals: a loop that ends with a pending query notifies no thread.
-                        self.changed.wait(min(left, _CHECK_INTERVAL_S))
-        finally:
-            self._withdraw(queries)
-        return sum(not query.is_settled for query in queries)
+        self._send(queries)
+        while not all(query.is_settled for query in queries):
+            self._answer()
+            with self.changed:
+                left = end - time.monotonic()
+                if left <= 0:
+                    self.timeouts += sum(not query.is_settled for query in queries)
+                    return
+                if here not in self._queries and not all(query.is_settled for query in queries):
+                    # Check at intervals: a loop that ends with a pending query notifies no thread.
+                    self.changed.wait(min(left, _CHECK_INTERVAL_S))
 
     def _send(self, queries: list[_Query]) -> None:
         with self.changed:
@@ -252,23 +211,13 @@ class _Registry:
             with self.changed:
                 self.changed.notify_all()
 
-    def _withdraw(self, queries: list[_Query]) -> None:
-        """Remove the queries that are not answered yet."""
-        with self.changed:
-            for query in queries:
-                others = self._queries.get(query.thread, [])
-                if query in others:
-                    others.remove(query)
-                    if not others:
-                        del self._queries[query.thread]
-
 
 _registry = _Registry()
 
 
 def add(owner: HasStatistics, endpoint: str, loop: asyncio.AbstractEventLoop) -> Entry:
     """Register an open object, in its thread; the arguments are those of `Entry`."""
-    entry = Entry(owner, endpoint, loop, next(_numbers))
+    entry = Entry(owner, endpoint, loop)
     with _registry.changed:
         _registry.sweep()
         _registry.entries[entry] = None
@@ -313,22 +262,17 @@ def collect(timeout_s: float) -> Snapshot:
     with registry.changed:
         registry.sweep()
         present = list(registry.entries)
-    unanswered = registry.read_all(present, timeout_s)
+    registry.read_all(present, timeout_s)
     # Everything is read under one lock, so that the later of two snapshots has all counts of the earlier one.
     with registry.changed:
         registry.sweep()
-        number = next(_numbers)
-        present = list(registry.entries)
-        closed = dict(registry.closed)
-        known = [(entry, entry.last) for entry in present if entry.last is not None]
-    counts = {group: dict(counts) for group, (counts, _) in closed.items()}
-    begun = {group: first for group, (_, first) in closed.items()}
+        known = [(entry, entry.last) for entry in registry.entries if entry.last is not None]
+        counts = {group: dict(counts) for group, counts in registry.closed.items()}
+        timeouts = registry.timeouts
     for entry, last in known:
-        group = (type(last), entry.endpoint)
-        _add_counts(counts.setdefault(group, {}), last)
-        begun[group] = min(begun.get(group, entry.number), entry.number)
+        _add_counts(counts.setdefault((type(last), entry.endpoint), {}), last)
     still_open = [(entry.endpoint, last) for entry, last in known if not entry.is_closed]
-    return Snapshot(still_open, counts, begun, unanswered, number)
+    return Snapshot(still_open, counts, timeouts)
 
 
 def _renew() -> None:
@@ -344,9 +288,10 @@ def _add_counts(counts: Counts, statistics: Statistics) -> None:
     """Add the counters of an object to a sum."""
     for name in counters(type(statistics)):
         value = getattr(statistics, name)
-        parts: Iterable[tuple[str, float]] = (("", value),)
+        parts: Iterable[tuple[str, int]] = (("", value),)
         if isinstance(value, Waits):
-            parts = zip(_parts_of_waits(value.bounds_s), (*value.counts, value.total_s), strict=True)
+            names = _parts_of_waits(value.bounds_s)
+            parts = zip(names, (*value.counts, round(value.total_s * 1e6)), strict=True)
         elif isinstance(value, dict):
             parts = value.items()
         for part, number in parts:
@@ -356,4 +301,4 @@ def _add_counts(counts: Counts, statistics: Statistics) -> None:
 
 @lru_cache(maxsize=8)  # all objects of a process count waits by the same bounds
 def _parts_of_waits(bounds_s: tuple[float, ...]) -> tuple[str, ...]:
-    return (*map(str, bounds_s), "", "total_s")
+    return (*map(str, bounds_s), "", "total_us")

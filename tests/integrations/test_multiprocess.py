@@ -78,7 +78,6 @@ async def two_workers(folder: Path, **options: Any) -> AsyncIterator[Workers]:
 
 async def _begin(state: State, options: dict[str, Any]) -> None:
     publisher = MultiprocessPublisher(**options)
-    state.others["limits"] = {name: limit for name, limit in options.items() if name != "interval_s"}
     await publisher.__aenter__()
     state.others["publisher"] = publisher
     await peers.open_sender(state, 3)
@@ -176,5 +175,3 @@ def test_invalid_arguments_are_refused() -> None:
     for interval_s in (0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="interval_s must be positive"):
             MultiprocessPublisher(interval_s=interval_s)
-    with pytest.raises(ValueError, match="max_endpoints must be at least 1, got 0"):
-        MultiprocessPublisher(max_endpoints=0)

@@ -1,11 +1,10 @@
-"""Metrics agree with the tensors and messages that were transferred; the number of series is limited."""
+"""Metrics agree with the tensors and messages that were transferred."""
 
 import asyncio
 import itertools
-import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from math import inf
 
 import pytest
@@ -18,7 +17,6 @@ from aiotensor import (
     TensorHandle,
     TensorReceiver,
     TensorSender,
-    TooLargeError,
 )
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.integrations.prometheus import AioTensorCollector
@@ -129,10 +127,10 @@ def test_a_blocked_loop_delays_a_scrape_by_at_most_the_timeout_and_keeps_its_cou
         during = scrape(quick)
         assert at(during, place) == at(counted[0], place)
         assert at(during, place)["aiotensor_sender_tensors_sent_total"] == 1
-        assert counted[0]["aiotensor_scrape_timeouts_total", ()] == 0
-        assert during["aiotensor_scrape_timeouts_total", ()] == 1
+        timeouts = counted[0]["aiotensor_scrape_timeouts_total", ()]
+        assert during["aiotensor_scrape_timeouts_total", ()] == timeouts + 1
         go_on.set()
-        assert scrape(patient)["aiotensor_scrape_timeouts_total", ()] == 0
+        assert scrape(patient)["aiotensor_scrape_timeouts_total", ()] == timeouts + 1
         done.set()
         thread.join()
 
@@ -199,97 +197,6 @@ def test_invalid_arguments_are_refused() -> None:
     for timeout_s in (-1, inf, float("nan")):
         with pytest.raises(ValueError, match=f"timeout_s must be at least 0 seconds, got {timeout_s}"):
             new_registry(timeout_s=timeout_s)
-    with pytest.raises(ValueError, match="max_endpoints must be at least 1, got 0"):
-        new_registry(max_endpoints=0)
-    with pytest.raises(TypeError, match="max_endpoints must be an integer"):
-        new_registry(max_endpoints=1.0)
     registry = new_registry()
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         registry.register(AioTensorCollector())
-
-
-# The limit of endpoints
-
-ERRORS = "aiotensor_sender_errors_total{type=TooLargeError}"
-LIMIT = "aiotensor_sender_permits_limit"
-FORGOTTEN = 260  # more closed endpoints than a process remembers
-
-
-class Senders(AsyncExitStack):
-    """Open senders, each at its own endpoint. They need no receivers."""
-
-    async def __aenter__(self) -> "Senders":
-        self._folder = self.enter_context(tempfile.TemporaryDirectory(prefix="aiotensor-"))
-        self._open: dict[str, TensorSender] = {}
-        return self
-
-    def at(self, name: str) -> str:
-        """Return the endpoint of a name."""
-        return f"unix://{self._folder}/{name}"
-
-    async def open(self, *names: str, errors: int = 0) -> None:
-        """Open senders, and have each raise errors."""
-        for name in names:
-            self._open[name] = sender = await self.enter_async_context(TensorSender(self.at(name)))
-            for _ in range(errors):
-                with pytest.raises(TooLargeError):
-                    await sender.allocate((1 << 40,), torch.int64)
-
-    async def close(self, *names: str) -> None:
-        """Close senders."""
-        for name in names:
-            await self._open[name].aclose()
-
-    async def open_and_close(self, count: int) -> None:
-        """Open and close further endpoints; the process remembers the 256 endpoints that it closed last."""
-        for number in range(count):
-            await self.open(f"further{number}")
-            await self.close(f"further{number}")
-        await asyncio.sleep(0)  # the last one is recorded as closed in the next iteration
-
-
-def endpoints(numbers: Numbers) -> set[str]:
-    return {value for _, labels in numbers for label, value in labels if label == "endpoint"}
-
-
-@pytest.mark.extended
-async def test_the_sum_of_other_endpoints_stays_correct_while_they_open_and_close() -> None:
-    registry = new_registry(max_endpoints=1)
-    async with Senders() as those:
-        await those.open("named", "other")
-        before = at(scrape(registry), "other")[ERRORS]
-        sums, expected = [before], before
-        for number in range(FORGOTTEN):
-            await those.open(f"{number}", errors=1 + number % 2)
-            expected += 1 + number % 2
-            if number % 3 == 0:  # else it is closed before its first scrape
-                sums.append(at(scrape(registry), "other")[ERRORS])
-                assert sums[-1] == expected
-            if number >= 5:
-                await those.close(f"{number - 5}")
-        await those.open_and_close(FORGOTTEN)
-        numbers = scrape(registry)
-        assert at(numbers, "other")[ERRORS] == expected
-        assert ERRORS in at(numbers, those.at("named"))
-        remembered = scrape(new_registry(max_endpoints=1000))
-        assert sum(at(remembered, endpoint)[ERRORS] for endpoint in endpoints(remembered)) < expected
-    assert sums == sorted(sums)
-
-
-async def test_the_number_of_series_is_limited_and_a_closed_endpoint_keeps_its_name_or_other() -> None:
-    registry = new_registry(max_endpoints=2)
-    async with Senders() as those:
-        await those.open("a", "b", "c", errors=1)
-        size = len(scrape(registry))
-        before = at(scrape(registry), "other")[ERRORS]
-        await those.close("a", "c")
-        await those.open_and_close(FORGOTTEN)
-        await those.open("c", errors=1)
-        numbers = scrape(registry)
-        assert endpoints(numbers) == {those.at("a"), those.at("b"), "other"}
-        assert at(numbers, those.at("a"))[ERRORS] == 1
-        assert LIMIT not in at(numbers, those.at("a"))
-        assert at(numbers, those.at("b"))[LIMIT] == at(numbers, "other")[LIMIT] == 8
-        assert at(numbers, "other")[ERRORS] == before + 1
-        await those.open("a", *map(str, range(9)))
-        assert len(scrape(registry)) == size

@@ -124,21 +124,21 @@ async def test_counts_include_the_waits_and_errors_of_calls_that_closing_fails(
         counts = registry.collect(0.0).counts[SenderStatistics, here]
         waits = {bound: number for (name, bound), number in counts.items() if name == "permit_waits"}
         assert counts["errors", "ClosedError"] == 3
-        assert sum(number for bound, number in waits.items() if bound != "total_s") == 3
+        assert sum(number for bound, number in waits.items() if bound != "total_us") == 3
         del waiting
 
 
-async def test_the_256_endpoints_that_were_closed_last_are_remembered() -> None:
+async def test_the_100_endpoints_that_were_closed_last_are_remembered() -> None:
     at = f"place in {asyncio.get_running_loop()}"
     stays, stays_open = open_counted(1, f"{at} 0")
-    for number in range(600):
+    for number in range(300):
         _, affinity = open_counted(1, f"{at} {number}")
         close(affinity)
         await asyncio.sleep(0)
     snapshot = registry.collect(0.0)
     in_use = {there for there, _ in snapshot.present}
-    assert sum(there not in in_use for _, there in snapshot.counts) == 256
-    assert answers_at(snapshot, f"{at} 599") == 1
+    assert sum(there not in in_use for _, there in snapshot.counts) == 100
+    assert answers_at(snapshot, f"{at} 299") == 1
     assert answers_at(snapshot, f"{at} 0") == 1 + stays.answers  # this object is still open
     assert (ClientStatistics, f"{at} 1") not in snapshot.counts
     close(stays_open)
@@ -153,9 +153,9 @@ async def test_a_forked_child_finds_no_object_of_its_parent() -> None:
     counted, _ = open_counted(1, at)
 
     def fail_with_snapshot() -> None:
-        raise RuntimeError(str(registry.collect(0.0)._replace(number=0)))
+        raise RuntimeError(str(registry.collect(0.0)))
 
-    assert in_a_fork(fail_with_snapshot) == f"RuntimeError: {Snapshot([], {}, {}, 0, 0)}"
+    assert in_a_fork(fail_with_snapshot) == f"RuntimeError: {Snapshot([], {}, 0)}"
     assert present(registry.collect(0.0), at) == [counted.statistics()]
 
 
@@ -172,10 +172,9 @@ def test_a_loop_that_does_not_run_is_not_waited_for() -> None:
     with ThreadPoolExecutor(1) as elsewhere:
         elsewhere.submit(loop.run_until_complete, run()).result()
         snapshot = registry.collect(PATIENCE_S * 100)  # longer than this test may take
-        assert snapshot.unanswered == 0
         assert not present(snapshot, "stopped")  # it was never read
         loop.close()
-        assert registry.collect(PATIENCE_S * 100).unanswered == 0
+        assert registry.collect(PATIENCE_S * 100).timeouts == snapshot.timeouts
 
 
 def test_two_loops_that_query_each_other_both_get_an_answer() -> None:
@@ -194,7 +193,6 @@ def test_two_loops_that_query_each_other_both_get_an_answer() -> None:
             loop.call_soon_threadsafe(collect)
         for loop in (one, another):
             run_in(loop, lambda: None)
-    assert [snapshot.unanswered for snapshot in snapshots] == [0, 0]
     assert [answers_at(snapshot, "mutual") for snapshot in snapshots] == [2, 2]
 
 

@@ -252,7 +252,7 @@ def trace_calls(tracers: trace.TracerProvider, delivery: Delivery, request: bloc
 
 
 async def export_metrics() -> None:
-    REGISTRY.register(AioTensorCollector(timeout_s=0.5, max_endpoints=20))
+    REGISTRY.register(AioTensorCollector(timeout_s=0.5))
     AioTensorCollector(0.5)  # type: ignore[call-arg]
     async with MultiprocessPublisher(interval_s=2.5) as publisher:
         assert_type(publisher, MultiprocessPublisher)
