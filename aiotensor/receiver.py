@@ -20,9 +20,8 @@ from aiotensor.errors import (
 from aiotensor.link.admission import Admission
 from aiotensor.link.events import PeerLog
 from aiotensor.link.session import LAST_RECORDS_S, Session
-from aiotensor.memory.leased import PeerMemory
-from aiotensor.memory.mappings import Mappings
-from aiotensor.memory.views import own_copy
+from aiotensor.memory.mappings import Mappings, PeerMemory
+from aiotensor.memory.tensors import own_copy
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.frames import (
     MAX_ROWS,

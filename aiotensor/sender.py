@@ -51,11 +51,10 @@ from aiotensor.errors import (
 )
 from aiotensor.link.events import ALLOCATED, PeerLog, log_long_wait
 from aiotensor.link.session import Session
-from aiotensor.memory.arena import Block
-from aiotensor.memory.copying import CopyAbandonedError
+from aiotensor.memory.arena import Block, Segment
+from aiotensor.memory.copying import CopyAbandonedError, bytes_of
 from aiotensor.memory.gates import StuckError, WaitLimits
-from aiotensor.memory.inline import bytes_of
-from aiotensor.memory.leased import ForeignSegment, ForwardedBlock
+from aiotensor.memory.mappings import ForeignSegment, ForwardedBlock
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.placement import (
     Allocation,
@@ -66,10 +65,8 @@ from aiotensor.memory.placement import (
     sizes_of,
     too_large,
 )
-from aiotensor.memory.raw import DTYPE_NAMES
-from aiotensor.memory.segments import Segment
 from aiotensor.memory.source import Sendable, Source, as_source
-from aiotensor.memory.views import with_attributes
+from aiotensor.memory.tensors import DTYPE_NAMES, with_attributes
 from aiotensor.protocol.connection import OPEN as CONNECTED
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.credits import Ticket

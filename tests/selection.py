@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from aiotensor.memory import raw
+from aiotensor.memory import tensors
 from verification import loops, places
 
 __all__ = ["COMPLETE", "DTYPES", "LINKS", "LOCAL_LINKS", "MODES", "loop_factories", "only_asyncio", "select"]
@@ -26,7 +26,7 @@ MODES = loops.MODES if COMPLETE else ["plain"]
 
 # One dtype of each kind and size, for tests that read bytes; tests/test_values.py sends every dtype.
 _FEW = ["bool", "uint8", "bfloat16", "float32", "float8_e4m3fn", "complex128"]
-DTYPES = {name: dtype for name, dtype in raw.DTYPES.items() if COMPLETE or name in _FEW}
+DTYPES = {name: dtype for name, dtype in tensors.DTYPES.items() if COMPLETE or name in _FEW}
 
 # The loop for each link. Unix sockets and TCP differ most, so each has one of the loops.
 _LOOPS = (

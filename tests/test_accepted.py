@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from aiotensor.memory.raw import DTYPES
+from aiotensor.memory.tensors import DTYPES
 from aiotensor.protocol.frames import MAX_DIMENSIONS
 from tests.pairs import Pair, pair
 from tests.selection import COMPLETE

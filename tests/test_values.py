@@ -11,7 +11,7 @@ import torch
 
 from aiotensor import UnsupportedTensorError
 from aiotensor.codec import TensorDecoder, TensorEncoder
-from aiotensor.memory.raw import DTYPES, new_tensor
+from aiotensor.memory.tensors import DTYPES, new_tensor
 from tests.pairs import pair
 from verification.waiting import settled
 

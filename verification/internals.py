@@ -14,10 +14,10 @@ from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.broadcast.subscriber import _ArrivedPublication, _Publisher
 from aiotensor.link.admission import Admission, _Inspector
 from aiotensor.memory import memory as memory_module
+from aiotensor.memory.arena import Segment
 from aiotensor.memory.gates import Gate
 from aiotensor.memory.mappings import Mappings
 from aiotensor.memory.memory import Memory
-from aiotensor.memory.segments import Segment
 from aiotensor.protocol.audience import Backlog
 from aiotensor.protocol.blocks import Blocks
 from aiotensor.protocol.credits import Budget

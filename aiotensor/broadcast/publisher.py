@@ -30,12 +30,12 @@ from aiotensor.link.events import PeerLog
 from aiotensor.link.messages import MessageSession
 from aiotensor.link.outgoing import Outgoing
 from aiotensor.link.session import LAST_RECORDS_S
+from aiotensor.memory.arena import Segment, whole_pages
 from aiotensor.memory.copying import CopyAbandonedError
 from aiotensor.memory.gates import StuckError, WaitLimits
-from aiotensor.memory.leased import ForeignSegment
+from aiotensor.memory.mappings import ForeignSegment
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.placement import Allocation, new_empty, sizes_of
-from aiotensor.memory.segments import Segment, whole_pages
 from aiotensor.memory.source import Source
 from aiotensor.protocol.audience import Audience, Backlog, Item, SlowPolicy
 from aiotensor.protocol.connection import Connection, Loss

@@ -47,13 +47,12 @@ from aiotensor.link.events import ALLOCATED, PeerLog, log_long_wait
 from aiotensor.link.messages import Arrived, MessageSession, trace_context_of
 from aiotensor.link.outgoing import Outgoing
 from aiotensor.link.session import LAST_RECORDS_S
+from aiotensor.memory.arena import Segment, whole_pages
 from aiotensor.memory.copying import CopyAbandonedError
 from aiotensor.memory.gates import StuckError, WaitLimits
-from aiotensor.memory.leased import ForeignSegment
-from aiotensor.memory.mappings import Mappings
+from aiotensor.memory.mappings import ForeignSegment, Mappings
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.placement import new_empty, sizes_of, too_large
-from aiotensor.memory.segments import Segment, whole_pages
 from aiotensor.protocol.connection import OPEN, Connection, Loss
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import (

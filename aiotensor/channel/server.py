@@ -20,10 +20,9 @@ from aiotensor.errors import (
 from aiotensor.link.admission import Admission
 from aiotensor.link.events import PeerLog
 from aiotensor.link.session import LAST_RECORDS_S
-from aiotensor.memory.leased import ForeignSegment
-from aiotensor.memory.mappings import Mappings
+from aiotensor.memory.arena import Segment, whole_pages
+from aiotensor.memory.mappings import ForeignSegment, Mappings
 from aiotensor.memory.memory import Memory
-from aiotensor.memory.segments import Segment, whole_pages
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.frames import (
     VERSION,

@@ -13,9 +13,15 @@ from aiotensor.codec.expectations import arms, check_decodable, expectations
 from aiotensor.codec.meta import MismatchError
 from aiotensor.codec.placeholders import ARRAY, TENSOR, External, Inline, Tied, read
 from aiotensor.errors import ProtocolError
-from aiotensor.memory.inline import open_buffer, open_inline
-from aiotensor.memory.raw import DTYPES, unknown_dtype
-from aiotensor.memory.views import tensor_over, view_over, with_attributes
+from aiotensor.memory.tensors import (
+    DTYPES,
+    open_buffer,
+    open_inline,
+    tensor_over,
+    unknown_dtype,
+    view_over,
+    with_attributes,
+)
 from aiotensor.protocol.frames import DECODE_ERRORS
 
 __all__ = ["Find", "TensorDecoder"]

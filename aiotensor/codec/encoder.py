@@ -17,17 +17,9 @@ from aiotensor.codec.placeholders import (
     Tied,
     write,
 )
-from aiotensor.memory.gathering import as_tensor
-from aiotensor.memory.inline import MAX_INLINE_BYTES, buffer_of, bytes_of
-from aiotensor.memory.raw import DTYPE_NAMES
-from aiotensor.memory.source import (
-    REGISTERED,
-    Sendable,
-    Source,
-    SupportsDLPack,
-    as_source,
-    attributes_of,
-)
+from aiotensor.memory.copying import as_tensor, buffer_of, bytes_of
+from aiotensor.memory.source import REGISTERED, Sendable, Source, SupportsDLPack, as_source, attributes_of
+from aiotensor.memory.tensors import DTYPE_NAMES, MAX_INLINE_BYTES
 
 __all__ = ["Encoding", "Place", "TensorEncoder"]
 

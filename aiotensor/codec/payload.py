@@ -12,8 +12,8 @@ from aiotensor.codec.decoder import TensorDecoder
 from aiotensor.codec.encoder import Encoding
 from aiotensor.codec.expectations import check_before_sending
 from aiotensor.errors import ProtocolError, TooLargeError
-from aiotensor.memory.inline import MAX_INLINE_BYTES
 from aiotensor.memory.source import ArraySource, Source
+from aiotensor.memory.tensors import MAX_INLINE_BYTES
 from aiotensor.runtime.worker import in_thread
 
 __all__ = [

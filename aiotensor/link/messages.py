@@ -13,10 +13,8 @@ from aiotensor.errors import ProtocolError, RefusedError, is_shortage
 from aiotensor.link.events import PeerLog
 from aiotensor.link.outgoing import Outgoing
 from aiotensor.link.session import Session
-from aiotensor.memory.leased import ForwardedBlock, PeerMemory
-from aiotensor.memory.mappings import Mappings
-from aiotensor.memory.memory import Memory
-from aiotensor.memory.moving import PendingMove
+from aiotensor.memory.mappings import ForwardedBlock, Mappings, PeerMemory
+from aiotensor.memory.memory import Memory, PendingMove
 from aiotensor.protocol.connection import Connection
 from aiotensor.protocol.frames import ARENA, Content, Message, PlacedTensor, read_content
 from aiotensor.runtime import tracing

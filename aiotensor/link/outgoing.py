@@ -11,16 +11,14 @@ import numpy as np
 from aiotensor.codec.cost import least_bytes, takes_long
 from aiotensor.codec.payload import MAX_BODY_TENSOR_BYTES, Payload, check_body
 from aiotensor.errors import WouldBlockError
-from aiotensor.memory.arena import Block
+from aiotensor.memory.arena import Block, whole_pages
 from aiotensor.memory.copying import QUICK_BYTES
 from aiotensor.memory.gates import StuckError
-from aiotensor.memory.inline import MAX_INLINE_BYTES
-from aiotensor.memory.leased import Forwardable, ForwardedBlock
+from aiotensor.memory.mappings import Forwardable, ForwardedBlock
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.placement import Allocation, Plan, plan_placement, too_large
-from aiotensor.memory.raw import DTYPE_NAMES
-from aiotensor.memory.segments import whole_pages
 from aiotensor.memory.source import Source, as_source, attributes_of
+from aiotensor.memory.tensors import DTYPE_NAMES, MAX_INLINE_BYTES
 from aiotensor.protocol.frames import ARENA, INLINE, Content, Message, PlacedTensor, encode_content
 from aiotensor.runtime.worker import in_thread
 from aiotensor.types import TraceContext

@@ -7,14 +7,12 @@ from contextlib import suppress
 
 from aiotensor.errors import ProtocolError, RefusedError
 from aiotensor.link.events import PeerLog
-from aiotensor.memory.arena import Block
-from aiotensor.memory.leased import ForeignSegment, PeerMemory
+from aiotensor.memory.arena import Block, Segment
 from aiotensor.memory.mapping import new_token
-from aiotensor.memory.mappings import Mappings
+from aiotensor.memory.mappings import ForeignSegment, Mappings, PeerMemory
 from aiotensor.memory.memory import Memory
-from aiotensor.memory.segments import Segment
 from aiotensor.memory.source import Source
-from aiotensor.memory.views import Watch
+from aiotensor.memory.tensors import Watch
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.frames import ARENA, FORWARDED, MAX_REASON, Attach, Close, Frame, Hello, encode
 from aiotensor.runtime.affinity import FEW_ITEMS, FreedItems

@@ -1,26 +1,286 @@
 """The arena: the shared memory of one sender or publisher, divided into blocks and kept warm between tensors.
 
-A segment has several times as many addresses as the arena may have memory, so that there is a contiguous
-range for each block regardless of the positions of the others. The descriptor of a segment is sent once, and
-both sides map it once. After that, the number of the segment and an offset identify the bytes of a tensor.
+A segment is a sealed memfd, mapped in this process. It has several times as many addresses as the arena may
+have memory, so that there is a contiguous range for each block regardless of the positions of the others. The
+descriptor of a segment is sent once, and both sides map it once. After that, the number of the segment and an
+offset identify the bytes of a tensor.
+
+A segment is sparse: pages get memory when a block first needs it, and keep it for the next block. Copying
+into new pages takes several times as long as copying into such warm pages.
 
 A memfd has no name, so a killed process leaves no file, and the size of ``/dev/shm`` does not matter. It is
 sealed, because a process that shrank it would cause SIGBUS in the others.
 """
 
+import errno
+import fcntl
+import mmap
+import os
 import resource
 import struct
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
+import numpy as np
 
-from aiotensor.memory.segments import Segment, whole_pages
-from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE
+from aiotensor.memory.mapping import Mapping, lock_all_pages, new_token
+from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE, Blocks
 from aiotensor.protocol.credits import Ticket
-from aiotensor.protocol.pages import Range
+from aiotensor.protocol.pages import CHUNK_BYTES, Range, WarmPages, gaps
+from aiotensor.runtime.descriptors import Descriptor
 
-__all__ = ["WHERE", "Arena", "Block", "Extent", "PinnedBlock"]
+__all__ = ["WHERE", "Arena", "Block", "Extent", "PinnedBlock", "Segment", "whole_pages"]
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Segment:
+    """A memfd, mapped in this process, and its blocks.
+
+    `provide`, `return_memory` and `close` may take long, and run in the worker; everything else
+    belongs to the thread of the event loop. The number identifies the segment on the connection.
+    """
+
+    def __init__(self, number: int, nbytes: int, blocks: Blocks | None = None) -> None:
+        self.number = number
+        self.nbytes = whole_pages(nbytes)
+        self.blocks = Blocks(self.nbytes, mmap.PAGESIZE) if blocks is None else blocks
+        self.is_retired = False  # no new block is placed in it
+        self.memory = memoryview(b"")  # the whole mapping, while the segment is open
+        self.address = 0  # of its first byte
+        self.used: set[int] = set()  # offsets of the blocks that this process uses
+        self._elsewhere: Counter[int] = Counter()  # offsets of blocks that lost readers may still read
+        self._mapping: Mapping | None = None
+        self.descriptor = Descriptor(-1)  # of the memfd
+        self._end = Descriptor(-1)  # the reading end of the token of this process
+        self.warm = WarmPages(0, mmap.PAGESIZE)
+        self._awaited_bytes = 0  # in ranges that `prepare` has returned and that are not filled yet
+        self._shared: list[Range] = []  # the part of these ranges that other blocks may overlap
+        self._leaving: dict[int, list[Range]] = {}  # ranges of memory to return, by their chunks
+        self._noting = threading.Lock()  # for `_leaving`; never held for long
+        self._changing = threading.Lock()  # held while memory is filled or returned
+        self._left = np.zeros(0)  # the time when each chunk was last used by a block
+
+    def open(self) -> Mapping:
+        """Create and map the memfd, which has no memory yet, unless it exists; return its mapping.
+
+        Raises:
+            OSError: the process has no descriptors or no addresses left.
+        """
+        if self._mapping is not None:
+            return self._mapping
+        if self.nbytes > sys.maxsize:  # beyond the range of system calls
+            raise OSError(errno.ENOMEM, f"no process has an address space of {self.nbytes} bytes")
+        descriptor = Descriptor(os.memfd_create("aiotensor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        try:
+            os.ftruncate(descriptor.number, self.nbytes)
+            fcntl.fcntl(descriptor.number, fcntl.F_ADD_SEALS, _SEALS)
+            lock_all_pages(descriptor.number)  # until every process that receives it has mapped the segment
+            mapping = Mapping(descriptor.number, self.nbytes)
+            self.warm = WarmPages(self.nbytes, mmap.PAGESIZE)
+            self._left = np.zeros(-(-self.nbytes // CHUNK_BYTES))
+        except BaseException:
+            descriptor.close()
+            raise
+        self.descriptor, self._mapping = descriptor, mapping
+        self.memory, self.address = mapping.view, mapping.address
+        return mapping
+
+    def end(self) -> Descriptor:
+        """Return the reading end of a pipe that ends once this process has unmapped the open segment.
+
+        Raises:
+            OSError: this process has no descriptors left.
+        """
+        if self._end.number < 0 and self._mapping is not None:
+            self._end, token = new_token()
+            self._mapping.tokens.append(token)
+        return self._end
+
+    def close(self, free: Iterable[Range] = ()) -> None:
+        """Return ranges to the system, and release the memory, which remaining views keep mapped."""
+        self.return_memory(free)
+        with self._changing:  # before the token, which is closed with the mapping
+            self.descriptor.close()
+            self._end.close()
+        self._mapping = None
+        self.memory = memoryview(b"")
+
+    # Blocks
+
+    def free(self, offset: int, nbytes: int, now: float) -> None:
+        """Free a block; its memory stays warm, and is idle from `now` on."""
+        self.used.discard(offset)
+        if offset not in self._elsewhere:
+            self.blocks.free(offset)
+            self._left[offset // CHUNK_BYTES : (offset + nbytes - 1) // CHUNK_BYTES + 1] = now
+
+    def read_elsewhere(self, offsets: Iterable[int]) -> None:
+        """Record that a lost reader may still read the blocks at some offsets of this retired segment."""
+        self._elsewhere.update(offsets)
+
+    def reader_ended(self, elsewhere: Iterable[int]) -> None:
+        """Free the blocks of a lost reader whose process has ended, unless others still use them."""
+        for offset in elsewhere:
+            self._elsewhere[offset] -= 1
+            if not self._elsewhere[offset]:
+                del self._elsewhere[offset]
+                if offset not in self.used:
+                    self.blocks.free(offset)
+
+    # Memory
+
+    def prepare(self, offset: int, nbytes: int, limit: int) -> tuple[list[Range], list[Range]]:
+        """List the ranges to return to the system, and then the ranges to fill, for the memory of a block.
+
+        A segment has more addresses than memory. If the memory would exceed the limit in bytes, apart from
+        pages at the ends of blocks, idle memory between blocks is returned first.
+        """
+        present, idle = self.warm.nbytes + self._awaited_bytes, []
+        cold = self.warm.missing(offset, nbytes, whole_chunks=True)
+        if present + _total(cold) > limit:
+            cold = self.warm.missing(offset, nbytes, whole_chunks=False)
+            excess = present + _total(cold) - limit
+            if excess > 0:
+                idle = self._take_idle_pages(excess)
+        self._awaited_bytes += _total(cold)
+        self._shared += _at_the_ends(cold)
+        return idle, cold
+
+    def provide(
+        self,
+        idle: Iterable[Range],
+        cold: Sequence[Range],
+        filled: list[Range],
+        is_abandoned: Callable[[], object] = int,
+    ) -> None:
+        """Return idle memory to the system, and then allocate and map that of cold ranges; may take long.
+
+        Args:
+            idle: the ranges from `prepare` to return.
+            cold: the ranges from `prepare` to fill.
+            filled: the ranges that have got their memory are appended to it.
+            is_abandoned: returns whether to stop; called before each range is filled.
+
+        Raises:
+            OSError: the machine has no memory left (ENOSPC, ENOMEM). At the limit of a control group the
+                kernel kills a process instead.
+        """
+        self.return_memory(idle)
+        self._make_way(_total(cold))
+        for start, length in cold:
+            if is_abandoned():
+                return
+            with self._changing:
+                mapping = self._mapping
+                self._return_chunk(start // CHUNK_BYTES)
+                # Writing to the pages would cause a signal instead of an error if memory is short.
+                if self.descriptor.number >= 0:
+                    os.posix_fallocate(self.descriptor.number, start, length)
+                if mapping is not None:
+                    mapping.populate(start, length)
+            filled.append((start, length))
+
+    def filled(self, cold: list[Range], done: list[Range]) -> None:
+        """Record which of the ranges from `prepare` have memory."""
+        self._awaited_bytes -= _total(cold)
+        for one in _at_the_ends(cold):
+            self._shared.remove(one)
+        self.warm.add(done)
+
+    def take_idle(self, before: float) -> list[Range]:
+        """Mark the chunks without blocks that were last used before a time as cold, and list them."""
+        taken = []
+        for chunk in list(self._idle()):
+            if self._left[chunk] <= before:
+                taken += self._take(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.nbytes))
+        return taken
+
+    def take_free(self) -> list[Range]:
+        """Mark all pages without blocks as cold, and list them."""
+        return self._take_idle_pages(self.nbytes)
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether there are warm chunks without blocks."""
+        return any(True for _ in self._idle())
+
+    def return_memory(self, ranges: Iterable[Range]) -> None:
+        """Return the memory of ranges to the system, unless filled again; not for use on the event loop."""
+        for start, _ in ranges:
+            with self._changing:
+                self._return_chunk(start // CHUNK_BYTES)
+
+    def _make_way(self, nbytes: int) -> None:
+        """Return as much memory to the system, before as much is filled.
+
+        Two threads fill a segment, so another thread may not have returned its ranges yet.
+        """
+        for chunk, leaving in list(self._leaving.items()):
+            if nbytes <= 0:
+                return
+            nbytes -= _total(leaving)
+            with self._changing:
+                self._return_chunk(chunk)
+
+    def _return_chunk(self, chunk: int) -> None:
+        mapping = self._mapping
+        with self._noting:
+            leaving = self._leaving.pop(chunk, [])
+        if mapping is not None:
+            mapping.remove(leaving)
+
+    def _take(self, start: int, stop: int, most: int = sys.maxsize) -> list[Range]:
+        """Mark pages of a free run as cold, except in ranges that are being filled, and list them.
+
+        Otherwise, `filled` would mark these ranges as warm although they have lost their memory.
+        """
+        taken: list[Range] = []
+        being_filled = [(low, low + length) for low, length in self._shared]
+        for low, length in gaps(start, stop, being_filled, mmap.PAGESIZE):
+            taken += self.warm.take(max(low, start), min(low + length, stop), most - _total(taken))
+        with self._noting:
+            for one in taken:
+                self._leaving.setdefault(one[0] // CHUNK_BYTES, []).append(one)
+        return taken
+
+    def _take_idle_pages(self, most: int) -> list[Range]:
+        """Mark pages between blocks as cold, beginning with the longest free runs, and list them."""
+        taken: list[Range] = []
+        for start, stop in self.blocks.longest_free_runs():
+            if most <= 0:
+                break
+            found = self._take(start, stop, most)
+            taken += found
+            most -= _total(found)
+        return taken
+
+    def _idle(self) -> Iterator[int]:
+        if self._mapping is None:
+            return
+        for start, stop in self.blocks.free_runs():
+            # The last chunk of the segment may be shorter than the others.
+            last = stop // CHUNK_BYTES if stop < self.blocks.size else -(-stop // CHUNK_BYTES)
+            yield from self.warm.chunks(-(-start // CHUNK_BYTES), last)
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return a number of bytes, rounded up to whole pages."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _at_the_ends(cold: list[Range]) -> set[Range]:
+    """Return the first and the last range of a block, which may extend beyond it."""
+    return {*cold[:1], *cold[-1:]}
+
+
+def _total(ranges: Sequence[Range]) -> int:
+    return sum(length for _, length in ranges)
+
 
 _MAX_ADDRESSES = 1 << 44  # a process has 2**47
 

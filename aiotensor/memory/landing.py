@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from aiotensor.errors import ProtocolError
-from aiotensor.memory.segments import Segment, whole_pages
+from aiotensor.memory.arena import Segment, whole_pages
 from aiotensor.protocol.blocks import PlacedBlocks
 from aiotensor.protocol.moves import WINDOW_BYTES
 from aiotensor.protocol.pages import Range

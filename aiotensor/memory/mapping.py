@@ -47,8 +47,7 @@ import numpy as np
 import torch
 
 from aiotensor.errors import ProtocolError
-from aiotensor.memory.raw import ArrayMemory
-from aiotensor.memory.views import View, view_over
+from aiotensor.memory.tensors import ArrayMemory, View, view_over
 from aiotensor.protocol.pages import Range
 from aiotensor.runtime.descriptors import Descriptor, change_lock, conflicting_lock
 

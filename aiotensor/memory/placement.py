@@ -14,11 +14,9 @@ import torch
 
 from aiotensor.errors import TooLargeError, UnsupportedTensorError
 from aiotensor.memory.arena import Block
-from aiotensor.memory.inline import MAX_INLINE_BYTES
-from aiotensor.memory.leased import Forwardable, find_leased, mapped_segments
-from aiotensor.memory.raw import DTYPE_NAMES, is_addressable, new_tensor
+from aiotensor.memory.mappings import Forwardable, find_leased, mapped_segments
 from aiotensor.memory.source import Source, attributes_of, memory_order
-from aiotensor.memory.views import Watch
+from aiotensor.memory.tensors import DTYPE_NAMES, MAX_INLINE_BYTES, Watch, is_addressable, new_tensor
 from aiotensor.protocol.frames import Put
 from aiotensor.types import TraceContext
 

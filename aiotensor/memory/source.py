@@ -8,7 +8,7 @@ import torch
 from torch.nn import Parameter
 
 from aiotensor.errors import UnsupportedTensorError
-from aiotensor.memory.raw import DTYPE_NAMES, DTYPES, ArrayMemory, is_addressable
+from aiotensor.memory.tensors import DTYPE_NAMES, DTYPES, ArrayMemory, is_addressable
 from aiotensor.protocol.frames import MAX_DIMENSIONS, Attributes
 
 __all__ = [

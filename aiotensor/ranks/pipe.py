@@ -38,17 +38,14 @@ from aiotensor.errors import (
 from aiotensor.link.admission import Admission
 from aiotensor.link.events import PeerLog
 from aiotensor.link.session import Session
-from aiotensor.memory.arena import Block, Extent
-from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError
+from aiotensor.memory.arena import Block, Extent, Segment
+from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError, bytes_of
 from aiotensor.memory.gates import WaitLimits
-from aiotensor.memory.inline import MAX_INLINE_BYTES, bytes_of
-from aiotensor.memory.leased import ForeignSegment, ForwardedBlock, PeerMemory
-from aiotensor.memory.mappings import Mappings
+from aiotensor.memory.mappings import ForeignSegment, ForwardedBlock, Mappings, PeerMemory
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.placement import plan_placement, put_of
-from aiotensor.memory.segments import Segment
 from aiotensor.memory.source import Source, as_source
-from aiotensor.memory.views import own_copy
+from aiotensor.memory.tensors import MAX_INLINE_BYTES, own_copy
 from aiotensor.protocol import frames
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.credits import Ticket

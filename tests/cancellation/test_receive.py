@@ -15,8 +15,8 @@ from aiotensor import (
     TensorSender,
 )
 from aiotensor.inspection import Inspection, inspect
-from aiotensor.memory import views
-from aiotensor.memory.raw import RawBytes, flat_bytes
+from aiotensor.memory import tensors
+from aiotensor.memory.tensors import RawBytes, flat_bytes
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, Running, Way, cancel_everywhere
 from tests.pairs import endpoint, on_one_machine, pair
@@ -79,7 +79,7 @@ async def test_a_receive_cancelled_while_it_copies_leaves_the_tensor_claimable(
         go_on.wait()
         return flat_bytes(tensor)
 
-    monkeypatch.setattr(views, "flat_bytes", slow_copy)
+    monkeypatch.setattr(tensors, "flat_bytes", slow_copy)
     async with pair(max_concurrent_videos=1, arena_bytes=SLOW * 8) as (sender, receiver):
 
         async def attempt(attempt: Attempt) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
-from aiotensor.memory.raw import DTYPES
+from aiotensor.memory.tensors import DTYPES
 from tests.memory.segments import random_tensor
 
 T = TypeVar("T")

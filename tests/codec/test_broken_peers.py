@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiotensor.codec import TensorEncoder
-from aiotensor.memory.raw import DTYPES
+from aiotensor.memory.tensors import DTYPES
 from tests.codec.messages import Box, Crate, Labelled, arrays, body_of, extension, sent, tensors
 from tests.codec.scenes import DECODERS, Scene, read_or_refuse
 from tests.memory.segments import random_tensor

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from aiotensor.codec import TensorDecoder, TensorEncoder
 from aiotensor.codec.cost import takes_long
 from aiotensor.errors import ProtocolError
-from aiotensor.memory.inline import MAX_INLINE_BYTES
+from aiotensor.memory.tensors import MAX_INLINE_BYTES
 from tests.codec.messages import (
     LARGE,
     Array,

@@ -8,12 +8,10 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import torch
 
-from aiotensor.memory.arena import Arena, Extent
-from aiotensor.memory.leased import LeasedSegment, PeerMemory
+from aiotensor.memory.arena import Arena, Extent, Segment
 from aiotensor.memory.mapping import Mapping, open_segment
-from aiotensor.memory.mappings import Mappings
-from aiotensor.memory.raw import RawBytes, new_tensor
-from aiotensor.memory.segments import Segment
+from aiotensor.memory.mappings import LeasedSegment, Mappings, PeerMemory
+from aiotensor.memory.tensors import RawBytes, new_tensor
 from aiotensor.protocol.frames import Put
 from aiotensor.protocol.pages import Range
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiotensor.memory import copying, gathering
+from aiotensor.memory import copying
 from aiotensor.memory.arena import Extent
 from aiotensor.memory.copying import CopyAbandonedError, copy_in_threads, copy_now
 from tests.memory.segments import MIB, arena_of, bytes_of, place_in, random_tensor, warm
@@ -120,7 +120,7 @@ def test_a_copy_ends_only_when_the_helper_has_ended_its_part(helper: Executor) -
 def test_a_copy_gathered_in_several_boxes_is_complete(
     monkeypatch: pytest.MonkeyPatch, helper: Executor
 ) -> None:
-    monkeypatch.setattr(gathering, "_BOX_BYTES", 1000)
+    monkeypatch.setattr(copying, "_BOX_BYTES", 1000)
     numbers = torch.randn(123, 45, dtype=torch.complex64)
     for source in (numbers[:, :9].t(), numbers[::2, 1:], numbers.conj().t(), numbers.conj().imag):
         expected = source.resolve_conj().resolve_neg().contiguous().numpy().tobytes()
@@ -146,7 +146,7 @@ class After:
 def test_an_abandoned_copy_stops_between_two_steps(
     is_contiguous: bool, monkeypatch: pytest.MonkeyPatch, helper: Executor
 ) -> None:
-    monkeypatch.setattr(gathering, "_BOX_BYTES", 1000)
+    monkeypatch.setattr(copying, "_BOX_BYTES", 1000)
     monkeypatch.setattr(copying, "_LONGEST_STEP_BYTES", 1000)
     monkeypatch.setattr(copying, "_SHORTEST_STEP_BYTES", 1000)
     source = torch.full((100, 100), 7, dtype=torch.uint8)

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiotensor.memory import gathering
-from aiotensor.memory.gathering import Gathering, gathered
-from aiotensor.memory.raw import RawBytes, flat_bytes
+from aiotensor.memory import copying
+from aiotensor.memory.copying import Gathering, gathered
 from aiotensor.memory.source import as_source
+from aiotensor.memory.tensors import RawBytes, flat_bytes
 from tests.memory.segments import random_tensor, tensor_of
 from tests.selection import COMPLETE, DTYPES
 
@@ -30,8 +30,8 @@ def joined(tensor: torch.Tensor) -> bytes:
 
 def cut_small(patch: pytest.MonkeyPatch, box_bytes: int, few: int) -> None:
     """Let small tensors go through boxes as large ones do."""
-    patch.setattr(gathering, "_BOX_BYTES", box_bytes)
-    patch.setattr(gathering, "_FEW", few)
+    patch.setattr(copying, "_BOX_BYTES", box_bytes)
+    patch.setattr(copying, "_FEW", few)
 
 
 def view_both(
@@ -161,15 +161,15 @@ def test_gathering_takes_a_bounded_number_of_bounded_steps() -> None:
     for shape, order in SHAPES.values():
         source = torch.empty(shape[0] * 20, *shape[1:], dtype=torch.float64).permute(order)
         boxes = Gathering(source, np.empty(source.nbytes, np.uint8)).boxes
-        [extents, *_] = gathering._merged(source.shape, [8 * stride for stride in source.stride()])
+        [extents, *_] = copying._merged(source.shape, [8 * stride for stride in source.stride()])
         sizes = [
             8
             * int(np.prod([len(range(*part.indices(size))) for part, size in zip(box, extents, strict=True)]))
             for box in boxes
         ]
         assert sum(sizes) == source.nbytes
-        assert max(sizes) <= gathering._BOX_BYTES
-        assert len(sizes) <= 4 + 4 * source.nbytes / gathering._BOX_BYTES
+        assert max(sizes) <= copying._BOX_BYTES
+        assert len(sizes) <= 4 + 4 * source.nbytes / copying._BOX_BYTES
 
 
 THREADS = """

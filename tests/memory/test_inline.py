@@ -4,10 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiotensor.errors import ProtocolError
-from aiotensor.memory.inline import MAX_INLINE_BYTES, open_inline
-from aiotensor.memory.inline import bytes_of as values_of
+from aiotensor.memory.copying import bytes_of as values_of
 from aiotensor.memory.placement import Plan, plan_placement
-from aiotensor.memory.raw import DTYPE_NAMES, dtype_from_name
+from aiotensor.memory.tensors import DTYPE_NAMES, MAX_INLINE_BYTES, dtype_from_name, open_inline
 from tests.memory.segments import bytes_of, open_tensor, random_tensor
 from tests.selection import COMPLETE, DTYPES
 

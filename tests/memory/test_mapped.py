@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiotensor.errors import ProtocolError
-from aiotensor.memory.arena import WHERE, Extent
+from aiotensor.memory.arena import WHERE, Extent, Segment
 from aiotensor.memory.mapping import open_segment
-from aiotensor.memory.segments import Segment
 from tests.memory.segments import (
     MIB,
     chunk,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiotensor.memory import mapping
-from aiotensor.memory.segments import Segment, whole_pages
+from aiotensor.memory.arena import Segment, whole_pages
 from tests.memory.segments import MIB, PAGE, chunk, filled, open_files, segment_of
 from tests.selection import COMPLETE
 

@@ -11,8 +11,8 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from aiotensor.errors import UnsupportedTensorError
-from aiotensor.memory import raw
-from aiotensor.memory.gathering import as_tensor
+from aiotensor.memory import tensors
+from aiotensor.memory.copying import as_tensor
 from aiotensor.memory.source import Sendable, SupportsDLPack, as_source
 
 
@@ -169,7 +169,7 @@ def test_what_cannot_be_sent_is_refused_with_a_reason_or_a_remedy() -> None:
 
 
 def test_a_tensor_of_a_dtype_that_a_later_torch_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(raw.DTYPE_NAMES, torch.float16)
+    monkeypatch.delitem(tensors.DTYPE_NAMES, torch.float16)
 
     assert refusal_of(torch.zeros(3, dtype=torch.float16)) == (
         "a tensor of torch.float16 cannot be sent: send tensor.view(torch.uint8)"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from aiotensor.errors import PeerLostError, ProtocolError, RefusedError
-from aiotensor.memory.inline import MAX_INLINE_BYTES
+from aiotensor.memory.tensors import MAX_INLINE_BYTES
 from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE
 from aiotensor.protocol.connection import MAX_SEGMENTS, Connection, ConnectionState, Loss
 from aiotensor.protocol.frames import (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec import inspect as types
 
 from aiotensor.errors import ProtocolError
-from aiotensor.memory.inline import MAX_INLINE_BYTES
+from aiotensor.memory.tensors import MAX_INLINE_BYTES
 from aiotensor.protocol import frames
 from aiotensor.protocol.frames import (
     ARENA,

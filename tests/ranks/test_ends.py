@@ -10,7 +10,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from aiotensor import ClosedError, PeerLostError, UsageError
-from aiotensor.memory.inline import MAX_INLINE_BYTES
+from aiotensor.memory.tensors import MAX_INLINE_BYTES
 from aiotensor.ranks import RankPipe
 from tests.ranks.pipes import ends, in_every_mode
 from verification.patterns import BIG, pattern

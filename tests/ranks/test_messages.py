@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from aiotensor import TooLargeError, UnsupportedTensorError
-from aiotensor.memory.inline import MAX_INLINE_BYTES
+from aiotensor.memory.tensors import MAX_INLINE_BYTES
 from aiotensor.protocol.frames import MAX_FRAMES
 from aiotensor.transports.base import MAX_UNREAD_BYTES
 from tests.ranks.pipes import ends, in_every_mode

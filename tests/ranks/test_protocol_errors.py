@@ -10,7 +10,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from aiotensor import AioTensorError, PeerLostError, ProtocolError, RefusedError
-from aiotensor.memory.inline import MAX_INLINE_BYTES
+from aiotensor.memory.tensors import MAX_INLINE_BYTES
 from aiotensor.protocol.frames import (
     MAX_FRAMES,
     VERSION,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from aiotensor import PeerLostError, ProtocolError, TensorHandle, TensorReceiver, TensorSender
-from aiotensor.memory.inline import MAX_INLINE_BYTES
+from aiotensor.memory.tensors import MAX_INLINE_BYTES
 from aiotensor.protocol.frames import (
     MAX_HELLO_BYTES,
     MAX_RECORD_BYTES,

@@ -6,7 +6,7 @@ import torch
 from aiotensor.memory.arena import Block
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.placement import plan_placement
-from aiotensor.memory.raw import DTYPE_NAMES
+from aiotensor.memory.tensors import DTYPE_NAMES
 from aiotensor.statistics.counters import new_counts
 from aiotensor.types import SenderStatistics
 from tests.memory.segments import MIB, open_tensor, other_side_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aiotensor import PeerLostError, TensorHandle, TensorQueue, TensorReceiver, TensorSender
-from aiotensor.memory.inline import MAX_INLINE_BYTES
+from aiotensor.memory.tensors import MAX_INLINE_BYTES
 from aiotensor.transports.records import SocketTransport
 from tests.pairs import pair
 from verification.patterns import BIG, pattern

@@ -5,7 +5,7 @@ import math
 from msgspec.msgpack import Ext, encode
 
 from aiotensor.codec.placeholders import ARRAY, TENSOR
-from aiotensor.memory.raw import DTYPES
+from aiotensor.memory.tensors import DTYPES
 from verification.fuzz.choosers import Chooser, happens, one_of
 from verification.fuzz.placing import DTYPE_NAMES, attributes
 from verification.fuzz.wire import Frame, Scalar, boundary, bytes_or_fault, frame_or_fault

@@ -2,7 +2,7 @@
 
 import math
 
-from aiotensor.memory.raw import DTYPES
+from aiotensor.memory.tensors import DTYPES
 from aiotensor.protocol.frames import ARENA, FORWARDED
 from aiotensor.types import MAX_TRACE_FIELDS, MAX_TRACE_NAME, MAX_TRACE_VALUE
 from verification.fuzz.choosers import Chooser, happens, one_of

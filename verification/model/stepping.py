@@ -16,7 +16,7 @@ import zmq
 from anyio._backends._asyncio import WorkerThread
 
 import aiotensor.transports.tcp.transport  # noqa: F401 - imported late otherwise, and with the sizes below
-from aiotensor.memory import landing, memory, segments
+from aiotensor.memory import arena, landing, memory
 from aiotensor.protocol import moves, pages
 from aiotensor.runtime import worker as workers
 from aiotensor.runtime.worker import Worker
@@ -85,7 +85,7 @@ class Steps:
         self._patch(workers._Lane, "submit", self._submitting(workers._Lane.submit))
         # With these sizes small tensors also take either lane, and share chunks with others.
         self._patch(memory, "_SHORT_COPY_BYTES", 32 << 10)
-        for module in (pages, segments):
+        for module in (pages, arena):
             self._patch(module, "CHUNK_BYTES", 32 << 10)
         # With these, a small tensor may have several steps, and wait for memory and for acknowledgements.
         self._patch(moves, "STEP_BYTES", 32 << 10)

@@ -21,7 +21,7 @@ from aiotensor import blocking
 from aiotensor.errors import PeerLostError, UsageError
 from aiotensor.integrations.vllm.pickling import Parts, dumps, loads
 from aiotensor.integrations.vllm.settings import Settings
-from aiotensor.memory.segments import whole_pages
+from aiotensor.memory.arena import whole_pages
 from aiotensor.ranks.meeting import machine_of_this_process
 from aiotensor.types import PublisherStatistics, SubscriberStatistics
 

@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from aiotensor.memory.raw import DTYPE_NAMES, dtype_from_name, new_tensor
-from aiotensor.memory.views import view_over
+from aiotensor.memory.tensors import DTYPE_NAMES, dtype_from_name, new_tensor, view_over
 
 __all__ = ["Parts", "dumps", "loads"]
 

@@ -21,7 +21,7 @@ from aiotensor.errors import AioTensorError, DiscardedError
 from aiotensor.integrations.vllm.consumer import TensorConsumer
 from aiotensor.integrations.vllm.provider import TensorProvider
 from aiotensor.integrations.vllm.settings import Settings
-from aiotensor.memory.raw import dtype_from_name
+from aiotensor.memory.tensors import dtype_from_name
 from aiotensor.runtime.affinity import close_now
 from aiotensor.runtime.logs import logger_of
 from aiotensor.types import TensorHandle
