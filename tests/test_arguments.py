@@ -13,7 +13,7 @@ from aiotensor import RemoteError, TensorReceiver, TensorSender, blocking
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.queues import MessageQueue
-from aiotensor.queues.description import QueueOptions
+from aiotensor.queues.queue import QueueOptions
 from aiotensor.ranks import RankPipe
 from aiotensor.runtime import arguments
 from tests.channel.parties import place

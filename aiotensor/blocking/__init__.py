@@ -16,14 +16,12 @@ and does not keep the interpreter from exiting.
 """
 
 from aiotensor.blocking.broadcast import Publisher, Subscriber
-from aiotensor.blocking.messages import MessageClient, MessageServer, Permit
+from aiotensor.blocking.messages import MessageClient, MessageServer, Permit, Request
 from aiotensor.blocking.queues import MessageQueue, QueueConsumer, QueueProducer
-from aiotensor.blocking.ranks import KVPipe, RankPipe
-from aiotensor.blocking.requests import Request
+from aiotensor.blocking.ranks import RankPipe
 from aiotensor.blocking.tensors import OpenMessage, TensorReceiver, TensorSender
 
 __all__ = [
-    "KVPipe",
     "MessageClient",
     "MessageQueue",
     "MessageServer",

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar, cast
 
 import torch
 
 from aiotensor import channel
-from aiotensor.blocking.thread import Call, Loop, Taking, Untaken, borrow, release
+from aiotensor.blocking.thread import Call, Loop, borrow, release
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.runtime.affinity import LoopObject, ProcessBound, close_now, warn_unclosed
 from aiotensor.sender import OpenMessage
@@ -74,7 +74,7 @@ class BlockingObject(ProcessBound, Generic[A, S]):
         self.is_closed = False
         self._is_ending = self._has_released_loop = False
         self._last: S | None = None  # the statistics at the end
-        self._untaken = Untaken([], [])
+        self._not_received: list[tuple[object, Any]] = []  # items that were taken for interrupted threads
 
     def __repr__(self) -> str:
         inner = self.__dict__.get("inner")
@@ -246,11 +246,27 @@ class BlockingObject(ProcessBound, Generic[A, S]):
     ) -> R:
         """Run a coroutine function that takes an item, as `wait_for` does, and lose no item.
 
-        If a signal handler raises an error in this thread after the item was taken, another call with the
+        If a signal handler raises an error in this thread after the item was taken, the next call with the
         same key returns it.
+
+        Args:
+            key: identifies the kind of item, such as a handle; None for the next item of the object.
+            function: the coroutine function, which takes an item; cancelling it loses none.
+            args: its positional arguments.
+            timeout: as for `wait_for`.
+            options: its keyword arguments.
         """
         self._check_place()
-        return self._run(Taking(partial(function, *args, **options), timeout, key, self._untaken))
+        left = self._not_received
+
+        async def next_item() -> R:
+            for index, (other, item) in enumerate(left):
+                if other == key:
+                    del left[index]
+                    return cast("R", item)
+            return await function(*args, **options)
+
+        return self._run(Call(next_item, timeout, lambda item: left.append((key, item))))
 
     def take_now(self, key: object, function: Callable[..., R], *args: Any) -> R:
         """Call a function that takes an item without waiting in the thread of the loop, as `take` does."""

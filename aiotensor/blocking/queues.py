@@ -6,7 +6,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from multiprocessing import util
 from types import FrameType, TracebackType
@@ -15,8 +14,7 @@ from typing import Any, Generic, TypeVar, Unpack, overload
 from aiotensor import queues
 from aiotensor.blocking.portal import BlockingObject, UntilClosed
 from aiotensor.errors import ClosedError
-from aiotensor.queues.description import QueueDescription, QueueOptions
-from aiotensor.queues.producer import expect_no_first_consumer
+from aiotensor.queues.queue import QueueDescription, QueueOptions
 
 __all__ = ["MessageQueue", "QueueConsumer", "QueueProducer"]
 
@@ -97,10 +95,9 @@ class MessageQueue(QueueDescription[M]):
     The methods `put` and `get` also exist on the queue itself, for programs that were written for
     `multiprocessing.Queue`. The first `put` of a process opens a producer, and the first `get` opens a
     consumer; all copies of the queue in a process share them. They are closed when the process calls `close`,
-    and otherwise at its end: the producer then waits until consumers have taken its messages, and for the
-    first consumer at most `grace_s`. If the process ends with an exception, the producer is aborted. Python
-    does not show the status of `sys.exit` in the main process: use ``with queue:`` if an exit with a status
-    must abort the producer.
+    and otherwise at its end, where the producer waits until consumers have taken its messages. If the process
+    ends with an exception, the producer is aborted instead. Python does not show the status of `sys.exit` in
+    the main process: use ``with queue:`` if an exit with a status must abort the producer.
     """
 
     @overload
@@ -124,18 +121,15 @@ class MessageQueue(QueueDescription[M]):
 
     def put(self, message: object, *, timeout: float | None = None) -> None:
         """Put a message with the producer of this process, which the first call opens."""
-        with self._ends().observing_exit() as ends:
-            ends.producer().put(message, timeout=timeout)
+        self._ends().producer().put(message, timeout=timeout)
 
     def put_nowait(self, message: object) -> None:
         """Put a message with the producer of this process, or raise `WouldBlockError`."""
-        with self._ends().observing_exit() as ends:
-            ends.producer().put_nowait(message)
+        self._ends().producer().put_nowait(message)
 
     def join(self, *, timeout: float | None = None) -> None:
         """Wait until consumers have taken all messages of the producer of this process."""
-        with self._ends().observing_exit() as ends:
-            ends.producer().join(timeout=timeout)
+        self._ends().producer().join(timeout=timeout)
 
     def get(self, *, timeout: float | None = None) -> M:
         """Take a message with the consumer of this process, which the first call opens."""
@@ -192,21 +186,7 @@ class _Ends(Generic[M]):
         self._consumer: QueueConsumer[M] | None = None
         self._finalizer: util.Finalize[None] | None = None
         self._main = _frame_of_child()
-        self._exits = False  # whether a signal handler has raised `SystemExit` with a status in a call
         self._is_finishing = False
-
-    @contextmanager
-    def observing_exit(self) -> "Iterator[_Ends[M]]":
-        """Record that a signal handler ends the program in a call.
-
-        In the main process, Python does not show this exception to the handlers that run at the end.
-        """
-        self._exits = False
-        try:
-            yield self
-        except SystemExit as error:
-            self._exits = bool(error.code)
-            raise
 
     def producer(self) -> QueueProducer:
         """Return the producer; the first call opens it."""
@@ -235,10 +215,8 @@ class _Ends(Generic[M]):
         """Close at the end of the process."""
         if self._pid == os.getpid():
             self._is_finishing = True
-            if self._exits or _ends_with_an_exception(self._main):
+            if _ends_with_an_exception(self._main):
                 self.abort()
-            elif self._producer is not None and not self._producer.is_closed:
-                self._producer.call(expect_no_first_consumer, self._producer.inner)
             self.close()
 
     def stop_daemon(self) -> None:

@@ -1,6 +1,6 @@
 """Blocking pipes between ranks."""
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -8,7 +8,7 @@ from aiotensor import ranks
 from aiotensor.blocking.portal import BlockingObject, parameters_of
 from aiotensor.types import PipeStatistics
 
-__all__ = ["KVPipe", "RankPipe"]
+__all__ = ["RankPipe"]
 
 
 class RankPipe(BlockingObject[ranks.RankPipe, PipeStatistics]):
@@ -48,35 +48,3 @@ class RankPipe(BlockingObject[ranks.RankPipe, PipeStatistics]):
     def drain(self, *, timeout: float | None = None) -> None:
         """Wait until the other rank has received all messages that were sent before this call."""
         self.wait_for(self.inner.drain, timeout=timeout)
-
-
-class KVPipe:
-    """A `RankPipe` with the interface of the pipes with which vLLM transfers key-value caches.
-
-    `send_tensor` raises the errors of sending, and a message that could not be sent does not count towards
-    `max_bytes`. Errors are those of `RankPipe`.
-
-    Args:
-        pipe: an open pipe, which `close` closes.
-    """
-
-    def __init__(self, pipe: RankPipe) -> None:
-        self._pipe = pipe
-
-    def send_tensor(self, tensor: torch.Tensor | None) -> None:
-        """Send a tensor or None, as `RankPipe.send` does; the tensor may be changed afterwards."""
-        self._pipe.send(tensor)
-
-    def recv_tensor(self) -> torch.Tensor | None:
-        """Return the next message of the other rank once it has arrived; a tensor has its own memory."""
-        return self._pipe.receive(copy=True)
-
-    def close(self) -> None:
-        """Close the pipe; the other rank can still receive all messages."""
-        self._pipe.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

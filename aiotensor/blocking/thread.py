@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import anyio
 import zmq.utils.garbage  # noqa: F401 - imported first, so that its exit handler runs after the one here
@@ -21,7 +21,7 @@ import zmq.utils.garbage  # noqa: F401 - imported first, so that its exit handle
 from aiotensor.runtime.worker import no_thread, thread_limiter
 from aiotensor.statistics import registry
 
-__all__ = ["Call", "Loop", "Taking", "Untaken", "borrow", "release"]
+__all__ = ["Call", "Loop", "borrow", "release"]
 
 R = TypeVar("R")
 
@@ -35,11 +35,19 @@ class Call(Generic[R]):
     Args:
         work: the coroutine function, called once in the loop.
         timeout: the time in seconds after which it is cancelled; None for no limit.
+        not_received: called in the loop with a result that the thread has not received, because a signal
+            handler has raised an error in it; None to drop the result.
     """
 
-    def __init__(self, work: Callable[[], Awaitable[R]], timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        work: Callable[[], Awaitable[R]],
+        timeout: float | None = None,
+        not_received: Callable[[R], object] | None = None,
+    ) -> None:
         self._work = work
         self._timeout = timeout
+        self._not_received = not_received
         self._is_wanted = True
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -106,21 +114,16 @@ class Call(Generic[R]):
         try:
             if not self._is_wanted:
                 raise asyncio.CancelledError
-            await self._work_and_keep()
+            async with asyncio.timeout(self._timeout):
+                self._results.append(await self._work())
         except BaseException as error:  # noqa: BLE001 - raised in the calling thread
             self._error = error
         self._ended()
 
-    async def _work_and_keep(self) -> None:
-        self._results.append(await self._item())
-
-    async def _item(self) -> R:
-        async with asyncio.timeout(self._timeout):
-            return await self._work()
-
     def _cancel(self) -> None:
         if self._has_ended:
-            self._not_received()
+            if self._results and self._not_received is not None:
+                self._not_received(self._results.pop())
         elif self._task is None:  # a signal has interrupted the thread before the call was started
             self._error = asyncio.CancelledError()
             self._ended()
@@ -132,69 +135,6 @@ class Call(Generic[R]):
             self._has_ended = True
             for end in tuple(self._ends):  # threads that are added later do not wait
                 end.release()
-
-    def _not_received(self) -> None:
-        """Drop the result of a call whose thread was interrupted before it received the result."""
-
-
-class Untaken(NamedTuple):
-    """Items that interrupted threads have not received, and the calls that wait for items; for the loop."""
-
-    items: list[tuple[object, Any]]
-    waiting: "list[Taking[Any]]"
-
-
-class Taking(Call[R]):
-    """A call that takes an item, and loses none if a signal handler interrupts its thread.
-
-    Another call with the same key then gets the item.
-
-    Args:
-        work: the coroutine function, which takes an item; cancelling it loses none.
-        timeout: as for `Call`.
-        key: identifies the kind of item, such as a handle; None for the next item of the object.
-        untaken: the items of earlier calls that were interrupted.
-    """
-
-    def __init__(
-        self, work: Callable[[], Awaitable[R]], timeout: float | None, key: object, untaken: Untaken
-    ) -> None:
-        super().__init__(work, timeout)
-        self._key = key
-        self._untaken = untaken
-
-    async def _work_and_keep(self) -> None:
-        items, waiting = self._untaken
-        for index, (key, item) in enumerate(items):
-            if key == self._key:
-                self._results.append(item)
-                del items[index]
-                return
-        waiting.append(self)
-        try:
-            item = await self._item()
-        except asyncio.CancelledError:
-            if not self._results:
-                raise
-            return  # with the item of another call
-        finally:
-            waiting.remove(self)
-        if self._is_wanted and not self._results:
-            self._results.append(item)
-        else:  # interrupted, or it has the item of another call
-            self._put_back(item)
-
-    def _not_received(self) -> None:
-        if self._results:
-            self._put_back(self._results.pop())
-
-    def _put_back(self, item: R) -> None:
-        for call in self._untaken.waiting:
-            if call._key == self._key and call._is_wanted and not call._results and call._task is not None:
-                call._results.append(item)
-                call._task.cancel()
-                return
-        self._untaken.items.append((self._key, item))
 
 
 class Loop:

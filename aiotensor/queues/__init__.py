@@ -11,13 +11,12 @@ in shared memory, and the client sends it to a consumer that has capacity. The m
 permit returns when the consumer takes it.
 
 ``queue`` is the public interface, and ``producer`` and ``consumer`` contain the objects that it returns.
-``deliveries`` contains the client of a producer. ``folder`` contains the locked files that show which
-producers and consumers are open, and how the others have ended.
+``folder`` contains the locked files that show which producers and consumers are open, and how the others have
+ended.
 """
 
-from aiotensor.queues.consumer import QueueConsumer
-from aiotensor.queues.producer import QueueProducer
+from aiotensor.queues.consumer import ConsumerStatistics, QueueConsumer
+from aiotensor.queues.producer import ProducerStatistics, QueueProducer
 from aiotensor.queues.queue import MessageQueue
-from aiotensor.queues.statistics import ConsumerStatistics, ProducerStatistics
 
 __all__ = ["ConsumerStatistics", "MessageQueue", "ProducerStatistics", "QueueConsumer", "QueueProducer"]

@@ -5,18 +5,18 @@ import math
 from contextlib import AsyncExitStack, suppress
 from typing import Generic, Self, TypeVar
 
+import msgspec
+
 from aiotensor.channel.requests import Cause, Incoming, Requests
 from aiotensor.channel.server import MessageServer
 from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, UsageError, WouldBlockError, again
-from aiotensor.queues.folder import SlotState
-from aiotensor.queues.settings import QueueSettings
-from aiotensor.queues.statistics import ConsumerStatistics
+from aiotensor.queues.folder import QueueSettings, SlotState
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.arguments import seconds
 from aiotensor.runtime.outage import Absence
 from aiotensor.runtime.waiting import at_most
 
-__all__ = ["QueueConsumer"]
+__all__ = ["ConsumerStatistics", "QueueConsumer"]
 
 M = TypeVar("M")
 
@@ -30,6 +30,18 @@ _MAX_WAITING = 2
 _FIRST_CHECK_S, _LAST_CHECK_S = 0.01, 1.0
 
 _NO_ANSWER = Cause(UsageError.__name__, "a queue answers no messages")  # producers ask for none
+
+
+class ConsumerStatistics(msgspec.Struct, frozen=True):
+    """The current usage of one consumer, and its totals since it was opened.
+
+    Attributes:
+        messages: the messages that have arrived and were not taken.
+        taken: the messages that `get` and the iteration have returned.
+    """
+
+    messages: int
+    taken: int
 
 
 class QueueConsumer(LoopObject, Generic[M]):

@@ -21,14 +21,14 @@ import os
 import secrets
 import stat
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
 from aiotensor.errors import ClosedError, PeerLostError, UsageError
 from aiotensor.runtime.descriptors import Descriptor, change_lock, conflicting_lock
 from aiotensor.transports.endpoints import route_to
 
-__all__ = ["Folder", "Slot", "SlotState"]
+__all__ = ["Folder", "QueueSettings", "Slot", "SlotState"]
 
 _SLOTS = "slots"  # the numbers of producers and consumers follow the slots in this file
 
@@ -252,6 +252,18 @@ class Folder(NamedTuple):
             ) from None
         with contextlib.closing(file):
             return [_state(file.number, place) for place in range(1, 1 + self.producers)]
+
+
+class QueueSettings(NamedTuple):
+    """The arguments of a `MessageQueue`, and its folder."""
+
+    folder: Folder
+    message_type: Any
+    max_messages: int
+    arena_bytes: int
+    max_body_bytes: int | None
+    redeliver: bool
+    grace_s: float | None
 
 
 def _state(file: int, place: int) -> SlotState:

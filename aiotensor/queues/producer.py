@@ -1,19 +1,50 @@
 """A producer: puts messages into a queue."""
 
+from collections import deque
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
-from aiotensor.errors import ClosedError
-from aiotensor.queues.deliveries import Deliveries
-from aiotensor.queues.folder import Slot
-from aiotensor.queues.settings import QueueSettings
-from aiotensor.queues.statistics import ProducerStatistics
+import msgspec
+
+from aiotensor.channel.client import MessageClient, SentRequest
+from aiotensor.codec.payload import check_body
+from aiotensor.errors import (
+    AioTensorError,
+    ClosedError,
+    PeerLostError,
+    UnavailableError,
+    WouldBlockError,
+    again,
+)
+from aiotensor.queues.folder import QueueSettings, Slot
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.arguments import seconds
-from aiotensor.runtime.waiting import at_most
+from aiotensor.runtime.waiting import Waiters, at_most, until
+from aiotensor.types import Usage
 
-__all__ = ["QueueProducer"]
+__all__ = ["ProducerStatistics", "QueueProducer"]
+
+
+class ProducerStatistics(msgspec.Struct, frozen=True):
+    """The current usage of one producer, and its totals since it was opened.
+
+    Attributes:
+        max_messages: the limit of accepted messages that no consumer has taken.
+        messages: the accepted messages that no consumer has taken.
+        peak_messages: the most such messages at once.
+        waiting: the calls of `put` that wait.
+        taken: the messages that consumers have taken.
+        redelivered: how often a message was sent again because its consumer was lost.
+    """
+
+    max_messages: int
+    messages: int
+    peak_messages: int
+    waiting: int
+    taken: int
+    redelivered: int
 
 
 class QueueProducer(LoopObject):
@@ -31,7 +62,7 @@ class QueueProducer(LoopObject):
     def __init__(self, settings: QueueSettings) -> None:
         self.affinity = LoopAffinity("QueueProducer")
         self._settings = settings
-        self._deliveries = Deliveries(settings)
+        self._client = _Client(settings)
         self._stack = AsyncExitStack()
         self._slot: Slot | None = None
         self._is_aborted = False
@@ -42,7 +73,7 @@ class QueueProducer(LoopObject):
         try:
             self._slot = folder.claim("producer")
             self._stack.callback(folder.release, self._slot)
-            await self._stack.enter_async_context(self._deliveries)
+            await self._stack.enter_async_context(self._client)
         except BaseException:
             self.affinity.close()
             await self._stack.aclose()
@@ -79,12 +110,12 @@ class QueueProducer(LoopObject):
         self.affinity.check()
         if timeout is not None:
             timeout = seconds("timeout", timeout)
-        deliveries = self._deliveries
-        deliveries.check()
+        client = self._client
+        client.check()
         box = [message]
         del message  # so that only the caller keeps its tensors alive
-        async with at_most(timeout, deliveries.full):
-            await deliveries.put(box)
+        async with at_most(timeout, client.full):
+            await client.put(box)
 
     def put_nowait(self, message: object) -> None:
         """Put a message into the queue as `put` does, or raise `WouldBlockError` instead of waiting.
@@ -93,8 +124,8 @@ class QueueProducer(LoopObject):
         `put`.
         """
         self.affinity.check()
-        self._deliveries.check()
-        self._deliveries.put_now([message])
+        self._client.check()
+        self._client.put_now([message])
 
     async def join(self) -> None:
         """Wait until consumers have taken all messages of this producer.
@@ -102,7 +133,7 @@ class QueueProducer(LoopObject):
         Cancellation has no side effects. The call raises the errors of `put` about earlier messages.
         """
         self.affinity.check()
-        await self._deliveries.all_taken()
+        await self._client.all_taken()
 
     def abort(self) -> None:
         """Drop the messages that no consumer has taken, and close without waiting for consumers.
@@ -128,32 +159,168 @@ class QueueProducer(LoopObject):
         nevertheless.
         """
         self.affinity.check_place()
-        deliveries = self._deliveries
+        client = self._client
         if not self.affinity.close():
             return
         closed = ClosedError("this QueueProducer was closed")
-        deliveries.stop_waiting(closed)
+        client.stop_waiting(closed)
         try:
             if not self._is_aborted:
-                await deliveries.all_taken()
+                await client.all_taken()
                 if self._slot is not None:
                     self._slot.mark_closed()
         finally:
-            deliveries.drop(closed)
+            client.drop(closed)
             await self._stack.aclose()
 
     def statistics(self) -> ProducerStatistics:
         """Return the current usage and the totals since opening; also available after closing."""
         self.affinity.check_place()
-        return self._deliveries.totals()
+        return self._client.totals()
 
     def _details(self) -> list[str]:
         details = [f"of {self._settings.folder.path}"]
         if self.affinity.is_open:
-            details.append(f"{self._deliveries.totals().messages} messages not taken")
+            details.append(f"{self._client.totals().messages} messages not taken")
         return details
 
 
-def expect_no_first_consumer(producer: QueueProducer) -> None:
-    """Wait for the first consumer only as long as for others, which is `grace_s`: the program ends."""
-    producer._deliveries.expect_no_first_consumer()
+class _Client(MessageClient[None]):
+    """The client of a producer, whose servers are the consumers.
+
+    A message asks for no answer, and a call returns once the message is in memory. The client sends messages
+    that a lost consumer has not taken to another one.
+
+    Args:
+        settings: the settings of the queue.
+
+    Attributes:
+        taken: the number of messages that consumers have taken.
+        redelivered: how often a message was sent again.
+    """
+
+    def __init__(self, settings: QueueSettings) -> None:
+        super().__init__(
+            settings.folder.addresses(),
+            type(None),
+            settings.max_messages,
+            settings.arena_bytes,
+            grace_s=settings.grace_s,
+        )
+        self.affinity.has_guardian = True
+        self._sends_again = settings.redeliver
+        self.taken = self.redelivered = 0
+        self._settings = settings
+        self._failure: AioTensorError | None = None  # why no further message can be delivered
+        self._refusals: deque[AioTensorError] = deque()  # errors to be raised once each
+        self._waiters = Waiters()  # the calls of `all_taken`
+
+    # Calls
+
+    async def put(self, box: list[object]) -> None:
+        """Place the message that a list contains in memory, and send it when a consumer has capacity."""
+        await self._place(box, None, None, asks=False)
+
+    def put_now(self, box: list[object]) -> None:
+        """Do the same on this thread; raise `WouldBlockError` if that requires a wait."""
+        permit = self._permits.try_request(1)
+        if permit is None:
+            raise self.full()
+        request = self._new_request(permit, None, None, asks=False)
+        try:
+            request.place_now(box)
+            self._submit(request)
+        except BaseException:
+            self._end(request)
+            raise
+
+    async def all_taken(self) -> None:
+        """Wait until all messages were taken; raise the error of a message that cannot be delivered."""
+        self._permits.on_release = self._waiters.wake
+        await until(lambda: self._failure is not None or not self._permits.in_use or None, self._waiters)
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of an earlier message that could not be delivered, if there is one."""
+        if self._failure is not None:
+            raise again(self._failure)
+        if self._refusals:
+            raise self._refusals.popleft()
+
+    def full(self) -> WouldBlockError:
+        """Return the error of a call that cannot wait any longer."""
+        permits = self._permits
+        if permits.in_use < permits.limit:
+            return self._would_block("the message could not be placed in memory in time", 0, 0)
+        unopened = "" if self._had_consumer() else ": no consumer of this queue was opened yet"
+        return WouldBlockError(
+            f"the consumers have not taken the {permits.in_use} earlier messages of this producer, and "
+            f"max_messages={permits.limit}{unopened}",
+            messages=Usage(permits.limit, permits.in_use, 1),
+        )
+
+    def totals(self) -> ProducerStatistics:
+        """Return the statistics of the producer."""
+        permits = self._permits
+        waiting = permits.waiting + self._memory.gate.waiting
+        return ProducerStatistics(
+            permits.limit, permits.in_use, permits.peak, waiting, self.taken, self.redelivered
+        )
+
+    def stop_waiting(self, error: ClosedError) -> None:
+        """End the calls that wait for a permit or memory."""
+        self._permits.fail_waiting(lambda: again(error))
+        self._memory.gate.fail_waiting(lambda: again(error))
+
+    def drop(self, error: ClosedError) -> None:
+        """Withdraw the messages that no consumer has taken, and end all calls."""
+        self._fail(error)
+        for engine in self._engines:
+            if engine.session is not None:
+                for request in engine.session.all_untaken():
+                    self._end(request)
+
+    # Consumers
+
+    def _had_consumer(self) -> bool:
+        return any(engine.is_admitted or engine.counts["losses"] for engine in self._engines)
+
+    # Overridden methods of the client
+
+    def _submit(self, request: SentRequest) -> None:
+        check_body(request.body_bytes, self._settings.max_body_bytes)
+        request.ended.set_result(None)  # the call returns, whether or not a consumer has capacity
+        super()._submit(request)
+
+    def _hopeless(self, target: object) -> AioTensorError | None:
+        error = super()._hopeless(None)  # messages have no target
+        if not isinstance(error, UnavailableError):
+            return error
+        if not self._had_consumer():
+            return None  # the first one may still be loading its model
+        return PeerLostError(
+            f"no consumer of this queue is open, and none has opened for {self._settings.grace_s:g} s; "
+            f"{self._permits.in_use} messages of this producer were not taken"
+        )
+
+    def _requeue(self, requests: Sequence[SentRequest]) -> None:
+        self.redelivered += len(requests)
+        super()._requeue(requests)
+
+    def _took(self, request: SentRequest) -> None:
+        self.taken += request.session is not None and request.permit is not None
+        super()._took(request)
+
+    def _lose(self, request: SentRequest, error: AioTensorError) -> None:
+        super()._took(request)
+        self._fail(error)
+
+    def _refused(self, error: AioTensorError) -> None:
+        self._refusals.append(error)
+
+    def _fail(self, error: AioTensorError) -> None:
+        if self._failure is None:
+            self._failure = failure = again(error)
+            self._permits.fail(lambda: again(failure))
+            self._memory.gate.fail(lambda: again(failure))
+            self._waiters.wake()

@@ -4,7 +4,6 @@ Each runs in a separate process, started by a test, which reads its output.
 """
 
 import os
-import signal
 import sys
 import threading
 import warnings
@@ -52,24 +51,6 @@ def put_and_end(folder: str) -> None:
         queue.put(torch.full((100_000,), number))
     # Called first at the end of the main thread.
     threading._register_atexit(_say, "ended")  # type: ignore[attr-defined]
-
-
-def put_without_a_consumer(folder: str) -> None:
-    """Put a message into a queue, and end at once."""
-    queue: MessageQueue[int] = MessageQueue(folder=folder, grace_s=0)
-    left_open.append(queue)
-    queue.put(1)
-
-
-def exit_in_put(folder: str) -> None:
-    """Wait in `put` until a handler of SIGTERM ends the program with a status."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-    queue: MessageQueue[int] = MessageQueue(folder=folder, max_messages=1)
-    left_open.append(queue)
-    queue.put(1)
-    thread = threading.get_ident()
-    _say_when(lambda: waits_for_loop(thread), "waits")
-    queue.put(2)
 
 
 # Signals

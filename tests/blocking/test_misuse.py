@@ -158,8 +158,6 @@ def test_wrong_arguments_raise_the_same_error_as_in_the_async_api() -> None:
 
 def test_names_arguments_and_defaults_are_those_of_the_async_api() -> None:
     for name in blocking.__all__:
-        if name == "KVPipe":  # which has the interface of vLLM
-            continue
         theirs, ours = _async_class(name), getattr(blocking, name)
         if name not in _MADE_BY_METHODS:
             assert _arguments(ours) == _arguments(theirs), name

@@ -3,7 +3,6 @@
 import functools
 import multiprocessing
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from aiotensor import ClosedError, PeerLostError, WouldBlockError
-from aiotensor.blocking import KVPipe, MessageQueue, Publisher, RankPipe, Subscriber
+from aiotensor.blocking import MessageQueue, Publisher, RankPipe, Subscriber
 from aiotensor.queues import ConsumerStatistics
 from tests.blocking.fork_server import ForkServer
 from tests.blocking.waiting import Place, in_thread
@@ -192,30 +191,6 @@ def test_the_end_of_a_program_waits_until_its_messages_were_copied_and_taken(
         assert program.ended() == (0, [], "")
 
 
-def test_a_program_that_a_signal_handler_ends_in_a_put_does_not_wait_for_consumers(
-    fork_server: ForkServer, folder: Path
-) -> None:
-    with (
-        MessageQueue(folder=folder / "queue") as queue,
-        fork_server.program("exit_in_put", str(folder / "queue")) as program,
-    ):
-        assert program.line() == "waits"
-        program.signal(signal.SIGTERM)
-        assert program.ended() == (3, [], "")
-        with pytest.raises(PeerLostError, match="1 of the 1 producers"):
-            queue.get()
-
-
-def test_the_end_of_a_program_waits_for_the_first_consumer_for_the_grace_period(
-    fork_server: ForkServer, folder: Path
-) -> None:
-    with (
-        MessageQueue(folder=folder / "queue"),
-        fork_server.program("put_without_a_consumer", str(folder / "queue")) as program,
-    ):
-        assert "no consumer of this queue is open, and none has opened for 0 s" in program.ended().errors
-
-
 @pytest.mark.promise(40)
 def test_a_child_process_that_raises_is_reported(queue: MessageQueue[Any]) -> None:
     failing = forkserver.Process(target=_put_and_raise, args=(queue,))
@@ -267,20 +242,3 @@ def test_threads_exchange_messages_in_order_and_a_timeout_loses_nothing(pipes: l
     assert _equal(third, pattern(1, 3))
     high.send(first)
     assert _equal(first, low.receive(copy=True, timeout=10))
-
-
-def test_a_kv_pipe_has_the_methods_of_vllms_pipes(pipes: list[RankPipe]) -> None:
-    low, high = map(KVPipe, pipes)
-    received = in_thread(lambda: [high.recv_tensor() for _ in range(2)])
-    keys = pattern(0, BIG)
-    low.send_tensor(keys)
-    keys.zero_()
-    low.send_tensor(None)
-    first, second = received.result()
-    assert _equal(first, pattern(0, BIG))
-    assert second is None
-    assert pipes[1].statistics().leases == 0  # the received tensor is a copy
-    low.close()
-    with high, pytest.raises(PeerLostError):
-        high.recv_tensor()
-    assert all(repr(pipe).split()[1].startswith("closed") for pipe in pipes)

@@ -57,7 +57,7 @@ def inner(ends: Ends) -> tuple[MessageClient[None], MessageServer[Any]]:
     """Return the client and the server that a producer and a consumer are made of."""
     server = ends.consumer._server
     assert server is not None
-    return ends.producer._deliveries, server
+    return ends.producer._client, server
 
 
 @asynccontextmanager
