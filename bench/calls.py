@@ -85,7 +85,7 @@ KINDS = (
     ),
     Kind("64 KiB tensor, copied", 76, lambda folder: _tensors(folder, 64 * _KIB)),
     Kind("1 MiB tensor from `allocate()`", 88, lambda folder: _tensors(folder, _MIB, allocates=True)),
-    Kind("4 KiB request with its answer", 74, lambda folder: _requests(folder, 4 * _KIB)),
+    Kind("4 KiB request with its answer", 60, lambda folder: _requests(folder, 4 * _KIB)),
 )
 
 

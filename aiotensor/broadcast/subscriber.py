@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, Self, TypedDict, TypeVar, Unpack, overload
 
 from aiotensor.codec import TensorDecoder
-from aiotensor.codec.payload import unpack, unpack_now
 from aiotensor.errors import (
     AioTensorError,
     ProtocolError,
@@ -237,18 +236,11 @@ class Subscriber(LoopObject, Generic[T]):
                 if isinstance(found, _Ended):
                     raise again(found.error)
                 try:
-                    found.open_now()
-                except ProtocolError as error:
-                    found.violated(error)
-                    continue
-                except BaseException:
-                    self._keep(found)
-                    raise
-                try:
-                    message: T = unpack_now(self._decoder, found.body, found.tensors)
+                    message: T = found.decode_now(self._decoder)
                 except BaseException as error:
-                    self._not_decoded(found, error)
-                    raise
+                    if self._not_decoded(found, error):
+                        raise
+                    continue
                 return self._received(found, message)
 
     def __aiter__(self) -> Self:
@@ -347,18 +339,11 @@ class Subscriber(LoopObject, Generic[T]):
             if isinstance(found, _Ended):
                 return found
             try:
-                await found.open()
-            except ProtocolError as error:
-                found.violated(error)
-                continue
-            except BaseException:
-                self._keep(found)
-                raise
-            try:
-                message: T = await unpack(self._decoder, found.body, found.tensors)
+                message: T = await found.decode(self._decoder)
             except BaseException as error:
-                self._not_decoded(found, error)
-                raise
+                if self._not_decoded(found, error):
+                    raise
+                continue
             return self._received(found, message)
 
     def _arrived_since(self, end: _Ended | None) -> "_ArrivedPublication | _Ended | None":
@@ -367,16 +352,20 @@ class Subscriber(LoopObject, Generic[T]):
         found = self._next()
         return self._last_end if found is None and self._last_end is not end else found
 
-    def _not_decoded(self, found: "_ArrivedPublication", error: BaseException) -> None:
-        # An error of the type, such as one of its `__post_init__`, would occur again.
+    def _not_decoded(self, found: "_ArrivedPublication", error: BaseException) -> bool:
+        """Keep or finish a publication; return whether the call raises the error."""
         if is_shortage(error) or not isinstance(error, Exception):
             self._keep(found)
-        else:
-            self._counts["missed"] += found.missed or 0  # the error takes the place of the publication
-            found.finish()
+            return True
+        found.finish()
+        if found.is_broken:
+            return False  # the end of the session follows, with its own error
+        # An error of the type, such as one of its `__post_init__`, would occur again. It takes the place of the
+        # publication.
+        self._counts["missed"] += found.missed or 0
+        return True
 
     def _received(self, found: "_ArrivedPublication", message: T) -> Publication[T]:
-        found.finish()
         if self.affinity.is_closed:
             raise self.affinity.closed_error()
         missed = found.missed or 0

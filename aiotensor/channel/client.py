@@ -29,7 +29,7 @@ from typing import Any, Generic, Self, TypeAlias, TypeVar
 import torch
 
 from aiotensor.codec import TensorDecoder
-from aiotensor.codec.payload import check_body, unpack
+from aiotensor.codec.payload import check_body
 from aiotensor.errors import (
     AioTensorError,
     ClosedError,
@@ -394,20 +394,15 @@ class MessageClient(LoopObject, Generic[R]):
                     if answer is None:
                         raise AssertionError("a request that asks ends with an answer")
                     try:
-                        try:
-                            await answer.open()
-                            if self._max_body_bytes is not None and len(answer.body) > self._max_body_bytes:
-                                answer.check_body(self._max_body_bytes)
-                        except ProtocolError as error:
-                            answer.session.violated(error)
-                            if self.affinity.is_closed:  # and with it the memory of the answer
-                                raise _closed() from None
-                            raise
-                        found: R = await unpack(self._decoder, answer.body, answer.tensors)
+                        found: R = await answer.decode(self._decoder, self._max_body_bytes)
                         if answer.trace_context is not None and (tracer := tracing.tracer) is not None:
                             tracer.delivered("answer", answer.trace_context)
-                    finally:
+                    except BaseException as error:
                         answer.finish()
+                        if isinstance(error, ProtocolError) and self.affinity.is_closed:
+                            raise _closed() from None  # the memory of the answer is gone
+                        raise
+                    finally:
                         del answer
                     self._counts["answers"] += 1
                     if span is not None:

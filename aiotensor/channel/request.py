@@ -3,12 +3,14 @@
 import asyncio
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from aiotensor.channel.cancelling import CancelOnce
-from aiotensor.channel.requests import Cause, Incoming, Requests, cause_of
+from aiotensor.channel.requests import ENDED, Answer, Cause, Incoming, Requests, cause_of, closed
 from aiotensor.errors import ClosedError, UsageError
+from aiotensor.memory.copying import CopyAbandonedError
 from aiotensor.runtime import tracing
 from aiotensor.runtime.logs import logger_of
 
@@ -118,11 +120,43 @@ class Request(Generic[M]):
         self._is_answered = True
         box = [answer]
         del answer
-        try:
-            was_wanted = await self._requests.answer(self._incoming, box)
-        except BaseException:
-            self._is_answered = not self._incoming.is_wanted
-            raise
+        incoming, requests, session = self._incoming, self._requests, self._incoming.session
+        was_wanted = False
+        if incoming.state is not ENDED and incoming.message.asks:
+            sent = Answer(
+                requests.memory,
+                requests.shares_memory,
+                None,
+                session.max_body_bytes,
+                affinity=requests.affinity,
+                incoming=incoming,
+                trace=None if (tracer := tracing.tracer) is None else tracer.context(),
+            )
+            try:
+                await sent.place(box)
+                while not session.transport.is_writable and incoming.state is not ENDED:
+                    await session.accepted()
+                if incoming.state is ENDED:
+                    pass
+                elif sent.blocks or session.transfers:
+                    session.post(sent, partial(session.answer, sent))
+                    if session.transport.mover is not None:
+                        await session.announced(sent)
+                else:
+                    session.answer(sent)
+            except BaseException as error:
+                self._is_answered = not incoming.is_wanted
+                if isinstance(error, CopyAbandonedError):
+                    raise closed() from None
+                raise
+            finally:
+                if sent.blocks or sent.owned:
+                    sent.release()
+            was_wanted = incoming.state is not ENDED
+            if not was_wanted and requests.affinity.is_closed:
+                raise closed()
+            requests.counts["answers"] += was_wanted
+        requests.end(incoming)
         self._box = []
         return was_wanted
 

@@ -11,12 +11,10 @@ import logging
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.codec import TensorDecoder
-from aiotensor.codec.payload import unpack, unpack_now
 from aiotensor.errors import (
     AioTensorError,
     ClosedError,
@@ -29,7 +27,6 @@ from aiotensor.errors import (
 from aiotensor.link.events import PeerLog
 from aiotensor.link.messages import Arrived, MessageSession, trace_context_of
 from aiotensor.link.outgoing import Outgoing
-from aiotensor.memory.copying import CopyAbandonedError
 from aiotensor.memory.mappings import Mappings
 from aiotensor.memory.memory import Memory
 from aiotensor.protocol.connection import Connection, Loss
@@ -53,7 +50,17 @@ from aiotensor.runtime.waiting import Waiters, until
 from aiotensor.transports.base import Transport
 from aiotensor.types import TraceContext, Usage
 
-__all__ = ["WAITING", "Cause", "ClientSession", "Incoming", "Requests", "cause_of", "closed"]
+__all__ = [
+    "ENDED",
+    "WAITING",
+    "Answer",
+    "Cause",
+    "ClientSession",
+    "Incoming",
+    "Requests",
+    "cause_of",
+    "closed",
+]
 
 logger = logger_of("server")
 
@@ -168,7 +175,7 @@ class FairQueue:
         return True
 
 
-class _Answer(Outgoing, kw_only=True, eq=False):
+class Answer(Outgoing, kw_only=True, eq=False):
     """An answer that is being sent."""
 
     affinity: LoopAffinity
@@ -203,7 +210,7 @@ class Requests(Generic[M]):
         shares_memory: whether clients share memory, so that received tensors are forwarded in answers.
 
     Attributes:
-        memory, affinity, shares_memory: the arguments.
+        memory, affinity, counts, shares_memory: the arguments.
         ready: the requests that wait to be taken.
         takers: the calls that wait to take a request.
         waiters: the calls that wait for a change.
@@ -231,7 +238,7 @@ class Requests(Generic[M]):
         self.dropped: FreedItems[Incoming] = FreedItems(self._requests_dropped)
         self.failure: PeerLostError | None = None
         self._decoder = decoder
-        self._counts = counts
+        self.counts = counts
         self._max_body_bytes = max_body_bytes
 
     async def take(self, *, waits: bool = True) -> tuple[Incoming, M] | None:
@@ -255,36 +262,35 @@ class Requests(Generic[M]):
                 except asyncio.CancelledError:
                     self.wake_taker()  # in place of this task, which may have been woken
                     raise
-            incoming = ready.take()
-            if self.takers and ready.by_client:
-                self.takers.wake_one()
+            client, queued = ready.by_client.popitem(last=False)  # as `FairQueue.take`, without a call
+            incoming = queued.popleft()
+            if queued:
+                ready.by_client[client] = queued
+                if self.takers:
+                    self.takers.wake_one()
             try:
-                try:
-                    await incoming.open()
-                    if self._max_body_bytes is not None and len(incoming.body) > self._max_body_bytes:
-                        incoming.check_body(self._max_body_bytes)
-                except ProtocolError as error:
-                    self._violated(incoming, error)
-                    continue
-                message: M = await unpack(self._decoder, incoming.body, incoming.tensors)
+                message: M = await incoming.decode(self._decoder, self._max_body_bytes)
             except asyncio.CancelledError:
                 if incoming.state is WAITING and not self.affinity.is_closed:
                     ready.put_back(incoming)
                     self.wake()
                 else:
                     incoming.finish()
-                    self._end(incoming)
+                    self.end(incoming)
                 raise
             except Exception as error:  # noqa: BLE001 - decoding runs code of the user's type
                 incoming.finish()
                 self._refuse(incoming, error)
                 continue
-            incoming.finish()
             if incoming.state is WAITING and not self.affinity.is_closed:
                 break
-            self._end(incoming)  # it was cancelled, or the server closed, during decoding
+            self.end(incoming)  # it was cancelled, or the server closed, during decoding
             del message  # not kept alive while the next request is awaited
-        self._begin(incoming)
+        incoming.state = IN_HAND
+        self.in_hand.add(incoming)
+        self.counts["messages_taken"] += 1
+        if incoming.trace_context is not None and (tracer := tracing.tracer) is not None:
+            tracer.delivered("message", incoming.trace_context, nbytes=incoming.message.nbytes)
         return incoming, message
 
     async def arrival(self) -> None:
@@ -300,34 +306,16 @@ class Requests(Generic[M]):
         while self.ready.by_client:
             incoming = self.ready.take()
             try:
-                try:
-                    incoming.open_now()
-                    incoming.check_body(self._max_body_bytes)
-                except ProtocolError as error:
-                    self._violated(incoming, error)
-                    continue
-                message: M = unpack_now(self._decoder, incoming.body, incoming.tensors)
+                message: M = incoming.decode_now(self._decoder, self._max_body_bytes)
             except Exception as error:  # noqa: BLE001 - decoding runs code of the user's type
                 incoming.finish()
                 self._refuse(incoming, error)
                 continue
-            incoming.finish()
-            self._begin(incoming)
+            incoming.state = IN_HAND
+            self.in_hand.add(incoming)
+            self.counts["messages_taken"] += 1
             return incoming, message
         return None
-
-    def _begin(self, incoming: Incoming) -> None:
-        """Give a request to the application."""
-        incoming.state = IN_HAND
-        self.in_hand.add(incoming)
-        self._counts["messages_taken"] += 1
-        if incoming.trace_context is not None and (tracer := tracing.tracer) is not None:
-            tracer.delivered("message", incoming.trace_context, nbytes=incoming.message.nbytes)
-
-    def _violated(self, incoming: Incoming, error: ProtocolError) -> None:
-        """End the session of a request that breaks the protocol."""
-        self._end(incoming)
-        incoming.violated(error)
 
     def wake(self) -> None:
         """Wake all tasks that wait for a request or a change."""
@@ -339,29 +327,16 @@ class Requests(Generic[M]):
         if self.takers and self.ready.by_client:
             self.takers.wake_one()
 
-    def arrive(self, incoming: Incoming) -> None:
-        """Queue a new request."""
-        self._counts["messages_received"] += 1
-        by_client = self.ready.by_client
-        if (waiting := by_client.get(incoming.session)) is None:
-            by_client[incoming.session] = deque((incoming,))
-        else:
-            waiting.append(incoming)
-        if self.takers:
-            self.takers.wake_one()
-        if self.waiters:
-            self.waiters.wake()
-
     def cancel(self, incoming: Incoming) -> None:
         """End a request whose client cancelled it or is gone, and cancel the task that answers it."""
-        self._counts["cancelled"] += 1
+        self.counts["cancelled"] += 1
         was_in_hand = incoming.state is IN_HAND
-        self._end(incoming)
+        self.end(incoming)
         if was_in_hand and incoming.block is not None:
             incoming.block.cancel()
 
-    def _end(self, incoming: Incoming) -> None:
-        # While it is decoded, it is not in the queue, and belongs to `take`.
+    def end(self, incoming: Incoming) -> None:
+        """End a request; while it is decoded, it is not in the queue, and belongs to `take`."""
         if incoming.state is WAITING and self.ready.remove(incoming):
             incoming.finish()
         incoming.state = ENDED
@@ -371,6 +346,8 @@ class Requests(Generic[M]):
 
     def _refuse(self, incoming: Incoming, error: Exception) -> None:
         """Answer a waiting request with an error, and release it."""
+        if incoming.is_broken:  # its session has ended
+            self.end(incoming)
         if incoming.state is not WAITING:
             return
         cause = cause_of(error)
@@ -393,61 +370,13 @@ class Requests(Generic[M]):
             incoming.session.fail(incoming.number, cause)
         self.fail(incoming, cause)
 
-    async def answer(self, incoming: Incoming, box: list[object]) -> bool:
-        """Send the answer in the list `box`, and return whether the client still waited for it."""
-        if incoming.state is ENDED or not incoming.message.asks:
-            self._end(incoming)
-            return False
-        session = incoming.session
-        answer = _Answer(
-            self.memory,
-            self.shares_memory,
-            None,
-            session.max_body_bytes,
-            affinity=self.affinity,
-            incoming=incoming,
-            trace=None if (tracer := tracing.tracer) is None else tracer.context(),
-        )
-        try:
-            await answer.place(box)
-            while not session.transport.is_writable and incoming.state is not ENDED:
-                await session.accepted()
-            if incoming.state is ENDED:
-                pass
-            elif answer.blocks or session.transfers:
-                session.post(answer, partial(session.answer, answer))
-                if session.transport.mover is not None:
-                    await self._moved(session, answer)
-            else:
-                session.answer(answer)
-        except CopyAbandonedError:
-            raise closed() from None
-        finally:
-            if answer.blocks or answer.owned:
-                answer.release()
-        was_wanted = incoming.state is not ENDED
-        if not was_wanted and self.affinity.is_closed:
-            raise closed()
-        self._counts["answers"] += was_wanted
-        self._end(incoming)
-        return was_wanted
-
-    async def _moved(self, client: "ClientSession", answer: _Answer) -> None:
-        """Wait until an answer was announced after its blocks were moved."""
-        try:
-            await client.announced(answer)
-        except asyncio.CancelledError:
-            if not client.withdraw(answer):  # it was announced in this iteration of the loop
-                self._end(answer.incoming)
-            raise
-
     def fail(self, incoming: Incoming, cause: Cause) -> bool:
         """Send a failure in place of an answer, and return whether the client still waited for it."""
         was_wanted = incoming.is_wanted
         if was_wanted:
-            self._counts["failures"] += 1
+            self.counts["failures"] += 1
             incoming.session.fail(incoming.number, cause)
-        self._end(incoming)
+        self.end(incoming)
         return was_wanted
 
     def _requests_dropped(self, dropped: list[Incoming]) -> None:
@@ -511,14 +440,13 @@ class ClientSession(MessageSession):
         A request whose server is lost is sent to another one if the server has not taken it. So the client
         must know before the application begins.
         """
-        self.connection.taken(number)
         try:
-            for record in self.connection.data_to_send():
+            for record in self.connection.taken_now(number):
                 self.transport.write(record)
         except OSError as error:
             self.unwritable(error)
 
-    def answer(self, answer: _Answer) -> None:
+    def answer(self, answer: Answer) -> None:
         """Announce an answer whose blocks the client can read."""
         if answer.incoming.state is ENDED:  # it was cancelled while its blocks were moved
             self.unpost(answer)
@@ -535,16 +463,16 @@ class ClientSession(MessageSession):
         except OSError as error:
             self.unwritable(error)
 
-    async def announced(self, answer: _Answer) -> None:
+    async def announced(self, answer: Answer) -> None:
         """Wait until the blocks of an answer were moved, and it was announced, or the client is lost."""
-        await until(lambda: answer not in self.transfers or self.is_over or None, self._writing)
-
-    def withdraw(self, answer: _Answer) -> bool:
-        """Withdraw an answer whose blocks are being moved; return False if it was announced."""
-        if self.is_over or answer not in self.transfers:
-            return False
-        self.unpost(answer)
-        return True
+        try:
+            await until(lambda: answer not in self.transfers or self.is_over or None, self._writing)
+        except asyncio.CancelledError:
+            if answer in self.transfers and not self.is_over:
+                self.unpost(answer)
+            else:  # it was announced in this iteration of the loop
+                self._server.end(answer.incoming)
+            raise
 
     def moved(self) -> None:
         """Wake the calls whose answers were announced."""
@@ -571,7 +499,15 @@ class ClientSession(MessageSession):
                     if frame.trace is not None:
                         incoming.trace_context = trace_context_of(frame)
                     self.untaken += 1
-                    server.arrive(incoming)
+                    server.counts["messages_received"] += 1
+                    if (waiting := server.ready.by_client.get(self)) is None:
+                        server.ready.by_client[self] = deque((incoming,))
+                    else:
+                        waiting.append(incoming)
+                    if server.takers:
+                        server.takers.wake_one()
+                    if server.waiters:
+                        server.waiters.wake()
                 case Discard():
                     cancelled = self.requests.get(frame.message)
                     if cancelled is not None:

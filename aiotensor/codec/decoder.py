@@ -115,10 +115,10 @@ class TensorDecoder(Generic[T]):
         self._find = find
         self._name = repr(type) if get_args(type) else getattr(type, "__name__", repr(type))
         self._current = _Current()
-        check_decodable(type)
+        self._only_tensors = check_decodable(type)
         self._expectations = expectations(type)
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
-            type, ext_hook=self._open_extension, dec_hook=_convert
+            type, ext_hook=self._open_extension, dec_hook=None if self._only_tensors else _convert
         )
 
     def decode(self, parts: Sequence[bytes | bytearray | memoryview], find: Find | None = None) -> T:
@@ -204,7 +204,7 @@ class TensorDecoder(Generic[T]):
             if meaning.attributes is not None:
                 tensor = with_attributes(tensor, meaning.attributes)
         parts.tensors[number] = tensor
-        return tensor if code == TENSOR else _as_array(tensor)
+        return tensor if code == TENSOR or self._only_tensors else _as_array(tensor)
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -226,8 +226,6 @@ def _convert(type_: Any, value: object) -> object:
     Raises:
         TypeError: the dtype of the array differs from its annotation; msgspec adds the path of the field.
     """
-    if type_ is torch.Tensor and isinstance(value, torch.Tensor):
-        return value
     wanted = get_origin(type_) or type_
     if wanted is np.ndarray:
         array = _as_array(value) if isinstance(value, torch.Tensor) else value

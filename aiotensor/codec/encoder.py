@@ -17,7 +17,7 @@ from aiotensor.codec.placeholders import (
     Tied,
     write,
 )
-from aiotensor.memory.copying import as_tensor, buffer_of, bytes_of
+from aiotensor.memory.copying import as_tensor, buffer_of, bytes_at, bytes_of
 from aiotensor.memory.source import REGISTERED, Sendable, Source, SupportsDLPack, as_source, attributes_of
 from aiotensor.memory.tensors import DTYPE_NAMES, MAX_INLINE_BYTES
 
@@ -102,17 +102,17 @@ class Encoding(msgspec.Struct, eq=False):
         elif (handle := self.place(source)) is not None:
             return msgspec.msgpack.Ext(code, write(External(handle, number)))
         attributes, shape = None, tuple(source.shape)
-        # Nearly all tensors have no attributes, which this finds out without a call.
-        if (
-            type(source) is not torch.Tensor
-            or source.requires_grad
-            or 1 in shape
-            or not source.is_contiguous()
-        ):
+        # Nearly all tensors are ordinary, which this finds out without a call.
+        is_contiguous = source.is_contiguous()
+        if not is_contiguous or type(source) is not torch.Tensor or source.requires_grad or 1 in shape:
             attributes = attributes_of(source)
         meaning = Meaning(DTYPE_NAMES[source.dtype], shape, attributes)
         if nbytes <= self.inline_bytes:
-            return msgspec.msgpack.Ext(code, write(Inline(meaning, memoryview(bytes_of(source)), number)))
+            if is_contiguous and not source.is_conj() and not source.is_neg():
+                payload = bytes_at(source.data_ptr(), nbytes)
+            else:
+                payload = bytes_of(source)
+            return msgspec.msgpack.Ext(code, write(Inline(meaning, memoryview(payload), number)))
         self.buffers.append(buffer_of(source).data.toreadonly())
         return msgspec.msgpack.Ext(code, write(OutOfBand(meaning, len(self.buffers) - 1, number)))
 

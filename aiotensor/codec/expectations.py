@@ -62,8 +62,8 @@ def check_before_sending(type_: type) -> Check | None:
     return check_tensors
 
 
-def check_decodable(type_: Any) -> None:
-    """Check that every field of a type can be decoded.
+def check_decodable(type_: Any) -> bool:
+    """Check that every field of a type can be decoded; return whether each tensor or array is a `Tensor`.
 
     Raises:
         TypeError: a field cannot be decoded.
@@ -78,14 +78,19 @@ def check_decodable(type_: Any) -> None:
             "type: annotate the field as `Any`, which accepts tensors, arrays, and containers of them, or "
             "use a separate field for each type"
         ) from None
-    seen = set()
+    seen, only_tensors = set(), True
     while found:
         one: Any = found.pop()
-        if isinstance(one, msgspec.inspect.CustomType) and (get_origin(one.cls) or one.cls) not in _DECODABLE:
-            raise TypeError(
-                f"a message of type {type_!r} cannot be decoded: it contains a {one.cls!r}; annotate a "
-                "tensor as torch.Tensor, with a TensorMeta for its dtype and shape, and convert other objects"
-            )
+        if isinstance(one, msgspec.inspect.AnyType):
+            only_tensors = False
+        elif isinstance(one, msgspec.inspect.CustomType):
+            if (get_origin(one.cls) or one.cls) not in _DECODABLE:
+                raise TypeError(
+                    f"a message of type {type_!r} cannot be decoded: it contains a {one.cls!r}; annotate a "
+                    "tensor as torch.Tensor, with a TensorMeta for its dtype and shape, and convert other "
+                    "objects"
+                )
+            only_tensors = only_tensors and one.cls is torch.Tensor
         if id(one) in seen:
             continue
         seen.add(id(one))
@@ -93,6 +98,7 @@ def check_decodable(type_: Any) -> None:
             found += [getattr(one, name) for name in one.__struct_fields__]
         elif isinstance(one, tuple | list):
             found += one
+    return only_tensors
 
 
 # Each check ignores values of other types, so that the checks of all arms of a union can be called with the

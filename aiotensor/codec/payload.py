@@ -1,4 +1,4 @@
-"""Messages whose large tensors are beside the body, and when to decode them in a thread."""
+"""Messages whose large tensors are beside the body."""
 
 from typing import Any
 
@@ -7,22 +7,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aiotensor.codec.cost import QUICK_CODED_TENSORS
 from aiotensor.codec.decoder import TensorDecoder
 from aiotensor.codec.encoder import Encoding
 from aiotensor.codec.expectations import check_before_sending
 from aiotensor.errors import ProtocolError, TooLargeError
 from aiotensor.memory.source import ArraySource, Source
 from aiotensor.memory.tensors import MAX_INLINE_BYTES
-from aiotensor.runtime.worker import in_thread
 
 __all__ = [
     "MAX_BODY_TENSOR_BYTES",
     "QUICK_BODY_BYTES",
+    "TENSOR_MARK",
     "Payload",
     "check_body",
     "unpack",
-    "unpack_now",
 ]
 
 # The maximum number of bytes of tensors in the body of a message, so that tensors alone cannot make a body
@@ -33,9 +31,9 @@ MAX_BODY_TENSOR_BYTES = 8 * MAX_INLINE_BYTES
 # `MAX_INLINE_BYTES`, a body of this size can contain two thousand values or many tiny tensors, so tensors are
 # counted, too.
 QUICK_BODY_BYTES = MAX_INLINE_BYTES + 2 * 1024
-_MANY_TENSORS_BYTES = 2 * 1024  # a body of this size contains at most `QUICK_CODED_TENSORS` inline tensors
-_TAGS = (msgspec.msgpack.encode("in"), msgspec.msgpack.encode("as"))  # of tensors in a body
-_TAG_START = _TAGS[0][:1]  # the first byte of each tag
+
+# Each tensor in a body begins its tag with this byte, which other values contain, too.
+TENSOR_MARK = msgspec.msgpack.encode("in")[:1]
 
 
 class Payload(Encoding):
@@ -80,10 +78,8 @@ def check_body(size: int, limit: int | None) -> None:
         )
 
 
-async def unpack(decoder: TensorDecoder[Any], body: memoryview, found: list[torch.Tensor]) -> Any:
-    """Decode a message, in a thread if that may take long.
-
-    If the call is cancelled, the thread continues.
+def unpack(decoder: TensorDecoder[Any], body: memoryview, found: list[torch.Tensor]) -> Any:
+    """Decode a message.
 
     Args:
         decoder: the decoder for the type of the message.
@@ -92,21 +88,7 @@ async def unpack(decoder: TensorDecoder[Any], body: memoryview, found: list[torc
 
     Raises:
         ProtocolError: the message cannot be decoded, has the wrong type, or does not use each tensor once.
-        OSError: no thread can be started.
     """
-    tensors = len(found)
-    if len(body) <= QUICK_BODY_BYTES:
-        if len(body) > _MANY_TENSORS_BYTES:
-            data = bytes(body)
-            if tensors + data.count(_TAG_START) > QUICK_CODED_TENSORS:  # rare: counting a byte is faster
-                tensors += sum(map(data.count, _TAGS))
-        if tensors <= QUICK_CODED_TENSORS:
-            return unpack_now(decoder, body, found) if found else decoder.decode((body,))
-    return await in_thread(unpack_now, decoder, body, found)
-
-
-def unpack_now(decoder: TensorDecoder[Any], body: memoryview, found: list[torch.Tensor]) -> Any:
-    """Decode a message on this thread; arguments and errors are those of `unpack`."""
     used: set[int] = set()
 
     def find(handle: object) -> torch.Tensor:

@@ -4,11 +4,14 @@ import asyncio
 import time
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
 
+from aiotensor.codec import TensorDecoder
+from aiotensor.codec.cost import QUICK_CODED_TENSORS
+from aiotensor.codec.payload import QUICK_BODY_BYTES, TENSOR_MARK, unpack
 from aiotensor.errors import ProtocolError, RefusedError, is_shortage
 from aiotensor.link.events import PeerLog
 from aiotensor.link.outgoing import Outgoing
@@ -16,7 +19,16 @@ from aiotensor.link.session import Session
 from aiotensor.memory.mappings import ForwardedBlock, Mappings, PeerMemory
 from aiotensor.memory.memory import Memory, PendingMove
 from aiotensor.protocol.connection import Connection
-from aiotensor.protocol.frames import ARENA, Content, Message, PlacedTensor, read_content
+from aiotensor.protocol.frames import (
+    ARENA,
+    DECODE_ERRORS,
+    Content,
+    Message,
+    PlacedTensor,
+    decode_content,
+    read_content,
+    unreadable,
+)
 from aiotensor.runtime import tracing
 from aiotensor.runtime.worker import in_thread
 from aiotensor.transports.base import Mover, Transport
@@ -29,9 +41,6 @@ _QUICK_CONTENT_BYTES = 64 << 10
 # The maximum number of tensors opened in one iteration of the event loop, each in a few microseconds, and of
 # moves begun, each in tens of microseconds.
 _QUICK_TENSORS, _QUICK_MOVES = 64, 32
-
-
-_NOTHING = memoryview(b"")
 
 
 class _Transfer(msgspec.Struct, eq=False):
@@ -232,14 +241,12 @@ S = TypeVar("S", bound=MessageSession)
 class Arrived(msgspec.Struct, Generic[S], eq=False, weakref=True):
     """A message, from its arrival until the application has taken it; counted by `MessageSession.untaken`.
 
-    Opening a message answers it and leases its memory. After a cancellation, the next call continues.
-
     Attributes:
         session: the session in which the message arrived.
         message: its announcement.
         is_taken: whether the message was answered as taken.
+        is_broken: whether the message broke the protocol, which has ended the session.
         tensors: the tensors that were opened so far.
-        body: the encoded message; empty until the message was opened.
         trace_context: the trace context of the peer; None without tracing.
     """
 
@@ -248,10 +255,10 @@ class Arrived(msgspec.Struct, Generic[S], eq=False, weakref=True):
     session: S
     message: Message
     is_taken: bool = False
+    is_broken: bool = False
     tensors: list[torch.Tensor] = []
-    body: memoryview = _NOTHING
     trace_context: Mapping[str, str] | None = None
-    data: memoryview | None = None  # the encoded content, once the message is taken
+    data: memoryview | None = None  # the encoded content, if it is in a block
     content: Content | None = None
 
     @property
@@ -262,88 +269,136 @@ class Arrived(msgspec.Struct, Generic[S], eq=False, weakref=True):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.message.message}>"
 
-    def check_body(self, limit: int | None) -> None:
-        """Raise `ProtocolError` if the body is larger than the limit that this end has stated."""
-        if limit is not None and len(self.body) > limit:
-            raise ProtocolError(f"it sent a body of {len(self.body)} bytes, more than max_body_bytes={limit}")
+    async def decode(self, decoder: TensorDecoder[Any], max_body_bytes: int | None = None) -> Any:
+        """Decode the message, in a thread if that may take long, and finish it.
 
-    async def open(self) -> None:
-        """Open the content and all tensors; a cancelled call loses nothing.
+        Decoding answers the message, and leases its memory. After an error, the caller finishes it. After a
+        cancellation, it may also call again; nothing is lost.
+
+        Args:
+            decoder: the decoder for the type of the message.
+            max_body_bytes: the limit on its body that this end has stated; None for no limit.
 
         Raises:
-            ProtocolError: the peer broke the protocol.
-            OSError: no thread can be started.
+            ProtocolError: the message cannot be decoded, has the wrong type, or does not use each tensor
+                once; or it breaks the protocol, as `is_broken` states.
+            OSError: no memory is left, or no thread can be started.
         """
-        message = self.message
-        if message.block is None and not self.is_taken:  # most messages, without further calls
-            self.is_taken = True
-            if message.answers is None:
-                self.session.taken(message.message)
-            if len(message.payload) != message.nbytes:
-                raise _wrong_size(message)
-            self.data = memoryview(message.payload)
-        content = self.content
-        if content is None:
-            data = self._take() if self.data is None else self.data
-            long = len(data) > _QUICK_CONTENT_BYTES
-            content = await in_thread(read_content, data) if long else read_content(data)
-            self.content, self.body = content, content.body
-        while len(self.tensors) < len(content.tensors):
-            self._open_next(content)
-            if len(self.tensors) % _QUICK_TENSORS == 0:
-                await asyncio.sleep(0)
+        try:
+            content = self.content
+            if content is None:
+                message = self.message
+                if message.block is None and len(message.payload) == message.nbytes and not self.is_taken:
+                    self.is_taken = True  # most messages, as `_take`, without a call
+                    if message.answers is None:
+                        self.session.taken(message.message)
+                    data: bytes | memoryview = message.payload
+                else:
+                    data = self._take()
+                if len(data) > _QUICK_CONTENT_BYTES:
+                    content = await in_thread(read_content, data)
+                else:
+                    content = decode_content(data)
+                self.content = content
+            tensors = self.tensors
+            while len(tensors) < len(content.tensors):
+                self._open_next(content)
+                if len(tensors) % _QUICK_TENSORS == 0:
+                    await asyncio.sleep(0)
+            body = content.body
+            if max_body_bytes is not None and len(body) > max_body_bytes:
+                raise _too_large(body, max_body_bytes)
+        except ProtocolError as error:
+            self._violated(error)
+            raise
+        except DECODE_ERRORS as error:
+            violation = unreadable(error)
+            self._violated(violation)
+            raise violation from error
+        if (
+            len(body) > QUICK_BODY_BYTES
+            or len(tensors) + bytes(body).count(TENSOR_MARK) > QUICK_CODED_TENSORS
+        ):
+            found = await in_thread(unpack, decoder, body, tensors)
+        elif tensors:
+            found = unpack(decoder, body, tensors)
+        else:
+            found = decoder.decode((body,))
+        # As `_forget`, without a call.
+        session = self.session
+        tensors.clear()
+        self.data = self.content = None
+        session.untaken -= 1
+        if session.is_over and not session.untaken:
+            session.mappings.peer_gone(session.memory)
+        return found
 
-    def open_now(self) -> None:
-        """Open the content and all tensors on this thread; errors are those of `open`."""
-        content = self.content
-        if content is None:
-            content = read_content(self._take() if self.data is None else self.data)
-            self.content, self.body = content, content.body
-        while len(self.tensors) < len(content.tensors):
-            self._open_next(content)
+    def decode_now(self, decoder: TensorDecoder[Any], max_body_bytes: int | None = None) -> Any:
+        """Decode the message on this thread, and finish it; errors are those of `decode`."""
+        try:
+            content = self._open_all()
+            if max_body_bytes is not None and len(content.body) > max_body_bytes:
+                raise _too_large(content.body, max_body_bytes)
+        except ProtocolError as error:
+            self._violated(error)
+            raise
+        found = unpack(decoder, content.body, self.tensors)
+        self._forget()
+        return found
 
     def finish(self) -> None:
-        """Forget the message after it was received; drop it if it was not taken."""
+        """Forget the message in any state; drop it if it was not taken."""
         session, content = self.session, self.content
         if not self.is_taken and self.message.answers is None:
             session.connection.discarded(self.message.message, confirms=True)
             session.schedule_flush()
         elif content is None or len(self.tensors) < len(content.tensors):
             self._open_rest()
+        self._forget()
+
+    def _forget(self) -> None:
+        session = self.session
         # Tracebacks of errors refer to this object and to the list, which must not keep the tensors alive.
         self.tensors.clear()
-        self.data, self.body, self.content = None, _NOTHING, None
+        self.data = self.content = None
         session.untaken -= 1
         if session.is_over and not session.untaken:
             session.mappings.peer_gone(session.memory)
 
-    def violated(self, error: ProtocolError) -> None:
-        """End the session, because this message breaks the protocol."""
-        self.finish()
+    def _violated(self, error: ProtocolError) -> None:
+        self.is_broken = True
         self.session.violated(error)
 
-    def _take(self) -> memoryview:
+    def _take(self) -> bytes | memoryview:
         """Answer the message, and return its encoded content."""
         message, session = self.message, self.session
-        self.is_taken = True
-        if message.answers is None:
-            session.taken(message.message)
+        if not self.is_taken:
+            self.is_taken = True
+            if message.answers is None:
+                session.taken(message.message)
         if message.block is None:
             if len(message.payload) != message.nbytes:
-                raise _wrong_size(message)
-            data = memoryview(message.payload)
-        else:
+                raise ProtocolError(f"it sent {len(message.payload)} bytes, but announced {message.nbytes}")
+            return message.payload
+        if self.data is None:
             placed = PlacedTensor("uint8", (message.nbytes,), ARENA, message.payload, message.block)
-            data = session.mappings.open(session.memory, placed).numpy().data
-        self.data = data
-        return data
+            self.data = session.mappings.open(session.memory, placed).numpy().data
+        return self.data
+
+    def _open_all(self) -> Content:
+        content = self.content
+        if content is None:
+            content = self.content = read_content(self._take())
+        while len(self.tensors) < len(content.tensors):
+            self._open_next(content)
+        return content
 
     def _open_rest(self) -> None:
         """Open the other tensors of a taken message, since only freeing them releases their blocks."""
         if self.session.is_over:
             return
         try:
-            self.open_now()
+            self._open_all()
         except ProtocolError as error:
             self.session.violated(error)
         except (RefusedError, OSError) as error:
@@ -356,8 +411,8 @@ class Arrived(msgspec.Struct, Generic[S], eq=False, weakref=True):
         self.tensors.append(self.session.mappings.open(self.session.memory, placed))
 
 
-def _wrong_size(message: Message) -> ProtocolError:
-    return ProtocolError(f"it sent {len(message.payload)} bytes, but announced {message.nbytes}")
+def _too_large(body: memoryview, limit: int) -> ProtocolError:
+    return ProtocolError(f"it sent a body of {len(body)} bytes, more than max_body_bytes={limit}")
 
 
 def trace_context_of(message: Message) -> Mapping[str, str] | None:

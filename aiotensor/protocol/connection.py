@@ -294,6 +294,14 @@ class Connection:
         if self._received.pop(message, None) is not None:
             self._taken.append(message)
 
+    def taken_now(self, message: int) -> list[bytes]:
+        """Do the same, and return the records to write."""
+        if self._received.pop(message, None) is not None:
+            if not (self._frames or self.records or self._taken or self._discarded or self._released):
+                return [encode_record((Taken((message,)),))]  # as `data_to_send`, without a call
+            self._taken.append(message)
+        return self.data_to_send()
+
     def discarded(self, message: int, *, confirms: bool = False) -> None:
         """Return the permit of a message that no call will take, if it has begun and not ended.
 

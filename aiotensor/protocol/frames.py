@@ -408,7 +408,9 @@ _hello: msgspec.msgpack.Decoder[list[Hello]] = msgspec.msgpack.Decoder(
     Annotated[list[Hello], msgspec.Meta(min_length=1, max_length=1)]
 )
 encode_content: Callable[[Content], bytes] = msgspec.msgpack.Encoder().encode
-_content = msgspec.msgpack.Decoder(Content)
+
+# Decodes content, and raises one of `DECODE_ERRORS`; the body refers to the memory of the argument.
+decode_content: Callable[[bytes | memoryview], Content] = msgspec.msgpack.Decoder(Content).decode
 
 
 def encode(*frames: Frame) -> bytes:
@@ -427,7 +429,7 @@ def decode(data: bytes | memoryview) -> list[Frame]:
     try:
         return decode_record(data)
     except DECODE_ERRORS as error:
-        raise _unreadable(error) from error
+        raise unreadable(error) from error
 
 
 def decode_hello(data: bytes | memoryview) -> Hello:
@@ -437,7 +439,7 @@ def decode_hello(data: bytes | memoryview) -> Hello:
     try:
         return _hello.decode(data)[0]
     except DECODE_ERRORS as error:
-        raise _unreadable(error) from error
+        raise unreadable(error) from error
 
 
 def read_content(data: bytes | memoryview) -> Content:
@@ -447,12 +449,13 @@ def read_content(data: bytes | memoryview) -> Content:
         ProtocolError: the content is invalid, or a number in it is out of bounds.
     """
     try:
-        return _content.decode(data)
+        return decode_content(data)
     except DECODE_ERRORS as error:
-        raise _unreadable(error) from error
+        raise unreadable(error) from error
 
 
-def _unreadable(error: Exception) -> ProtocolError:
+def unreadable(error: Exception) -> ProtocolError:
+    """Return the error of a peer that sent bytes which cannot be decoded."""
     return ProtocolError(f"it sent a frame that cannot be decoded: {error}")
 
 
