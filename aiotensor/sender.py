@@ -202,8 +202,8 @@ class TensorSender(LoopObject):
             memory is kept for the next tensor, but not forever, because other programs may need it.
         long_wait_s: the time in seconds after which a wait for a permit or for memory is logged, once, with
             the holders, their resources, and how long they have held them; None for never.
-        max_wait_s: the time in seconds after which a wait for a permit, for memory, for other copies, or for
-            a receiver that is not connected or does not read, ends with `WouldBlockError`; None for never.
+        max_wait_s: the time in seconds after which a wait for a permit, for memory, or for a receiver
+            that is not connected or does not read, ends with `WouldBlockError`; None for never.
             It applies to each wait separately. An overloaded server can use it to reject work in time.
         grace_s: the time in seconds for which calls may wait for a receiver that has not been started or was
             lost. After this time without a receiver, calls raise `UnavailableError` at once; with 0, they
@@ -455,8 +455,8 @@ class TensorSender(LoopObject):
         Raises:
             ValueError: the handle belongs to another sender.
             OSError: the machine has no memory left for the copy; the message was discarded.
-            WouldBlockError: the copy waited for other copies, or for a receiver that does not read, for
-                longer than `max_wait_s`; the message was discarded.
+            WouldBlockError: the message waited for a receiver that does not read, for longer than
+                `max_wait_s`; the message was discarded.
             DiscardedError: either side discarded the message before the tensor was copied.
             PeerLostError: the receiver died or closed before the tensor was copied.
             ClosedError: this sender was closed, and closing was cancelled before the tensor was copied.

@@ -176,8 +176,8 @@ class MessageClient(LoopObject, Generic[R]):
             neither taken by a server nor ended. Further calls wait in the order of the calls.
         arena_bytes: the maximum number of bytes of shared memory that this client uses at once. Memory is in
             use as long as a tensor in it exists, here or at a server.
-        max_wait_s: the time in seconds after which a wait for a permit, for memory, for other copies, or for
-            a server, ends with `WouldBlockError`; it applies to each wait separately. None for no limit. It
+        max_wait_s: the time in seconds after which a wait for a permit, for memory, or for a server,
+            ends with `WouldBlockError`; it applies to each wait separately. None for no limit. It
             does not limit the wait for an answer.
         grace_s: the time in seconds for which calls may wait for a server that has not been started or was
             lost. After this time without a server, calls raise `UnavailableError` at once; with 0, they never

@@ -51,17 +51,10 @@ class _Copy(msgspec.Struct, eq=False):
     holder: Hashable
     idle: list[Range]  # idle memory, which is returned to the system first
     cold: list[Range]  # the part of the block that has no memory yet
-    since: float
-    has_begun: bool = False
     filled: list[Range] = []
     is_abandoned: bool = False
     unpins: bool = False  # its call has failed or was cancelled: the end of the copy removes the pin
     running: "asyncio.Future[None] | None" = None  # set while the call waits
-
-    def end_wait(self, make_error: Callable[[], Exception]) -> None:
-        """Raise an error in the call, unless the worker has begun the copy."""
-        if not self.has_begun and self.running is not None and not self.running.done():
-            self.running.set_exception(make_error())
 
 
 class _Departure(msgspec.Struct, eq=False):
@@ -190,7 +183,7 @@ class Memory:
         limit: the maximum number of bytes in use.
         keep_warm_s: the idle time in seconds after which memory is returned to the system; None for never.
         counts: the counters `tensors_copied`, `bytes_copied` and `bytes_forwarded`, among others.
-        limits: the limits on waits for bytes, and for other copies.
+        limits: the limits on waits for bytes.
         stuck_elsewhere: detects deadlocks; see `Gate`.
         segment_closed: called with each segment in which no block is in use, and none will be.
 
@@ -225,7 +218,6 @@ class Memory:
         self._worker = Worker("aiotensor-sender")
         self._counts = counts
         self._copies: set[_Copy] = set()  # those that have not ended
-        self._limits = limits
         self._keep_warm_s = keep_warm_s
         self._trimming: asyncio.TimerHandle | None = None
         self._trims_soon = False
@@ -284,7 +276,6 @@ class Memory:
 
         Raises:
             CopyAbandonedError: `abandon` was called for the holder, or this object was closed.
-            AioTensorError: the copy waited for the worker for longer than `max_wait_s`.
             OSError: the machine has no memory left.
         """
         place = block.place
@@ -307,7 +298,6 @@ class Memory:
 
         Raises:
             CopyAbandonedError: `abandon` was called for the holder, or this object was closed.
-            AioTensorError: the block waited for the worker for longer than `max_wait_s`.
             OSError: the machine has no memory left.
         """
         place = block.place
@@ -333,7 +323,7 @@ class Memory:
         """
         segment = block.place.segment
         idle, cold = self._arena.prepare(block.place)
-        copy = _Copy(block, holder, idle, cold, time.monotonic())
+        copy = _Copy(block, holder, idle, cold)
         try:
             running = self._worker.submit(
                 partial(self._work, copy, source),
@@ -346,10 +336,6 @@ class Memory:
             raise
         copy.running = running
         self._copies.add(copy)
-        alarm = None
-        if (max_wait_s := self._limits.max_wait_s) is not None:
-            make_error = partial(self._limits.overdue, "other copies were in progress", 0, block.place.nbytes)
-            alarm = asyncio.get_running_loop().call_later(max_wait_s, copy.end_wait, make_error)
         try:
             await running
         except BaseException:
@@ -358,16 +344,13 @@ class Memory:
                 self.unpin_owner(block)
             raise
         finally:
-            if alarm is not None:
-                alarm.cancel()
             # The future refers to the error, whose traceback would keep this frame and the frames of the
             # callers alive, with the source.
             copy.running = None
-            del running, alarm
+            del running
 
     def _work(self, copy: _Copy, source: Source | None) -> None:
         """Provide the memory of a block, and copy a tensor into it; runs in the worker."""
-        copy.has_begun = True
         place = copy.block.place
         place.segment.provide(copy.idle, copy.cold, copy.filled, lambda: copy.is_abandoned)
         if copy.is_abandoned:
@@ -397,7 +380,6 @@ class Memory:
 
         Raises:
             CopyAbandonedError: `abandon` was called for the holder, or the peer is gone.
-            AioTensorError: the copy waited for the worker for longer than `max_wait_s`.
             OSError: the machine has no memory left.
         """
         if is_flat(source) and not is_copied:
@@ -465,11 +447,12 @@ class Memory:
             self._segment_closed(foreign)
 
     def abandon(self, holder: Hashable) -> None:
-        """Stop the copies and moves of a holder; calls whose copies have not begun raise at once."""
+        """Stop the copies and moves of a holder; their calls raise `CopyAbandonedError` at once."""
         for copy in self._copies:
             if copy.holder is holder:
                 copy.is_abandoned = True
-                copy.end_wait(CopyAbandonedError)
+                if copy.running is not None and not copy.running.done():
+                    copy.running.set_exception(CopyAbandonedError())
         self.moves.abandon(holder)
 
     def unaccounted_bytes(self, blocks: Iterable[Block]) -> int:
@@ -614,12 +597,10 @@ class Memory:
             others: the gate for which calls of the object also wait.
             waiting: the number of further calls that wait.
         """
-        gate, now = self.gate, time.monotonic()
-        since = [copy.since for copy in self._copies if not copy.has_begun]
-        longest_s = max(others.longest_wait_s(), gate.longest_wait_s(), now - min(since, default=now))
+        gate = self.gate
         return {
-            "waiting": others.waiting + gate.waiting + len(since) + waiting,
-            "longest_wait_s": longest_s,
+            "waiting": others.waiting + gate.waiting + waiting,
+            "longest_wait_s": max(others.longest_wait_s(), gate.longest_wait_s()),
             "arena_bytes": gate.limit,
             "bytes_in_use": gate.in_use,
             "peak_bytes_in_use": gate.peak,

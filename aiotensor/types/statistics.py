@@ -61,7 +61,7 @@ class _Waiting(_Copying, frozen=True):
 
     waiting: Annotated[
         Number,
-        gauge("Calls that wait for a permit, for memory, for copies, or for a peer.", metric="waiting_calls"),
+        gauge("Calls that wait for a permit, for memory, or for a peer.", metric="waiting_calls"),
     ]
     longest_wait_s: _LongestWait
     arena_bytes: Annotated[Number, gauge("Limit of shared memory in use.", metric="memory_limit_bytes")]
