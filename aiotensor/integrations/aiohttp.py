@@ -34,16 +34,17 @@ except ModuleNotFoundError as error:
 
 from aiotensor.channel import MessageClient
 from aiotensor.errors import AioTensorError
-from aiotensor.integrations.limits import (
+from aiotensor.integrations.web import (
+    MEDIA_TYPE,
     MIN_UPLOAD_RATE,
     UPLOAD_GRACE_S,
-    OverdueError,
-    RequestLimits,
     SlowUploadError,
-    UploadBudget,
+    UploadLimits,
+    UploadWatch,
+    log_cut_off,
+    problem_of,
+    serving,
 )
-from aiotensor.integrations.problems import MEDIA_TYPE, log_cut_off, problem_of
-from aiotensor.integrations.serving import serving
 from aiotensor.runtime.logs import logger_of
 from aiotensor.sender import TensorSender
 
@@ -53,9 +54,6 @@ logger = logger_of("integrations")
 
 R = TypeVar("R")
 T = TypeVar("T")
-
-# The time between checks: short compared to the allowed stalls, and long compared to the duration of a check.
-_LOOKS_EVERY_S = 1.0
 
 Context: TypeAlias = Callable[[web.Application], AsyncIterator[None]]
 
@@ -98,14 +96,13 @@ def problem_middleware(
     retry_after_s: float = 5.0,
     min_upload_rate: float | None = MIN_UPLOAD_RATE,
     upload_grace_s: float = UPLOAD_GRACE_S,
-    deadline_s: float | None = None,
 ) -> Middleware:
-    """Return a middleware that turns errors of this library into problem JSON, and limits requests.
+    """Return a middleware that turns errors of this library into problem JSON, and limits uploads.
 
-    The status is 503 with ``Retry-After`` after a wait longer than `max_wait_s`, if the engine was lost, or
-    if a call of this library found no descriptors, memory or threads left. It is 500 if the engine refuses
-    the client or runs as another user, or if the keys do not match, 502 if the engine could not answer the
-    request, and 413 if a message is too large. Errors of the application propagate.
+    The status is 503 with ``Retry-After`` after a wait longer than `max_wait_s`, or if the engine was lost.
+    It is 500 if the engine refuses the client or runs as another user, or if the keys do not match, 502 if
+    the engine could not answer the request, and 413 if a message is too large. Errors of the application
+    propagate.
 
     The limits apply to every request that passes through the middleware. To limit only the requests that use
     the engine, add the middleware to a subapplication.
@@ -116,22 +113,20 @@ def problem_middleware(
             aiohttp reads it; None for no limit. The handler of a slower request is cancelled, and the request
             is answered with 408.
         upload_grace_s: the longest allowed stall of an upload, in seconds.
-        deadline_s: the time limit in seconds until the response begins; None for no limit. The handler of a
-            request that takes longer is cancelled, and the request is answered with 503.
 
     Raises:
         ValueError: a limit is not positive.
     """
-    limits = RequestLimits(min_upload_rate, upload_grace_s, deadline_s)
+    limits = UploadLimits(min_upload_rate, upload_grace_s)
     has_warned = False
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         nonlocal has_warned
         try:
-            async with _Limited(request, limits):
+            async with _LimitedUpload(request, limits):
                 response = await handler(request)
-        except (AioTensorError, OSError) as error:
+        except (AioTensorError, SlowUploadError) as error:
             if request.writer.output_size:  # another response has begun
                 log_cut_off(error)
                 raise
@@ -157,42 +152,33 @@ def problem_middleware(
     return middleware
 
 
-class _Limited:
-    """Cancel a block when a request reaches a limit, and raise the limit's error; entered in its task.
+class _LimitedUpload:
+    """Cancel a block when the client of a request uploads too slowly; entered in the task of the request.
 
-    aiohttp does not report when a handler waits for the body. So the transport is checked at intervals:
-    aiohttp pauses reading while the handler has not read the data that arrived, and that time does not count.
+    aiohttp does not report when a handler waits for the body. It pauses reading while the handler has not
+    read the data that arrived, and that time does not count.
 
     Raises:
         SlowUploadError: the client sent the body too slowly.
-        OverdueError: the response had not begun at the deadline.
     """
 
     # Not a generator: in Python 3.12 and 3.13, its frame and the error would refer to each other, and would
     # keep the objects of the handler alive.
 
-    def __init__(self, request: web.Request, limits: RequestLimits) -> None:
-        self._timeout = asyncio.timeout(None)
-        self._error: TimeoutError | None = None  # of the limit that was reached
+    def __init__(self, request: web.Request, limits: UploadLimits) -> None:
         self._request = request
-        self._loop = asyncio.get_running_loop()
-        self._looked_at = self._loop.time()
-        self._deadline: asyncio.TimerHandle | None = None
-        self._next_look: asyncio.TimerHandle | None = None
-        if limits.deadline_s is not None:
-            self._deadline = self._loop.call_later(limits.deadline_s, self._overdue, limits.deadline_s)
-        if request.can_read_body and (upload := limits.upload_budget()) is not None:
-            self._look_later(upload)
+        self._timeout = asyncio.timeout(None)
+        self._error: SlowUploadError | None = None
+        self._upload = UploadWatch(limits, self._look, self._too_slow)
 
     async def __aenter__(self) -> None:
         await self._timeout.__aenter__()
+        self._upload.begin()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for timer in (self._deadline, self._next_look):
-            if timer is not None:
-                timer.cancel()
+        self._upload.end()
         try:
             await self._timeout.__aexit__(kind, raised, trace)
         except TimeoutError:
@@ -204,28 +190,12 @@ class _Limited:
             finally:
                 del error  # its traceback refers to this frame
 
-    def _overdue(self, deadline_s: float) -> None:
-        if not self._request.writer.output_size:
-            self._cancel(OverdueError(deadline_s))
-
-    def _look_later(self, upload: UploadBudget) -> None:
-        delay_s = min(upload.left_s, _LOOKS_EVERY_S)
-        self._next_look = self._loop.call_later(delay_s, self._look, upload)
-
-    def _look(self, upload: UploadBudget) -> None:
+    def _look(self) -> tuple[int, bool] | None:
         transport, content = self._request.transport, self._request.content
         if transport is None or content.is_eof():
-            return
-        since, self._looked_at = self._looked_at, self._loop.time()
-        if transport.is_reading():
-            upload.wait(self._looked_at - since)
-        upload.add(content.total_raw_bytes - upload.received)  # counted before decompression
-        if upload.left_s > 0:
-            self._look_later(upload)
-        else:
-            self._cancel(upload.error())
+            return None
+        return content.total_raw_bytes, transport.is_reading()  # counted before decompression
 
-    def _cancel(self, error: TimeoutError) -> None:
-        if self._error is None:
-            self._error = error
-            self._timeout.reschedule(self._loop.time())
+    def _too_slow(self, error: SlowUploadError) -> None:
+        self._error = error
+        self._timeout.reschedule(asyncio.get_running_loop().time())

@@ -41,10 +41,16 @@ except ModuleNotFoundError as error:
 
 from aiotensor.channel import MessageClient, Permit
 from aiotensor.errors import AioTensorError, UsageError
-from aiotensor.integrations.limits import MIN_UPLOAD_RATE, UPLOAD_GRACE_S, RequestLimits
-from aiotensor.integrations.problems import ANSWERED_ERRORS, MEDIA_TYPE, problem_of
-from aiotensor.integrations.serving import serving
 from aiotensor.integrations.watching import WatchRequests, watch
+from aiotensor.integrations.web import (
+    ANSWERED_ERRORS,
+    MEDIA_TYPE,
+    MIN_UPLOAD_RATE,
+    UPLOAD_GRACE_S,
+    UploadLimits,
+    problem_of,
+    serving,
+)
 from aiotensor.sender import OpenMessage, TensorSender
 
 __all__ = ["MessageLifespan", "TensorLifespan"]
@@ -59,11 +65,11 @@ class _Lifespan(Generic[T]):
     Args:
         make: returns the object, which is opened when the application starts.
         retry_after_s: the time in seconds after which a client should retry a request answered with 503.
-        limits: the limits on requests that use the object.
+        limits: the limits on uploads of requests that use the object.
     """
 
     def __init__(
-        self, make: Callable[[], AbstractAsyncContextManager[T]], retry_after_s: float, limits: RequestLimits
+        self, make: Callable[[], AbstractAsyncContextManager[T]], retry_after_s: float, limits: UploadLimits
     ) -> None:
         self._make = make
         self._retry_after_s = retry_after_s
@@ -75,7 +81,7 @@ class _Lifespan(Generic[T]):
 
     def install(self, app: Starlette) -> None:
         """Add the error responses and the cancellation of requests to an application."""
-        app.add_middleware(WatchRequests, retry_after_s=self._retry_after_s)
+        app.add_middleware(WatchRequests)
         for error in ANSWERED_ERRORS:
             app.add_exception_handler(error, self.answer_error)
 
@@ -135,9 +141,9 @@ class MessageLifespan(_Lifespan[MessageClient[R]], Generic[R]):
     memory are released at once.
 
     Errors of this library become problem JSON responses. The status is 503 with ``Retry-After`` after a wait
-    longer than `max_wait_s`, if the engine was lost, or if no descriptors, memory or threads are left. It is
-    500 if the engine refuses the client or runs as another user, or if the keys do not match, 502 if the
-    engine could not answer the request, and 413 if a message is too large.
+    longer than `max_wait_s`, or if the engine was lost. It is 500 if the engine refuses the client or runs as
+    another user, or if the keys do not match, 502 if the engine could not answer the request, and 413 if a
+    message is too large.
 
     Args:
         make_client: a function that creates the client, called in each worker when the application starts.
@@ -146,8 +152,6 @@ class MessageLifespan(_Lifespan[MessageClient[R]], Generic[R]):
         min_upload_rate: the minimum rate, in bytes per second, at which a client must send a body while the
             handler waits for it; None for no limit. A slower request is cancelled and answered with 408.
         upload_grace_s: the longest allowed stall of an upload, in seconds.
-        deadline_s: the time limit in seconds from the first use of the engine until the response begins; None
-            for no limit. A request that takes longer is cancelled and answered with 503.
 
     Raises:
         ValueError: a limit is not positive.
@@ -160,9 +164,8 @@ class MessageLifespan(_Lifespan[MessageClient[R]], Generic[R]):
         retry_after_s: float = 5.0,
         min_upload_rate: float | None = MIN_UPLOAD_RATE,
         upload_grace_s: float = UPLOAD_GRACE_S,
-        deadline_s: float | None = None,
     ) -> None:
-        limits = RequestLimits(min_upload_rate, upload_grace_s, deadline_s)
+        limits = UploadLimits(min_upload_rate, upload_grace_s)
         super().__init__(make_client, retry_after_s, limits)
 
     @property
@@ -177,7 +180,7 @@ class MessageLifespan(_Lifespan[MessageClient[R]], Generic[R]):
     async def client(self, connection: HTTPConnection) -> MessageClient[R]:
         """Return the client, as a dependency: ``Annotated[MessageClient[...], Depends(engine.client)]``.
 
-        From this call on, an HTTP request is cancelled when its client disconnects or it reaches a limit.
+        From this call on, an HTTP request is cancelled when its client disconnects or uploads too slowly.
 
         Raises:
             UsageError: the application is not running, or `install` was not called for it.
@@ -221,9 +224,8 @@ class TensorLifespan(_Lifespan[TensorSender]):
         retry_after_s: float = 5.0,
         min_upload_rate: float | None = MIN_UPLOAD_RATE,
         upload_grace_s: float = UPLOAD_GRACE_S,
-        deadline_s: float | None = None,
     ) -> None:
-        limits = RequestLimits(min_upload_rate, upload_grace_s, deadline_s)
+        limits = UploadLimits(min_upload_rate, upload_grace_s)
         super().__init__(partial(serving, make_sender, drain_s), retry_after_s, limits)
 
     @property

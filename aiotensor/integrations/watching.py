@@ -1,32 +1,30 @@
-"""An ASGI middleware that cancels requests, and answers requests that fail for lack of resources.
+"""An ASGI middleware that cancels requests whose clients disconnect or upload too slowly.
 
-A request is cancelled when its client disconnects or uploads too slowly, or when it exceeds its deadline. An
-ASGI server does not cancel the handler of a client that disconnects. It only reports the disconnect to the
+An ASGI server does not cancel the handler of a client that disconnects. It only reports the disconnect to the
 next call that receives from the client. So, for watched requests, this middleware receives ahead of the
 handler.
 """
 
 import asyncio
 import types
-from collections.abc import Coroutine, Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Coroutine, Generator
+from contextlib import suppress
 
 import anyio
 from anyio.lowlevel import checkpoint
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.status import WS_1013_TRY_AGAIN_LATER
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aiotensor.errors import UsageError
-from aiotensor.integrations.limits import (
-    LAST_CHANCE_S,
-    OverdueError,
-    RequestLimits,
+from aiotensor.integrations.web import (
+    MEDIA_TYPE,
     SlowUploadError,
-    UploadBudget,
+    UploadLimits,
+    UploadWatch,
+    log_cut_off,
+    problem_of,
 )
-from aiotensor.integrations.problems import MEDIA_TYPE, log_cut_off, problem_of
 from aiotensor.runtime.logs import logger_of
 
 __all__ = ["WatchRequests", "watch"]
@@ -39,8 +37,8 @@ _ENDS = frozenset({"http.response.body", "http.response.pathsend"})
 _CLIENT_CLOSED_REQUEST = 499  # as proxies log it; it is never sent
 
 
-def watch(scope: Scope, limits: RequestLimits) -> None:
-    """Watch a request: cancel it when its client disconnects, or when it reaches a limit.
+def watch(scope: Scope, limits: UploadLimits) -> None:
+    """Watch a request: cancel it when its client disconnects, or uploads too slowly.
 
     The limits of the first call for a request apply; later ones are ignored.
 
@@ -56,29 +54,25 @@ def watch(scope: Scope, limits: RequestLimits) -> None:
 
 
 class WatchRequests:
-    """Cancel watched requests, and answer errors that report exhausted resources.
-
-    A watched request is cancelled when its client disconnects, or when it reaches a limit.
+    """Cancel watched requests whose clients disconnect, or upload too slowly.
 
     Args:
         app: the ASGI application.
-        retry_after_s: the time in seconds after which a client should retry a request answered with 503.
     """
 
-    def __init__(self, app: ASGIApp, retry_after_s: float) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._retry_after_s = retry_after_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request or web socket."""
         if scope["type"] != "http":
-            await self._serve(scope, receive, send)
+            await self._app(scope, receive, send)
             return
         # Two scopes, so that the inner one can end the cancellation by the outer one.
         with anyio.CancelScope() as cancel_scope, anyio.CancelScope() as app_scope:
             request = scope[_KEY] = _WatchedRequest(cancel_scope, receive, send)
             try:
-                work = self._serve(scope, request.receive, request.send)
+                work = self._work(scope, request)
                 await _cancelled_once(work, cancel_scope, app_scope)
             except ClientDisconnect:
                 # The handler was receiving, and was notified of the disconnect before it was cancelled.
@@ -88,7 +82,7 @@ class WatchRequests:
                 await request.end()
         if not cancel_scope.cancel_called:
             return
-        if not await request.refuse(scope, self._retry_after_s):
+        if not await request.refuse(scope):
             await request.end_response()
             logger.info(
                 "a client disconnected, and its request was cancelled: %s %s",
@@ -97,32 +91,8 @@ class WatchRequests:
                 extra={"event": "request_cancelled", "method": scope["method"], "path": scope["path"]},
             )
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, and answer an `OSError` that a call of this library raised.
-
-        An exception handler of Starlette for `OSError` would also handle the application's own errors, and
-        would replace the errors that are raised after the response has begun.
-        """
-        last_sent = ""
-
-        async def note(message: Message) -> None:
-            nonlocal last_sent
-            last_sent = message["type"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, note)
-        except OSError as error:
-            is_answerable = not last_sent or last_sent in ("websocket.accept", "websocket.send")
-            problem = problem_of(error, self._retry_after_s) if is_answerable else None
-            if problem is None:
-                raise
-            if last_sent:
-                code = WS_1013_TRY_AGAIN_LATER
-                await send({"type": "websocket.close", "code": code, "reason": problem.reason})
-            else:
-                response = Response(problem.body, problem.status, problem.headers, MEDIA_TYPE)
-                await response(scope, receive, send)
+    async def _work(self, scope: Scope, request: "_WatchedRequest") -> None:
+        await self._app(scope, request.receive, request.send)
 
 
 @types.coroutine
@@ -177,29 +147,22 @@ class _WatchedRequest:
         self._cancel_scope = cancel_scope
         self._receive = receive
         self._send = send
-        self._is_watched = self._is_begun = self._is_answered = self._is_complete = False
+        self._is_watched = self._is_begun = self._is_answered = False
         self._readers = 0  # calls of the application that receive from the server
         self._watcher: asyncio.Future[Message] | None = None
         self._kept: Message | None = None  # a piece of the body that was received ahead
         self._end: Message | None = None  # the message that reports the disconnect
-        self._has_limits = False
-        self._upload: UploadBudget | None = None  # until the body is complete
-        self._is_waiting = False  # for the body
-        self._stall: asyncio.TimerHandle | None = None
-        self._deadline: asyncio.TimerHandle | None = None
-        self._error: TimeoutError | None = None  # set when the request has reached a limit
+        self._waiting = 0  # calls of the application that wait for a message
+        self._received = 0  # bytes of the body
+        self._is_complete = False  # the body has arrived
+        self._upload: UploadWatch | None = None
+        self._error: SlowUploadError | None = None
 
-    def watch(self, limits: RequestLimits) -> None:
-        """Cancel the request when its client disconnects, or when it reaches a limit."""
-        if not self._has_limits:
-            self._has_limits = True
-            if not self._is_complete:
-                self._upload = limits.upload_budget()
-            if limits.deadline_s is not None and not self._is_begun:
-                loop = asyncio.get_running_loop()
-                self._deadline = loop.call_later(
-                    limits.deadline_s, self._cancel_for, OverdueError(limits.deadline_s)
-                )
+    def watch(self, limits: UploadLimits) -> None:
+        """Cancel the request when its client disconnects, or uploads too slowly."""
+        if self._upload is None:
+            self._upload = UploadWatch(limits, self._look, self._too_slow)
+            self._upload.begin()
         self._is_watched = True
         if self._end is not None:
             self._gone(self._end)
@@ -207,7 +170,8 @@ class _WatchedRequest:
 
     async def receive(self) -> Message:
         """Return the server's next message to the application."""
-        with self._waiting():
+        self._waiting += 1
+        try:
             while self._kept is None and self._end is None:
                 watcher = self._watcher
                 if watcher is not None:
@@ -224,46 +188,19 @@ class _WatchedRequest:
                 self._readers -= 1
                 self._heard(message)
                 break
+        finally:
+            self._waiting -= 1
         if self._kept is None:
             # A cancellation comes first, so that the application does not treat the disconnect as an error.
             if self._cancel_scope.cancel_called:
                 await checkpoint()
             return self._end or {"type": "http.disconnect"}
         message, self._kept = self._kept, None
-        if not message.get("more_body", False):
-            self._upload, self._is_complete = None, True
-        elif self._upload is not None:
-            self._upload.add(len(message.get("body", b"")))
-            if self._upload.left_s <= 0:
-                self._cancel_for(self._upload.error())
         self._ask_ahead()
         return message
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Count the time of a block in which the application waits for the body."""
-        upload = self._upload
-        if upload is None or self._is_waiting or self._kept is not None or self._end is not None:
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        since = loop.time()
-        self._is_waiting = True
-        self._stall = loop.call_later(max(upload.left_s, 0.0), self._stalled, upload)
-        try:
-            yield
-        finally:
-            self._is_waiting = False
-            self._stall.cancel()
-            upload.wait(loop.time() - since)
-
-    def _stalled(self, upload: UploadBudget) -> None:
-        loop = asyncio.get_running_loop()
-        self._stall = loop.call_later(LAST_CHANCE_S, lambda: self._cancel_for(upload.error()))
-
     async def send(self, message: Message) -> None:
         """Send a message of the application to the server."""
-        self._cancel_deadline()  # a response that is cancelled while it begins cannot be replaced
         await self._send(message)
         self._is_begun = True
         if message["type"] in _ENDS and not message.get("more_body", False):
@@ -272,25 +209,26 @@ class _WatchedRequest:
     async def end(self) -> None:
         """Stop watching."""
         self._is_watched = False
-        self._cancel_deadline()
+        if self._upload is not None:
+            self._upload.end()
         watcher = self._watcher
         if watcher is not None:
             watcher.cancel()
             with anyio.CancelScope(shield=True):
                 await asyncio.wait([watcher])
 
-    async def refuse(self, scope: Scope, retry_after_s: float) -> bool:
-        """Answer the request if it has reached a limit, and return whether it has.
+    async def refuse(self, scope: Scope) -> bool:
+        """Answer the request if its upload was too slow, and return whether it was.
 
         Raises:
-            TimeoutError: the response has begun, and is not complete.
+            SlowUploadError: the response has begun, and is not complete.
         """
         error, self._error = self._error, None
         if error is None:
             return False
         if self._is_answered:
             return True
-        problem = None if self._is_begun else problem_of(error, retry_after_s)
+        problem = None if self._is_begun else problem_of(error, 0)
         if problem is None:
             log_cut_off(error)
             try:
@@ -298,7 +236,7 @@ class _WatchedRequest:
             finally:
                 del error  # its traceback refers to this frame
         response = Response(problem.body, problem.status, problem.headers, MEDIA_TYPE)
-        if isinstance(error, SlowUploadError) and scope["http_version"].startswith("1"):
+        if scope["http_version"].startswith("1"):
             response.headers["Connection"] = "close"  # the rest is not read; HTTP/2 forbids this field
         with suppress(OSError):  # the client may have disconnected
             await response(scope, self._receive, self._send)
@@ -333,6 +271,8 @@ class _WatchedRequest:
             self._gone(message)
             return
         self._kept = message
+        self._received += len(message.get("body", b""))
+        self._is_complete = not message.get("more_body", False)
         self._ask_ahead()
 
     def _gone(self, message: Message) -> None:
@@ -340,12 +280,10 @@ class _WatchedRequest:
         if self._is_watched and not self._is_answered:
             self._cancel_scope.cancel()
 
-    def _cancel_for(self, error: TimeoutError) -> None:
+    def _look(self) -> tuple[int, bool] | None:
+        return None if self._is_complete else (self._received, self._waiting > 0)
+
+    def _too_slow(self, error: SlowUploadError) -> None:
         if not self._cancel_scope.cancel_called and not self._is_answered:
             self._error = error
             self._cancel_scope.cancel()
-
-    def _cancel_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None

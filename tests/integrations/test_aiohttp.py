@@ -123,13 +123,8 @@ async def half_an_upload(port: int) -> tuple[bytes, bytes]:
     return head, body
 
 
-@pytest.mark.parametrize(
-    ("limits", "reason", "status"),
-    [({"min_upload_rate": 1 << 20}, "slow_upload", b"408 "), ({"deadline_s": GRACE_S}, "deadline", b"503 ")],
-    ids=["stall", "deadline"],
-)
-async def test_a_handler_that_does_not_read_is_cancelled_at_each_limit_and_none_of_its_objects_is_kept(
-    limits: dict[str, float], reason: str, status: bytes, caplog: pytest.LogCaptureFixture
+async def test_a_handler_whose_upload_stalls_is_cancelled_and_none_of_its_objects_is_kept(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     kept: list[weakref.ref[object]] = []
 
@@ -143,7 +138,7 @@ async def test_a_handler_that_does_not_read_is_cancelled_at_each_limit_and_none_
         raise AssertionError(f"it was cancelled with {frames}")
 
     caplog.set_level("INFO", "aiotensor.integrations")
-    app = web.Application(middlewares=[problem_middleware(upload_grace_s=GRACE_S, **limits)])
+    app = web.Application(middlewares=[problem_middleware(min_upload_rate=1 << 20, upload_grace_s=GRACE_S)])
     app.router.add_post("/", handler)
     gc.disable()
     try:
@@ -152,11 +147,11 @@ async def test_a_handler_that_does_not_read_is_cancelled_at_each_limit_and_none_
             await until(lambda: kept[0]() is None)
     finally:
         gc.enable()
-    assert head.startswith(b"HTTP/1.1 " + status)
-    assert msgspec.json.decode(body)["reason"] == reason
-    assert (b"Connection: close" in head) == (reason == "slow_upload")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert msgspec.json.decode(body)["reason"] == "slow_upload"
+    assert b"Connection: close" in head
     [record] = [record for record in caplog.records if record.name == "aiotensor.integrations"]
-    assert ("after 4 bytes" in record.getMessage()) == (reason == "slow_upload")
+    assert "after 4 bytes" in record.getMessage()
 
 
 async def test_the_time_in_which_aiohttp_does_not_read_is_not_counted() -> None:
@@ -172,17 +167,3 @@ async def test_the_time_in_which_aiohttp_does_not_read_is_not_counted() -> None:
     async with serving(app) as port, http(port) as client:
         answer = await client.post("/", content=upload)
     assert (answer.status_code, answer.text) == (200, str(len(upload)))
-
-
-async def test_the_deadline_is_over_when_the_response_begins() -> None:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        await asyncio.sleep(3 * GRACE_S)  # longer than the deadline
-        await response.write(b"whole")
-        return response
-
-    app = web.Application(middlewares=[problem_middleware(deadline_s=GRACE_S)])
-    app.router.add_get("/", handler)
-    async with serving(app) as port, http(port) as client:
-        assert (await client.get("/")).text == "whole"

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import os
 from typing import Annotated, TypeAlias
 
 import httpx
@@ -27,13 +26,11 @@ from aiotensor import (
 )
 from aiotensor.channel import MessageClient, MessageServer, Permit
 from aiotensor.integrations.fastapi import MessageLifespan, TensorLifespan
-from aiotensor.integrations.serving import serving
+from aiotensor.integrations.web import serving
 from tests.channel.parties import Answer, Question
 from tests.channel.parties import serving as answering
 from tests.pairs import endpoint
-from tests.transports.unix_ends import no_descriptors
 from verification.patterns import BIG, pattern
-from verification.processes import peers
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -185,50 +182,6 @@ async def test_an_error_refuses_a_web_socket_or_closes_an_accepted_one(
     accepted, closed = await visit_socket(app, "/after")
     assert accepted["type"] == "websocket.accept"
     assert closed == {"type": "websocket.close", "code": code, "reason": reason}
-
-
-# Exhausted descriptors
-
-
-async def test_the_status_is_503_when_a_call_of_the_library_finds_no_descriptors(address: str) -> None:
-    async with peers.peers(address, 1) as [child]:  # whose descriptors are exhausted
-        assert await child.call(_ask_without_descriptors) == (503, "7", "exhausted", 1013)
-
-
-async def _ask_without_descriptors(state: peers.State) -> tuple[int, str, str, int]:
-    engine = TensorLifespan(lambda: TensorSender(state.endpoint), retry_after_s=7)
-    app = FastAPI(lifespan=engine.lifespan)
-    engine.install(app)
-
-    async def send() -> None:
-        await (
-            engine.opened_sender.ready()
-        )  # without descriptors it could not connect, and would wait for that
-        with no_descriptors():
-            await engine.opened_sender.send(pattern(0, BIG))  # whose memory needs one
-
-    @app.post("/dependency", dependencies=[Depends(send)])
-    async def dependency() -> None:
-        raise AssertionError("its dependency fails")
-
-    @app.post("/own")
-    async def own(permit: Annotated[OpenMessage, Depends(engine.permit, scope="function")]) -> None:
-        with no_descriptors():
-            os.close(os.open("/dev/null", os.O_RDONLY))
-
-    @app.websocket("/")
-    async def accepted(socket: WebSocket) -> None:
-        await socket.accept()
-        await send()
-
-    async with TensorReceiver(state.endpoint), app.router.lifespan_context(app), http(app) as client:
-        answer = await client.post("/dependency")
-        with pytest.raises(OSError, match="Too many open files"):  # an error of the application stays
-            await client.post("/own")
-        _, closed = await visit_socket(app, "/")
-        await engine.opened_sender.send(pattern(0, BIG))  # there are some again
-        assert engine.opened_sender.discard_all()
-    return answer.status_code, answer.headers["retry-after"], answer.json()["reason"], closed["code"]
 
 
 # The end of a server
