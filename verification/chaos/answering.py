@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -16,7 +15,7 @@ from verification.chaos.plan import SLOTS, Hold, TakerPlan
 from verification.chaos.questions import PROBE, Answer, Question, answer_to, wrong_with
 from verification.processes.peers import State
 
-__all__ = ["close", "leave", "lost", "open_receiver", "settle", "stop", "take"]
+__all__ = ["close", "lost", "open_receiver", "settle", "stop", "take"]
 
 
 class HandlerError(Exception):
@@ -109,7 +108,6 @@ _open = _Open()
 
 async def open_receiver(state: State, plan: TakerPlan) -> None:
     """Open a server, and answer without delay until `take`."""
-    del state
     while True:
         server = MessageServer(
             here.addresses[plan.number],
@@ -126,45 +124,35 @@ async def open_receiver(state: State, plan: TakerPlan) -> None:
         else:
             break
     _open.server, _open.answering = server, _Answering(server, None)
-    here.uses[:] = [server.statistics]
+    here.statistics = server.statistics
 
 
 async def close(state: State) -> None:
     """Close the server during its operations."""
-    await leave(state)
-
-
-async def leave(state: State) -> None:
-    """Close the server."""
-    del state
     await _open.server.aclose()
     await _open.answering.ended()
 
 
-async def take(state: State, plan: TakerPlan, firsts: Mapping[str, int]) -> None:
+async def take(state: State, plan: TakerPlan) -> None:
     """Start answering as planned, until `stop` or `close`."""
-    del state, firsts
     await _open.answering.stop()
     _open.answering = _Answering(_open.server, plan)
 
 
 async def stop(state: State) -> None:
     """Answer without delay from now on."""
-    del state
     await _open.answering.stop()
     _open.answering = _Answering(_open.server, None)
 
 
 async def lost(state: State, pid: int) -> None:
     """Wait until the server has lost its connection to a client that has ended."""
-    del state
     while any(client.pid == pid for client in inside.clients_of(_open.server)):
         await asyncio.sleep(0.001)
 
 
 async def settle(state: State) -> list[str]:
     """Wait until nothing is held and all clients are connected, and return the problems of this process."""
-    del state
     server = _open.server
     while server.statistics().clients != SLOTS:
         await asyncio.sleep(0.001)

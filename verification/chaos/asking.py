@@ -15,11 +15,11 @@ from verification.chaos.here import ARENA_BYTES, at_rest, here
 from verification.chaos.journal import Broken
 from verification.chaos.plan import Order, SenderPlan
 from verification.chaos.questions import PROBE, Answer, Question, is_answer
-from verification.chaos.working import Work
+from verification.chaos.working import account
 from verification.patterns import pattern
 from verification.processes.peers import State
 
-__all__ = ["begin_round", "leave", "lost", "open_sender", "probe", "reopen", "send_all", "settle"]
+__all__ = ["carry_out", "leave", "lost", "open_sender", "probe", "reopen", "settle"]
 
 _PROBE_SIZES = (50_000, 3)  # elements
 
@@ -35,7 +35,6 @@ _open = _Open()
 
 async def open_sender(state: State, plan: SenderPlan) -> str:
     """Open a client of all servers; the previous client must be closed."""
-    del state
     while True:
         client = MessageClient(here.addresses, Answer, plan.permits, ARENA_BYTES, **here.arguments)
         try:
@@ -45,22 +44,12 @@ async def open_sender(state: State, plan: SenderPlan) -> str:
         else:
             break
     _open.client = client
-    here.uses[:] = [client.statistics, client.permit, partial(_begin, client)]
+    here.statistics = client.statistics
     return str(os.getpid())
-
-
-def _begin(client: MessageClient[Answer]) -> None:
-    """Start a request, up to its first wait."""
-    asking = client.request(Question(PROBE, "answer", ()))
-    try:
-        asking.send(None)
-    finally:
-        asking.close()
 
 
 async def leave(state: State) -> None:
     """Close the client during its requests."""
-    del state
     await _open.client.aclose()
 
 
@@ -70,26 +59,15 @@ async def reopen(state: State, plan: SenderPlan) -> str:
     return await open_sender(state, plan)
 
 
-async def begin_round(state: State) -> None:
-    """Forget the last round."""
-    _work.begin(state)
-
-
-async def send_all(state: State, plan: SenderPlan, part: int, *, pauses: bool) -> None:
-    """Carry out the orders of a part; see `Work.run`."""
-    await _work.run(state, plan, part, pauses=pauses)
-
-
 async def lost(state: State, pid: int) -> None:
     """Wait until the client has lost its connection to a server that has ended."""
-    del state
     while any(session.pid == pid for session in inside.sessions_of(_open.client)):
         await asyncio.sleep(0.001)
 
 
-async def _carry_out(state: State, order: Order, sources: Sequence[torch.Tensor]) -> None:
-    del state
-    await _work.account(order, _ask(order, list(sources)))
+async def carry_out(state: State, order: Order, sources: Sequence[torch.Tensor]) -> None:
+    """Carry out an order; see `working.carry_out_all`."""
+    await account(order, _ask(order, list(sources)))
     now = _open.client.statistics()
     if now.peak_in_flight > now.max_concurrent_videos or now.peak_bytes_in_use > now.arena_bytes:
         here.journal(Broken(f"more permits or bytes in use than there are: {now}"))
@@ -115,7 +93,6 @@ async def _ask(order: Order, tensors: list[torch.Tensor]) -> None:
 
 async def probe(state: State) -> None:
     """Wait until every server has answered a request with tensors."""
-    del state
     await asyncio.gather(*(_probe(target) for target in range(len(here.addresses))))
 
 
@@ -133,12 +110,8 @@ async def _probe(target: int) -> None:
 
 async def settle(state: State) -> list[str]:
     """Wait until nothing is held, and return the problems with the state of this process."""
-    del state
     wrong = await at_rest(partial(inside.held_by_client, _open.client))
     now = _open.client.statistics()
     if now.servers != len(here.addresses) or now.in_flight or now.waiting or now.bytes_in_use or now.holders:
         wrong.append(f"is not at rest: {now}")
     return wrong
-
-
-_work = Work(lambda _: 0, lambda _: 0, _carry_out)

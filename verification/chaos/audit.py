@@ -1,15 +1,18 @@
-"""The audit of a round: each tensor was taken once, or discarded, or lost with an error."""
+"""The audit of a round: each tensor was taken once, or lost with an error."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from verification.chaos.journal import Answered, Began, Broken, Dropped, Ended, Event, Sent, Taken, Withdrawn
-from verification.chaos.pauses import may_end_by_silence
-from verification.chaos.plan import MAX_TENSORS, RESOURCES, SLOTS, FaultKind, Round
+from verification.chaos.journal import Answered, Began, Broken, Ended, Event, Sent, Taken
+from verification.chaos.plan import MAX_TENSORS, PEER_TIMEOUT_S, RESOURCES, SLOTS, FaultKind, Round
 
-__all__ = ["Account", "Tally", "audit"]
+__all__ = ["Account", "audit", "may_end_by_silence"]
+
+# Heartbeats allow a silence of `PEER_TIMEOUT_S`. A stopped process is silent for a little longer than it is
+# stopped.
+_SILENT_S = 0.75 * PEER_TIMEOUT_S
 
 
 class Account(msgspec.Struct):
@@ -34,17 +37,19 @@ class Account(msgspec.Struct):
     paused_s: float = 0.0
 
 
-class Tally(msgspec.Struct):
-    """The outcomes of the tensors of a run."""
+def may_end_by_silence(plan: Round, accounts: Iterable[Account], slots: Sequence[int]) -> bool:
+    """Return whether heartbeats may have ended a connection.
 
-    taken: int = 0
-    discarded: int = 0
-    lost: int = 0
-    unsent: int = 0  # their send raised, or was cancelled
-    unknown: int = 0  # their sender was killed before it knew
-    errors: Counter[str] = msgspec.field(default_factory=Counter)
-    questions: Counter[str] = msgspec.field(default_factory=Counter)
-    publications: Counter[str] = msgspec.field(default_factory=Counter)
+    Args:
+        plan: the plan of the round.
+        accounts: the accounts of all processes that took part in it; a busy machine may have paused them.
+        slots: the slots of the processes at both ends of the connection.
+    """
+    if not plan.is_remote:
+        return False
+    stopped_ms = sum(fault.for_ms for fault in plan.of((FaultKind.STOP,)) if fault.target in slots)
+    paused_s = max((account.paused_s for account in accounts if account.slot in slots), default=0.0)
+    return max(stopped_ms / 1000, paused_s) > _SILENT_S
 
 
 class _Message:
@@ -55,18 +60,17 @@ class _Message:
         self.tensors = tensors
         self.end: Ended | None = None
         self.handles: dict[int, Sent] = {}
-        self.is_withdrawn = False
 
 
 class _Audit:
-    def __init__(self, plan: Round, accounts: Iterable[Account], dropped: set[tuple[str, int]]) -> None:
+    def __init__(self, plan: Round, accounts: Sequence[Account], tally: Counter[str]) -> None:
         self.plan = plan
+        self.accounts = accounts
+        self.tally = tally
         self.problems: list[str] = []
         self.messages: dict[int, _Message] = {}
         self.taken: dict[int, list[Taken]] = defaultdict(list)
         self.answers: dict[tuple[str, int, int], str] = {}
-        self.dropped = dropped
-        self.accounts = list(accounts)
         for account in self.accounts:
             for event in account.events:
                 self._note(account, event)
@@ -80,54 +84,49 @@ class _Audit:
                 self.messages[event.token - index].handles[index] = event
             case Ended():
                 self.messages[event.key].end = event
-            case Withdrawn():
-                self.messages[event.key].is_withdrawn = True
             case Taken():
                 self.taken[event.token].append(event)
-            case Dropped():
-                self.dropped.add((event.sender, event.message))
             case Answered():
                 self.answers[event.sender, event.message, event.tensor] = event.error
             case Broken():
                 self.problems.append(f"{account.name}: {event.text}")
 
-    def run(self, tally: Tally) -> list[str]:
+    def run(self) -> list[str]:
         for key, message in self.messages.items():
             for index in range(message.tensors):
-                problem = self._account(message, index, self.taken.pop(key + index, []), tally)
+                problem = self._account(message, index, self.taken.pop(key + index, []))
                 if problem:
                     where = f"message {key} of {message.account.name}, tensor {index} of {message.tensors}"
                     self.problems.append(f"{where}: {problem}")
         self.problems += [f"taken, but never sent: {taken}" for taken in self.taken.values()]
         return self.problems
 
-    def _account(self, message: _Message, index: int, taken: list[Taken], tally: Tally) -> str:
+    def _account(self, message: _Message, index: int, taken: list[Taken]) -> str:
         handle, end = message.handles.get(index), message.end
         if len(taken) > 1:
             return f"taken {len(taken)} times: {taken}"
-        if taken and handle is not None:
+        if taken:
+            self.tally["tensors taken"] += 1
             got = taken[0]
-            if (got.sender, got.message, got.tensor) != (handle.sender, handle.message, handle.tensor):
+            if handle is not None and (got.sender, got.message, got.tensor) != (
+                handle.sender,
+                handle.message,
+                handle.tensor,
+            ):
                 return f"sent as {handle}, taken as {got}"
         if end is None:
-            if not message.account.is_killed:
-                return "its send never ended"
-            tally.unknown += not taken
-            tally.taken += len(taken)
-            return ""
+            self.tally["tensors whose sender was killed"] += 1
+            return "" if message.account.is_killed else "its send never ended"
         if end.how != "whole":
-            return self._unsent(message, end, taken, tally)
+            return self._unsent(message, end, taken)
         if taken:
-            tally.taken += 1
             return self._answered_twice(message, handle, taken[0])
-        return self._untaken(message, handle, tally)
+        return self._untaken(message, handle)
 
-    def _unsent(self, message: _Message, end: Ended, taken: list[Taken], tally: Tally) -> str:
-        tally.errors[end.how] += 1
+    def _unsent(self, message: _Message, end: Ended, taken: list[Taken]) -> str:
+        self.tally[f"tensors whose send ended with {end.how}"] += 1
         if taken and end.how != "cancelled":
             return f"its send raised {end.how} ({end.text}), and it was taken: {taken[0]}"
-        tally.taken += len(taken)
-        tally.unsent += not taken
         if not self._may_raise(message, end.how):
             return f"nothing that happened in this round explains its {end.how}: {end.text}"
         return ""
@@ -135,31 +134,22 @@ class _Audit:
     def _answered_twice(self, message: _Message, handle: Sent | None, taken: Taken) -> str:
         """Return a problem with the error of a second request for a tensor that was taken, or ""."""
         error = self.answers.get((taken.sender, taken.message, taken.tensor), "AlreadyTakenError")
-        allowed = {"AlreadyTakenError"}
-        if message.is_withdrawn or (taken.sender, taken.message) in self.dropped:
-            allowed |= {"DiscardedError"}  # like the rest of its message
-        if self._may_be_lost(message, handle):
-            allowed |= {"PeerLostError", "RefusedError"}
-        return "" if error in allowed else f"taken as {taken}, and asking again raised {error}"
+        is_lost = error in ("PeerLostError", "RefusedError") and self._may_be_lost(message, handle)
+        if error == "AlreadyTakenError" or is_lost:
+            return ""
+        return f"taken as {taken}, and asking again raised {error}"
 
-    def _untaken(self, message: _Message, handle: Sent | None, tally: Tally) -> str:
+    def _untaken(self, message: _Message, handle: Sent | None) -> str:
         if handle is None:
             return "it was sent, without a handle"
+        self.tally["tensors lost"] += 1
         error = self.answers.get((handle.sender, handle.message, handle.tensor))
-        if message.is_withdrawn or (handle.sender, handle.message) in self.dropped:
-            tally.discarded += 1
-            allowed = {"DiscardedError"}
-        else:
-            tally.lost += 1
-            allowed = set[str]()
-        if self._may_be_lost(message, handle):
-            allowed |= {"PeerLostError", "RefusedError"}
-        if not allowed:
+        if not self._may_be_lost(message, handle):
             return (
                 f"it was sent as {handle} and is lost ({error}), though no connection ended since: "
                 f"{handle.losses} losses when it was sent, {message.account.losses} in the end"
             )
-        if error is not None and error not in allowed:
+        if error not in (None, "PeerLostError", "RefusedError"):
             return f"{handle} was not taken, and asking for it raised {error}"
         return ""
 
@@ -171,17 +161,14 @@ class _Audit:
         if handle is not None and account.losses > handle.losses:
             return self._may_lose_receiver(account)
         # A sender that was closed before the loss of its receiver has not counted it.
-        was_closed = self.plan.has(account.slot, (FaultKind.CLOSE,))
-        return was_closed and (self.plan.has(SLOTS, RESOURCES) or self.plan.has_partition)
+        return self.plan.has(account.slot, (FaultKind.CLOSE,)) and self.plan.has(SLOTS, RESOURCES)
 
     def _may_raise(self, message: _Message, error: str) -> bool:
         """Return whether the plan explains an error of a send."""
         plan, slot, account = self.plan, message.account.slot, message.account
         match error:
-            case "cancelled" | "given up" | "WouldBlockError" | "UnavailableError":
+            case "cancelled" | "WouldBlockError" | "UnavailableError":
                 return True
-            case "DiscardedError":
-                return bool(self.dropped)
             case "ClosedError":
                 return plan.has(slot, (FaultKind.CLOSE,))
             case "OSError":
@@ -202,16 +189,6 @@ class _Audit:
         )
 
 
-def audit(plan: Round, accounts: Iterable[Account], dropped: set[tuple[str, int]], tally: Tally) -> list[str]:
-    """Account for every tensor of a round.
-
-    Args:
-        plan: the plan of the round.
-        accounts: the accounts of all its processes.
-        dropped: the messages that the receiver discards, some perhaps in a later round; updated.
-        tally: the outcomes of the tensors so far; updated.
-
-    Returns:
-        the problems.
-    """
-    return _Audit(plan, accounts, dropped).run(tally)
+def audit(plan: Round, accounts: Sequence[Account], tally: Counter[str]) -> list[str]:
+    """Account for every tensor of a round, count the outcomes, and return the problems."""
+    return _Audit(plan, accounts, tally).run()

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+from collections import Counter
+from collections.abc import Sequence
 
 from verification.chaos import publishing, subscribing
-from verification.chaos.audit import Account, Tally
+from verification.chaos.audit import Account
 from verification.chaos.broadcasts_audit import audit_broadcast
 from verification.chaos.family import Family, GoneError, Member, RoundError, SendersPart, TakersPart
 from verification.chaos.plan import RESOURCES, SLOTS, Fault, FaultKind, Round
@@ -23,13 +25,10 @@ class BroadcastFamily(Family):
     taking: TakersPart = subscribing
 
     async def prepare(self, plan: Round) -> None:
-        await super().prepare(plan)
+        if not self.senders:
+            self.senders = [await self.new_sender(plan, 0)]
         missing = range(len(self.takers), len(plan.takers))
         self.takers += await asyncio.gather(*(self.new_taker(plan, number) for number in missing))
-
-    async def _begin(self, plan: Round) -> None:
-        self.senders = [await self.new_sender(plan, 0)]
-        self.has_ended = False
 
 
 class BroadcastPlay(Play):
@@ -54,23 +53,18 @@ class BroadcastPlay(Play):
         await self.publisher.call(publishing.admit, len(self.subscribers))
 
     async def _open(self, member: Member) -> None:
-        options = self.plan.publisher
-        if options is None:
-            raise AssertionError("the plan of a broadcast has the options of its publisher")
-        await member.call(publishing.know, options)
         member.id = await member.call(publishing.open_sender, self.plan.senders[0])
 
     async def end(self, fault: Fault, target: int, member: Member) -> None:
-        if target == 0:
-            await (self._close_publisher if fault.kind is FaultKind.CLOSE else self._kill_publisher)(member)
+        if target == 0 and fault.kind is FaultKind.CLOSE:
+            member.id = await member.call(publishing.reopen, self.plan.senders[0])
+        elif target == 0:
+            await self._kill_publisher(member)
         elif fault.kind is FaultKind.CLOSE:
             await member.call(subscribing.close)
             await member.call(subscribing.open_receiver, self.plan.takers[target - SLOTS])
         else:
             await self._kill_subscriber(member, target)
-
-    async def _close_publisher(self, member: Member) -> None:
-        member.id = await member.call(publishing.reopen, self.plan.senders[0])
 
     async def _kill_publisher(self, member: Member) -> None:
         family = self.family
@@ -94,7 +88,7 @@ class BroadcastPlay(Play):
         if self._releases_at_once:
             with contextlib.suppress(GoneError):
                 retired, took = await timed(publisher, at, publisher.call(publishing.told))
-                self.times.released = max(self.times.released, took)
+                self.note_time("a subscriber's memory is released", took)
                 if self.is_late(took) or retired:
                     how = f"after {took:.3f} s, and {retired} segments were retired"
                     raise RoundError(f"the memory of {member.name} was released {how}")
@@ -109,12 +103,11 @@ class BroadcastPlay(Play):
     def _releases_at_once(self) -> bool:
         """Whether the memory of each subscriber whose connection ends in this round is free at once."""
         plan = self.plan
-        if plan.kind.lands:
+        if plan.is_remote:
             return True  # each subscriber has its own memory
         # A closed subscriber may still read the memory; a killed one cannot.
         lives_on = (FaultKind.CLOSE, *RESOURCES)
-        disconnects = plan.publisher is not None and plan.publisher.slow == "disconnect"
-        return not disconnects and not any(fault.kind in lives_on for fault in plan.faults)
+        return plan.publisher.slow != "disconnect" and not plan.of(lives_on)
 
     async def recover(self) -> None:
         """Check that another publication reaches every subscriber."""
@@ -130,7 +123,7 @@ class BroadcastPlay(Play):
         await asyncio.gather(*(one.call(subscribing.stop) for one in subscribers))
         return [f"{publisher.name}: {problem}" for problem in problems]
 
-    def audit(self, accounts: list[Account], tally: Tally) -> list[str]:
+    def audit(self, accounts: Sequence[Account], tally: Counter[str]) -> list[str]:
         return audit_broadcast(self.plan, accounts, tally)
 
     def may_log(self, line: str, slot: int) -> bool:

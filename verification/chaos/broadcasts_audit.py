@@ -1,9 +1,9 @@
 """The audit of a broadcast: each subscriber received each publication once and in order, or missed it."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
-from verification.chaos.audit import Account, Tally
+from verification.chaos.audit import Account, may_end_by_silence
 from verification.chaos.here import ARENA_BYTES
 from verification.chaos.journal import (
     Began,
@@ -15,7 +15,6 @@ from verification.chaos.journal import (
     Received,
     Subscribed,
 )
-from verification.chaos.pauses import may_end_by_silence
 from verification.chaos.plan import LAST, RESOURCES, SLOTS, FaultKind, Order, Round
 
 __all__ = ["audit_broadcast"]
@@ -38,13 +37,13 @@ class _Broadcast:
         self.plan = plan
         self.accounts = accounts
         self.problems: list[str] = []
-        self.orders = {order.key: order for sender in plan.senders for part in sender.parts for order in part}
+        self.orders = plan.orders
         self.published: dict[str, set[int]] = defaultdict(set)  # the numbers, by publisher
         self.numbers: dict[int, tuple[str, int]] = {}  # of each key
         self.keys: dict[tuple[str, int], int] = {}
         self.killed: set[str] = set()  # publishers
 
-    def run(self, tally: Tally) -> list[str]:
+    def run(self, tally: Counter[str]) -> list[str]:
         for account in self.accounts:
             for event in account.events:
                 self._note(account, event)
@@ -85,7 +84,7 @@ class _Broadcast:
 
     # Publishers
 
-    def _check_publisher(self, account: Account, tally: Tally) -> None:
+    def _check_publisher(self, account: Account, tally: Counter[str]) -> None:
         ends: dict[int, Ended | None] = {}
         for event in account.events:
             match event:
@@ -98,15 +97,15 @@ class _Broadcast:
             if problem:
                 self.problems.append(f"publication {key} of {account.name}: {problem}")
 
-    def _outcome(self, account: Account, order: Order, end: Ended | None, tally: Tally) -> str:
+    def _outcome(self, account: Account, order: Order, end: Ended | None, tally: Counter[str]) -> str:
         was_published = order.key in self.numbers
         if end is None:
-            tally.publications["unknown"] += 1
+            tally["publications unknown"] += 1
             return "" if account.is_killed else "its call never ended"
         if end.how == "whole":
-            tally.publications["published"] += 1
+            tally["publications published"] += 1
             return "" if was_published else "it has no number"
-        tally.publications[f"ended with {end.how}"] += 1
+        tally[f"publications ended with {end.how}"] += 1
         if was_published and order.how != "drain":
             return f"its call ended with {end.how} ({end.text}), and it was published"
         if not self._may_raise(account, order, end.how):
@@ -114,15 +113,13 @@ class _Broadcast:
         return ""
 
     def _may_raise(self, account: Account, order: Order, how: str) -> bool:
-        options = self.plan.publisher
         match how:
             case "cancelled":
-                return order.fate == "cancel"
+                return order.is_cancelled
             case "WouldBlockError":
                 # A publication never waits for memory that only tensors from `allocate` hold.
                 allocates = any(one.how == "allocate" for one in self.orders.values())
-                has_limit = options is not None and options.max_wait_s is not None
-                return order.how == "nowait" or has_limit or allocates
+                return order.how == "nowait" or self.plan.publisher.max_wait_s is not None or allocates
             case "TooLargeError":
                 nbytes = sum(order.counts) * _ELEMENT_BYTES + (len(order.counts) + 1) * _ROUNDING
                 return nbytes > self._limit()
@@ -133,27 +130,26 @@ class _Broadcast:
         return False
 
     def _limit(self) -> int:
-        options = self.plan.publisher
-        limit = None if options is None else options.max_held_bytes
+        limit = self.plan.publisher.max_held_bytes
         return ARENA_BYTES if limit is None else limit
 
     # Subscribers
 
-    def _check_subscriber(self, account: Account, tally: Tally) -> None:
+    def _check_subscriber(self, account: Account, tally: Counter[str]) -> None:
         one = _Subscription()
         for event in account.events:
             match event:
                 case Subscribed():
                     one = _Subscription()
                 case Received():
-                    tally.publications["received"] += 1
-                    tally.publications["missed"] += event.missed
+                    tally["publications received"] += 1
+                    tally["publications missed"] += event.missed
                     if problem := self._receive(account, one, event):
                         self.problems.append(f"{account.name} received {event}: {problem}")
                     one.following[event.publisher] = event.number + 1
                     one.current, one.is_disconnected = event.publisher, False
                 case Disconnected():
-                    tally.publications[f"ends of connections: {event.error or 'closed'}"] += 1
+                    tally[f"connections of subscribers ended with {event.error or 'closing'}"] += 1
                     if not self._may_end(event.error):
                         self.problems.append(f"{account.name}: nothing explains {event}")
                     one.is_disconnected = True
@@ -165,16 +161,12 @@ class _Broadcast:
             return f"it followed those of {one.current}, whose connection has not ended"
         if following is not None and event.number - event.missed != following:
             return f"the next number was {following}"
-        may_miss = self._slow == "drop" or following is None or one.is_disconnected
+        may_miss = self.plan.publisher.slow == "drop" or following is None or one.is_disconnected
         if event.missed < 0 or (event.missed and not may_miss):
             return "nothing explains that it missed so many"
         if following is not None and one.is_disconnected and not self._may_reconnect(account):
             return "nothing explains that the connection to its publisher ended"
         return ""
-
-    @property
-    def _slow(self) -> str:
-        return "" if self.plan.publisher is None else self.plan.publisher.slow
 
     @property
     def _has_shortages(self) -> bool:
@@ -183,7 +175,7 @@ class _Broadcast:
     def _may_reconnect(self, account: Account) -> bool:
         """Return whether the connection of a subscriber to a publisher that lives on may end."""
         is_silent = may_end_by_silence(self.plan, self.accounts, (0, account.slot))
-        return self._slow == "disconnect" or self._has_shortages or is_silent
+        return self.plan.publisher.slow == "disconnect" or self._has_shortages or is_silent
 
     def _may_end(self, error: str) -> bool:
         """Return whether a connection may end with an error, if its publisher may have ended."""
@@ -192,15 +184,6 @@ class _Broadcast:
         )
 
 
-def audit_broadcast(plan: Round, accounts: Iterable[Account], tally: Tally) -> list[str]:
-    """Account for every publication of a round, at every subscriber.
-
-    Args:
-        plan: the plan of the round.
-        accounts: the accounts of all processes that took part in it.
-        tally: counts how the publications ended.
-
-    Returns:
-        the problems.
-    """
-    return _Broadcast(plan, list(accounts)).run(tally)
+def audit_broadcast(plan: Round, accounts: Sequence[Account], tally: Counter[str]) -> list[str]:
+    """Account for every publication at every subscriber, count the outcomes, and return the problems."""
+    return _Broadcast(plan, accounts).run(tally)

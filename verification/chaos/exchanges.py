@@ -2,13 +2,12 @@
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from verification.chaos import answering, asking
-from verification.chaos.audit import Account, Tally
+from verification.chaos.audit import Account, may_end_by_silence
 from verification.chaos.family import Family, Member, SendersPart, TakersPart
 from verification.chaos.journal import AnswerSent, Began, Broken, Ended, Heard
-from verification.chaos.pauses import may_end_by_silence
 from verification.chaos.plan import ENDS, RESOURCES, SLOTS, Fault, FaultKind, Order, Round
 from verification.chaos.rounds import Play, all_of
 
@@ -22,13 +21,13 @@ class ExchangeFamily(Family):
 
     sending: SendersPart = asking
     taking: TakersPart = answering
+    listeners = 2
 
-    async def probe(self, plan: Round, slot: int) -> None:
-        del plan
+    async def probe(self, slot: int) -> None:
         await self.senders[slot].call(asking.probe)
 
     async def leave(self, member: Member) -> None:
-        await member.call(answering.leave if "-server-" in member.name else asking.leave)
+        await member.call(answering.close if "-server-" in member.name else asking.leave)
 
 
 class ExchangePlay(Play):
@@ -56,10 +55,18 @@ class ExchangePlay(Play):
         else:
             await self.take_over(await family.new_taker(self.plan, number), number)
 
+    async def begin(self) -> None:
+        await asyncio.gather(
+            *(self.resume(server, number) for number, server in enumerate(self.family.takers))
+        )
+
+    async def resume(self, taker: Member, number: int) -> None:
+        await taker.call(answering.take, self.plan.takers[number])
+
     async def recover(self) -> None:
         family = self.family
         await asyncio.gather(*(server.call(answering.stop) for server in family.takers))
-        await asyncio.gather(*(family.probe(self.plan, slot) for slot in range(SLOTS)))
+        await asyncio.gather(*(family.probe(slot) for slot in range(SLOTS)))
 
     async def settle(self) -> list[str]:
         settling = {client.name: client.call(asking.settle) for client in self.family.senders}
@@ -67,8 +74,8 @@ class ExchangePlay(Play):
         found = await asyncio.gather(*settling.values())
         return [f"{name}: {wrong}" for name, wrongs in zip(settling, found, strict=True) for wrong in wrongs]
 
-    def audit(self, accounts: list[Account], tally: Tally) -> list[str]:
-        return _Questions(self.plan, accounts).run(tally)
+    def audit(self, accounts: Sequence[Account], tally: Counter[str]) -> list[str]:
+        return _Questions(self.plan, accounts, tally).run()
 
     def may_log(self, line: str, slot: int) -> bool:
         # A handler's error is logged with its traceback; the client also gets it, and the audit checks that.
@@ -86,11 +93,12 @@ class ExchangePlay(Play):
 class _Questions:
     """The questions of a round, from all journals."""
 
-    def __init__(self, plan: Round, accounts: Iterable[Account]) -> None:
+    def __init__(self, plan: Round, accounts: Sequence[Account], tally: Counter[str]) -> None:
         self.plan = plan
-        self.accounts = list(accounts)
+        self.accounts = accounts
+        self.tally = tally
         self.problems: list[str] = []
-        self.orders = {order.key: order for one in plan.senders for part in one.parts for order in part}
+        self.orders = plan.orders
         self.asked: dict[int, Account] = {}
         self.ends: dict[int, list[Ended]] = {}
         self.heard: dict[int, list[str]] = defaultdict(list)  # by whom
@@ -112,38 +120,38 @@ class _Questions:
                     case _:
                         self.problems.append(f"{account.name} wrote {event}")
 
-    def run(self, tally: Tally) -> list[str]:
+    def run(self) -> list[str]:
         """Account for every question, and return the problems."""
         for key, account in self.asked.items():
-            problem = self._account(account, self.orders[key], tally)
+            problem = self._account(account, self.orders[key])
             if problem:
                 self.problems.append(f"question {key} of {account.name}: {problem}")
         strange = (self.heard.keys() | self.answered.keys()) - self.asked.keys()
         self.problems += [f"question {key} was heard, and never asked" for key in strange]
         return self.problems
 
-    def _account(self, account: Account, order: Order, tally: Tally) -> str:
+    def _account(self, account: Account, order: Order) -> str:
         by, answered, ends = self.heard[order.key], self.answered[order.key], self.ends[order.key]
         if len(by) > 1:
-            tally.questions[f"heard more than once ({order.how})"] += 1
+            self.tally[f"questions heard more than once ({order.how})"] += 1
         most = self._may_be_heard(account, order)
         if len(by) > most or answered > 1 or len(ends) > 1:
             return f"heard by {by}, answered {answered} times, ended as {ends}: {order}"
         if answered and (order.how == "one-way" or order.wish not in _ANSWERED):
             return f"a client accepted an answer that was not due: {order}"
         if not ends:
-            tally.questions["whose client was killed"] += 1
+            self.tally["questions whose client was killed"] += 1
             return "" if account.is_killed else "it never ended"
         how, text = ends[0].how, ends[0].text
         if how != "whole":
-            tally.questions[f"ended with {how}"] += 1
+            self.tally[f"questions ended with {how}"] += 1
             is_explained = self._may_raise(account, order, how, text)
             return "" if is_explained else f"nothing explains its {how}: {text}; {order}"
         if order.how == "one-way":
-            tally.questions["one-way, heard" if by else "one-way, lost"] += 1
+            self.tally["questions one-way, heard" if by else "one-way, lost"] += 1
             is_lost = not by and not self._may_disappear(account)
             return "it was sent and never received, and no process was lost" if is_lost else ""
-        tally.questions["answered"] += 1
+        self.tally["questions answered"] += 1
         if order.wish not in _ANSWERED:
             return f"it was answered, though its handler had to {order.wish}"
         return "" if by else "it was answered, and no server received it"
@@ -167,7 +175,7 @@ class _Questions:
         plan = self.plan
         has_gone = account.is_killed or plan.has(account.slot, (FaultKind.CLOSE,))
         # Between machines, a message that was sent is not sent again: its server may have taken it.
-        is_unknown = plan.kind.lands and self._may_lose(account)
+        is_unknown = plan.is_remote and self._may_lose(account)
         return has_gone or plan.ends_a_taker or bool(plan.of(RESOURCES)) or is_unknown
 
     def _may_raise(self, account: Account, order: Order, how: str, text: str) -> bool:
@@ -176,7 +184,7 @@ class _Questions:
         several = len(order.counts) > 1
         match how:
             case "cancelled":
-                return order.fate == "cancel"
+                return order.is_cancelled
             case "ClosedError":
                 return plan.has(slot, (FaultKind.CLOSE,))
             case "PeerLostError" if "discarded this message" in text:
@@ -185,7 +193,7 @@ class _Questions:
                 was_dropped = order.wish == "drop" and order.how != "one-way"
                 return (was_dropped and "dropped without an answer" in text) or self._may_lose(account)
             case "RefusedError":  # by a server that has the memory of a client that has gone, too
-                return any(fault.target is not None and fault.target < SLOTS for fault in plan.of(ENDS))
+                return any(fault.target < SLOTS for fault in plan.of(ENDS))
             case "RemoteError":
                 name = text.partition(":")[0]
                 if order.how != "one-way" and order.wish not in _ANSWERED and name == "HandlerError":

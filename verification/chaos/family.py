@@ -2,24 +2,25 @@
 
 import asyncio
 import contextlib
-import itertools
 import os
 import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+import zmq
 
 from aiotensor import AioTensorError
 from verification.chaos import here, journal, sending, taking
-from verification.chaos.network import Network, Side
 from verification.chaos.plan import (
-    ELDERS,
     FAMILIES,
     PEER_TIMEOUT_S,
     ROLES,
     SLOTS,
+    Order,
     Round,
     SenderPlan,
     TakerPlan,
@@ -34,8 +35,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 WATCHDOG_S = 15.0  # far longer than any call takes, even on a busy machine; a slower call hangs
-
-_PROBES = 16  # more than the receiver can have discarded in advance
+_PROBES_S = 5 * PEER_TIMEOUT_S  # far longer than until both sides have noticed a loss
 
 
 class RoundError(Exception):
@@ -54,15 +54,22 @@ class Member:
         folder: the folder for its files.
         name: the name of its files.
         uvloop: whether it runs on uvloop.
-        side: its side of the connections.
+        arguments: those of its objects, for their connections.
     """
 
-    def __init__(self, addresses: Sequence[str], folder: str, name: str, *, uvloop: bool, side: Side) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        folder: str,
+        name: str,
+        *,
+        uvloop: bool,
+        arguments: Mapping[str, Any],
+    ) -> None:
         self.name = name
         self.is_killed = False
         self.continued_at = 0.0  # when it was last continued
         self.id = ""  # of its sender
-        self.first = 0  # the number of its next message
         self.losses = 0  # of receivers, counted at the end of a round
         self.own_descriptors: list[str] | None = None  # besides those of segments, and pipes
         self.own_pipes: int | None = None
@@ -72,10 +79,8 @@ class Member:
         self._path = f"{folder}/{name}"
         open(f"{self._path}.stderr", "w").close()
         self._folder = folder
-        self._arguments, self._addresses = side.arguments, addresses
-        self._peer = Peer(
-            addresses[0], kind=Kind("uvloop" if uvloop else "asyncio", "plain"), first=side.enter
-        )
+        self._arguments, self._addresses = arguments, addresses
+        self._peer = Peer(addresses[0], kind=Kind("uvloop" if uvloop else "asyncio", "plain"))
         self.pid = self._peer.pid
         self._gone = asyncio.get_running_loop().create_future()
         self._stops = 0
@@ -199,16 +204,13 @@ class SendersPart(Protocol):
 
     async def open_sender(self, state: State, plan: SenderPlan) -> str: ...
     async def reopen(self, state: State, plan: SenderPlan) -> str: ...
-    async def begin_round(self, state: State) -> None: ...
-    async def send_all(self, state: State, plan: SenderPlan, part: int, *, pauses: bool) -> None: ...
+    async def carry_out(self, state: State, order: Order, sources: Sequence[torch.Tensor]) -> None: ...
 
 
 class TakersPart(Protocol):
     """The operations of a process that receives tensors or publications, or answers requests."""
 
     async def open_receiver(self, state: State, plan: TakerPlan) -> None: ...
-    async def take(self, state: State, plan: TakerPlan, firsts: Mapping[str, int]) -> None: ...
-    async def close(self, state: State) -> None: ...
 
 
 class Family:
@@ -220,45 +222,35 @@ class Family:
 
     sending: SendersPart = sending
     taking: TakersPart = taking
+    listeners = 1
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.kind = kind = FAMILIES[name]
+        self.work, self.is_remote = FAMILIES[name]
         self.senders: list[Member] = []  # or clients, or the publisher
         self.takers: list[Member] = []  # the receiver, or the servers, or the subscribers
-        self.notes: list[str] = []  # features that cannot be tested on this machine
-        self.dropped: set[tuple[str, int]] = set()  # discarded by the receiver, perhaps before they were sent
-        self.has_ended = True  # its receiver is gone and is not replaced
         self._begun = 0
         self._living: list[Member] = []  # includes some closed ones
         self._files = tempfile.mkdtemp(prefix="chaos-")
         self._meeting = tempfile.mkdtemp(prefix="aiotensor-")
-        self._sockets = [f"s{number}" for number in range(kind.listeners)]
-        self.network: Network | None = None
-        connecting = listening = Side()
-        match kind.link:
-            case "unix":
-                self._addresses = [f"unix://{self._meeting}/{name}" for name in self._sockets]
-            case "tcp":
-                self._addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in self._sockets]
-            case _:
-                self.network = network = Network(kind.listeners, {"peer_timeout_s": PEER_TIMEOUT_S})
-                self._addresses = network.addresses
-                connecting, listening = network.connecting, network.listening
-                if network.why_whole:
-                    self.notes.append(f"no partitions in the family {name!r}: {network.why_whole}")
-        sides = (listening, connecting) if kind.work == "broadcast" else (connecting, listening)
-        self._sides = dict(zip(ROLES[kind.work], sides, strict=True))
+        self._sockets = [f"s{number}" for number in range(self.listeners)]
+        self._addresses = [f"unix://{self._meeting}/{name}" for name in self._sockets]
+        listening: dict[str, Any] = {}
+        connecting: dict[str, Any] = {}
+        if self.is_remote:
+            self._addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in self._sockets]
+            (server_public, server_secret), (public, secret) = zmq.curve_keypair(), zmq.curve_keypair()
+            listening = {"secret_key": server_secret, "client_keys": [public]}
+            connecting = {"secret_key": secret, "server_key": server_public}
+            for arguments in (listening, connecting):
+                arguments["peer_timeout_s"] = PEER_TIMEOUT_S
+        sides = (listening, connecting) if self.work == "broadcast" else (connecting, listening)
+        self._arguments = dict(zip(ROLES[self.work], sides, strict=True))
 
     @property
     def receiver(self) -> Member:
         """Return the first receiver, server or subscriber."""
         return self.takers[0]
-
-    @property
-    def elder(self) -> Member | None:
-        """Return the process that lives for the whole run."""
-        return dict(self.by_slot).get(ELDERS.get(self.name, -1))
 
     @property
     def members(self) -> list[Member]:
@@ -275,39 +267,42 @@ class Family:
         return [name for name in os.listdir(self._meeting) if name not in self._sockets]
 
     async def new_sender(self, plan: Round, slot: int) -> Member:
-        """Start a process for a sender, a client or a publisher, and open it, if its options are known."""
+        """Start a process for a sender, a client or a publisher, and open a sender or a client."""
         sender = plan.senders[slot]
-        member = await self._new(ROLES[self.kind.work][0], slot, uvloop=sender.uvloop)
-        if plan.publisher is None:
+        member = await self._new(ROLES[self.work][0], slot, uvloop=sender.uvloop)
+        if self.work != "broadcast":
             member.id = await member.call(self.sending.open_sender, sender)
         return member
 
     async def new_taker(self, plan: Round, number: int) -> Member:
         """Start a process for a receiver, a server or a subscriber, without opening it."""
-        return await self._new(ROLES[self.kind.work][1], number, uvloop=plan.takers[number].uvloop)
+        return await self._new(ROLES[self.work][1], number, uvloop=plan.takers[number].uvloop)
 
     async def prepare(self, plan: Round) -> None:
-        """Start and connect all processes if the last ones have ended."""
-        if self.has_ended:
-            wrong = await self.finish()
-            if wrong:
-                raise RoundError("\n".join(wrong))
-            await self._begin(plan)
+        """Start and connect all processes before the first round."""
+        if self.senders:
+            return
+        takers = range(len(plan.takers))
+        self.takers = await asyncio.gather(*(self.new_taker(plan, number) for number in takers))
+        for taker, one in zip(self.takers, plan.takers, strict=True):
+            await taker.call(self.taking.open_receiver, one)
+        slots = range(len(plan.senders))
+        self.senders = await asyncio.gather(*(self.new_sender(plan, slot) for slot in slots))
+        for slot in slots:
+            await self.probe(slot)
 
-    async def probe(self, plan: Round, slot: int) -> None:
-        """Check that a tensor of a sender arrives, and store the number of the sender's next message."""
+    async def probe(self, slot: int) -> None:
+        """Check that a tensor of a sender arrives, and store the id of the sender."""
         sender = self.senders[slot]
-        # Between machines, a probe also fails until the sender, too, has detected a loss.
-        detected_at = time.monotonic() + (0.0 if self.network is None else 2 * PEER_TIMEOUT_S)
-        for attempt in itertools.count(1):
-            handle = await sender.call(sending.probe, plan.senders[slot])
-            sender.id, sender.first = handle.sender, handle.message + 1
+        ends = time.monotonic() + _PROBES_S
+        while True:
+            handle = await sender.call(sending.probe)
+            sender.id = handle.sender
             if await self.receiver.call(taking.take_probe, handle):
                 return
-            if attempt >= _PROBES and time.monotonic() >= detected_at:
-                raise RoundError(f"{sender.name}: {attempt} tensors did not arrive")
-            if attempt >= _PROBES:
-                await asyncio.sleep(0.001)
+            if time.monotonic() > ends:
+                raise RoundError(f"{sender.name}: the tensors of {_PROBES_S} s did not arrive")
+            await asyncio.sleep(0.001)
 
     async def finish(self) -> list[str]:
         """End all processes, and return the problems with their exits."""
@@ -320,8 +315,6 @@ class Family:
             status = await member.finish()
             if status != 0 or member.complaints:
                 wrong.append(f"{member.name} ended with status {status}\n{member.complaints}")
-        for member in self._living:
-            await member.close()
         return wrong
 
     async def leave(self, member: Member) -> None:
@@ -333,26 +326,11 @@ class Family:
             await member.close()
         for folder in (self._files, self._meeting):
             shutil.rmtree(folder)
-        if self.network is not None:
-            self.network.close()
-
-    async def _begin(self, plan: Round) -> None:
-        self.takers = await asyncio.gather(
-            *(self.new_taker(plan, number) for number in range(len(plan.takers)))
-        )
-        for taker, one in zip(self.takers, plan.takers, strict=True):
-            await taker.call(self.taking.open_receiver, one)
-        slots = range(len(plan.senders))
-        self.senders = await asyncio.gather(*(self.new_sender(plan, slot) for slot in slots))
-        self.dropped.clear()
-        for slot in slots:
-            await self.probe(plan, slot)
-        self.has_ended = False
 
     async def _new(self, role: str, number: int, *, uvloop: bool) -> Member:
         self._begun += 1
         name = f"{self.name}-{role}-{number}-{self._begun}"
-        member = Member(self._addresses, self._files, name, uvloop=uvloop, side=self._sides[role])
+        member = Member(self._addresses, self._files, name, uvloop=uvloop, arguments=self._arguments[role])
         self._living = [*(one for one in self._living if not one.is_closed), member]
         await member.begin()
         return member

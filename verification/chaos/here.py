@@ -1,7 +1,6 @@
 """The private state of a process of the run, besides its open ends."""
 
 import asyncio
-import contextlib
 import faulthandler
 import gc
 import logging
@@ -18,7 +17,6 @@ import torch
 import zmq
 
 from verification.chaos.journal import Journal
-from verification.chaos.pauses import Pauses
 from verification.patterns import pattern
 from verification.processes import peers
 from verification.processes.allocator import forget_free_memory, keep_no_large_pieces
@@ -41,6 +39,7 @@ ARENA_BYTES = 16 << 20
 MAX_MAPPED_BYTES = 4 * ARENA_BYTES  # three senders, and the remains of a killed one
 _PIECE = 8192  # elements
 _REST_S = 8.0  # for steps of milliseconds, less than the time limit of a call
+_PAUSES_S = 0.02  # between two measurements
 
 
 class Here:
@@ -51,9 +50,31 @@ class Here:
         self.pauses: Pauses
         self.arguments: Mapping[str, Any] = {}  # of its objects, for their connections: keys and timeouts
         self.addresses: Sequence[str] = ()  # of the family
-        self.collects_in_finalizers = False
-        self.jumped_s = 0.0  # by how much the loop's clock is ahead
-        self.uses: list[Callable[[], object]] = []  # of open ends other than senders and receivers
+        self.statistics: Callable[[], object] = object  # of the open object
+
+
+class Pauses:
+    """Measure the pauses of this process in a thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._longest_s = 0.0
+        threading.Thread(target=self._measure, name="pauses", daemon=True).start()
+
+    def longest_s(self) -> float:
+        """Return the longest pause since the last call, in seconds."""
+        with self._lock:
+            longest_s, self._longest_s = self._longest_s, 0.0
+        return longest_s
+
+    def _measure(self) -> None:
+        began = time.monotonic()
+        while True:
+            time.sleep(_PAUSES_S)
+            ended = time.monotonic()
+            with self._lock:
+                self._longest_s = max(self._longest_s, ended - began)
+            began = ended
 
 
 here = Here()
@@ -75,10 +96,6 @@ async def begin(
     faulthandler.register(signal.SIGUSR1)  # to locate a hang
     here.journal = Journal(f"{folder}/{name}.journal")
     here.arguments, here.addresses, here.pauses = arguments, addresses, Pauses()
-    # asyncio's loop calls its `time` for its timers; uvloop reads the kernel's clock and has no such hook.
-    loop = asyncio.get_running_loop()
-    if isinstance(loop, asyncio.BaseEventLoop):
-        loop.time = lambda: time.monotonic() + here.jumped_s  # type: ignore[method-assign]
     token_of(pattern(0, 3).zero_())  # torch opens files at its first operations
     zmq.Frame(bytes(zmq.COPY_THRESHOLD), copy=False)  # the first one opens descriptors, too
     keep_no_large_pieces()
@@ -87,7 +104,6 @@ async def begin(
 
 async def paused_s(state: State) -> float:
     """Return the longest pause of the process since the last call, in seconds."""
-    del state
     return here.pauses.longest_s()
 
 
@@ -103,7 +119,6 @@ async def at_rest(held: Callable[[], Mapping[str, int]]) -> list[str]:
 
 async def tidy(state: State) -> int:
     """Return free memory to the system, so that only used memory remains; count the blocks of objects."""
-    del state
     forget_free_memory()
     return sys.getallocatedblocks()
 
@@ -129,13 +144,7 @@ async def say_where(state: State) -> None:
             where = f"{frame.f_code.co_qualname}:{frame.f_lineno}" if frame is not None else repr(awaited)
             print(f"{task.get_name()} {where}", file=sys.stderr)  # noqa: T201
             awaited = getattr(awaited, "cr_await", None)
-    for sender in state.senders:
-        print(sender.statistics(), file=sys.stderr)  # noqa: T201
-    for receiver in state.receivers:
-        print(receiver.statistics(), file=sys.stderr)  # noqa: T201
-    for use in here.uses:
-        with contextlib.suppress(Exception):
-            print(use(), file=sys.stderr)  # noqa: T201
+    print(here.statistics(), file=sys.stderr)  # noqa: T201
 
 
 def token_of(tensor: torch.Tensor) -> int | None:

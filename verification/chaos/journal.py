@@ -12,7 +12,6 @@ __all__ = [
     "Began",
     "Broken",
     "Disconnected",
-    "Dropped",
     "Ended",
     "Event",
     "Heard",
@@ -22,7 +21,6 @@ __all__ = [
     "Sent",
     "Subscribed",
     "Taken",
-    "Withdrawn",
     "read",
 ]
 
@@ -52,12 +50,6 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
     text: str = ""
 
 
-class Withdrawn(msgspec.Struct, tag=True, frozen=True):
-    """The sender is about to discard a message."""
-
-    key: int
-
-
 class Taken(msgspec.Struct, tag=True, frozen=True):
     """A tensor was received, with the pattern of this token, under this handle."""
 
@@ -65,13 +57,6 @@ class Taken(msgspec.Struct, tag=True, frozen=True):
     sender: str
     message: int
     tensor: int
-
-
-class Dropped(msgspec.Struct, tag=True, frozen=True):
-    """The receiver is about to discard a message."""
-
-    sender: str
-    message: int
 
 
 class Answered(msgspec.Struct, tag=True, frozen=True):
@@ -133,9 +118,7 @@ Event: TypeAlias = (
     Began
     | Sent
     | Ended
-    | Withdrawn
     | Taken
-    | Dropped
     | Answered
     | AnswerSent
     | Heard

@@ -13,21 +13,19 @@ from aiotensor.types import PublisherStatistics
 from verification.chaos.here import ARENA_BYTES, here, left_running
 from verification.chaos.journal import Broken, Published
 from verification.chaos.plan import LAST, Order, PublisherPlan, SenderPlan
-from verification.chaos.working import Work
+from verification.chaos.working import account
 from verification.internals import held_by_publisher, segments_of
 from verification.processes.peers import State
 
 __all__ = [
     "Issue",
     "admit",
-    "begin_round",
+    "carry_out",
     "close",
     "finish",
-    "know",
     "lost",
     "open_sender",
     "reopen",
-    "send_all",
     "settle",
     "told",
 ]
@@ -53,24 +51,16 @@ class _Open:
 _open = _Open()
 
 
-async def know(state: State, options: PublisherPlan) -> None:
-    """Give a process the options of its next publishers."""
-    del state
-    _open.options = options
-
-
 async def open_sender(state: State, plan: SenderPlan) -> str:
     """Open a publisher, and return its id."""
-    options = _open.options
+    options = plan.publisher
+    assert options is not None
+    _open.options = options
     while True:
         publisher = Publisher(
             state.endpoint,
             arena_bytes=ARENA_BYTES,
-            max_behind=options.max_behind,
-            slow=options.slow,
-            max_held_bytes=options.max_held_bytes,
-            history=options.history,
-            max_wait_s=options.max_wait_s,
+            **msgspec.structs.asdict(options),
             keep_warm_s=plan.keep_warm_s,
             **here.arguments,
         )
@@ -81,13 +71,12 @@ async def open_sender(state: State, plan: SenderPlan) -> str:
         else:
             break
     _open.publisher = publisher
-    here.uses[:] = [publisher.statistics]
+    here.statistics = publisher.statistics
     return publisher.id
 
 
 async def admit(state: State, count: int) -> None:
     """Wait until `count` subscribers are connected."""
-    del state
     await _wait_for(_open.publisher, count)
 
 
@@ -104,21 +93,11 @@ async def reopen(state: State, plan: SenderPlan) -> str:
         return await open_sender(state, plan)
 
 
-async def begin_round(state: State) -> None:
-    """Forget the last round."""
-    _work.begin(state)
-
-
-async def send_all(state: State, plan: SenderPlan, part: int, *, pauses: bool) -> None:
-    """Carry out the orders of a part; see `Work.run`."""
-    await _work.run(state, plan, part, pauses=pauses)
-
-
-async def _carry_out(state: State, order: Order, sources: Sequence[torch.Tensor]) -> None:
-    del state
+async def carry_out(state: State, order: Order, sources: Sequence[torch.Tensor]) -> None:
+    """Carry out an order; see `working.carry_out_all`."""
     async with _open.replacing:
         publisher = _open.publisher
-    await _work.account(order, _publish(publisher, order, sources))
+    await account(order, _publish(publisher, order, sources))
     _check_limits(publisher)
 
 
@@ -136,9 +115,6 @@ async def _publish(publisher: Publisher, order: Order, sources: Sequence[torch.T
         await publisher.drain()
 
 
-_work = Work(lambda _: 0, lambda _: 0, _carry_out)
-
-
 def _check_limits(publisher: Publisher) -> None:
     now, options = publisher.statistics(), _open.options
     if now.peak_bytes_in_use > now.arena_bytes:
@@ -152,7 +128,6 @@ def _check_limits(publisher: Publisher) -> None:
 
 async def told(state: State) -> int:
     """Wait until the memory of subscribers that ended is released, and count the retired segments."""
-    del state
     while held_by_publisher(_open.publisher)["departures"]:
         await asyncio.sleep(0.001)
     return sum(segment.is_retired for segment in segments_of(_open.publisher))
@@ -160,7 +135,6 @@ async def told(state: State) -> int:
 
 async def lost(state: State, pid: int) -> None:
     """Wait until no subscriber of a process that ended is connected."""
-    del state
     while any(lag.pid == pid for lag in _open.publisher.statistics().lags):
         await asyncio.sleep(0.001)
 
@@ -171,7 +145,6 @@ async def finish(state: State, count: int) -> tuple[str, int]:
     Returns:
         the id of the publisher, and the number of the message.
     """
-    del state
     publisher = _open.publisher
     while True:
         await publisher.drain()  # so that none is slow, and disconnected for that
@@ -201,7 +174,6 @@ async def settle(state: State, *, is_free: bool) -> None:
         state: the state of this process.
         is_free: whether all memory is free once the history is dropped.
     """
-    del state
     publisher = _open.publisher
     while any(lag.held_bytes for lag in publisher.statistics().lags):
         await asyncio.sleep(0.001)
@@ -219,9 +191,7 @@ async def settle(state: State, *, is_free: bool) -> None:
 
 async def close(state: State) -> list[str]:
     """Close the publisher, wait until its threads and tasks have ended, and report held resources."""
-    del state
     await _open.publisher.aclose()
-    here.uses.clear()
     while left_running():
         await asyncio.sleep(0.001)
     now, held = _open.publisher.statistics(), held_by_publisher(_open.publisher)

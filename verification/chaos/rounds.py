@@ -6,23 +6,22 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-import msgspec
-
 from aiotensor import ReceiverStatistics, SenderStatistics, TensorHandle
-from verification.chaos import faults, sending, taking
-from verification.chaos.audit import Account, Tally, audit
+from verification.chaos import faults, sending, taking, working
+from verification.chaos.audit import Account, audit
 from verification.chaos.family import WATCHDOG_S, Family, GoneError, Member, RoundError
 from verification.chaos.here import ARENA_BYTES, MAX_MAPPED_BYTES
 from verification.chaos.journal import Sent
-from verification.chaos.plan import PEER_TIMEOUT_S, RESOURCES, SLOTS, Fault, FaultKind, Round
+from verification.chaos.plan import RESOURCES, SLOTS, Fault, FaultKind, Round
 from verification.processes import watch
+from verification.processes.peers import fork_and_sleep
 from verification.promptly import allowed_s
 
-__all__ = ["Play", "Times", "all_of", "timed"]
+__all__ = ["Play", "all_of", "timed"]
 
 T = TypeVar("T")
 
@@ -31,54 +30,53 @@ _REFUSALS = 2  # logged in less than a second: an immediate one, and an early on
 _REAPED_S = 0.02  # within which a thread of ZeroMQ closes the descriptors of a closed socket
 
 
-class Times(msgspec.Struct):
-    """The longest times of a run, in seconds."""
-
-    told: float = 0.0  # from the loss of a peer until its calls have ended, and it is disconnected
-    released: float = 0.0  # from the loss of a subscriber until its memory is released
-    recovered: float = 0.0  # until a tensor or request of every sender has arrived
-    settled: float = 0.0  # until every permit and block has been released
-
-
 class Play:
-    """One round of one family."""
+    """One round of one family.
 
-    def __init__(self, plan: Round, family: Family, times: Times) -> None:
+    Args:
+        plan: the plan of the round.
+        family: the processes.
+        times: the longest times of the run in seconds, by what they were spent on; updated.
+    """
+
+    def __init__(self, plan: Round, family: Family, times: dict[str, float]) -> None:
         self.plan = plan
         self.family = family
-        self.times = times
         self.gone: list[tuple[Member, int]] = []  # with their slots
         self.new: list[Member] = []
-        self.programs: set[asyncio.Task[None]] = set()
-        self.receiver_is_old = True
-        self.lingering: list[int] = []
-        self.began = time.monotonic()
+        self._times = times
+        self._programs: set[asyncio.Task[None]] = set()
+        self._receiver_is_old = True
+        self._lingering: list[int] = []
+        self._began = time.monotonic()
 
-    async def run(self, tally: Tally) -> list[str]:
+    async def run(self, tally: Counter[str]) -> list[str]:
+        """Run the round, count the outcomes of its messages, and return the problems."""
         family, plan = self.family, self.plan
-        await asyncio.gather(*(member.call(family.sending.begin_round) for member in family.members))
+        await asyncio.gather(*(member.call(working.begin_round) for member in family.members))
         await self.begin()
         for slot, sender in enumerate(family.senders):
             self.send(sender, slot, 0)
         try:
             async with asyncio.timeout(3 * WATCHDOG_S), all_of(self.inject(fault) for fault in plan.faults):
                 pass
-            while self.programs:
-                await asyncio.gather(*self.programs)
-                self.programs = {program for program in self.programs if not program.done()}
+            while self._programs:
+                await asyncio.gather(*self._programs)
+                self._programs = {program for program in self._programs if not program.done()}
         finally:
-            for program in self.programs:
+            for program in self._programs:
                 program.cancel()
-            for pid in self.lingering:
+            for pid in self._lingering:
                 os.kill(pid, signal.SIGKILL)
         recovering = time.monotonic()
         await self.recover()
         settling = time.monotonic()
-        self.times.recovered = max(self.times.recovered, settling - recovering)
+        self.note_time("a message of every sender has arrived", settling - recovering)
         problems = await self.settle()
-        self.times.settled = max(self.times.settled, time.monotonic() - settling)
-        if plan.kind.has_timeout:
-            await asyncio.gather(*(member.measure_pause() for _, member in family.by_slot))
+        self.note_time("every permit and block is released", time.monotonic() - settling)
+        if plan.is_remote:
+            await asyncio.gather(*(member.measure_pause() for member in family.members))
+        present = [(member, slot) for slot, member in family.by_slot if not member.is_killed]
         accounts = [
             Account(
                 member.name,
@@ -89,10 +87,7 @@ class Play:
                 member in self.new,
                 member.paused_s,
             )
-            for member, slot in [
-                *self.gone,
-                *((member, slot) for slot, member in family.by_slot if not member.is_killed),
-            ]
+            for member, slot in [*self.gone, *present]
         ]
         problems += self.audit(accounts, tally)
         problems += await self._look_around()
@@ -103,21 +98,23 @@ class Play:
             await member.close()
         return problems
 
-    def is_late(self, took: float) -> bool:
+    def note_time(self, what: str, took: float) -> None:
+        """Note how long something took."""
+        self._times[what] = max(self._times.get(what, 0.0), took)
+
+    @staticmethod
+    def is_late(took: float) -> bool:
         """Return whether more time than promised has passed since a loss."""
-        promised_s = _TOLD_WITHIN_S
-        if self.plan.kind.has_timeout and self.plan.has_partition:
-            promised_s += PEER_TIMEOUT_S  # the kernel's notice that the process has ended may be lost
-        return took > promised_s and took > allowed_s(promised_s)
+        return took > _TOLD_WITHIN_S and took > allowed_s(_TOLD_WITHIN_S)
 
     # The round
 
     async def begin(self) -> None:
         """Start the receiver according to the plan."""
         family = self.family
-        firsts = {sender.id: sender.first for sender in family.senders}
-        plans = zip(family.takers, self.plan.takers, strict=True)
-        await asyncio.gather(*(taker.call(family.taking.take, plan, firsts) for taker, plan in plans))
+        for sender in family.senders:
+            sender.losses = await sender.call(sending.losses)
+        await family.receiver.call(taking.take, self.plan.takers[0], [sender.id for sender in family.senders])
 
     async def end(self, fault: Fault, target: int, member: Member) -> None:
         """Kill a process and replace it, or close and reopen it."""
@@ -131,60 +128,40 @@ class Play:
     def send(self, sender: Member, slot: int, part: int) -> None:
         """Start carrying out the orders of a part."""
         program = asyncio.create_task(self._program(sender, slot, part))
-        self.programs.add(program)
+        self._programs.add(program)
 
     async def _program(self, sender: Member, slot: int, part: int) -> None:
+        orders = self.plan.senders[slot], part
         with contextlib.suppress(GoneError):
-            await sender.call(
-                self.family.sending.send_all,
-                self.plan.senders[slot],
-                part,
-                pauses=self.plan.kind.work == "tensors" and self.plan.ends_a_taker and part == 0,
-            )
+            await sender.call(working.carry_out_all, self.family.sending.carry_out, *orders)
 
     async def inject(self, fault: Fault) -> None:
         """Inject a fault when it is due."""
         await asyncio.sleep(fault.at_ms / 1000)
-        if fault.target is None or fault.kind is FaultKind.ATTACK:
-            await self._disturb(fault)
-            return
         member = dict(self.family.by_slot)[fault.target]
         with contextlib.suppress(GoneError):
             match fault.kind:
                 case FaultKind.KILL | FaultKind.KILL_WITH_FORK:
                     if fault.kind is FaultKind.KILL_WITH_FORK:
-                        self.lingering.append(await member.call(faults.fork_and_linger))
+                        self._lingering.append(await member.call(fork_and_sleep))
                     await self.end(fault, fault.target, member)
                 case FaultKind.CLOSE:
                     await self.end(fault, fault.target, member)
                 case FaultKind.STOP:
                     await member.stop(fault.for_ms / 1000)
-                case FaultKind.FORK:
-                    went_on = await member.call(faults.fork)
-                    if went_on:
-                        raise RoundError(f"{member.name}: {went_on} uses went on in a forked child")
                 case _:
                     await member.call(faults.suffer, fault.kind, fault.for_ms / 1000, self.plan.number)
 
-    async def _disturb(self, fault: Fault) -> None:
-        """Cut the network, or flood a server with connections."""
-        network, target = self.family.network, fault.target
-        if network is not None:
-            async with (
-                network.cut(fault.how) if target is None else network.attacked(target - SLOTS, fault.how)
-            ):
-                await asyncio.sleep(fault.for_ms / 1000)
-
     async def _kill_sender(self, slot: int) -> None:
         sender, receiver = self.family.senders[slot], self.family.receiver
-        watched = self.receiver_is_old and not self.plan.has(slot, (FaultKind.CLOSE,))
+        watched = self._receiver_is_old and not self.plan.has(slot, (FaultKind.CLOSE,))
         at = sender.kill()
         self.gone.append((sender, slot))
         if watched:
             with contextlib.suppress(GoneError):
                 pid, took = await timed(receiver, at, receiver.call(taking.heard, sender.id))
-                if self.receiver_is_old:
-                    self.times.told = max(self.times.told, took)
+                if self._receiver_is_old:
+                    self.note_time("the loss of a peer is noticed", took)
                     if self.is_late(took) or pid != sender.pid:
                         raise RoundError(
                             f"the end of {sender.name} was told after {took:.3f} s, naming {pid}"
@@ -202,14 +179,16 @@ class Play:
     async def _end_receiver(self, kind: FaultKind) -> None:
         family, old = self.family, self.family.receiver
         senders = [sender for sender in family.senders if sender not in self.new]
-        self.receiver_is_old = False
+        self._receiver_is_old = False
         if kind is FaultKind.CLOSE:
             await old.call(taking.close)
             at = time.monotonic()
         else:
             at = old.kill()
             self.gone.append((old, SLOTS))
-        async with all_of(self.told(sender, at, sender.call(sending.told)) for sender in senders):
+        async with all_of(
+            self.told(sender, at, sender.call(sending.told, sender.losses)) for sender in senders
+        ):
             if kind is FaultKind.CLOSE:
                 new = old
             else:
@@ -221,16 +200,20 @@ class Play:
         """Open the receiver or server of a process in place of an earlier one."""
         family, plan = self.family, self.plan.takers[number]
         await taker.call(family.taking.open_receiver, plan)
-        await taker.call(family.taking.take, plan, {})
+        await self.resume(taker, number)
         if taker is not family.takers[number]:
             self.new.append(taker)
             family.takers[number] = taker
+
+    async def resume(self, taker: Member, number: int) -> None:
+        """Let a new receiver or server take as planned."""
+        await taker.call(taking.take, self.plan.takers[number], [])
 
     async def told(self, member: Member, at: float, telling: Awaitable[object]) -> None:
         """Wait until a process has noticed the end of another, and check that this is within the promise."""
         with contextlib.suppress(GoneError):
             _, took = await timed(member, at, telling)
-            self.times.told = max(self.times.told, took)
+            self.note_time("the loss of a peer is noticed", took)
             if self.is_late(took):
                 raise RoundError(f"{member.name} noticed the end of a peer after {took:.3f} s")
 
@@ -241,13 +224,13 @@ class Play:
         family = self.family
         await family.receiver.call(taking.stop)
         # Concurrently: a probe may wait for a permit that `ask` releases, and `ask` may wait for a sender.
-        await asyncio.gather(self.ask(), *(family.probe(self.plan, slot) for slot in range(SLOTS)))
+        await asyncio.gather(self.ask(), *(family.probe(slot) for slot in range(SLOTS)))
 
     async def ask(self) -> None:
         """Request every tensor that has a handle from the receiver."""
         family = self.family
         senders = {*family.senders}
-        if self.receiver_is_old:  # a new one does not know the senders killed before it started
+        if self._receiver_is_old:  # a new one does not know the senders killed before it started
             senders |= {member for member, slot in self.gone if slot < SLOTS}
         handles = [
             TensorHandle(event.sender, event.message, event.tensor, "int64", (1,), "cpu")
@@ -260,16 +243,16 @@ class Play:
     async def settle(self) -> list[str]:
         """Wait until nothing is held, and return the problems found."""
         family = self.family
-        receiver = await family.receiver.call(taking.settle, SLOTS if family.kind.lands else None)
+        receiver = await family.receiver.call(taking.settle, SLOTS if self.plan.is_remote else None)
         problems = [f"{family.receiver.name}: {wrong}" for wrong in _wrong_with_receiver(receiver, SLOTS)]
         for sender in family.senders:
             statistics, sender.losses = await sender.call(sending.settle)
             problems += [f"{sender.name}: {wrong}" for wrong in _wrong_with_sender(statistics)]
         return problems
 
-    def audit(self, accounts: list[Account], tally: Tally) -> list[str]:
+    def audit(self, accounts: Sequence[Account], tally: Counter[str]) -> list[str]:
         """Account for all sent tensors."""
-        return audit(self.plan, accounts, self.family.dropped, tally)
+        return audit(self.plan, accounts, tally)
 
     def may_log(self, line: str, slot: int) -> bool:
         """Return whether a fault in the plan explains an error in a log."""
@@ -299,7 +282,7 @@ class Play:
         problems = [f"{member.name} complained: {member.complaints}"] if member.complaints else []
         lines = member.new_log()
         refusals = sum("a connection to " in line and " was refused" in line for line in lines)
-        allowed = _REFUSALS + time.monotonic() - self.began
+        allowed = _REFUSALS + time.monotonic() - self._began
         if refusals > allowed:
             problems.append(f"{member.name} logged {refusals} refused connections")
         for line in lines:

@@ -8,13 +8,13 @@ import torch
 
 from aiotensor import PeerLostError, RefusedError, SenderStatistics, TensorHandle, TensorSender
 from verification.chaos.here import ARENA_BYTES, here
-from verification.chaos.journal import Broken, Sent, Withdrawn
+from verification.chaos.journal import Broken, Sent
 from verification.chaos.plan import Order, SenderPlan
-from verification.chaos.working import GivenUpError, Work
+from verification.chaos.working import account
 from verification.patterns import pattern
 from verification.processes.peers import State
 
-__all__ = ["begin_round", "open_sender", "probe", "reopen", "send_all", "settle", "told"]
+__all__ = ["carry_out", "losses", "open_sender", "probe", "reopen", "settle", "told"]
 
 
 async def open_sender(state: State, plan: SenderPlan) -> str:
@@ -23,6 +23,7 @@ async def open_sender(state: State, plan: SenderPlan) -> str:
     )
     await sender.__aenter__()
     state.senders.append(sender)
+    here.statistics = sender.statistics
     return sender.id
 
 
@@ -41,41 +42,30 @@ def _losses(state: State) -> int:
     return sum(sender.statistics().receivers_lost for sender in state.senders)
 
 
-def _in_flight(state: State) -> int:
-    return sum(sender.statistics().in_flight for sender in state.senders)
+async def losses(state: State) -> int:
+    """Count the receivers that were lost."""
+    return _losses(state)
 
 
-async def begin_round(state: State) -> None:
-    """Forget the last round."""
-    _work.begin(state)
+async def told(state: State, before: int) -> None:
+    """Wait until more receivers are lost than before."""
+    while _losses(state) <= before:
+        await asyncio.sleep(0.001)
 
 
-async def send_all(state: State, plan: SenderPlan, part: int, *, pauses: bool) -> None:
-    """Carry out the orders of a part; see `Work.run`."""
-    await _work.run(state, plan, part, pauses=pauses)
-
-
-async def _carry_out(state: State, order: Order, sources: Sequence[torch.Tensor]) -> None:
+async def carry_out(state: State, order: Order, sources: Sequence[torch.Tensor]) -> None:
+    """Carry out an order; see `working.carry_out_all`."""
     sender = state.sender
-    handles: list[TensorHandle] = []
-    await _work.account(order, _send(state, order, sources, handles))
-    if order.fate == "discard" and handles:
-        await asyncio.sleep(order.after_ms / 1000)
-        here.journal(Withdrawn(order.key))
-        if sender is state.sender:
-            sender.discard(handles[0])
+    await account(order, _send(state, order, sources))
     _check_limits(sender.statistics())
 
 
-async def _send(
-    state: State, order: Order, sources: Sequence[torch.Tensor], handles: list[TensorHandle]
-) -> None:
+async def _send(state: State, order: Order, sources: Sequence[torch.Tensor]) -> None:
     sender = state.sender
 
     def sent(handle: TensorHandle) -> None:
         token = order.key + handle.tensor
         here.journal(Sent(token, handle.sender, handle.message, handle.tensor, _losses(state)))
-        handles.append(handle)
 
     match order.how:
         case "send":
@@ -88,20 +78,13 @@ async def _send(
             await sender.copied(handle)
         case "allocate":
             tensor = await sender.allocate(tuple(sources[0].shape), sources[0].dtype)
-            tensor.copy_(sources[0])
-            await _work.pause(state)
-            sent(await sender.send(tensor))
+            sent(await sender.send(tensor.copy_(sources[0])))
         case "message":
             async with sender.message() as message:
                 for source in sources:
                     sent(await message.send(source))
-                if order.fate == "raise":
-                    raise GivenUpError
         case _:
             raise AssertionError(order.how)
-
-
-_work = Work(_losses, _in_flight, _carry_out)
 
 
 def _check_limits(statistics: SenderStatistics) -> None:
@@ -111,12 +94,7 @@ def _check_limits(statistics: SenderStatistics) -> None:
         here.journal(Broken(f"more bytes in use than the arena has: {statistics}"))
 
 
-async def told(state: State) -> int:
-    """Wait until the loss of a receiver has ended every wait; see `Work.told`."""
-    return await _work.told(state)
-
-
-async def probe(state: State, plan: SenderPlan) -> TensorHandle:
+async def probe(state: State) -> TensorHandle:
     """Send a tensor to the current receiver, or to the next one."""
     while True:
         # The listening socket of a killed process outlives its connections for a moment, and a sender that a
@@ -133,6 +111,6 @@ async def settle(state: State) -> tuple[SenderStatistics, int]:
     sender = state.sender  # the last messages of closed senders have no reported outcome
     while (now := sender.statistics()).in_flight or now.bytes_in_use or now.waiting:
         await asyncio.sleep(0.001)
-    losses = _losses(state)
+    count = _losses(state)
     del state.senders[:-1]
-    return state.sender.statistics(), losses
+    return state.sender.statistics(), count

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import random
-from collections.abc import Mapping
 
 import torch
 
@@ -17,7 +16,7 @@ from verification.chaos.taking import Cycle
 from verification.internals import publisher_of
 from verification.processes.peers import State
 
-__all__ = ["close", "ended", "finish", "heard", "open_receiver", "settle", "stop", "take"]
+__all__ = ["close", "ended", "finish", "heard", "open_receiver", "settle", "stop"]
 
 _CANCELLED = 0.2  # of the calls
 _ITERATED = 0.5  # of the calls
@@ -30,16 +29,14 @@ class _Subscribing:
     Args:
         subscriber: an open subscriber.
         plan: the plan of the round.
-        has_one_publisher: whether no other publisher follows a lost one.
     """
 
-    def __init__(self, subscriber: Subscriber[Issue], plan: TakerPlan, *, has_one_publisher: bool) -> None:
+    def __init__(self, subscriber: Subscriber[Issue], plan: TakerPlan) -> None:
         self.subscriber = subscriber
         self.latest = "", -1  # the publisher and the number of the last publication
         self.has_ended = False  # the last call was notified of the end of a publisher
         self.is_closed = False
         self._plan = plan
-        self._has_one_publisher = has_one_publisher
         self._rng = random.Random(plan.seed)
         self._kept: list[tuple[torch.Tensor, int | None]] = []  # with their patterns; None for zeros
         self.task = asyncio.create_task(self._take())
@@ -50,24 +47,20 @@ class _Subscribing:
             try:
                 self._took(await self._next())
             except StopAsyncIteration:
-                if self._ended(Disconnected("")):
-                    return
+                self._ended(Disconnected(""))
             except ClosedError:
                 return
             except (AioTensorError, OSError) as error:
-                if self._ended(Disconnected(type(error).__name__, str(error))):
-                    return
+                self._ended(Disconnected(type(error).__name__, str(error)))
                 await asyncio.sleep(0.001)  # it may be refused again
             if self._plan.slow_ms:
                 await asyncio.sleep(self._plan.slow_ms / 1000)
 
-    def _ended(self, end: Disconnected) -> bool:
-        """Record the end of a connection, and return whether no other follows."""
-        if self.is_closed:
-            return True
-        here.journal(end)
-        self.has_ended = True
-        return self._has_one_publisher and end.error != "OSError"
+    def _ended(self, end: Disconnected) -> None:
+        """Record the end of a connection, unless this side has closed it."""
+        if not self.is_closed:
+            here.journal(end)
+            self.has_ended = True
 
     async def _next(self) -> Publication[Issue]:
         """Return the next publication; some calls are cancelled first, which loses nothing."""
@@ -144,24 +137,18 @@ async def open_receiver(state: State, plan: TakerPlan) -> None:
             await asyncio.sleep(0.005)
         else:
             break
-    here.uses[:] = [subscriber.statistics]
-    _all.append(_Subscribing(subscriber, plan, has_one_publisher=not isinstance(state.endpoint, str)))
-
-
-async def take(state: State, plan: TakerPlan, firsts: Mapping[str, int]) -> None:
-    """Do nothing: an open subscriber takes."""
+    here.statistics = subscriber.statistics
+    _all.append(_Subscribing(subscriber, plan))
 
 
 async def heard(state: State, publisher: str) -> None:
     """Wait until a subscriber is disconnected from a publisher that is gone."""
-    del state
     while publisher_of(_all[-1].subscriber) == publisher:
         await asyncio.sleep(0.001)
 
 
 async def finish(state: State, publisher: str, number: int) -> None:
     """Wait for the last publication, or until no other can arrive."""
-    del state
     last = _all[-1]
     while last.latest != (publisher, number) and not last.task.done():
         await asyncio.sleep(0.001)
@@ -169,14 +156,12 @@ async def finish(state: State, publisher: str, number: int) -> None:
 
 async def settle(state: State) -> None:
     """Wait until all tensors of this round are dropped."""
-    del state
     for one in _all:
         await one.settle()
 
 
 async def ended(state: State) -> None:
     """Wait until the taker has been notified of the end of the publisher."""
-    del state
     last = _all[-1]
     while not last.has_ended and not last.task.done():
         await asyncio.sleep(0.001)
@@ -184,14 +169,12 @@ async def ended(state: State) -> None:
 
 async def close(state: State) -> None:
     """Close the subscriber."""
-    del state
     await _all[-1].close()
 
 
 async def stop(state: State) -> None:
     """Close the subscriber, forget those of this round, and wait for the end of their threads and tasks."""
     await close(state)
-    here.uses.clear()
     _all.clear()
     while left_running():
         await asyncio.sleep(0.001)

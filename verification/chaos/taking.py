@@ -1,18 +1,13 @@
 """The operations of the receiver's process in a round."""
 
 import asyncio
-import contextlib
 import gc
-import random
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from aiotensor import (
     AioTensorError,
-    ClosedError,
-    DiscardedError,
     PeerLostError,
     ReceiverStatistics,
     RefusedError,
@@ -21,7 +16,7 @@ from aiotensor import (
     UsageError,
 )
 from verification.chaos.here import MAX_MAPPED_BYTES, here, token_of
-from verification.chaos.journal import Answered, Broken, Dropped, Taken
+from verification.chaos.journal import Answered, Broken, Taken
 from verification.chaos.plan import Hold, TakerPlan
 from verification.processes.peers import State
 
@@ -41,65 +36,40 @@ class Cycle:
 class _Taking:
     """One round of one receiver."""
 
-    def __init__(self, state: State, plan: TakerPlan, firsts: Mapping[str, int]) -> None:
-        self.receiver = state.receiver
+    def __init__(self, receiver: TensorReceiver, plan: TakerPlan, senders: Sequence[str]) -> None:
+        self.receiver = receiver
         self.plan = plan
-        self.rng = random.Random(plan.seed)
         self.kept: list[tuple[int, torch.Tensor]] = []
         self.losses: dict[str, asyncio.Future[int | None]] = {}
         self.tasks = [asyncio.create_task(self._iterate()) for _ in range(plan.iterators)]
-        for sender, first in firsts.items():
+        for sender in senders:
             self.losses[sender] = asyncio.get_running_loop().create_future()
             self.tasks.append(asyncio.create_task(self._wait_in_vain(sender)))
-            for index in plan.by_handle:
-                self.tasks.append(asyncio.create_task(self._ask(_handle(sender, first + index))))
-            for index in plan.discards:
-                self.tasks.append(asyncio.create_task(self._discard(_handle(sender, first + index))))
 
     async def _iterate(self) -> None:
         await asyncio.sleep(self.plan.stuck_ms / 1000)
         async for delivery in self.receiver:
-            self.took(delivery.handle, delivery.tensor)
+            self._took(delivery.handle, delivery.tensor)
             del delivery
             if self.plan.slow_ms:
                 await asyncio.sleep(self.plan.slow_ms / 1000)
 
-    async def _ask(self, handle: TensorHandle) -> None:
-        await asyncio.sleep(self.plan.stuck_ms / 1000)
-        try:
-            copies = self.rng.random() < self.plan.copies
-            self.took(handle, await self.receiver.receive(handle, copy=copies))
-        except AioTensorError:
-            return  # its outcome is requested again at the end
-
-    async def _discard(self, handle: TensorHandle) -> None:
-        await asyncio.sleep(self.rng.uniform(0, 0.02))
-        here.journal(Dropped(handle.sender, handle.message))
-        with contextlib.suppress(ClosedError):
-            self.receiver.discard(handle)
-
     async def _wait_in_vain(self, sender: str) -> None:
         """Wait for a tensor that is never sent, until the sender is lost."""
         try:
-            await self.receiver.receive(_handle(sender, _NEVER))
+            await self.receiver.receive(TensorHandle(sender, _NEVER, 0, "int64", (1,), "cpu"))
         except (PeerLostError, RefusedError) as error:
             self.losses[sender].set_result(error.pid)
         except AioTensorError:
             self.losses[sender].set_result(None)
 
-    def took(self, handle: TensorHandle, tensor: torch.Tensor) -> None:
-        token = token_of(tensor)
-        if token is None:
-            here.journal(Broken(f"{handle} arrived with values that were never sent: {tensor[:9]}"))
-            return
-        here.journal(Taken(token, handle.sender, handle.message, handle.tensor))
+    def _took(self, handle: TensorHandle, tensor: torch.Tensor) -> None:
+        token = _note(handle, tensor)
         now = self.receiver.statistics()
         if now.mapped_bytes > MAX_MAPPED_BYTES:
             here.journal(Broken(f"more mapped than allowed: {now}"))
-        if here.collects_in_finalizers:
-            _collecting.add(weakref.ref(tensor, _collect))
         match self.plan.hold:
-            case Hold.KEEP:
+            case Hold.KEEP if token is not None:
                 self.kept.append((token, tensor))
                 asyncio.get_running_loop().call_later(self.plan.hold_ms / 1000, self._let_go)
             case Hold.CYCLE:
@@ -122,23 +92,20 @@ class _Taking:
             await asyncio.sleep(0.001)
 
 
-_collecting: set["weakref.ref[torch.Tensor]"] = set()
-
-
-def _collect(reference: "weakref.ref[torch.Tensor]") -> None:
-    _collecting.discard(reference)
-    gc.collect()
+def _note(handle: TensorHandle, tensor: torch.Tensor) -> int | None:
+    """Record a tensor that was taken, and return its token."""
+    token = token_of(tensor)
+    if token is None:
+        here.journal(Broken(f"{handle} arrived with values that were never sent: {tensor[:9]}"))
+    else:
+        here.journal(Taken(token, handle.sender, handle.message, handle.tensor))
+    return token
 
 
 _taking: _Taking | None = None
 
 
-def _handle(sender: str, message: int, tensor: int = 0) -> TensorHandle:
-    return TensorHandle(sender, message, tensor, "int64", (1,), "cpu")
-
-
 async def open_receiver(state: State, plan: TakerPlan) -> None:
-    del plan
     while True:
         receiver = TensorReceiver(state.endpoint, max_mapped_bytes=MAX_MAPPED_BYTES, **here.arguments)
         try:
@@ -147,19 +114,14 @@ async def open_receiver(state: State, plan: TakerPlan) -> None:
             await asyncio.sleep(0.005)
         else:
             state.receivers.append(receiver)
+            here.statistics = receiver.statistics
             return
 
 
-async def take(state: State, plan: TakerPlan, firsts: Mapping[str, int]) -> None:
-    """Start taking tensors, until `stop` or `close`.
-
-    Args:
-        state: the state of this process.
-        plan: the plan of the round.
-        firsts: the senders, and the number of the next message of each.
-    """
+async def take(state: State, plan: TakerPlan, senders: Sequence[str]) -> None:
+    """Start taking the tensors of some senders, until `stop` or `close`."""
     global _taking
-    _taking = _Taking(state, plan, firsts)
+    _taking = _Taking(state.receiver, plan, senders)
 
 
 async def heard(state: State, sender: str) -> int | None:
@@ -182,22 +144,17 @@ async def answer(state: State, handles: Sequence[TensorHandle]) -> None:
         except AioTensorError as error:
             here.journal(Answered(handle.sender, handle.message, handle.tensor, type(error).__name__))
         else:
-            token = token_of(tensor)
-            if token is None:
-                here.journal(Broken(f"{handle} arrived with values that were never sent: {tensor[:9]}"))
-            else:
-                here.journal(Taken(token, handle.sender, handle.message, handle.tensor))
+            _note(handle, tensor)
 
 
 async def take_probe(state: State, handle: TensorHandle) -> bool:
     """Take the tensor that a probe sent, and return whether it has arrived.
 
-    It does not arrive if its number was discarded before, if the refusal of its sender is in transit, or
-    between two machines if only the receiver has detected a loss.
+    It does not arrive if the refusal of its sender is in transit, or only the receiver has noticed a loss.
     """
     try:
         tensor = await state.receiver.receive(handle)
-    except (DiscardedError, PeerLostError, RefusedError):
+    except (PeerLostError, RefusedError):
         return False
     if token_of(tensor) != 0:
         raise ValueError("a probe arrived with other values")
@@ -206,7 +163,6 @@ async def take_probe(state: State, handle: TensorHandle) -> bool:
 
 async def stop(state: State) -> None:
     """Stop taking tensors, and wait until all kept ones are dropped."""
-    del state
     await _stop(waits=True)
 
 

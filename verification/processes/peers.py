@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -287,7 +288,9 @@ async def close_receiver(state: State) -> None:
 
 async def fork_and_sleep(state: State) -> int:
     """Fork, and return the pid of the child, which lives until it is killed."""
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is the purpose
+        child = os.fork()
     if child == 0:
         while True:
             signal.pause()
