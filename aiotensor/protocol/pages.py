@@ -1,8 +1,7 @@
 """The pages of a memory range for which the system has provided memory, as offsets.
 
 The system provides memory in pages. It is requested in *chunks* of many pages, so that the next small block
-finds warm memory, or in single pages if memory is scarce. A chunk is recorded as full, as empty, or page by
-page. This module does not access the memory itself.
+finds warm memory, or in single pages if memory is scarce. This module does not access the memory itself.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,23 +27,19 @@ class WarmPages:
         nbytes: the total size in bytes of the pages that have memory.
     """
 
-    __slots__ = ("_full", "_page", "_pages", "_size", "_some", "nbytes")
+    __slots__ = ("_in_chunk", "_page", "_pages", "_some", "nbytes")
 
     def __init__(self, size: int, page: int) -> None:
-        chunks = -(-size // CHUNK_BYTES)
         self.nbytes = 0
-        self._size = size
         self._page = page
-        self._full = bytearray(chunks)  # a 1 for each chunk whose pages all have memory
-        self._some = bytearray(chunks)  # a 1 for each chunk with at least one page that has memory
-        self._pages: dict[int, bytearray] = {}  # of partly full chunks: a 1 for each page with memory
+        self._in_chunk = CHUNK_BYTES // page
+        # A 1 for each page that has memory. The zeros of large ranges take no memory before the first write.
+        self._pages = bytearray(size // page)
+        self._some = bytearray(-(-size // CHUNK_BYTES))  # a 1 for each chunk with such pages
 
     def has(self, offset: int, nbytes: int) -> bool:
         """Return whether every page of a range has memory."""
-        first, last = offset // CHUNK_BYTES, (offset + nbytes - 1) // CHUNK_BYTES
-        if self._full.find(0, first, last + 1) < 0:
-            return True
-        return all(self._has_part(chunk, offset, offset + nbytes) for chunk in range(first, last + 1))
+        return self._pages.find(0, offset // self._page, (offset + nbytes - 1) // self._page + 1) < 0
 
     def missing(self, offset: int, nbytes: int, *, whole_chunks: bool) -> list[Range]:
         """List the ranges to request from the system so that a range has memory, each within one chunk.
@@ -55,25 +50,22 @@ class WarmPages:
             whole_chunks: whether to request all pages of an empty chunk, and not only those in the range.
         """
         ranges = []
+        first, last = offset // self._page, (offset + nbytes - 1) // self._page + 1
         for chunk in range(offset // CHUNK_BYTES, (offset + nbytes - 1) // CHUNK_BYTES + 1):
-            if self._has_part(chunk, offset, offset + nbytes):
-                continue
-            start, stop = self._bounds(chunk)
+            low, high = self._bounds(chunk)
             if self._some[chunk] or not whole_chunks:
-                start, stop = max(start, self._down(offset)), min(stop, self._up(offset + nbytes))
-            ranges.append((start, stop - start))
+                low, high = max(low, first), min(high, last)
+            if self._pages.find(0, max(low, first), min(high, last)) >= 0:
+                ranges.append((low * self._page, (high - low) * self._page))
         return ranges
 
     def add(self, ranges: Iterable[Range]) -> None:
         """Record that ranges have memory; each range lies within one chunk."""
         for start, length in ranges:
-            chunk = start // CHUNK_BYTES
-            low = chunk * CHUNK_BYTES
-            pages = self._pages_of(chunk)
-            first, last = (start - low) // self._page, (start + length - low) // self._page
-            self.nbytes += pages.count(0, first, last) * self._page
-            pages[first:last] = b"\1" * (last - first)
-            self._note(chunk, pages)
+            first, last = start // self._page, (start + length) // self._page
+            self.nbytes += self._pages.count(0, first, last) * self._page
+            self._pages[first:last] = b"\1" * (last - first)
+            self._some[start // CHUNK_BYTES] = 1
 
     def take(self, start: int, stop: int, most: int | None = None) -> list[Range]:
         """Record that the pages within a range no longer have memory, and list ranges that cover these pages.
@@ -85,21 +77,18 @@ class WarmPages:
             stop: one past the offset of its last byte.
             most: the number of bytes after which no further chunk is taken; None for no limit.
         """
-        start, stop = self._up(start), self._down(stop)
         taken, before = [], self.nbytes
         for chunk in self.chunks(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
             if most is not None and before - self.nbytes >= most:
                 break
             low, high = self._bounds(chunk)
-            pages = self._pages_of(chunk)
-            first, last = max(start - low, 0) // self._page, (min(stop, high) - low) // self._page
-            count = pages.count(1, first, last)
-            if not count:
-                continue
-            self.nbytes -= count * self._page
-            pages[first:last] = bytes(last - first)
-            self._note(chunk, pages)
-            taken.append((low + first * self._page, (last - first) * self._page))
+            first, last = max(low, -(-start // self._page)), min(high, stop // self._page)
+            count = self._pages.count(1, first, last)
+            if count:
+                self.nbytes -= count * self._page
+                self._pages[first:last] = bytes(last - first)
+                self._some[chunk] = self._pages.find(1, low, high) >= 0
+                taken.append((first * self._page, (last - first) * self._page))
         return taken
 
     def chunks(self, first: int, last: int) -> Iterator[int]:
@@ -109,39 +98,9 @@ class WarmPages:
             yield chunk
             chunk = self._some.find(1, chunk + 1, last)
 
-    def _has_part(self, chunk: int, start: int, stop: int) -> bool:
-        if self._full[chunk]:
-            return True
-        pages = self._pages.get(chunk)
-        if pages is None:
-            return False
-        low = chunk * CHUNK_BYTES
-        return pages.find(0, max(start - low, 0) // self._page, -(-(stop - low) // self._page)) < 0
-
-    def _pages_of(self, chunk: int) -> bytearray:
-        pages = self._pages.get(chunk)
-        if pages is None:
-            low, high = self._bounds(chunk)
-            pages = bytearray((b"\1" if self._full[chunk] else b"\0") * ((high - low) // self._page))
-        return pages
-
-    def _note(self, chunk: int, pages: bytearray) -> None:
-        self._full[chunk] = 0 not in pages
-        self._some[chunk] = 1 in pages
-        if self._full[chunk] or not self._some[chunk]:
-            self._pages.pop(chunk, None)
-        else:
-            self._pages[chunk] = pages
-
     def _bounds(self, chunk: int) -> tuple[int, int]:
-        start = chunk * CHUNK_BYTES
-        return start, min(start + CHUNK_BYTES, self._size)
-
-    def _down(self, offset: int) -> int:
-        return offset - offset % self._page
-
-    def _up(self, offset: int) -> int:
-        return -(-offset // self._page) * self._page
+        """Return the first page of a chunk, and one past its last page."""
+        return chunk * self._in_chunk, min((chunk + 1) * self._in_chunk, len(self._pages))
 
 
 def gaps(start: int, stop: int, kept: Sequence[tuple[int, int]], page: int) -> list[Range]:
