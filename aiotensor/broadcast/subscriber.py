@@ -21,7 +21,6 @@ from typing import Any, Generic, NamedTuple, Self, TypedDict, TypeVar, Unpack, o
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import (
     AioTensorError,
-    ProtocolError,
     RefusedError,
     UnavailableError,
     WouldBlockError,
@@ -35,9 +34,6 @@ from aiotensor.memory.mappings import Mappings
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.frames import (
     VERSION,
-    Attach,
-    Close,
-    Detach,
     Discard,
     Frame,
     Hello,
@@ -360,8 +356,8 @@ class Subscriber(LoopObject, Generic[T]):
         found.finish()
         if found.is_broken:
             return False  # the end of the session follows, with its own error
-        # An error of the type, such as one of its `__post_init__`, would occur again. It takes the place of the
-        # publication.
+        # An error of the type, such as one of its `__post_init__`, would occur again, so it takes the place
+        # of the publication.
         self._counts["missed"] += found.missed or 0
         return True
 
@@ -534,7 +530,13 @@ class _Publisher(MessageSession):
     name = "the publisher"
 
     def __init__(self, transport: Transport, connection: Connection, subscriber: Subscriber[Any]) -> None:
-        super().__init__(transport, connection, subscriber._log, mappings=subscriber._mappings)
+        super().__init__(
+            transport,
+            connection,
+            subscriber._log,
+            mappings=subscriber._mappings,
+            max_mapped_bytes=subscriber._max_mapped_bytes,
+        )
         self.publisher = ""
         self.first = 0
         self.withdraws = False
@@ -564,24 +566,16 @@ class _Publisher(MessageSession):
                     subscriber._arrived(self, frame)
                 case Discard():
                     subscriber._withdrawn(self, frame.message)
-                case Attach():
-                    limit = subscriber._max_mapped_bytes
-                    left = None if limit is None else limit - self.memory.arena_bytes
-                    self.map(self.mappings, self.memory, frame, descriptors, left)
-                case Detach():
-                    self.unmap(frame.segment)
                 case Hello():
                     if frame.is_admitted:
                         self._admitted(frame)
-                case Close():
-                    self.closed(frame)
                 case _:
-                    raise ProtocolError("it sent a frame that no publisher sends")
+                    self.control(frame, descriptors)
             if self.is_over:
                 break
 
     def _admitted(self, hello: Hello) -> None:
-        limit = self._subscriber._max_mapped_bytes
+        limit = self.max_mapped_bytes
         if limit is not None and hello.arena_bytes > limit:
             self.refuse(
                 RefusedError(

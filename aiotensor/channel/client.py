@@ -58,15 +58,11 @@ from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import (
     INLINE,
     VERSION,
-    Attach,
-    Close,
-    Detach,
     Discarded,
     Failure,
     Frame,
     Hello,
     Message,
-    Release,
     Taken,
 )
 from aiotensor.runtime import arguments, tracing
@@ -1195,22 +1191,14 @@ class _Session(MessageSession):
                         request.fail(self._error(frame))
                     else:
                         self._client._refused(self._error(frame))
-                case Release():
-                    self.released(self.arena, frame.blocks)
-                case Attach():
-                    self.map(self.mappings, self.memory, frame, descriptors)
-                case Detach():
-                    self.unmap(frame.segment)
                 case Hello():
                     if frame.is_admitted:
                         self.memory.arena_bytes = frame.arena_bytes
                         self.window = frame.max_waiting
                         self.max_body_bytes = frame.max_body_bytes
                         self.engine.admitted()
-                case Close():
-                    self.closed(frame)
                 case _:
-                    raise ProtocolError("it sent a frame that no server sends")
+                    self.control(frame, descriptors)
             if self.is_over:
                 break
 

@@ -34,14 +34,10 @@ from aiotensor.protocol.frames import (
     INLINE,
     MAX_TEXT,
     MAX_TYPE_NAME,
-    Attach,
-    Close,
-    Detach,
     Discard,
     Failure,
     Frame,
     Message,
-    Release,
 )
 from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import FreedItems, LoopAffinity
@@ -407,7 +403,7 @@ class ClientSession(MessageSession):
         mappings: the mappings of the server.
         server: the requests of the server.
         max_waiting: the maximum number of its messages that wait to be taken.
-        max_mapped_bytes: the maximum size of its memory and that it forwards, in bytes; None for no limit.
+        max_mapped_bytes: the limit of its memory, as for `MessageSession`.
 
     Attributes:
         requests: its messages that have not ended, by their numbers.
@@ -424,7 +420,7 @@ class ClientSession(MessageSession):
         max_waiting: int,
         max_mapped_bytes: int | None,
     ) -> None:
-        super().__init__(transport, connection, log, server.memory, mappings)
+        super().__init__(transport, connection, log, server.memory, mappings, max_mapped_bytes)
         self.id = self.hello.id
         self.name = f"client {self.id}"
         self.memory.arena_bytes = self.hello.arena_bytes
@@ -432,7 +428,6 @@ class ClientSession(MessageSession):
         self.requests: dict[int, Incoming] = {}
         self._server = server
         self._max_waiting = max_waiting
-        self._max_mapped_bytes = max_mapped_bytes
 
     def taken(self, number: int) -> None:
         """Write at once that the application takes a request.
@@ -515,18 +510,8 @@ class ClientSession(MessageSession):
                         if cancelled.is_taken and cancelled.message.asks:
                             self.connection.discarded(frame.message, confirms=True)
                             self.schedule_flush()
-                case Release():
-                    self.released(self.arena, frame.blocks)
-                case Attach():
-                    limit = self._max_mapped_bytes
-                    left = None if limit is None else limit - self.memory.arena_bytes
-                    self.map(self.mappings, self.memory, frame, descriptors, left)
-                case Detach():
-                    self.unmap(frame.segment)
-                case Close():
-                    self.closed(frame)
                 case _:
-                    raise ProtocolError("it sent a frame that no client sends")
+                    self.control(frame, descriptors)
             if self.is_over:
                 break
 

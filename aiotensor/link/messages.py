@@ -22,9 +22,14 @@ from aiotensor.protocol.connection import Connection
 from aiotensor.protocol.frames import (
     ARENA,
     DECODE_ERRORS,
+    Attach,
+    Close,
     Content,
+    Detach,
+    Frame,
     Message,
     PlacedTensor,
+    Release,
     decode_content,
     read_content,
     unreadable,
@@ -62,6 +67,8 @@ class MessageSession(Session):
         log: the log of the owner.
         arena: the memory of this end; None if it sends no messages.
         mappings: the mappings of this end; None if it receives no messages.
+        max_mapped_bytes: the maximum size of the memory of the peer and that it forwards, in bytes; None for
+            no limit.
 
     Attributes:
         memory: the memory of the peer.
@@ -77,6 +84,7 @@ class MessageSession(Session):
         log: PeerLog,
         arena: Memory | None = None,
         mappings: Mappings | None = None,
+        max_mapped_bytes: int | None = None,
     ) -> None:
         super().__init__(transport, connection, log, None if mappings is None else mappings.freed)
         # Without mappings, nothing would end the cycle, which would keep descriptors until a collection.
@@ -85,6 +93,7 @@ class MessageSession(Session):
         self.accepted_at = 0.0
         self._arena = arena
         self._mappings = mappings
+        self.max_mapped_bytes = max_mapped_bytes
         self.transfers: dict[Hashable, _Transfer] = {}
 
     @property
@@ -215,11 +224,27 @@ class MessageSession(Session):
         self.connection.taken(number)
         self.schedule_flush()
 
-    def unmap(self, segment: int) -> None:
-        """Unmap a segment that the peer has withdrawn; between machines, the memory in its place."""
-        if self.transport.mover is not None:
-            self.transport.mover.land(segment, None)
-        self.mappings.detach(self.memory, segment)
+    def control(self, frame: Frame, descriptors: list[int]) -> None:
+        """Process a frame about memory, or the last frame; see `Session.received` for the arguments.
+
+        Raises:
+            ProtocolError: it is another frame, which no peer of this role sends.
+        """
+        match frame:
+            case Release() if self._arena is not None:
+                self.released(self._arena, frame.blocks)
+            case Attach():
+                limit = self.max_mapped_bytes
+                left = None if limit is None else limit - self.memory.arena_bytes
+                self.map(self.mappings, self.memory, frame, descriptors, left)
+            case Detach():
+                if self.transport.mover is not None:
+                    self.transport.mover.land(frame.segment, None)
+                self.mappings.detach(self.memory, frame.segment)
+            case Close():
+                self.closed(frame)
+            case _:
+                raise ProtocolError(f"it sent a frame that no {self.hello.role} sends")
 
     def release_memory(self) -> None:
         """Release the memory of the peer after the end of the session, once all messages are taken."""
