@@ -40,19 +40,6 @@ def _say_when(condition: Callable[[], object], word: str) -> None:
     _begin(look)
 
 
-# The end of a program that uses a queue
-
-
-def put_and_end(folder: str) -> None:
-    """Put messages into a queue, and end at once."""
-    queue: MessageQueue[torch.Tensor] = MessageQueue(folder=folder)
-    left_open.append(queue)
-    for number in range(3):
-        queue.put(torch.full((100_000,), number))
-    # Called first at the end of the main thread.
-    threading._register_atexit(_say, "ended")  # type: ignore[attr-defined]
-
-
 # Signals
 
 
@@ -105,9 +92,10 @@ def leave_threads_waiting(*place: str) -> None:
     receiver, _, server, client = _open_all(Place(*place))
     queue: MessageQueue[int] = MessageQueue(int, folder=f"{Place(*place).folder}/queue")
     left_open.append(queue)
-    reader = threading.Thread(target=queue.get, daemon=True)
+    left_open.append(consumer := queue.consumer().__enter__())
+    reader = threading.Thread(target=consumer.get, daemon=True)
     reader.start()
-    until(lambda: queue._ends()._consumer is not None and waits_for_loop(reader.ident or 0))
+    until(lambda: waits_for_loop(reader.ident or 0))
     _begin(lambda: receiver.receive(NOBODYS), lambda: client.request(Question(2), timeout=600))
     left_open.append(server.next())
     _begin(lambda: list(server), lambda: server.serve(lambda _: None))

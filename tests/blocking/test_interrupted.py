@@ -170,9 +170,11 @@ def test_an_iteration_keeps_no_item(place: Place) -> None:
         Publisher(place.tensors, arena_bytes=nbytes) as publisher,
         Subscriber(place.tensors, torch.Tensor) as subscriber,
         MessageQueue(torch.Tensor, arena_bytes=nbytes) as queue,
+        queue.consumer() as consumer,
+        queue.producer() as producer,
     ):
         publisher.wait_for_subscribers(1)
-        for items, send in ((subscriber, publisher.publish), (queue, queue.put)):
+        for items, send in ((subscriber, publisher.publish), (consumer, producer.put)):
             sending = in_thread(lambda: [send(torch.ones(nbytes, dtype=torch.uint8)) for _ in range(3)])  # noqa: B023
             for item in itertools.islice(items, 3):
                 del item

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from aiotensor import ClosedError, PeerLostError, WouldBlockError
 from aiotensor.blocking import MessageQueue, Publisher, RankPipe, Subscriber
 from aiotensor.queues import ConsumerStatistics
-from tests.blocking.fork_server import ForkServer
 from tests.blocking.waiting import Place, in_thread
-from verification.descriptors import our_descriptors
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 
@@ -119,76 +116,29 @@ def test_timeouts_raise_would_block_error(queue: MessageQueue[Any]) -> None:
         assert consumer.statistics() == ConsumerStatistics(0, 2)
 
 
-def test_the_queue_itself_puts_and_gets_until_it_is_closed(queue: MessageQueue[Any]) -> None:
-    with pytest.raises(WouldBlockError):
-        queue.get_nowait()
-    queue.put({"frames": pattern(1, BIG)})
-    assert torch.equal(queue.get(timeout=60)["frames"], pattern(1, BIG))
-    queue.join(timeout=60)
-    queue.put_nowait(None)
-    assert next(iter(queue)) is None
-    queue.close()
-    for call in (queue.get_nowait, lambda: queue.put(1)):
-        with pytest.raises(ClosedError):
-            call()
-
-
 def _put(queue: MessageQueue[Any], start: int) -> None:
-    for number in range(start, start + 5):
-        queue.put(pattern(number, BIG))
+    with queue.producer() as producer:
+        for number in range(start, start + 5):
+            producer.put(pattern(number, BIG))
 
 
 def _put_and_raise(queue: MessageQueue[Any]) -> None:
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    queue.put(pattern(0, BIG))
-    raise KeyError
+    with queue.producer() as producer:
+        producer.put(pattern(0, BIG))
+        raise KeyError
 
 
 @pytest.mark.parametrize("context", [fork, forkserver])
-def test_the_end_of_a_child_process_closes_its_producer(context: Any, queue: MessageQueue[Any]) -> None:
+def test_child_processes_put_messages(context: Any, queue: MessageQueue[Any]) -> None:
     children = [context.Process(target=_put, args=(queue, start)) for start in (0, 5)]
     for child in children:
         child.start()
-    assert sorted(int(tensor[0]) for tensor in queue) == list(range(10))
+    with queue.consumer() as consumer:
+        assert sorted(int(tensor[0]) for tensor in consumer) == list(range(10))
     for child in children:
         child.join()
         assert child.exitcode == 0
-
-
-def _put_one(queue: MessageQueue[Any], number: int) -> int:
-    queue.put(pattern(number, BIG))
-    return len(our_descriptors())
-
-
-def test_the_tasks_of_a_pool_share_the_producer_of_their_process(queue: MessageQueue[Any]) -> None:
-    with queue.producer():
-        pass
-    with forkserver.Pool(1) as pool:
-        putting = pool.map_async(functools.partial(_put_one, queue), range(6), chunksize=1)
-        assert sorted(int(queue.get(timeout=60)[0]) for _ in range(6)) == sorted(
-            int(pattern(number, BIG)[0]) for number in range(6)
-        )
-        counts = putting.get()
-        pool.close()
-        pool.join()
-    assert max(counts) - min(counts) < 12  # of one producer
-    with pytest.raises(ClosedError):
-        queue.get(timeout=60)
-
-
-@pytest.mark.skipif(
-    (3, 12) <= sys.version_info < (3, 12, 2), reason="no thread can be started at the end of a program"
-)
-def test_the_end_of_a_program_waits_until_its_messages_were_copied_and_taken(
-    fork_server: ForkServer, folder: Path
-) -> None:
-    with (
-        MessageQueue(folder=folder / "queue") as queue,
-        fork_server.program("put_and_end", str(folder / "queue")) as program,
-    ):
-        assert program.line() == "ended"  # no consumer is open until now
-        assert [int(frames[-1]) for frames in queue] == [0, 1, 2]
-        assert program.ended() == (0, [], "")
 
 
 @pytest.mark.promise(40)
@@ -199,9 +149,8 @@ def test_a_child_process_that_raises_is_reported(queue: MessageQueue[Any]) -> No
     assert failing.exitcode == 1
     with queue.producer():
         pass
-    with pytest.raises(PeerLostError, match="1 of the 2 producers"):
-        while True:
-            queue.get(timeout=60)
+    with queue.consumer() as consumer, pytest.raises(PeerLostError, match="1 of the 2 producers"):
+        consumer.get(timeout=60)
 
 
 # Pipes between ranks

@@ -226,7 +226,7 @@ def in_threads(address: str, videos: Iterator[Video], tensors: Sequence[torch.Te
         blocking.MessageClient(address, Answer) as client,
         blocking.MessageServer(address, Video) as server,
         blocking.Subscriber(address, Video) as subscriber,
-        blocking.MessageQueue(Video) as queue,
+        blocking.MessageQueue(Video).consumer() as consumer,
     ):
         assert_type(client, blocking.MessageClient[Answer])
         for video in videos:
@@ -238,7 +238,7 @@ def in_threads(address: str, videos: Iterator[Video], tensors: Sequence[torch.Te
             with request:
                 assert_type(request.answer(Answer(request.message.frames)), bool)
         assert_type(subscriber.receive(timeout=1), Publication[Video])
-        assert_type(queue.get(timeout=5), Video)
+        assert_type(consumer.get(timeout=5), Video)
 
 
 # Integrations
