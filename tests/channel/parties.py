@@ -159,7 +159,7 @@ async def answer_one(server: MessageServer[Question]) -> None:
         await request.answer(await answer(request.message))
 
 
-async def still_waits(task: "asyncio.Task[None]") -> bool:
+async def still_waits(task: "asyncio.Task[Any]") -> bool:
     """Run the loop for some iterations, and return whether a task has not ended."""
     for _ in range(10):
         await asyncio.sleep(0)

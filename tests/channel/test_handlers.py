@@ -11,7 +11,8 @@ import pytest
 from aiotensor import ClosedError, PeerLostError
 from aiotensor.channel import Request
 from aiotensor.channel.cancelling import CancelOnce
-from tests.channel.parties import Answer, Channel, Question, answer, channel, said, settled
+from tests.channel.parties import Answer, Channel, Question, answer, channel, said, settled, still_waits
+from verification.inside import held_by_client
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -327,3 +328,45 @@ async def test_closing_ends_waiting_calls_of_client_and_server() -> None:
         assert [request async for request in ends.server] == []
         await ends.client.aclose()
         assert ends.server.statistics().clients_lost == 1
+
+
+MANY = {"tensors": [pattern(seed, 3000) for seed in range(200)]}  # opened in several iterations of the loop
+
+
+@pytest.mark.parametrize("closes", ["client", "server"])
+async def test_closing_while_a_message_is_opened_ends_the_call_and_breaks_no_protocol(closes: str) -> None:
+    with said() as texts:
+        async with channel() as ends:
+            more = MANY if closes == "server" else {}
+            asking = asyncio.create_task(ends.client.request(Question(1, more=more)))
+            if closes == "server":
+                await ends.server.arrived()
+                taking = asyncio.create_task(anext(ends.server, None))
+                await until(lambda: ends.server.statistics().leases > 0)
+                await ends.server.aclose()
+                assert await taking is None
+                with pytest.raises(PeerLostError, match="it closed the connection"):
+                    await asking
+            else:
+                await (await anext(ends.server)).answer(Answer(1, more=MANY))
+                await until(lambda: held_by_client(ends.client)["leases of answers"] > 0)
+                await ends.client.aclose()
+                with pytest.raises(ClosedError):
+                    await asking
+    assert not any("broke the protocol" in text for text in texts)
+
+
+async def test_an_answer_that_waits_for_memory_when_the_server_closes_raises_closed_error() -> None:
+    async with channel(server={"arena_bytes": BIG * 8 + 4096}) as ends:
+        asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(2)]
+        first, second = await anext(ends.server), await anext(ends.server)
+        await first.answer(Answer(0, tensor=pattern(0, BIG)))
+        kept = await asking[0]
+        answering = asyncio.create_task(second.answer(Answer(1, tensor=pattern(1, BIG))))
+        assert await still_waits(answering)
+        await ends.server.aclose()
+        with pytest.raises(ClosedError, match="this MessageServer was closed"):
+            await answering
+        with pytest.raises(PeerLostError):
+            await asking[1]
+        del kept, asking

@@ -1,13 +1,14 @@
 """Permits of a client, which are acquired before the tensors of a request exist, and waits for them."""
 
 import asyncio
-from contextlib import AsyncExitStack
+import weakref
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 import torch
 
 from aiotensor import ClosedError, TooLargeError, UnavailableError, UsageError, WouldBlockError
-from aiotensor.channel import MessageClient, MessageServer
+from aiotensor.channel import MessageClient, MessageServer, Permit
 from tests.cancelling import Attempt, cancel_everywhere
 from tests.channel.parties import (
     Answer,
@@ -169,6 +170,25 @@ async def test_an_exception_in_the_block_of_a_permit_releases_it_with_its_memory
                     raise KeyError
         assert (await _ask_with_a_permit(ends, 2)).seed == 2
         await settled(ends)
+
+
+@pytest.mark.promise(29)
+@pytest.mark.usefixtures("no_collections")
+async def test_a_permit_is_freed_without_a_collection() -> None:
+    async with channel() as ends, serving(ends.server):
+
+        async def use(message: dict[str, object] | None) -> "weakref.ref[Permit]":
+            async with ends.client.permit() as permit:
+                frames = await permit.allocate((BIG,), torch.int64)
+                if message is not None:
+                    with suppress(TypeError):
+                        await ends.client.request({"seed": 1, "tensor": frames, **message}, inside=permit)
+            return weakref.ref(permit)
+
+        for message in (None, {}, {"wish": object()}):  # no request, and one that succeeds or fails
+            permit = await use(message)
+            await until(lambda: permit() is None)  # noqa: B023
+            await settled(ends)
 
 
 @pytest.mark.promise(14)

@@ -7,13 +7,15 @@ import signal
 from typing import Any
 
 import pytest
+import torch
 
 from aiotensor import PeerLostError
 from aiotensor.channel import MessageServer
 from tests.channel import peers
-from tests.channel.parties import Places, Question, answer, key_options, place, serving
+from tests.channel.parties import Places, Question, answer, channel, key_options, place, serving, settled
 from tests.selection import COMPLETE
 from tests.transports.unix_ends import no_descriptors
+from verification.patterns import BIG, pattern
 from verification.promptly import promptly
 from verification.waiting import until
 
@@ -191,6 +193,22 @@ async def _until_lost(state: peers.State) -> None:
 
 
 # Descriptors
+
+
+@pytest.mark.promise(11)
+async def test_a_message_for_whose_segment_no_descriptors_are_left_raises_os_error() -> None:
+    async with channel() as ends, serving(ends.server):
+        for call in (ends.client.request, ends.client.send):
+            async with ends.client.permit() as permit:
+                frames = await permit.allocate((BIG,), torch.int64)
+                with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+                    await call(Question(1, frames), inside=permit)
+                del frames
+            await settled(ends)
+        got = await ends.client.request(Question(2, pattern(2, BIG)))
+        assert got.total == int(pattern(2, BIG).sum())
+        assert (ends.client.statistics().servers_lost, ends.server.statistics().messages_taken) == (0, 1)
+        await settled(ends)
 
 
 async def test_a_client_without_descriptors_reconnects_when_some_are_available() -> None:

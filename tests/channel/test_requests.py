@@ -22,6 +22,8 @@ from aiotensor.channel.client import MessageClient
 from aiotensor.channel.server import MessageServer
 from aiotensor.codec import TensorMeta
 from tests.channel.parties import Answer, Channel, Question, channel, place, said, serving, settled
+from verification.inside import sessions_of
+from verification.internals import shrink_send_buffer
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -328,6 +330,20 @@ async def test_messages_without_an_answer_survive_their_client() -> None:
                 del request
             await until(lambda: ends.server.statistics().mapped_bytes == 0)
     assert not any("lost:" in text for text in texts)
+
+
+async def test_a_sent_message_is_delivered_once_if_its_client_cannot_write_the_next_one() -> None:
+    async with channel() as ends:
+        await ends.client.send(Question(1, pattern(1, BIG)))
+        [session] = sessions_of(ends.client)
+        shrink_send_buffer(session.transport)  # of this connection: the kernel refuses a longer record
+        await ends.client.send(Question(2, wish="x" * 10_000))
+        for seed in (1, 2):
+            request = await anext(ends.server)
+            assert request.message.seed == seed
+            del request
+        await settled(ends)
+        assert ends.client.statistics().servers_lost == 1
 
 
 async def test_clients_and_servers_can_be_opened_only_once() -> None:

@@ -1,7 +1,9 @@
 """Messages, capacity, timeouts and cancellation, with producers and consumers in this process."""
 
 import asyncio
+import errno
 import gc
+import os
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +26,7 @@ from aiotensor.runtime import outage
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, cancel_everywhere
 from tests.queues.parties import check, inner, message, opened, queue_of
+from verification.inside import held_by_client
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
@@ -375,6 +378,23 @@ async def test_messages_that_can_never_be_sent_raise_at_put() -> None:
             await ends.producer.put(1, timeout=-1)
         with pytest.raises(ValueError, match="timeout"):
             await ends.consumer.get(timeout=-1)
+
+
+async def test_a_put_nowait_that_finds_no_memory_raises_os_error_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with opened() as ends:
+        for call, count in (("memfd_create", BIG), ("posix_fallocate", 4 * BIG)):
+            with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+                patch.setattr(os, call, refuse)
+                ends.producer.put_nowait(pattern(1, count))
+            assert not any(held_by_client(inner(ends)[0]).values())
+            ends.producer.put_nowait(pattern(2, BIG))
+            assert torch.equal(await ends.consumer.get(), pattern(2, BIG))
+            await until(lambda: not any(held_by_client(inner(ends)[0]).values()))
 
 
 async def test_objects_that_are_not_open_raise_usage_error() -> None:
