@@ -53,7 +53,7 @@ from aiotensor.link.events import ALLOCATED, PeerLog, log_long_wait
 from aiotensor.link.session import Session
 from aiotensor.memory.arena import Block, Segment
 from aiotensor.memory.copying import CopyAbandonedError, bytes_of
-from aiotensor.memory.gates import StuckError, WaitLimits
+from aiotensor.memory.gates import Gate, StuckError, WaitLimits
 from aiotensor.memory.mappings import ForeignSegment, ForwardedBlock
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.placement import (
@@ -245,7 +245,8 @@ class TensorSender(LoopObject):
         self._counts = new_counts(SenderStatistics)
         self._log = PeerLog("sender")
         limits = WaitLimits(self._long_wait_s, self._max_wait_s, self._log_wait, self._overdue)
-        self._permits = limits.permits(arguments.count("max_concurrent_videos", max_concurrent_videos))
+        limit = arguments.count("max_concurrent_videos", max_concurrent_videos)
+        self._permits: Gate[None] = Gate(limit, limits)
         self._memory = Memory(
             self._max_bytes,
             arguments.seconds_or_never("keep_warm_s", keep_warm_s),

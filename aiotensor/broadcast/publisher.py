@@ -32,7 +32,7 @@ from aiotensor.link.outgoing import Outgoing
 from aiotensor.link.session import LAST_RECORDS_S
 from aiotensor.memory.arena import Segment, whole_pages
 from aiotensor.memory.copying import CopyAbandonedError
-from aiotensor.memory.gates import StuckError, WaitLimits
+from aiotensor.memory.gates import Gate, StuckError, WaitLimits
 from aiotensor.memory.mappings import ForeignSegment
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.placement import Allocation, new_empty, sizes_of
@@ -222,11 +222,12 @@ class Publisher(LoopObject):
             stuck_elsewhere=self._held_by_callers,
             segment_closed=self._segment_closed,
         )
-        self._turns = limits.permits(
+        self._turns: Gate[None] = Gate(
             1,
-            "slow subscribers, or earlier calls",
-            "subscribers were slow, or earlier calls waited",
-            "wait for a turn",
+            limits,
+            what="slow subscribers, or earlier calls",
+            reason="subscribers were slow, or earlier calls waited",
+            step="wait for a turn",
         )
         self._kept_turn: Ticket[None] | None = None  # kept until no subscriber is full
         self._next_number = 0

@@ -49,7 +49,7 @@ from aiotensor.link.outgoing import Outgoing
 from aiotensor.link.session import LAST_RECORDS_S
 from aiotensor.memory.arena import Segment, whole_pages
 from aiotensor.memory.copying import CopyAbandonedError
-from aiotensor.memory.gates import StuckError, WaitLimits
+from aiotensor.memory.gates import Gate, StuckError, WaitLimits
 from aiotensor.memory.mappings import ForeignSegment, Mappings
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.placement import new_empty, sizes_of, too_large
@@ -228,7 +228,7 @@ class MessageClient(LoopObject, Generic[R]):
         self._counts = new_counts(ClientStatistics)
         self._log = PeerLog("client")
         limits = WaitLimits(_LONG_WAIT_S, self._max_wait_s, self._log_wait, self._overdue)
-        self._permits = limits.permits(self._max_messages)
+        self._permits: Gate[None] = Gate(self._max_messages, limits)
         self._memory = Memory(
             self._arena_bytes, _KEEP_WARM_S, self._counts, limits, segment_closed=self._segment_closed
         )

@@ -222,7 +222,6 @@ class Session(abc.ABC):
 
         Raises:
             CopyAbandonedError: `Memory.abandon` was called for the holder, or the peer is gone.
-            AioTensorError: the copy waited for the worker for longer than `max_wait_s`.
             OSError: the machine has no memory or no descriptors left.
         """
         mover = self.transport.mover

@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable
 from typing import NamedTuple, TypeVar
 
 from aiotensor.errors import AioTensorError
-from aiotensor.memory.arena import Arena, Extent
 from aiotensor.protocol.credits import Budget, Space, Ticket
 from aiotensor.runtime import tracing
 from aiotensor.statistics.counters import WaitCounter
@@ -21,19 +20,35 @@ class StuckError(AioTensorError):
     """The wait would never end; the owner of the gate converts this error into a public one."""
 
 
+class WaitLimits(NamedTuple):
+    """The limits on the duration of each wait for the permits and the memory of one object.
+
+    Attributes:
+        long_wait_s: the time in seconds after which a wait is reported; None for never.
+        max_wait_s: the time in seconds after which a wait ends with an error; None for never.
+        on_long_wait: called with what a call waits for, once for each wait that reaches `long_wait_s`.
+        overdue: called with the reason of a wait that ends, and the numbers of messages and of bytes that the
+            call has requested; returns the error to raise.
+    """
+
+    long_wait_s: float | None = None
+    max_wait_s: float | None = None
+    on_long_wait: Callable[[str], None] = lambda what: None
+    overdue: Callable[[str, int, int], AioTensorError] = lambda reason, *_: AioTensorError(reason)
+
+
 class Gate(Budget[P]):
-    """A budget for which calls can wait, in order; belongs to the running loop.
+    """A budget of permits, or of bytes of memory, for which calls wait in order; belongs to the running loop.
 
     Args:
         limit: the maximum amount in use at once.
-        space: the space in which each amount gets a place; None if amounts have no places.
+        limits: the limits on waits.
+        space: the space in which each amount of bytes gets a place; None for permits.
         stuck_elsewhere: called to detect a deadlock; returns the part of the amount in use that is not
             accounted to queued calls, but cannot be released until one of them is granted or ends. None if a
             deadlock is impossible.
-        long_wait_s: the time in seconds after which a wait is reported; None for never.
-        on_long_wait: called with the amount, once for each wait that reaches this time.
-        max_wait_s: the time in seconds after which a wait ends with an error; None for never.
-        overdue: called with the amount of such a wait; returns the error to raise.
+        what: what a call waits for, in the report of a long wait.
+        reason: why a call has waited, in the error of a wait that ends.
         step: the name of a wait in traces.
 
     Attributes:
@@ -43,23 +58,21 @@ class Gate(Budget[P]):
     def __init__(
         self,
         limit: int,
+        limits: WaitLimits = WaitLimits(),  # noqa: B008 - it is immutable
         *,
         space: Space[P] | None = None,
-        stuck_elsewhere: Callable[[], int] | None = int,
-        long_wait_s: float | None = None,
-        on_long_wait: Callable[[int], None] = lambda amount: None,
-        max_wait_s: float | None = None,
-        overdue: Callable[[int], AioTensorError] = lambda amount: AioTensorError("waited for too long"),
-        step: tracing.Step = "wait for memory",
+        stuck_elsewhere: Callable[[], int] | None = None,
+        what: str = "a permit",
+        reason: str = "no permit was free",
+        step: tracing.Step = "wait for a permit",
     ) -> None:
         super().__init__(limit, space, time.monotonic)
         self.waited = WaitCounter()
-        self._step = step
+        self._limits = limits
         self._stuck_elsewhere = stuck_elsewhere
-        self._long_wait_s = math.inf if long_wait_s is None else long_wait_s
-        self._on_long_wait = on_long_wait
-        self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
-        self._overdue = overdue
+        self._what, self._reason, self._step = what, reason, step
+        self._long_wait_s = math.inf if limits.long_wait_s is None else limits.long_wait_s
+        self._max_wait_s = math.inf if limits.max_wait_s is None else limits.max_wait_s
         self._waits: dict[Ticket[P], asyncio.Future[None]] = {}  # the longest wait first
         self._timer: asyncio.TimerHandle | None = None  # one for all waits, because most of them are short
         self._timer_at = math.inf
@@ -91,8 +104,7 @@ class Gate(Budget[P]):
             self._set_timer()
         self.refuse_if_stuck()
         try:
-            nbytes = amount if self._step == "wait for memory" else 0
-            await tracing.step(self._step, future, nbytes)
+            await tracing.step(self._step, future, 0 if self._space is None else amount)
             if self._failure is not None:  # set after the grant, in the same iteration of the loop
                 raise self._failure()
         except BaseException:
@@ -161,55 +173,10 @@ class Gate(Budget[P]):
         try:
             for ticket, future in list(self._waits.items()):
                 if checked_at < ticket.since + self._long_wait_s <= now and not future.done():
-                    self._on_long_wait(ticket.amount)
+                    nbytes = f"{ticket.amount} bytes of "
+                    self._limits.on_long_wait(self._what if self._space is None else nbytes + self._what)
                 if ticket.since + self._max_wait_s <= now and not future.done():
-                    future.set_exception(self._overdue(ticket.amount))
+                    amounts = (ticket.amount, 0) if self._space is None else (0, ticket.amount)
+                    future.set_exception(self._limits.overdue(self._reason, *amounts))
         finally:  # the limits of the other waits must hold even if a log handler has raised an error
             self._set_timer()
-
-
-class WaitLimits(NamedTuple):
-    """The limits on the duration of each wait for the permits and the memory of one object.
-
-    Attributes:
-        long_wait_s: the time in seconds after which a wait is reported; None for never.
-        max_wait_s: the time in seconds after which a wait ends with an error; None for never.
-        on_long_wait: called with what a call waits for, once for each wait that reaches `long_wait_s`.
-        overdue: called with the reason of a wait that ends, and the numbers of messages and of bytes that the
-            call has requested; returns the error to raise.
-    """
-
-    long_wait_s: float | None = None
-    max_wait_s: float | None = None
-    on_long_wait: Callable[[str], None] = lambda what: None
-    overdue: Callable[[str, int, int], AioTensorError] = lambda reason, *_: AioTensorError(reason)
-
-    def permits(
-        self,
-        limit: int,
-        what: str = "a permit",
-        reason: str = "no permit was free",
-        step: tracing.Step = "wait for a permit",
-    ) -> Gate[None]:
-        """Return a gate for permits; `what` and `reason` describe a wait for one, and `step` names it."""
-        return Gate(
-            limit,
-            stuck_elsewhere=None,
-            long_wait_s=self.long_wait_s,
-            on_long_wait=lambda _: self.on_long_wait(what),
-            max_wait_s=self.max_wait_s,
-            overdue=lambda _: self.overdue(reason, 1, 0),
-            step=step,
-        )
-
-    def memory(self, limit: int, arena: Arena, stuck_elsewhere: Callable[[], int] | None) -> Gate[Extent]:
-        """Return a gate for the memory of an arena; see `Gate` for the arguments."""
-        return Gate(
-            limit,
-            space=arena,
-            stuck_elsewhere=stuck_elsewhere,
-            long_wait_s=self.long_wait_s,
-            on_long_wait=lambda nbytes: self.on_long_wait(f"{nbytes} bytes of shared memory"),
-            max_wait_s=self.max_wait_s,
-            overdue=lambda nbytes: self.overdue("not enough shared memory was free", 0, nbytes),
-        )

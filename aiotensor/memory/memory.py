@@ -208,7 +208,15 @@ class Memory:
     ) -> None:
         self._arena = Arena(limit, self._release_segment)
         self._segment_closed = segment_closed
-        self.gate = limits.memory(limit, self._arena, stuck_elsewhere)
+        self.gate: Gate[Extent] = Gate(
+            limit,
+            limits,
+            space=self._arena,
+            stuck_elsewhere=stuck_elsewhere,
+            what="shared memory",
+            reason="not enough shared memory was free",
+            step="wait for memory",
+        )
         self.freed: FreedItems[Watch] = FreedItems(self._release_allocations)
         self.allocations: dict[int, Allocation] = {}
         self.blocks: dict[int, Block | ForwardedBlock] = {}

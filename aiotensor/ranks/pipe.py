@@ -40,7 +40,7 @@ from aiotensor.link.events import PeerLog
 from aiotensor.link.session import Session
 from aiotensor.memory.arena import Block, Extent, Segment
 from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError, bytes_of
-from aiotensor.memory.gates import WaitLimits
+from aiotensor.memory.gates import Gate, WaitLimits
 from aiotensor.memory.mappings import ForeignSegment, ForwardedBlock, Mappings, PeerMemory
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.placement import plan_placement, put_of
@@ -166,7 +166,7 @@ class RankPipe(LoopObject):
         self._changes = Waiters()
         # Messages to the peer
         limits = WaitLimits(_LONG_WAIT_S, self._max_wait_s, self._log_wait, self._would_block)
-        self._turns = limits._replace(long_wait_s=None).permits(1, step="wait for a turn")
+        self._turns: Gate[None] = Gate(1, limits._replace(long_wait_s=None), step="wait for a turn")
         self._memory = Memory(
             self._max_bytes,
             _KEEP_WARM_S,
@@ -493,13 +493,9 @@ class RankPipe(LoopObject):
         if self._session is not None or self._failure is not None:
             session.drop()
             return
-        hello = session.connection.theirs
-        ours = self._hello
-        if hello is not None and (hello.arena_bytes, hello.max_messages) != (
-            ours.arena_bytes,
-            ours.max_messages,
-        ):
-            limits = f"max_bytes={hello.arena_bytes}, but this rank with {self._max_bytes}"
+        theirs = session.hello.arena_bytes
+        if theirs != self._max_bytes:
+            limits = f"max_bytes={theirs}, but this rank with {self._max_bytes}"
             reason = f"rank {self.peer} opened the pipe with {limits}: pass the same value at both ranks"
             session.refuse(RefusedError(reason))
             return

@@ -9,7 +9,7 @@ import pytest
 
 from aiotensor.errors import ClosedError, PeerLostError
 from aiotensor.memory import gates
-from aiotensor.memory.gates import Gate, StuckError
+from aiotensor.memory.gates import Gate, StuckError, WaitLimits
 from aiotensor.protocol.credits import Ticket
 
 Waiting = asyncio.Task[Ticket[None]]
@@ -28,7 +28,7 @@ async def begin(gate: Gate[None], amount: int, holder: str | None = None) -> Wai
 async def test_a_waiter_cancelled_after_a_failure_leaves_no_unretrieved_exception() -> None:
     unseen: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
-    gate: Gate[None] = Gate(10)
+    gate: Gate[None] = Gate(10, stuck_elsewhere=int)
     await gate.acquire(10)
     waiting = await begin(gate, 1)
 
@@ -44,7 +44,7 @@ async def test_a_waiter_cancelled_after_a_failure_leaves_no_unretrieved_exceptio
 
 
 async def test_deadlocked_waiters_are_refused_one_by_one_from_the_latest() -> None:
-    gate: Gate[None] = Gate(10)
+    gate: Gate[None] = Gate(10, stuck_elsewhere=int)
     refused: list[str] = []
 
     async def want_too_much(holder: str) -> None:
@@ -62,7 +62,7 @@ async def test_deadlocked_waiters_are_refused_one_by_one_from_the_latest() -> No
 
 
 async def test_a_refused_waiter_releases_a_grant_that_arrives_before_it_runs() -> None:
-    gate: Gate[None] = Gate(10)
+    gate: Gate[None] = Gate(10, stuck_elsewhere=int)
     held = await gate.acquire(10, "a")
     task = asyncio.create_task(gate.acquire(5, "a"))
     await asyncio.sleep(0)  # it is refused, and its task has not run yet
@@ -78,8 +78,8 @@ async def test_a_refused_waiter_releases_a_grant_that_arrives_before_it_runs() -
 
 @pytest.mark.parametrize("end", ["granted", "cancelled", "failed"])
 async def test_a_wait_that_ends_in_time_is_not_reported(end: str) -> None:
-    amounts: list[int] = []
-    gate: Gate[None] = Gate(10, long_wait_s=0.1, on_long_wait=amounts.append)
+    reports: list[str] = []
+    gate: Gate[None] = Gate(10, WaitLimits(long_wait_s=0.1, on_long_wait=reports.append))
     held = await gate.acquire(10)
     waiting = asyncio.create_task(gate.acquire(1))
     ends: dict[str, Callable[[], object]] = {
@@ -93,18 +93,18 @@ async def test_a_wait_that_ends_in_time_is_not_reported(end: str) -> None:
     assert waiting.cancelled() == (end == "cancelled")
     assert waiting.cancelled() or (waiting.exception() is not None) == (end == "failed")
     await asyncio.sleep(0.12)
-    assert amounts == []
+    assert reports == []
 
 
 async def test_a_second_long_wait_is_reported_before_the_first_one_is_overdue() -> None:
-    amounts: list[int] = []
-    gate: Gate[None] = Gate(10, long_wait_s=0.02, max_wait_s=60, on_long_wait=amounts.append)
+    reports: list[str] = []
+    gate: Gate[None] = Gate(10, WaitLimits(0.02, 60, reports.append), what="it")
     await gate.acquire(10)
     first = await begin(gate, 1)
-    while amounts != [1]:
+    while reports != ["it"]:
         await asyncio.sleep(0.01)
     second = await begin(gate, 2)
-    while amounts != [1, 2]:
+    while reports != ["it"] * 2:
         await asyncio.sleep(0.01)
     for waiting in (first, second):
         waiting.cancel()
@@ -112,12 +112,10 @@ async def test_a_second_long_wait_is_reported_before_the_first_one_is_overdue() 
 
 
 async def test_an_error_while_reporting_does_not_disable_other_limits() -> None:
-    def fail(amount: int) -> None:
-        raise RuntimeError(f"cannot report {amount}")
+    def fail(what: str) -> None:
+        raise RuntimeError(f"cannot report {what}")
 
-    gate: Gate[None] = Gate(
-        10, long_wait_s=0.01, max_wait_s=0.03, on_long_wait=fail, overdue=lambda _: PeerLostError("too long")
-    )
+    gate: Gate[None] = Gate(10, WaitLimits(0.01, 0.03, fail, lambda *_: PeerLostError("too long")), what="it")
     await gate.acquire(10)
     errors: list[str] = []
     asyncio.get_running_loop().set_exception_handler(
@@ -126,13 +124,13 @@ async def test_an_error_while_reporting_does_not_disable_other_limits() -> None:
     for amount in (1, 2):
         with pytest.raises(PeerLostError, match="too long"):
             await gate.acquire(amount)
-    assert errors == ["cannot report 1", "cannot report 2"]
+    assert errors == ["cannot report it"] * 2
 
 
 async def test_the_longest_of_the_present_waits_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(gates, "time", SimpleNamespace(monotonic=lambda: now))
-    gate: Gate[None] = Gate(10)
+    gate: Gate[None] = Gate(10, stuck_elsewhere=int)
     held = await gate.acquire(10)
     now += 9
     assert gate.longest_wait_s() == 0
