@@ -11,16 +11,14 @@ lock when the process ends. So the byte of a producer and its lock show whether 
 
 A producer closes its slot once all its messages were taken, and a closed slot is not claimed again. The byte
 of a consumer never changes; its lock shows whether another one may take its place. The methods take a few
-system calls, and none of them waits.
+system calls, and wait at most while another process creates the file.
 """
 
 import contextlib
 import enum
 import fcntl
 import os
-import secrets
 import stat
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
@@ -35,7 +33,7 @@ _SLOTS = "slots"  # the numbers of producers and consumers follow the slots in t
 # The bytes of slots. Whether an open one is live or dead depends on its lock.
 _UNUSED, _OPEN, _CLOSED = b"-", b"o", b"c"
 
-# The first byte is the state of the queue; the process that has made a private folder locks it.
+# The first byte is the state of the queue.
 _REMOVED = b"r"
 
 
@@ -129,32 +127,26 @@ class Folder(NamedTuple):
         found = os.stat(self.path)
         if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
             raise UsageError(f"{self.path} is not a folder of this user: choose another folder for the queue")
-        numbers = self.numbers
-        _create(self._slots, _UNUSED * (1 + self.producers + self.consumers) + numbers.encode())
-        with open(self._slots, "rb") as file:
-            existing = file.read().lstrip(_UNUSED + _OPEN + _CLOSED + _REMOVED).decode(errors="replace")
+        numbers = self.numbers.encode()
+        file = Descriptor(os.open(self._slots, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        with contextlib.closing(file):
+            fcntl.flock(file.number, fcntl.LOCK_EX)  # another process may be creating it at the same time
+            slots = 1 + self.producers + self.consumers
+            if not os.fstat(file.number).st_size:
+                os.pwrite(file.number, _UNUSED * slots + numbers, 0)
+            content = os.pread(file.number, os.fstat(file.number).st_size, 0)
+        existing = content.lstrip(_UNUSED + _OPEN + _CLOSED + _REMOVED)
         if existing != numbers:
             raise UsageError(
-                f"the queue in {self.path} was created with {existing}, not with {numbers}: pass the same "
-                "numbers to each MessageQueue of this folder, or choose another folder"
+                f"the queue in {self.path} was created with {existing.decode(errors='replace')}, not with "
+                f"{self.numbers}: pass the same numbers to each MessageQueue of this folder, or choose "
+                "another folder"
             )
 
-    def own(self) -> Slot:
-        """Lock a private folder for the process that has made it; the folder remains until its release."""
-        file = self._open()
-        change_lock(file.number, fcntl.F_WRLCK, 0, 1)
-        return Slot(file, 0, 0)
-
-    def close(self, owner: Slot | None) -> None:
-        """Remove the files of the folder: now, or when the last producer or consumer ends.
-
-        Args:
-            owner: the lock of a private folder.
-        """
+    def close(self) -> None:
+        """Remove the files of the folder: now, or when the last producer or consumer ends."""
         with contextlib.suppress(ClosedError), contextlib.closing(self._open()) as file:
             os.pwrite(file.number, _CLOSED, 0)
-        if owner is not None:
-            owner.release()
         self._remove_if_unused()
 
     def release(self, slot: Slot) -> None:
@@ -163,16 +155,18 @@ class Folder(NamedTuple):
         self._remove_if_unused()
 
     def _remove_if_unused(self) -> None:
-        """Remove the files of a closed queue, or of a queue whose owner is dead, if no process uses them."""
+        """Remove the files of a closed queue if no process uses them."""
         with contextlib.suppress(ClosedError, BlockingIOError), contextlib.closing(self._open()) as file:
-            if not self.is_private and os.pread(file.number, 1, 0) == _UNUSED:
+            if os.pread(file.number, 1, 0) == _UNUSED:
                 return
             change_lock(file.number, fcntl.F_WRLCK, 0, 0)  # all slots, so no process can claim one
             os.pwrite(file.number, _REMOVED, 0)
             for path in (*self._sockets(), self._slots):  # killed processes have left sockets
-                _remove(os.unlink, path)
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
             if self.is_private:
-                _remove(os.rmdir, self.path)
+                with contextlib.suppress(OSError):
+                    os.rmdir(self.path)
 
     def _open(self) -> Descriptor:
         """Open the file of slots.
@@ -204,7 +198,7 @@ class Folder(NamedTuple):
 
         Raises:
             ClosedError: the queue was closed.
-            UsageError: all slots are claimed, or all producers have closed.
+            UsageError: all slots are claimed or closed.
         """
         is_producer = name == "producer"
         count = self.producers if is_producer else self.consumers
@@ -218,23 +212,15 @@ class Folder(NamedTuple):
                     self._check_exists(file)
                     return Slot(file, place, number)
         self._check_exists(file)  # all slots are locked while another process removes the files
-        are_closed = is_producer and os.pread(file.number, count, first) == count * _CLOSED
         file.close()
-        advice = ""
+        advice = f"pass a larger number of {name}s to MessageQueue"
         if is_producer and not self.is_private:  # a folder may have been used before
-            advice = (
+            advice += (
                 "; if these are the producers of an earlier run, call `close()` at its end, or remove the "
                 f"folder {self.path}"
             )
-        if are_closed:
-            new = "create a new MessageQueue, or " if self.is_private else ""
-            raise UsageError(
-                f"all producers of this queue have closed (producers={count}), so its consumers have reached "
-                f"the end: {new}pass a larger number of producers{advice}"
-            )
         raise UsageError(
-            f"the number of {name}s of this queue is {count}, and as many are open or have closed: "
-            f"pass a larger number of {name}s to MessageQueue{advice}"
+            f"the number of {name}s of this queue is {count}, and as many are open or have closed: {advice}"
         )
 
     def producer_states(self) -> list[SlotState]:
@@ -289,23 +275,3 @@ def _locked(file: Descriptor, place: int, wanted: bytes) -> bool:
         return True
     change_lock(file.number, fcntl.F_UNLCK, place, 1)
     return False
-
-
-def _remove(remove: Callable[[str], None], path: str) -> None:
-    with contextlib.suppress(OSError):
-        remove(path)
-
-
-def _create(path: str, content: bytes) -> None:
-    """Create a file with its content, unless it exists; other processes never see it without the content."""
-    if os.path.exists(path):
-        return
-    temporary = f"{path}.{secrets.token_hex(8)}"
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(file, content)
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:
-        os.close(file)
-        os.unlink(temporary)

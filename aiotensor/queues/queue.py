@@ -68,7 +68,6 @@ class QueueDescription(Generic[M]):
         place = Folder(path, producers, consumers, is_private)
         try:
             place.create()
-            owner = place.own() if is_private else None
         except BaseException:
             if is_private:
                 shutil.rmtree(path, ignore_errors=True)
@@ -79,7 +78,7 @@ class QueueDescription(Generic[M]):
         self._pid = os.getpid()
         # Not at the end of this object: children that were just started may not have opened anything yet.
         self._close = (
-            util.Finalize(None, place.close, args=(owner,), exitpriority=_AFTER_CHILDREN) if owner else None
+            util.Finalize(None, place.close, exitpriority=_AFTER_CHILDREN) if is_private else place.close
         )
 
     def __getstate__(self) -> QueueSettings:
@@ -88,7 +87,6 @@ class QueueDescription(Generic[M]):
     def __setstate__(self, settings: QueueSettings) -> None:
         self._settings = settings
         self._pid = 0  # of no process: only the queue that has made the folder removes it
-        self._close = None
 
     def __repr__(self) -> str:
         folder = self._settings.folder
@@ -102,10 +100,7 @@ class QueueDescription(Generic[M]):
         that has created it, after `multiprocessing` has joined its children. Closing again has no effect.
         """
         if self._pid == os.getpid():
-            if self._close is None:
-                self._settings.folder.close(None)
-            else:
-                self._close()
+            self._close()
 
     def __enter__(self) -> Self:
         return self

@@ -16,7 +16,6 @@ The calls of a store block, for minutes if its server does not answer. Therefore
 that nothing has to wait for, and none waits for a missing entry.
 """
 
-import asyncio
 import ipaddress
 import operator
 import os
@@ -194,17 +193,16 @@ class Meeting:
         if self._machine == theirs.machine:
             self._address = secrets.token_hex(16) if self.listens else theirs.address
             return route_to(TensorQueue(self._address))
-        secret, public = self._secret_key or None, theirs.public_key or None
-        if not self.listens:
-            given = TcpArguments(True, secret, public, (), self._timeout_s, theirs.token)
-            try:
-                return route_to(theirs.address, given)
-            except ValueError as error:
-                raise ProtocolError(f"rank {self._peer} wrote an invalid address: {error}") from error
-        self._token = secrets.token_hex(32)
-        keys = [public] if public else ()
-        given = TcpArguments(False, secret, None, keys, self._timeout_s, self._token)
-        return route_to(f"tcp://{self._host_towards(theirs.host)}:0", given)
+        given = TcpArguments(not self.listens, self._secret_key or None, peer_timeout_s=self._timeout_s)
+        public = theirs.public_key or None
+        if self.listens:
+            self._token = secrets.token_hex(32)
+            given = given._replace(client_keys=[public] if public else (), token=self._token)
+            return route_to(f"tcp://{self._host_towards(theirs.host)}:0", given)
+        try:
+            return route_to(theirs.address, given._replace(server_key=public, token=theirs.token))
+        except ValueError as error:
+            raise ProtocolError(f"rank {self._peer} wrote an invalid address: {error}") from error
 
     def _host_towards(self, other: str) -> str:
         """Return the address at which the other rank reaches this one.
@@ -228,11 +226,8 @@ class Meeting:
         A store that does not answer is ignored.
         """
         self._machine = ""
-        with suppress(OSError):
-            writing = run_detached("aiotensor-store", self._write)
-            writing.add_done_callback(asyncio.Future.exception)  # retrieved, so that asyncio does not log it
-            with anyio.move_on_after(_LAST_CALL_S, shield=True):
-                await asyncio.wait([writing])
+        with suppress(PeerLostError, OSError), anyio.move_on_after(_LAST_CALL_S, shield=True):
+            await _call(self._write)
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/{self._number}/{rank}"

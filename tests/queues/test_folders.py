@@ -15,7 +15,7 @@ import pytest
 
 from aiotensor import ClosedError, PeerLostError, UsageError
 from aiotensor.queues import MessageQueue
-from tests.queues.parties import check, close, get, message, open_consumer, open_producer, process, queue_of
+from tests.queues.parties import check, close, get, message, open_consumer, process, queue_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -112,23 +112,6 @@ async def test_the_last_producer_or_consumer_removes_the_files_of_a_closed_queue
         await queue.consumer().__aenter__()
 
 
-async def test_the_last_user_removes_the_folder_of_a_killed_owner() -> None:
-    async with process() as owner, process() as other:
-        queue = await owner.call(_make)
-        await other.call(open_producer, queue)
-        owner.kill()
-        await owner.ended()
-        assert _files(queue)
-        await other.call(close)
-        assert not _files(queue)
-
-
-async def _make(state: Any) -> MessageQueue[Any]:
-    state.others["queue"] = MessageQueue()
-    queue: MessageQueue[Any] = state.others["queue"]
-    return queue
-
-
 def test_a_copy_of_a_queue_does_not_remove_the_folder() -> None:
     with queue_of(producers=3) as queue:
         copy = pickle.loads(pickle.dumps(queue))
@@ -164,7 +147,7 @@ async def test_too_many_producers_or_consumers_raise_with_a_suggestion() -> None
                 await queue.consumer().__aenter__()
         async with queue.consumer():
             pass
-        with pytest.raises(UsageError, match=r"all producers of this queue have closed \(producers=2\)"):
+        with pytest.raises(UsageError, match="as many are open or have closed"):
             await queue.producer().__aenter__()
 
 
