@@ -10,7 +10,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.selection import COMPLETE
 from verification.model.machines import MACHINES, SETTINGS
 
-_QUICK = ["unix, asyncio", "tcp, uvloop", "4 subscribers, unix, uvloop", "2 subscribers, tcp, uvloop"]
+_QUICK = ["unix, asyncio", "unix, uvloop", "4 subscribers, unix, asyncio", "2 subscribers, queue, uvloop"]
 
 
 @pytest.mark.timeout(900)  # hypothesis takes minutes to shrink a failure

@@ -34,7 +34,6 @@ from aiotensor.transports.unix import UnixListener
 
 __all__ = [
     "admission_of",
-    "arrived_at",
     "backlogs_of",
     "begin_posted",
     "blocks_of",
@@ -49,7 +48,6 @@ __all__ = [
     "is_trimming",
     "jobs_of",
     "keep_socket_file",
-    "landed_bytes",
     "lanes_of",
     "leases_of",
     "listener_of",
@@ -154,17 +152,6 @@ def jobs_of(worker: Worker) -> int:
     return worker._running
 
 
-def landed_bytes(owner: TensorReceiver | Subscriber[Any]) -> int:
-    """Return the bytes of the blocks that connected peers on other machines have here."""
-    if isinstance(owner, TensorReceiver):
-        memories = [peer.memory for peer in senders_of(owner).values()]
-    else:
-        session = session_of_subscriber(owner)
-        memories = [] if session is None or session.is_over else [session.memory]
-    segments = [segment for memory in memories for segment in memory.segments.values() if segment.is_attached]
-    return sum(0 if segment.landing is None else segment.landing._nbytes for segment in segments)
-
-
 def lanes_of(worker: Worker) -> tuple[Any, Any]:
     """Return the thread for short jobs, and the one for long jobs."""
     return worker._short, worker._long
@@ -219,11 +206,6 @@ def transports_between(publisher: Publisher, subscriber: Subscriber[Any]) -> tup
 def session_of_subscriber(subscriber: Subscriber[Any]) -> _Publisher | None:
     """Return the latest session of a subscriber that was opened."""
     return subscriber._session
-
-
-def arrived_at(subscriber: Subscriber[Any]) -> list[_ArrivedPublication]:
-    """List the publications that have arrived at a subscriber, the oldest first."""
-    return [item for item in subscriber._inbox if isinstance(item, _ArrivedPublication)]
 
 
 def has_ended(subscriber: Subscriber[Any]) -> bool:

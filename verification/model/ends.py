@@ -1,38 +1,22 @@
-"""The rules that end calls, objects, links and processes, at any time."""
+"""The rules that end objects, links and processes, at any time."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from verification.internals import keep_socket_file, listener_of, senders_of, worker_of
+from verification.internals import cut, keep_socket_file, listener_of, senders_of, worker_of
 from verification.model.receivers import ReceiverRules
 from verification.model.records import Call, Outcome, Receiver, Sender
 from verification.model.senders import SenderRules
 
 
 class EndRules(SenderRules, ReceiverRules):
-    """Rules that end calls, objects, links and processes, and that advance the clock."""
+    """Rules that end objects, links and processes."""
 
     @initialize(has_receiver=st.booleans())
     def begin(self, has_receiver: bool) -> None:
         self.open_sender(2, 128 << 10)
         if has_receiver:
             self._open_receiver(None)
-
-    @rule(times=st.integers(1, 4))
-    def let_the_loop_turn(self, times: int) -> None:
-        self.turn(times)
-
-    @rule(seconds=st.sampled_from([0.005, 0.3, 40.0]))
-    def let_time_pass(self, seconds: float) -> None:
-        self.steps.pass_time(seconds)
-        self.turn()
-
-    @precondition(lambda self: self.calls)
-    @rule(data=st.data())
-    def cancel_a_call(self, data: st.DataObject) -> None:
-        calls = [call for call in self.calls if call.what != "close"]
-        if calls:
-            self.cancel(data.draw(st.sampled_from(calls)))
 
     @precondition(lambda self: self.living)
     @rule(data=st.data(), is_killed=st.booleans())
@@ -87,7 +71,6 @@ class EndRules(SenderRules, ReceiverRules):
 
     def _close_receiver(self, receiver: Receiver) -> None:
         self.lose_receiver(receiver)
-        self.let_go_of_memory()
         self.call("close", receiver, receiver.receiver.aclose(), _closed)
 
     def _kill_receiver(self, receiver: Receiver) -> None:
@@ -115,7 +98,7 @@ class EndRules(SenderRules, ReceiverRules):
         if session is not None and not session.transport.is_closed:
             if is_quiet:
                 self.note_who_waits([sender])
-            self.cut(session.transport)
+            cut(session.transport)
             self.lose(sender, is_certain=True)
             if is_quiet:
                 self.settle()

@@ -8,7 +8,7 @@ from verification.model.broadcast import WholeBroadcast
 from verification.model.settled import SettledWorld
 from verification.model.stage import Stage
 
-__all__ = ["BROADCASTS", "MACHINES", "PAIRS", "SETTINGS", "WholeProtocol"]
+__all__ = ["MACHINES", "SETTINGS"]
 
 SETTINGS = settings(
     stateful_step_count=45,
@@ -55,26 +55,16 @@ class WholeProtocol(SettledWorld):
             assert here.leased_bytes <= here.peak_leased_bytes
 
 
-def _pair(link: str, loop: str) -> type[WholeProtocol]:
-    """Return the machine of senders and receivers over a link."""
-    return type("_Pair", (WholeProtocol,), {"link": link, "loop": loop})
+def _machine(base: type[Stage], link: str, loop: str, **more: object) -> type[Stage]:
+    return type(base.__name__, (base,), {"link": link, "loop": loop, **more})
 
 
-def _broadcast(size: int, link: str, loop: str) -> type[WholeBroadcast]:
-    """Return the machine of a publisher with `size` subscribers."""
-    return type(f"_Broadcast{size}", (WholeBroadcast,), {"size": size, "link": link, "loop": loop})
-
-
-_LOOPS, _LINKS = ("asyncio", "uvloop"), ("queue", "unix", "tcp")
-
-PAIRS = {f"{link}, {loop}": _pair(link, loop) for loop in _LOOPS for link in _LINKS}
-
-# Each size with each link, on either loop.
-BROADCASTS = {
-    f"{size} subscribers, {link}, {loop}": _broadcast(size, link, loop)
-    for index, size in enumerate((1, 2, 4, 8))
-    for place, link in enumerate(_LINKS)
-    for loop in [_LOOPS[(index + place) % 2]]
+MACHINES = {
+    f"{link}, {loop}": _machine(WholeProtocol, link, loop)
+    for loop in ("asyncio", "uvloop")
+    for link in ("queue", "unix")
+} | {
+    f"{size} subscribers, {link}, {loop}": _machine(WholeBroadcast, link, loop, size=size)
+    for size in (1, 2, 4, 8)
+    for link, loop in [("queue", "uvloop"), ("unix", "asyncio")][:: 1 if size % 4 else -1]
 }
-
-MACHINES: dict[str, type[Stage]] = {**PAIRS, **BROADCASTS}

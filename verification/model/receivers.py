@@ -116,12 +116,6 @@ class ReceiverRules(World):
             receiver.receiver.discard(handle)
         self.discards.setdefault((receiver, handle.sender, handle.message), self.tick())
 
-    @precondition(lambda self: self.delivery is not None and self.receiver)
-    @rule()
-    def hold_or_let_go_of_the_memory(self) -> None:
-        assert self.receiver is not None
-        self.hold_or_let_go_of_memory(self.receiver.receiver)
-
     @precondition(lambda self: self.alive())
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:

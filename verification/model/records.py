@@ -11,7 +11,7 @@ from aiotensor import TensorHandle, TensorReceiver, TensorSender
 from aiotensor.sender import OpenMessage
 
 
-class _Printed:
+class Printed:
     """Make hypothesis print `repr()` instead of all fields."""
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -19,7 +19,7 @@ class _Printed:
 
 
 @dataclass(eq=False, repr=False)
-class Receiver(_Printed):
+class Receiver(Printed):
     """A receiver, from its opening to its end."""
 
     number: int
@@ -41,7 +41,7 @@ class Loss:
 
 
 @dataclass(eq=False, repr=False)
-class Sender(_Printed):
+class Sender(Printed):
     """A sender, from its opening to its end."""
 
     number: int
@@ -71,7 +71,7 @@ class Sender(_Printed):
 
 
 @dataclass(eq=False, repr=False)
-class Message(_Printed):
+class Message(Printed):
     """One message: open, then whole or dropped."""
 
     sender: Sender
@@ -82,8 +82,6 @@ class Message(_Printed):
     outlived: int = 0  # the latest moment at which it was certainly not lost
     whole_in_turn: int = 0
     waits_in_line: bool = True  # for its permit
-    # Until all is settled: its call has returned, and its bytes may still be on their way to another machine.
-    may_be_passed: bool = False
     is_posted: bool = False  # its tensor arrives once it is copied, and the message is whole then
     opened: OpenMessage | None = None
     ending: "asyncio.Future[None] | None" = None
@@ -109,7 +107,7 @@ class Message(_Printed):
 
 
 @dataclass(eq=False, repr=False)
-class Block(_Printed):
+class Block(Printed):
     """A block of shared memory, while it is pinned."""
 
     sender: Sender
@@ -125,7 +123,7 @@ class Block(_Printed):
 
 
 @dataclass(eq=False, repr=False)
-class Tensor(_Printed):
+class Tensor(Printed):
     """One tensor that was announced."""
 
     message: Message
@@ -159,20 +157,24 @@ class Outcome:
 
 
 @dataclass(eq=False, repr=False)
-class Call(_Printed):
+class Call(Printed):
     """A call that has not returned, in a separate task."""
 
     what: str
     task: "asyncio.Task[Any] | None"  # None after its return, since hypothesis keeps drawn objects alive
     began: int
+    clock: float  # of the loop, when it began
     finish: Callable[["Call", Outcome], None]
-    side: Sender | Receiver
+    side: Any  # the record of the object that was called
+    is_cancelled: bool = False
+    # Of calls of senders and receivers:
     message: Message | None = None
     block: Block | None = None
     key: Key | None = None  # of the tensor that it waits for
     is_copy: bool = False
-    is_cancelled: bool = False
     must_be_lost: bool = False
+    # Of calls of publishers:
+    nbytes: int = 0  # of shared memory that it may wait for
 
     def __repr__(self) -> str:
         return f"{self.what} at {self.side}"

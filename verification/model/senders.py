@@ -80,7 +80,6 @@ class SenderRules(World):
         message = self._sent_now("send_nowait", sender, values, block)
         if message is not None:
             self.became_whole(message)
-            message.may_be_passed = self.delivery is not None and count > SMALL
 
     @precondition(lambda self: self.living)
     @rule(data=st.data(), count=counts, is_strided=st.booleans())
@@ -135,7 +134,7 @@ class SenderRules(World):
         others_wait = permits_of(sender.sender).waiting > 0
         message = self._begin(sender)
         message.waits_in_line = False
-        call = Call(what, None, self.tick(), _never, sender)
+        call = Call(what, None, self.tick(), 0.0, _never, sender)
         expected = values.clone()
         try:
             with self.steps.inside():
@@ -145,8 +144,6 @@ class SenderRules(World):
             is_full = before.in_flight == before.max_concurrent_videos or before.waiting
             has_no_room = new_bytes and before.bytes_in_use + new_bytes > before.arena_bytes * 3 // 4
             reads_not = "no receiver" in why or "slow to read" in why
-            if self.delivery is not None and not sender.sender._is_admitted:
-                reads_not |= "has not answered" in why  # between machines, a sender waits for its admission
             assert is_full or has_no_room or reads_not, why
         except AioTensorError as error:
             message.state = "dropped"

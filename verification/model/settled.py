@@ -7,7 +7,7 @@ import torch
 
 from aiotensor import SenderStatistics, WouldBlockError
 from aiotensor.sender import MessageState
-from verification.internals import landed_bytes, memory_of, permits_of, senders_of, worker_of
+from verification.internals import memory_of, permits_of, senders_of, worker_of
 from verification.model.ends import EndRules
 from verification.model.records import Message, Receiver, Sender, Tensor
 
@@ -25,8 +25,7 @@ class SettledWorld(EndRules):
 
     def settle(self) -> None:
         """Run the loop until nothing changes, and compare both sides with the model."""
-        self.let_go_of_memory()
-        for _ in range(self.searches):
+        for _ in range(2):
             self.steps.pass_time(0.3)  # senders look for a receiver
             before = None
             while before != (before := self._state()) or self._collect():
@@ -46,7 +45,6 @@ class SettledWorld(EndRules):
         return (
             self.now,
             len(self.calls),
-            self.traffic(),
             [_without_times(sender.sender.statistics()) for sender in self.senders],
             [receiver.receiver.statistics() for receiver in self.receivers],
         )
@@ -76,7 +74,6 @@ class SettledWorld(EndRules):
                 if is_here:
                     sender.introduced.add(receiver)
             for message in sender.messages:
-                message.may_be_passed = False
                 if sender.met or (sender.end and receiver):
                     message.is_gone |= self._is_gone(message)
 
@@ -274,9 +271,6 @@ class SettledWorld(EndRules):
             now = sender.sender.statistics()
             if sender.met:
                 assert (now.in_flight, now.bytes_in_use, now.waiting) == (0, 0, 0), f"{sender} has {now}"
-        self.steps.pass_time(0.3)  # a message that frees a block may wait for others
-        self.turn(_QUIET_TURNS)
-        assert not landed_bytes(self.receiver.receiver), "blocks are left that their senders have freed"
 
     def _met(self) -> list[Sender]:
         return [sender for sender in self.living if sender.met]
@@ -289,7 +283,6 @@ class SettledWorld(EndRules):
         self.allocated.clear()
 
     def _close_all(self) -> None:
-        self.let_go_of_memory()
         self._free_all()
         for call in self.calls:
             if call.what != "close":

@@ -1,29 +1,25 @@
-"""The common parts of all worlds: a stepped event loop, an endpoint, and the checks for leftovers."""
+"""The common parts of all worlds: a stepped event loop, an endpoint, calls, and the checks for leftovers."""
 
-import asyncio
 import gc
 import sys
 import threading
 from abc import abstractmethod
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from hypothesis.stateful import RuleBasedStateMachine
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from aiotensor import AioTensorError, TensorReceiver
-from aiotensor.broadcast import Subscriber
-from aiotensor.runtime.worker import Worker
-from aiotensor.transports.base import Transport
+from aiotensor import AioTensorError
 from verification.descriptors import our_descriptors
-from verification.internals import cut, worker_of
-from verification.model.delivery import Delivery
-from verification.model.records import Outcome
+from verification.model.records import Call, Outcome
 from verification.model.stepping import Steps
 from verification.patterns import pattern
 from verification.places import LINKS
 
-__all__ = ["Stage", "outcome_of"]
+__all__ = ["Stage"]
 
 
 class Stage(RuleBasedStateMachine):
@@ -40,11 +36,8 @@ class Stage(RuleBasedStateMachine):
         gc.disable()  # it would free the tensors in tracebacks at random moments
         self._places = ExitStack()
         self.place = self._places.enter_context(LINKS[self.link].place()).endpoint
-        self.delivery: Delivery | None = None
-        if not LINKS[self.link].is_local:
-            self.delivery = Delivery(int(str(self.place).rpartition(":")[2]))
-        self.steps = Steps(self.loop, self.delivery)
-        self._held: set[Worker] = set()
+        self.steps = Steps(self.loop)
+        self.calls: list[Call] = []  # that have not returned
         self.now = 0  # counts events
         self.seeds = 0
 
@@ -56,39 +49,60 @@ class Stage(RuleBasedStateMachine):
         self.seeds += 1
         return pattern(self.seeds * 1_000_003, count)
 
-    @property
-    def searches(self) -> int:
-        """The number of searches until each peer has certainly found the receiver or the publisher."""
-        # Between machines, the first search may have reached a listener that was closing, and never answered.
-        return 2 if self.delivery is None else 3
+    # Calls
 
-    def traffic(self) -> object:
-        """Return values that change while messages are under way, even if nothing else changes."""
-        return 0 if self.delivery is None else self.delivery.traffic()
+    def call(
+        self,
+        what: str,
+        side: object,
+        coroutine: Coroutine[Any, Any, Any],
+        finish: Callable[[Call, Outcome], None],
+        **more: Any,
+    ) -> Call:
+        """Start a call, whose outcome is checked when it has returned."""
+        clock = self.steps.loop.time()
+        call = Call(what, self.steps.start(coroutine), self.tick(), clock, finish, side, **more)
+        self.calls.append(call)
+        return call
 
-    def hold_or_let_go_of_memory(self, owner: TensorReceiver | Subscriber[Any]) -> None:
-        """Hold the worker that provides memory for the bytes of other machines, or release it.
+    def of(self, side: object, *what: str) -> list[Call]:
+        """Return the pending calls of one side; only those of some kinds if any are given."""
+        return [call for call in self.calls if call.side is side and (not what or call.what in what)]
 
-        `settle` releases it, and so does closing a receiver or a subscriber, which waits for its worker.
-        """
-        worker = worker_of(owner)
-        if self.steps.is_held(worker):
-            self.steps.let_go(worker)
-        else:
-            self.steps.hold(worker, only_long=False)
-            self._held.add(worker)
+    def cancel(self, call: Call) -> None:
+        """Cancel a call."""
+        call.is_cancelled = True
+        assert call.task is not None
+        with self.steps.inside():
+            call.task.cancel()
 
-    def let_go_of_memory(self) -> None:
-        """Release all these workers."""
-        for worker in self._held:
-            self.steps.let_go(worker)
-        self._held.clear()
+    def ended_calls(self) -> list[tuple[Call, Outcome]]:
+        """Remove the calls that have returned, and return them with their outcomes."""
+        ended = [call for call in self.calls if call.task is not None and call.task.done()]
+        self.calls = [call for call in self.calls if call not in ended]
+        return [(call, _outcome_of(call)) for call in ended]
 
-    def cut(self, transport: Transport) -> None:
-        """Cut a connection, and wait until the threads of ZeroMQ have noticed it, if they carry it."""
-        cut(transport)
-        if self.delivery is not None:
-            self.delivery.wait()
+    @precondition(lambda self: self.calls)
+    @rule(data=st.data())
+    def cancel_a_call(self, data: st.DataObject) -> None:
+        calls = [call for call in self.calls if call.what != "close"]
+        if calls:
+            self.cancel(data.draw(st.sampled_from(calls)))
+
+    @abstractmethod
+    def turn(self, times: int = 1) -> object:
+        """Run iterations of the loop, and check the results of calls."""
+
+    @rule(times=st.integers(1, 4))
+    def let_the_loop_turn(self, times: int) -> None:
+        self.turn(times)
+
+    @rule(seconds=st.sampled_from([0.005, 0.3, 0.6, 40.0]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.steps.pass_time(seconds)
+        self.turn()
+
+    # The end
 
     def teardown(self) -> None:
         has_failed = sys.exc_info()[0] is not None
@@ -114,9 +128,6 @@ class Stage(RuleBasedStateMachine):
         threads = [one.name for one in set(threading.enumerate()) - self.threads if "aiotensor" in one.name]
         assert not threads, f"threads left behind: {threads}"
         assert not self.steps.complaints, self.steps.complaints
-        if self.delivery is not None:
-            self.delivery.wait()
-            assert not self.delivery.leftovers(), f"left behind: {self.delivery.leftovers()}"
 
     def _left(self) -> dict[int, str]:
         return {
@@ -124,14 +135,17 @@ class Stage(RuleBasedStateMachine):
         }
 
 
-def outcome_of(task: "asyncio.Task[Any]", what: object) -> Outcome:
-    """Return the outcome of a call in a task that has ended."""
+def _outcome_of(call: Call) -> Outcome:
+    """Return the outcome of a call that has returned."""
+    task, call.task = call.task, None
+    assert task is not None
     if task.cancelled():
+        assert call.is_cancelled, f"{call} was cancelled by the library"
         return Outcome(is_cancelled=True)
     error = task.exception()
     if error is None:
         return Outcome(task.result())
     if not isinstance(error, AioTensorError | StopAsyncIteration):
-        raise AssertionError(f"{what} failed") from error
+        raise AssertionError(f"{call} failed") from error
     # Without its traceback, whose frames hold tensors.
     return Outcome(error=error.with_traceback(None))

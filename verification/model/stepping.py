@@ -1,8 +1,6 @@
 """An event loop that runs one iteration at a time, so that tests choose the events in between."""
 
 import asyncio
-import math
-import select
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,17 +10,13 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import uvloop
-import zmq
 from anyio._backends._asyncio import WorkerThread
 
-import aiotensor.transports.tcp.transport  # noqa: F401 - imported late otherwise, and with the sizes below
-from aiotensor.memory import arena, landing, memory
-from aiotensor.protocol import moves, pages
+from aiotensor.memory import arena, memory
+from aiotensor.protocol import pages
 from aiotensor.runtime import worker as workers
 from aiotensor.runtime.worker import Worker
-from aiotensor.transports.tcp import sockets
 from verification.internals import lanes_of
-from verification.model.delivery import Delivery
 
 T = TypeVar("T")
 _Post = tuple[Callable[..., object], tuple[Any, ...], Context | None]
@@ -43,32 +37,18 @@ class _Timer:
             self._callback()
 
 
-class _Reader:
-    """A callback for a descriptor that is readable."""
-
-    def __init__(self, callback: Callable[[], object]) -> None:
-        self.callback: Callable[[], object] | None = callback
-
-    def run(self) -> None:
-        if self.callback is not None:
-            self.callback()
-
-
 class Steps:
     """Run a loop one iteration at a time, with a clock that only `pass_time` advances.
 
     Each iteration first runs the jobs of the threads, and gets their results in the same order each time. No
     job runs during an iteration, since its speed would then decide what the iteration finds. A worker that is
-    *held* starts no jobs. Between machines, each call into ZeroMQ lasts until all its effects have arrived,
-    like a call into the kernel on one machine. The loop does not watch ZeroMQ's descriptors itself, since it
-    would find them in the order in which the threads were scheduled.
+    *held* starts no jobs.
 
     Args:
         kind: the kind of the loop.
-        delivery: the connections between machines; None if there are none.
     """
 
-    def __init__(self, kind: str, delivery: Delivery | None = None) -> None:
+    def __init__(self, kind: str) -> None:
         self.loop = asyncio.SelectorEventLoop() if kind == "asyncio" else uvloop.new_event_loop()
         self.complaints: list[str] = []
         self.loop.set_exception_handler(lambda loop, context: self.complaints.append(str(context)))
@@ -87,19 +67,6 @@ class Steps:
         self._patch(memory, "_SHORT_COPY_BYTES", 32 << 10)
         for module in (pages, arena):
             self._patch(module, "CHUNK_BYTES", 32 << 10)
-        # With these, a small tensor may have several steps, and wait for memory and for acknowledgements.
-        self._patch(moves, "STEP_BYTES", 32 << 10)
-        self._patch(moves, "WINDOW_BYTES", 64 << 10)
-        self._patch(landing, "WINDOW_BYTES", 8 << 10)
-        self._patch(landing, "_PIECE_BYTES", 16 << 10)
-        self._readers: dict[int, _Reader] = {}  # by their descriptors, in the order of their beginnings
-        if delivery is not None:
-            self._patch(self.loop, "add_reader", self._add_reader)
-            self._patch(self.loop, "remove_reader", self._remove_reader)
-            self._patch(sockets, "_READING_S", math.inf)  # the speed of the machine decides nothing
-            for owner, names in ((sockets.LoopSocket, ("send", "shut")), (zmq.Socket, ("bind", "connect"))):
-                for name in names:
-                    self._patch(owner, name, delivery.waiting(getattr(owner, name)))
 
     def _patch(self, target: object, name: str, value: object) -> None:
         self._patches.enter_context(patch.object(target, name, value))
@@ -121,7 +88,6 @@ class Steps:
     def turn(self) -> None:
         """Run one iteration of the loop, with its ready callbacks and readable sockets."""
         self._join_threads()
-        self._find_readable()
         due = [timer for timer in self._timers if timer.when <= self._clock]
         self._timers = [timer for timer in self._timers if timer.when > self._clock]
         for timer in sorted(due, key=lambda timer: timer.when):
@@ -185,26 +151,6 @@ class Steps:
         timer = _Timer(when, partial(callback, *args))
         self._timers.append(timer)
         return timer
-
-    def _add_reader(self, descriptor: int, callback: Callable[..., object], *args: Any) -> None:
-        self._remove_reader(descriptor)
-        self._readers[descriptor] = _Reader(partial(callback, *args))
-
-    def _remove_reader(self, descriptor: int) -> bool:
-        reader = self._readers.pop(descriptor, None)
-        if reader is not None:
-            reader.callback = None
-        return reader is not None
-
-    def _find_readable(self) -> None:
-        """Schedule the callbacks of all readable descriptors, in the order of their registration."""
-        poll = select.poll()
-        for descriptor in self._readers:
-            poll.register(descriptor, select.POLLIN)
-        found = {descriptor for descriptor, _ in poll.poll(0)}
-        for descriptor, reader in self._readers.items():
-            if descriptor in found:
-                self.loop.call_soon(reader.run)
 
     def _post(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> None:
         self._posted.append((callback, args, context))

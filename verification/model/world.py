@@ -1,8 +1,6 @@
 """Real senders and a real receiver on one loop, with a model that checks every result."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import torch
 
@@ -29,7 +27,7 @@ from verification.model.records import (
     Tensor,
     key_of,
 )
-from verification.model.stage import Stage, outcome_of
+from verification.model.stage import Stage
 
 
 class World(Stage):
@@ -45,7 +43,6 @@ class World(Stage):
         self.turns = 0
         self.receivers: list[Receiver] = []
         self.senders: list[Sender] = []
-        self.calls: list[Call] = []
         self.known: dict[Key, Tensor] = {}
         self.allocated: list[Block] = []
         self.discards: dict[
@@ -66,33 +63,14 @@ class World(Stage):
     def living(self) -> list[Sender]:
         return [sender for sender in self.senders if not sender.end]
 
-    def of(self, side: Sender | Receiver, *what: str) -> list[Call]:
-        """Return the pending calls of one side; only those of some kinds if any are given."""
-        return [call for call in self.calls if call.side is side and (not what or call.what in what)]
-
     def in_flight(self) -> list[Message]:
         return [m for sender in self.living for m in sender.messages if m.state == "open" and m.opened]
 
     # Calls
 
-    def call(
-        self,
-        what: str,
-        side: Sender | Receiver,
-        coroutine: Coroutine[Any, Any, Any],
-        finish: Callable[[Call, Outcome], None],
-        **more: Any,
-    ) -> Call:
-        call = Call(what, self.steps.start(coroutine), self.tick(), finish, side, **more)
-        self.calls.append(call)
-        return call
-
     def cancel(self, call: Call) -> None:
-        call.is_cancelled = True
         self.has_cancelled_a_thread |= call.is_copy
-        assert call.task is not None
-        with self.steps.inside():
-            call.task.cancel()
+        super().cancel(call)
 
     def turn(self, times: int = 1) -> bool:
         """Run iterations of the loop, and check the results of calls; return whether any call ended."""
@@ -110,30 +88,14 @@ class World(Stage):
         return has_any
 
     def _hear(self) -> bool:
-        done = [call for call in self.calls if call.task is None or call.task.done()]
-        if not done:
+        keys, copies = ({call.key for call in self.calls}, {call.key for call in self.calls if call.is_copy})
+        ended = self.ended_calls()
+        if not ended:
             return False
-        self.claimed_in_turn = {call.key for call in self.calls if call.key is not None}
-        self.copying_in_turn = {call.key for call in self.calls if call.is_copy}
-        self.calls = [call for call in self.calls if call not in done]
+        self.claimed_in_turn, self.copying_in_turn = keys, copies
         self.iterated: list[Key] = []
-        # The order of the checks: sends within a message, ends of messages, closings of senders, successful
-        # receives, other receives, drains. Each may depend on the results of the kinds before it.
-        heard: list[tuple[int, Call, Outcome]] = []
-        for call in done:
-            task, call.task = call.task, None
-            assert task is not None
-            outcome = outcome_of(task, call)
-            came_too_late = outcome.error is not None or outcome.is_cancelled
-            if isinstance(call.side, Receiver):
-                order = 3 + came_too_late
-            else:
-                order = {"message": 1, "close": 2, "drain": 5}.get(call.what, 0)
-            heard.append((order, call, outcome))
-        for _, call, outcome in sorted(heard, key=lambda one: one[0]):
-            if outcome.is_cancelled:
-                assert call.is_cancelled, f"{call} was cancelled by the library"
-            elif call.must_be_lost:
+        for call, outcome in sorted(ended, key=_order):
+            if call.must_be_lost and not outcome.is_cancelled:
                 assert isinstance(outcome.error, PeerLostError | RefusedError | ClosedError), (
                     f"{call} did not hear of the loss"
                 )
@@ -217,8 +179,7 @@ class World(Stage):
         """Check that an iteration skipped an earlier tensor only if another call waits for it."""
         taken = self.known[key]
         for other in taken.message.sender.messages:
-            is_earlier = other.whole_in_turn < taken.message.whole_in_turn and not other.may_be_passed
-            if is_earlier and self.can_be_taken(other):
+            if other.whole_in_turn < taken.message.whole_in_turn and self.can_be_taken(other):
                 passed = [one for one in other.tensors if not one.is_taken]
                 passed = [one for one in passed if key_of(one.handle) not in self.claimed_in_turn]
                 assert not passed, f"{taken} overtook {passed}"
@@ -296,6 +257,17 @@ class World(Stage):
             self.lose(sender, is_certain=sender.met is receiver)
             if sender.met is receiver:
                 sender.met = None
+
+
+def _order(ended: tuple[Call, Outcome]) -> int:
+    """Sort results: sends in a message, ends of messages, closings of senders, successful receives, others.
+
+    Each may depend on the results of the kinds before it.
+    """
+    call, outcome = ended
+    if isinstance(call.side, Receiver):
+        return 3 + (outcome.error is not None or outcome.is_cancelled)
+    return {"message": 1, "close": 2, "drain": 5}.get(call.what, 0)
 
 
 def is_copied(message: Message) -> bool:
