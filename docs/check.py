@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 
 from aiotensor import types
-from aiotensor.statistics.fields import families_of
+from aiotensor.statistics.counters import exported
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "aiotensor"
@@ -122,8 +122,8 @@ def declared_metrics() -> set[str]:
     for name, kind in vars(types).items():
         if name.endswith("Statistics") and isinstance(kind, type):
             role = name.removesuffix("Statistics").lower()
-            fields = [field for family in families_of(kind) for field in family.fields]
-            found |= {f"{role} {one.metric.removeprefix(f'aiotensor_{role}_')} {one.type}" for one in fields}
+            prefix = f"aiotensor_{role}_"
+            found |= {f"{role} {one.metric.removeprefix(prefix)} {one.type}" for one in exported(kind)}
     return found
 
 

@@ -32,8 +32,7 @@ from aiotensor.runtime.arguments import seconds
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.worker import in_thread
 from aiotensor.statistics import registry
-from aiotensor.statistics.counters import ERROR_NAMES
-from aiotensor.statistics.fields import Family, families_of
+from aiotensor.statistics.counters import ERROR_NAMES, Field, exported
 from aiotensor.statistics.registry import Counts, Snapshot
 from aiotensor.types import Statistics
 
@@ -86,7 +85,7 @@ class AioTensorCollector(Collector):
 _KINDS: tuple[type[Statistics], ...] = get_args(Statistics)
 
 # The metrics that export the largest value of all objects, instead of the sum.
-_LARGEST = frozenset(family.name for kind in _KINDS for family in families_of(kind) if family.is_largest)
+_LARGEST = frozenset(field.metric for kind in _KINDS for field in exported(kind) if field.is_largest)
 
 
 def _metrics(snapshot: Snapshot) -> Iterator[Metric]:
@@ -100,48 +99,51 @@ def _metrics(snapshot: Snapshot) -> Iterator[Metric]:
             if isinstance(statistics, kind):
                 present.setdefault(endpoint, []).append(statistics)
         counted = {endpoint: found for (of, endpoint), found in snapshot.counts.items() if of is kind}
-        for family in families_of(kind):
-            if family.type == "gauge":
-                yield _gauge(family, present)
-            elif family.type == "counter":
-                yield _counter(family, counted)
+        histograms: dict[str, list[Field]] = {}
+        for field in exported(kind):
+            if field.type == "gauge":
+                yield _gauge(field, present)
+            elif field.type == "counter":
+                yield _counter(field, counted)
             else:
-                yield _histogram(family, counted)
+                histograms.setdefault(field.metric, []).append(field)
+        for fields in histograms.values():
+            yield _histogram(fields, counted)
 
 
-def _gauge(family: Family, present: dict[str, list[Statistics]]) -> Metric:
-    metric = GaugeMetricFamily(family.name, family.text, labels=family.labels)
-    combine = max if family.is_largest else sum
-    for field in family.fields:
-        for endpoint, objects in present.items():
-            values = [getattr(one, field.name) for one in objects]
-            # A limit of None is exported as infinity.
-            number = combine([inf if value is None else value for value in values])
-            metric.add_metric([endpoint, *field.labels.values()], number)
+def _gauge(field: Field, present: dict[str, list[Statistics]]) -> Metric:
+    metric = GaugeMetricFamily(field.metric, field.text, labels=["endpoint"])
+    combine = max if field.is_largest else sum
+    for endpoint, objects in present.items():
+        amounts = [getattr(one, field.name) for one in objects]
+        # A limit of None is exported as infinity.
+        number = combine([inf if amount is None else amount for amount in amounts])
+        metric.add_metric([endpoint], number)
     return metric
 
 
-def _counter(family: Family, counted: dict[str, Counts]) -> Metric:
-    metric = CounterMetricFamily(family.name, family.text, labels=family.labels)
-    for field in family.fields:
-        # Samples exist for all types from the beginning: Prometheus sees no increase in the first one.
-        parts = ERROR_NAMES if field.is_by_type else ("",)
-        for endpoint, counts in counted.items():
-            for part in parts:
-                labels = [endpoint, *field.labels.values(), *([part] if part else [])]
-                metric.add_metric(labels, counts.get((field.name, part), 0))
-    return metric
-
-
-def _histogram(family: Family, counted: dict[str, Counts]) -> Metric:
-    metric = HistogramMetricFamily(family.name, family.text, labels=family.labels)
+def _counter(field: Field, counted: dict[str, Counts]) -> Metric:
+    metric = CounterMetricFamily(field.metric, field.text, labels=["endpoint", *["type"] * field.is_by_type])
     for endpoint, counts in counted.items():
-        for field in family.fields:
+        # Samples exist for all types from the beginning: Prometheus sees no increase in the first one.
+        for part in ERROR_NAMES if field.is_by_type else ("",):
+            labels = [endpoint, part] if part else [endpoint]
+            metric.add_metric(labels, counts.get((field.name, part), 0))
+    return metric
+
+
+def _histogram(fields: list[Field], counted: dict[str, Counts]) -> Metric:
+    text = " ".join(field.text for field in fields)
+    names = ["endpoint", "for"] if fields[0].waits_for else ["endpoint"]
+    metric = HistogramMetricFamily(fields[0].metric, text, labels=names)
+    for endpoint, counts in counted.items():
+        for field in fields:
             waits = {bound: number for (name, bound), number in counts.items() if name == field.name}
             total_s = waits.pop("total_us") / 1e6
             bounds = [bound or "+Inf" for bound in waits]
             buckets = list(zip(bounds, accumulate(waits.values()), strict=True))
-            metric.add_metric([endpoint, *field.labels.values()], buckets, total_s)
+            labels = [endpoint, field.waits_for] if field.waits_for else [endpoint]
+            metric.add_metric(labels, buckets, total_s)
     return metric
 
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeAlias
 
 from aiotensor.errors import UsageError
-from aiotensor.statistics.fields import counters
+from aiotensor.statistics.counters import counters
 from aiotensor.types import Statistics, Waits
 
 __all__ = [
