@@ -41,9 +41,9 @@ def _classes(module: griffe.Module) -> Iterator[griffe.Class]:
 
 def _describe(field: griffe.Attribute, annotation: str, pkg: griffe.Module) -> None:
     """Move the help text of a field from its annotation, or from the alias in it, to its docstring."""
-    declaring = pkg["types.declaring"]
-    if annotation in declaring.attributes:
-        annotation = str(declaring[annotation].value)
+    types = pkg["types"]
+    if annotation in types.attributes:
+        annotation = str(types[annotation].value)
     declared = ast.parse(annotation, mode="eval").body
     if not isinstance(declared, ast.Subscript) or not isinstance(declared.slice, ast.Tuple):
         return
