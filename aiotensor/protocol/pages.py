@@ -7,6 +7,8 @@ finds warm memory, or in single pages if memory is scarce. This module does not 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
+import numpy as np
+
 __all__ = ["CHUNK_BYTES", "Range", "WarmPages", "gaps"]
 
 # The size of a chunk.
@@ -33,13 +35,14 @@ class WarmPages:
         self.nbytes = 0
         self._page = page
         self._in_chunk = CHUNK_BYTES // page
-        # A 1 for each page that has memory. The zeros of large ranges take no memory before the first write.
-        self._pages = bytearray(size // page)
+        # A 1 for each page that has memory. Unlike those of a bytearray, its zeros take no memory themselves.
+        self._pages = np.zeros(size // page, np.uint8)
         self._some = bytearray(-(-size // CHUNK_BYTES))  # a 1 for each chunk with such pages
 
     def has(self, offset: int, nbytes: int) -> bool:
         """Return whether every page of a range has memory."""
-        return self._pages.find(0, offset // self._page, (offset + nbytes - 1) // self._page + 1) < 0
+        pages = self._pages[offset // self._page : (offset + nbytes - 1) // self._page + 1]
+        return 0 not in pages.tobytes()
 
     def missing(self, offset: int, nbytes: int, *, whole_chunks: bool) -> list[Range]:
         """List the ranges to request from the system so that a range has memory, each within one chunk.
@@ -55,7 +58,7 @@ class WarmPages:
             low, high = self._bounds(chunk)
             if self._some[chunk] or not whole_chunks:
                 low, high = max(low, first), min(high, last)
-            if self._pages.find(0, max(low, first), min(high, last)) >= 0:
+            if 0 in self._pages[max(low, first) : min(high, last)].tobytes():
                 ranges.append((low * self._page, (high - low) * self._page))
         return ranges
 
@@ -63,8 +66,8 @@ class WarmPages:
         """Record that ranges have memory; each range lies within one chunk."""
         for start, length in ranges:
             first, last = start // self._page, (start + length) // self._page
-            self.nbytes += self._pages.count(0, first, last) * self._page
-            self._pages[first:last] = b"\1" * (last - first)
+            self.nbytes += self._pages[first:last].tobytes().count(0) * self._page
+            self._pages[first:last] = 1
             self._some[start // CHUNK_BYTES] = 1
 
     def take(self, start: int, stop: int, most: int | None = None) -> list[Range]:
@@ -83,11 +86,10 @@ class WarmPages:
                 break
             low, high = self._bounds(chunk)
             first, last = max(low, -(-start // self._page)), min(high, stop // self._page)
-            count = self._pages.count(1, first, last)
-            if count:
+            if count := self._pages[first:last].tobytes().count(1):
                 self.nbytes -= count * self._page
-                self._pages[first:last] = bytes(last - first)
-                self._some[chunk] = self._pages.find(1, low, high) >= 0
+                self._pages[first:last] = 0
+                self._some[chunk] = 1 in self._pages[low:high].tobytes()
                 taken.append((first * self._page, (last - first) * self._page))
         return taken
 
