@@ -21,7 +21,7 @@ import struct
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
@@ -60,8 +60,7 @@ class Segment:
         self.warm = WarmPages(0, mmap.PAGESIZE)
         self._awaited_bytes = 0  # in ranges that `prepare` has returned and that are not filled yet
         self._shared: list[Range] = []  # the part of these ranges that other blocks may overlap
-        self._leaving: dict[int, list[Range]] = {}  # ranges of memory to return, by their chunks
-        self._noting = threading.Lock()  # for `_leaving`; never held for long
+        self._leaving: deque[Range] = deque()  # cold ranges whose memory is still to be returned
         self._changing = threading.Lock()  # held while memory is filled or returned
         self._left = np.zeros(0)  # the time when each chunk was last used by a block
 
@@ -101,9 +100,8 @@ class Segment:
             self._mapping.tokens.append(token)
         return self._end
 
-    def close(self, free: Iterable[Range] = ()) -> None:
-        """Return ranges to the system, and release the memory, which remaining views keep mapped."""
-        self.return_memory(free)
+    def close(self) -> None:
+        """Release the memory, which remaining views keep mapped."""
         with self._changing:  # before the token, which is closed with the mapping
             self.descriptor.close()
             self._end.close()
@@ -134,35 +132,28 @@ class Segment:
 
     # Memory
 
-    def prepare(self, offset: int, nbytes: int, limit: int) -> tuple[list[Range], list[Range]]:
-        """List the ranges to return to the system, and then the ranges to fill, for the memory of a block.
+    def prepare(self, offset: int, nbytes: int, limit: int) -> list[Range]:
+        """List the ranges to fill for the memory of a block.
 
         A segment has more addresses than memory. If the memory would exceed the limit in bytes, apart from
-        pages at the ends of blocks, idle memory between blocks is returned first.
+        pages at the ends of blocks, idle memory between blocks is taken.
         """
-        present, idle = self.warm.nbytes + self._awaited_bytes, []
+        present = self.warm.nbytes + self._awaited_bytes
         cold = self.warm.missing(offset, nbytes, whole_chunks=True)
         if present + _total(cold) > limit:
             cold = self.warm.missing(offset, nbytes, whole_chunks=False)
-            excess = present + _total(cold) - limit
-            if excess > 0:
-                idle = self._take_idle_pages(excess)
+            self._take_idle_pages(present + _total(cold) - limit)
         self._awaited_bytes += _total(cold)
         self._shared += _at_the_ends(cold)
-        return idle, cold
+        return cold
 
     def provide(
-        self,
-        idle: Iterable[Range],
-        cold: Sequence[Range],
-        filled: list[Range],
-        is_abandoned: Callable[[], object] = int,
+        self, cold: Iterable[Range], filled: list[Range], is_abandoned: Callable[[], object] = int
     ) -> None:
-        """Return idle memory to the system, and then allocate and map that of cold ranges; may take long.
+        """Return taken memory to the system, and then allocate and map that of cold ranges; may take long.
 
         Args:
-            idle: the ranges from `prepare` to return.
-            cold: the ranges from `prepare` to fill.
+            cold: the ranges from `prepare`.
             filled: the ranges that have got their memory are appended to it.
             is_abandoned: returns whether to stop; called before each range is filled.
 
@@ -170,14 +161,12 @@ class Segment:
             OSError: the machine has no memory left (ENOSPC, ENOMEM). At the limit of a control group the
                 kernel kills a process instead.
         """
-        self.return_memory(idle)
-        self._make_way(_total(cold))
+        self.return_memory()  # perhaps that of the same pages; no page being filled is taken
         for start, length in cold:
             if is_abandoned():
                 return
             with self._changing:
                 mapping = self._mapping
-                self._return_chunk(start // CHUNK_BYTES)
                 # Writing to the pages would cause a signal instead of an error if memory is short.
                 if self.descriptor.number >= 0:
                     os.posix_fallocate(self.descriptor.number, start, length)
@@ -193,7 +182,7 @@ class Segment:
         self.warm.add(done)
 
     def take_idle(self, before: float) -> list[Range]:
-        """Mark the chunks without blocks that were last used before a time as cold, and list them."""
+        """Take the chunks without blocks that were last used before a time, and list them."""
         taken = []
         for chunk in list(self._idle()):
             if self._left[chunk] <= before:
@@ -201,7 +190,7 @@ class Segment:
         return taken
 
     def take_free(self) -> list[Range]:
-        """Mark all pages without blocks as cold, and list them."""
+        """Take all pages without blocks, and list them."""
         return self._take_idle_pages(self.nbytes)
 
     @property
@@ -209,33 +198,18 @@ class Segment:
         """Whether there are warm chunks without blocks."""
         return any(True for _ in self._idle())
 
-    def return_memory(self, ranges: Iterable[Range]) -> None:
-        """Return the memory of ranges to the system, unless filled again; not for use on the event loop."""
-        for start, _ in ranges:
+    def return_memory(self) -> None:
+        """Return all memory that was taken before to the system; not for use on the event loop."""
+        while True:
             with self._changing:
-                self._return_chunk(start // CHUNK_BYTES)
-
-    def _make_way(self, nbytes: int) -> None:
-        """Return as much memory to the system, before as much is filled.
-
-        Two threads fill a segment, so another thread may not have returned its ranges yet.
-        """
-        for chunk, leaving in list(self._leaving.items()):
-            if nbytes <= 0:
-                return
-            nbytes -= _total(leaving)
-            with self._changing:
-                self._return_chunk(chunk)
-
-    def _return_chunk(self, chunk: int) -> None:
-        mapping = self._mapping
-        with self._noting:
-            leaving = self._leaving.pop(chunk, [])
-        if mapping is not None:
-            mapping.remove(leaving)
+                if not self._leaving:
+                    return
+                one = self._leaving.popleft()
+                if (mapping := self._mapping) is not None:
+                    mapping.remove([one])
 
     def _take(self, start: int, stop: int, most: int = sys.maxsize) -> list[Range]:
-        """Mark pages of a free run as cold, except in ranges that are being filled, and list them.
+        """Mark pages of a free run as cold, to be returned, except in ranges that are being filled.
 
         Otherwise, `filled` would mark these ranges as warm although they have lost their memory.
         """
@@ -243,13 +217,11 @@ class Segment:
         being_filled = [(low, low + length) for low, length in self._shared]
         for low, length in gaps(start, stop, being_filled, mmap.PAGESIZE):
             taken += self.warm.take(max(low, start), min(low + length, stop), most - _total(taken))
-        with self._noting:
-            for one in taken:
-                self._leaving.setdefault(one[0] // CHUNK_BYTES, []).append(one)
+        self._leaving += taken
         return taken
 
     def _take_idle_pages(self, most: int) -> list[Range]:
-        """Mark pages between blocks as cold, beginning with the longest free runs, and list them."""
+        """Take pages between blocks, beginning with the longest free runs, and list them."""
         taken: list[Range] = []
         for start, stop in self.blocks.longest_free_runs():
             if most <= 0:
@@ -361,8 +333,8 @@ class Arena:
         segment.used.add(offset)
         return Extent(segment, offset, nbytes)
 
-    def prepare(self, place: Extent) -> tuple[list[Range], list[Range]]:
-        """Return the ranges to return and to fill for the memory of a block, as `Segment.prepare` does."""
+    def prepare(self, place: Extent) -> list[Range]:
+        """Return the ranges to fill for the memory of a block, as `Segment.prepare` does."""
         return place.segment.prepare(place.offset, place.nbytes, self._limit)
 
     def free(self, place: Extent) -> None:

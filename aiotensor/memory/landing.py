@@ -144,10 +144,10 @@ class LandingSegment:
         length = known.requested - start
         if self._segment.warm.has(start, length):
             return
-        idle, cold = self._segment.prepare(start, length, self._limit)
+        cold = self._segment.prepare(start, length, self._limit)
         filled: list[Range] = []
         try:
-            fill = partial(self._segment.provide, idle, cold, filled, lambda: self._is_closed)
+            fill = partial(self._segment.provide, cold, filled, lambda: self._is_closed)
             work = self._worker.submit(fill)
         except OSError as error:
             self._filled(cold, filled, error)
@@ -172,8 +172,7 @@ class LandingSegment:
     def _trim(self) -> None:
         """Return memory that was idle for `_KEEP_WARM_S` to the system; check again later if more is idle."""
         self._trimming = None
-        idle = self._segment.take_idle(self._loop.time() - _KEEP_WARM_S)
-        if idle:
-            self._worker.begin("returning memory", partial(self._segment.return_memory, idle))
+        if self._segment.take_idle(self._loop.time() - _KEEP_WARM_S):
+            self._worker.begin("returning memory", self._segment.return_memory)
         if self._segment.has_idle:
             self._trimming = self._loop.call_later(_KEEP_WARM_S, self._trim)

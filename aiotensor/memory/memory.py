@@ -49,7 +49,6 @@ class _Copy(msgspec.Struct, eq=False):
 
     block: Block
     holder: Hashable
-    idle: list[Range]  # idle memory, which is returned to the system first
     cold: list[Range]  # the part of the block that has no memory yet
     filled: list[Range] = []
     is_abandoned: bool = False
@@ -268,10 +267,10 @@ class Memory:
         """
         place, segment = block.place, block.place.segment
         if not segment.warm.has(place.offset, place.nbytes):
-            idle, cold = self._arena.prepare(place)
+            cold = self._arena.prepare(place)
             filled: list[Range] = []
             try:
-                segment.provide(idle, cold, filled)
+                segment.provide(cold, filled)
             finally:
                 segment.filled(cold, filled)
         copy_now(source, place)
@@ -330,8 +329,8 @@ class Memory:
         Cancellation and errors are those of `copy`.
         """
         segment = block.place.segment
-        idle, cold = self._arena.prepare(block.place)
-        copy = _Copy(block, holder, idle, cold)
+        cold = self._arena.prepare(block.place)
+        copy = _Copy(block, holder, cold)
         try:
             running = self._worker.submit(
                 partial(self._work, copy, source),
@@ -360,7 +359,7 @@ class Memory:
     def _work(self, copy: _Copy, source: Source | None) -> None:
         """Provide the memory of a block, and copy a tensor into it; runs in the worker."""
         place = copy.block.place
-        place.segment.provide(copy.idle, copy.cold, copy.filled, lambda: copy.is_abandoned)
+        place.segment.provide(copy.cold, copy.filled, lambda: copy.is_abandoned)
         if copy.is_abandoned:
             raise CopyAbandonedError
         if source is not None:
@@ -692,7 +691,9 @@ class Memory:
         if segment.memory:
             # Another process may keep the segment mapped for a long time because of a small tensor, so the
             # unused pages are returned now.
-            self._worker.begin("unmapping", partial(segment.close, segment.take_free()))
+            segment.take_free()
+            self._worker.begin("returning memory", segment.return_memory)
+            self._worker.begin("unmapping", segment.close)
 
     def _release(self, block: Block | ForwardedBlock) -> None:
         del self.blocks[block.number]
@@ -728,7 +729,8 @@ class Memory:
             return
         for segment in self._arena.segments():
             if segment.is_retired:
-                self._worker.begin("returning memory", partial(segment.return_memory, segment.take_free()))
+                segment.take_free()
+                self._worker.begin("returning memory", segment.return_memory)
 
     def _trim(self) -> None:
         """Return memory that was idle for `keep_warm_s` to the system; check again later if more is idle."""
@@ -737,6 +739,6 @@ class Memory:
             return
         segment, idle = self._arena.take_idle(time.monotonic() - self._keep_warm_s)
         if idle:
-            self._worker.begin("returning memory", partial(segment.return_memory, idle))
+            self._worker.begin("returning memory", segment.return_memory)
         if segment.has_idle:
             self._trimming = asyncio.get_running_loop().call_later(self._keep_warm_s, self._trim)

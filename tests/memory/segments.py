@@ -55,15 +55,14 @@ def chunk(number: int, nbytes: int = MIB) -> Range:
 
 def filled(segment: Segment, *ranges: Range) -> None:
     """Get memory for ranges."""
-    segment.provide([], ranges, [])
+    segment.provide(ranges, [])
     segment.filled([], list(ranges))
 
 
 def warm(place: Extent) -> Extent:
     """Get memory for a block."""
-    idle, cold = place.segment.prepare(place.offset, place.nbytes, place.segment.nbytes)
-    assert not idle
-    place.segment.provide([], cold, [])
+    cold = place.segment.prepare(place.offset, place.nbytes, place.segment.nbytes)
+    place.segment.provide(cold, [])
     place.segment.filled(cold, cold)
     return place
 

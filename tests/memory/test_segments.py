@@ -73,10 +73,10 @@ def test_returned_memory_is_freed_and_reads_as_zero_when_reused() -> None:
     with segment_of() as segment:
         filled(segment, chunk(0), chunk(1), chunk(2))
         segment.memory[: 3 * MIB] = b"x" * (3 * MIB)
-        idle = segment.take_idle(math.inf)
+        segment.take_idle(math.inf)
         filled(segment, chunk(1))  # a block came to lie there before it was given back
         segment.memory[MIB : 2 * MIB] = b"y" * MIB
-        segment.return_memory(idle)
+        segment.return_memory()
 
         assert bytes_given(segment) == segment.warm.nbytes == MIB
         filled(segment, chunk(0))
@@ -126,11 +126,11 @@ def test_idle_memory_is_returned_first_when_the_limit_would_be_exceeded() -> Non
         segment.free(MIB, MIB, 0)
         offset = segment.blocks.allocate(2 * MIB)  # the hole is too short
         assert offset == 3 * MIB
-        idle, cold = segment.prepare(offset, 2 * MIB, 4 * MIB)
+        cold = segment.prepare(offset, 2 * MIB, 4 * MIB)
 
-        assert idle == [chunk(1)]
+        assert not segment.warm.has(*chunk(1))
         assert cold == [chunk(3), chunk(4)]
-        segment.provide(idle, cold, [])
+        segment.provide(cold, [])
         segment.filled(cold, cold)
         assert bytes_given(segment) == segment.warm.nbytes == 4 * MIB
 
@@ -140,28 +140,28 @@ def test_memory_being_filled_counts_against_the_limit() -> None:
         filled(segment, chunk(7))
         offset = segment.blocks.allocate(MIB)
         assert offset == 0
-        assert segment.prepare(0, MIB, 2 * MIB) == ([], [chunk(0)])
+        assert segment.prepare(0, MIB, 2 * MIB) == [chunk(0)]
+        assert segment.warm.has(*chunk(7))
         other = segment.blocks.allocate(MIB)
         assert other == MIB
-        assert segment.prepare(MIB, MIB, 2 * MIB) == ([chunk(7)], [chunk(1)])
-        segment.filled([chunk(0)], [])  # it failed
-        assert segment.prepare(MIB, MIB, 2 * MIB) == ([], [chunk(1)])
+        assert segment.prepare(MIB, MIB, 2 * MIB) == [chunk(1)]
+        assert not segment.warm.has(*chunk(7))
 
 
 def test_memory_is_not_returned_from_a_chunk_being_filled() -> None:
     with segment_of(8 * MIB) as segment:
-        _, cold = segment.prepare(0, 3 * MIB // 2, 8 * MIB)
+        cold = segment.prepare(0, 3 * MIB // 2, 8 * MIB)
         assert cold == [chunk(0), chunk(1)], "the second has room for other blocks"
         rest = (3 * MIB // 2, MIB // 2)
         filled(segment, rest, chunk(5))  # for other blocks, which have ended since
-        segment.provide([], cold, [])
+        segment.provide(cold, [])
 
         assert segment.blocks.allocate(3 * MIB // 2) == 0
         assert segment.take_free() == [chunk(5)]
         segment.filled(cold, cold)
         assert segment.warm.has(*rest)
         segment.memory[3 * MIB // 2 : 2 * MIB] = b"x" * (MIB // 2)  # of a block that has come since
-        segment.return_memory([rest])
+        segment.return_memory()
         assert bytes(segment.memory[3 * MIB // 2 : 2 * MIB]) == b"x" * (MIB // 2)
         assert segment.take_free() == [rest]
 
@@ -211,6 +211,6 @@ def test_a_failed_fill_raises_os_error_and_leaves_the_range_cold(
     with segment_of() as segment:
         monkeypatch.setattr(os, "posix_fallocate", refuse)
         with pytest.raises(OSError, match="No space left"):
-            segment.provide([], [chunk(0)], [])
+            segment.provide([chunk(0)], [])
 
         assert not segment.warm.has(0, 1)
