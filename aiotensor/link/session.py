@@ -2,6 +2,7 @@
 
 import abc
 import asyncio
+import errno
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 
@@ -322,8 +323,10 @@ class Session(abc.ABC):
     def refuse(self, error: RefusedError | OSError) -> None:
         """End the session, because this process cannot map the memory of the peer."""
         self.is_refused = True
-        is_refusal = isinstance(error, RefusedError)
-        reason = str(error) if is_refusal else f"its memory cannot be mapped into this process: {error}"
+        is_refusal, reason = isinstance(error, RefusedError), str(error)
+        if isinstance(error, OSError):
+            is_refusal = error.errno == errno.ENOMEM  # this process may not have so many addresses
+            reason = f"its memory cannot be mapped into this process: {error}"
         self.log.refused.add(self.name, self.pid, reason)
         self.connection.refuse(reason, is_refusal=is_refusal)
         self.flush()

@@ -127,7 +127,8 @@ class Mapping:
         flags = _MAP_PRIVATE if is_private else mmap.MAP_SHARED
         address = _mmap(None, nbytes, _PROTECTION, flags, descriptor, 0)
         if address is None or address == _FAILED:
-            raise _error()
+            reason = f"{nbytes} bytes of addresses cannot be mapped: raise `ulimit -v`, or lower arena_bytes"
+            raise OSError(ctypes.get_errno(), reason)
         memory = ArrayMemory(None, {"data": (address, False), "shape": (nbytes,), "typestr": "|u1"})
         self.tokens = list(tokens)
         weakref.finalize(memory, _unmap, os.getpid(), address, nbytes, self.tokens).atexit = False

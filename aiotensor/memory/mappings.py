@@ -20,15 +20,13 @@ another reader, and keeps it until that reader has released it.
 """
 
 import asyncio
-import contextlib
 import errno
 import mmap
 import os
-import resource
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -339,8 +337,7 @@ class Mappings:
 
         Raises:
             ProtocolError: the segment differs from its description, or is not sealed.
-            RefusedError: this process has a limit on its address space, and too little of it is free.
-            OSError: the segment cannot be mapped here for another reason, or no descriptors are left.
+            OSError: the segment cannot be mapped here, or no descriptors are left.
         """
         number, nbytes, count = attach.segment, attach.nbytes, attach.tokens + 1
         is_forwarded = attach.placement == FORWARDED
@@ -351,28 +348,27 @@ class Mappings:
         if is_forwarded and mover is not None:
             raise ProtocolError("it forwarded memory to another machine")
         landing = None
-        with _too_few_addresses(nbytes):
-            if mover is None:
-                if len(given) < count:
-                    raise OSError(
-                        errno.EMFILE,
-                        "its descriptors did not arrive: no descriptors are left in this process (ulimit -n)",
-                    )
-                if not all(stat.S_ISFIFO(os.fstat(one.number).st_mode) for one in given[1:]):
-                    raise ProtocolError("it attached a segment with a token that is not a pipe")
-                mapped = open_segment(
-                    given[0].number,
-                    nbytes,
-                    given[2:],
-                    is_private=self._are_private or is_forwarded,
-                    locks_all=not is_forwarded,
+        if mover is None:
+            if len(given) < count:
+                raise OSError(
+                    errno.EMFILE,
+                    "its descriptors did not arrive: no descriptors are left in this process (ulimit -n)",
                 )
-            else:
-                if memory.segments:  # also detached ones, whose memory is still in use
-                    raise ProtocolError("it attached a second segment from another machine")
-                landing = LandingSegment(number, nbytes, memory.arena_bytes, self._worker)
-                mover.land(number, landing)
-                mapped = landing.mapped
+            if not all(stat.S_ISFIFO(os.fstat(one.number).st_mode) for one in given[1:]):
+                raise ProtocolError("it attached a segment with a token that is not a pipe")
+            mapped = open_segment(
+                given[0].number,
+                nbytes,
+                given[2:],
+                is_private=self._are_private or is_forwarded,
+                locks_all=not is_forwarded,
+            )
+        else:
+            if memory.segments:  # also detached ones, whose memory is still in use
+                raise ProtocolError("it attached a second segment from another machine")
+            landing = LandingSegment(number, nbytes, memory.arena_bytes, self._worker)
+            mover.land(number, landing)
+            mapped = landing.mapped
         arena_bytes = attach.arena_bytes if is_forwarded else min(memory.arena_bytes, nbytes)
         segment = memory.segments[number] = LeasedSegment(number, mapped, memory, arena_bytes, landing)
         if mover is None:
@@ -557,19 +553,3 @@ class Mappings:
         removes = memory.release is None
         # In the worker, because unmapping much memory takes milliseconds.
         self._worker.begin("unmapping", segment.mapped.remove_and_close if removes else segment.mapped.close)
-
-
-@contextlib.contextmanager
-def _too_few_addresses(nbytes: int) -> Iterator[None]:
-    """Raise a `RefusedError` with a remedy if a mapping exceeds the address limit of this process."""
-    try:
-        yield
-    except OSError as error:
-        addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if error.errno != errno.ENOMEM or addresses == resource.RLIM_INFINITY:
-            raise
-        raise RefusedError(
-            f"its segment needs {nbytes} bytes of addresses, but too few are left of the {addresses} that "
-            "the receiver may use (RLIMIT_AS): raise `ulimit -v` of the receiver, lower arena_bytes, or set "
-            "`ulimit -v` for the sender too, whose segment is then only as large as its arena"
-        ) from error
