@@ -76,7 +76,7 @@ def membership_of(group: Group, rank: int | None, world_size: int | None) -> "tu
     return _get_process_group_store(group), group.rank(), group.size()
 
 
-class Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct):
     """The entry of one end of a pipe.
 
     Attributes:
@@ -121,15 +121,14 @@ class Meeting:
     ) -> None:
         self.listens = rank < peer
         self.theirs = Entry()
+        self._ours = Entry(machine_of_this_process(), host)
         self._store, self._rank, self._peer = store, rank, peer
         self._timeout_s = timeout_s
-        self._public_key = self._secret_key = ""
+        self._secret_key: str | None = None
         if encrypt:
             import zmq  # imported here: ranks on one machine need no ZeroMQ
 
-            self._public_key, self._secret_key = (key.decode() for key in zmq.curve_keypair())
-        self._machine, self._host = machine_of_this_process(), host
-        self._address = self._token = ""
+            self._ours.public_key, self._secret_key = (key.decode() for key in zmq.curve_keypair())
         self._prefix = "aiotensor/ranks/{}-{}".format(*sorted((self._rank, peer)))
         self._number = 0
         self._writing = threading.Lock()
@@ -144,16 +143,15 @@ class Meeting:
             PeerLostError: the store cannot be reached.
             OSError: no thread can be started.
         """
-        self._address = address or self._address
+        self._ours.address = address or self._ours.address
         await _call(self._write)
 
     def _write(self) -> None:
         with self._writing:  # so that the last call to begin writes the last state
             if not self._number:
                 self._number = self._store.add(f"{self._prefix}/{self._rank}", 1)
-                self._host = self._host or _address_towards(_server_of(self._store))
-            entry = Entry(self._machine, self._host, self._public_key, self._address, self._token)
-            self._store.set(self._key(self._rank), msgspec.json.encode(entry).decode())
+                self._ours.host = self._ours.host or _address_towards(_server_of(self._store))
+            self._store.set(self._key(self._rank), msgspec.json.encode(self._ours).decode())
 
     async def read(self) -> None:
         """Read the entry of the other rank, unless it is missing.
@@ -178,7 +176,7 @@ class Meeting:
         self.theirs = theirs
         if not theirs.machine:
             raise WithdrawnError
-        if bool(theirs.public_key) != bool(self._public_key):
+        if bool(theirs.public_key) != bool(self._ours.public_key):
             reason = f"encrypt={bool(theirs.public_key)}, unlike this rank: pass the same value at both ranks"
             raise RefusedError(f"rank {self._peer} opened the pipe with {reason}")
 
@@ -189,15 +187,15 @@ class Meeting:
             UsageError: no address is known at which the other rank reaches this one.
             ProtocolError: the address of the other rank is invalid.
         """
-        theirs = self.theirs
-        if self._machine == theirs.machine:
-            self._address = secrets.token_hex(16) if self.listens else theirs.address
-            return route_to(TensorQueue(self._address))
-        given = TcpArguments(not self.listens, self._secret_key or None, peer_timeout_s=self._timeout_s)
+        ours, theirs = self._ours, self.theirs
+        if ours.machine == theirs.machine:
+            ours.address = secrets.token_hex(16) if self.listens else theirs.address
+            return route_to(TensorQueue(ours.address))
+        given = TcpArguments(not self.listens, self._secret_key, peer_timeout_s=self._timeout_s)
         public = theirs.public_key or None
         if self.listens:
-            self._token = secrets.token_hex(32)
-            given = given._replace(client_keys=[public] if public else (), token=self._token)
+            ours.token = secrets.token_hex(32)
+            given = given._replace(client_keys=[public] if public else (), token=ours.token)
             return route_to(f"tcp://{self._host_towards(theirs.host)}:0", given)
         try:
             return route_to(theirs.address, given._replace(server_key=public, token=theirs.token))
@@ -210,7 +208,7 @@ class Meeting:
         This is the address of the interface towards the store, which all ranks reach. If that is the loopback
         interface, as on the host of the store, it is the address of the interface towards the other rank.
         """
-        host = self._host
+        host = self._ours.host
         if not host or ipaddress.ip_address(host).is_loopback:
             host = _address_towards(other)
         if not host:
@@ -225,7 +223,7 @@ class Meeting:
 
         A store that does not answer is ignored.
         """
-        self._machine = ""
+        self._ours.machine = ""
         with suppress(PeerLostError, OSError), anyio.move_on_after(_LAST_CALL_S, shield=True):
             await _call(self._write)
 

@@ -235,7 +235,7 @@ class RankPipe(LoopObject):
                         self._hello,
                         "rank",
                         self._log,
-                        lambda hello: None,  # `_join` compares the limits, at both ends
+                        self._refusal,
                         self._admitted,
                         self._refused,
                         failed=lambda error: self._not_joined(PeerLostError(f"listening failed: {error}")),
@@ -462,6 +462,12 @@ class RankPipe(LoopObject):
 
     # Opening
 
+    def _refusal(self, hello: Hello) -> str | None:
+        if hello.arena_bytes == self._max_bytes:
+            return None
+        limits = f"max_bytes={hello.arena_bytes}, and rank {self.rank} with {self._max_bytes}"
+        return f"rank {self.peer} opened the pipe with {limits}: pass the same value at both ranks"
+
     def _refused(self, hello: Hello | None, reason: str) -> None:
         if hello is not None and hello.role == "rank":
             self._not_joined(RefusedError(reason, pid=hello.pid))
@@ -492,12 +498,6 @@ class RankPipe(LoopObject):
         """Use a connection after the hello of the peer."""
         if self._session is not None or self._failure is not None:
             session.drop()
-            return
-        theirs = session.hello.arena_bytes
-        if theirs != self._max_bytes:
-            limits = f"max_bytes={theirs}, but this rank with {self._max_bytes}"
-            reason = f"rank {self.peer} opened the pipe with {limits}: pass the same value at both ranks"
-            session.refuse(RefusedError(reason))
             return
         self._session = session
         self._theirs.release = session.release

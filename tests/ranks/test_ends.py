@@ -155,4 +155,5 @@ async def test_a_pipe_that_closes_while_the_other_rank_sends_ends_all_calls(clos
                 await call
         received = (await asyncio.gather(own, return_exceptions=True))[0]
         assert received is None or isinstance(received, torch.Tensor | ClosedError)
-        assert (sender.statistics().in_flight, sender.statistics().bytes_in_flight) == (0, 0)
+        assert sender.statistics().in_flight == 0
+        await until(lambda: sender.statistics().bytes_in_flight == 0)  # a thread may still copy
