@@ -18,6 +18,13 @@ from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.ranks import RankPipe
 from verification.descriptors import our_descriptors
+from verification.inside import (
+    clients_of,
+    held_by_client,
+    held_by_server,
+    sessions_of,
+    waiters_for_requests,
+)
 from verification.internals import (
     held_by_pipe,
     held_by_publisher,
@@ -40,6 +47,20 @@ Party: TypeAlias = (
     | Subscriber[Any]
     | RankPipe
 )
+
+# The numbers in the statistics of each kind of object that return to their baseline.
+_HELD: dict[type, tuple[str, ...]] = {
+    TensorSender: ("in_flight", "bytes_in_use", "waiting"),
+    TensorReceiver: ("senders", "mapped_bytes", "leases", "leased_bytes", "unclaimed_tensors", "waiting"),
+    MessageClient: ("servers", "bytes_in_use", "waiting"),
+    MessageServer: ("clients", "mapped_bytes", "bytes_in_use"),
+    Publisher: ("subscribers", "behind", "bytes_in_use", "waiting", "history"),
+    Subscriber: ("publishers", "unclaimed", "leases", "leased_bytes", "mapped_bytes", "waiting"),
+    RankPipe: (
+        *("connected", "in_flight", "bytes_in_flight", "unclaimed", "leases", "leased_bytes"),
+        *("waiting_sends", "waiting_receives"),
+    ),
+}
 
 # A leak never ends. Resources on their way back get this much time, and this many turns of the loop, before a
 # test reports them as leaked.
@@ -159,21 +180,29 @@ def _has_ended(sender: TensorSender, handle: TensorHandle) -> bool:
 
 
 def _of(party: Party) -> dict[str, object]:
+    """Return what an object holds: by its statistics, and what no statistics contain."""
+    seen = party.statistics()
+    held: dict[str, object] = {name: getattr(seen, name) for name in _HELD[type(party)]}
     match party:
         case TensorSender():
-            return _of_sender(party)
+            held |= held_by_sender(party)
         case TensorReceiver():
-            return _of_receiver(party)
+            held |= held_by_receiver(party)
         case MessageClient():
-            return _of_client(party)
+            sessions = sessions_of(party)
+            held |= held_by_client(party)
+            held["calls that wait for changes"] = len(party._changes)
+            held["messages in flight"] = sum(session.connection.in_flight for session in sessions)
         case MessageServer():
-            return _of_server(party)
+            held |= held_by_server(party)
+            held["waiters for a message"] = waiters_for_requests(party)
+            held["messages in flight"] = sum(one.connection.in_flight for one in clients_of(party))
         case Publisher():
-            return _of_publisher(party)
-        case Subscriber():
-            return _of_subscriber(party)
+            held |= held_by_publisher(party)
+            held["bytes of subscribers"] = [lag.held_bytes for lag in party.statistics().lags]
         case RankPipe():
-            return _of_pipe(party)
+            held |= held_by_pipe(party)
+    return held
 
 
 def _forget_released(before: dict[str, object], now: dict[str, object]) -> None:
@@ -195,100 +224,4 @@ def _of_process() -> dict[str, object]:
         "threads": Counter(threads),
         "descriptors": our_descriptors(),
         "mappings": memfds(os.getpid()),
-    }
-
-
-def _of_sender(sender: TensorSender) -> dict[str, object]:
-    seen = sender.statistics()
-    return {
-        "permits": seen.in_flight,
-        "bytes": seen.bytes_in_use,
-        "waiting": seen.waiting,
-        "holders": len(seen.holders),
-        **held_by_sender(sender),
-    }
-
-
-def _of_receiver(receiver: TensorReceiver) -> dict[str, object]:
-    seen = receiver.statistics()
-    return {
-        "senders": seen.senders,
-        "mapped bytes": seen.mapped_bytes,
-        "leases": seen.leases,
-        "leased bytes": seen.leased_bytes,
-        "unclaimed tensors": seen.unclaimed_tensors,
-        "waiting": seen.waiting,
-        **held_by_receiver(receiver),
-    }
-
-
-def _of_pipe(pipe: RankPipe) -> dict[str, object]:
-    seen = pipe.statistics()
-    return {
-        "connected": seen.connected,
-        "in flight": seen.in_flight,
-        "bytes": seen.bytes_in_flight,
-        "waiting": (seen.waiting_sends, seen.waiting_receives),
-        "unclaimed": seen.unclaimed,
-        "leases": (seen.leases, seen.leased_bytes),
-        **held_by_pipe(pipe),
-    }
-
-
-def _of_publisher(publisher: Publisher) -> dict[str, object]:
-    seen = publisher.statistics()
-    return {
-        "subscribers": seen.subscribers,
-        "publications untaken": seen.behind,
-        "bytes": seen.bytes_in_use,
-        "bytes of subscribers": [lag.held_bytes for lag in seen.lags],
-        "waiting": seen.waiting,
-        "history": seen.history,
-        **held_by_publisher(publisher),
-    }
-
-
-def _of_subscriber(subscriber: Subscriber[Any]) -> dict[str, object]:
-    seen = subscriber.statistics()
-    return {
-        "publishers": seen.publishers,
-        "unclaimed publications": seen.unclaimed,
-        "leases": seen.leases,
-        "leased bytes": seen.leased_bytes,
-        "mapped bytes": seen.mapped_bytes,
-        "waiting": seen.waiting,
-    }
-
-
-def _of_client(client: MessageClient[Any]) -> dict[str, object]:
-    seen, sessions = client.statistics(), [engine.session for engine in client._engines]
-    return {
-        "servers": seen.servers,
-        "permits": seen.in_flight,
-        "bytes": seen.bytes_in_use,
-        "waiting": seen.waiting,
-        "holders": len(seen.holders),
-        "requests": [engine.in_flight for engine in seen.engines],
-        # Not part of any statistics.
-        "leases": client._mappings.leases,
-        "pinned blocks": len(client._memory.blocks),
-        "calls that wait for changes": len(client._changes),
-        "messages in flight": sum(one.connection.in_flight for one in sessions if one is not None),
-    }
-
-
-def _of_server(server: MessageServer[Any]) -> dict[str, object]:
-    seen, requests, clients = server.statistics(), server._requests, server._clients.values()
-    return {
-        "clients": seen.clients,
-        "messages that wait": seen.waiting,
-        "requests in hand": seen.in_hand,
-        "mapped bytes": seen.mapped_bytes,
-        "leases": seen.leases,
-        "bytes": seen.bytes_in_use,
-        # Not part of any statistics.
-        "waiters for a message": len(requests.takers) + len(requests.waiters),
-        "messages of clients": [len(client.requests) for client in clients],
-        "pinned blocks": len(server._memory.blocks),
-        "messages in flight": sum(client.connection.in_flight for client in clients),
     }

@@ -20,7 +20,6 @@ __all__ = [
     "State",
     "all_taken",
     "ask",
-    "ask_many",
     "begin_to_answer",
     "begin_to_ask",
     "close_server",
@@ -99,21 +98,6 @@ async def outcomes(state: State) -> list[bool | Exception]:
     asking, state.others["asking"] = state.others["asking"], []
     results: list[bool | Exception] = await asyncio.gather(*asking, return_exceptions=True)
     return results
-
-
-async def ask_many(state: State, first: int, count: int, at_once: int) -> int:
-    """Ask questions of all sizes, `at_once` at a time, and return the number of right answers."""
-    seeds = iter(range(first, first + count))
-    right = 0
-
-    async def work() -> None:
-        nonlocal right
-        for seed in seeds:
-            is_right = await ask(state, seed, (3, 2000, BIG)[seed % 3])
-            right += is_right
-
-    await asyncio.gather(*[work() for _ in range(at_once)])
-    return right
 
 
 async def held(state: State) -> dict[str, object]:

@@ -6,20 +6,15 @@ from contextlib import contextmanager
 
 import anyio.from_thread
 import anyio.to_thread
-import httpx
 import pytest
 import torch
-import uvicorn
-from fastapi import FastAPI
 
-from aiotensor.channel import MessageClient
 from tests.channel import peers
 from tests.channel.parties import Answer, Question, channel, place
 from tests.conformance.turns import Lengths, Turns, too_long
 from tests.selection import COMPLETE
 from verification.patterns import pattern
 from verification.processes import watch
-from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -81,12 +76,6 @@ async def test_an_idle_client_and_its_server_use_no_processor_time() -> None:
 _LIMIT_S = 60  # for steps that take less than a second, and hung before
 
 
-_REQUESTS = 60
-
-
-_COUNT = 200_000  # elements of int64 in an answer: more than 1 MiB
-
-
 @contextmanager
 def no_threads_left() -> Iterator[None]:
     """Hold every token of anyio's default limiter, as busy handlers of an application do."""
@@ -101,50 +90,13 @@ def no_threads_left() -> Iterator[None]:
             limiter.release_on_behalf_of(token)
 
 
-@pytest.mark.promise(28)
-async def test_large_answers_arrive_while_all_threads_of_anyio_are_blocked() -> None:
-    with place() as here:
-        async with (
-            asyncio.timeout(_LIMIT_S),
-            peers.process() as engine,
-            MessageClient(here, Answer, 64) as client,
-        ):
-            await engine.call(peers.open_server, here, answers=False)
-            app = FastAPI()
-
-            @app.get("/{seed}")
-            def get(seed: int) -> int:
-                got = anyio.from_thread.run(client.request, Question(seed, wish=str(_COUNT)))
-                assert got.tensor is not None
-                return int(got.tensor[-1])
-
-            web = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
-            serving = asyncio.create_task(web.serve())
-            await until(lambda: web.started)
-            [listener] = web.servers[0].sockets
-            port = listener.getsockname()[1]
-            try:
-                async with httpx.AsyncClient(
-                    base_url=f"http://127.0.0.1:{port}", timeout=_LIMIT_S, trust_env=False
-                ) as http:
-                    asking = [asyncio.create_task(http.get(f"/{seed}")) for seed in range(_REQUESTS)]
-                    threads = anyio.to_thread.current_default_thread_limiter()
-                    await until(lambda: client.statistics().in_flight == threads.total_tokens)
-                    await engine.call(peers.begin_to_answer)
-                    got = [int((await one).text) for one in asking]
-            finally:
-                web.should_exit = web.force_exit = True
-                await serving
-    assert got == [int(pattern(seed, _COUNT)[-1]) for seed in range(_REQUESTS)]
-
-
 @pytest.mark.usefixtures("way")
 @pytest.mark.promise(28)
 async def test_operations_need_no_thread_of_the_application() -> None:
     more: Tensors = {str(number): [] for number in range(10_000)}
     with no_threads_left():
         async with asyncio.timeout(_LIMIT_S), channel() as ends:
-            asking = asyncio.create_task(ends.client.request(Question(1, pattern(1, _COUNT), more)))
+            asking = asyncio.create_task(ends.client.request(Question(1, pattern(1, 200_000), more)))
             request = await anext(ends.server)
             assert request.message.more == more
             await request.answer(Answer(1, tensor=torch.zeros(1 << 10, 2 << 10)[:, ::2]))

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, suppress
 import pytest
 import torch
 
-from aiotensor import ClosedError, TooLargeError, UnavailableError, UsageError, WouldBlockError
+from aiotensor import ClosedError, TooLargeError, UsageError, WouldBlockError
 from aiotensor.channel import MessageClient, MessageServer, Permit
 from tests.cancelling import Attempt, cancel_everywhere
 from tests.channel.parties import (
@@ -55,34 +55,6 @@ async def test_tensors_of_a_permit_are_sent_without_a_copy_and_with_the_permit_a
         await settled(ends)
 
 
-@pytest.mark.usefixtures("way")
-async def test_any_server_takes_a_request_that_was_decoded_before_the_server_was_chosen() -> None:
-    async with channels(2, 4, client={"max_wait_s": 5}) as (client, servers), client.permit() as permit:
-        tensor = await permit.allocate((BIG,), torch.int64)
-        tensor.copy_(pattern(7, BIG))
-        busy = [asyncio.create_task(client.request(Question(seed), target=0)) for seed in range(3)]
-        await until(lambda: servers[0].statistics().waiting == 3)
-        asking = asyncio.create_task(client.request(Question(7, tensor), inside=permit))
-        await until(lambda: servers[1].statistics().waiting == 1)
-        del tensor
-        assert client.statistics().tensors_copied == 0
-        async with serving(*servers):
-            assert (await asking).total == int(pattern(7, BIG).sum())
-            await asyncio.gather(*busy)
-        await until(lambda: client.statistics().bytes_in_use == 0)
-
-
-async def test_permits_from_before_the_end_of_a_server_are_used_at_the_others() -> None:
-    async with channels(2, 2) as (client, servers), AsyncExitStack() as stack:
-        permits = [await stack.enter_async_context(client.permit()) for _ in range(2)]
-        await servers[0].aclose()
-        await until(lambda: client.statistics().servers == 1)
-        async with serving(servers[1]):
-            for seed, permit in enumerate(permits):
-                got = await client.request(Question(seed, pattern(seed, BIG)), inside=permit)
-                assert got.seed == seed
-
-
 async def test_a_permit_is_for_one_request_of_its_client_in_its_block() -> None:
     async with channel(1) as ends, serving(ends.server):
         client = ends.client
@@ -108,17 +80,14 @@ async def test_a_permit_is_for_one_request_of_its_client_in_its_block() -> None:
         client.permit()
 
 
-@pytest.mark.parametrize("inside", [False, True])
-async def test_a_failed_request_uses_its_permit_and_returns_it(inside: bool) -> None:
+async def test_a_failed_request_uses_its_permit_and_returns_it() -> None:
     async with channel(1, 1 << 20, client={"max_wait_s": 5}) as ends, serving(ends.server):
         for _ in range(3):
-            async with AsyncExitStack() as stack:
-                permit = await stack.enter_async_context(ends.client.permit()) if inside else None
+            async with ends.client.permit() as permit:
                 with pytest.raises(TooLargeError):
                     await ends.client.request(Question(1, torch.zeros(1 << 20)), inside=permit)
-                if permit is not None:
-                    with pytest.raises(UsageError, match="not in use"):
-                        await ends.client.request(Question(1), inside=permit)
+                with pytest.raises(UsageError, match="not in use"):
+                    await ends.client.request(Question(1), inside=permit)
         assert (await ends.client.request(Question(1))).seed == 1
         await settled(ends)
 
@@ -202,15 +171,6 @@ async def test_calls_that_hold_all_memory_and_wait_for_more_raise_would_block_er
         assert caught.value.bytes is not None
         assert caught.value.bytes.in_use >= BIG * 8
         del first
-
-
-async def test_a_permit_without_a_server_raises_unavailable_error() -> None:
-    with place() as one, place() as another:
-        async with MessageClient([one, another], Answer, grace_s=0) as client:
-            with pytest.raises(UnavailableError):
-                async with client.permit():
-                    raise AssertionError("no server is there")
-            assert client.statistics().errors == {"UnavailableError": 1}
 
 
 # `ready`

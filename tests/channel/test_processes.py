@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import random
 import signal
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 from aiotensor import PeerLostError
 from aiotensor.channel import MessageServer
 from tests.channel import peers
-from tests.channel.parties import Places, Question, answer, channel, key_options, place, serving, settled
-from tests.selection import COMPLETE
+from tests.channel.parties import Places, Question, channel, key_options, place, serving, settled
 from tests.transports.unix_ends import no_descriptors
 from verification.patterns import BIG, pattern
 from verification.promptly import promptly
@@ -23,51 +21,10 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 any_way = pytest.mark.usefixtures("way")
 
-CLIENTS, EACH, AT_ONCE = 4, 250 if COMPLETE else 50, 64
-
 
 def keys() -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments for keys, if the running test needs any."""
     return key_options() if Places.scheme == "tcp" else ({}, {})
-
-
-async def _answer_out_of_order(server: MessageServer[Question], chance: random.Random) -> None:
-    """Take some, and answer them in any order."""
-    held = []
-    while True:
-        held.append(await anext(server))
-        while held and (len(held) > 8 or not server.statistics().waiting):
-            async with held.pop(chance.randrange(len(held))) as request:
-                await request.answer(await answer(request.message))
-
-
-async def test_requests_of_four_processes_are_answered_and_none_is_lost_or_mixed_up() -> None:
-    with place() as here:
-        async with MessageServer(here, Question) as server:
-            answering = asyncio.create_task(_answer_out_of_order(server, random.Random(1)))
-            children = [peers.Peer(here) for _ in range(CLIENTS)]
-            try:
-                for child in children:
-                    await child.call(peers.open_client, here)
-                right = await asyncio.gather(
-                    *[
-                        child.call(peers.ask_many, number * EACH, EACH, AT_ONCE)
-                        for number, child in enumerate(children)
-                    ]
-                )
-                assert right == [EACH] * CLIENTS
-                for child in children:
-                    done = await child.call(peers.held)
-                    assert (done["answers"], done["failures"]) == (EACH, 0)
-                await until(lambda: server.statistics().leases == server.statistics().bytes_in_use == 0)
-                seen = server.statistics()
-                assert (seen.messages_received, seen.answers) == (CLIENTS * EACH, CLIENTS * EACH)
-                assert (seen.waiting, seen.in_hand, seen.clients) == (0, 0, CLIENTS)
-            finally:
-                for child in children:
-                    await child.close()
-                answering.cancel()
-                await asyncio.wait([answering])
 
 
 @any_way

@@ -104,26 +104,6 @@ async def test_a_message_with_a_target_waits_for_that_server_and_delays_no_other
                 assert named.statistics().answers == 5
 
 
-async def test_each_message_that_waits_is_heard_once() -> None:
-    heard: list[int] = []
-
-    async def hear(server: MessageServer[Question], every: int) -> None:
-        async for request in server:
-            heard.append(request.message.seed)
-            for _ in range(every):
-                await asyncio.sleep(0)
-
-    async with channels(2, 64, server={"max_waiting": 3}) as (client, [fast, slow]):
-        sending = [asyncio.create_task(client.send(Question(seed))) for seed in range(60)]
-        hearing = [asyncio.create_task(hear(fast, 0)), asyncio.create_task(hear(slow, 20))]
-        await asyncio.gather(*sending)
-        await until(lambda: len(heard) >= 60)
-        for server in (fast, slow):
-            await server.aclose()
-        await asyncio.gather(*hearing)
-    assert sorted(heard) == list(range(60))
-
-
 @pytest.mark.promise(15)
 async def test_messages_that_wait_are_sent_in_the_order_of_their_calls_to_the_server_that_is_idle() -> None:
     heard: list[int] = []
@@ -140,24 +120,6 @@ async def test_messages_that_wait_are_sent_in_the_order_of_their_calls_to_the_se
         async with serving(servers[0], handler=handle):
             await until(lambda: sum(task.done() for task in asking) == 29)
     assert heard == sorted(heard)
-
-
-@pytest.mark.usefixtures("way")
-@pytest.mark.promise(14)
-async def test_the_memory_of_a_client_does_not_grow_with_its_servers() -> None:
-    limit = 1 << 22  # for five of these messages
-    async with (
-        channels(2, 64, client={"arena_bytes": limit}) as (client, servers),
-        _asking(client, map(_large, range(20))) as asking,
-    ):
-        await until(lambda: sum(server.statistics().waiting for server in servers) == 5)
-        seen = client.statistics()
-        assert (seen.waiting, seen.in_flight) == (15, 20)
-        async with serving(*servers):
-            answers = await asyncio.gather(*asking)
-        assert [got.total for got in answers] == [int(pattern(seed, BIG).sum()) for seed in range(20)]
-        assert client.statistics().peak_bytes_in_use <= client.statistics().arena_bytes == limit
-        await until(lambda: client.statistics().bytes_in_use == 0)
 
 
 # Servers that start, end and refuse

@@ -1,9 +1,7 @@
 """Real servers under real load, in front of a real engine: nothing is lost, and nothing exceeds its bound."""
 
 import asyncio
-import os
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +11,12 @@ from aiotensor.types import ClientStatistics
 from tests.integrations import engine
 from tests.integrations.sites import SERVERS, UPLOAD, MiB, Scene, is_answered, scene, workers_of
 from tests.integrations.totals import PERMITS
+from verification.processes import watch
 
 
 def extended(kind: str) -> Any:
     """Return a server with which `make test-all` repeats a test."""
     return pytest.param(kind, marks=pytest.mark.extended)
-
-
-def shared_bytes(pid: int) -> int:
-    """Count the bytes of shared memory that the system has given to a process."""
-    segments = {}
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):
-            path = f"/proc/{pid}/fd/{name}"
-            if "memfd:aiotensor" in os.readlink(path):
-                status = os.stat(path)
-                segments[status.st_ino] = status.st_blocks * 512
-    return sum(segments.values())
 
 
 @pytest.mark.promise(18)
@@ -50,7 +37,7 @@ async def test_200_uploads_are_all_answered_within_the_memory_limit(kind: str, f
         async def look() -> None:
             nonlocal peak
             while True:
-                peak = max(peak, *map(shared_bytes, pids))
+                peak = max(peak, *map(watch.memfd_bytes, pids))
                 await asyncio.sleep(0.01)  # between two looks
 
         looking = asyncio.create_task(look())
