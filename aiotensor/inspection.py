@@ -3,6 +3,7 @@
 import os
 import time
 from multiprocessing.queues import Queue
+from typing import Literal
 
 import msgspec
 from msgspec.structs import asdict
@@ -26,7 +27,7 @@ from aiotensor.transports.endpoints import TcpArguments, route_to
 from aiotensor.transports.tensor_queue import TensorQueue
 from aiotensor.types import CurveKey, PublisherStatistics, ReceiverStatistics, ServerStatistics
 
-__all__ = ["Inspection", "PublisherInspection", "SenderInspection", "ServerInspection", "inspect"]
+__all__ = ["Inspection", "SenderInspection", "inspect"]
 
 
 class SenderInspection(SenderSummary, frozen=True, array_like=False):
@@ -47,53 +48,23 @@ class SenderInspection(SenderSummary, frozen=True, array_like=False):
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """The result of one inspection of a receiver.
+    """The result of one inspection of a receiver, a publisher or a message server.
 
     Attributes:
-        receiver: the id of the receiver.
-        pid: the process id of the receiver.
-        statistics: the result of its `statistics()`; numbers above 2^63 - 1 are reported as 2^63 - 1.
-        senders: the connected senders, in the order in which they connected.
+        kind: ``"receiver"``, ``"publisher"`` or ``"server"``.
+        id: the id of the inspected object.
+        pid: its process id.
+        statistics: the result of its `statistics()`, with at most 128 subscribers of a publisher; numbers
+            above 2^63 - 1 are reported as 2^63 - 1.
+        senders: the connected senders of a receiver, in the order in which they connected.
         answered_at: the time of the answer, by `time.monotonic`.
     """
 
-    receiver: str
+    kind: Literal["receiver", "publisher", "server"]
+    id: str
     pid: int
-    statistics: ReceiverStatistics
+    statistics: ReceiverStatistics | PublisherStatistics | ServerStatistics
     senders: tuple[SenderInspection, ...]
-    answered_at: float
-
-
-class PublisherInspection(msgspec.Struct, frozen=True):
-    """The result of one inspection of a publisher.
-
-    Attributes:
-        publisher: the id of the publisher.
-        pid: the process id of the publisher.
-        statistics: the result of its `statistics()`, with at most 128 subscribers; numbers above 2^63 - 1 are
-            reported as 2^63 - 1.
-        answered_at: the time of the answer, by `time.monotonic`.
-    """
-
-    publisher: str
-    pid: int
-    statistics: PublisherStatistics
-    answered_at: float
-
-
-class ServerInspection(msgspec.Struct, frozen=True):
-    """The result of one inspection of a message server.
-
-    Attributes:
-        server: the id of the server.
-        pid: the process id of the server.
-        statistics: the result of its `statistics()`; numbers above 2^63 - 1 are reported as 2^63 - 1.
-        answered_at: the time of the answer, by `time.monotonic`.
-    """
-
-    server: str
-    pid: int
-    statistics: ServerStatistics
     answered_at: float
 
 
@@ -103,7 +74,7 @@ async def inspect(
     patience_s: float,
     secret_key: CurveKey | None = None,
     server_key: CurveKey | None = None,
-) -> Inspection | PublisherInspection | ServerInspection:
+) -> Inspection:
     """Inspect the receiver, server or publisher that listens at an address, and return its statistics.
 
     An inspection changes nothing in the inspected process, and does not count towards its limits on senders,
@@ -170,6 +141,13 @@ def _no_answer(
     )
 
 
+_KINDS: dict[type, Literal["receiver", "publisher", "server"]] = {
+    ReceiverStatistics: "receiver",
+    PublisherStatistics: "publisher",
+    ServerStatistics: "server",
+}
+
+
 class _Inspection:
     """One inspection: its connection, and the reports that arrive on it."""
 
@@ -182,22 +160,18 @@ class _Inspection:
         self.is_connected = False
         self._transport: Transport | None = None
 
-    def result(self) -> Inspection | PublisherInspection | ServerInspection | None:
+    def result(self) -> Inspection | None:
         """Return the result once the last report has arrived; raise the error that ends the inspection."""
         theirs = self.connection.theirs
         if theirs is not None and self.reports and self.reports[-1].last:
-            statistics, now = self.reports[-1].statistics, time.monotonic()
-            if isinstance(statistics, PublisherStatistics):
-                return PublisherInspection(theirs.id, theirs.pid, statistics, now)
-            if isinstance(statistics, ServerStatistics):
-                return ServerInspection(theirs.id, theirs.pid, statistics, now)
             rows = [
                 row for report in self.reports if isinstance(report, ReceiverReport) for row in report.senders
             ]
             senders = tuple(
                 SenderInspection(**asdict(row)) for row in {row.sender: row for row in rows}.values()
             )
-            return Inspection(theirs.id, theirs.pid, statistics, senders, now)
+            statistics, now = self.reports[-1].statistics, time.monotonic()
+            return Inspection(_KINDS[type(statistics)], theirs.id, theirs.pid, statistics, senders, now)
         if self.failure is not None:
             raise self.failure
         return None

@@ -293,8 +293,7 @@ async def _listener(address: str, keys: Keys) -> Finding:
         return Finding(Status.PROBLEM, printable(str(error)), advice)
     except OSError as error:
         return Finding(Status.NOTE, f"the inspection failed: {error.strerror}", "Try again")
-    kind = type(seen.statistics).__name__.removesuffix("Statistics").lower()
-    return Finding(Status.OK, f"a {kind} (pid {seen.pid}) answers")
+    return Finding(Status.OK, f"a {seen.kind} (pid {seen.pid}) answers")
 
 
 # Limits. None of these checks reports a problem, because no process needs them at startup.

@@ -12,17 +12,18 @@ import msgspec
 
 from aiotensor.cli.words import printable, short
 from aiotensor.errors import PeerLostError
-from aiotensor.inspection import Inspection, PublisherInspection, ServerInspection
+from aiotensor.inspection import Inspection
+from aiotensor.types import PublisherStatistics, ReceiverStatistics, ServerStatistics
 
 __all__ = ["Look", "as_json", "as_lines", "watch"]
 
 # Terminal sequences: switch to the alternate screen without a cursor, clear it, and restore the main screen.
 _BEGIN, _CLEAR, _END = "\x1b[?1049h\x1b[?25l", "\x1b[H\x1b[J", "\x1b[?25h\x1b[?1049l"
 
-Seen: TypeAlias = Inspection | PublisherInspection | ServerInspection
-Look: TypeAlias = Callable[[], Coroutine[Any, Any, Seen]]  # inspects the process once
+Look: TypeAlias = Callable[[], Coroutine[Any, Any, Inspection]]  # inspects the process once
 Row: TypeAlias = tuple[object, ...]
 Shown: TypeAlias = tuple[list[str], list[Row], int]  # lines, rows about peers, and the number of peers
+Rates: TypeAlias = dict[str, float]
 
 
 async def watch(address: str, look: Look, interval_s: float) -> NoReturn:
@@ -42,7 +43,7 @@ async def watch(address: str, look: Look, interval_s: float) -> NoReturn:
     watching = asyncio.current_task()
     if watching is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, watching.cancel)
-    before: Seen | None = None
+    before: Inspection | None = None
     lines: list[str] = []
     click.echo(_BEGIN, nl=False)
     try:
@@ -60,7 +61,7 @@ async def watch(address: str, look: Look, interval_s: float) -> NoReturn:
         click.echo(_END + "\n".join(lines))
 
 
-def as_json(address: str, before: Seen, now: Seen) -> str:
+def as_json(address: str, before: Inspection, now: Inspection) -> str:
     """Format an inspection as one JSON object, with the rates since an earlier inspection.
 
     Rates are null if they are unknown, because another process listens now, or another sender has connected.
@@ -68,14 +69,18 @@ def as_json(address: str, before: Seen, now: Seen) -> str:
     found = msgspec.to_builtins(now)
     del found["answered_at"]  # the clock has no meaning in other processes
     of_senders, rates = _rates(before, now, _messages), _rates(before, now, _totals)
-    for sender in found.get("senders", ()):
+    for sender in found["senders"]:
         sender["messages_per_s"] = of_senders.get(sender["sender"])
     found["rates"] = {f"{name}_per_s": rates.get(name) for name in _totals(now)}
     return json.dumps({"address": address, **found}, indent=2, allow_nan=False)
 
 
 def as_lines(
-    address: str, before: Seen | None, now: Seen, width: int | None = None, height: int | None = None
+    address: str,
+    before: Inspection | None,
+    now: Inspection,
+    width: int | None = None,
+    height: int | None = None,
 ) -> list[str]:
     """Format an inspection as lines: the process, and a row for each sender or subscriber.
 
@@ -86,31 +91,29 @@ def as_lines(
         width: the number of columns after which lines are cut; None for no limit.
         height: the maximum number of lines, so that rows that do not fit are only counted; None for no limit.
     """
-    if isinstance(now, Inspection):
-        head, rows, count = _receiver(before, now)
-    elif isinstance(now, PublisherInspection):
-        head, rows, count = _publisher(before, now)
+    rates = _rates(before, now, _totals)
+    if isinstance(now.statistics, ReceiverStatistics):
+        facts, rows, count = _receiver(now.statistics, rates, now, _rates(before, now, _messages))
+    elif isinstance(now.statistics, PublisherStatistics):
+        facts, rows, count = _publisher(now.statistics, rates)
     else:
-        head, rows, count = _server(before, now)
+        facts, rows, count = _server(now.statistics, rates)
     cells = [tuple(map(str, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     table = ["  ".join(map(str.rjust, row, widths)) for row in cells] if count else []
-    if height is not None and len(head) + len(table) > height:
-        table = table[: max(2, height - len(head) - 1)]
+    if height is not None and len(facts) + 1 + len(table) > height:
+        table = table[: max(2, height - len(facts) - 2)]
     hidden = count - len(table[1:])
-    title, *facts = head
-    lines = [f"{title}  {printable(address)}", *facts, *table, *([f"and {hidden} more"] if hidden else [])]
+    title = f"{now.kind} pid {now.pid}  {printable(address)}"
+    lines = [title, *facts, *table, *([f"and {hidden} more"] if hidden else [])]
     first, *others = (line[:width] for line in lines)
     return [click.style(first, bold=True), *others]
 
 
-def _receiver(before: Seen | None, now: Inspection) -> Shown:
-    it, of_senders = now.statistics, _rates(before, now, _messages)
-    taken = _speed(_rates(before, now, _totals), "tensors")
-    head = [
-        f"receiver pid {now.pid}",
+def _receiver(it: ReceiverStatistics, rates: Rates, now: Inspection, of_senders: Rates) -> Shown:
+    facts = [
         f"senders {_of(it.senders, it.max_senders)}   lost {it.senders_lost}   refused {it.senders_refused}"
-        f"   waiting {it.waiting}   taken {taken}",
+        f"   waiting {it.waiting}   taken {_speed(rates, 'tensors')}",
         f"mapped {_of_bytes(it.mapped_bytes, it.max_mapped_bytes)}   "
         f"unclaimed {_with_bytes(it.unclaimed_tensors, it.unclaimed_bytes)}   "
         f"leases {_with_bytes(it.leases, it.leased_bytes)}",
@@ -122,66 +125,59 @@ def _receiver(before: Seen | None, now: Inspection) -> Shown:
         unclaimed = _with_bytes(one.unclaimed_tensors, one.unclaimed_bytes)
         leases, arena = _with_bytes(one.leases, one.leased_bytes), short(one.arena_bytes)
         rows.append((one.pid, _brief(one.sender), in_flight, one.messages, rate, unclaimed, leases, arena))
-    return head, rows, len(now.senders)
+    return facts, rows, len(now.senders)
 
 
-def _server(before: Seen | None, now: ServerInspection) -> Shown:
-    it = now.statistics
-    taken = _speed(_rates(before, now, _totals), "messages")
-    head = [
-        f"server pid {now.pid}",
+def _server(it: ServerStatistics, rates: Rates) -> Shown:
+    facts = [
         f"clients {_of(it.clients, it.max_clients)}   lost {it.clients_lost}   refused {it.clients_refused}"
-        f"   waiting {it.waiting}   taken {taken}",
+        f"   waiting {it.waiting}   taken {_speed(rates, 'messages')}",
         f"mapped {_of_bytes(it.mapped_bytes, it.max_mapped_bytes)}   leases {it.leases}   "
         f"memory {_of_bytes(it.bytes_in_use, it.arena_bytes)}   answers {it.answers}   "
         f"failures {it.failures}   cancelled {it.cancelled}",
     ]
-    return head, [], 0
+    return facts, [], 0
 
 
-def _publisher(before: Seen | None, now: PublisherInspection) -> Shown:
-    it = now.statistics
+def _publisher(it: PublisherStatistics, rates: Rates) -> Shown:
     waiting = f"{it.waiting} ({it.longest_wait_s:.1f} s)" if it.waiting else "0"
-    head = [
-        f"publisher pid {now.pid}",
+    facts = [
         f"subscribers {_of(it.subscribers, it.max_subscribers)}   lost {it.subscribers_lost}   "
         f"refused {it.subscribers_refused}   dropped {it.dropped}   waiting {waiting}",
         f"memory {_of_bytes(it.bytes_in_use, it.arena_bytes)}   kept {it.history}   "
         f"publications {_with_bytes(it.published, it.bytes_published)}   "
-        f"published {_speed(_rates(before, now, _totals), 'publications')}",
+        f"published {_speed(rates, 'publications')}",
     ]
     rows: list[Row] = [("pid", "subscriber", "behind", "for", "memory", "delivered", "dropped")]
     for lag in it.lags:
         behind, since = _of(lag.behind, it.max_behind), f"{lag.behind_s:.1f} s" if lag.behind else "-"
         memory = short(lag.held_bytes)
         rows.append((lag.pid, _brief(lag.subscriber), behind, since, memory, lag.delivered, lag.dropped))
-    return head, rows, it.subscribers
+    return facts, rows, it.subscribers
 
 
-def _rates(before: Seen | None, now: Seen, totals: Callable[[Seen], dict[str, int]]) -> dict[str, float]:
-    """Return how fast totals have grown since an earlier inspection of the same process."""
-    if before is None or _id(before) != _id(now) or before.answered_at >= now.answered_at:
+def _rates(
+    before: Inspection | None, now: Inspection, totals: Callable[[Inspection], dict[str, int]]
+) -> Rates:
+    """Return how fast totals have grown since an earlier inspection of the same object."""
+    if before is None or before.id != now.id or before.answered_at >= now.answered_at:
         return {}
     seconds, earlier = now.answered_at - before.answered_at, totals(before)
     return {name: (total - earlier[name]) / seconds for name, total in totals(now).items() if name in earlier}
 
 
-def _id(seen: Seen) -> str:
-    if isinstance(seen, Inspection):
-        return seen.receiver
-    return seen.publisher if isinstance(seen, PublisherInspection) else seen.server
+def _totals(seen: Inspection) -> dict[str, int]:
+    match seen.statistics:
+        case ReceiverStatistics() as it:
+            return {"tensors": it.tensors_taken, "bytes": it.bytes_taken}
+        case PublisherStatistics() as it:
+            return {"publications": it.published, "bytes": it.bytes_published}
+        case ServerStatistics() as it:
+            return {"messages": it.messages_taken, "answers": it.answers}
 
 
-def _totals(seen: Seen) -> dict[str, int]:
-    if isinstance(seen, Inspection):
-        return {"tensors": seen.statistics.tensors_taken, "bytes": seen.statistics.bytes_taken}
-    if isinstance(seen, PublisherInspection):
-        return {"publications": seen.statistics.published, "bytes": seen.statistics.bytes_published}
-    return {"messages": seen.statistics.messages_taken, "answers": seen.statistics.answers}
-
-
-def _messages(seen: Seen) -> dict[str, int]:
-    return {one.sender: one.messages for one in seen.senders} if isinstance(seen, Inspection) else {}
+def _messages(seen: Inspection) -> dict[str, int]:
+    return {one.sender: one.messages for one in seen.senders}
 
 
 def _of(value: object, limit: object | None) -> str:

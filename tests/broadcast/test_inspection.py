@@ -6,7 +6,8 @@ import pytest
 
 from aiotensor import RefusedError, TensorReceiver, TensorSender
 from aiotensor.broadcast import Publisher, Subscriber
-from aiotensor.inspection import PublisherInspection, inspect
+from aiotensor.inspection import inspect
+from aiotensor.types import PublisherStatistics
 from tests.broadcast.audiences import Broadcasts
 from verification.patterns import BIG, pattern
 
@@ -22,9 +23,9 @@ async def test_an_inspection_has_the_statistics_of_the_publisher(address: str) -
             await publisher.publish(pattern(number, BIG))
             await quick.receive()
         inspection = await inspect(address, patience_s=PATIENCE_S)
-        assert isinstance(inspection, PublisherInspection)
-        assert inspection.publisher == publisher.id
+        assert (inspection.kind, inspection.id) == ("publisher", publisher.id)
         found = inspection.statistics
+        assert isinstance(found, PublisherStatistics)
         assert (found.subscribers, found.published, found.history, found.max_behind) == (2, 4, 1, 2)
         assert [lag.subscriber for lag in found.lags] == [slow.id, quick.id]
         assert found.lags[0].behind == 2

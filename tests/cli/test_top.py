@@ -21,7 +21,7 @@ from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.cli.command import aiotensor as command
 from aiotensor.cli.top import as_json, as_lines
 from aiotensor.cli.words import in_words, short
-from aiotensor.inspection import Inspection, PublisherInspection, SenderInspection
+from aiotensor.inspection import Inspection, SenderInspection
 from aiotensor.protocol.frames import Close
 from tests.bare_peers import BareReceiver
 from tests.broadcast.audiences import Broadcasts
@@ -64,7 +64,8 @@ async def test_json_contains_the_statistics_and_the_rates(address: str) -> None:
 
         assert (done.stderr, done.exit_code) == ("", 0)
         found = json.loads(done.stdout)
-        assert (found["address"], found["receiver"], found["pid"]) == (address, receiver.id, os.getpid())
+        assert (found["address"], found["kind"]) == (address, "receiver")
+        assert (found["id"], found["pid"]) == (receiver.id, os.getpid())
         own = receiver.statistics()
         assert found["statistics"] == {name: getattr(own, name) for name in own.__struct_fields__}
         [one] = found["senders"]
@@ -113,7 +114,7 @@ async def test_the_subscribers_of_a_publisher_are_shown(address: str) -> None:
     assert names.split() == ["pid", "subscriber", "behind", "for", "memory", "delivered", "dropped"]
     assert [row.split()[1:3] for row in rows] == [[slow.id[:6], "3/4"], [quick.id[:6], "0/4"]]
     found = json.loads(structured.stdout)
-    assert (found["address"], found["publisher"]) == (address, publisher.id)
+    assert (found["address"], found["id"]) == (address, publisher.id)
     assert [lag["subscriber"] for lag in found["statistics"]["lags"]] == [slow.id, quick.id]
     assert found["rates"] == {"publications_per_s": 0.0, "bytes_per_s": 0.0}
 
@@ -332,7 +333,7 @@ def of_sender(name: str, messages: int) -> SenderInspection:
 
 
 def look(at: float, *senders: SenderInspection, receiver: str = "r", **changes: object) -> Inspection:
-    return Inspection(receiver, 4194301, receiver_statistics(**changes), senders, at)
+    return Inspection("receiver", receiver, 4194301, receiver_statistics(**changes), senders, at)
 
 
 def plain(lines: list[str]) -> list[str]:
@@ -385,7 +386,7 @@ def test_subscribers_that_a_publisher_does_not_report_are_counted() -> None:
     lags = tuple(SubscriberLag(f"{number:032}", 100 + number, 3, 1.5, 1 << 20, 5, 2) for number in range(5))
     fields = {name: getattr(statistics, name) for name in statistics.__struct_fields__}
     fields |= {"lags": lags, "subscribers": 150, "waiting": 2, "longest_wait_s": 3.25}
-    now = PublisherInspection("p", 7, type(statistics)(**fields), 1.0)
+    now = Inspection("publisher", "p", 7, type(statistics)(**fields), (), 1.0)
     lines = plain(as_lines(ADDRESS, None, now))
 
     assert "waiting 2 (3.2 s)" in lines[1]

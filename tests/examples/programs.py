@@ -13,7 +13,8 @@ from pathlib import Path
 
 import httpx
 
-from aiotensor.inspection import ServerInspection, inspect
+from aiotensor.inspection import inspect
+from aiotensor.types import ServerStatistics
 from verification.places import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -154,5 +155,5 @@ async def serving(
 async def taken(folder: Path) -> int:
     """Return the number of requests that the engine has taken."""
     found = await inspect(f"unix://{folder}/example-engine.sock", patience_s=5)
-    assert isinstance(found, ServerInspection)
+    assert isinstance(found.statistics, ServerStatistics)
     return found.statistics.messages_taken

@@ -84,5 +84,5 @@ async def test_all_roles_use_the_exact_file_of_an_address(path: Path) -> None:
         async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
             assert os.path.exists(file)
             assert torch.equal(await receiver.receive(await sender.send(pattern(0, 3))), pattern(0, 3))
-            assert (await inspect_receiver(address, patience_s=20)).receiver == receiver.id
+            assert (await inspect_receiver(address, patience_s=20)).id == receiver.id
         assert not os.path.exists(file)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 from aiotensor import PeerLostError, ProtocolError, TensorReceiver, UsageError
-from aiotensor.inspection import Inspection, inspect
+from aiotensor.inspection import inspect
 from verification.fuzz.living import LiveConnector
 from verification.processes import peers
 
@@ -19,8 +19,8 @@ async def _inspect(state: peers.State) -> Counter[str]:
         inspection = await inspect(str(state.endpoint), patience_s=_PATIENCE_S)
     except (PeerLostError, ProtocolError, UsageError) as error:
         return Counter([type(error).__name__])
-    if not isinstance(inspection, Inspection):
-        return Counter([f"{type(inspection).__name__}s"])
+    if inspection.kind != "receiver":
+        return Counter([inspection.kind])
     ids = [sender.sender for sender in inspection.senders]
     assert len(ids) == len(set(ids))
     return Counter([_INSPECTED])
