@@ -11,9 +11,17 @@ from pathlib import Path
 import click
 
 from aiotensor import __version__
-from aiotensor.cli.addresses import FORMS, needs_keys, valid_address
 from aiotensor.cli.doctor import Finding, Status, examine
-from aiotensor.cli.keys import HOW_TO_GIVE, Keys, check_keys, keys_option, write_keys
+from aiotensor.cli.options import (
+    FORMS,
+    HOW_TO_GIVE,
+    Keys,
+    check_keys,
+    keys_option,
+    needs_keys,
+    valid_address,
+    write_keys,
+)
 from aiotensor.cli.top import Look, as_json, as_lines, watch
 from aiotensor.cli.words import printable
 from aiotensor.errors import AioTensorError

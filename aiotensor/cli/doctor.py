@@ -12,22 +12,20 @@ import secrets
 import shlex
 import socket
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import zmq
 
 from aiotensor import __version__
-from aiotensor.cli.addresses import is_port
-from aiotensor.cli.keys import HOW_TO_GIVE, Keys
+from aiotensor.cli.options import HOW_TO_GIVE, Keys, is_port
 from aiotensor.cli.words import in_words, printable
 from aiotensor.errors import AccessDeniedError, AioTensorError, PeerLostError
 from aiotensor.inspection import inspect
-from aiotensor.runtime.worker import run_detached
 from aiotensor.transports.address import TcpAddress, socket_path, tcp_address
 
 __all__ = [
@@ -42,7 +40,6 @@ __all__ = [
     "socket_folder",
 ]
 
-_LOOKUP_S = 5.0
 _CONNECT_S = 2.0
 _ANSWER_S = 5.0
 _BESIDE_ARENA = 512 << 20  # the memory of two processes that have imported torch
@@ -52,8 +49,6 @@ _UNLIMITED = 1 << 60  # cgroup v1 expresses "no limit" as a number of about this
 _ANOTHER = "choose another path"
 _OTHERWISE = "Choose another path"
 _SMALLER = "use a smaller arena_bytes; each sender, client, server and publisher has its own"
-
-Place: TypeAlias = tuple[int, tuple[Any, ...]]  # the family and the address of a socket
 
 
 class Status(StrEnum):
@@ -94,14 +89,14 @@ def examine(
         folder = os.environ.get("XDG_RUNTIME_DIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108
         yield "socket folder", socket_folder(Path(folder), asked_for=False)
     elif is_port(address):
-        yield from asyncio.run(_examine_port(address, keys)).items()
+        yield from _examine_port(address, keys)
     else:
         path = Path(socket_path(address))
         yield "socket folder", socket_folder(path.parent)
         finding, is_in_use = socket_file(path)
         yield "socket file", finding
         if is_in_use:
-            yield "listener", asyncio.run(_listener(address, keys))
+            yield "listener", _listener(address, keys)
     yield "memory", memory(arena_bytes)
     yield "container", container(arena_bytes)
     yield "open files", open_files(*getrlimit(RLIMIT_NOFILE), subscribers)
@@ -205,16 +200,32 @@ def _is_bound(path: Path) -> bool:
 # Ports
 
 
-async def _examine_port(text: str, keys: Keys) -> dict[str, Finding]:
-    """Return the findings about a ``tcp://`` address, by the names of the checks; takes less than 15 s."""
+def _examine_port(text: str, keys: Keys) -> Iterator[tuple[str, Finding]]:
+    """Yield the findings about a ``tcp://`` address."""
     address = tcp_address(text, has_keys=True, connects=True)
-    findings = {"keys": _keys(address, keys)}
-    findings["host"], places = await _host(address)
-    if places:
-        findings["port"], is_open = await _port(places)
-        if is_open and findings["keys"].status is Status.OK:
-            findings["listener"] = await _listener(text, keys)
-    return findings
+    found = _keys(address, keys)
+    yield "keys", found
+    try:
+        places = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        reason = f"{address.host} cannot be resolved: {error.strerror or error}"
+        advice = "Check the name, /etc/hosts and /etc/resolv.conf, or write the numeric address"
+        yield "host", Finding(Status.PROBLEM, reason, advice)
+        return
+    numbers = ", ".join(str(place[0]) for *_, place in places)
+    yield "host", Finding(Status.OK, numbers if numbers == address.host else f"{address.host} is {numbers}")
+    place = f"{address.host} port {address.port}"
+    try:
+        with socket.create_connection((address.host, address.port), _CONNECT_S):
+            pass
+    except OSError as error:  # which a timeout is, too, without a number
+        reason = os.strerror(error.errno) if error.errno else f"no answer for {_CONNECT_S:g} s"
+        advice = "Start the process that listens there, or check the address, the routes and the firewalls"
+        yield "port", Finding(Status.PROBLEM, f"no process accepts connections at {place}: {reason}", advice)
+        return
+    yield "port", Finding(Status.OK, f"a process accepts connections at {place}")
+    if found.status is Status.OK:
+        yield "listener", _listener(text, keys)
 
 
 def _keys(address: TcpAddress, keys: Keys) -> Finding:
@@ -228,58 +239,10 @@ def _keys(address: TcpAddress, keys: Keys) -> Finding:
     return Finding(Status.PROBLEM, found, HOW_TO_GIVE)
 
 
-async def _host(address: TcpAddress) -> tuple[Finding, Sequence[Place]]:
-    """Resolve the host of an address, and return its places in the order in which they are tried."""
-    # In a thread that does not delay the exit of the process: nothing can interrupt the system's resolver.
-    lookup = run_detached(
-        "aiotensor-resolving",
-        lambda: socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM),
-    )
-    try:
-        async with asyncio.timeout(_LOOKUP_S):
-            places = [(family, place) for family, _, _, _, place in await lookup]
-    except TimeoutError:
-        reason = f"no name server has answered for {_LOOKUP_S:g} s"
-    except OSError as error:
-        reason = error.strerror or str(error)
-    else:
-        numbers = ", ".join(str(place[0]) for _, place in places)
-        found = numbers if numbers == address.host else f"{address.host} is {numbers}"
-        return Finding(Status.OK, found), places
-    advice = "Check the name, /etc/hosts and /etc/resolv.conf, or write the numeric address"
-    return Finding(Status.PROBLEM, f"{address.host} cannot be resolved: {reason}", advice), ()
-
-
-async def _port(places: Sequence[Place]) -> tuple[Finding, bool]:
-    """Check whether a process accepts connections at one of some places."""
-    failures = await asyncio.gather(*map(_failure, places))
-    if None in failures:
-        _, (host, port, *_) = places[failures.index(None)]
-        return Finding(Status.OK, f"a process accepts connections at {host} port {port}"), True
-    reasons = "; ".join(
-        f"{place[0]}: {failure}" for (_, place), failure in zip(places, failures, strict=True)
-    )
-    advice = "Start the process that listens there, or check the address, the routes and the firewalls"
-    return Finding(Status.PROBLEM, f"no process accepts connections: {reasons}", advice), False
-
-
-async def _failure(place: Place) -> str | None:
-    """Connect to a place and disconnect; return the reason if that fails."""
-    family, address = place
-    try:
-        async with asyncio.timeout(_CONNECT_S):
-            with socket.socket(family, socket.SOCK_STREAM) as sock:
-                sock.setblocking(False)
-                await asyncio.get_running_loop().sock_connect(sock, address)
-    except OSError as error:  # which a timeout is, too, without a number
-        return os.strerror(error.errno) if error.errno else f"no answer for {_CONNECT_S:g} s"
-    return None
-
-
-async def _listener(address: str, keys: Keys) -> Finding:
+def _listener(address: str, keys: Keys) -> Finding:
     """Inspect the process at an address: its kind, and whether it accepts this user and these keys."""
     try:
-        seen = await inspect(address, patience_s=_ANSWER_S, **keys._asdict())
+        seen = asyncio.run(inspect(address, patience_s=_ANSWER_S, **keys._asdict()))
     except AccessDeniedError as error:
         advice = HOW_TO_GIVE if is_port(address) else "Run as the user of that process"
         return Finding(Status.PROBLEM, printable(str(error)), advice)

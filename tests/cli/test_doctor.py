@@ -5,7 +5,6 @@ import os
 import socket
 import stat
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from importlib import metadata
@@ -226,7 +225,8 @@ async def test_the_process_that_listens_at_a_port_is_named(port: int) -> None:
     assert findings["port"]["found"] == f"a process accepts connections at 127.0.0.1 port {port}"
     assert findings["listener"]["found"] == f"a receiver (pid {os.getpid()}) answers"
     assert problems(free) == ["port"]
-    assert free["port"]["found"] == "no process accepts connections: 127.0.0.1: Connection refused"
+    where = f"127.0.0.1 port {port}"
+    assert free["port"]["found"] == f"no process accepts connections at {where}: Connection refused"
     assert free["port"]["advice"].startswith("Start the process that listens there")
 
 
@@ -258,24 +258,14 @@ async def test_missing_keys_are_a_problem_and_the_port_is_still_checked(port: in
 
 
 async def test_a_name_that_cannot_be_resolved_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = threading.Event()
-
     def resolve(host: str, *_: object, **__: object) -> list[object]:
-        if host == "silent.invalid":
-            ends.wait()
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(checks, "_LOOKUP_S", 0.05)
-    for host, reason in (
-        ("silent.invalid", "no name server has answered for 0.05 s"),
-        ("unknown.invalid", "Name or service not known"),
-    ):
-        _, findings = await doctor("--address", f"tcp://{host}:5555")
-        assert findings["host"]["status"] == "problem"
-        assert findings["host"]["found"] == f"{host} cannot be resolved: {reason}"
-        assert "/etc/resolv.conf" in findings["host"]["advice"]
-    ends.set()
+    _, findings = await doctor("--address", "tcp://unknown.invalid:5555")
+    assert findings["host"]["status"] == "problem"
+    assert findings["host"]["found"] == "unknown.invalid cannot be resolved: Name or service not known"
+    assert "/etc/resolv.conf" in findings["host"]["advice"]
 
 
 async def test_a_port_that_does_not_answer_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +277,7 @@ async def test_a_port_that_does_not_answer_is_a_problem(monkeypatch: pytest.Monk
         _, silent = await doctor("--address", f"tcp://127.0.0.1:{full.getsockname()[1]}")
 
     assert problems(silent) == ["port"]
-    assert silent["port"]["found"] == "no process accepts connections: 127.0.0.1: no answer for 0.2 s"
+    assert silent["port"]["found"].endswith(": no answer for 0.2 s")
     assert "firewalls" in silent["port"]["advice"]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from aiotensor.cli.keys import write_keys
+from aiotensor.cli.options import write_keys
 from tests.deployment.composition import image_user, services_of
 from tests.deployment.containers import container
 from tests.examples.films import film, is_right

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from aiotensor.cli.keys import write_keys
+from aiotensor.cli.options import write_keys
 from demo.clips import sample_clips
 from tests.examples.films import film
 from tests.examples.programs import Program, engine, running, shown

@@ -1,6 +1,6 @@
-"""The key files that `aiotensor keys` writes and other subcommands read.
+"""The addresses that subcommands accept, and the key files that `aiotensor keys` writes and others read.
 
-Each file is a JSON object with the keyword arguments of one side. A secret key is never an argument of a
+Each key file is a JSON object with the keyword arguments of one side. A secret key is never an argument of a
 command: other users could read it with `ps`.
 """
 
@@ -12,10 +12,21 @@ from typing import NamedTuple, TypeVar
 import click
 import msgspec
 
-from aiotensor.cli.addresses import is_port
-from aiotensor.transports.address import TcpArguments
+from aiotensor.transports.address import TcpArguments, socket_path, tcp_address
 
-__all__ = ["HOW_TO_GIVE", "Keys", "check_keys", "keys_option", "write_keys"]
+__all__ = [
+    "FORMS",
+    "HOW_TO_GIVE",
+    "Keys",
+    "check_keys",
+    "is_port",
+    "keys_option",
+    "needs_keys",
+    "valid_address",
+    "write_keys",
+]
+
+FORMS = "unix:///PATH|tcp://HOST:PORT"
 
 HOW_TO_GIVE = (
     "Pass --keys with the file of a side that connects, such as api.json, which `aiotensor keys` writes"
@@ -25,6 +36,34 @@ _ENGINE = "engine"
 _LARGEST_FILE = 65536
 
 Command = TypeVar("Command", bound=Callable[..., object])
+
+
+# Addresses
+
+
+def valid_address(_: click.Context, option: click.Parameter, address: str | None) -> str | None:
+    """Return an address to connect to; the callback of parameters for it."""
+    try:
+        if address is not None and is_port(address):
+            tcp_address(address, has_keys=True, connects=True)
+        elif address is not None:
+            socket_path(address)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param=option) from error
+    return address
+
+
+def is_port(address: str) -> bool:
+    """Return whether an address has the scheme ``tcp``."""
+    return address.lower().startswith("tcp:")
+
+
+def needs_keys(address: str) -> bool:
+    """Return whether a valid address is a ``tcp://`` address that other machines can reach."""
+    return is_port(address) and not tcp_address(address, has_keys=True, connects=True).is_local
+
+
+# Keys
 
 
 class Keys(NamedTuple):
