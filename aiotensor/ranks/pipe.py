@@ -37,11 +37,11 @@ from aiotensor.errors import (
 )
 from aiotensor.link.admission import Admission
 from aiotensor.link.events import PeerLog
-from aiotensor.link.session import Session
+from aiotensor.link.messages import MessageSession
 from aiotensor.memory.arena import Block, Extent, Segment
 from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError, bytes_of
 from aiotensor.memory.gates import Gate, WaitLimits
-from aiotensor.memory.mappings import ForeignSegment, ForwardedBlock, Mappings, PeerMemory
+from aiotensor.memory.mappings import ForeignSegment, ForwardedBlock, Mappings
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.placement import plan_placement, put_of
 from aiotensor.memory.source import Source, as_source
@@ -49,7 +49,7 @@ from aiotensor.memory.tensors import MAX_INLINE_BYTES, own_copy
 from aiotensor.protocol import frames
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.credits import Ticket
-from aiotensor.protocol.frames import Attach, Close, Detach, End, Frame, Hello, Put, Release, Taken
+from aiotensor.protocol.frames import Close, End, Frame, Hello, Put, Taken
 from aiotensor.ranks.meeting import Group, Meeting, WithdrawnError, membership_of
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.arguments import count, seconds_or_never
@@ -179,7 +179,6 @@ class RankPipe(LoopObject):
         self._announced: dict[int, Ticket[Extent] | None] = {}  # not taken yet; None for those in blocks
         # Messages of the peer
         self._mappings = Mappings()
-        self._theirs = PeerMemory(self._max_bytes, None)
         self._inbox: deque[tuple[int, torch.Tensor | None]] = deque()  # by their numbers
         self._receivers = Waiters()
 
@@ -422,7 +421,7 @@ class RankPipe(LoopObject):
             self._inbox.clear()
             self._mappings.freed.collect_all()
             if not session.is_over:
-                session.close(Close(uses_memory=self._theirs.leases > 0))
+                session.close(Close(uses_memory=session.memory.leases > 0))
                 await session.accepted()
             self._drop()
             await self._memory.aclose()
@@ -437,11 +436,10 @@ class RankPipe(LoopObject):
 
     def _drop(self) -> None:
         """Close the connection, and release what belongs to it."""
-        if self._session is not None:
-            self._session.drop()
-            self._session.keep_pins(self._memory)
         self._inbox.clear()
-        self._mappings.peer_gone(self._theirs)
+        if self._session is not None:
+            self._session.abort()
+            self._session.keep_pins(self._memory)
 
     def _details(self) -> list[str]:
         return [f"rank {self.rank} to {self.peer}"]
@@ -486,7 +484,7 @@ class RankPipe(LoopObject):
 
     def _drop_unless_joined(self, session: "_Rank") -> None:
         if self._session is not session:
-            session.drop()
+            session.abort()
 
     def _not_joined(self, error: AioTensorError) -> None:
         """Fail the opening of this pipe."""
@@ -497,10 +495,9 @@ class RankPipe(LoopObject):
     def _join(self, session: "_Rank") -> None:
         """Use a connection after the hello of the peer."""
         if self._session is not None or self._failure is not None:
-            session.drop()
+            session.abort()
             return
         self._session = session
-        self._theirs.release = session.release
         if session.transport.mover is not None:
             self._memory.movers.add(session.transport.mover)
         session.transport.limit_queue(_MESSAGES_AND_ANSWERS * self._max_bytes + MAX_UNREAD_BYTES)
@@ -601,18 +598,18 @@ class RankPipe(LoopObject):
             self._memory.abandon(session)
             self._memory.movers.discard(session.transport.mover)
         session.keep_pins(self._memory)
-        self._theirs.release = None
-        self._mappings.peer_gone(self._theirs)
+        session.release_memory()
         self._counts["peers_lost"] += 1
         self._log.lost(loss, self._label, lost)
 
 
-class _Rank(Session):
+class _Rank(MessageSession):
     """The connection to the other rank."""
 
     def __init__(self, transport: Transport, connection: Connection, pipe: RankPipe) -> None:
-        super().__init__(transport, connection, pipe._log, pipe._mappings.freed)
+        super().__init__(transport, connection, pipe._log, pipe._memory, pipe._mappings)
         self.name = f"rank {pipe.peer}"
+        self.memory.arena_bytes = pipe._max_bytes
         self._pipe = pipe
 
     def received(self, frames: Sequence[Frame], descriptors: list[int]) -> None:
@@ -623,7 +620,7 @@ class _Rank(Session):
                 case Put():
                     if not frame.last:
                         raise ProtocolError("it sent a message of several tensors")
-                    pipe._inbox.append((frame.message, pipe._mappings.open(pipe._theirs, frame)))
+                    pipe._inbox.append((frame.message, pipe._mappings.open(self.memory, frame)))
                     pipe._receivers.wake_one()
                 case End(count=0):
                     pipe._inbox.append((frame.message, None))
@@ -634,27 +631,14 @@ class _Rank(Session):
                         if ticket is not None:
                             pipe._memory.gate.release(ticket)
                     pipe._changes.wake()
-                case Release():
-                    self.released(pipe._memory, frame.blocks)
-                case Attach():
-                    self.map(pipe._mappings, pipe._theirs, frame, descriptors)
-                case Detach():
-                    pipe._mappings.detach(pipe._theirs, frame.segment)
                 case Hello():
                     if frame.is_admitted:
                         pipe._join(self)
-                case Close():
-                    self.closed(frame)
                 case _:
-                    raise ProtocolError("it sent a frame that no rank sends")
+                    self.control(frame, descriptors)
             if self.is_over:
                 break
 
     def lost(self, loss: Loss) -> None:
         """Handle the end of the session."""
         self._pipe._lost(self, loss)
-
-    def drop(self) -> None:
-        """Close the connection, without effects on the pipe."""
-        self.is_over = True
-        self.transport.close()
