@@ -20,7 +20,7 @@ from aiotensor.errors import (
     UsageError,
     WouldBlockError,
 )
-from aiotensor.transports.tensor_queue import TensorQueue
+from aiotensor.transports.endpoints import TensorQueue
 from aiotensor.types import (
     Delivery,
     Holder,

@@ -22,9 +22,8 @@ from aiotensor.protocol.frames import (
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.runtime.waiting import Waiters, until
 from aiotensor.transports.address import socket_path
-from aiotensor.transports.base import Connector, Transport
-from aiotensor.transports.endpoints import TcpArguments, route_to
-from aiotensor.transports.tensor_queue import TensorQueue
+from aiotensor.transports.base import Connector, Events, Transport
+from aiotensor.transports.endpoints import TcpArguments, TensorQueue, route_to
 from aiotensor.types import CurveKey, PublisherStatistics, ReceiverStatistics, ServerStatistics
 
 __all__ = ["Inspection", "SenderInspection", "inspect"]
@@ -104,7 +103,8 @@ async def inspect(
     if not patience_s > 0:
         raise ValueError(f"patience_s must be positive, got {patience_s}")
     inspection = _Inspection(address)
-    connector = route_to(address, TcpArguments(True, secret_key, server_key)).connector(inspection)
+    route = route_to(address, TcpArguments(True, secret_key, server_key))
+    connector = route.connector(Events(inspection.connected, inspection.fail))
     try:
         connector.connect()
         if connector.connects_at_once and not (inspection.is_connected or connector.is_backlogged):
@@ -191,10 +191,6 @@ class _Inspection:
         for record in self.connection.data_to_send():
             transport.write(record)
 
-    def connecting_failed(self, error: AioTensorError) -> None:
-        """End the inspection with an error: no connection can be made."""
-        self._fail(error)
-
     def record_received(self, data: memoryview, descriptors: list[int]) -> None:
         """Process a record of the other process."""
         close_all(descriptors)  # none are expected
@@ -206,23 +202,24 @@ class _Inspection:
                             raise ProtocolError("it sent a report after the last one")
                         self.reports.append(frame)
                     case Close():
-                        self._fail(self.connection.closed(frame).error)
+                        self.fail(self.connection.closed(frame).error)
                     case Hello():
                         pass
                     case _:
                         raise ProtocolError("it sent a frame that is not for inspectors")
         except (RefusedError, ProtocolError) as error:
-            self._fail(again(error))
+            self.fail(again(error))
         self.changes.wake()
 
     def connection_lost(self, reason: str | ProtocolError) -> None:
         """End the inspection with an error: the other process is gone."""
-        self._fail(self.connection.lost(str(reason), is_retried=False).error)
+        self.fail(self.connection.lost(str(reason), is_retried=False).error)
 
     def resume_writing(self) -> None:
         """Do nothing: only one frame is ever written."""
 
-    def _fail(self, error: AioTensorError) -> None:
+    def fail(self, error: AioTensorError) -> None:
+        """End the inspection with an error."""
         self.close()
         if self.failure is None:  # the first error is the cause
             self.failure = ProtocolError(str(error)) if isinstance(error, RefusedError) else error

@@ -82,8 +82,8 @@ class TensorReceiver(LoopObject):
     Args:
         endpoint: the location of the receiver: an address such as ``unix:///run/user/1000/engine.sock``, to
             which only processes of this user may connect, a `TensorQueue`, or a `multiprocessing.Queue` if
-            the application cannot use a `TensorQueue`. Nothing else may read from such a queue or put objects
-            into it, and it must be closed after the receiver.
+            the application cannot use a `TensorQueue`. Such a queue only identifies a socket; nothing is put
+            into it.
         max_senders: the maximum number of connected senders; None for no limit.
         max_mapped_bytes: the maximum number of bytes of mapped shared memory, over all senders: the sum of
             their `arena_bytes`, and the memory of disconnected senders that tensors still use; None for no
@@ -138,9 +138,7 @@ class TensorReceiver(LoopObject):
             self._admitted,
             self._refused,
             self._reports,
-            self._listening_failed,
         )
-        self._listening_failure: OSError | None = None
         # The calls that wait for a tensor by its handle, and the iterations that wait for any tensor.
         self._calls: dict[Key, Waiters] = {}
         self._iterations = Waiters()
@@ -155,7 +153,7 @@ class TensorReceiver(LoopObject):
         self.affinity.enter()
         try:
             self._mappings.freed.bind()
-            self._listener = await self._route.listen(self._admission)
+            self._listener = await self._route.listen(self._admission.connection_accepted)
             if self.affinity.is_closed:  # by another task, during the wait
                 await self._close()
                 raise self.affinity.closed_error()
@@ -263,9 +261,6 @@ class TensorReceiver(LoopObject):
 
         Cancellation loses no tensor. The iteration ends when this receiver is closed. Like `receive`, the
         call does not suspend if a tensor has arrived.
-
-        Raises:
-            PeerLostError: no sender is connected, and none can connect any more.
         """
         if asyncio._get_running_loop() is not self.affinity.open_in:
             if self.affinity.is_closed:
@@ -283,8 +278,6 @@ class TensorReceiver(LoopObject):
                 raise
             if self.affinity.is_closed:
                 raise StopAsyncIteration
-            if not self._senders:
-                self._check_listening()
         key, item, count = found
         self._take(key, item)
         return item if count == 1 else Delivery(item.handle, item.tensor, count, item.trace_context)
@@ -383,9 +376,7 @@ class TensorReceiver(LoopObject):
         if self.affinity.is_closed:
             raise self.affinity.closed_error()
         try:
-            item = self._mailbox.hold(key)
-            if item is not None or self._listening_failure is None:
-                return item
+            return self._mailbox.hold(key)
         except (PeerLostError, RefusedError):
             pass  # the sender may have connected again, and a handle may be used before the new hello is read
         if self._listener is not None:
@@ -393,21 +384,7 @@ class TensorReceiver(LoopObject):
         self._admission.read_now()
         for sender in list(self._senders.values()):
             sender.transport.read_now()
-        item = self._mailbox.hold(key)
-        if item is None and not self._mailbox.has_joined(key.sender):
-            self._check_listening()
-        return item
-
-    def _check_listening(self) -> None:
-        if self._listening_failure is not None:
-            raise PeerLostError(f"no more senders can connect: {self._listening_failure}")
-
-    def _listening_failed(self, error: OSError) -> None:
-        """End the waits for senders that have not connected."""
-        self._listening_failure = error
-        for waiters in self._calls.values():
-            waiters.wake()
-        self._iterations.wake()
+        return self._mailbox.hold(key)
 
     async def _arrival(self, key: Key) -> Delivery:
         """Wait for a tensor, reserve it, and return it; errors are those of `receive`."""

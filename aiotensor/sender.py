@@ -189,8 +189,8 @@ class TensorSender(LoopObject):
 
     Args:
         endpoint: the location of the receiver: an address such as ``unix:///run/user/1000/engine.sock``, a
-            `TensorQueue`, or a `multiprocessing.Queue` if the application cannot use a `TensorQueue`. Both
-            sides find each other over such a queue, which must carry nothing else.
+            `TensorQueue`, or a `multiprocessing.Queue` if the application cannot use a `TensorQueue`. Such a
+            queue only identifies a socket; nothing is put into it.
         max_concurrent_videos: the maximum number of messages in flight, that is, begun by this sender, and
             neither fully taken by the receiver nor discarded. Further sends wait in the order of the calls.
         arena_bytes: the maximum number of bytes of shared memory that this sender uses at once. Memory is

@@ -16,7 +16,7 @@ from aiotensor.protocol.frames import (
     encode,
 )
 from aiotensor.runtime.descriptors import close_all
-from aiotensor.transports.base import Transport
+from aiotensor.transports.base import Events, Transport
 from aiotensor.transports.endpoints import Endpoint, route_to
 from tests.frames import hello, receiver_hello
 
@@ -40,7 +40,7 @@ class RogueSender:
         self.is_lost = asyncio.Event()
         self._is_connected = asyncio.Event()
         self._reads = reads
-        self._connector = route_to(endpoint).connector(self)
+        self._connector = route_to(endpoint).connector(Events(self.connected, self.connecting_failed))
         self._transport: Transport | None = None
         self._first = b""
 
@@ -153,9 +153,6 @@ class RogueReceiver:
         transport.start(self)
         self.write(receiver_hello(pid=os.getpid()))
 
-    def listening_failed(self, error: OSError) -> None:
-        raise error
-
     def record_received(self, data: memoryview, descriptors: list[int]) -> None:
         close_all(descriptors)
         if self._has_hello:
@@ -179,7 +176,7 @@ async def rogue_receiver(
 ) -> AsyncIterator[tuple[TensorSender, RogueReceiver]]:
     """Connect a sender to a rogue."""
     rogue = RogueReceiver()
-    listener = await route_to(endpoint).listen(rogue)
+    listener = await route_to(endpoint).listen(rogue.connection_accepted)
     try:
         async with TensorSender(endpoint, max_concurrent_videos) as sender:
             await sender.ready()

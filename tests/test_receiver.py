@@ -25,7 +25,6 @@ from aiotensor import (
 from aiotensor import receiver as receiver_module
 from tests.conformance.turns import Changes
 from tests.pairs import beyond, endpoint, is_local, pair
-from verification.internals import admission_of
 from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
 
@@ -55,22 +54,6 @@ async def test_invalid_arguments_raise_errors_that_suggest_a_remedy() -> None:
                 await receiver.receive(wrong)
         with pytest.raises(TypeError, match="decode it with its type"):
             await receiver.receive({"message": 0})  # type: ignore[arg-type]
-
-
-@once
-async def test_connected_senders_keep_sending_after_listening_has_failed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with pair() as (sender, receiver):
-        handle = await sender.send(pattern(0, 3))
-        next_one = TensorHandle(sender.id, handle.message + 1, 0, "int64", (3,), "cpu")
-        waiting = asyncio.create_task(receiver.receive(next_one))
-        await until(lambda: receiver.statistics().waiting == 1)
-        admission_of(receiver).listening_failed(OSError("the disk is on fire"))
-        await sender.send(pattern(1, 3))
-        assert torch.equal(await receiver.receive(handle), pattern(0, 3))
-        assert torch.equal(await waiting, pattern(1, 3))
-        assert "no further peer will connect: the disk is on fire" in caplog.text
 
 
 @pytest.mark.promise(13)

@@ -265,7 +265,7 @@ def keep_socket_file(receiver: TensorReceiver) -> None:
     """Leave the socket file of a receiver behind, as a killed process does."""
     listener = listener_of(receiver)
     if isinstance(listener, UnixListener):
-        listener._leave = listener._sock.close
+        listener._file = None
 
 
 def cut(transport: Transport) -> None:

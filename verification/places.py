@@ -103,7 +103,7 @@ def free_port() -> int:
 
 LINKS = {
     "queue": Link(_on_a_queue),
-    "stock": Link(_on_a_stock_queue, connects_at_once=False),
+    "stock": Link(_on_a_stock_queue),
     "tcp": Link(_at_a_port, is_local=False, connects_at_once=False),
     "unix": Link(_at_an_address),
 }

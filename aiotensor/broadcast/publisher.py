@@ -264,7 +264,7 @@ class Publisher(LoopObject):
         self.affinity.enter()
         try:
             self._memory.bind()
-            self._listener = await self._route.listen(self._admission)
+            self._listener = await self._route.listen(self._admission.connection_accepted)
             if self.affinity.is_closed:  # by another task, during the wait
                 await self._close(self._listener)
                 raise self.affinity.closed_error()

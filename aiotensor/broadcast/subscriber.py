@@ -44,7 +44,7 @@ from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.arguments import count_or_none, seconds_or_never
 from aiotensor.runtime.waiting import Waiters, until
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
-from aiotensor.transports.base import MAX_UNREAD_BYTES, Connector, Events, Transport
+from aiotensor.transports.base import Connector, Events, Transport
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
 from aiotensor.types import CurveKey, Publication, SubscriberStatistics, Usage
 
@@ -439,7 +439,6 @@ class Subscriber(LoopObject, Generic[T]):
             VERSION, os.getpid(), "subscriber", self._id, publisher=publisher, next=self._next_to_arrive
         )
         session = _Publisher(transport, Connection(hello, "the publisher"), self)
-        transport.limit_queue(MAX_UNREAD_BYTES)  # of answers
         session.begin()
         self._session = session
         self._failure = None

@@ -8,7 +8,6 @@ from typing import Any, Generic, Self, TypeVar
 from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.channel.request import Request, enter_batch, fail_batch, has_ended, leave_batch
 from aiotensor.channel.requests import Requests
-from aiotensor.errors import again
 from aiotensor.runtime import tracing
 from aiotensor.runtime.arguments import count, seconds
 
@@ -69,8 +68,6 @@ class Batches(Generic[M]):
         """Wait for the first request, and then for a full batch, at most for the given time."""
         requests = self._requests
         while not requests.ready.by_client and not requests.affinity.is_closed:
-            if requests.failure is not None:
-                raise again(requests.failure)
             await requests.waiters.wait()
         timeout = asyncio.timeout(self._wait_s)
         try:

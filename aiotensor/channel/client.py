@@ -72,7 +72,7 @@ from aiotensor.runtime.outage import Absence, Outage
 from aiotensor.runtime.waiting import Waiters, until
 from aiotensor.statistics import registry
 from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
-from aiotensor.transports.base import MAX_UNREAD_BYTES, Connector, Events, Transport
+from aiotensor.transports.base import Connector, Events, Transport
 from aiotensor.transports.endpoints import Endpoint, Route, TcpArguments, TensorQueue, route_to
 from aiotensor.types import ClientStatistics, CurveKey, EngineStatistics, Holder, TraceContext, Usage
 
@@ -985,7 +985,6 @@ class _Engine:
             max_body_bytes=client._max_body_bytes,
         )
         session = _Session(transport, Connection(hello, f"the server at {self.label}"), client, self)
-        transport.limit_queue(MAX_UNREAD_BYTES)
         session.begin()
         self.session = session
         client._absent -= 1

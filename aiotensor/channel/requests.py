@@ -18,11 +18,9 @@ from aiotensor.codec import TensorDecoder
 from aiotensor.errors import (
     AioTensorError,
     ClosedError,
-    PeerLostError,
     ProtocolError,
     UsageError,
     WouldBlockError,
-    again,
 )
 from aiotensor.link.events import PeerLog
 from aiotensor.link.messages import Arrived, MessageSession, trace_context_of
@@ -232,7 +230,6 @@ class Requests(Generic[M]):
         self.takers, self.waiters = Waiters(), Waiters()
         self.in_hand: set[Incoming] = set()
         self.dropped: FreedItems[Incoming] = FreedItems(self._requests_dropped)
-        self.failure: PeerLostError | None = None
         self._decoder = decoder
         self.counts = counts
         self._max_body_bytes = max_body_bytes
@@ -242,17 +239,12 @@ class Requests(Generic[M]):
 
         A message that cannot be decoded or is of another type is answered with the error, and skipped.
         Cancellation loses no request.
-
-        Raises:
-            PeerLostError: no client is connected, and none can connect any more.
         """
         ready = self.ready
         while True:
             while not ready.by_client:
                 if not waits or self.affinity.is_closed:
                     return None
-                if self.failure is not None:
-                    raise again(self.failure)
                 try:
                     await self.takers.wait()
                 except asyncio.CancelledError:

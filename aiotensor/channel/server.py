@@ -13,10 +13,6 @@ from aiotensor.channel.request import Request
 from aiotensor.channel.requests import WAITING, ClientSession, Requests, closed
 from aiotensor.channel.serving import serve
 from aiotensor.codec import TensorDecoder
-from aiotensor.errors import (
-    PeerLostError,
-    again,
-)
 from aiotensor.link.admission import Admission
 from aiotensor.link.events import PeerLog
 from aiotensor.link.session import LAST_RECORDS_S
@@ -34,7 +30,7 @@ from aiotensor.runtime import arguments
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.logs import logger_of
 from aiotensor.statistics.counters import new_counts, snapshot
-from aiotensor.transports.base import MAX_UNREAD_BYTES, Listener, Transport
+from aiotensor.transports.base import Listener, Transport
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
 from aiotensor.types import MAX_NUMBER, CurveKey, ServerStatistics
 
@@ -133,7 +129,6 @@ class MessageServer(LoopObject, Generic[M]):
             shares_memory=not self._route.label.startswith("tcp:"),
         )
         self._listener: Listener | None = None
-        self._listening_failure: OSError | None = None
         hello = Hello(
             VERSION,
             os.getpid(),
@@ -152,7 +147,6 @@ class MessageServer(LoopObject, Generic[M]):
             self._admitted,
             self._refused,
             self._reports,
-            self._listening_failed,
         )
 
     @property
@@ -166,7 +160,7 @@ class MessageServer(LoopObject, Generic[M]):
             self._memory.bind()
             self._mappings.freed.bind()
             self._requests.dropped.bind()
-            self._listener = await self._route.listen(self._admission)
+            self._listener = await self._route.listen(self._admission.connection_accepted)
             if self.affinity.is_closed:  # by another task, during the wait
                 await self._close(self._listener)
                 raise closed()
@@ -212,13 +206,10 @@ class MessageServer(LoopObject, Generic[M]):
 
         Raises:
             UsageError: this server is not open, or belongs to another thread or event loop.
-            PeerLostError: no client is connected, and none can connect any more.
             ClosedError: this server was closed, perhaps during the call.
         """
         self._check()
         while not self._requests.ready.by_client:
-            if self._requests.failure is not None:
-                raise again(self._requests.failure)
             await self._requests.waiters.wait()
             self._check()
 
@@ -436,24 +427,12 @@ class MessageServer(LoopObject, Generic[M]):
         logger.debug("a process inspects this server", extra={"event": "server_inspected"})
         return [ServerReport(bounded(self.statistics()))]
 
-    def _listening_failed(self, error: OSError) -> None:
-        """Wake the tasks that wait for a request; they raise an error if no client is left."""
-        self._listening_failure = error
-        self._check_listening()
-
-    def _check_listening(self) -> None:
-        if self._listening_failure is not None and not self._clients:
-            reason = f"no client can connect any more: {self._listening_failure}"
-            self._requests.failure = PeerLostError(reason)
-        self._requests.wake()
-
     def _admitted(self, transport: Transport, connection: Connection) -> None:
         client = _Client(transport, connection, self)
         earlier = self._clients.get(client.id)
         if earlier is not None:  # the end of its connection is still unread
             earlier.end(earlier.connection.lost("the client connected again", is_retried=True))
         transport.start(client)
-        transport.limit_queue(MAX_UNREAD_BYTES)
         self._clients[client.id] = client
         if transport.mover is not None:
             self._memory.movers.add(transport.mover)
@@ -478,7 +457,7 @@ class MessageServer(LoopObject, Generic[M]):
         client.keep_pins(self._memory)
         client.release_memory()
         self._log.lost(loss, self._route.label, len(wanted))
-        self._check_listening()  # wakes the consumer of a queue, which checks whether producers have ended
+        self._requests.wake()  # wakes the consumer of a queue, which checks whether producers have ended
 
 
 class _Client(ClientSession):

@@ -145,7 +145,7 @@ def _keys(_: click.Context, option: click.Parameter, path: str | None) -> Keys:
             content = file.read(_LARGEST_FILE)
     except OSError as error:
         raise click.BadParameter(f"{path!r} cannot be read: {error.strerror}", param=option) from error
-    from aiotensor.transports.tcp.options import curve_options
+    from aiotensor.transports.tcp.sockets import curve_options
 
     try:
         found = msgspec.json.decode(content, type=_Connecting)

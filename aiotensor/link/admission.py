@@ -52,7 +52,6 @@ class Admission:
         refused: called with the hello of a refused peer and the reason, or with None for a connection that
             was never identified.
         reports: returns the frames that answer an inspector.
-        failed: called when no further peer can connect.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class Admission:
         admitted: Callable[[Transport, Connection], object],
         refused: Callable[[Hello | None, str], object],
         reports: Callable[[], Sequence[Frame]] = lambda: (),
-        failed: Callable[[OSError], object] = lambda error: None,
     ) -> None:
         self._hello = hello
         self._role = role
@@ -73,7 +71,6 @@ class Admission:
         self._admitted = admitted
         self._refused = refused
         self._reports = reports
-        self._failed = failed
         self._inspectors: dict[_Inspector, None] = {}  # the oldest first
         self._unidentified: dict[_Unidentified, None] = {}  # the oldest first
 
@@ -99,11 +96,6 @@ class Admission:
         transport.start(connection)
         if len(self._unidentified) + len(self._inspectors) > MAX_UNIDENTIFIED:
             self._replace_oldest()
-
-    def listening_failed(self, error: OSError) -> None:
-        """Log that no further peer can connect, and pass the error on."""
-        self._log.failed(error)
-        self._failed(error)
 
     def identify(self, connection: "_Unidentified", data: memoryview) -> None:
         """Admit or refuse the peer of a connection after its first record."""

@@ -62,14 +62,6 @@ class PeerLog:
             },
         )
 
-    def failed(self, error: OSError) -> None:
-        """Log that this process can no longer listen, so that no further peer connects."""
-        self._logger.critical(
-            "listening failed; no further peer will connect: %s",
-            error,
-            extra={"event": "listening_failed", "error": type(error).__name__, "reason": str(error)},
-        )
-
     def close(self) -> None:
         """Log the events that were only counted so far."""
         for event in (self.refused, self.broken, self.disconnected, self.replaced):

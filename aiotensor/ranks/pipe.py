@@ -237,10 +237,9 @@ class RankPipe(LoopObject):
                         self._refusal,
                         self._admitted,
                         self._refused,
-                        failed=lambda error: self._not_joined(PeerLostError(f"listening failed: {error}")),
                     )
                     stack.callback(admission.close)
-                    listener = await route.listen(admission)
+                    listener = await route.listen(admission.connection_accepted)
                     stack.callback(listener.close)
                     await meeting.publish(listener.address)
                 else:

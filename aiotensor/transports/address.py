@@ -19,10 +19,8 @@ __all__ = [
     "MAX_PATH_BYTES",
     "TcpAddress",
     "TcpArguments",
-    "is_abstract",
     "label_of",
     "look_up",
-    "missing_at",
     "socket_path",
     "tcp_address",
 ]
@@ -33,8 +31,6 @@ _FORMS = (
     "unix:// followed by an absolute path, such as unix:///run/user/1000/engine.sock, or tcp:// followed by "
     "a host and a port, such as tcp://127.0.0.1:5555"
 )
-_FORMER_SCHEMES = ("ipc", "engine")
-
 _LOCALHOST = ("127.0.0.1", "::1")
 _NAME = re.compile(r"[a-z0-9_.-]+", re.IGNORECASE | re.ASCII)
 
@@ -96,12 +92,6 @@ def socket_path(address: str) -> str:
             for a socket.
     """
     scheme, _, rest = address.partition("://")
-    if scheme.lower() in _FORMER_SCHEMES:
-        path = rest if rest.startswith("/") else "/run/user/1000/engine.sock"
-        raise ValueError(
-            f"the scheme of the address {address!r} is not supported: use unix://{path}, which serves the "
-            "tensors and the requests of an engine"
-        )
     if scheme.lower() != "unix" or not rest.startswith("/") or "?" in rest or "#" in rest:
         raise ValueError(
             f"the address {address!r} must be {_FORMS}; write a question mark as %3F, and # as %23"
@@ -204,20 +194,3 @@ def _is_name(host: str) -> bool:
 def label_of(address: str) -> str:
     """Return an address for logs and metrics; bytes that are not UTF-8 are escaped."""
     return address.encode(errors="backslashreplace").decode()
-
-
-def is_abstract(path: str) -> bool:
-    """Return whether the address of a socket is a name without a file, as that of a `TensorQueue`."""
-    return path.startswith("\0")
-
-
-def missing_at(path: str) -> str:
-    """Return why no process can be reached at the address of a socket."""
-    if is_abstract(path):
-        return "no process listens there"
-    folder = os.path.dirname(path)
-    if not os.path.isdir(folder):
-        return f"the folder {folder} does not exist"
-    if not os.path.exists(path):
-        return "no process listens there"
-    return "the process that listened there has ended, or accepts no connections"

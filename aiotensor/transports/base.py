@@ -11,7 +11,7 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
 from aiotensor.protocol.moves import Move
@@ -22,7 +22,6 @@ __all__ = [
     "MAX_UNREAD_BYTES",
     "Acceptor",
     "Connector",
-    "ConnectorEvents",
     "Events",
     "Handler",
     "Landing",
@@ -34,9 +33,9 @@ __all__ = [
 
 logger = logger_of("transports")
 
-# The maximum bytes that the accepting side queues for a peer that does not read. A stopped sender can only be
-# owed the answers to its messages in flight. With the default limit on these messages, and as many tensors in
-# each as possible, all answers together are shorter than this.
+# The maximum bytes of the records queued for a peer that does not read. A stopped sender can only be owed the
+# answers to its messages in flight. With the default limit on these messages, and as many tensors in each as
+# possible, all answers together are shorter than this.
 MAX_UNREAD_BYTES = 8 << 20
 
 # There is no notification when a process begins to listen at an address, so a connector polls, but only while
@@ -157,10 +156,7 @@ class Transport(Protocol):
         """
 
     def limit_queue(self, max_bytes: int) -> None:
-        """Limit the bytes of queued records.
-
-        By default, the limit of the accepting side is `MAX_UNREAD_BYTES`, and the connecting side has none.
-        """
+        """Limit the bytes of queued records; the limit is `MAX_UNREAD_BYTES` by default."""
 
     def read_now(self) -> None:
         """Read a record immediately, if one has arrived; must not be called while another is being read."""
@@ -176,22 +172,14 @@ class Transport(Protocol):
         """
 
 
-class ConnectorEvents(Protocol):
-    """The callbacks of a connector."""
-
-    def connected(self, transport: Transport) -> None:
-        """Called with the transport of a new connection, which this callback starts.
-
-        Raises:
-            OSError: writing the first record failed; the connector closes the transport.
-        """
-
-    def connecting_failed(self, error: AioTensorError) -> None:
-        """Called when connecting has failed permanently; `Connector.connect_now` tries again."""
-
-
 class Events(NamedTuple):
-    """The callbacks of a connector, as functions; see `ConnectorEvents`."""
+    """The callbacks of a connector.
+
+    Attributes:
+        connected: called with the transport of a new connection, which this callback starts. Raises `OSError`
+            if writing the first record failed; the connector then closes the transport.
+        connecting_failed: called when connecting has failed permanently; `Connector.connect_now` tries again.
+    """
 
     connected: Callable[[Transport], None]
     connecting_failed: Callable[[AioTensorError], None]
@@ -202,13 +190,13 @@ class Connector(ABC):
 
     Args:
         label: the address in logs.
-        events: the object that is notified.
+        events: the callbacks.
     """
 
     connects_at_once = False
     """Whether `connect` connects before it returns, if a process listens and its backlog is not full."""
 
-    def __init__(self, label: str, events: ConnectorEvents) -> None:
+    def __init__(self, label: str, events: Events) -> None:
         self.is_backlogged = False  # whether the last attempt failed because the listener's backlog was full
         self._label = label
         self._events = events
@@ -281,10 +269,6 @@ class Connector(ABC):
         """Stop all attempts; the connections stay open."""
         self._is_closed = True
         self._absence.end()
-        self.cancel_attempt()
-
-    def cancel_attempt(self) -> None:
-        """Cancel the scheduled attempt, if there is one."""
         if self._attempt is not None:
             self._attempt.cancel()
             self._attempt = None
@@ -319,30 +303,13 @@ class Connector(ABC):
             self.fail(error)
         except OSError as error:
             self.retry(error)
-        except Exception as error:  # otherwise, the calls that wait for the peer would hang
-            name, text = type(error).__name__, str(error)
-            logger.error(
-                "connecting to %s failed unexpectedly",
-                self._label,
-                exc_info=error,
-                extra={
-                    "event": "connecting_failed",
-                    "address": self._label,
-                    "error": name,
-                    "reason": text,
-                },
-            )
-            self.fail(PeerLostError(f"connecting to {self._label} failed: {name}: {text}"))
+        except Exception as error:  # the event loop logs it; without `fail`, waiting calls would hang
+            self.fail(PeerLostError(f"connecting to {self._label} failed: {error!r}"))
+            raise
 
 
-class Acceptor(Protocol):
-    """The callbacks of a listener."""
-
-    def connection_accepted(self, transport: Transport) -> None:
-        """Called with the transport of a new connection, which this callback starts or closes."""
-
-    def listening_failed(self, error: OSError) -> None:
-        """Called when the listener can accept no more connections."""
+# Called with the transport of a new connection, which it starts or closes.
+Acceptor: TypeAlias = Callable[[Transport], object]
 
 
 class Listener(Protocol):

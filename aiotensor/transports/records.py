@@ -14,7 +14,7 @@ from typing import Final
 
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from aiotensor.runtime.descriptors import close_after_fork, close_all, duplicates
-from aiotensor.transports.base import Handler
+from aiotensor.transports.base import MAX_UNREAD_BYTES, Handler
 
 __all__ = ["SocketTransport"]
 
@@ -52,18 +52,11 @@ class SocketTransport:
     Args:
         sock: a connected, non-blocking `SOCK_SEQPACKET` socket; belongs to this object.
         peer_pid: the process id of the peer, as for `Transport.peer_pid`.
-        max_unsent_bytes: the maximum bytes in the queue, for a writer that never waits; None for no limit.
     """
 
     mover: Final = None  # descriptors share memory
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        peer_pid: int = 0,
-        *,
-        max_unsent_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, sock: socket.socket, peer_pid: int = 0) -> None:
         close_after_fork(sock)
         self.peer_pid = peer_pid
         self.is_writable = True
@@ -75,8 +68,8 @@ class SocketTransport:
         self._buffers = [self._buffer]
         self._was_reset = False  # the peer closed before it had read everything
         self._queue = _Queue()
-        self._unsent_bytes = 0
-        self._max_unsent_bytes = max_unsent_bytes
+        self._queued_bytes = 0
+        self._max_queued_bytes = MAX_UNREAD_BYTES
         self._has_stopped_writing = False  # because the peer has closed; its records may still be unread
 
     def start(self, handler: Handler) -> None:
@@ -105,15 +98,15 @@ class SocketTransport:
                 return
             self._loop.add_writer(self._sock.fileno(), self._writable)
             self.is_writable = False
-        unsent = self._unsent_bytes + len(data) + _QUEUED_RECORD_BYTES
-        if self._max_unsent_bytes is not None and unsent > self._max_unsent_bytes:
+        queued = self._queued_bytes + len(data) + _QUEUED_RECORD_BYTES
+        if queued > self._max_queued_bytes:
             raise OSError(errno.ENOBUFS, "the peer does not read its records")
         self._queue.records.append((data, duplicates(descriptors) if descriptors else ()))
-        self._unsent_bytes = unsent
+        self._queued_bytes = queued
 
     def limit_queue(self, max_bytes: int) -> None:
         """Limit the bytes in the queue, as `Transport.limit_queue` does."""
-        self._max_unsent_bytes = max_bytes
+        self._max_queued_bytes = max_bytes
 
     def finish(self) -> None:
         """Do nothing: the kernel delivers the records that it has, even after `close`."""
@@ -140,7 +133,7 @@ class SocketTransport:
                 socket.send_fds(self._sock, [data], list(descriptors), _WRITE_FLAGS)
                 records.popleft()
                 close_all(descriptors)
-                self._unsent_bytes -= len(data) + _QUEUED_RECORD_BYTES
+                self._queued_bytes -= len(data) + _QUEUED_RECORD_BYTES
         except _NOT_WRITABLE:
             return
         except _PEER_CLOSED as error:

@@ -71,7 +71,7 @@ class RogueServer(RogueReceiver):
 async def rogue_server(endpoint: Endpoint, **changes: object) -> AsyncIterator[RogueServer]:
     """Listen for one client, with a hello in which some fields are changed."""
     rogue = RogueServer(changes)
-    listener = await route_to(endpoint).listen(rogue)
+    listener = await route_to(endpoint).listen(rogue.connection_accepted)
     try:
         yield rogue
     finally:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from aiotensor import TensorReceiver
-from aiotensor.transports import socket_file
+from aiotensor.transports import unix
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -89,8 +89,7 @@ async def test_a_long_wait_for_a_locked_folder_is_logged_once(
             attempts.append(descriptor)
         flock(descriptor, operation)
 
-    monkeypatch.setattr(socket_file, "_LONG_WAIT_S", 0.01)
-    monkeypatch.setattr(socket_file, "_LAST_RETRY_S", 0.01)
+    monkeypatch.setattr(unix, "_LONG_WAIT_S", 0.01)
     monkeypatch.setattr(fcntl, "flock", count)
     folder = os.open(folder_of(address), os.O_RDONLY)
     try:

@@ -77,11 +77,8 @@ class _Rogue:
             transport.write(record)
         self.is_connected.set()
 
-    def failed(self, error: AioTensorError | OSError) -> None:
+    def failed(self, error: AioTensorError) -> None:
         raise error
-
-    connection_accepted = connected
-    listening_failed = failed
 
     def record_received(self, data: memoryview, descriptors: list[int]) -> None:
         close_all(descriptors)
@@ -108,7 +105,7 @@ async def pipe_to_rogue(rank: int, *records: bytes) -> AsyncIterator[RankPipe]:
         await meeting.read()
     route = meeting.route()
     if meeting.listens:
-        end: Any = await route.listen(rogue)
+        end: Any = await route.listen(rogue.connected)
         await meeting.publish(end.address)
     else:
         end = route.connector(Events(rogue.connected, rogue.failed))

@@ -10,7 +10,7 @@ import torch
 from aiotensor import PeerLostError, RefusedError, TensorHandle, TensorReceiver, TensorSender
 from aiotensor.link.admission import MAX_UNIDENTIFIED
 from aiotensor.protocol.frames import MAX_FRAMES, MAX_RECORD_BYTES, Discard, encode
-from aiotensor.transports import unix
+from aiotensor.transports import records
 from aiotensor.transports.endpoints import Endpoint
 from aiotensor.transports.records import SocketTransport
 from tests.frames import hello, put
@@ -37,7 +37,7 @@ async def check_serving(place: Endpoint, receiver: TensorReceiver) -> None:
 async def test_a_sender_that_does_not_read_its_answers_is_disconnected_at_a_limit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(unix, "MAX_UNREAD_BYTES", 1 << 20)
+    monkeypatch.setattr(records, "MAX_UNREAD_BYTES", 1 << 20)
     again = encode(*[put(block=2**63 - 1)] * MAX_FRAMES)  # each one is answered: the message was discarded
     with endpoint("unix") as place:
         async with TensorReceiver(place) as receiver, rogue_sender(place, reads=False) as rogue:
@@ -65,7 +65,8 @@ async def test_a_sender_to_which_nothing_can_be_written_does_not_stay() -> None:
             with contextlib.suppress(BlockingIOError):
                 while True:
                     near.send(b"unread")
-            transport = SocketTransport(near, max_unsent_bytes=0)
+            transport = SocketTransport(near)
+            transport.limit_queue(0)
             admission_of(receiver).connection_accepted(transport)
             far.send(encode(hello()))
             await until(lambda: transport.is_closed)

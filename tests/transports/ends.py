@@ -70,9 +70,9 @@ def record_pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
 
 
-def end_of(sock: socket.socket, *, max_unsent_bytes: int | None = None) -> End:
+def end_of(sock: socket.socket) -> End:
     """Return a started end over a socket."""
-    return End(SocketTransport(sock, max_unsent_bytes=max_unsent_bytes))
+    return End(SocketTransport(sock))
 
 
 def fill(transport: Transport) -> int:

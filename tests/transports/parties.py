@@ -4,10 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-import pytest
-
 from aiotensor.errors import AioTensorError
-from aiotensor.transports.base import Connector, ConnectorEvents, Transport
+from aiotensor.transports.base import Connector, Events, Transport
 from aiotensor.transports.endpoints import Endpoint, route_to
 from tests.transports.ends import End
 
@@ -31,9 +29,6 @@ class Accepting:
         self.ends.append(end)
         self.accepted.put_nowait(end)
 
-    def listening_failed(self, error: OSError) -> None:
-        pytest.fail(str(error))
-
     def close(self) -> None:
         """Close the accepted connections."""
         for end in self.ends:
@@ -54,13 +49,13 @@ class Connecting:
         attempts: the number of connections, including those without an introduction.
     """
 
-    def __init__(self, make_connector: Callable[[ConnectorEvents], Connector]) -> None:
+    def __init__(self, make_connector: Callable[[Events], Connector]) -> None:
         self.connections: list[End] = []
         self.next_connection: asyncio.Queue[End] = asyncio.Queue()
         self.failures: asyncio.Queue[AioTensorError] = asyncio.Queue()
         self.error: OSError | None = None
         self.attempts = 0
-        self.connector = make_connector(self)
+        self.connector = make_connector(Events(self.connected, self.connecting_failed))
 
     def is_connected(self) -> bool:
         """Return whether the last connection is open."""
@@ -90,7 +85,7 @@ async def connected_over(endpoint: Endpoint) -> AsyncIterator[tuple[End, End]]:
     """Return a connected end and the accepted one, after the introduction."""
     route = route_to(endpoint)
     accepting = Accepting()
-    listener = await route.listen(accepting)
+    listener = await route.listen(accepting.connection_accepted)
     try:
         connecting = Connecting(lambda events: route.connector(events))
         try:

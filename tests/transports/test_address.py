@@ -50,11 +50,6 @@ def test_errors_about_schemes_name_an_address_to_use() -> None:
         ValueError, match=r"must be unix:// .* unix:///run/user/1000/engine.sock, or tcp:// .* a port"
     ):
         TensorSender("http://127.0.0.1:80")
-    for scheme in ("ipc", "engine"):
-        with pytest.raises(
-            ValueError, match="is not supported: use unix:///run/one, which serves the tensors"
-        ):
-            MessageServer(f"{scheme}:///run/one", int)
 
 
 def test_the_path_of_an_address_is_decoded_like_that_of_a_url() -> None:

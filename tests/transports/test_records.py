@@ -79,7 +79,8 @@ async def test_an_empty_record_ends_the_connection_unless_it_has_descriptors(
 
 async def test_a_record_beyond_the_queue_limit_raises_and_keeps_no_descriptors() -> None:
     near, far = record_pair()
-    end = end_of(near, max_unsent_bytes=100_000)
+    end = end_of(near)
+    end.transport.limit_queue(100_000)
     reading_end, writing_end = os.pipe()
     written = 0
     with far, pytest.raises(OSError, match="does not read"):

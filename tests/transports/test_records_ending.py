@@ -117,7 +117,7 @@ async def test_a_queued_record_that_the_kernel_refuses_ends_the_connection_with_
 ) -> None:
     end, far = pair
     fill(end.transport)
-    end.transport.write(bytes(1 << 24))
+    end.transport.write(bytes(1 << 22))
     while not end.lost:
         with contextlib.suppress(BlockingIOError):
             far.recv(2000)

@@ -6,7 +6,7 @@ import os
 import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -36,7 +36,7 @@ class Receiver(Accepting):
 
     async def listen(self) -> None:
         """Begin to listen."""
-        self.listener = await listen_at(str(self._path), self)
+        self.listener = await listen_at(str(self._path), self.connection_accepted)
 
     async def end(self) -> None:
         """Stop listening, and close the connections."""
@@ -127,50 +127,6 @@ def leave_stale(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.bind(str(path))
         sock.listen()
-
-
-@asynccontextmanager
-async def squatting(path: Path, kind: socket.SocketKind, *, listens: bool) -> AsyncIterator[None]:
-    """Occupy a path as another user, and accept no connection there.
-
-    Args:
-        path: the path of the socket; its folder becomes writable for all users.
-        kind: the kind of the socket.
-        listens: whether the socket listens; its backlog is full then.
-    """
-    path.parent.chmod(0o777)
-    is_there, is_over = path.with_name("there"), path.with_name("over")
-    squatter = asyncio.create_task(in_child(_squat, path, kind, is_there, is_over, listens=listens))
-    while not is_there.exists():
-        await asyncio.sleep(0.01)
-    try:
-        yield
-    finally:
-        is_over.touch()
-        await squatter
-
-
-def _squat(path: Path, kind: socket.SocketKind, is_there: Path, is_over: Path, *, listens: bool) -> None:
-    os.setuid(NOBODY)
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
-        elsewhere = path.with_name("elsewhere")  # renamed once nothing can connect any more
-        listener.bind(str(elsewhere))
-        elsewhere.chmod(0o666)
-        if listens:
-            listener.listen(0)
-            with suppress(BlockingIOError):
-                while True:
-                    sock = stack.enter_context(socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK))
-                    sock.connect(str(elsewhere))
-        elsewhere.rename(path)
-        is_there.touch()
-        asyncio.run(_seen(is_over))
-
-
-async def _seen(path: Path) -> None:
-    while not path.exists():  # noqa: ASYNC240
-        await asyncio.sleep(0.01)
 
 
 @contextmanager

@@ -25,9 +25,15 @@ import zmq
 from aiotensor.errors import AccessDeniedError, UsageError, is_shortage
 from aiotensor.runtime.descriptors import Descriptor, copy_of
 from aiotensor.transports.address import look_up
-from aiotensor.transports.base import Connector, ConnectorEvents
-from aiotensor.transports.tcp.options import TcpOptions
-from aiotensor.transports.tcp.sockets import DISCONNECTED, LoopSocket, ZmqContext, is_ipv6, new_context
+from aiotensor.transports.base import Connector, Events
+from aiotensor.transports.tcp.sockets import (
+    DISCONNECTED,
+    LoopSocket,
+    TcpOptions,
+    ZmqContext,
+    is_ipv6,
+    new_context,
+)
 from aiotensor.transports.tcp.transport import TcpTransport
 
 __all__ = ["TcpConnector"]
@@ -58,10 +64,10 @@ class TcpConnector(Connector):
 
     Args:
         options: the address and its options.
-        events: the object that is notified.
+        events: the callbacks.
     """
 
-    def __init__(self, options: TcpOptions, events: ConnectorEvents) -> None:
+    def __init__(self, options: TcpOptions, events: Events) -> None:
         super().__init__(options.address.text, events)
         self.options = options
         self._context: ZmqContext | None = None

@@ -23,13 +23,13 @@ from aiotensor.errors import UsageError
 from aiotensor.runtime.descriptors import copy_of
 from aiotensor.runtime.logs import RepeatedEvent
 from aiotensor.transports.address import TcpAddress, look_up
-from aiotensor.transports.base import MAX_UNREAD_BYTES, Acceptor, log_refused
-from aiotensor.transports.tcp.options import TcpOptions
+from aiotensor.transports.base import Acceptor, log_refused
 from aiotensor.transports.tcp.sockets import (
     ACCEPTED,
     DISCONNECTED,
     LAST_MESSAGES,
     LoopSocket,
+    TcpOptions,
     ZmqContext,
     is_ipv6,
     new_context,
@@ -64,7 +64,7 @@ async def listen_at(options: TcpOptions, acceptor: Acceptor) -> "TcpListener":
 
     Args:
         options: the address and its options.
-        acceptor: the object that is notified of new connections.
+        acceptor: called with each new connection.
     """
     targets = options.address.targets or await _resolve(options.address)
     return TcpListener(options, targets, acceptor)
@@ -211,9 +211,8 @@ class TcpListener(LoopSocket):
             partial(self._send, identity),
             partial(self._shut, identity),
             lambda: False,  # `accept_now` reads for all connections
-            MAX_UNREAD_BYTES,
         )
-        self._acceptor.connection_accepted(transport)
+        self._acceptor(transport)
 
     def _send(self, identity: bytes, message: bytes | memoryview, copies: bool) -> None:
         if not self.send(message, copies, identity):

@@ -37,7 +37,7 @@ from aiotensor.protocol.network import (
     read_batch,
     read_step,
 )
-from aiotensor.transports.base import Handler, Landing
+from aiotensor.transports.base import MAX_UNREAD_BYTES, Handler, Landing
 
 __all__ = ["TcpTransport"]
 
@@ -76,7 +76,6 @@ class TcpTransport:
             of the connection.
         shut: closes the connection; called once, at the end. ZeroMQ may discard messages that are unsent.
         read: reads a message that has arrived, and returns whether there was one.
-        max_queued_bytes: the maximum bytes in the queue, for a writer that never waits; None for no limit.
     """
 
     peer_pid = None  # the peer may be on another machine
@@ -86,7 +85,6 @@ class TcpTransport:
         send: Callable[[bytes | memoryview, bool], object],
         shut: Callable[[], object],
         read: Callable[[], bool],
-        max_queued_bytes: int | None = None,
     ) -> None:
         _keep_buffers()
         self.is_writable = True
@@ -105,7 +103,7 @@ class TcpTransport:
         self._credit = RecordWindow()
         self._queue: deque[bytes] = deque()  # records for which there is no credit
         self._queued_bytes = 0
-        self._max_queued_bytes = max_queued_bytes
+        self._max_queued_bytes = MAX_UNREAD_BYTES
         self._moves: OutgoingMoves[memoryview] = OutgoingMoves()
         self._blocks: set[Area] = set()  # for which the peer has memory
         # Messages of the peer
@@ -145,7 +143,7 @@ class TcpTransport:
             self._credit.sent(len(data))
             return
         queued = self._queued_bytes + len(data) + _QUEUED_RECORD_BYTES
-        if self._max_queued_bytes is not None and queued > self._max_queued_bytes:
+        if queued > self._max_queued_bytes:
             raise OSError(errno.ENOBUFS, "the peer does not read its records")
         self._queue.append(data)
         self._queued_bytes = queued

@@ -14,8 +14,7 @@ import zmq
 from aiotensor.protocol.network import OPENING
 from aiotensor.transports.address import TcpArguments
 from aiotensor.transports.tcp.listener import TcpListener, listen_at
-from aiotensor.transports.tcp.options import options_of
-from aiotensor.transports.tcp.sockets import ACCEPTED, DISCONNECTED
+from aiotensor.transports.tcp.sockets import ACCEPTED, DISCONNECTED, options_of
 from tests.transports.ends import turns
 from tests.transports.parties import Accepting
 from verification.places import free_port
@@ -52,7 +51,9 @@ async def accepting() -> Accepting:
 @pytest.fixture
 async def listener(accepting: Accepting) -> AsyncIterator[TcpListener]:
     address = f"tcp://127.0.0.1:{free_port()}"
-    listener = await listen_at(options_of(address, TcpArguments(connects=False)), accepting)
+    listener = await listen_at(
+        options_of(address, TcpArguments(connects=False)), accepting.connection_accepted
+    )
     yield listener
     listener.close()
     accepting.close()
