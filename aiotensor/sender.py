@@ -820,7 +820,7 @@ class TensorSender(LoopObject):
         self._check_message(message)
         data = block.place.view()[offset : offset + source.nbytes]
         try:
-            moving = self._memory.moves.run(mover, block, offset, data, message)
+            moving = self._memory.run_move(mover, block, offset, data, message)
             await tracing.step("move", moving, len(data))
         except CopyAbandonedError:
             raise self._error(message) from None

@@ -185,7 +185,7 @@ class MessageSession(Session):
             if isinstance(block, ForwardedBlock):
                 raise AssertionError("a block is not forwarded to another machine")
             moved, view = partial(self._moved, transfer), block.place.view()
-            transfer.moves.append(arena.moves.begin(mover, block, 0, view, self, moved))
+            transfer.moves.append(arena.begin_move(mover, block, 0, view, self, moved))
         if rest := blocks[_QUICK_MOVES:]:
             self._loop.call_soon(self._begin_moves, mover, key, transfer, rest)
         self._announce_moved()

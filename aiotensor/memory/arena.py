@@ -295,11 +295,6 @@ class PinnedBlock(msgspec.Struct, eq=False):
     sent: int = 0
     moves: int = 0
 
-    @property
-    def is_free(self) -> bool:
-        """Whether it has no pin."""
-        return not (self.is_owned or self.sent or self.moves)
-
 
 class Block(PinnedBlock, kw_only=True):
     """A block of the arena, with the grant of its bytes."""

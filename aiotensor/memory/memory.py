@@ -94,87 +94,6 @@ class PendingMove(msgspec.Struct, eq=False):
         self.report(is_complete=False)
 
 
-class Moves:
-    """Move bytes of blocks; belongs to the running loop.
-
-    A block is pinned until no byte of it is in transit, even if its message ends earlier. Otherwise, these
-    bytes could mix with those of the next block at the same place.
-
-    Args:
-        freed: called with each block whose last pin was that of a move.
-    """
-
-    def __init__(self, freed: Callable[[Block], object]) -> None:
-        self._freed = freed
-        self._pending: dict[PendingMove, None] = {}
-
-    def begin(
-        self,
-        mover: Mover,
-        block: Block,
-        offset: int,
-        data: memoryview,
-        holder: Hashable,
-        ended: Callable[[bool], object],
-    ) -> PendingMove:
-        """Begin to move bytes of a block, and return the move.
-
-        Args:
-            mover: the mover of the connection to the receiver.
-            block: the block.
-            offset: the position of the first byte in the block.
-            data: the bytes.
-            holder: the argument of `abandon` that stops this move.
-            ended: called once, possibly during this call. The argument is True if the receiver will have the
-                bytes before the next record, and the source may change; False if the move was stopped.
-        """
-        place = block.place
-        pending = PendingMove(mover, holder, ended)
-
-        def move_ended(is_complete: bool) -> None:
-            del self._pending[pending]
-            pending.move = None  # it refers to this function and to the bytes
-            pending.report(is_complete=is_complete)  # which may announce the block
-            block.moves -= 1
-            if block.is_free:
-                self._freed(block)
-
-        block.moves += 1
-        self._pending[pending] = None
-        area = Area(place.segment.number, place.offset)
-        pending.move = Move(area, place.nbytes, place.offset + offset, data, len(data), move_ended)
-        mover.move(pending.move)
-        return pending
-
-    async def run(self, mover: Mover, block: Block, offset: int, data: memoryview, holder: Hashable) -> None:
-        """Move bytes of a block, and wait until the source may change; a short move needs no wait.
-
-        Cancellation stops the move between two steps. Arguments are those of `begin`.
-
-        Raises:
-            CopyAbandonedError: `abandon` was called for the holder, or the connection has ended.
-        """
-        moved: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-        def ended(is_complete: bool) -> None:
-            if not moved.done():
-                moved.set_result(is_complete)
-
-        pending = self.begin(mover, block, offset, data, holder, ended)
-        try:
-            is_complete = await moved
-        except BaseException:
-            pending.stop()
-            raise
-        if not is_complete:
-            raise CopyAbandonedError
-
-    def abandon(self, holder: Hashable) -> None:
-        """Stop the moves of a holder, and report their ends at once."""
-        for pending in [pending for pending in self._pending if pending.holder is holder]:
-            pending.stop()
-
-
 class Memory:
     """Grant blocks of the arena, copy into them, and release them; belongs to the running loop.
 
@@ -192,7 +111,6 @@ class Memory:
         allocations: the blocks that callers own, by their numbers.
         blocks: the blocks in use, by their numbers.
         movers: the objects that move bytes to peers on other machines.
-        moves: the moves of blocks to these peers.
     """
 
     def __init__(
@@ -221,7 +139,7 @@ class Memory:
         self.blocks: dict[int, Block | ForwardedBlock] = {}
         self._numbers = itertools.count()
         self.movers: set[Mover] = set()
-        self.moves = Moves(self._release)
+        self._moves: dict[PendingMove, None] = {}
         self._worker = Worker("aiotensor-sender")
         self._counts = counts
         self._copies: set[_Copy] = set()  # those that have not ended
@@ -397,10 +315,76 @@ class Memory:
                 await self.copy(source, block, holder)
             data = block.place.view()[: source.nbytes]
         try:
-            await tracing.step("move", self.moves.run(mover, block, 0, data, holder), len(data))
+            await tracing.step("move", self.run_move(mover, block, 0, data, holder), len(data))
         except BaseException:
             self.unpin_owner(block)
             raise
+
+    def begin_move(
+        self,
+        mover: Mover,
+        block: Block,
+        offset: int,
+        data: memoryview,
+        holder: Hashable,
+        ended: Callable[[bool], object],
+    ) -> PendingMove:
+        """Begin to move bytes of a block to a peer on another machine, and return the move.
+
+        The block is pinned until no byte of it is in transit, even if its message ends earlier. Otherwise,
+        these bytes could mix with those of the next block at the same place.
+
+        Args:
+            mover: the mover of the connection to the receiver.
+            block: the block.
+            offset: the position of the first byte in the block.
+            data: the bytes.
+            holder: the argument of `abandon` that stops this move.
+            ended: called once, possibly during this call. The argument is True if the receiver will have the
+                bytes before the next record, and the source may change; False if the move was stopped.
+        """
+        place = block.place
+        pending = PendingMove(mover, holder, ended)
+
+        def move_ended(is_complete: bool) -> None:
+            del self._moves[pending]
+            pending.move = None  # it refers to this function and to the bytes
+            pending.report(is_complete=is_complete)  # which may announce the block
+            block.moves -= 1
+            if not (block.is_owned or block.sent or block.moves):
+                self._release(block)
+
+        block.moves += 1
+        self._moves[pending] = None
+        area = Area(place.segment.number, place.offset)
+        pending.move = Move(area, place.nbytes, place.offset + offset, data, len(data), move_ended)
+        mover.move(pending.move)
+        return pending
+
+    async def run_move(
+        self, mover: Mover, block: Block, offset: int, data: memoryview, holder: Hashable
+    ) -> None:
+        """Move bytes of a block, and wait until the source may change; a short move needs no wait.
+
+        Cancellation stops the move between two steps. Arguments are those of `begin_move`.
+
+        Raises:
+            CopyAbandonedError: `abandon` was called for the holder, or the connection has ended.
+        """
+        moved: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def ended(is_complete: bool) -> None:
+            if not moved.done():
+                moved.set_result(is_complete)
+
+        pending = self.begin_move(mover, block, offset, data, holder, ended)
+        try:
+            is_complete = await moved
+        except BaseException:
+            pending.stop()
+            raise
+        if not is_complete:
+            raise CopyAbandonedError
 
     async def forward(self, source: Source, found: Forwardable) -> ForwardedBlock | None:
         """Return the block of a peer that contains a tensor, pinned for its owner; None if it must be copied.
@@ -460,7 +444,8 @@ class Memory:
                 copy.is_abandoned = True
                 if copy.running is not None and not copy.running.done():
                     copy.running.set_exception(CopyAbandonedError())
-        self.moves.abandon(holder)
+        for move in [move for move in self._moves if move.holder is holder]:
+            move.stop()
 
     def unaccounted_bytes(self, blocks: Iterable[Block]) -> int:
         """Return how many bytes of the given blocks are accounted to no open message."""
