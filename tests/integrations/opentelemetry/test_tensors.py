@@ -12,8 +12,7 @@ from opentelemetry import baggage, context
 
 from aiotensor import WouldBlockError
 from aiotensor.broadcast import Publisher, Subscriber
-from aiotensor.integrations.opentelemetry import processing
-from aiotensor.integrations.opentelemetry.spans import SpanTracer
+from aiotensor.integrations.opentelemetry import SpanTracer, processing
 from aiotensor.types import MAX_TRACE_VALUE
 from tests.integrations.opentelemetry.spans import CALLS, Call, Recorder, begin_recording, one, recorded
 from tests.pairs import endpoint, pair

@@ -1,17 +1,21 @@
-"""The spans of messages, and the exchange of their context with peers."""
+"""Trace messages with OpenTelemetry. Requires opentelemetry-api.
+
+    aiotensor.integrations.opentelemetry.instrument()
+
+docs/operation.md describes the spans and their attributes.
+"""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import Token
 from functools import cached_property, lru_cache, wraps
 from typing import ParamSpec, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from opentelemetry import context, propagate, trace
-from opentelemetry.context import Context
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
-
 import aiotensor
+from aiotensor.errors import UsageError
+from aiotensor.integrations import not_installed
 from aiotensor.runtime import tracing
 from aiotensor.runtime.logs import logger_of
 from aiotensor.types import (
@@ -22,7 +26,14 @@ from aiotensor.types import (
     TraceContext,
 )
 
-__all__ = ["HasTraceContext", "Operation", "SpanTracer"]
+try:
+    from opentelemetry import context, propagate, trace
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
+except ModuleNotFoundError as error:
+    raise not_installed(error, __name__, "opentelemetry-api") from None
+
+__all__ = ["HasTraceContext", "instrument", "processing", "uninstrument"]
 
 logger = logger_of("integrations")
 
@@ -37,6 +48,73 @@ _KINDS: Mapping[tracing.Operation, SpanKind] = {
     "publish": SpanKind.PRODUCER,
 }
 
+
+class HasTraceContext(Protocol):
+    """A `Delivery`, `Publication` or `Request`."""
+
+    @property
+    def trace_context(self) -> Mapping[str, str] | None:
+        """The trace context of the sender; None if there is none."""
+
+
+def instrument(tracer_provider: trace.TracerProvider | None = None) -> None:
+    """Create spans for all objects of this process, including open ones.
+
+    Call it once in each process, before the first message. Objects of `aiotensor.blocking` are traced, too:
+    the span of the calling thread is the parent. A process that is not instrumented ignores the trace context
+    of its peers.
+
+    The trace context is sent with the propagators of OpenTelemetry, as in HTTP headers: ``traceparent``,
+    ``tracestate`` and ``baggage`` by default. At most 6 fields of at most 1024 characters are sent; other
+    fields are omitted, and logged once.
+
+    Args:
+        tracer_provider: the provider of the tracer; None for the global one, which may be set later.
+
+    Raises:
+        UsageError: this process is instrumented already.
+    """
+    if tracing.tracer is not None:
+        raise UsageError("aiotensor is instrumented already: call uninstrument() first")
+    tracing.tracer = SpanTracer(tracer_provider)
+
+
+def uninstrument() -> None:
+    """Create no more spans; this has no effect if the process is not instrumented.
+
+    Spans that have begun still end with their operation.
+    """
+    tracing.tracer = None
+
+
+@contextmanager
+def processing(*items: HasTraceContext) -> Iterator[trace.Span]:
+    """Create a span for the processing of received items, and make it current during the ``with`` block.
+
+    For a delivery or a request, the span belongs to the trace of its sender. For a publication, and for
+    several items, it belongs to the current trace or begins one, and is linked to the spans of the senders.
+    An exception in the block is recorded. The block of a `Request` creates its own span, and needs no other.
+
+    Args:
+        items: deliveries, publications or requests.
+
+    Returns:
+        the span; a span that is not recorded if this process is not instrumented.
+    """
+    tracer = tracing.tracer
+    if not isinstance(tracer, SpanTracer):
+        yield trace.INVALID_SPAN
+        return
+    span = tracer.process(items)
+    try:
+        yield span.inner
+    except BaseException as error:
+        span.end(error)
+        raise
+    span.end()
+
+
+# Errors of the tracing system
 
 # The types of the errors of the tracing system that were logged.
 _logged: set[type[Exception]] = set()
@@ -66,14 +144,6 @@ def _guarded(otherwise: D) -> Callable[[Callable[P, T]], Callable[P, T | D]]:
         return guarded
 
     return guard
-
-
-class HasTraceContext(Protocol):
-    """A `Delivery`, `Publication` or `Request`."""
-
-    @property
-    def trace_context(self) -> Mapping[str, str] | None:
-        """The trace context of the sender; None if there is none."""
 
 
 class _Arrival(dict[str, str]):
@@ -175,7 +245,7 @@ class SpanTracer:
 
     def __init__(self, provider: trace.TracerProvider | None) -> None:
         self._tracer = trace.get_tracer("aiotensor", aiotensor.__version__, provider)
-        self._omitted: set[str] = set()  # the fields that were too long, and were logged
+        self._has_omitted = False  # a field, which was logged
 
     @_guarded(_NOTHING)
     def begin(self, operation: tracing.Operation, destination: str) -> Operation:
@@ -210,24 +280,17 @@ class SpanTracer:
         """Return the current trace context, as `tracing.Tracer.context` does."""
         fields: dict[str, str] = {}
         propagate.inject(fields)
-        if len(fields) > MAX_TRACE_FIELDS or not all(_fits(*field) for field in fields.items()):
-            fields = self._shortened(fields)
-        return fields or None
-
-    def _shortened(self, fields: TraceContext) -> TraceContext:
-        """Return the fields that fit into a frame, and log the others once."""
-        kept: dict[str, str] = {}
-        for name, value in fields.items():
-            if _fits(name, value) and len(kept) < MAX_TRACE_FIELDS:
-                kept[name] = value
-            elif name not in self._omitted:
-                self._omitted.add(name)
-                logger.warning(
-                    "the field %s of the trace context is not sent because it exceeds a limit",
-                    name,
-                    extra={"event": "trace_field_omitted", "field": name, "length": len(value)},
-                )
-        return kept
+        fitting = [field for field in fields.items() if _fits(*field)]
+        kept = dict(fitting[:MAX_TRACE_FIELDS])
+        if len(kept) < len(fields) and not self._has_omitted:
+            self._has_omitted = True
+            omitted = ", ".join(fields.keys() - kept.keys())
+            logger.warning(
+                "fields of the trace context are not sent because they exceed a limit: %s",
+                omitted,
+                extra={"event": "trace_field_omitted", "fields": omitted},
+            )
+        return kept or None
 
     def arrived(self, context: TraceContext) -> Mapping[str, str]:
         """Return a trace context with the time of its arrival, as `tracing.Tracer.arrived` does."""
