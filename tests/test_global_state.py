@@ -161,34 +161,3 @@ async def test_tensors_created_while_another_task_is_in_a_torch_mode_are_normal(
     async with other_task_in(mode):
         [tensor] = TensorDecoder(list[torch.Tensor]).decode(body)
     assert_usual(tensor)
-
-
-@pytest.mark.parametrize("mode", MODES)
-async def test_parameters_are_trainable_although_another_task_is_in_a_torch_mode(mode: str) -> None:
-    async with pair() as here:
-        for shape, copy in itertools.product([(5,), (300, 70)], (False, True)):
-            for sent in (torch.nn.Parameter(torch.ones(shape)), torch.ones(shape, requires_grad=True)):
-                async with other_task_in(mode):
-                    found = await received(here, sent, copy=copy)
-                assert type(found) is type(sent)
-                assert found.is_leaf
-                assert found.requires_grad
-                torch.autograd.backward((found * 2).sum())
-                assert found.grad is not None
-                with torch.no_grad():
-                    found.sub_(found.grad)
-                assert found.detach().eq(-1).all()
-
-
-@pytest.mark.parametrize("mode", MODES)
-async def test_tensors_created_in_a_torch_mode_can_be_sent_inside_and_outside_it(mode: str) -> None:
-    with MODES[mode]():
-        sources = [torch.arange(n).reshape(2, -1) for n in (6, 60_000)]
-        sources += [one.t() for one in sources] + [torch.randn(200, 200, dtype=torch.complex64).conj()]
-    async with pair() as here:
-        for sent in sources:
-            with MODES[mode]():
-                inside = await received(here, sent, copy=False)
-            for found in (inside, await received(here, sent, copy=False), await decoded(sent)):
-                assert not found.is_inference()
-                assert torch.equal(found, sent)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiotensor import AioTensorError, TensorReceiver, TensorSender, UsageError, blocking
+from aiotensor import TensorReceiver, TensorSender, UsageError, blocking
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.queues import MessageQueue
@@ -35,22 +35,6 @@ def test_no_object_can_be_pickled_or_copied(duplicate: Callable[[Any], Any], fol
         ):
             with pytest.raises(UsageError, match=f"a {type(one).__name__} cannot be pickled or copied"):
                 duplicate(one)
-
-
-@pytest.mark.parametrize("duplicate", DUPLICATIONS)
-def test_a_failed_copy_of_an_open_sender_leaves_it_open(
-    duplicate: Callable[[Any], Any], folder: Path
-) -> None:
-    address = f"unix://{folder}/s"
-    with blocking.TensorReceiver(address) as receiver, blocking.TensorSender(address) as sender:
-        with pytest.raises(UsageError, match="pass its address or its queue"):
-            duplicate(sender)
-        with sender.message() as message, pytest.raises(AioTensorError):
-            pickle.dumps(message)
-        with sender.message() as message:
-            handle = message.send(torch.arange(3))
-
-        assert receiver.receive(handle).tolist() == [0, 1, 2]
 
 
 def test_a_received_tensor_is_pickled_with_its_own_bytes_only(folder: Path) -> None:

@@ -25,7 +25,6 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor.protocol.frames import MAX_TENSORS
-from tests.cancellation.situations import HeldUp
 from tests.pairs import endpoint, on_one_machine, pair
 from tests.runtime.test_affinity import forks, in_a_fork
 from verification.patterns import BIG, pattern
@@ -148,20 +147,6 @@ async def test_sending_a_slice_transfers_only_its_own_bytes() -> None:
         assert sender.statistics().bytes_in_use == BIG * 8
 
 
-async def test_a_message_holds_one_permit_until_all_its_tensors_are_taken() -> None:
-    async with pair(max_concurrent_videos=1) as (sender, receiver):
-        async with sender.message() as message:
-            frames = await message.send(pattern(1, BIG))
-            times = await message.send(pattern(2, 7))
-        await receiver.receive(times)
-        following = asyncio.create_task(sender.send(pattern(3, 1)))
-        await until(lambda: sender.statistics().waiting == 1)
-        await asyncio.sleep(0)
-        assert not following.done()
-        await receiver.receive(frames)
-        await receiver.receive(await following)
-
-
 @pytest.mark.promise(11)
 async def test_a_failed_send_releases_everything_and_leaves_its_message_and_the_connection_usable() -> None:
     async with pair(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, receiver):
@@ -187,16 +172,6 @@ async def test_a_failed_send_releases_everything_and_leaves_its_message_and_the_
 
 
 @once
-async def test_an_empty_message_returns_its_permit_and_sends_nothing() -> None:
-    async with pair(max_concurrent_videos=1) as (sender, receiver):
-        async with sender.message():
-            assert sender.statistics().in_flight == 1
-        assert sender.statistics().in_flight == 0
-        assert (await sender.send(pattern(0, 1))).message == 0
-        assert receiver.statistics().messages_discarded == 0
-
-
-@once
 async def test_leaving_a_message_with_a_pending_send_raises_usage_error() -> None:
     async with pair() as (sender, _):
         with pytest.raises(UsageError, match="not awaited"):
@@ -205,46 +180,6 @@ async def test_leaving_a_message_with_a_pending_send_raises_usage_error() -> Non
                 await asyncio.sleep(0)
         with pytest.raises(DiscardedError):
             await sending
-        await settled(sender)
-
-
-@on_one_machine
-async def test_discarding_in_the_middle_of_a_copy_ends_the_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    held_up = HeldUp(monkeypatch)
-    async with pair() as (sender, _):
-        message = sender.message()
-        await message.__aenter__()
-        first = await message.send(pattern(0, 1))
-        held_up.stop()
-        sending = asyncio.create_task(message.send(torch.zeros(1 << 25, dtype=torch.uint8)))
-        await until(held_up.is_copying)
-        sender.discard(first)
-        held_up.go_on()
-        with pytest.raises(DiscardedError):
-            await sending
-        with pytest.raises(DiscardedError):
-            await message.__aexit__(None, None, None)
-        await settled(sender)
-
-
-async def test_send_nowait_without_a_permit_or_memory_raises_and_acquires_nothing() -> None:
-    async with pair(max_concurrent_videos=2, arena_bytes=BIG * 8) as (sender, receiver):
-        held = await receiver.receive(await sender.send(pattern(1, BIG)))
-        await until(lambda: sender.statistics().in_flight == 0)
-        with pytest.raises(WouldBlockError, match="not enough shared memory") as caught:
-            sender.send_nowait(pattern(2, BIG))
-        assert (caught.value.bytes.limit, caught.value.bytes.requested) == (BIG * 8, BIG * 8)
-        assert sender.statistics().in_flight == 0
-        del held
-        await settled(sender)
-        handles = [sender.send_nowait(pattern(count, count)) for count in (5, BIG)]
-        for count in (5, BIG):
-            with pytest.raises(WouldBlockError, match="no permit") as caught:
-                sender.send_nowait(pattern(3, count))
-            messages = caught.value.messages
-            assert (messages.limit, messages.in_use, messages.requested) == (2, 2, 1)
-        for count, handle in zip((5, BIG), handles, strict=True):
-            assert torch.equal(await receiver.receive(handle), pattern(count, count))
         await settled(sender)
 
 

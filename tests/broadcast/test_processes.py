@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from aiotensor import PeerLostError, WouldBlockError
+from aiotensor import PeerLostError
 from aiotensor.broadcast import Subscriber
 from aiotensor.transports.endpoints import Endpoint
 from tests.broadcast import workers
@@ -123,49 +123,6 @@ async def test_waiting_calls_raise_promptly_after_the_publisher_was_killed(endpo
     remove_socket(endpoint)
 
 
-async def test_subscribers_find_a_restarted_publisher(address: str, moments: random.Random) -> None:
-    async with Subscriber(address, torch.Tensor) as subscriber:
-        publication = None
-        for round_ in range(_KILLS):
-            async with peers(address, 1) as [child]:
-                await child.call(workers.start, 1)
-                child.start(workers.publish, 1000, BIG)
-                expected = 0
-                for _ in range(moments.randrange(1, 30)):
-                    publication = await subscriber.receive()
-                    assert (publication.number, publication.missed) == (expected, 0)
-                    assert torch.equal(publication.message, pattern(expected, BIG))
-                    expected += 1
-                child.kill()
-                with pytest.raises(PeerLostError), promptly():
-                    while True:
-                        publication = await subscriber.receive()
-                        assert publication.number == expected
-                        assert torch.equal(publication.message, pattern(expected, BIG))
-                        expected += 1
-            assert subscriber.statistics().publishers_lost == round_ + 1
-        del publication
-        await until(lambda: not subscriber.statistics().leases)
-        await until(lambda: watch.memfds(os.getpid()) == 0)
-    remove_socket(address)
-
-
-async def test_a_closed_subscriber_keeps_its_tensors_and_others_continue(endpoint: Endpoint) -> None:
-    """Its process lives and may read the memory, which other memory replaces when it is needed."""
-    async with audience(endpoint, 2, arena_bytes=4 << 20) as (publisher, [closed, other]):
-        for number in range(3):
-            await publisher.publish(pattern(number, BIG))
-        assert await closed.call(workers.receive, 3, keep=True) == [0, 1, 2]
-        assert await other.call(workers.receive, 3) == [0, 1, 2]
-        await closed.call(workers.close)
-        for number in range(3, 30):
-            with promptly(3):
-                await publisher.publish(pattern(number, BIG))
-            assert await other.call(workers.receive, 1) == [number]
-        assert await closed.call(workers.keep) == [True] * 3
-        await closed.call(workers.forget)
-
-
 @pytest.mark.promise(1)
 async def test_nothing_is_left_after_all_processes_were_killed(address: str) -> None:
     async with peers(address, 3) as [publisher, *children]:
@@ -209,20 +166,6 @@ async def test_publications_add_a_constant_number_of_descriptors_to_each_process
             assert now - then <= 3  # the segment, and two ends of pipes
 
 
-async def test_a_wait_for_memory_that_subscribers_use_is_limited(endpoint: Endpoint) -> None:
-    async with audience(endpoint, 1, arena_bytes=1 << 20, max_wait_s=0.1) as (publisher, [child]):
-        await publisher.publish(pattern(0, BIG))
-        await child.call(workers.receive, 1, keep=True)
-        with pytest.raises(
-            WouldBlockError, match=r"not enough shared memory was free for 0.1 s \(subscriber"
-        ):
-            await publisher.publish(pattern(1, BIG))
-        await child.call(workers.forget)
-        await until(lambda: not publisher.statistics().bytes_in_use)
-        await publisher.publish(pattern(1, BIG))
-        assert await child.call(workers.receive, 1) == [1]
-
-
 async def test_a_subscribers_forked_child_does_not_keep_its_memory(endpoint: Endpoint) -> None:
     async with audience(endpoint, 2) as (publisher, [victim, other]):
         await publisher.publish(pattern(0, BIG))
@@ -235,22 +178,3 @@ async def test_a_subscribers_forked_child_does_not_keep_its_memory(endpoint: End
                 await idle(publisher)
         finally:
             os.kill(grandchild, signal.SIGKILL)
-
-
-async def test_a_publishers_forked_child_does_not_keep_its_subscribers_waiting(endpoint: Endpoint) -> None:
-    async with (
-        peers(endpoint, 1) as [child],
-        Subscriber(endpoint, torch.Tensor) as subscriber,
-    ):
-        await child.call(workers.start, 1)
-        grandchild = await child.call(fork_and_sleep)
-        waiting = asyncio.create_task(subscriber.receive())
-        await until(lambda: subscriber.statistics().waiting == 1)
-        try:
-            with promptly():
-                child.kill()
-                with pytest.raises(PeerLostError):
-                    await waiting
-        finally:
-            os.kill(grandchild, signal.SIGKILL)
-    remove_socket(endpoint)

@@ -65,22 +65,6 @@ async def test_a_stopped_subscriber_delays_no_other_and_loses_nothing(endpoint: 
 
 
 @pytest.mark.promise(34)
-async def test_publishing_waits_for_a_stopped_subscriber_and_can_be_cancelled(endpoint: Endpoint) -> None:
-    async with clogged(endpoint, max_behind=_MORE_THAN_FITS) as (publisher, slow, other, count):
-        waiting = [asyncio.create_task(publisher.publish(pattern(count, size))) for size in (3, BIG)]
-        await until(lambda: publisher.statistics().waiting == 2)
-        waiting[0].cancel()
-        await asyncio.wait(waiting[:1])
-        assert waiting[0].cancelled()
-        assert publisher.statistics().published == count
-        slow.go_on()
-        assert await slow.call(workers.receive, count) == list(range(count))
-        assert await waiting[1] == (count, 2, 0)
-        for child in (slow, other):
-            assert await child.call(workers.receive, 1) == [count]
-
-
-@pytest.mark.promise(34)
 async def test_a_stopped_subscriber_misses_what_a_publisher_drops(endpoint: Endpoint) -> None:
     is_local = not str(endpoint).startswith("tcp://")
     limits = {"max_behind": 3, "slow": "drop", "arena_bytes": 16 << 20}
@@ -106,39 +90,6 @@ async def test_a_stopped_subscriber_misses_what_a_publisher_drops(endpoint: Endp
         assert await stopped.call(workers.missed) == 50 - len(received)
         assert publisher.statistics().dropped == 50 - len(received)
         await idle(publisher)
-
-
-@pytest.mark.promise(34)
-async def test_a_stopped_subscriber_is_disconnected(address: str) -> None:
-    limits = {"max_behind": 2, "slow": "disconnect", "arena_bytes": 4 << 20}
-    async with audience(address, 2, **limits) as (publisher, [stopped, other]):
-        await stopped.stop()
-        for number in range(20):  # more than the memory that the stopped process leaves
-            with promptly(3):
-                await publisher.publish(pattern(number, BIG))
-            assert await other.call(workers.receive, 1) == [number]
-        assert publisher.statistics().subscribers == 1
-        stopped.go_on()
-        assert await stopped.call(workers.receive, 2) == [0, 1]  # their memory was not reused
-        assert "2 publications behind" in await stopped.call(workers.failure)
-        following = stopped.start(workers.receive, 1)
-        await publisher.wait_for_subscribers(2)
-        await publisher.publish(pattern(20, BIG))
-        assert await following == [20]
-
-
-async def test_killing_a_stopped_subscriber_ends_every_wait_within_a_second(endpoint: Endpoint) -> None:
-    async with clogged(endpoint, max_behind=_MORE_THAN_FITS) as (publisher, slow, other, count):
-        publishing = [asyncio.create_task(publisher.publish(pattern(count + i, BIG))) for i in range(2)]
-        draining = asyncio.create_task(publisher.drain())
-        await until(lambda: publisher.statistics().waiting == 2)
-        with promptly():
-            slow.kill()
-            assert [await one for one in publishing] == [(count, 1, 0), (count + 1, 1, 0)]
-            await draining
-        assert await other.call(workers.receive, 2) == [count, count + 1]
-        with promptly():
-            await idle(publisher)
 
 
 async def test_a_publisher_does_not_wait_long_for_a_stopped_subscriber_when_it_closes(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
-from aiotensor.errors import PeerLostError, ProtocolError, UnsupportedTensorError
+from aiotensor.errors import PeerLostError, ProtocolError
 from tests.codec.messages import (
     Array,
     anything,
@@ -60,14 +60,6 @@ def test_find_can_be_given_for_a_single_message() -> None:
     assert decoder.decode(parts) == [torch.tensor(1)], "for that message alone"
     with pytest.raises(ProtocolError, match="this decoder has no `find`: 'handle'"):
         anything.decode(parts)
-
-
-def test_place_is_not_called_for_an_unsupported_tensor() -> None:
-    offered: list[torch.Tensor] = []
-    with pytest.raises(UnsupportedTensorError, match="detach"):
-        TensorEncoder(offered.append).encode([torch.ones(3, requires_grad=True) * 2])
-
-    assert offered == []
 
 
 # Errors of `place` and `find`
@@ -130,24 +122,6 @@ def test_an_error_of_find_frees_its_tensors_without_a_collection(no_collections:
     assert decode()() is None
 
 
-def test_an_error_of_find_keeps_no_tensor_that_was_found_before() -> None:
-    found: list[weakref.ref[torch.Tensor]] = []
-
-    def find(handle: int) -> torch.Tensor:
-        if found:
-            raise KeyError(handle)
-        tensor = torch.zeros(3)
-        found.append(weakref.ref(tensor))
-        return tensor
-
-    body = body_of([extension("T", ["at", number, number]) for number in range(2)])
-    with pytest.raises(KeyError) as caught:
-        TensorDecoder(list[torch.Tensor], find).decode([body])
-    gc.collect()
-    assert found[0]() is None
-    assert caught.value.args == (1,)
-
-
 def test_find_can_decode_another_message_with_the_same_decoder() -> None:
     messages: dict[int, list[bytes]] = {
         1: [body_of([beside(0), extension("T", ["at", 2, 1]), beside(1)]), b"bbb", b"ddd"],
@@ -185,23 +159,4 @@ def test_two_threads_can_share_a_decoder() -> None:
 
     assert received == [
         [bytes([n] * 3) for n in (number + 10, number, number + 20, number)] for number in (1, 2)
-    ]
-
-
-def test_two_threads_can_share_an_encoder() -> None:
-    both_are_inside = threading.Barrier(2)
-
-    def place(tensor: torch.Tensor) -> None:
-        both_are_inside.wait(10)
-
-    encoder = TensorEncoder(place, inline_bytes=0)
-
-    def encode(number: int) -> list[bytes]:
-        return [bytes(part) for part in encoder.encode([torch.full((3,), number) for _ in range(3)])]
-
-    with ThreadPoolExecutor(2) as threads:
-        received = [anything.decode(parts) for parts in threads.map(encode, (1, 2))]
-
-    assert [[tensor.tolist() for tensor in message] for message in received] == [
-        [[n] * 3] * 3 for n in (1, 2)
     ]

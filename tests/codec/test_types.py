@@ -172,13 +172,6 @@ def test_a_meta_has_a_torch_dtype_and_a_shape_of_sizes() -> None:
             TensorMeta(shape=shape)
 
 
-def test_metas_are_immutable_and_compare_by_value() -> None:
-    assert TensorMeta(torch.uint8, (None, 3)) == Pixels
-    assert hash(TensorMeta(torch.uint8, (None, 3))) == hash(Pixels)
-    with pytest.raises(AttributeError):
-        Pixels.dtype = torch.int8  # type: ignore[misc]
-
-
 # Tensors and arrays
 
 

@@ -4,7 +4,6 @@ import asyncio
 import os
 
 import pytest
-import torch
 
 from aiotensor import (
     ClosedError,
@@ -14,7 +13,6 @@ from aiotensor import (
     TensorSender,
     WouldBlockError,
 )
-from aiotensor.transports.endpoints import Endpoint
 from tests.conformance.makers import Clogged, PairMaker, stopped
 from verification.patterns import BIG, pattern
 from verification.processes import peers, watch
@@ -86,20 +84,6 @@ async def _give_up(sender: TensorSender, count: int) -> None:
         await asyncio.wait([sending])
 
 
-async def test_discarding_while_the_receiver_does_not_read_frees_the_permit_at_once(pairs: PairMaker) -> None:
-    async with pairs.clogged() as clogged:
-        sender, engine, handles = clogged
-        for handle in handles:
-            sender.discard(handle)
-        assert sender.statistics().in_flight == 0
-        engine.go_on()
-        assert await engine.call(peers.receive_pattern, await sender.send(pattern(9, BIG)), 9)
-        for handle in (handles[0], handles[-1]):
-            with pytest.raises(DiscardedError):
-                await engine.call(peers.receive_pattern, handle, 0)
-        await settled(sender)
-
-
 async def test_a_send_that_waits_for_the_link_ends_at_once_when_its_message_is_discarded(
     pairs: PairMaker,
 ) -> None:
@@ -152,39 +136,6 @@ async def test_a_receiver_killed_while_it_does_not_read_ends_every_wait_within_a
                     await wait
                 assert caught.value.pid == engine.pid
         await settled(sender)
-
-
-async def test_closing_ends_within_a_second_when_the_receiver_that_did_not_read_is_killed(
-    pairs: PairMaker,
-) -> None:
-    async with pairs.clogged() as (sender, engine, _):
-        closing = asyncio.create_task(sender.aclose())
-        await asyncio.sleep(0)
-        assert not closing.done()
-        with promptly():
-            engine.kill()
-            await closing
-
-
-async def test_a_stopped_sender_delays_no_other_and_loses_nothing(endpoint: Endpoint) -> None:
-    async with (
-        peers.peers(endpoint, 2) as [stopped, other],
-        TensorReceiver(endpoint) as receiver,
-    ):
-        handles = {}
-        for child in (stopped, other):
-            await child.call(peers.open_sender, 1)
-            handles[child] = await child.call(peers.send_pattern, 0, BIG)
-        await stopped.stop()
-        # It does not read the answer that returns its permit.
-        assert torch.equal(await receiver.receive(handles[stopped]), pattern(0, BIG))
-        assert torch.equal(await receiver.receive(handles[other]), pattern(0, BIG))
-        for seed in range(20):
-            handle = await other.call(peers.send_pattern, seed, BIG)
-            assert torch.equal(await receiver.receive(handle), pattern(seed, BIG))
-        stopped.go_on()
-        handle = await stopped.call(peers.send_pattern, 1, BIG)
-        assert torch.equal(await receiver.receive(handle), pattern(1, BIG))
 
 
 async def test_senders_do_not_reconnect_to_a_receiver_that_is_closing(

@@ -1,7 +1,6 @@
 """Effects on a sender or a receiver when the process of its peer is killed, closes or exits."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import threading
@@ -21,7 +20,7 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor.transports.endpoints import Endpoint
-from tests.cancellation.situations import held_back, strided
+from tests.cancellation.situations import strided
 from tests.conformance.makers import PairMaker
 from tests.pairs import beyond
 from verification.internals import worker_of
@@ -98,24 +97,6 @@ async def test_a_killed_receiver_ends_every_wait_of_its_sender_within_a_second(p
             sender.send_nowait(pattern(3, 5))
         assert sender.statistics().in_flight == 0
         await settled(sender)
-
-
-async def test_a_receiver_killed_during_copies_ends_them(pairs: PairMaker) -> None:
-    async with pairs.near_sender() as (sender, engine), held_back(sender) as go_on:
-        posted = sender.post(strided(1, BIG))
-        sending = asyncio.create_task(sender.send(strided(2, BIG)))
-        await asyncio.sleep(0)
-        with promptly():
-            engine.kill()
-            with pytest.raises(PeerLostError) as caught:
-                await sender.copied(posted)
-        assert caught.value.pid == engine.pid
-        go_on.set()
-        with contextlib.suppress(PeerLostError):  # it may just have been sent
-            await sending
-        await settled(sender)
-        with pytest.raises(PeerLostError):
-            await sender.copied(posted)
 
 
 @pytest.mark.promise(10)

@@ -134,31 +134,6 @@ def test_the_steps_of_several_moves_take_turns() -> None:
     assert turns == [0, 1, 0, 1]
 
 
-def test_cancelling_a_move_before_its_first_step_ends_it_immediately() -> None:
-    moves: OutgoingMoves[int] = OutgoingMoves()
-    first, second = _move(0, 2 * WINDOW_BYTES), _move(1, STEP_BYTES)
-    moves.begin(first)
-    while moves.next_step() is not None:
-        pass
-    moves.begin(second)
-    assert moves.cancel(second)
-    assert not moves.cancel(first)  # steps of it are under way
-    assert moves.acknowledged(WINDOW_BYTES) == [first]
-    assert not moves.clear()
-
-
-def test_a_cancelled_move_does_not_wait_for_later_steps_of_others() -> None:
-    moves: OutgoingMoves[int] = OutgoingMoves()
-    large, small = _move(0, 3 * STEP_BYTES), _move(1, 1)
-    moves.begin(large)
-    moves.begin(small)
-    steps = [found[1] for _ in range(2) if (found := moves.next_step()) is not None]
-    assert [(step.length, step.wants_ack) for step in steps] == [(STEP_BYTES, True), (1, False)]
-    assert not moves.cancel(large)
-    assert moves.acknowledged(STEP_BYTES) == [large]
-    assert not moves.clear()
-
-
 def test_an_acknowledgement_of_other_bytes_than_those_sent_is_a_violation() -> None:
     moves: OutgoingMoves[int] = OutgoingMoves()
     moves.begin(_move(0, 2 * STEP_BYTES))
@@ -217,12 +192,3 @@ def test_messages_are_read_as_they_were_encoded() -> None:
     assert (free[0], read_area(free)) == (FREE, Area(1, 2))
     ack = encode_ack(Ack(5, 6))
     assert (ack[0], read_ack(ack)) == (ACK, Ack(5, 6))
-
-
-@given(st.binary(max_size=64))
-def test_any_bytes_are_read_or_rejected(data: bytes) -> None:
-    for read in (read_step, read_area, read_ack, read_batch):
-        try:
-            read(memoryview(data))
-        except ProtocolError:
-            continue

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from aiotensor import PeerLostError, TensorHandle, TensorQueue, TensorReceiver, TensorSender
+from aiotensor import PeerLostError, TensorReceiver, TensorSender
 from aiotensor.memory.tensors import MAX_INLINE_BYTES
 from aiotensor.transports.records import SocketTransport
 from tests.pairs import pair
@@ -18,40 +18,6 @@ from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
-
-
-async def test_send_and_drain_succeed_if_the_receiver_takes_everything_and_closes() -> None:
-    for count in (3, BIG):
-        queue = TensorQueue()
-        async with TensorSender(queue) as sender:
-            receiver = TensorReceiver(queue)
-            await receiver.__aenter__()
-            taking = asyncio.create_task(anext(receiver))
-            sending = asyncio.create_task(sender.send(pattern(0, count)))
-            draining = asyncio.create_task(_drain_after(sending, sender))
-            await taking
-            await receiver.aclose()
-            await draining
-
-
-async def _drain_after(sending: "asyncio.Task[TensorHandle]", sender: TensorSender) -> None:
-    await sending
-    if sender.statistics().in_flight:
-        await sender.drain()
-
-
-@pytest.mark.parametrize("count", [3, BIG])
-async def test_a_permit_granted_as_the_receiver_closes_is_used_for_the_next_one(count: int) -> None:
-    queue = TensorQueue()
-    async with TensorSender(queue, max_concurrent_videos=1) as sender:
-        async with TensorReceiver(queue) as receiver:
-            first = await sender.send(pattern(0, 3))
-            waiting = asyncio.create_task(sender.send(pattern(1, count)))
-            await until(lambda: sender.statistics().waiting == 1)
-            await receiver.receive(first)  # the permit and the end arrive together
-        async with TensorReceiver(queue) as receiver:
-            assert torch.equal(await receiver.receive(await waiting), pattern(1, count))
-        await settled(sender)
 
 
 async def test_messages_in_flight_are_lost_and_later_sends_reach_the_next_receiver() -> None:

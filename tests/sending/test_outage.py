@@ -9,7 +9,7 @@ import torch
 from aiotensor import ClosedError, TensorReceiver, TensorSender, UnavailableError
 from tests.pairs import endpoint
 from verification.patterns import BIG, pattern
-from verification.waiting import settled, until
+from verification.waiting import settled
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -53,31 +53,6 @@ async def test_without_a_grace_period_no_call_waits_for_a_receiver_but_ready_doe
             waiting = asyncio.create_task(sender.ready())
             async with TensorReceiver(place):
                 await waiting
-
-
-async def test_a_receiver_that_returns_ends_the_outage() -> None:
-    with endpoint("unix") as place:
-        async with TensorSender(place, grace_s=SHORT_S) as sender:
-            for seed in range(2):
-                with pytest.raises(UnavailableError):
-                    await sender.send(pattern(seed, BIG))
-                async with TensorReceiver(place) as receiver:
-                    await sender.ready()
-                    handle = await sender.send(pattern(seed, BIG))
-                    assert torch.equal(await receiver.receive(handle), pattern(seed, BIG))
-                await until(lambda: sender.receiver_id is None)
-
-
-async def test_calls_wait_for_the_next_receiver_during_the_grace_period() -> None:
-    with endpoint("unix") as place:
-        async with TensorSender(place, grace_s=60) as sender:
-            async with TensorReceiver(place):
-                await sender.ready()
-            await until(lambda: sender.receiver_id is None)
-            sending = asyncio.create_task(sender.send(pattern(1, BIG)))
-            await until(lambda: sender.statistics().in_flight == 1)
-            async with TensorReceiver(place) as receiver:
-                assert torch.equal(await receiver.receive(await sending), pattern(1, BIG))
 
 
 async def test_a_wait_that_exceeds_max_wait_s_without_a_receiver_raises_unavailable_error() -> None:

@@ -127,32 +127,6 @@ async def test_a_discard_during_a_copy_releases_the_permit_before_the_block(
 # Many posts
 
 
-@pytest.mark.promise(14)
-@pytest.mark.usefixtures("link")
-async def test_many_posted_tensors_arrive_and_the_limits_hold() -> None:
-    async with pair(max_concurrent_videos=4, arena_bytes=BIG * 8 * 3) as (sender, receiver):
-        counts = [(3, BIG, BIG // 4)[seed % 3] for seed in range(60)]
-        handles: list[TensorHandle] = []
-
-        async def receive() -> None:
-            for seed, count in enumerate(counts):
-                await until(lambda seed=seed: len(handles) > seed)  # type: ignore[misc]
-                assert torch.equal(await receiver.receive(handles[seed]), pattern(seed, count))
-
-        receiving = asyncio.create_task(receive())
-        for seed, count in enumerate(counts):
-            while len(handles) == seed:
-                with contextlib.suppress(WouldBlockError):
-                    handles.append(sender.post(pattern(seed, count) if seed % 2 else strided(seed, count)))
-                await asyncio.sleep(0)
-        await receiving
-        await sender.drain()
-        seen = sender.statistics()
-        assert (seen.messages_sent, seen.peak_in_flight) == (60, 4)
-        assert [handle.message for handle in handles] == sorted({handle.message for handle in handles})
-        await settled(sender)
-
-
 @pytest.mark.promise(8)
 @pytest.mark.usefixtures("link")
 async def test_the_strides_of_a_tensor_may_change_after_send_nowait() -> None:
@@ -304,20 +278,3 @@ async def test_the_source_is_freed_after_its_copy_without_the_garbage_collector(
 async def _outcome(sender: TensorSender, handle: TensorHandle) -> None:
     with contextlib.suppress(DiscardedError, PeerLostError, ClosedError, OSError):
         await sender.copied(handle)
-
-
-async def test_a_post_that_was_refused_keeps_no_tensor() -> None:
-    async with pair(max_concurrent_videos=1, arena_bytes=BIG * 8) as (sender, _):
-        allocated = await sender.allocate((3,), torch.int64)
-        tensor = pattern(1, BIG)
-        freed = weakref.ref(tensor)
-        gc.disable()
-        try:
-            with pytest.raises(WouldBlockError):
-                sender.post(tensor)
-            del tensor
-            assert freed() is None
-        finally:
-            gc.enable()
-        del allocated
-        await settled(sender)

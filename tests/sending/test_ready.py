@@ -144,19 +144,6 @@ async def test_ready_waits_for_memory_without_taking_it() -> None:
         sender.send_nowait(pattern(1, BIG))
 
 
-async def test_ready_waits_until_calls_that_waited_before_have_a_permit() -> None:
-    async with pair(max_concurrent_videos=1) as (sender, receiver):
-        first = await sender.send(pattern(0, 3))
-        sending = asyncio.create_task(sender.send(pattern(1, 3)))
-        await until(lambda: sender.statistics().waiting == 1)
-        ready = asyncio.create_task(sender.ready(nbytes=0))
-        await receiver.receive(first)
-        second = await sending
-        assert await _still_waits(ready)
-        await receiver.receive(second)
-        await ready
-
-
 async def test_ready_waits_until_the_receiver_reads(address: str) -> None:
     async with (
         TensorReceiver(address, max_unclaimed_messages=None) as receiver,
