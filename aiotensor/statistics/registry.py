@@ -1,9 +1,7 @@
 """The registry of all open objects of this process, and the counts of closed ones; usable from any thread.
 
 Statistics can only be read in the thread and the event loop of their object. A thread that collects the
-statistics of other threads therefore queues a query for each of their loops, wakes the loops, and waits for a
-limited time. While it waits, it answers the queries of other threads: otherwise, two loops that query each
-other would both wait until the time limit.
+statistics of other threads therefore schedules a call in each of their loops, and waits for a limited time.
 """
 
 import asyncio
@@ -99,21 +97,6 @@ class Entry:
         return self._is_freed or self.loop.is_closed()
 
 
-class _Query:
-    """A request of one thread for the statistics of the objects in a loop of another thread."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
-        self.loop = loop
-        self.thread = thread
-        self.entries: list[Entry] = []
-        self.is_answered = False
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether there is nothing to wait for: the loop has answered, or has ended and cannot answer."""
-        return self.is_answered or not self.loop.is_running()
-
-
 class _Registry:
     """The entries of open objects, and the counts of closed ones."""
 
@@ -122,7 +105,6 @@ class _Registry:
         self.entries: dict[Entry, None] = {}
         self.closed: dict[Group, Counts] = {}  # the group closed last is at the end
         self.timeouts = 0
-        self._queries: dict[int, list[_Query]] = {}  # for each thread
 
     def sweep(self) -> None:
         """Remove objects that ended without being closed. The caller holds the lock."""
@@ -163,53 +145,36 @@ class _Registry:
                 entry.last = statistics
 
     def read_all(self, entries: Iterable[Entry], timeout_s: float) -> None:
-        """Read the statistics of objects."""
+        """Read the statistics of objects, in the loops of their threads."""
         here, end = threading.get_ident(), time.monotonic() + timeout_s
-        by_loop: dict[tuple[asyncio.AbstractEventLoop, int], _Query] = {}
+        elsewhere: dict[asyncio.AbstractEventLoop, list[Entry]] = {}
+        answered: set[asyncio.AbstractEventLoop] = set()
         for entry in entries:
             if entry.thread == here:
                 with suppress(UsageError):  # another loop runs in this thread, instead of the object's
                     self.read(entry)
             elif entry.loop.is_running():
-                key = (entry.loop, entry.thread)
-                by_loop.setdefault(key, _Query(*key)).entries.append(entry)
-        queries = list(by_loop.values())
-        self._send(queries)
-        while not all(query.is_settled for query in queries):
-            self._answer()
+                elsewhere.setdefault(entry.loop, []).append(entry)
+
+        def answer(loop: asyncio.AbstractEventLoop) -> None:
+            for entry in elsewhere[loop]:
+                with suppress(UsageError):  # the loop runs in another thread by now
+                    self.read(entry)
             with self.changed:
+                answered.add(loop)
+                self.changed.notify_all()
+
+        for loop in elsewhere:
+            with suppress(RuntimeError):  # the loop was closed in the meantime
+                loop.call_soon_threadsafe(answer, loop)
+        with self.changed:
+            while silent := [loop for loop in elsewhere if loop not in answered and loop.is_running()]:
                 left = end - time.monotonic()
                 if left <= 0:
-                    self.timeouts += sum(not query.is_settled for query in queries)
+                    self.timeouts += len(silent)
                     return
-                if here not in self._queries and not all(query.is_settled for query in queries):
-                    # Check at intervals: a loop that ends with a pending query notifies no thread.
-                    self.changed.wait(min(left, _CHECK_INTERVAL_S))
-
-    def _send(self, queries: list[_Query]) -> None:
-        with self.changed:
-            for query in queries:
-                self._queries.setdefault(query.thread, []).append(query)
-            self.changed.notify_all()  # that thread may be waiting for an answer itself
-        for query in queries:
-            with suppress(RuntimeError):  # the loop was closed in the meantime
-                query.loop.call_soon_threadsafe(self._answer)
-
-    def _answer(self) -> None:
-        """Answer the queries of other threads to this thread."""
-        here = threading.get_ident()
-        while True:
-            with self.changed:
-                queries = self._queries.pop(here, [])
-            if not queries:
-                return
-            for query in queries:
-                for entry in query.entries:
-                    with suppress(UsageError):  # another loop runs in this thread by now
-                        self.read(entry)
-                query.is_answered = True
-            with self.changed:
-                self.changed.notify_all()
+                # Check at intervals: a loop that ends without an answer notifies no thread.
+                self.changed.wait(min(left, _CHECK_INTERVAL_S))
 
 
 _registry = _Registry()

@@ -177,25 +177,6 @@ def test_a_loop_that_does_not_run_is_not_waited_for() -> None:
         assert registry.collect(PATIENCE_S * 100).timeouts == snapshot.timeouts
 
 
-def test_two_loops_that_query_each_other_both_get_an_answer() -> None:
-    opened: list[tuple[Counted, LoopAffinity]] = []
-    both = threading.Barrier(2)
-    snapshots: list[Snapshot] = []
-
-    def collect() -> None:
-        both.wait()  # from here on each of the two loops is blocked
-        snapshots.append(registry.collect(PATIENCE_S))
-
-    with loop_in_a_thread() as one, loop_in_a_thread() as another:
-        for loop in (one, another):
-            run_in(loop, lambda: opened.append(open_counted(1, "mutual")))
-        for loop in (one, another):
-            loop.call_soon_threadsafe(collect)
-        for loop in (one, another):
-            run_in(loop, lambda: None)
-    assert [answers_at(snapshot, "mutual") for snapshot in snapshots] == [2, 2]
-
-
 def test_several_threads_may_collect_while_objects_open_and_close() -> None:
     end = threading.Event()
     seen: list[list[float]] = []
