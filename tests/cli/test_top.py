@@ -6,7 +6,6 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -254,29 +253,6 @@ async def test_control_characters_in_a_refusal_are_not_printed(address: str) -> 
         f"Error: the connection to the process at {address} (pid 7) was lost: it closed the connection: "
         "?[31mred?]0;title??Error: all is well\n"
     )
-
-
-async def test_a_lack_of_descriptors_is_a_one_line_error(address: str) -> None:
-    code = """
-import os, resource
-from aiotensor.cli import main
-import aiotensor.cli.command
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-taken = []
-try:
-    while True:
-        taken.append(os.dup(0))
-except OSError:
-    for _ in range(3):  # what an event loop needs
-        os.close(taken.pop())
-main()
-"""
-    command_line = [sys.executable, "-W", "error", "-c", code, "top", address]
-    done = await asyncio.to_thread(subprocess.run, command_line, capture_output=True, text=True, check=False)
-
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr == "Error: the inspection failed: Too many open files\n"
 
 
 async def test_ctrl_c_before_anything_is_written_is_status_130(address: str) -> None:

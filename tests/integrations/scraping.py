@@ -4,13 +4,11 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, generate_latest, parser
-from prometheus_client.openmetrics import exposition as openmetrics
-from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.samples import Sample
 
 from aiotensor.integrations.prometheus import AioTensorCollector
 
-__all__ = ["Numbers", "at", "new_registry", "parse", "scrape", "scrape_all"]
+__all__ = ["Numbers", "at", "new_registry", "parse", "scrape"]
 
 Numbers: TypeAlias = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -32,13 +30,6 @@ def parse(text: str) -> Numbers:
 def scrape(registry: CollectorRegistry) -> Numbers:
     """Scrape in the format of Prometheus, in this thread."""
     return parse(generate_latest(registry).decode())
-
-
-def scrape_all(registry: CollectorRegistry) -> tuple[Numbers, Numbers]:
-    """Scrape in both formats, in this thread."""
-    text = openmetrics.generate_latest(registry).decode()  # type: ignore[no-untyped-call]
-    families = openmetrics_parser.text_string_to_metric_families(text)  # type: ignore[no-untyped-call]
-    return scrape(registry), _numbers(sample for family in families for sample in family.samples)
 
 
 def _numbers(samples: Iterable[Sample]) -> Numbers:

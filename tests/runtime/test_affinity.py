@@ -198,17 +198,6 @@ def test_an_item_freed_just_before_the_loop_sleeps_wakes_the_loop() -> None:
         assert runner.run(main()) == [7]
 
 
-async def test_items_freed_in_one_iteration_are_handled_together_later() -> None:
-    collected = Collected()
-    for number in range(3):
-        collected.items(number)
-    assert collected.calls == []
-    await collected.until(3)
-    collected.items(3)
-    await collected.until(4)
-    assert collected.calls == [[0, 1, 2], [3]]
-
-
 class Chain(Collected):
     """Frees the next thing while it handles the last."""
 

@@ -24,8 +24,6 @@ from verification.patterns import BIG, pattern
 from verification.places import free_port
 from verification.processes import peers, watch
 
-ARENA = 1 << 20
-
 
 @pytest.fixture(autouse=True)
 async def everything_is_released(nothing_left_behind: None) -> AsyncIterator[None]:
@@ -164,21 +162,6 @@ async def test_closed_and_unopened_objects_emit_no_warning(address: str) -> None
     with pytest.raises(TypeError):
         TensorReceiver()  # type: ignore[call-arg]
     gc.collect()
-
-
-def test_dropped_blocking_objects_warn_and_are_released() -> None:
-    with place() as here:
-        with blocking.TensorReceiver(here) as receiver:
-            sender = blocking.TensorSender(here, arena_bytes=ARENA).__enter__()
-            receiver.receive(sender.send(pattern(1, BIG)))
-            name = f"unclosed <aiotensor.blocking.TensorSender open, at {here}"
-            with unclosed() as texts:
-                del sender
-            [text] = texts
-            assert text.startswith(name)
-            waiting.until(lambda: receiver.statistics().senders == 0)
-            assert receiver.statistics().mapped_bytes == 0
-        waiting.until(lambda: not _loop_threads())  # threads of the dropped object may still be ending
 
 
 def test_dropping_the_last_blocking_object_ends_the_loop_thread() -> None:

@@ -5,20 +5,8 @@ import itertools
 import weakref
 
 from aiotensor.runtime.logs import RepeatedEvent
-from verification.waiting import until
 
 _SHORT_S = 0.001
-
-
-async def test_the_first_event_is_logged_immediately_and_later_ones_are_combined() -> None:
-    lines: list[tuple[int, str]] = []
-    repeated = RepeatedEvent(lambda count, name: lines.append((count, name)), 0.01)
-    for name in ("first", "second", "third"):
-        repeated.add(name)
-    assert lines == [(1, "first")]
-    await until(lambda: len(lines) == 2)
-    assert lines[1] == (2, "third")
-    repeated.close()
 
 
 async def test_no_two_lines_are_closer_than_the_interval_and_no_event_is_lost() -> None:

@@ -7,14 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from aiotensor import SenderStatistics, TensorReceiver, TensorSender
-from aiotensor.channel import MessageClient, MessageServer
+from aiotensor import SenderStatistics, TensorSender
 from aiotensor.errors import ClosedError
 from aiotensor.runtime.affinity import LoopAffinity
 from aiotensor.statistics import registry
-from aiotensor.statistics.registry import HasStatistics, Snapshot
+from aiotensor.statistics.registry import Snapshot
 from aiotensor.types import ClientStatistics, Statistics
-from tests.channel.parties import Answer, Question, place
+from tests.channel.parties import place
 from tests.frames import NO_WAITS
 from tests.runtime.test_affinity import forks, in_a_fork
 from verification.patterns import pattern
@@ -85,28 +84,6 @@ def run_in(loop: asyncio.AbstractEventLoop, work: Callable[[], object]) -> None:
     asyncio.run_coroutine_threadsafe(run(), loop).result(PATIENCE_S)
 
 
-# Endpoints
-
-
-async def test_each_kind_of_object_is_found_by_its_endpoint_while_it_is_open(
-    nothing_left_behind: None,
-) -> None:
-    with place() as here:
-        parties: dict[str, HasStatistics] = {
-            here: TensorReceiver(here),
-            f"{here}1": TensorSender(f"{here}1"),
-            f"{here}2": MessageServer(f"{here}2", Question),
-            f"{here}2,{here}3": MessageClient([f"{here}2", f"{here}3"], Answer),
-        }
-        for at, party in parties.items():
-            assert not present(registry.collect(0.0), at)
-            async with party:  # type: ignore[attr-defined]
-                assert present(registry.collect(0.0), at) == [party.statistics()]
-                there = await asyncio.to_thread(registry.collect, PATIENCE_S)
-                assert present(there, at) == [party.statistics()]
-            assert not present(registry.collect(0.0), at)
-
-
 # Counts of closed objects
 
 
@@ -144,7 +121,7 @@ async def test_the_100_endpoints_that_were_closed_last_are_remembered() -> None:
     close(stays_open)
 
 
-# Signals and forks
+# Forks
 
 
 @forks

@@ -1,8 +1,6 @@
 """The spans of requests and batches: the work of servers, waits, errors, cancellations and threads."""
 
 import asyncio
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -219,33 +217,3 @@ async def test_a_process_that_is_not_instrumented_any_more_creates_no_spans() ->
         with processing() as span:
             assert not span.is_recording()
     assert recorder.seen == []
-
-
-@pytest.mark.extended
-def test_the_global_providers_may_be_set_later(folder: Path) -> None:
-    code = """
-import asyncio, sys
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from aiotensor import TensorReceiver, TensorSender
-from aiotensor.integrations.opentelemetry import instrument
-
-instrument()
-exporter = InMemorySpanExporter()
-trace.set_tracer_provider(TracerProvider())
-trace.get_tracer_provider().add_span_processor(SimpleSpanProcessor(exporter))
-
-async def main(address):
-    import torch
-    async with TensorReceiver(address) as receiver, TensorSender(address) as sender:
-        await receiver.receive(await sender.send(torch.zeros(3)))
-
-asyncio.run(main(sys.argv[1]))
-names = {span.name for span in exporter.get_finished_spans()}
-print(*sorted(names - {"aiotensor wait for a receiver"}), sep=",")
-"""
-    command = [sys.executable, "-W", "error", "-c", code, f"unix://{folder}/tensors"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("aiotensor deliver tensor,aiotensor send tensor\n", "")
