@@ -1,7 +1,6 @@
 """Senders and receivers in threads, and tensors that are posted where an event loop runs."""
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -128,18 +127,3 @@ def test_post_may_be_called_where_an_event_loop_runs_but_not_in_its_own(place: P
         assert sender.statistics().in_flight == 0
     with pytest.raises(ClosedError, match="was closed"):
         asyncio.run(post())
-
-
-def test_threads_post_at_the_same_time(place: Place) -> None:
-    with (
-        TensorReceiver(place.tensors) as receiver,
-        TensorSender(place.tensors, 200) as sender,
-        ThreadPoolExecutor(8) as threads,
-    ):
-        sender.ready(timeout=20)
-        counts = [3 if seed % 2 else BIG // 10 for seed in range(100)]
-        handles = list(threads.map(lambda seed: sender.post(strided(seed, counts[seed])), range(100)))
-        assert len({handle.message for handle in handles}) == 100
-        for seed, handle in enumerate(handles):
-            assert torch.equal(receiver.receive(handle), pattern(seed, handle.shape[0]))
-        until(lambda: settled(sender, receiver))

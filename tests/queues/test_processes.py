@@ -171,18 +171,3 @@ async def test_every_process_of_a_queue_may_be_killed_repeatedly() -> None:
 
 async def _waiting_any(state: State) -> None:
     await until(lambda: state.others["consumer"].statistics().messages > 0)
-
-
-async def test_a_consumer_in_a_stopped_process_holds_two_messages_of_each_producer() -> None:
-    with queue_of(consumers=2) as queue:
-        async with process() as stopped, queue.consumer() as consumer, queue.producer() as producer:
-            await stopped.call(open_consumer, queue)
-            for number in range(8):
-                await producer.put(message(number))
-            await stopped.call(_waiting, 2)
-            await stopped.stop()
-            numbers = [check(await consumer.get()) for _ in range(6)]
-            stopped.kill()
-            stopped.go_on()
-            numbers += [check(await consumer.get()) for _ in range(2)]
-            assert sorted(numbers) == list(range(8))
