@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import anyio
 import anyio.abc
@@ -58,13 +58,8 @@ def engine_address(socket_folder: Path) -> str:
     return f"unix://{socket_folder}/engine.sock"
 
 
-class StartEngine(Protocol):
-    """The type of the fixture `tensor_engine`."""
-
-    def __call__(
-        self, message_type: type[M], handler: Callable[[M], Any], *, address: str | None = None
-    ) -> "Engine[M]":
-        """Start an engine, and return it."""
+StartEngine: TypeAlias = "Callable[..., Engine[Any]]"
+"""The type of the fixture `tensor_engine`."""
 
 
 @pytest.fixture
@@ -114,11 +109,6 @@ class Engine(Generic[M]):
         message_type: type[M],
         handler: Callable[[M], Any],
     ) -> None:
-        if inspect.isroutine(message_type):
-            raise TypeError(
-                "message_type must be a type, and the handler is the second argument: "
-                "tensor_engine(Video, model)"
-            )
         self.address = address
         self.requests: list[M] = []
         self._portal = portal
