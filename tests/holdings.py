@@ -182,7 +182,8 @@ def _has_ended(sender: TensorSender, handle: TensorHandle) -> bool:
 def _of(party: Party) -> dict[str, object]:
     """Return what an object holds: by its statistics, and what no statistics contain."""
     seen = party.statistics()
-    held: dict[str, object] = {name: getattr(seen, name) for name in _HELD[type(party)]}
+    names = next(_HELD[kind] for kind in type(party).__mro__ if kind in _HELD)  # a role may have subclasses
+    held: dict[str, object] = {name: getattr(seen, name) for name in names}
     match party:
         case TensorSender():
             held |= held_by_sender(party)
