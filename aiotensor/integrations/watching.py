@@ -148,8 +148,7 @@ class _WatchedRequest:
         self._receive = receive
         self._send = send
         self._is_watched = self._is_begun = self._is_answered = False
-        self._readers = 0  # calls of the application that receive from the server
-        self._watcher: asyncio.Future[Message] | None = None
+        self._reading: asyncio.Future[Message] | None = None  # the call that receives from the server
         self._kept: Message | None = None  # a piece of the body that was received ahead
         self._end: Message | None = None  # the message that reports the disconnect
         self._waiting = 0  # calls of the application that wait for a message
@@ -166,28 +165,16 @@ class _WatchedRequest:
         self._is_watched = True
         if self._end is not None:
             self._gone(self._end)
-        self._ask_ahead()
+        self._read_ahead()
 
     async def receive(self) -> Message:
         """Return the server's next message to the application."""
         self._waiting += 1
         try:
             while self._kept is None and self._end is None:
-                watcher = self._watcher
-                if watcher is not None:
-                    await asyncio.shield(watcher)
-                    self._asked(watcher)  # its callback may not have run yet
-                    continue
-                self._readers += 1
-                try:
-                    message = await self._receive()
-                except BaseException:
-                    self._readers -= 1
-                    self._ask_ahead()  # a watched request needs another call that receives the disconnect
-                    raise
-                self._readers -= 1
-                self._heard(message)
-                break
+                reading = self._read()
+                await asyncio.shield(reading)  # if the application gives up, the message is kept
+                self._read_ended(reading)  # the callback may not have run yet
         finally:
             self._waiting -= 1
         if self._kept is None:
@@ -196,7 +183,7 @@ class _WatchedRequest:
                 await checkpoint()
             return self._end or {"type": "http.disconnect"}
         message, self._kept = self._kept, None
-        self._ask_ahead()
+        self._read_ahead()
         return message
 
     async def send(self, message: Message) -> None:
@@ -211,11 +198,11 @@ class _WatchedRequest:
         self._is_watched = False
         if self._upload is not None:
             self._upload.end()
-        watcher = self._watcher
-        if watcher is not None:
-            watcher.cancel()
+        reading = self._reading
+        if reading is not None:
+            reading.cancel()
             with anyio.CancelScope(shield=True):
-                await asyncio.wait([watcher])
+                await asyncio.wait([reading])
 
     async def refuse(self, scope: Scope) -> bool:
         """Answer the request if its upload was too slow, and return whether it was.
@@ -251,29 +238,32 @@ class _WatchedRequest:
             if not self._is_answered:
                 await self._send({"type": "http.response.body", "body": b""})
 
-    def _ask_ahead(self) -> None:
-        """Receive ahead, unless another call receives or a piece of the body is kept."""
-        if not self._is_watched or self._end is not None or self._watcher is not None or self._readers:
-            return
-        if self._kept is None or not self._kept.get("more_body", False):
-            self._watcher = asyncio.ensure_future(self._receive())
-            self._watcher.add_done_callback(self._asked)
+    def _read(self) -> "asyncio.Future[Message]":
+        """Receive from the server, which allows one call at a time."""
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._receive())
+            self._reading.add_done_callback(self._read_ended)
+        return self._reading
 
-    def _asked(self, watcher: "asyncio.Future[Message]") -> None:
-        if self._watcher is not watcher:
-            return
-        self._watcher = None
-        if not watcher.cancelled() and watcher.exception() is None:
-            self._heard(watcher.result())
+    def _read_ahead(self) -> None:
+        """Receive ahead in a watched request, unless a piece of the body is kept and others follow."""
+        if self._is_watched and self._end is None and (self._kept is None or self._is_complete):
+            self._read()
 
-    def _heard(self, message: Message) -> None:
+    def _read_ended(self, reading: "asyncio.Future[Message]") -> None:
+        if self._reading is not reading:
+            return
+        self._reading = None
+        if reading.cancelled() or reading.exception() is not None:
+            return
+        message = reading.result()
         if message["type"] == "http.disconnect":
             self._gone(message)
             return
         self._kept = message
         self._received += len(message.get("body", b""))
         self._is_complete = not message.get("more_body", False)
-        self._ask_ahead()
+        self._read_ahead()
 
     def _gone(self, message: Message) -> None:
         self._end = message
