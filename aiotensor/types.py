@@ -6,7 +6,6 @@ They have no behaviour. The declaration of a field of statistics contains its he
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -250,23 +249,11 @@ class Waits(msgspec.Struct, frozen=True):
             it did not exceed.
         counts: the number of waits for each bound, followed by the number that exceeded all bounds.
         total_s: the total duration of all waits in seconds.
-
-    Raises:
-        ValueError: the bounds do not increase, or there is not exactly one more count than bounds.
     """
 
     bounds_s: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=_MAX_BOUNDS)]
     counts: Annotated[tuple[Number, ...], msgspec.Meta(max_length=_MAX_BOUNDS + 1)]
     total_s: Seconds
-
-    def __post_init__(self) -> None:
-        if len(self.counts) != len(self.bounds_s) + 1:
-            raise ValueError(
-                f"there must be one count for each bound and one beyond the last bound: {len(self.bounds_s)} "
-                f"bounds need one count more, got {len(self.counts)}"
-            )
-        if any(bound >= following for bound, following in pairwise(self.bounds_s)):
-            raise ValueError(f"the bounds of waits must increase, got {self.bounds_s}")
 
 
 def counter(text: str, *, metric: str = "", waits_for: str = "") -> msgspec.Meta:

@@ -10,9 +10,6 @@ import pytest
 import torch
 from fastapi import Depends, FastAPI, WebSocket
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 from starlette.types import Message, Scope
 
 from aiotensor import (
@@ -38,25 +35,6 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 def http(app: Starlette) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
-
-
-async def test_a_starlette_handler_can_use_the_sender_of_its_application() -> None:
-    with endpoint() as place:
-        engine = TensorLifespan(lambda: TensorSender(place))
-
-        async def handler(request: Request) -> Response:
-            handle = await (await engine.sender(request)).send(pattern(1, 5))
-            return PlainTextResponse(handle.sender)
-
-        app = Starlette(routes=[Route("/", handler)], lifespan=engine.lifespan)
-        engine.install(app)
-        async with TensorReceiver(place) as receiver, app.router.lifespan_context(app), http(app) as client:
-            asked = await client.get("/")
-            assert asked.text == engine.opened_sender.id
-            delivery = await anext(receiver)
-            assert delivery.handle.sender == asked.text
-        with pytest.raises(UsageError, match="the application is not running"):
-            _ = engine.opened_sender
 
 
 async def test_a_permit_is_acquired_before_the_handler_and_released_by_its_error() -> None:
