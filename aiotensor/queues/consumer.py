@@ -1,7 +1,6 @@
 """A consumer: takes messages from a queue."""
 
 import asyncio
-import math
 from contextlib import AsyncExitStack, suppress
 from typing import Generic, Self, TypeVar
 
@@ -69,8 +68,7 @@ class QueueConsumer(LoopObject, Generic[M]):
         self._server: MessageServer[M] | None = None  # None before opening
         self._taken = 0
         self._waiting = 0  # calls of `get`
-        self._end: AioTensorError | None = None  # found by the last check
-        self._checked_at = -math.inf  # the time of that check
+        self._end: AioTensorError | None = None  # found for the waiting calls
         self._timer: asyncio.TimerHandle | None = None  # of the next check
         self._absence = Absence(settings.folder.path, self._reason_to_wait)
 
@@ -126,15 +124,18 @@ class QueueConsumer(LoopObject, Generic[M]):
             return await self._next()
 
     async def _next(self) -> M:
-        if self._end is not None:
-            self._checked_at = -math.inf  # a new producer may have claimed the slot of a dead one
+        if not self._waiting:
+            self._end = None  # a new producer may have claimed the slot of a dead one
         while True:
             requests = self._opened()
             taken = await requests.take(waits=False)
             if taken is not None:
                 return self._take(requests, *taken)
             self._opened()  # it may have been closed during the decoding of a refused message
-            self._raise_at_end()
+            if self._end is None and self._timer is None:
+                self._end = self._end_of_queue()
+            if self._end is not None:
+                raise again(self._end)
             self._check_within(_FIRST_CHECK_S)
             self._waiting += 1
             self._absence.begin()
@@ -154,9 +155,7 @@ class QueueConsumer(LoopObject, Generic[M]):
         taken = requests.take_now()
         if taken is not None:
             return self._take(requests, *taken)
-        self._checked_at = -math.inf
-        self._raise_at_end()
-        raise WouldBlockError("no message has arrived in this consumer")
+        raise self._end_of_queue() or WouldBlockError("no message has arrived in this consumer")
 
     def _take(self, requests: Requests[M], incoming: Incoming, message: M) -> M:
         requests.fail(incoming, _NO_ANSWER)
@@ -164,14 +163,6 @@ class QueueConsumer(LoopObject, Generic[M]):
         return message
 
     # The end of the queue. All waiting calls share its checks, each of which takes several system calls.
-
-    def _raise_at_end(self) -> None:
-        """Raise an error if no producer was open, and none was expected, at the last check."""
-        now = asyncio.get_running_loop().time()
-        if now - self._checked_at >= _FIRST_CHECK_S:
-            self._checked_at, self._end = now, self._end_of_queue()
-        if self._end is not None:
-            raise again(self._end)
 
     def _check_within(self, delay: float) -> None:
         """Check after at most `delay` seconds, and then at growing intervals while calls wait."""
@@ -186,15 +177,14 @@ class QueueConsumer(LoopObject, Generic[M]):
         self._timer = None
         if self._server is None or not self._waiting:
             return
-        self._checked_at = -math.inf
-        try:
-            self._raise_at_end()
-        except AioTensorError:
+        self._end = self._end_of_queue()
+        if self._end is None:
+            self._check_within(min(2 * delay, _LAST_CHECK_S))
+        else:
             self._server._requests.wake()
-            return
-        self._check_within(min(2 * delay, _LAST_CHECK_S))
 
     def _end_of_queue(self) -> AioTensorError | None:
+        """Return an error if no producer is open, and none is expected."""
         try:
             states = self._settings.folder.producer_states()
         except PeerLostError as error:
