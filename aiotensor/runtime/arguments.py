@@ -5,14 +5,11 @@ A caller may pass numbers of numpy, which compare and print like others, but whi
 
 import numbers
 import operator
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from aiotensor.types import MAX_NUMBER
 
-__all__ = ["count", "count_or_none", "grace_period", "instances", "seconds", "seconds_or_never"]
-
-T = TypeVar("T")
+__all__ = ["count", "count_or_none", "grace_period", "seconds", "seconds_or_never"]
 
 
 def count(name: str, value: int, least: int = 1, most: int | None = MAX_NUMBER) -> int:
@@ -72,25 +69,7 @@ def grace_period(value: float | None) -> float | None:
 
     Errors are those of `seconds`.
     """
-    if value is None:
-        return None
-    number = _number("grace_s", value)
-    if not 0 <= number < 2**31:
-        raise ValueError(f"grace_s must be at least 0, or None, got {value}")
-    return number
-
-
-def instances(name: str, value: T | Sequence[T], kind: type[T], public_name: str) -> list[T]:
-    """Return one object or several of a class that has a namesake, which is for threads or for event loops.
-
-    Raises:
-        TypeError: an object is of another class.
-    """
-    found = list(value) if isinstance(value, Sequence) else [value]
-    for one in found:
-        if not isinstance(one, kind):
-            raise TypeError(f"{name} must be an {public_name}, got {one!r:.64}")
-    return found
+    return None if value is None else seconds("grace_s", value)
 
 
 def _number(name: str, value: Any) -> float:
