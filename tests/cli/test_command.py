@@ -1,6 +1,5 @@
-"""The command: its version, startup, shell completion and dependencies."""
+"""The command: its version, startup and dependencies."""
 
-import os
 import subprocess
 import sys
 
@@ -9,7 +8,6 @@ from click.testing import CliRunner
 
 import aiotensor as package
 from aiotensor.cli.command import aiotensor
-from tests.cli import commands
 
 
 def test_the_version_is_one_line() -> None:
@@ -45,33 +43,6 @@ finally:
     )
 
     assert "imported:\n" in done.stderr
-
-
-def test_the_shell_can_complete_commands_and_options() -> None:
-    environment = {**os.environ, "_AIOTENSOR_COMPLETE": "bash_complete", "COMP_CWORD": "1"}
-    for words, expected in (
-        ("aiotensor ", ["plain,doctor", "plain,keys", "plain,top"]),
-        ("aiotensor d", ["plain,doctor"]),
-    ):
-        done = subprocess.run(
-            commands.aiotensor(),
-            env={**environment, "COMP_WORDS": words},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stdout.split() == expected
-
-
-def test_a_pipe_without_a_reader_ends_the_command_silently() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "w") as output:
-        done = subprocess.run(
-            commands.aiotensor("doctor"), stdout=output, stderr=subprocess.PIPE, text=True, check=False
-        )
-
-    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_a_missing_dependency_prints_one_line_with_an_install_command() -> None:
