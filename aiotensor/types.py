@@ -274,12 +274,6 @@ def gauge(text: str, *, metric: str = "", largest: bool = False) -> msgspec.Meta
 
 # The statistics of each kind of object
 
-_LongestWait: TypeAlias = Annotated[
-    Seconds, gauge("Duration of the longest current wait.", metric="longest_wait_seconds", largest=True)
-]
-_WarmBytes: TypeAlias = Annotated[
-    Number, gauge("Allocated shared memory, in use or idle.", metric="memory_warm_bytes")
-]
 _MappedBytes: TypeAlias = Annotated[Number, gauge("Mapped shared memory of peers.")]
 _MaxMappedBytes: TypeAlias = Annotated[
     Number | None, gauge("Limit of the mapped shared memory.", metric="mapped_limit_bytes")
@@ -308,7 +302,9 @@ class _Waiting(_Copying, frozen=True):
     waiting: Annotated[
         Number, gauge("Calls that wait for a permit, memory or a peer.", metric="waiting_calls")
     ]
-    longest_wait_s: _LongestWait
+    longest_wait_s: Annotated[
+        Seconds, gauge("Duration of the longest current wait.", metric="longest_wait_seconds", largest=True)
+    ]
     arena_bytes: Annotated[Number, gauge("Limit of shared memory in use.", metric="memory_limit_bytes")]
     bytes_in_use: Annotated[
         Number, gauge("Shared memory in use, here or by peers.", metric="memory_in_use_bytes")
@@ -316,7 +312,9 @@ class _Waiting(_Copying, frozen=True):
     peak_bytes_in_use: Annotated[
         Number, gauge("The most shared memory in use at once.", metric="memory_peak_bytes", largest=True)
     ]
-    warm_bytes: _WarmBytes
+    warm_bytes: Annotated[
+        Number, gauge("Allocated shared memory, in use or idle.", metric="memory_warm_bytes")
+    ]
     largest_free_bytes: Annotated[
         Number, gauge("The largest tensor that fits now.", metric="memory_largest_free_bytes", largest=True)
     ]
@@ -458,7 +456,7 @@ class ServerStatistics(_Copying, frozen=True):
     clients_refused: Annotated[Number, counter("Clients that were refused.")]
 
 
-class PipeStatistics(_Copying, frozen=True):
+class PipeStatistics(_Waiting, frozen=True):
     """The current usage of one end of a pipe between ranks, and its totals since it was opened.
 
     The declaration of each field describes it.
@@ -466,16 +464,6 @@ class PipeStatistics(_Copying, frozen=True):
 
     connected: Annotated[Number, gauge("Whether the other rank is connected.")]
     in_flight: Annotated[Number, gauge("Messages that were not received yet.", metric="messages_in_flight")]
-    max_bytes: Annotated[Number, gauge("Limit of bytes in flight.", metric="bytes_limit")]
-    bytes_in_flight: Annotated[
-        Number, gauge("Bytes of messages not received yet, and of received tensors in shared memory.")
-    ]
-    peak_bytes_in_flight: Annotated[
-        Number, gauge("The most bytes in flight at once.", metric="bytes_peak", largest=True)
-    ]
-    waiting_sends: Annotated[Number, gauge("Calls that wait for bytes.")]
-    longest_wait_s: _LongestWait
-    warm_bytes: _WarmBytes
     waiting_receives: Annotated[Number, gauge("Calls that wait for a message.")]
     unclaimed: Annotated[
         Number, gauge("Messages that have arrived and were not received.", metric="unclaimed_messages")
@@ -487,10 +475,6 @@ class PipeStatistics(_Copying, frozen=True):
     messages_received: Annotated[Number, counter("Messages received.")]
     bytes_received: Annotated[Number, counter("Bytes of the received tensors.", metric="received_bytes")]
     peers_lost: Annotated[Number, counter("How often the other rank died, closed or broke the protocol.")]
-    send_waits: Annotated[
-        Waits, counter("Durations of ended waits for bytes.", metric="wait_seconds", waits_for="bytes")
-    ]
-    errors: _Errors
 
 
 class SubscriberLag(msgspec.Struct, frozen=True):

@@ -57,8 +57,8 @@ _HELD: dict[type, tuple[str, ...]] = {
     Publisher: ("subscribers", "behind", "bytes_in_use", "waiting", "history"),
     Subscriber: ("publishers", "unclaimed", "leases", "leased_bytes", "mapped_bytes", "waiting"),
     RankPipe: (
-        *("connected", "in_flight", "bytes_in_flight", "unclaimed", "leases", "leased_bytes"),
-        *("waiting_sends", "waiting_receives"),
+        *("connected", "in_flight", "bytes_in_use", "unclaimed", "leases", "leased_bytes"),
+        *("waiting", "waiting_receives"),
     ),
 }
 

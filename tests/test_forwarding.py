@@ -277,7 +277,7 @@ async def test_a_pipe_forwards_what_it_or_another_object_has_received() -> None:
     async with hops(1) as [first], ends(max_bytes=32 * BIG) as (left, right):
         received = await first.pass_on(pattern(1, BIG))
         await left.send(received)
-        assert left.statistics().bytes_in_flight == BIG * 8
+        assert left.statistics().bytes_in_use == BIG * 8
         there = await right.receive()
         assert there is not None
         await right.send(there)

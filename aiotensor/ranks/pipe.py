@@ -382,23 +382,15 @@ class RankPipe(LoopObject):
     def statistics(self) -> PipeStatistics:
         """Return the current usage and the totals since opening; also available after closing."""
         self.affinity.check_place()
-        gate = self._memory.gate
         return snapshot(
             PipeStatistics,
-            self._counts,
+            self._counts | self._memory.usage(self._turns),
             connected=int(self._session is not None and not self._session.is_over),
             in_flight=self._in_flight,
-            max_bytes=self._max_bytes,
-            bytes_in_flight=gate.in_use,
-            peak_bytes_in_flight=gate.peak,
-            waiting_sends=self._turns.waiting + gate.waiting,
-            longest_wait_s=max(self._turns.longest_wait_s(), gate.longest_wait_s()),
-            warm_bytes=self._memory.warm_bytes,
             waiting_receives=len(self._receivers),
             unclaimed=len(self._inbox),
             leases=self._mappings.leases,
             leased_bytes=self._mappings.leased_bytes,
-            send_waits=gate.waited.waits(),
             errors=self._errors.counts(),
         )
 

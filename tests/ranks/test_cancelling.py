@@ -34,7 +34,7 @@ def _idle(
     async def run(one: Attempt) -> None:
         await attempt(one)
         gc.collect()  # the task refers to its result
-        await until(lambda: not any(pipe.statistics().bytes_in_flight for pipe in pipes))
+        await until(lambda: not any(pipe.statistics().bytes_in_use for pipe in pipes))
 
     return run
 
@@ -72,7 +72,7 @@ async def test_a_send_that_waits_for_bytes_may_be_cancelled(count: int) -> None:
             await low.send(pattern(0, filling))
             await until(lambda: high.statistics().unclaimed == 1)
             sending = attempt.start(low.send(pattern(1, count)))
-            await sending.until(lambda: low.statistics().waiting_sends)
+            await sending.until(lambda: low.statistics().waiting)
             received = await high.receive()
             assert received is not None
             del received

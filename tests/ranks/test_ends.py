@@ -46,7 +46,7 @@ async def test_waiting_calls_end_when_the_other_rank_closes() -> None:
             asyncio.ensure_future(call)
             for call in (low.send(None), low.send(pattern(1, BIG)), low.receive(), low.drain())
         ]
-        await until(lambda: low.statistics().waiting_sends == 2)
+        await until(lambda: low.statistics().waiting == 2)
         await high.aclose()
         for call in calls:
             with pytest.raises(PeerLostError):
@@ -54,7 +54,7 @@ async def test_waiting_calls_end_when_the_other_rank_closes() -> None:
         with pytest.raises(PeerLostError):
             await low.send(None)
         statistics = low.statistics()
-        assert (statistics.connected, statistics.in_flight, statistics.bytes_in_flight) == (0, 0, 0)
+        assert (statistics.connected, statistics.in_flight, statistics.bytes_in_use) == (0, 0, 0)
         assert statistics.peers_lost == 1
 
 
@@ -65,7 +65,7 @@ async def test_waiting_calls_end_when_their_pipe_is_closed() -> None:
             asyncio.ensure_future(call)
             for call in (low.send(None), low.send(pattern(1, BIG)), low.receive(), low.drain())
         ]
-        await until(lambda: low.statistics().waiting_sends == 2)
+        await until(lambda: low.statistics().waiting == 2)
         await low.aclose()
         for call in calls:
             with pytest.raises(ClosedError, match="RankPipe was closed"):
@@ -124,7 +124,7 @@ async def test_a_pipe_that_closes_while_the_other_rank_sends_ends_all_calls(clos
         sending = [asyncio.ensure_future(send_all()) for _ in range(3)]
         waiting = asyncio.ensure_future(sender.receive())
         assert await closing.receive() is not None
-        await until(lambda: sender.statistics().waiting_sends > 0)
+        await until(lambda: sender.statistics().waiting > 0)
         own = asyncio.ensure_future(closing.receive())
         await closing.aclose()
         for call in (*sending, waiting, sender.drain()):
@@ -133,4 +133,4 @@ async def test_a_pipe_that_closes_while_the_other_rank_sends_ends_all_calls(clos
         received = (await asyncio.gather(own, return_exceptions=True))[0]
         assert received is None or isinstance(received, torch.Tensor | ClosedError)
         assert sender.statistics().in_flight == 0
-        await until(lambda: sender.statistics().bytes_in_flight == 0)  # a thread may still copy
+        await until(lambda: sender.statistics().bytes_in_use == 0)  # a thread may still copy

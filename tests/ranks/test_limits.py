@@ -25,7 +25,7 @@ _SOME = 5_000  # elements of int64: between machines, they move in one step
 async def _idle(*pipes: RankPipe) -> None:
     """Wait until all bytes have returned."""
     gc.collect()
-    await until(lambda: all(pipe.statistics().bytes_in_flight == 0 for pipe in pipes))
+    await until(lambda: all(pipe.statistics().bytes_in_use == 0 for pipe in pipes))
     assert all(pipe.statistics().in_flight == 0 for pipe in pipes)
 
 
@@ -39,7 +39,7 @@ async def test_bytes_in_flight_never_exceed_the_limit(count: int) -> None:
         await until(lambda: high.statistics().unclaimed == 3)
         await asyncio.sleep(0.02)
         statistics = low.statistics()
-        assert (statistics.bytes_in_flight, statistics.waiting_sends) == (3 * cost, 5)
+        assert (statistics.bytes_in_use, statistics.waiting) == (3 * cost, 5)
         assert [task.done() for task in sending] == [True] * 3 + [False] * 5
         for seed in range(8):
             received = await high.receive()
@@ -47,7 +47,7 @@ async def test_bytes_in_flight_never_exceed_the_limit(count: int) -> None:
             assert torch.equal(received, pattern(seed, count))
             del received
         await asyncio.gather(*sending)
-        assert low.statistics().peak_bytes_in_flight == 3 * cost
+        assert low.statistics().peak_bytes_in_use == 3 * cost
         await _idle(low)
 
 
@@ -62,7 +62,7 @@ async def test_a_received_tensor_counts_until_it_is_freed() -> None:
         received = await high.receive()
         await low.drain()
         waiting = asyncio.ensure_future(low.send(pattern(1, BIG)))
-        await until(lambda: low.statistics().waiting_sends == 1)
+        await until(lambda: low.statistics().waiting == 1)
         del received
         await waiting
 
@@ -72,9 +72,9 @@ async def test_waiting_calls_are_served_in_their_order() -> None:
     async with ends(max_bytes=2 * _BIG_BYTES) as (low, high):
         await low.send(pattern(0, BIG))
         large = asyncio.ensure_future(low.send(pattern(1, 2 * BIG)))
-        await until(lambda: low.statistics().waiting_sends == 1)
+        await until(lambda: low.statistics().waiting == 1)
         small = asyncio.ensure_future(low.send(pattern(2, 10)))
-        await until(lambda: low.statistics().waiting_sends == 2)
+        await until(lambda: low.statistics().waiting == 2)
         for seed, count in enumerate((BIG, 2 * BIG, 10)):
             received = await high.receive()
             assert received is not None
@@ -125,7 +125,7 @@ async def test_a_small_message_that_cannot_be_read_uses_no_bytes(monkeypatch: py
             patch.setattr(pipe, "bytes_of", fail)
             with pytest.raises(OSError, match="no memory is left"):
                 await low.send(pattern(0, 3))
-        assert low.statistics().bytes_in_flight == 0
+        assert low.statistics().bytes_in_use == 0
         await low.send(pattern(1, 3))
         received = await high.receive()
         assert received is not None

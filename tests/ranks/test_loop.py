@@ -94,9 +94,9 @@ async def test_no_call_of_a_rank_that_sends_keeps_its_loop_busy_for_long(places:
         async with with_child(next(places), max_bytes=_BYTES) as (pipe, child):
             sending = asyncio.create_task(pipe.send(source))
             with measured("cancel a copy", lengths):
-                await until(lambda: pipe.statistics().bytes_in_flight == _BYTES)
+                await until(lambda: pipe.statistics().bytes_in_use == _BYTES)
                 sending.cancel()
-                await until(lambda: pipe.statistics().bytes_in_flight == 0)
+                await until(lambda: pipe.statistics().bytes_in_use == 0)
                 await some_turns()
             assert sending.cancelled()
             for what, tensor in (
@@ -108,7 +108,7 @@ async def test_no_call_of_a_rank_that_sends_keeps_its_loop_busy_for_long(places:
                     await some_turns()
                 calls = [asyncio.create_task(call) for call in (pipe.send(source), pipe.receive())]
                 with measured("cancel calls that wait", lengths):
-                    await until(lambda: pipe.statistics().waiting_sends == 1)
+                    await until(lambda: pipe.statistics().waiting == 1)
                     for call in calls:
                         call.cancel()
                     await asyncio.wait(calls)
@@ -121,7 +121,7 @@ async def test_no_call_of_a_rank_that_sends_keeps_its_loop_busy_for_long(places:
                 await taking
                 with measured(f"the other rank frees it after: {what}", lengths):
                     await child.call(forget)
-                    await until(lambda: pipe.statistics().bytes_in_flight == 0)
+                    await until(lambda: pipe.statistics().bytes_in_use == 0)
                     await some_turns()
             await pipe.send(source)
             await child.call(_take)

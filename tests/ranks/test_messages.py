@@ -147,7 +147,7 @@ async def test_a_tensor_that_cannot_be_sent_acquires_no_resources() -> None:
             await low.send(torch.empty((1 << 20) + 1, dtype=torch.uint8))
         assert (caught.value.limit, caught.value.requested) == (1 << 20, (1 << 20) + 1)
         statistics = low.statistics()
-        assert (statistics.in_flight, statistics.bytes_in_flight) == (0, 0)
+        assert (statistics.in_flight, statistics.bytes_in_use) == (0, 0)
         assert statistics.errors == {"UnsupportedTensorError": 2, "TooLargeError": 1}
         await low.send(torch.empty(1 << 20, dtype=torch.uint8))  # as large as possible
         assert await high.receive() is not None

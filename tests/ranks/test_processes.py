@@ -70,7 +70,7 @@ async def test_a_killed_rank_ends_all_calls_within_a_second(
                     with pytest.raises(PeerLostError):
                         await call
             assert pipe.statistics().in_flight == 0
-            await until(lambda: pipe.statistics().bytes_in_flight == 0)  # once its process has ended
+            await until(lambda: pipe.statistics().bytes_in_use == 0)  # once its process has ended
             with pytest.raises(PeerLostError):
                 await pipe.send(None)
 
@@ -118,7 +118,7 @@ async def test_a_stopped_rank_delays_only_messages_beyond_the_limit(folder: Path
         for seed in range(3):
             await pipe.send(pattern(seed, BIG))
         waiting = asyncio.ensure_future(pipe.send(pattern(3, BIG)))
-        await until(lambda: pipe.statistics().waiting_sends == 1)
+        await until(lambda: pipe.statistics().waiting == 1)
         child.go_on()
         assert await child.call(receive, 0, 4)
         await waiting
