@@ -8,7 +8,7 @@ A request is a message that asks for an answer, and an answer is a message in th
 it. Their tensors, and a long body, are placed in shared memory, as those of publications are.
 
 ``client`` and ``server`` contain the two roles. ``requests`` contains the requests of a server; ``request``,
-``batches``, ``serving`` and ``cancelling`` pass them to the application.
+``batches`` and ``cancelling`` pass them to the application.
 """
 
 from aiotensor.channel.client import MessageClient, Permit

@@ -3,15 +3,17 @@
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, Self, TypeVar, overload
 
+import anyio
+
 from aiotensor.channel.batches import Batches, answer_batch, not_awaitable
-from aiotensor.channel.request import Request
+from aiotensor.channel.request import Request, fail_unstarted
 from aiotensor.channel.requests import WAITING, ClientSession, Requests, closed
-from aiotensor.channel.serving import serve
 from aiotensor.codec import TensorDecoder
 from aiotensor.link.admission import Admission
 from aiotensor.link.events import PeerLog
@@ -303,14 +305,14 @@ class MessageServer(LoopObject, Generic[M]):
                         raise not_awaitable(result)
                     await request.answer(await result)
 
-            await serve(take, answer, 1, max_concurrent)
+            await _serve(take, answer, 1, max_concurrent)
         else:
             batches = self.batches(max_batch, batch_wait_s=batch_wait_s)
 
             async def take_batch() -> list[Request[M]]:
                 return await anext(batches, [])
 
-            await serve(take_batch, partial(answer_batch, handler), max_batch, max_concurrent or max_batch)
+            await _serve(take_batch, partial(answer_batch, handler), max_batch, max_concurrent or max_batch)
 
     def statistics(self) -> ServerStatistics:
         """Return the current usage and the totals since opening; also available after closing."""
@@ -472,3 +474,62 @@ class _Client(ClientSession):
         """Handle the end of the session."""
         super().lost(loss)
         self._owner._lost(self, loss)
+
+
+async def _serve(
+    take: Callable[[], Awaitable[list[Request[M]]]],
+    answer: Callable[[list[Request[M]]], Coroutine[Any, Any, None]],
+    largest: int,
+    max_concurrent: int | None,
+) -> None:
+    """Answer requests in tasks until the server is closed and all tasks have ended.
+
+    Cancellation cancels the tasks, once, and waits until they have ended.
+
+    Args:
+        take: waits for the next requests, which one task answers; returns an empty list once the server is
+            closed.
+        answer: answers these requests.
+        largest: the maximum number of requests that `take` returns.
+        max_concurrent: the maximum number of requests at once, at least `largest`; None for no limit.
+    """
+    slots = asyncio.Semaphore(sys.maxsize if max_concurrent is None else max_concurrent)
+    answering: set[asyncio.Task[None]] = set()
+
+    def ended(batch: list[Request[M]], task: asyncio.Task[None]) -> None:
+        answering.discard(task)
+        _release(slots, len(batch))
+        if task.cancelled():
+            for request in batch:  # `ended` kept them alive: otherwise they would count as dropped
+                fail_unstarted(request)
+
+    async with asyncio.TaskGroup() as group:
+        try:
+            while True:
+                for _ in range(largest):
+                    await slots.acquire()
+                batch = await take()
+                if not batch:
+                    break
+                _release(slots, largest - len(batch))
+                task = group.create_task(answer(batch))
+                answering.add(task)
+                task.add_done_callback(partial(ended, batch))
+                del batch, task  # otherwise, the tensors would live until the next request arrives
+            while answering:
+                await asyncio.wait(answering)
+        except asyncio.CancelledError:
+            # Not in a loop: before Python 3.13, the error and its traceback refer to each other, so a
+            # variable of this frame would keep the last task, with its request.
+            list(map(asyncio.Task.cancel, answering))
+            # A surrounding scope of anyio would cancel this wait again in each iteration of the loop.
+            with anyio.CancelScope(shield=True):
+                while answering:
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.wait(answering)
+            raise
+
+
+def _release(slots: asyncio.Semaphore, count: int) -> None:
+    for _ in range(count):
+        slots.release()
