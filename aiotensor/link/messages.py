@@ -334,9 +334,11 @@ class Arrived(msgspec.Struct, Generic[S], eq=False, weakref=True):
             if max_body_bytes is not None and len(body) > max_body_bytes:
                 raise _too_large(body, max_body_bytes)
         except ProtocolError as error:
+            data = b""  # otherwise the traceback would keep its block
             self._violated(error)
             raise
         except DECODE_ERRORS as error:
+            data = b""
             violation = unreadable(error)
             self._violated(violation)
             raise violation from error
