@@ -107,7 +107,7 @@ async def inspect(
     connector = route.connector(Events(inspection.connected, inspection.fail))
     try:
         connector.connect()
-        if connector.connects_at_once and not (inspection.is_connected or connector.is_backlogged):
+        if not (address.lower().startswith("tcp:") or inspection.is_connected or connector.is_backlogged):
             raise _not_listening(address)
         return await until(
             inspection.result,

@@ -32,12 +32,6 @@ _LISTENERS = {
     "rank": "a RankPipe",
     "client": "a MessageServer",
 }
-_CONNECTORS = {
-    "sender": "a TensorSender",
-    "subscriber": "a Subscriber",
-    "rank": "a RankPipe",
-    "client": "a MessageClient",
-}
 
 
 class Admission:
@@ -144,10 +138,7 @@ class Admission:
         if theirs.role == self._role:
             return None
         here, there = _LISTENERS.get(self._role), _LISTENERS.get(theirs.role, "an object of another kind")
-        return (
-            f"{here} listens at this address, not {there}: open {there} at another address, and pass that "
-            f"address to {_CONNECTORS.get(theirs.role, 'this peer')}"
-        )
+        return f"{here} listens at this address, not {there}"
 
     def _replace_oldest(self) -> None:
         reason = (

@@ -21,7 +21,6 @@ __all__ = [
     "close_all",
     "conflicting_lock",
     "copy_of",
-    "duplicates",
     "file_of",
 ]
 
@@ -98,22 +97,6 @@ def copy_of(descriptor: int) -> socket.socket:
     except OSError:
         os.close(copy)
         raise
-
-
-def duplicates(descriptors: Iterable[int]) -> list[int]:
-    """Duplicate all descriptors, or none of them if that fails.
-
-    Raises:
-        OSError: this process has no descriptors left.
-    """
-    copies: list[int] = []
-    try:
-        for descriptor in descriptors:
-            copies.append(os.dup(descriptor))
-    except OSError:
-        close_all(copies)
-        raise
-    return copies
 
 
 def close_all(descriptors: Iterable[int]) -> None:

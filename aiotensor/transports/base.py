@@ -193,9 +193,6 @@ class Connector(ABC):
         events: the callbacks.
     """
 
-    connects_at_once = False
-    """Whether `connect` connects before it returns, if a process listens and its backlog is not full."""
-
     def __init__(self, label: str, events: Events) -> None:
         self.is_backlogged = False  # whether the last attempt failed because the listener's backlog was full
         self._label = label
@@ -205,9 +202,9 @@ class Connector(ABC):
         self._connected_at = math.inf  # when the last connection began, until another attempt is scheduled
         self._attempt: asyncio.Handle | None = None
         self._delay = _FIRST_RETRY_S
-        self._is_exhausted = False  # this process has no descriptors or no memory, and that was logged
         self._is_closed = False
-        self._absence = Absence(label, self.missing)
+        self.obstacle = ""  # why the last attempt failed, if that is more specific than `missing`
+        self._absence = Absence(label, lambda: self.obstacle or self.missing())
 
     @abstractmethod
     def connect(self) -> None:
@@ -243,7 +240,7 @@ class Connector(ABC):
             transport.close()  # the peer would reject any other first record
             raise
         self._absence.end()
-        self._is_exhausted = False
+        self.obstacle = ""
 
     def reconnect(self) -> None:
         """Begin to connect again, with a delay that increases if connections end quickly."""
@@ -278,18 +275,6 @@ class Connector(ABC):
         self._absence.end()
         self._events.connecting_failed(error)
 
-    def retry(self, error: OSError) -> None:
-        """Try again later after an error that may pass; it is logged once until a connection begins."""
-        if not self._is_exhausted:
-            logger.error(
-                "connecting to %s failed and will be retried: %s",
-                self._label,
-                error,
-                extra={"event": "connecting_failed", "address": self._label, "reason": str(error)},
-            )
-        self._is_exhausted = True
-        self.reconnect()
-
     def _connect_again(self) -> None:
         self._attempt = None
         if not self._is_closed:
@@ -301,8 +286,9 @@ class Connector(ABC):
             connect()
         except AioTensorError as error:
             self.fail(error)
-        except OSError as error:
-            self.retry(error)
+        except OSError as error:  # it may pass
+            self.obstacle = str(error)
+            self.reconnect()
         except Exception as error:  # the event loop logs it; without `fail`, waiting calls would hang
             self.fail(PeerLostError(f"connecting to {self._label} failed: {error!r}"))
             raise

@@ -7,13 +7,14 @@ carry file descriptors, which the kernel holds until they are read.
 import array
 import asyncio
 import errno
+import os
 import socket
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
-from aiotensor.runtime.descriptors import close_after_fork, close_all, duplicates
+from aiotensor.runtime.descriptors import Descriptor, close_after_fork
 from aiotensor.transports.base import MAX_UNREAD_BYTES, Handler
 
 __all__ = ["SocketTransport"]
@@ -28,20 +29,6 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _INT_BYTES)
 _NOT_WRITABLE = (BlockingIOError, InterruptedError)
 _PEER_CLOSED = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError)
 _QUEUED_RECORD_BYTES = 128  # the overhead that is counted for a queued record
-
-
-class _Queue:
-    """Queued records and their descriptors, which a forked child must close."""
-
-    def __init__(self) -> None:
-        self.records: deque[tuple[bytes, Sequence[int]]] = deque()
-        close_after_fork(self)
-
-    def close(self) -> None:
-        """Discard all records."""
-        descriptors = [descriptor for _, each in self.records for descriptor in each]
-        self.records.clear()
-        close_all(descriptors)
 
 
 class SocketTransport:
@@ -67,7 +54,7 @@ class SocketTransport:
         self._buffer = memoryview(bytearray(MAX_RECORD_BYTES + 1))  # a longer record is truncated to its size
         self._buffers = [self._buffer]
         self._was_reset = False  # the peer closed before it had read everything
-        self._queue = _Queue()
+        self._queue: deque[tuple[bytes, list[Descriptor]]] = deque()  # records, and their descriptors
         self._queued_bytes = 0
         self._max_queued_bytes = MAX_UNREAD_BYTES
         self._has_stopped_writing = False  # because the peer has closed; its records may still be unread
@@ -101,7 +88,7 @@ class SocketTransport:
         queued = self._queued_bytes + len(data) + _QUEUED_RECORD_BYTES
         if queued > self._max_queued_bytes:
             raise OSError(errno.ENOBUFS, "the peer does not read its records")
-        self._queue.records.append((data, duplicates(descriptors) if descriptors else ()))
+        self._queue.append((data, [Descriptor(os.dup(one)) for one in descriptors]))
         self._queued_bytes = queued
 
     def limit_queue(self, max_bytes: int) -> None:
@@ -123,16 +110,23 @@ class SocketTransport:
         if self._handler is not None:
             self._loop.remove_reader(self._sock.fileno())
         self._handler = None  # breaks a reference cycle, so that both objects are freed at once
-        self._queue.close()
+        self._clear_queue()
+
+    def _clear_queue(self) -> None:
+        for _, copies in self._queue:
+            for copy in copies:
+                copy.close()
+        self._queue.clear()
 
     def _writable(self) -> None:
-        records = self._queue.records
+        queue = self._queue
         try:
-            while records:
-                data, descriptors = records[0]
-                socket.send_fds(self._sock, [data], list(descriptors), _WRITE_FLAGS)
-                records.popleft()
-                close_all(descriptors)
+            while queue:
+                data, copies = queue[0]
+                socket.send_fds(self._sock, [data], [copy.number for copy in copies], _WRITE_FLAGS)
+                queue.popleft()
+                for copy in copies:
+                    copy.close()
                 self._queued_bytes -= len(data) + _QUEUED_RECORD_BYTES
         except _NOT_WRITABLE:
             return
@@ -151,7 +145,7 @@ class SocketTransport:
         """Stop writing, because the peer has closed; its last records are still read."""
         self._has_stopped_writing = True
         self._loop.remove_writer(self._sock.fileno())
-        self._queue.close()
+        self._clear_queue()
         if isinstance(error, ConnectionResetError):
             self._was_reset = True
 

@@ -74,8 +74,6 @@ def _check_user(sock: socket.socket) -> int:
 class UnixConnector(Connector):
     """Connect to the process that listens at a path or an abstract name, and again after a loss."""
 
-    connects_at_once = True
-
     def __init__(self, address: str, events: Events) -> None:
         super().__init__(_label_of(address), events)
         self._address = address
@@ -98,7 +96,7 @@ class UnixConnector(Connector):
             transport = _connect_to(self._address)
         except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError, BlockingIOError) as error:
             self.is_backlogged = isinstance(error, BlockingIOError)
-            self._is_exhausted = False
+            self.obstacle = ""
             self.reconnect()
             return
         except PermissionError as error:

@@ -14,8 +14,6 @@ reach the next process, and a connection that ends slowly does not disturb the n
 
 import asyncio
 import errno
-import os
-import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from hmac import compare_digest
@@ -23,7 +21,6 @@ from hmac import compare_digest
 import zmq
 
 from aiotensor.errors import AccessDeniedError, UsageError, is_shortage
-from aiotensor.runtime.descriptors import Descriptor, copy_of
 from aiotensor.transports.address import look_up
 from aiotensor.transports.base import Connector, Events
 from aiotensor.transports.tcp.sockets import (
@@ -40,11 +37,8 @@ __all__ = ["TcpConnector"]
 
 _CONNECT_S = 1.0  # the kernel would try for a minute or two, with pauses that grow to many seconds
 _HANDSHAKE_S = 2.0  # less than the other side waits: this side can tell its own timeout from refused keys
-_HANDSHAKES = 3  # ended handshakes in a row that indicate other keys: one may be due to a killed process
+_HANDSHAKES = 3  # ended handshakes in a row that indicate other keys: others may be due to killed processes
 
-_CLOSE_WAIT = 8  # the state of TCP in which only the peer has closed the connection
-
-_CONNECTED = int(zmq.EVENT_CONNECTED)
 _RETRIED = int(zmq.EVENT_CONNECT_RETRIED)
 _SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
@@ -73,7 +67,6 @@ class TcpConnector(Connector):
         self._context: ZmqContext | None = None
         self._left: list[str] = []  # to be tried in this round
         self._lookup: asyncio.Future[Sequence[str]] | None = None
-        self._unresolved = ""  # why the name could not be resolved; "" if it could
         self._sockets: set[_Attempt] = set()  # that are open
         self._current: _Attempt | None = None  # whose peer has not answered
         self._ended_handshakes: Counter[str] = Counter()  # in a row, by the process at each target
@@ -85,9 +78,8 @@ class TcpConnector(Connector):
 
     def missing(self) -> str:
         """Return why no peer is connected, as `Connector.missing` does."""
-        reason = "no name server answers" if self._lookup is not None else self._unresolved
-        if reason:
-            return f"its name cannot be resolved: {reason}"
+        if self._lookup is not None:
+            return "its name cannot be resolved: no name server answers"
         return "no process listens there, or it does not answer"
 
     def connect(self) -> None:
@@ -117,10 +109,10 @@ class TcpConnector(Connector):
             return
         error = lookup.exception()
         if isinstance(error, OSError):
-            self._unresolved = error.strerror or str(error)
-            self.retry(OSError(error.errno, self.missing()))
+            self.obstacle = f"its name cannot be resolved: {error.strerror or error}"
+            self.reconnect()
             return
-        self._unresolved = ""
+        self.obstacle = ""
         self._left = list(lookup.result())
         self.try_to(self._dial)
 
@@ -211,7 +203,6 @@ class _Attempt(LoopSocket):
         self._target = target
         self._owner = owner
         self._is_ending = False
-        self._copy = Descriptor(-1)  # of the descriptor of the connection, until the handshake has ended
         try:
             self._socket.connect(target)
         except BaseException:
@@ -225,7 +216,6 @@ class _Attempt(LoopSocket):
 
     def close(self) -> None:
         """Close the socket."""
-        self._copy.close()
         self.shut()
         self._owner.closed(self)
 
@@ -238,23 +228,15 @@ class _Attempt(LoopSocket):
 
     def event(self, kind: int, value: int) -> None:
         """Follow the connection; see `TcpConnector`."""
-        if kind == _CONNECTED:
-            # ZeroMQ may have closed the descriptor by now, and its number may belong to another connection.
-            # Then one more handshake is needed to detect how it ends.
-            try:
-                self._copy = Descriptor(os.dup(value))
-            except OSError:  # ZeroMQ has closed it, or there are no descriptors left
-                self._copy = Descriptor(-1)
-        elif kind == _SUCCEEDED:
-            self._copy.close()  # otherwise the peer would not see the end of the connection
+        if kind == _SUCCEEDED:
             self.send(self._owner.options.opening, True)
         elif kind == _RETRIED and not self._is_ending:  # after the end of a connection, ZeroMQ retries, too
             self._owner.handshake_ended(self._target, is_clean=False)
             self.close()
             self._owner.failed()
         elif kind == _ENDED:  # `DISCONNECTED` follows
-            is_clean = _ended_cleanly(self._copy, value)
-            self._copy.close()
+            # ZeroMQ reports a timeout as EAGAIN, and a reset as ECONNRESET, or rarely also as EPIPE.
+            is_clean = value == errno.EPIPE
             has_keys = zmq.CURVE_SECRETKEY in self._owner.options.socket
             if self._owner.handshake_ended(self._target, is_clean=is_clean) and has_keys:
                 self.close()
@@ -273,21 +255,3 @@ class _Attempt(LoopSocket):
             self._owner.failed()
         else:
             self._transport.connection_ended(self._owner.options.loss_reason)
-
-
-def _ended_cleanly(connection: Descriptor, error: int) -> bool:
-    """Return whether the peer closed a connection and all its data was read, as far as the kernel reports.
-
-    The errno that ZeroMQ reports does not show this. The first call after a reset consumes the error, and a
-    later read looks like one after a clean close. After a timeout, the errno is that of an earlier failure,
-    of any connection of the same thread. So `error` decides only if there is no copy of the descriptor.
-    """
-    if error != errno.EPIPE or connection.number < 0:
-        return error == errno.EPIPE
-    try:
-        with copy_of(connection.number) as sock:
-            is_at_end = not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            [state] = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
-    except OSError:  # it was reset, or it is still open
-        return False
-    return is_at_end and state == _CLOSE_WAIT

@@ -52,6 +52,7 @@ _BACKLOG = 256
 _UNIDENTIFIED = 64
 
 _REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+
 _LINGER_NEVER = struct.pack("ii", 1, 0)  # closing discards unsent data, and sends a reset
 
 # ZAP, https://rfc.zeromq.org/spec/27/
@@ -136,32 +137,19 @@ class TcpListener(LoopSocket):
 
     def _bind(self, targets: Sequence[str]) -> None:
         """Listen at the first target that is an address of this machine."""
-        last = None
         for target in targets:
             self._socket.set(zmq.IPV6, is_ipv6(target))
             try:
                 self._socket.bind(target)
+                break
             except zmq.ZMQError as error:
                 if error.errno == zmq.EADDRINUSE:
                     raise UsageError(f"another process already listens at {self.address}") from error
-                last = error
-                if error.errno not in _NOT_HERE:
-                    break
-            else:
-                self.address = bytes(self._socket.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
-                self._port = int(self.address.rpartition(":")[2])
-                self._report()  # the listening descriptor: a child forked in this iteration must close it
-                return
-        if last is None:
-            raise AssertionError("an address has at least one target")
-        text = f"cannot listen at {self.address}: {last.strerror}"
-        if last.errno in _NOT_HERE:
-            found = ", ".join(targets)
-            text += (
-                f"; this machine does not have the address {found}: use one of its own, or "
-                f"tcp://*:{self._options.address.port} for all of them"
-            )
-        raise OSError(last.errno, text) from last
+                if error.errno not in _NOT_HERE or target is targets[-1]:
+                    raise OSError(error.errno, f"cannot listen at {target}: {error.strerror}") from error
+        self.address = bytes(self._socket.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+        self._port = int(self.address.rpartition(":")[2])
+        self._report()  # the listening descriptor: a child forked in this iteration must close it
 
     def accept_now(self) -> None:
         """Read the messages that have arrived, on all connections."""

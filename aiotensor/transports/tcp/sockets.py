@@ -8,7 +8,6 @@ after a change, so the reader must continue until nothing is left.
 import asyncio
 import contextlib
 import itertools
-import math
 import os
 import struct
 import sys
@@ -55,15 +54,9 @@ _KEY_BYTES = 32
 # Descriptors that a context, its threads and its first sockets need, and the collector of pyzmq as well.
 _BEGINS_WITH = 16
 
-# After this time, the other callbacks of the loop run before further messages are handled. A number of
-# messages would not limit the time: one may announce a thousand tensors, or have a megabyte to copy.
+# After this time, the other callbacks of the loop run before further messages or events are handled. A number
+# of messages would not limit the time: one may announce a thousand tensors, or have a megabyte to copy.
 _READING_S = 0.001
-
-# Any process that reaches the address can cause events. So each iteration of the loop handles only
-# `_EVENTS_A_TURN` of them before its other callbacks run. If the other callbacks take longer, events get as
-# much time as they do, at most `_EVENTS_MOST_S`: otherwise they would not keep up with a flood.
-_EVENTS_A_TURN = 32
-_EVENTS_MOST_S = 0.02
 
 _MOST_POSTPONED = 64  # first messages of connections that wait for the events before them
 
@@ -276,7 +269,6 @@ class LoopSocket(ABC):
         self._waiting: OrderedDict[int, tuple[int, int] | list[zmq.Frame]] = OrderedDict()
         self._keys = itertools.count(-1, -1)
         self._postponed = 0  # messages among these
-        self._paused_at = math.inf  # when reporting stopped, though more was waiting
         with contextlib.ExitStack() as made:
             self._socket = made.enter_context(context.socket(kind))
             self._monitor = made.enter_context(context.socket(zmq.PAIR))
@@ -433,12 +425,11 @@ class LoopSocket(ABC):
     def _report(self) -> None:
         """Report events; after a time limit, the rest follows in the next iteration."""
         self._read_events()
-        if not self._waiting:
-            return
-        now = time.monotonic()
-        until, count = now + min(now - self._paused_at, _EVENTS_MOST_S), 0
-        self._paused_at = math.inf
+        until = time.monotonic() + _READING_S
         while self._waiting:
+            if time.monotonic() >= until:
+                self._read_soon()
+                return
             _, first = self._waiting.popitem(last=False)
             if isinstance(first, list):
                 self._postponed -= 1
@@ -450,11 +441,6 @@ class LoopSocket(ABC):
                 elif kind == DISCONNECTED:
                     self._connections.pop(value, None)
                 self.event(kind, value)
-            count += 1
-            if count % _EVENTS_A_TURN == 0 and time.monotonic() >= until:
-                self._paused_at = time.monotonic()
-                self._read_soon()
-                return
 
     def _read_events(self) -> None:
         """Read all events; omit connections that end before they are reported.
