@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
-__all__ = ["ATTACKS", "WITHOUT_KEYS", "attacked"]
-
 # The greeting of ZMTP 3.0 with the mechanism NULL, which a server with keys refuses.
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 

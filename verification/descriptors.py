@@ -3,8 +3,6 @@
 import os
 import socket
 
-__all__ = ["our_descriptors"]
-
 
 def our_descriptors() -> dict[int, str]:
     """Return the targets of all descriptors that may be the library's: record sockets and shared memory."""

@@ -11,9 +11,6 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any
 
-__all__ = ["eager_task"]
-
-
 if sys.version_info >= (3, 12):
 
     def eager_task(

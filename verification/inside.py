@@ -11,20 +11,6 @@ from aiotensor.runtime.worker import Worker
 if TYPE_CHECKING:
     from aiotensor.blocking.portal import BlockingObject
 
-__all__ = [
-    "after_next_lock",
-    "clients_of",
-    "held_by_client",
-    "held_by_server",
-    "is_opening",
-    "ready",
-    "sessions_of",
-    "unanswered",
-    "unidentified_at",
-    "waiters_for_requests",
-    "workers_of",
-]
-
 
 def sessions_of(client: MessageClient[Any]) -> list[_Session]:
     """Return the sessions of a client with its servers, in the order of their addresses."""

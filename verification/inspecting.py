@@ -2,8 +2,6 @@
 
 from aiotensor.inspection import Inspection, inspect
 
-__all__ = ["inspect_receiver"]
-
 
 async def inspect_receiver(address: str, *, patience_s: float) -> Inspection:
     """Inspect a receiver, as `inspect` does; fail if the object at the address is a publisher."""

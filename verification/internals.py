@@ -32,45 +32,6 @@ from aiotensor.transports.tcp.connector import _Attempt
 from aiotensor.transports.tcp.transport import TcpTransport
 from aiotensor.transports.unix import UnixListener
 
-__all__ = [
-    "admission_of",
-    "backlogs_of",
-    "begin_posted",
-    "blocks_of",
-    "connections_at",
-    "cut",
-    "has_ended",
-    "held_by_pipe",
-    "held_by_publisher",
-    "held_by_receiver",
-    "held_by_sender",
-    "inspectors_of",
-    "is_trimming",
-    "jobs_of",
-    "keep_socket_file",
-    "lanes_of",
-    "leases_of",
-    "listener_of",
-    "mappings_of",
-    "memory_of",
-    "no_grace",
-    "pause_reading",
-    "permits_of",
-    "publisher_of",
-    "read_next",
-    "resume_reading",
-    "segment_of",
-    "segments_of",
-    "senders_of",
-    "session_of",
-    "session_of_subscriber",
-    "shrink_send_buffer",
-    "transports_between",
-    "unidentified_at",
-    "unidentified_at_publisher",
-    "worker_of",
-]
-
 
 def permits_of(sender: TensorSender) -> Budget[None]:
     """Return the permits of a sender."""

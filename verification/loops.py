@@ -10,8 +10,6 @@ import uvloop
 
 from verification.eager import eager_task
 
-__all__ = ["FACTORIES", "MODES", "Kind", "complaints", "kind_of", "set_mode"]
-
 FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
     "uvloop": uvloop.new_event_loop,

@@ -2,8 +2,6 @@
 
 import torch
 
-__all__ = ["BIG", "pattern"]
-
 BIG = 100_000  # elements of int64: well above the size of a tensor that is sent inline
 
 

@@ -14,16 +14,6 @@ from typing import Any, NamedTuple
 from aiotensor import TensorQueue
 from aiotensor.transports.endpoints import Endpoint
 
-__all__ = [
-    "AT_ONCE",
-    "LINKS",
-    "LOCAL",
-    "Link",
-    "Place",
-    "endpoint",
-    "free_port",
-]
-
 # Below the ports that the kernel gives to outgoing connections. Each worker of a test run has its own: a port
 # is taken some time after it was found to be free.
 _FIRST_PORT, _PORTS = 20000, 1000

@@ -4,8 +4,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["allowed_s", "promptly"]
-
 _CALLS = 1_000_000
 _USUAL_S = 0.05  # for these calls, on the machine of the promises
 

@@ -5,8 +5,6 @@ from collections.abc import Callable
 
 from aiotensor import TensorSender
 
-__all__ = ["settled", "until"]
-
 
 async def until(condition: Callable[[], bool]) -> None:
     """Run the loop until a condition is true; a wait without end is left to the caller's time limit."""

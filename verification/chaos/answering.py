@@ -15,8 +15,6 @@ from verification.chaos.plan import SLOTS, Hold, TakerPlan
 from verification.chaos.questions import PROBE, Answer, Question, answer_to, wrong_with
 from verification.processes.peers import State
 
-__all__ = ["close", "lost", "open_receiver", "settle", "stop", "take"]
-
 
 class HandlerError(Exception):
     """The error that a question requested."""

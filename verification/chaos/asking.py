@@ -19,8 +19,6 @@ from verification.chaos.working import account
 from verification.patterns import pattern
 from verification.processes.peers import State
 
-__all__ = ["carry_out", "leave", "lost", "open_sender", "probe", "reopen", "settle"]
-
 _PROBE_SIZES = (50_000, 3)  # elements
 
 

@@ -8,8 +8,6 @@ import msgspec
 from verification.chaos.journal import Answered, Began, Broken, Ended, Event, Sent, Taken
 from verification.chaos.plan import MAX_TENSORS, PEER_TIMEOUT_S, RESOURCES, SLOTS, FaultKind, Round
 
-__all__ = ["Account", "audit", "may_end_by_silence"]
-
 # Heartbeats allow a silence of `PEER_TIMEOUT_S`. A stopped process is silent for a little longer than it is
 # stopped.
 _SILENT_S = 0.75 * PEER_TIMEOUT_S

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from verification.chaos import publishing, subscribing
 from verification.chaos.audit import Account
 from verification.chaos.broadcasts_audit import audit_broadcast
-from verification.chaos.family import Family, GoneError, Member, RoundError, SendersPart, TakersPart
+from verification.chaos.family import Family, GoneError, Member, RoundError
 from verification.chaos.plan import RESOURCES, SLOTS, Fault, FaultKind, Round
 from verification.chaos.rounds import Play, all_of, timed
-
-__all__ = ["BroadcastFamily", "BroadcastPlay"]
 
 
 class BroadcastFamily(Family):
@@ -21,8 +19,8 @@ class BroadcastFamily(Family):
     In every round the processes open new publishers and subscribers, and close them.
     """
 
-    sending: SendersPart = publishing
-    taking: TakersPart = subscribing
+    sending = publishing
+    taking = subscribing
 
     async def prepare(self, plan: Round) -> None:
         if not self.senders:

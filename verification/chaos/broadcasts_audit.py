@@ -17,8 +17,6 @@ from verification.chaos.journal import (
 )
 from verification.chaos.plan import LAST, RESOURCES, SLOTS, FaultKind, Order, Round
 
-__all__ = ["audit_broadcast"]
-
 _ROUNDING = 64 << 10  # of each tensor and of the message to whole pages, at most
 _ELEMENT_BYTES = 8
 

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 from verification.chaos import answering, asking
 from verification.chaos.audit import Account, may_end_by_silence
-from verification.chaos.family import Family, Member, SendersPart, TakersPart
+from verification.chaos.family import Family, Member
 from verification.chaos.journal import AnswerSent, Began, Broken, Ended, Heard
 from verification.chaos.plan import ENDS, RESOURCES, SLOTS, Fault, FaultKind, Order, Round
 from verification.chaos.rounds import Play, all_of
-
-__all__ = ["ExchangeFamily", "ExchangePlay"]
 
 _ANSWERED = ("answer", "echo")  # the wishes of questions that get an answer
 
@@ -19,8 +17,8 @@ _ANSWERED = ("answer", "echo")  # the wishes of questions that get an answer
 class ExchangeFamily(Family):
     """Clients, and the servers to which each of them is connected; killed processes are replaced."""
 
-    sending: SendersPart = asking
-    taking: TakersPart = answering
+    sending = asking
+    taking = answering
     listeners = 2
 
     async def probe(self, slot: int) -> None:

@@ -15,8 +15,6 @@ from verification.chaos.here import ARENA_BYTES
 from verification.chaos.plan import FaultKind
 from verification.processes.peers import State
 
-__all__ = ["suffer"]
-
 
 async def suffer(state: State, kind: FaultKind, for_s: float, seed: int) -> None:
     """Cause a fault for a while."""

@@ -22,19 +22,6 @@ from verification.processes import peers
 from verification.processes.allocator import forget_free_memory, keep_no_large_pieces
 from verification.processes.peers import State
 
-__all__ = [
-    "ARENA_BYTES",
-    "MAX_MAPPED_BYTES",
-    "at_rest",
-    "begin",
-    "here",
-    "left_running",
-    "paused_s",
-    "say_where",
-    "tidy",
-    "token_of",
-]
-
 ARENA_BYTES = 16 << 20
 MAX_MAPPED_BYTES = 4 * ARENA_BYTES  # three senders, and the remains of a killed one
 _PIECE = 8192  # elements

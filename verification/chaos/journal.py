@@ -6,24 +6,6 @@ from typing import TypeAlias
 
 import msgspec
 
-__all__ = [
-    "AnswerSent",
-    "Answered",
-    "Began",
-    "Broken",
-    "Disconnected",
-    "Ended",
-    "Event",
-    "Heard",
-    "Journal",
-    "Published",
-    "Received",
-    "Sent",
-    "Subscribed",
-    "Taken",
-    "read",
-]
-
 
 class Began(msgspec.Struct, tag=True, frozen=True):
     """A message with a number of tensors is about to be sent."""

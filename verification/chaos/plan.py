@@ -13,26 +13,6 @@ import msgspec
 
 from aiotensor.broadcast import SlowPolicy
 
-__all__ = [
-    "ENDS",
-    "FAMILIES",
-    "LAST",
-    "MAX_TENSORS",
-    "PEER_TIMEOUT_S",
-    "RESOURCES",
-    "ROLES",
-    "SLOTS",
-    "Fault",
-    "FaultKind",
-    "Hold",
-    "Order",
-    "PublisherPlan",
-    "Round",
-    "SenderPlan",
-    "TakerPlan",
-    "plan_round",
-]
-
 SLOTS = 3  # the senders or clients of a family
 _SERVERS = 2
 _MAX_SUBSCRIBERS = 8

@@ -17,19 +17,6 @@ from verification.chaos.working import account
 from verification.internals import held_by_publisher, segments_of
 from verification.processes.peers import State
 
-__all__ = [
-    "Issue",
-    "admit",
-    "carry_out",
-    "close",
-    "finish",
-    "lost",
-    "open_sender",
-    "reopen",
-    "settle",
-    "told",
-]
-
 
 class Issue(msgspec.Struct):
     """One message of a publisher: the tensors have the patterns from `key` on."""

@@ -6,8 +6,6 @@ import torch
 from verification.chaos.here import token_of
 from verification.patterns import pattern
 
-__all__ = ["PROBE", "Answer", "Question", "answer_to", "is_answer", "wrong_with"]
-
 PROBE = -8  # the key of a question that belongs to no order
 
 

@@ -21,8 +21,6 @@ from verification.processes import watch
 from verification.processes.peers import fork_and_sleep
 from verification.promptly import allowed_s
 
-__all__ = ["Play", "all_of", "timed"]
-
 T = TypeVar("T")
 
 _TOLD_WITHIN_S = 1.0

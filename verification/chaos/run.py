@@ -18,8 +18,6 @@ from verification.chaos.family import Family, RoundError
 from verification.chaos.plan import ROLES, SLOTS, Hold, Round, plan_round
 from verification.chaos.rounds import Play
 
-__all__ = ["Run", "run_for"]
-
 _KINDS: Mapping[str, tuple[type[Family], type[Play]]] = {
     "tensors": (Family, Play),
     "requests": (ExchangeFamily, ExchangePlay),

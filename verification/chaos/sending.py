@@ -14,8 +14,6 @@ from verification.chaos.working import account
 from verification.patterns import pattern
 from verification.processes.peers import State
 
-__all__ = ["carry_out", "losses", "open_sender", "probe", "reopen", "settle", "told"]
-
 
 async def open_sender(state: State, plan: SenderPlan) -> str:
     sender = TensorSender(

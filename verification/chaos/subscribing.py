@@ -16,8 +16,6 @@ from verification.chaos.taking import Cycle
 from verification.internals import publisher_of
 from verification.processes.peers import State
 
-__all__ = ["close", "ended", "finish", "heard", "open_receiver", "settle", "stop"]
-
 _CANCELLED = 0.2  # of the calls
 _ITERATED = 0.5  # of the calls
 _WRITTEN = 0.3  # of the tensors

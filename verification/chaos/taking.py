@@ -20,8 +20,6 @@ from verification.chaos.journal import Answered, Broken, Taken
 from verification.chaos.plan import Hold, TakerPlan
 from verification.processes.peers import State
 
-__all__ = ["Cycle", "answer", "close", "heard", "open_receiver", "settle", "stop", "take", "take_probe"]
-
 _NEVER = 1 << 40  # the number of a message that no sender ever reaches
 
 

@@ -14,8 +14,6 @@ from verification.chaos.plan import Order, SenderPlan
 from verification.patterns import pattern
 from verification.processes.peers import State
 
-__all__ = ["account", "begin_round", "carry_out_all"]
-
 
 async def begin_round(state: State) -> None:
     """Forget the last round."""

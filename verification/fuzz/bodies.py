@@ -10,8 +10,6 @@ from verification.fuzz.choosers import Chooser, happens, one_of
 from verification.fuzz.placing import DTYPE_NAMES, attributes
 from verification.fuzz.wire import Frame, Scalar, boundary, bytes_or_fault, frame_or_fault
 
-__all__ = ["body_of", "message_parts"]
-
 
 def message_parts(chooser: Chooser, one_in: int) -> list[bytes]:
     """Generate a body, and the buffers of the tensors beside it."""

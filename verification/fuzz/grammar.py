@@ -9,21 +9,19 @@ import msgspec
 from msgspec.structs import replace
 
 from aiotensor.protocol.connection import MAX_SEGMENTS
-from aiotensor.protocol.frames import MAX_NUMBERS, MAX_ROWS, MAX_TEXT, VERSION
+from aiotensor.protocol.frames import MAX_NUMBERS, MAX_TEXT, VERSION
 from aiotensor.protocol.network import Area
-from aiotensor.types import PublisherStatistics, ReceiverStatistics, ServerStatistics
 from verification.fuzz.bodies import body_of
 from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
 from verification.fuzz.moving import Movement, any_opening
 from verification.fuzz.placing import ANYTHING, Segments, attributes, with_trace
 from verification.fuzz.steps import FIRST_BLOCK, FIRST_NUMBER, PEER, PID, STAND_IN, Conversation, Step
 from verification.fuzz.things import CONTENT, GUARD, IMAGE, WHERE
-from verification.fuzz.wire import Frame, Scalar, boundary, bytes_or_fault, frame_or_fault, record_of
+from verification.fuzz.wire import Frame, boundary, bytes_or_fault, frame_or_fault, record_of
 
 TO_RECEIVER, TO_SENDER = "receiver", "sender"
 TO_PUBLISHER, TO_SUBSCRIBER = "publisher", "subscriber"
 TO_SERVER, TO_CLIENT = "server", "client"
-TO_INSPECTOR = "inspector"
 
 MOST_READ = 4  # messages of the peer that a rogue reads on one connection
 
@@ -47,7 +45,6 @@ ROLES: dict[str, tuple[str, tuple[str, ...]]] = {
         "server",
         ("answer", "answer", "taken", "attach", "answer", "failure", "release", "taken", "close"),
     ),
-    TO_INSPECTOR: ("receiver", ("report", "report", "close")),
 }
 
 # The peers whose rogues connect, and may do so several times.
@@ -72,7 +69,7 @@ class Talker:
         self._chooser = chooser
         self._one_in = one_in
         self._role, self._usual = ROLES[to]
-        self._hears = to not in (TO_RECEIVER, TO_SUBSCRIBER, TO_INSPECTOR)
+        self._hears = to not in (TO_RECEIVER, TO_SUBSCRIBER)
         self._next_message = one_of(chooser, (0, 7, 2**32)) if to == TO_SUBSCRIBER else 0
         self._makers = {
             "hello": self.hello,
@@ -90,7 +87,6 @@ class Talker:
             "taken": lambda: self._return("taken", self._untaken, FIRST_NUMBER),
             "discarded": lambda: self._return("discarded", self._untaken, FIRST_NUMBER),
             "release": lambda: self._return("release", self._blocks, FIRST_BLOCK),
-            "report": self._report,
             "close": self._close,
         }
         self._begin()
@@ -314,24 +310,6 @@ class Talker:
         chooser = self._chooser
         return ["close", one_of(chooser, ("", "a reason")), *(happens(chooser, 4) for _ in range(3))]
 
-    def _report(self) -> Frame:
-        """Return a report for an inspector."""
-        chooser, one_in = self._chooser, self._one_in
-        too_many = [MAX_ROWS + 1] if happens(chooser, one_in) else []
-        count = one_of(chooser, (2, 0, 1, MAX_ROWS, *too_many))
-        is_last = happens(chooser, 2)
-        if happens(chooser, 6):
-            return ["server report", _statistics(chooser, ServerStatistics), is_last]
-        if happens(chooser, 4):
-            statistics = _statistics(chooser, PublisherStatistics)
-            counts = ("pid", "behind", "behind_s", "held_bytes", "delivered", "dropped")
-            statistics["lags"] = [{"subscriber": "s", **dict.fromkeys(counts, chooser.number(0, 9))}] * count
-            return ["publisher report", statistics, is_last]
-        sender, numbers = chooser.number(0, 9), [chooser.number(0, 9)] * 6
-        rows = [[f"{sender + row:032x}", 1, 64, 1 << 20, *numbers] for row in range(count)]
-        rows[-1:] = [frame_or_fault(chooser, one_in, row) for row in rows[-1:]]
-        return ["receiver report", _statistics(chooser, ReceiverStatistics), rows, is_last]
-
 
 def _content(chooser: Chooser, one_in: int, segments: Segments) -> bytes:
     """Generate the content of a message."""
@@ -352,23 +330,6 @@ def any_content(chooser: Chooser) -> bytes:
     segments.attach("sealed")
     segments.attach("sealed")
     return _content(chooser, one_in, segments)
-
-
-def _statistics(chooser: Chooser, kind: type[msgspec.Struct]) -> dict[str, Scalar]:
-    """Return a map with all fields of statistics, whose numbers are equal."""
-    number = boundary(chooser) % 2**63 if happens(chooser, 8) else chooser.number(0, 9)
-    described = msgspec.inspect.type_info(kind)
-    if not isinstance(described, msgspec.inspect.StructType):
-        raise TypeError(f"{kind} is no struct")
-    values: dict[type, Scalar] = {
-        msgspec.inspect.FloatType: 0.5,
-        msgspec.inspect.StructType: {"bounds_s": [0.5, 1], "counts": [number, 1, 0], "total_s": 0.5},
-        msgspec.inspect.DictType: {"OSError": number},
-        msgspec.inspect.VarTupleType: [],
-        msgspec.inspect.UnionType: one_of(chooser, (number, None)),
-    }
-    kinds = {field.name: type(getattr(field.type, "type", field.type)) for field in described.fields}
-    return {name: values.get(kind, number) for name, kind in kinds.items()}
 
 
 def conversation(chooser: Chooser, to: str) -> Conversation:

@@ -7,8 +7,6 @@ import torch
 from aiotensor.channel import MessageClient
 from verification.patterns import pattern
 
-__all__ = ["FIRST_HONEST", "Note", "answer_to", "ask_rightly"]
-
 FIRST_HONEST = 1_000_003  # honest messages are numbered from here on, which no rogue reaches
 
 

@@ -8,7 +8,6 @@ from verification.fuzz.grammar import ROLES, any_content, conversation
 from verification.fuzz.living import Live
 from verification.fuzz.steps import Conversation, Step
 from verification.fuzz.to_clients import LiveClient
-from verification.fuzz.to_inspectors import LiveInspector
 from verification.fuzz.to_publishers import LivePublisher
 from verification.fuzz.to_receivers import LiveReceiver
 from verification.fuzz.to_senders import LiveSender
@@ -21,7 +20,6 @@ LIVE: dict[str, type[Live]] = {
     "sender": LiveSender,
     "publisher": LivePublisher,
     "subscriber": LiveSubscriber,
-    "inspector": LiveInspector,
     "server": LiveServer,
     "client": LiveClient,
 }
@@ -30,7 +28,7 @@ PURE: dict[str, type[Decoding | Feeding]] = {"decoder": Decoding, "connections":
 # The relative duration of each target: the name of pure code, or a role and a link.
 TARGETS = {
     **dict.fromkeys(PURE, 15),
-    **{f"{role}, {link}": 5 if role == "inspector" else 10 for role in ROLES for link in ("unix", "tcp")},
+    **{f"{role}, {link}": 10 for role in ROLES for link in ("unix", "tcp")},
 }
 
 

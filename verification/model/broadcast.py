@@ -23,8 +23,6 @@ from verification.model.broadcast_world import (
 )
 from verification.model.records import Call, Outcome
 
-__all__ = ["WholeBroadcast"]
-
 _BIG, _BIGGER = 3_000, 5_000  # elements of int64: in shared memory
 _messages = st.sampled_from([[SMALL], [SMALL], [_BIG], [_BIGGER], [], [_BIG, SMALL], [_BIG, _BIGGER]])
 _QUIET_TURNS = 10  # iterations without a change, after which nothing will change

@@ -13,18 +13,6 @@ from aiotensor.broadcast import Published, Publisher, SlowPolicy, Subscriber
 from verification.model.records import Call, Outcome, Printed
 from verification.model.stage import Stage
 
-__all__ = [
-    "SMALL",
-    "Block",
-    "BroadcastWorld",
-    "Limits",
-    "Publication",
-    "PublisherSide",
-    "SubscriberSide",
-    "View",
-    "bytes_of",
-]
-
 SMALL = 3  # elements of int64: in a record instead of shared memory
 
 

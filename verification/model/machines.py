@@ -8,8 +8,6 @@ from verification.model.broadcast import WholeBroadcast
 from verification.model.settled import SettledWorld
 from verification.model.stage import Stage
 
-__all__ = ["MACHINES", "SETTINGS"]
-
 SETTINGS = settings(
     stateful_step_count=45,
     deadline=None,
@@ -40,12 +38,10 @@ class WholeProtocol(SettledWorld):
             assert not permits.waiting or permits.in_use == permits.limit, "a permit is free, and one waits"
             begun = [m for m in sender.messages if m.opened is not None or m.number is not None]
             latest = max((m.began for m in begun if m.waits_in_line), default=0)
-            later = [
-                call for call in self.of(sender, "send", "several", "message") if call.begun.began > latest
-            ]
+            later = [call for call in self.of(sender, "send", "message") if call.begun.began > latest]
             assert permits.waiting <= len(later), "a later call got a permit first"
             later = [call for call in self.of(sender, "allocate") if call.began > sender.latest_allocation]
-            later += self.of(sender, "send", "several", "send in a message")
+            later += self.of(sender, "send", "send in a message")
             waiting = memory_of(sender.sender).gate.waiting
             assert waiting <= len(later), "a later call got memory first"
         for receiver in self.receivers:

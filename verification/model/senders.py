@@ -214,31 +214,6 @@ class SenderRules(World):
 
         self.call("message", sender, _block(message), finish, message=message)
 
-    @precondition(lambda self: self.living)
-    @rule(data=st.data(), several=st.lists(counts, min_size=2, max_size=3))
-    def send_a_message(self, data: st.DataObject, several: list[int]) -> None:
-        """Send several tensors, and end the message at once."""
-        sender = data.draw(st.sampled_from(self.living))
-        message = self._begin(sender)
-
-        def finish(call: Call, outcome: Outcome) -> None:
-            if outcome.value is not None:
-                self.became_whole(message)
-                return
-            if outcome.error is not None:
-                self.check_not_sent(call, outcome.error)
-            message.state = "dropped"
-
-        sending = self._send_all(message, [self.values(count) for count in several])
-        self.call("several", sender, sending, finish, message=message)
-
-    async def _send_all(self, message: Message, tensors: list[torch.Tensor]) -> bool:
-        async with message.sender.sender.message() as message.opened:
-            for values in tensors:
-                block = Block(message.sender, values.nbytes) if values.numel() > SMALL else None
-                self.sent(message, values, block, await message.opened.send(values))
-        return True
-
     @precondition(lambda self: self.open_messages())
     @rule(data=st.data(), count=counts)
     def send_in_message(self, data: st.DataObject, count: int) -> None:

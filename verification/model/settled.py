@@ -112,7 +112,7 @@ class SettledWorld(EndRules):
         assert present == expected, f"{sender} holds permits for {present}, and not for {expected}"
         if self.steps.is_held(worker_of(sender.sender)):
             return
-        calls = self.of(sender, "send", "several", "message", "send in a message", "allocate")
+        calls = self.of(sender, "send", "message", "send in a message", "allocate")
         waiting = [call for call in calls if not (call.what == "message" and call.begun.opened)]
         assert statistics.waiting == len(waiting), f"{sender}: {waiting} wait for nothing"
         for_bytes = memory_of(sender.sender).gate.waiting

@@ -19,8 +19,6 @@ from verification.model.stepping import Steps
 from verification.patterns import pattern
 from verification.places import LINKS
 
-__all__ = ["Stage"]
-
 
 class Stage(RuleBasedStateMachine):
     """Run real objects on one loop, whose iterations the rules choose."""

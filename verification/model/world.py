@@ -239,7 +239,7 @@ class World(Stage):
             senders: the senders of these calls.
             frees_memory: whether the receiver releases memory before the loss, which allocations may get.
         """
-        kinds = ["send", "several", "send in a message", "drain", "message"]
+        kinds = ["send", "send in a message", "drain", "message"]
         for sender in senders:
             if self.steps.is_held(worker_of(sender.sender)):
                 continue

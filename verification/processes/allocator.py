@@ -3,8 +3,6 @@
 import ctypes
 import gc
 
-__all__ = ["forget_free_memory", "keep_no_large_pieces", "use_one_heap"]
-
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
