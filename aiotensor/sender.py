@@ -756,7 +756,7 @@ class TensorSender(LoopObject):
         if allocation is None:
             if not plan.new_bytes:
                 return self._announce(message, source, INLINE, bytes_of(source), None, last=last)
-        elif not (plan.new_bytes or allocation.block.place.segment.is_retired):
+        elif not (plan.new_bytes or allocation.block.lost):
             offset = source.data_ptr() - allocation.start
             if (mover := self._mover) is not None:
                 await self._move_allocated(mover, message, source, allocation.block, offset)

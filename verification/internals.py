@@ -50,7 +50,7 @@ def memory_of(owner: TensorSender | Publisher) -> Memory:
 
 def segment_of(sender: TensorSender) -> Segment:
     """Return the current segment of a sender's shared memory."""
-    return memory_of(sender)._arena._segment
+    return memory_of(sender)._arena.segment
 
 
 def blocks_of(sender: TensorSender) -> Blocks:
@@ -181,9 +181,9 @@ def unidentified_at_publisher(publisher: Publisher) -> int:
     return len(admission._unidentified) + len(admission._inspectors)
 
 
-def segments_of(publisher: Publisher) -> list[Segment]:
-    """Return the segments of a publisher that was opened, the present one first."""
-    return list(publisher._memory._arena.segments())
+def lost_bytes_of(publisher: Publisher) -> int:
+    """Return the bytes that only lost subscribers may still read, whose processes live on."""
+    return publisher._memory._arena.lost_bytes
 
 
 def senders_of(receiver: TensorReceiver) -> dict[str, _Sender]:

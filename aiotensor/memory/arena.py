@@ -21,7 +21,7 @@ import struct
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
@@ -49,11 +49,8 @@ class Segment:
         self.number = number
         self.nbytes = whole_pages(nbytes)
         self.blocks = Blocks(self.nbytes, mmap.PAGESIZE) if blocks is None else blocks
-        self.is_retired = False  # no new block is placed in it
         self.memory = memoryview(b"")  # the whole mapping, while the segment is open
         self.address = 0  # of its first byte
-        self.used: set[int] = set()  # offsets of the blocks that this process uses
-        self._elsewhere: Counter[int] = Counter()  # offsets of blocks that lost readers may still read
         self._mapping: Mapping | None = None
         self.descriptor = Descriptor(-1)  # of the memfd
         self._end = Descriptor(-1)  # the reading end of the token of this process
@@ -108,27 +105,10 @@ class Segment:
         self._mapping = None
         self.memory = memoryview(b"")
 
-    # Blocks
-
     def free(self, offset: int, nbytes: int, now: float) -> None:
         """Free a block; its memory stays warm, and is idle from `now` on."""
-        self.used.discard(offset)
-        if offset not in self._elsewhere:
-            self.blocks.free(offset)
-            self._left[offset // CHUNK_BYTES : (offset + nbytes - 1) // CHUNK_BYTES + 1] = now
-
-    def read_elsewhere(self, offsets: Iterable[int]) -> None:
-        """Record that a lost reader may still read the blocks at some offsets of this retired segment."""
-        self._elsewhere.update(offsets)
-
-    def reader_ended(self, elsewhere: Iterable[int]) -> None:
-        """Free the blocks of a lost reader whose process has ended, unless others still use them."""
-        for offset in elsewhere:
-            self._elsewhere[offset] -= 1
-            if not self._elsewhere[offset]:
-                del self._elsewhere[offset]
-                if offset not in self.used:
-                    self.blocks.free(offset)
+        self.blocks.free(offset)
+        self._left[offset // CHUNK_BYTES : (offset + nbytes - 1) // CHUNK_BYTES + 1] = now
 
     # Memory
 
@@ -288,12 +268,15 @@ class PinnedBlock(msgspec.Struct, eq=False):
         is_owned: whether its owner pins it.
         sent: the number of its announcements that were not released.
         moves: the number of its moves that are under way.
+        lost: the number of its announcements that lost readers may still read, whose processes live on. They
+            pin the place of the block, but not its bytes.
     """
 
     number: int
     is_owned: bool = True
     sent: int = 0
     moves: int = 0
+    lost: int = 0
 
 
 class Block(PinnedBlock, kw_only=True):
@@ -304,81 +287,34 @@ class Block(PinnedBlock, kw_only=True):
 
 
 class Arena:
-    """Allocate blocks in a segment, and replace the segment when a lost receiver may still read it.
+    """Allocate blocks in a segment with more addresses than memory.
 
     Args:
         nbytes: the maximum number of bytes of memory.
-        release: closes a segment without blocks, immediately or later.
+
+    Attributes:
+        segment: the segment.
+        lost_bytes: the number of bytes of the blocks that only lost readers may still read; they are beyond
+            the maximum.
     """
 
-    def __init__(self, nbytes: int, release: Callable[[Segment], object] = Segment.close) -> None:
+    def __init__(self, nbytes: int) -> None:
         self._limit = whole_pages(nbytes)
-        self._addresses = _address_bytes(nbytes)
-        self._release = release
-        self._next_number = 0
-        self._retired: list[Segment] = []
-        self._segment = self._new_segment()
+        self.segment = Segment(0, _address_bytes(nbytes))
+        self.lost_bytes = 0
 
     def allocate(self, nbytes: int) -> Extent | None:
         """Allocate a block; return None if no free run is long enough."""
-        segment = self._segment
-        offset = segment.blocks.allocate(nbytes)
-        if offset is None:
-            return None
-        segment.used.add(offset)
-        return Extent(segment, offset, nbytes)
+        offset = self.segment.blocks.allocate(nbytes)
+        return None if offset is None else Extent(self.segment, offset, nbytes)
 
     def prepare(self, place: Extent) -> list[Range]:
         """Return the ranges to fill for the memory of a block, as `Segment.prepare` does."""
-        return place.segment.prepare(place.offset, place.nbytes, self._limit)
+        return self.segment.prepare(place.offset, place.nbytes, self._limit + self.lost_bytes)
 
     def free(self, place: Extent) -> None:
         """Free a block; its memory stays warm for a while."""
-        segment = place.segment
-        segment.free(place.offset, place.nbytes, time.monotonic())
-        if segment.is_retired and not segment.used and segment in self._retired:
-            self._retired.remove(segment)
-            self._release(segment)
-
-    @property
-    def largest_free(self) -> int:
-        """The size of the longest free run in bytes."""
-        return self._segment.blocks.largest_free
-
-    def retire(self, segment: Segment) -> None:
-        """Place no more blocks in the current segment, because lost readers may still read it."""
-        segment.is_retired = True
-        self._retired.append(segment)
-        self._segment = self._new_segment()
-
-    def take_idle(self, before: float) -> tuple[Segment, list[Range]]:
-        """Return the current segment, and its idle chunks that were last used before a time."""
-        return self._segment, self._segment.take_idle(before)
-
-    @property
-    def warm_bytes(self) -> int:
-        """The number of bytes that have memory, in use or not."""
-        return sum(segment.warm.nbytes for segment in self.segments())
-
-    def close(self) -> None:
-        """Release all memory; remaining views keep their segments mapped."""
-        segments = list(self.segments())
-        self._retired = []
-        for segment in segments:
-            self._release(segment)
-
-    def segments(self) -> Iterator[Segment]:
-        """Iterate over the current segment and the retired ones."""
-        yield self._segment
-        yield from self._retired
-
-    def next_number(self) -> int:
-        """Return the number of a new segment, or of a segment of a peer whose blocks are forwarded."""
-        self._next_number += 1
-        return self._next_number - 1
-
-    def _new_segment(self) -> Segment:
-        return Segment(self.next_number(), self._addresses)
+        self.segment.free(place.offset, place.nbytes, time.monotonic())
 
 
 def _address_bytes(arena_bytes: int) -> int:

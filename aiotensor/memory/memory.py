@@ -37,8 +37,7 @@ from aiotensor.transports.base import Mover
 __all__ = ["Memory", "PendingMove"]
 
 _GRACE_S = 0.5  # longer than a killed process takes to end
-# Segments; with the current one, at most `MAX_SEGMENTS` of the protocol.
-_MAX_RETIRED, _MAX_FOREIGN = 6, 8
+_MAX_FOREIGN = 8  # segments; with that of the arena, at most `MAX_SEGMENTS` of the protocol
 # Longer copies take tens of milliseconds. The worker performs them in a separate thread, so that they do not
 # delay short copies.
 _SHORT_COPY_BYTES = 16 << 20
@@ -51,6 +50,7 @@ class _Copy(msgspec.Struct, eq=False):
     holder: Hashable
     cold: list[Range]  # the part of the block that has no memory yet
     filled: list[Range] = []
+    has_begun: bool = False
     is_abandoned: bool = False
     unpins: bool = False  # its call has failed or was cancelled: the end of the copy removes the pin
     running: "asyncio.Future[None] | None" = None  # set while the call waits
@@ -59,8 +59,7 @@ class _Copy(msgspec.Struct, eq=False):
 class _Departure(msgspec.Struct, eq=False):
     """The blocks of one segment that a lost reader may read, once for each pin, until it cannot any more."""
 
-    segment: Segment | ForeignSegment
-    pins: Sequence[int]
+    blocks: Sequence[Block | ForwardedBlock]
     end: TokenEnd | None = None
     timer: asyncio.TimerHandle | None = None
     is_overdue: bool = False  # the reader has the segment for longer than `_GRACE_S`
@@ -103,7 +102,7 @@ class Memory:
         counts: the counters `tensors_copied`, `bytes_copied` and `bytes_forwarded`, among others.
         limits: the limits on waits for bytes.
         stuck_elsewhere: detects deadlocks; see `Gate`.
-        segment_closed: called with each segment in which no block is in use, and none will be.
+        segment_closed: called with each segment of a peer in which no block is in use, and none will be.
 
     Attributes:
         gate: the waits for bytes.
@@ -121,9 +120,9 @@ class Memory:
         limits: WaitLimits = WaitLimits(),  # noqa: B008 - it is immutable
         *,
         stuck_elsewhere: Callable[[], int] | None = int,
-        segment_closed: Callable[[Segment | ForeignSegment], object] = lambda segment: None,
+        segment_closed: Callable[[ForeignSegment], object] = lambda segment: None,
     ) -> None:
-        self._arena = Arena(limit, self._release_segment)
+        self._arena = Arena(limit)
         self._segment_closed = segment_closed
         self.gate: Gate[Extent] = Gate(
             limit,
@@ -145,10 +144,9 @@ class Memory:
         self._copies: set[_Copy] = set()  # those that have not ended
         self._keep_warm_s = keep_warm_s
         self._trimming: asyncio.TimerHandle | None = None
-        self._trims_soon = False
         self._departures: dict[_Departure, None] = {}
-        self._readers: dict[Segment, list[TokenEnd]] = {}  # lost readers of retired segments
         self._foreign: dict[LeasedSegment, ForeignSegment] = {}
+        self._foreign_numbers = itertools.count(self._arena.segment.number + 1)
         self._unmapped: FreedItems[ForeignSegment] = FreedItems(self._foreign_unmapped)
         self._is_closed = False
 
@@ -276,6 +274,7 @@ class Memory:
 
     def _work(self, copy: _Copy, source: Source | None) -> None:
         """Provide the memory of a block, and copy a tensor into it; runs in the worker."""
+        copy.has_begun = True
         place = copy.block.place
         place.segment.provide(copy.cold, copy.filled, lambda: copy.is_abandoned)
         if copy.is_abandoned:
@@ -413,7 +412,7 @@ class Memory:
                 if idle is None:
                     return None
                 self._close_foreign(idle)
-            foreign = ForeignSegment(self._arena.next_number(), leased, locks, owner, tokens)
+            foreign = ForeignSegment(next(self._foreign_numbers), leased, locks, owner, tokens)
             self._foreign[leased] = leased.forwards[self._unmapped] = foreign
         pages = found.pages(source)
         if foreign.overlaps(*pages):
@@ -438,11 +437,11 @@ class Memory:
             self._segment_closed(foreign)
 
     def abandon(self, holder: Hashable) -> None:
-        """Stop the copies and moves of a holder; their calls raise `CopyAbandonedError` at once."""
+        """Stop the copies and moves of a holder; calls whose copies have not begun raise at once."""
         for copy in self._copies:
             if copy.holder is holder:
                 copy.is_abandoned = True
-                if copy.running is not None and not copy.running.done():
+                if not (copy.has_begun or copy.running is None or copy.running.done()):
                     copy.running.set_exception(CopyAbandonedError())
         for move in [move for move in self._moves if move.holder is holder]:
             move.stop()
@@ -505,7 +504,7 @@ class Memory:
         """Keep the blocks that a lost reader may still read until it cannot any more.
 
         A killed process ends within moments. A process that lives on may have closed its connection and still
-        use tensors: after `_GRACE_S`, their segments are retired, so that other memory replaces these blocks.
+        use tensors: after `_GRACE_S`, the bytes of these blocks are granted again, at other places.
 
         Args:
             pins: the numbers of the blocks, once for each announcement that the reader has not released.
@@ -522,41 +521,34 @@ class Memory:
             if reading is None:
                 self.unpin(numbers)
                 continue
-            departure = _Departure(segment, numbers)
+            departure = _Departure([self.blocks[number] for number in numbers])
             self._departures[departure] = None
             if isinstance(segment, Segment):
                 loop = asyncio.get_running_loop()
                 departure.timer = loop.call_later(_GRACE_S, self._stays_on, departure)
             departure.end = TokenEnd(reading, partial(self._departed, departure))
 
-    def _stays_on(self, departure: "_Departure") -> None:
+    def _stays_on(self, departure: _Departure) -> None:
         departure.is_overdue = True
-        self._make_way()
+        for block in departure.blocks:
+            block.lost += 1
+        self.unpin(block.number for block in departure.blocks)
 
-    def _departed(self, departure: "_Departure") -> None:
+    def _departed(self, departure: _Departure) -> None:
         del self._departures[departure]
         departure.cancel()
-        self.unpin(departure.pins)
-
-    def _make_way(self) -> None:
-        """Retire the segments with blocks of lost readers that live on, unless too many are retired."""
-        retired = sum(segment.is_retired for segment in self._arena.segments())
-        for departure in list(self._departures):
-            segment, end = departure.segment, departure.end
-            if not departure.is_overdue or end is None or isinstance(segment, ForeignSegment):
-                continue
-            if not segment.is_retired:
-                if retired >= _MAX_RETIRED:
-                    continue
-                retired += 1
-                self._arena.retire(segment)
-            del self._departures[departure]
-            offsets = [self.blocks[number].place.offset for number in set(departure.pins)]
-            segment.read_elsewhere(offsets)
-            end.ended = partial(self._reader_ended, segment, offsets)
-            self._readers.setdefault(segment, []).append(end)
-            self.unpin(departure.pins)
-        self._trim_retired()
+        if not departure.is_overdue:
+            self.unpin(block.number for block in departure.blocks)
+            return
+        for block in departure.blocks:
+            block.lost -= 1
+            if isinstance(block, Block) and not (block.lost or block.number in self.blocks):
+                self._arena.lost_bytes -= block.place.nbytes
+                self.gate.release(block.ticket)
+        # These blocks were beyond the limit, so no idle memory is kept warm.
+        segment = self._arena.segment
+        segment.take_free()
+        self._worker.begin("returning memory", segment.return_memory)
 
     def holdings(self) -> list[tuple[Ticket[Extent], bool]]:
         """Return each grant in use, and whether its block belongs to a caller and no announcement pins it."""
@@ -567,20 +559,20 @@ class Memory:
         ]
 
     def segments(self) -> Iterator[Segment | ForeignSegment]:
-        """Iterate over the current segment, the retired ones, and the segments of peers."""
-        yield from self._arena.segments()
+        """Iterate over the segment of the arena and the segments of peers."""
+        yield self._arena.segment
         yield from self._foreign.values()
 
     @property
     def largest_free(self) -> int:
         """The size in bytes of the largest block that could be granted now if no call waited."""
         budget = self.gate
-        return min(budget.limit - budget.in_use, self._arena.largest_free)
+        return min(budget.limit - budget.in_use, self._arena.segment.blocks.largest_free)
 
     @property
     def warm_bytes(self) -> int:
         """The number of bytes that are backed by memory of the system, in use or kept warm."""
-        return self._arena.warm_bytes
+        return self._arena.segment.warm.nbytes
 
     def usage(self, others: Gate[None], waiting: int = 0) -> dict[str, object]:
         """Return the fields of statistics about this memory, and about all waits of its object.
@@ -625,15 +617,10 @@ class Memory:
         if self._trimming is not None:
             self._trimming.cancel()
             self._trimming = None
-        for readers in self._readers.values():
-            for reader in readers:
-                reader.cancel()
-        self._readers.clear()
         for departure in self._departures:
-            if departure.end is not None and isinstance(departure.segment, ForeignSegment):
+            sources = [block.source for block in departure.blocks if isinstance(block, ForwardedBlock)]
+            if departure.end is not None and sources:
                 # The readers of a peer's memory may still read it: only the tensors outlive this object.
-                blocks = [self.blocks[number] for number in departure.pins]
-                sources = [block.source for block in blocks if isinstance(block, ForwardedBlock)]
                 departure.end.ended = sources.clear
             else:
                 departure.cancel()
@@ -646,7 +633,13 @@ class Memory:
         self.gate.held.clear()
         for foreign in list(self._foreign.values()):
             self._close_foreign(foreign)
-        self._arena.close()
+        segment = self._arena.segment
+        if segment.memory:
+            # Another process may keep the segment mapped for a long time because of a small tensor, so the
+            # unused pages are returned now. In the worker, since it takes milliseconds, and after all copies.
+            segment.take_free()
+            self._worker.begin("returning memory", segment.return_memory)
+            self._worker.begin("unmapping", segment.close)
 
     def _count(self, copied: Source) -> None:
         self._counts["tensors_copied"] += 1
@@ -666,20 +659,6 @@ class Memory:
         self.blocks[block.number] = block
         return block
 
-    def _release_segment(self, segment: Segment) -> None:
-        """Unmap a segment in the worker, after the copies into it; unmapping may take milliseconds."""
-        for reader in self._readers.pop(segment, ()):
-            reader.cancel()
-        if self._departures:
-            asyncio.get_running_loop().call_soon(self._make_way)
-        self._segment_closed(segment)
-        if segment.memory:
-            # Another process may keep the segment mapped for a long time because of a small tensor, so the
-            # unused pages are returned now.
-            segment.take_free()
-            self._worker.begin("returning memory", segment.return_memory)
-            self._worker.begin("unmapping", segment.close)
-
     def _release(self, block: Block | ForwardedBlock) -> None:
         del self.blocks[block.number]
         if isinstance(block, ForwardedBlock):
@@ -692,38 +671,22 @@ class Memory:
         place = block.place
         for mover in tuple(self.movers):
             mover.free(place.segment.number, place.offset)
-        self.gate.release(block.ticket)
-        if self._is_closed:
-            return
-        if place.segment.is_retired:
-            if not self._trims_soon:
-                self._trims_soon = True
-                asyncio.get_running_loop().call_soon(self._trim_retired)
-        elif self._trimming is None and self._keep_warm_s is not None:
+        grant = block.ticket
+        if block.lost:  # only the bytes are released; another ticket keeps the place
+            self._arena.lost_bytes += place.nbytes
+            block.ticket = Ticket(0, None, 0.0, granted=True, place=place)
+            grant.place = None
+        self.gate.release(grant)
+        if self._trimming is None and self._keep_warm_s is not None and not self._is_closed:
             self._trimming = asyncio.get_running_loop().call_later(self._keep_warm_s, self._trim)
-
-    def _reader_ended(self, segment: Segment, offsets: Sequence[int]) -> None:
-        """Handle the end of a process that could read blocks of a retired segment."""
-        segment.reader_ended(offsets)
-        self._trim_retired()
-
-    def _trim_retired(self) -> None:
-        """Return the unused memory of retired segments to the system, because they get no new blocks."""
-        self._trims_soon = False
-        if self._is_closed:
-            return
-        for segment in self._arena.segments():
-            if segment.is_retired:
-                segment.take_free()
-                self._worker.begin("returning memory", segment.return_memory)
 
     def _trim(self) -> None:
         """Return memory that was idle for `keep_warm_s` to the system; check again later if more is idle."""
         self._trimming = None
         if self._keep_warm_s is None:
             return
-        segment, idle = self._arena.take_idle(time.monotonic() - self._keep_warm_s)
-        if idle:
+        segment = self._arena.segment
+        if segment.take_idle(time.monotonic() - self._keep_warm_s):
             self._worker.begin("returning memory", segment.return_memory)
         if segment.has_idle:
             self._trimming = asyncio.get_running_loop().call_later(self._keep_warm_s, self._trim)

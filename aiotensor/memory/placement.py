@@ -33,7 +33,7 @@ class Allocation(msgspec.Struct, frozen=True):
 
     def can_carry(self, source: Source) -> bool:
         """Return whether a tensor in the block can be announced without a copy."""
-        if self.block.place.segment.is_retired:
+        if self.block.lost:
             return False  # a lost receiver may still read it
         # As `is_flat`, without a call.
         if not (source.is_contiguous() or memory_order(source)) or source.is_conj() or source.is_neg():

@@ -84,7 +84,7 @@ async def test_publications_before_the_first_arrival_after_a_reconnect_are_misse
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     async with Publisher(address) as publisher, Subscriber(address, torch.Tensor) as subscriber:
         await publisher.wait_for_subscribers(1)

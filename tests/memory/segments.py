@@ -26,7 +26,7 @@ def arena_of(nbytes: int = 8 * MIB) -> Iterator[Arena]:
     try:
         yield arena
     finally:
-        arena.close()
+        arena.segment.close()
 
 
 @contextmanager

@@ -127,9 +127,7 @@ async def test_copying_an_allocated_tensor_does_not_wait_for_its_own_memory() ->
             async with TensorReceiver(place) as receiver:
                 await until(lambda: sender.receiver_id == receiver.id)
                 # The first receiver may still use the memory of the tensor.
-                await until(
-                    lambda: any(getattr(one, "is_retired", False) for one in memory_of(sender).segments())
-                )
+                await until(lambda: any(block.lost for block in memory_of(sender).blocks.values()))
                 with pytest.raises(WouldBlockError, match="send a clone"):
                     await sender.send(tensor)
                 tensor = tensor.clone()

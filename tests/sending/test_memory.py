@@ -13,7 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from aiotensor.memory import memory as memory_module
 from aiotensor.memory.arena import Block
+from aiotensor.memory.mapping import new_token
 from aiotensor.memory.memory import Memory
 from aiotensor.statistics.counters import new_counts
 from aiotensor.types import SenderStatistics
@@ -75,6 +77,36 @@ async def test_memory_reused_before_a_queued_return_is_not_returned() -> None:
     go_on.set()
     await worker_of(memory).settle()
     assert set(bytes(again.place.view())) == {9}
+    await memory.aclose()
+
+
+@pytest.mark.promise(9, 14, 30)
+async def test_the_bytes_of_blocks_of_a_lost_reader_that_lives_on_are_granted_at_other_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_module, "_GRACE_S", 0.01)
+    memory = new_memory(4 * MIB)
+    [shared, read_here] = [await memory.acquire(2 * MIB) for _ in range(2)]
+    for block in (shared, read_here):
+        await memory.copy(torch.full((2 * MIB,), 7, dtype=torch.uint8), block, None)
+        memory.pin([block.number])
+    memory.unpin_owner(shared)
+    reading, token = new_token()
+    memory.reader_lost([shared.number, read_here.number], {shared.place.segment.number: reading})
+    await until(lambda: memory.gate.in_use == 2 * MIB)
+    for _ in range(3):
+        block = await memory.acquire(2 * MIB)
+        await memory.copy(torch.full((2 * MIB,), 9, dtype=torch.uint8), block, None)
+        assert block.place.offset not in (shared.place.offset, read_here.place.offset)
+        memory.unpin_owner(block)
+    memory.unpin_owner(read_here)
+    assert memory.gate.in_use == 0
+    assert {*bytes(shared.place.view()), *bytes(read_here.place.view())} == {7}
+
+    token.close()  # as the end of the process of the reader
+    await until(lambda: memory.warm_bytes == 0)
+    assert memory.largest_free == 4 * MIB
+    assert not memory.blocks
     await memory.aclose()
 
 

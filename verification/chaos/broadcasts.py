@@ -85,10 +85,10 @@ class BroadcastPlay(Play):
         await self.told(publisher, at, publisher.call(publishing.lost, member.pid))
         if self._releases_at_once:
             with contextlib.suppress(GoneError):
-                retired, took = await timed(publisher, at, publisher.call(publishing.told))
+                lost_bytes, took = await timed(publisher, at, publisher.call(publishing.told))
                 self.note_time("a subscriber's memory is released", took)
-                if self.is_late(took) or retired:
-                    how = f"after {took:.3f} s, and {retired} segments were retired"
+                if self.is_late(took) or lost_bytes:
+                    how = f"after {took:.3f} s, and {lost_bytes} bytes were lost"
                     raise RoundError(f"the memory of {member.name} was released {how}")
         await member.ended()
         number = target - SLOTS

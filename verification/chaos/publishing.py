@@ -14,7 +14,7 @@ from verification.chaos.here import ARENA_BYTES, here, left_running
 from verification.chaos.journal import Broken, Published
 from verification.chaos.plan import LAST, Order, PublisherPlan, SenderPlan
 from verification.chaos.working import account
-from verification.internals import held_by_publisher, segments_of
+from verification.internals import held_by_publisher, lost_bytes_of
 from verification.processes.peers import State
 
 
@@ -114,10 +114,10 @@ def _check_limits(publisher: Publisher) -> None:
 
 
 async def told(state: State) -> int:
-    """Wait until the memory of subscribers that ended is released, and count the retired segments."""
+    """Wait until the memory of subscribers that ended is released, and return the bytes that were lost."""
     while held_by_publisher(_open.publisher)["departures"]:
         await asyncio.sleep(0.001)
-    return sum(segment.is_retired for segment in segments_of(_open.publisher))
+    return lost_bytes_of(_open.publisher)
 
 
 async def lost(state: State, pid: int) -> None:
