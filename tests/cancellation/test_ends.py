@@ -28,23 +28,6 @@ from verification.waiting import until
 pytestmark = pytest.mark.usefixtures("link", "nothing_left_behind")
 
 
-async def test_opening_does_not_suspend_without_contention() -> None:
-    async def both_open(attempt: Attempt) -> None:
-        with endpoint() as place:
-            sender, receiver = TensorSender(place), TensorReceiver(place)
-
-            async def open_both() -> None:
-                await sender.__aenter__()
-                await receiver.__aenter__()
-
-            assert await attempt.start(open_both()).completed()
-            assert torch.equal(await receiver.receive(await sender.send(pattern(0, 3))), pattern(0, 3))
-            await sender.aclose()
-            await receiver.aclose()
-
-    assert not await cancel_everywhere(both_open)
-
-
 # Receivers
 
 

@@ -4,7 +4,6 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
-import torch
 
 from aiotensor import RefusedError
 from aiotensor.channel import MessageClient, MessageServer
@@ -19,7 +18,7 @@ from tests.channel.parties import (
     settled,
 )
 from tests.channel.rogues import message, rogue_client
-from verification.patterns import BIG, pattern
+from verification.patterns import pattern
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -114,26 +113,6 @@ async def test_answers_to_a_client_that_does_not_read_wait_and_delay_no_other() 
                 assert not all(await asyncio.gather(*answering))
                 assert (await other.request(Question(2))).seed == 2
                 assert server.statistics().in_hand == 0
-
-
-async def test_answers_wait_for_memory_that_earlier_answers_use() -> None:
-    async with channel(server={"arena_bytes": BIG * 8 + 4096}) as ends:
-        asking = [asyncio.create_task(ends.client.request(Question(seed))) for seed in range(3)]
-        answering = [
-            asyncio.create_task((await anext(ends.server)).answer(Answer(seed, tensor=pattern(seed, BIG))))
-            for seed in range(3)
-        ]
-        while asking:
-            await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert [task.done() for task in asking] == [True] + [False] * (len(asking) - 1)
-            got = await asking.pop(0)
-            assert got.tensor is not None
-            assert torch.equal(got.tensor, pattern(got.seed, BIG))
-            del got
-        assert all(await asyncio.gather(*answering))
-        await settled(ends)
 
 
 async def test_untaken_messages_of_disconnected_clients_count_against_max_clients() -> None:

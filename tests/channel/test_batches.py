@@ -22,6 +22,11 @@ def _ask(ends: Channel, *seeds: int, size: int = 3) -> list[asyncio.Task[Answer]
     return [asyncio.create_task(ends.client.request(Question(seed, pattern(seed, size)))) for seed in seeds]
 
 
+async def _answer_all(batch: list[Request[Question]]) -> None:
+    for request in batch:
+        await request.answer(await answer(request.message))
+
+
 async def _end(serving: asyncio.Task[None]) -> None:
     serving.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -54,9 +59,7 @@ async def test_a_batch_contains_the_requests_that_are_ready() -> None:
         for seeds in ([0, 1, 2], [3, 4]):
             batch = await anext(batches)
             assert [request.message.seed for request in batch] == seeds
-            for request in batch:
-                async with request:
-                    await request.answer(await answer(request.message))
+            await _answer_all(batch)
         assert [(await asked).seed for asked in asking] == [0, 1, 2, 3, 4]
 
 
@@ -64,9 +67,7 @@ async def test_the_first_request_of_a_batch_waits_for_others_at_most_batch_wait_
     async with channel() as ends:
         batches = ends.server.batches(3, batch_wait_s=0.01)
         [asked] = _ask(ends, 0)
-        [request] = await anext(batches)
-        async with request:
-            await request.answer(await answer(request.message))
+        await _answer_all(await anext(batches))
         assert (await asked).seed == 0
 
 
@@ -82,11 +83,9 @@ async def test_a_cancelled_request_leaves_its_batch() -> None:
         third, fourth = _ask(ends, 2, 3)
         batch = await next_batch
         assert [request.message.seed for request in batch] == [1, 2, 3]
-        for request in batch:
-            async with request:
-                await request.answer(await answer(request.message))
+        await _answer_all(batch)
         assert [(await asked).seed for asked in (second, third, fourth)] == [1, 2, 3]
-        del request, batch, next_batch
+        del batch, next_batch
         await settled(ends)
 
 
@@ -197,8 +196,7 @@ async def test_a_cancelled_wait_for_a_batch_loses_no_request() -> None:
         asking += _ask(ends, 2)
         batch = await anext(batches)
         assert [request.message.seed for request in batch] == [0, 1, 2]
-        for request in batch:
-            await request.answer(await answer(request.message))
+        await _answer_all(batch)
         await asyncio.gather(*asking)
 
 

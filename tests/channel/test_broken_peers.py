@@ -15,8 +15,6 @@ from aiotensor.protocol.frames import (
     INLINE,
     VERSION,
     Begin,
-    Close,
-    Discard,
     Failure,
     Frame,
     Message,
@@ -71,17 +69,13 @@ def tensor(placement: str = ARENA, payload: bytes = b"\x00" * 16) -> PlacedTenso
 NOTHING = b"\xc1"  # which begins no value
 
 
-# The last frame breaks the protocol.
+# The last frame breaks the protocol; tests/protocol shows the rules of all roles.
 OF_CLIENTS: dict[str, tuple[str, Sequence[Frame | bytes]]] = {
     "noise": ("cannot be decoded", [b"\xc1noise"]),
     "a message for a receiver": ("a frame that no client sends", [put(last=True)]),
     "a message in several frames": ("a frame that no client sends", [Begin(0)]),
-    "an answer": ("answered message 0, which asks for no answer", [message(0, 1, answers=0)]),
-    "a failure": ("message 0, which", [Failure(0, "ValueError", "no")]),
     "more than max_waiting": ("more than 4 of its messages wait", [ask(number) for number in range(5)]),
-    "more than it has permits for": ("its limit of 3 messages", [ask(number) for number in range(4)]),
     "a release of nothing": ("released block 5 more often", [Release((5,))]),
-    "a withdrawal of nothing": ("of message 7, but the next one is 0", [Discard(7)]),
     "content that is none": ("cannot be decoded", [ask(payload=NOTHING, nbytes=1)]),
     "less content than announced": ("but announced 900", [ask(nbytes=900)]),
     "content in no memory": ("segment", [ask(placement=ARENA, block=5, payload=bytes(16))]),
@@ -119,7 +113,7 @@ async def test_a_client_that_breaks_the_protocol_is_disconnected_and_affects_no_
             asking = asyncio.create_task(client.request({"data": 1}))
             honest = await anext(server)
             iterating = asyncio.create_task(anext(server)) if len(frames) < 4 else None
-            async with rogue_client(here, max_messages=3 if reason.startswith("its") else 100) as rogue:
+            async with rogue_client(here) as rogue:
                 rogue.write(*frames)
                 await rogue.is_lost.wait()
                 await until(lambda: server.statistics().clients == 1)
@@ -134,20 +128,6 @@ async def test_a_client_that_breaks_the_protocol_is_disconnected_and_affects_no_
             assert await asking == 4
             assert [one.data for one in decoded if isinstance(one, Seen)] == [1, 3]
             assert client.statistics().servers_lost == 0
-
-
-@pytest.mark.usefixtures("way")
-async def test_a_client_of_another_version_is_refused_with_the_reason() -> None:
-    with place() as here, said():
-        async with MessageServer(here, Question) as server:
-            async with rogue_client(here, version=VERSION + 1) as rogue:
-                [close] = await heard(rogue, Close)
-                assert close.is_refusal
-                assert close.reason == (
-                    f"the client has protocol version {VERSION + 1}, and the server has version {VERSION}: "
-                    "install the same version of aiotensor on both sides"
-                )
-            assert server.statistics().clients_refused == 1
 
 
 BAD: list[tuple[Message, str]] = [
@@ -220,9 +200,6 @@ OF_SERVERS: dict[str, tuple[str, Sequence[Frame | bytes]]] = {
     "noise": ("cannot be decoded", [b"\xc1noise"]),
     "a message of a sender": ("a frame that no server sends", [put(last=True)]),
     "a request": ("a message that answers nothing", [ask()]),
-    "an answer to no message": ("answered message 1, which asks for no answer", [message(0, 1, answers=1)]),
-    "a failure of no message": ("message 1, which", [Failure(1, "ValueError", "no")]),
-    "taking no message": ("answered message 1, which was never sent", [Taken((1,))]),
     "a release of nothing": ("released block 5 more often", [Release((5,))]),
     "content that is none": ("cannot be decoded", [message(0, 1, answers=0, payload=NOTHING, nbytes=1)]),
     "a tensor in no memory": ("segment", [message(0, 1, [tensor()], answers=0)]),

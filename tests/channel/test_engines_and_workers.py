@@ -50,7 +50,7 @@ async def open_engine(state: State, number: int, address: str) -> None:
     """Answer some uploads, take some more, and pause until `go_on`."""
     server = await state.stack.enter_async_context(MessageServer(address, Upload))
     in_hand: list[int] = []
-    may_go_on = asyncio.Event()
+    is_full, may_go_on = asyncio.Event(), asyncio.Event()
     begun = 0
 
     async def handle(upload: Upload) -> Checksum:
@@ -58,16 +58,19 @@ async def open_engine(state: State, number: int, address: str) -> None:
         begun += 1
         if begun > ANSWERED:
             in_hand.append(upload.number)
+            if len(in_hand) == IN_HAND:
+                is_full.set()
             await may_go_on.wait()
         return Checksum(number, checksum(upload.frames))
 
     serving = asyncio.create_task(server.serve(handle, max_concurrent=IN_HAND))
-    state.others |= {"server": server, "in_hand": in_hand, "may_go_on": may_go_on, "serving": serving}
+    state.others |= {"server": server, "in_hand": in_hand, "serving": serving}
+    state.others |= {"is_full": is_full, "may_go_on": may_go_on}
 
 
 async def paused(state: State) -> list[int]:
     """Wait until the engine has taken as many uploads as it can, and return the numbers of those in hand."""
-    await until(lambda: len(state.others["in_hand"]) == IN_HAND)
+    await state.others["is_full"].wait()
     return list(state.others["in_hand"])
 
 

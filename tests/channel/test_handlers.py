@@ -41,16 +41,6 @@ async def test_an_exception_that_stops_a_handler_raises_peer_lost_error_at_the_c
     assert not texts
 
 
-async def test_failing_a_request_with_a_stopping_exception_raises_peer_lost_error() -> None:
-    async with channel() as ends:
-        for error in (SystemExit(0), asyncio.CancelledError()):
-            asking = asyncio.create_task(ends.client.request(Question(1)))
-            assert await (await anext(ends.server)).fail(error)
-            with pytest.raises(PeerLostError, match=type(error).__name__):
-                await asking
-        await settled(ends)
-
-
 async def test_a_request_dropped_before_its_block_is_lost_and_logged_if_it_needs_an_answer() -> None:
     with said() as texts:
         async with channel() as ends:
@@ -181,18 +171,6 @@ def cancelling() -> int:
     task = asyncio.current_task()
     assert task is not None
     return task.cancelling()
-
-
-async def test_code_after_the_block_of_a_cancelled_request_is_not_cancelled() -> None:
-    async with channel() as ends:
-        asking, request = await wanted(ends)
-        giving_up = asyncio.create_task(give_up(asking, request))
-        async with request:
-            await asyncio.get_running_loop().create_future()
-        assert cancelling() == 0
-        await asyncio.sleep(0)
-        await giving_up
-        await settled(ends)
 
 
 async def test_a_block_that_catches_its_cancellation_continues() -> None:

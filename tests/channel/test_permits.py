@@ -12,7 +12,6 @@ from aiotensor.channel import MessageClient, MessageServer, Permit
 from tests.cancelling import Attempt, cancel_everywhere
 from tests.channel.parties import (
     Answer,
-    Channel,
     Question,
     answer_one,
     channel,
@@ -28,14 +27,6 @@ from verification.waiting import until
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 SHORT_S = 0.02
-
-
-async def _ask_with_a_permit(ends: Channel, seed: int) -> Answer:
-    """Decode a request in place, and send it."""
-    async with ends.client.permit() as permit:
-        tensor = await permit.allocate((BIG,), torch.int64)
-        tensor.copy_(pattern(seed, BIG))
-        return await ends.client.request(Question(seed, tensor), inside=permit)
 
 
 @pytest.mark.usefixtures("way")
@@ -80,18 +71,6 @@ async def test_a_permit_is_for_one_request_of_its_client_in_its_block() -> None:
         client.permit()
 
 
-async def test_a_failed_request_uses_its_permit_and_returns_it() -> None:
-    async with channel(1, 1 << 20, client={"max_wait_s": 5}) as ends, serving(ends.server):
-        for _ in range(3):
-            async with ends.client.permit() as permit:
-                with pytest.raises(TooLargeError):
-                    await ends.client.request(Question(1, torch.zeros(1 << 20)), inside=permit)
-                with pytest.raises(UsageError, match="not in use"):
-                    await ends.client.request(Question(1), inside=permit)
-        assert (await ends.client.request(Question(1))).seed == 1
-        await settled(ends)
-
-
 @pytest.mark.promise(14)
 async def test_permits_in_use_never_exceed_max_concurrent_videos() -> None:
     async with channel(2, client={"max_wait_s": 0.1}) as ends, AsyncExitStack() as held:
@@ -110,35 +89,6 @@ async def test_permits_in_use_never_exceed_max_concurrent_videos() -> None:
         await held.aclose()
         async with ends.client.permit():
             pass
-
-
-@pytest.mark.promise(15)
-async def test_a_permit_that_is_released_goes_to_the_call_that_has_waited_longest() -> None:
-    async with channel(1) as ends:
-        order: list[int] = []
-
-        async def wait(number: int) -> None:
-            async with ends.client.permit():
-                order.append(number)
-
-        async with ends.client.permit():
-            waiting = [asyncio.create_task(wait(number)) for number in range(4)]
-            await until(lambda: ends.client.statistics().waiting == 4)
-            waiting.pop(1).cancel()
-            await until(lambda: ends.client.statistics().waiting == 3)
-        await asyncio.gather(*waiting)
-        assert order == [0, 2, 3]
-
-
-async def test_an_exception_in_the_block_of_a_permit_releases_it_with_its_memory() -> None:
-    async with channel(1, BIG * 8 + (1 << 16), client={"max_wait_s": 5}) as ends, serving(ends.server):
-        for _ in range(3):
-            with pytest.raises(KeyError):
-                async with ends.client.permit() as permit:
-                    await permit.allocate((BIG,), torch.int64)
-                    raise KeyError
-        assert (await _ask_with_a_permit(ends, 2)).seed == 2
-        await settled(ends)
 
 
 @pytest.mark.promise(29)

@@ -1,8 +1,6 @@
 """Clients and servers in separate processes, which are killed, stopped and started again."""
 
 import asyncio
-import os
-import signal
 from typing import Any
 
 import pytest
@@ -103,25 +101,6 @@ async def test_killing_a_client_cancels_its_requests_and_releases_their_resource
             assert (seen.messages_received, seen.messages_taken) == (3, 1)
             async with serving(server):
                 assert await survivor.call(peers.ask, 9)
-
-
-@pytest.mark.promise(10)
-async def test_a_forked_child_of_a_server_does_not_hide_its_death() -> None:
-    with place() as here:
-        async with peers.process() as server, peers.process() as client:
-            await server.call(peers.open_server, here, answers=False)
-            await client.call(peers.open_client, here)
-            await client.call(peers.begin_to_ask, [1])
-            await server.call(peers.take, 1)
-            await client.call(peers.all_taken)
-            grandchild = await server.call(peers.fork_and_sleep)
-            try:
-                with promptly():
-                    server.kill()
-                    [error] = await client.call(peers.outcomes)
-                    assert isinstance(error, PeerLostError)
-            finally:
-                os.kill(grandchild, signal.SIGKILL)
 
 
 @pytest.mark.extended

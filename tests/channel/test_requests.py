@@ -1,9 +1,8 @@
 """Requests are answered in any order, with their tensors in place."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,7 @@ from aiotensor import (
     UnsupportedTensorError,
     UsageError,
 )
-from aiotensor.channel.client import MessageClient
-from aiotensor.channel.server import MessageServer
-from tests.channel.parties import Answer, Channel, Question, channel, place, said, serving, settled
+from tests.channel.parties import Answer, Channel, Question, channel, said, serving, settled
 from verification.inside import sessions_of
 from verification.internals import shrink_send_buffer
 from verification.patterns import BIG, pattern
@@ -258,32 +255,3 @@ async def test_a_sent_message_is_delivered_once_if_its_client_cannot_write_the_n
             del request
         await settled(ends)
         assert ends.client.statistics().servers_lost == 1
-
-
-async def test_none_is_a_message_like_any_other() -> None:
-    async def answer(message: object) -> object:
-        return [message]
-
-    async def answer_all(messages: list[object]) -> list[object]:
-        return [[message] for message in messages]
-
-    async def iterate(server: MessageServer[Any]) -> None:
-        async for request in server:
-            async with request:
-                await request.answer([request.message])
-
-    ways: list[Callable[[MessageServer[Any]], Coroutine[Any, Any, None]]] = [
-        lambda server: server.serve(answer),
-        lambda server: server.serve(answer_all, max_batch=4),
-        iterate,
-    ]
-    for serve in ways:
-        with place() as here:
-            async with (
-                MessageServer(here, Any) as server,
-                MessageClient(here, list[None]) as client,
-            ):
-                serving = asyncio.create_task(serve(server))
-                assert await asyncio.gather(*(client.request(None) for _ in range(3))) == [[None]] * 3
-                await server.aclose()
-                await serving

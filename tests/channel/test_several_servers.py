@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 import torch
 
-from aiotensor import PeerLostError, RefusedError
+from aiotensor import PeerLostError
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel import peers
 from tests.channel.parties import (
@@ -125,20 +125,6 @@ async def test_messages_that_wait_are_sent_in_the_order_of_their_calls_to_the_se
 # Servers that start, end and refuse
 
 
-async def test_a_server_that_starts_gets_messages_that_wait_for_a_busy_one() -> None:
-    with place() as here, place() as there:
-        async with (
-            MessageServer(here, Question, max_waiting=2) as busy,
-            MessageClient([here, there], Answer, 32) as client,
-            _asking(client, map(_large, range(20))) as asking,
-        ):
-            await until(lambda: client.statistics().messages_sent == 2)
-            async with MessageServer(there, Question) as starting, serving(starting):
-                await until(lambda: sum(task.done() for task in asking) == 18)
-                async with serving(busy):
-                    assert [got.seed for got in await asyncio.gather(*asking)] == list(range(20))
-
-
 @pytest.mark.usefixtures("way")
 @pytest.mark.promise(10)
 @pytest.mark.parametrize("how", ["killed", "closed"])
@@ -182,20 +168,6 @@ async def test_only_messages_that_a_lost_server_had_taken_are_lost_with_it(how: 
         assert len(heard) == len({*heard} - {*failed})  # each once, and none that has failed
         assert client.statistics().engines[0].requests_lost == lost
         await until(lambda: client.statistics().bytes_in_use == client.statistics().in_flight == 0)
-
-
-async def test_a_client_that_all_servers_refuse_raises_refused_error() -> None:
-    with place() as here, place() as there:
-        async with (
-            MessageServer(here, Question, max_clients=1),
-            MessageServer(there, Question, max_clients=1),
-            MessageClient([here, there], Answer) as first,
-        ):
-            await until(lambda: first.statistics().servers == 2)
-            async with MessageClient([here, there], Answer) as second:
-                for _ in range(3):
-                    with pytest.raises(RefusedError, match="max_clients=1"):
-                        await second.request(Question(1))
 
 
 # Idempotent requests are sent once more if their server is lost

@@ -1,11 +1,10 @@
 """Waiting for servers, requests and capacity: `arrived`, `max_wait_s` and `grace_s`."""
 
 import asyncio
-import multiprocessing
 
 import pytest
 
-from aiotensor import ClosedError, PeerLostError, UnavailableError, UsageError, WouldBlockError
+from aiotensor import ClosedError, UnavailableError, UsageError, WouldBlockError
 from aiotensor.channel import MessageClient, MessageServer
 from tests.cancelling import Attempt, cancel_everywhere
 from tests.channel.parties import (
@@ -14,7 +13,6 @@ from tests.channel.parties import (
     answer_one,
     channel,
     place,
-    said,
     serving,
     settled,
     still_waits,
@@ -66,29 +64,6 @@ async def test_closing_ends_arrived() -> None:
         for call in (arrived, server.arrived()):
             with pytest.raises(ClosedError):
                 await call
-
-
-@pytest.mark.promise(10)
-async def test_calls_that_wait_for_requests_end_after_the_last_client_if_no_other_can_connect() -> None:
-    queue = multiprocessing.get_context("spawn").Queue()
-    with said() as texts:
-        async with MessageServer(queue, Question) as server:
-            async with MessageClient(queue, Answer) as client:
-                await client.ready()
-                queue.close()  # through which clients find the server
-                await until(lambda: any("no further peer will connect" in text for text in texts))
-                asking = asyncio.create_task(client.request(Question(1)))
-                await server.arrived()
-                [request] = await anext(server.batches(2))
-                await request.answer(Answer(1))
-                assert (await asking).seed == 1
-                calls = [
-                    asyncio.ensure_future(call)
-                    for call in (server.arrived(), anext(server.batches(2)), anext(server))
-                ]
-            for call in calls:
-                with pytest.raises(PeerLostError, match="no client can connect any more"):
-                    await call
 
 
 async def test_a_cancelled_arrived_takes_no_request() -> None:
