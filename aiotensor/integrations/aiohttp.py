@@ -21,7 +21,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from types import TracebackType
 from typing import TypeAlias, TypeVar
 
 from aiotensor.integrations import not_installed
@@ -120,24 +119,43 @@ def problem_middleware(
     limits = UploadLimits(min_upload_rate, upload_grace_s)
     has_warned = False
 
+    def answer(request: web.Request, error: AioTensorError | SlowUploadError) -> web.Response:
+        """Return the response to an error, or raise it if there is none."""
+        if request.writer.output_size:  # another response has begun
+            log_cut_off(error)
+            raise error
+        problem = problem_of(error, retry_after_s)
+        if problem is None:
+            raise error
+        return web.Response(
+            body=problem.body, status=problem.status, headers=problem.headers, content_type=MEDIA_TYPE
+        )
+
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         nonlocal has_warned
+        timeout = asyncio.timeout(None)
+        slow: list[SlowUploadError] = []
+
+        def too_slow(error: SlowUploadError) -> None:
+            slow.append(error)
+            timeout.reschedule(asyncio.get_running_loop().time())
+
+        response: web.StreamResponse
+        upload = UploadWatch(limits, partial(_look, request), too_slow)
+        upload.begin()
         try:
-            async with _LimitedUpload(request, limits):
+            async with timeout:
                 response = await handler(request)
-        except (AioTensorError, SlowUploadError) as error:
-            if request.writer.output_size:  # another response has begun
-                log_cut_off(error)
-                raise
-            problem = problem_of(error, retry_after_s)
-            if problem is None:
-                raise
-            response = web.Response(
-                body=problem.body, status=problem.status, headers=problem.headers, content_type=MEDIA_TYPE
-            )
-            if isinstance(error, SlowUploadError):
-                response.force_close()  # the rest of the body is not read
+        except TimeoutError:
+            if not timeout.expired():
+                raise  # an error of the application
+            response = answer(request, slow.pop())
+            response.force_close()  # the rest of the body is not read
+        except AioTensorError as error:
+            response = answer(request, error)
+        finally:
+            upload.end()
         # The handler of a web socket is notified of a disconnect when it receives.
         is_socket = isinstance(response, web.WebSocketResponse)
         if request.transport is None and not is_socket and not has_warned:
@@ -152,50 +170,13 @@ def problem_middleware(
     return middleware
 
 
-class _LimitedUpload:
-    """Cancel a block when the client of a request uploads too slowly; entered in the task of the request.
+def _look(request: web.Request) -> tuple[int, bool] | None:
+    """Return the received bytes of an upload, and whether aiohttp waits for more; None at its end.
 
     aiohttp does not report when a handler waits for the body. It pauses reading while the handler has not
     read the data that arrived, and that time does not count.
-
-    Raises:
-        SlowUploadError: the client sent the body too slowly.
     """
-
-    # Not a generator: in Python 3.12 and 3.13, its frame and the error would refer to each other, and would
-    # keep the objects of the handler alive.
-
-    def __init__(self, request: web.Request, limits: UploadLimits) -> None:
-        self._request = request
-        self._timeout = asyncio.timeout(None)
-        self._error: SlowUploadError | None = None
-        self._upload = UploadWatch(limits, self._look, self._too_slow)
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-        self._upload.begin()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._upload.end()
-        try:
-            await self._timeout.__aexit__(kind, raised, trace)
-        except TimeoutError:
-            error, self._error = self._error, None
-            if error is None:
-                raise
-            try:
-                raise error from None
-            finally:
-                del error  # its traceback refers to this frame
-
-    def _look(self) -> tuple[int, bool] | None:
-        transport, content = self._request.transport, self._request.content
-        if transport is None or content.is_eof():
-            return None
-        return content.total_raw_bytes, transport.is_reading()  # counted before decompression
-
-    def _too_slow(self, error: SlowUploadError) -> None:
-        self._error = error
-        self._timeout.reschedule(asyncio.get_running_loop().time())
+    transport, content = request.transport, request.content
+    if transport is None or content.is_eof():
+        return None
+    return content.total_raw_bytes, transport.is_reading()  # counted before decompression
