@@ -21,15 +21,6 @@ from verification.fuzz.listening import waiting_at
 from verification.fuzz.speaking import say
 from verification.inspecting import inspect_receiver
 
-__all__ = [
-    "PATIENCE_S",
-    "BareInspector",
-    "BareReceiver",
-    "bare_inspector",
-    "inspect_patiently",
-    "inspecting_bare_receiver",
-]
-
 PATIENCE_S = 20.0  # longer than any answer takes
 
 

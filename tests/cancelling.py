@@ -16,8 +16,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from tests.holdings import Party, Watch
 from verification.waiting import until
 
-__all__ = ["Attempt", "Plan", "Running", "Way", "cancel_everywhere"]
-
 T = TypeVar("T")
 
 _TURNS_LATER = 3

@@ -14,17 +14,6 @@ from aiotensor.types import (
     ReceiverStatistics,
 )
 
-__all__ = [
-    "NO_WAITS",
-    "frames_of",
-    "hello",
-    "publish",
-    "put",
-    "receiver_hello",
-    "receiver_statistics",
-    "record_of",
-]
-
 NO_WAITS = WaitCounter().waits()
 
 

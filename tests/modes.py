@@ -6,8 +6,6 @@ from contextlib import asynccontextmanager
 
 from verification import loops
 
-__all__ = ["in_mode"]
-
 
 @asynccontextmanager
 async def in_mode(name: str) -> AsyncIterator[None]:

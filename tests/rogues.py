@@ -20,8 +20,6 @@ from aiotensor.transports.base import Events, Transport
 from aiotensor.transports.endpoints import Endpoint, route_to
 from tests.frames import hello, receiver_hello
 
-__all__ = ["ARENA_BYTES", "SEALS", "RogueReceiver", "RogueSender", "rogue_receiver", "rogue_sender"]
-
 ARENA_BYTES = 1 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL  # the seals that a receiver requires
 

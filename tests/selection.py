@@ -16,8 +16,6 @@ import pytest
 from aiotensor.memory import tensors
 from verification import loops, places
 
-__all__ = ["COMPLETE", "DTYPES", "LINKS", "LOCAL_LINKS", "MODES", "loop_factories", "only_asyncio", "select"]
-
 COMPLETE = os.environ.get("AIOTENSOR_TESTS") == "all"
 
 LINKS = list(places.LINKS) if COMPLETE else ["unix", "tcp"]

@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
-__all__ = ["Count", "Resumed", "counted_calls"]
-
 T = TypeVar("T")
 
 

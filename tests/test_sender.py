@@ -417,24 +417,3 @@ async def test_the_default_socket_timeout_of_the_application_has_no_effect() -> 
             assert torch.equal(await receiver.receive(await sender.send(pattern(0, BIG))), pattern(0, BIG))
     finally:
         socket.setdefaulttimeout(None)
-
-
-@once
-async def test_two_waits_of_one_message_are_not_mistaken_for_a_deadlock() -> None:
-    async with pair(max_concurrent_videos=2, arena_bytes=BIG * 8) as (sender, receiver):
-        tensor = await sender.allocate((BIG,), torch.int64)
-        tensor.copy_(pattern(1, BIG))
-        async with sender.message() as waits_twice:
-            parts = [asyncio.create_task(waits_twice.send(pattern(seed, BIG // 4))) for seed in (2, 3)]
-            async with sender.message():  # it can continue, and release its permit
-                await until(lambda: sender.statistics().waiting == 2)
-                allocated = asyncio.create_task(sender.send(tensor))
-                await until(lambda: sender.statistics().waiting == 3)
-                await asyncio.sleep(0)
-                assert not any(part.done() for part in parts)
-            received = await receiver.receive(await allocated)
-            assert torch.equal(received, tensor)
-            del tensor, received, allocated
-            handles = await asyncio.gather(*parts)
-        for handle in handles:
-            await receiver.receive(handle)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from aiotensor.channel import MessageClient, MessageServer
-from aiotensor.codec import TensorDecoder, TensorEncoder
 from tests.channel.parties import place
 from tests.conformance.turns import Turns
 from tests.pairs import pair
@@ -67,15 +66,6 @@ async def test_arrays_that_torch_cannot_view_arrive_unchanged(count: int) -> Non
                 handles = [await message.send(array), await message.send(array)]
             for handle in handles:
                 assert_same(await receiver.receive(handle), array)
-
-
-def test_arrays_that_torch_cannot_view_survive_encoding() -> None:
-    decoder = TensorDecoder(list[np.ndarray])
-    for name, make in ARRAYS.items():
-        array = make(7)
-        [found] = decoder.decode(TensorEncoder().encode([array]))
-        assert found.dtype == array.dtype, name
-        assert (found.shape, found.tobytes()) == (array.shape, array.tobytes()), name
 
 
 async def test_arrays_that_torch_cannot_view_travel_in_messages() -> None:

@@ -15,18 +15,6 @@ from tests.broadcast import workers
 from verification.processes.peers import Peer, peers
 from verification.waiting import until
 
-__all__ = [
-    "Batch",
-    "Broadcast",
-    "Broadcasts",
-    "audience",
-    "idle",
-    "received",
-    "remove_socket",
-    "taken",
-    "turns",
-]
-
 
 class Batch(msgspec.Struct):
     name: str

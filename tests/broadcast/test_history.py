@@ -11,23 +11,12 @@ from aiotensor import PeerLostError
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.memory import mappings
 from aiotensor.transports.endpoints import Endpoint
-from tests.broadcast.audiences import Broadcasts, idle, received
+from tests.broadcast.audiences import Broadcasts, idle
 from verification.fuzz.listening import waiting_at
 from verification.patterns import BIG, pattern
 from verification.waiting import until
 
 once = pytest.mark.parametrize("endpoint", ["unix"], indirect=True)  # the link makes no difference
-
-
-async def test_a_late_subscriber_begins_with_the_next_publication(broadcasts: Broadcasts) -> None:
-    async with broadcasts.open(1) as (publisher, [early]):
-        for number in range(3):
-            await publisher.publish(number)
-        async with broadcasts.subscriber(publisher) as late:
-            await publisher.publish(3)
-            publication = await late.receive()
-            assert (publication.number, publication.message, publication.missed) == (3, 3, 0)
-        assert await received(early, 4) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("published", [0, 2, 10])

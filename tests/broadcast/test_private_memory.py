@@ -91,18 +91,3 @@ async def test_a_written_part_does_not_change_its_neighbours(broadcasts: Broadca
         assert torch.equal(second, torch.full_like(second, 5))
         del second, tensor
         await idle(publisher)
-
-
-@pytest.mark.parametrize("endpoint", ["unix"], indirect=True)
-async def test_small_blocks_do_not_share_pages(broadcasts: Broadcasts) -> None:
-    async with broadcasts.open(1, torch.Tensor) as (publisher, [subscriber]):
-        messages = []
-        for seed in range(8):
-            await publisher.publish(pattern(seed, 1100))  # 8800 bytes, more than two pages
-            messages.append((await subscriber.receive()).message)
-            messages[-1].fill_(seed)  # its pages are copied before the next block is written
-        assert [message.unique().tolist() for message in messages] == [[seed] for seed in range(8)]
-        messages.clear()
-        for seed in range(8):
-            await publisher.publish(pattern(seed, 1100))
-            assert torch.equal((await subscriber.receive()).message, pattern(seed, 1100))

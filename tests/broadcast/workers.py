@@ -9,18 +9,6 @@ from aiotensor.broadcast import Publisher, Subscriber
 from verification.patterns import pattern
 from verification.processes.peers import State
 
-__all__ = [
-    "close",
-    "forget",
-    "keep",
-    "missed",
-    "publish",
-    "receive",
-    "receive_for_ever",
-    "start",
-    "subscribe",
-]
-
 
 async def subscribe(state: State) -> str:
     subscriber = Subscriber[Any](state.endpoint)

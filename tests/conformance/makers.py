@@ -13,8 +13,6 @@ from verification.processes import peers
 from verification.processes.peers import Peer
 from verification.waiting import settled
 
-__all__ = ["Clogged", "NearReceiver", "NearSender", "PairMaker", "pairs_over", "stopped"]
-
 _FILLING = 1000  # elements of each tensor that fills a connection: it fits into a frame
 
 

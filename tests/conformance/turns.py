@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-__all__ = ["Changes", "Lengths", "Turns", "measured", "some_turns", "too_long"]
-
 _CALLS = 100_000
 _ATTEMPTS = 5
 

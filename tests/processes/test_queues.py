@@ -12,17 +12,15 @@ import torch
 
 from aiotensor import (
     AccessDeniedError,
-    PeerLostError,
     TensorQueue,
     TensorReceiver,
     TensorSender,
     UsageError,
 )
-from aiotensor.broadcast import Publisher, Subscriber
+from aiotensor.broadcast import Publisher
 from tests.transports.unix_ends import NOBODY, in_child, needs_root
 from verification.patterns import BIG, pattern
 from verification.processes import peers
-from verification.promptly import promptly
 from verification.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -50,33 +48,6 @@ async def test_a_queue_has_one_receiver_over_all_processes() -> None:
             with pytest.raises(UsageError, match="already listens on this queue"):
                 await child.call(peers.open_receiver)
         await child.call(peers.open_receiver)
-
-
-@pytest.mark.promise(10)
-async def test_a_sender_goes_on_with_the_next_receiver_after_one_was_killed() -> None:
-    queue = TensorQueue()
-    async with (
-        peers.peers(queue, 2) as [engine, next_engine],
-        TensorSender(queue, max_concurrent_videos=1) as sender,
-    ):
-        await engine.call(peers.open_receiver)
-        await sender.ready()  # its hello contains its process id
-        await sender.send(pattern(0, BIG))
-        waiting = asyncio.create_task(sender.send(pattern(0, 3)))
-        await until(lambda: sender.statistics().waiting == 1)
-        with promptly():
-            engine.kill()
-            with pytest.raises(PeerLostError) as caught:
-                await waiting
-        assert caught.value.pid == engine.pid
-        await until(lambda: not _sockets_of(queue))  # the kernel closes all of them
-        await next_engine.call(peers.open_receiver)
-        assert await next_engine.call(peers.receive_pattern, await sender.send(pattern(1, BIG)), 1)
-
-
-def _sockets_of(queue: TensorQueue) -> list[str]:
-    with open("/proc/net/unix") as table:
-        return [line for line in table if queue.socket_name[1:] in line]
 
 
 @needs_root
@@ -123,12 +94,6 @@ async def test_many_producers_reach_a_receiver_that_starts_later_and_the_one_aft
                 for seed, producer in enumerate(producers):
                     handle = await producer.call(peers.send_pattern, seed, BIG)
                     assert torch.equal(await receiver.receive(handle), pattern(seed, BIG))
-
-
-async def test_publications_reach_subscribers_over_a_plain_queue(queue: Any) -> None:
-    async with Subscriber(queue, dict) as subscriber, Publisher(queue, history=1) as publisher:
-        await publisher.publish({"frames": pattern(1, BIG)})
-        assert torch.equal((await subscriber.receive()).message["frames"], pattern(1, BIG))
 
 
 async def test_the_objects_of_the_application_on_a_queue_stay_there(queue: Any) -> None:

@@ -275,23 +275,3 @@ async def test_a_view_that_must_be_copied_does_not_wait_for_the_memory_of_its_te
             await anext(receiver)
         gc.collect()  # the traceback of the error held the tensor
         await settled(sender)
-
-
-async def test_two_waiting_sends_of_one_tensor_count_its_memory_once() -> None:
-    async with pair(max_concurrent_videos=1, arena_bytes=10 * BIG * 8) as (sender, receiver):
-        tensor = await sender.allocate((4 * BIG,), torch.int64)
-        other = await sender.allocate((4 * BIG,), torch.int64)
-        async with sender.message() as message:
-            sends = [asyncio.create_task(sender.send(tensor)) for _ in range(2)]
-            await until(lambda: sender.statistics().waiting == 2)
-            waiting = asyncio.create_task(message.allocate((4 * BIG,), torch.int64))
-            await until(lambda: sender.statistics().waiting == 3)
-            await asyncio.sleep(0)
-            assert not waiting.done()
-            del other
-            await message.send(await waiting)
-        del tensor, waiting
-        for _ in range(3):
-            await anext(receiver)
-        await asyncio.gather(*sends)
-        await settled(sender)
