@@ -16,14 +16,13 @@ import numpy as np
 from aiotensor.errors import ProtocolError
 from aiotensor.memory.arena import Segment, whole_pages
 from aiotensor.protocol.blocks import PlacedBlocks
-from aiotensor.protocol.moves import WINDOW_BYTES
+from aiotensor.protocol.network import WINDOW_BYTES
 from aiotensor.protocol.pages import Range
 from aiotensor.runtime.worker import Worker
 
 __all__ = ["LandingSegment"]
 
 _PIECE_BYTES = 2 * WINDOW_BYTES  # the memory that a block gets at a time, before its bytes arrive
-_QUICK_BYTES = 64 << 10  # up to this size, bytes are stored without the overhead of numpy
 _KEEP_WARM_S = 30.0  # the default of `keep_warm_s` of a sender
 
 
@@ -91,9 +90,6 @@ class LandingSegment:
             else:
                 self._waiting = (start, len(data)), known, resume
             return False
-        if len(data) <= _QUICK_BYTES:
-            self._segment.memory[start:stop] = data
-            return True
         target = np.frombuffer(self._segment.memory[start:stop], np.uint8)
         np.copyto(target, np.frombuffer(data, np.uint8))  # unlike a memoryview, it lets other threads run
         return True

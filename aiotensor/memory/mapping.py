@@ -248,11 +248,6 @@ class Mapping:
         self.view = memoryview(b"")
         self.locks = None
 
-    def remove_and_close(self) -> None:
-        """Return all memory, which no tensor uses, to the system, and release it; not for the event loop."""
-        self.remove([(0, self.nbytes)])
-        self.close()
-
     def _change(self, start: int, length: int, *, is_private: bool) -> bool:
         """Map a range of pages privately or shared, without their copies, at the same addresses.
 

@@ -548,8 +548,10 @@ class Mappings:
         if self._is_closed:
             segment.mapped.close()
             return
-        # Other readers of a peer that is gone may keep the segment mapped, and with it the memory that only
-        # this process has used.
-        removes = memory.release is None
-        # In the worker, because unmapping much memory takes milliseconds.
-        self._worker.begin("unmapping", segment.mapped.remove_and_close if removes else segment.mapped.close)
+        # In the worker, because returning and unmapping much memory takes milliseconds.
+        if memory.release is None:
+            # Other readers of a peer that is gone may keep the segment mapped, and with it the memory that
+            # only this process has used.
+            everything = [(0, segment.mapped.nbytes)]
+            self._worker.begin("returning memory", partial(segment.mapped.remove, everything))
+        self._worker.begin("unmapping", segment.mapped.close)

@@ -25,8 +25,7 @@ from aiotensor.memory.source import Source, is_flat
 from aiotensor.memory.tensors import Watch, flat_bytes, view_over
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import MAX_TOKENS
-from aiotensor.protocol.moves import Move
-from aiotensor.protocol.network import Area
+from aiotensor.protocol.network import Area, Move
 from aiotensor.protocol.pages import Range
 from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import FreedItems

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError
-from aiotensor.protocol.moves import Move
+from aiotensor.protocol.network import Move
 from aiotensor.runtime.logs import logger_of, others
 from aiotensor.runtime.outage import Absence
 

@@ -10,7 +10,7 @@ import torch
 
 from aiotensor import WouldBlockError
 from aiotensor.broadcast import Publisher, Subscriber
-from aiotensor.protocol.moves import WINDOW_BYTES
+from aiotensor.protocol.network import WINDOW_BYTES
 from aiotensor.transports.endpoints import Endpoint
 from tests.broadcast import workers
 from tests.broadcast.audiences import audience, idle

@@ -8,15 +8,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.moves import WINDOW_BYTES, Move, OutgoingMoves, ReceivedBytes, RecordWindow
 from aiotensor.protocol.network import (
     ACK,
     BATCH,
     FREE,
     STEP,
     STEP_BYTES,
+    WINDOW_BYTES,
     Ack,
     Area,
+    Move,
+    OutgoingMoves,
+    ReceivedBytes,
+    RecordWindow,
     Step,
     encode_ack,
     encode_area,

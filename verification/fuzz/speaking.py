@@ -13,7 +13,7 @@ from typing import TypeAlias
 import zmq
 
 from aiotensor.protocol import frames as protocol
-from aiotensor.protocol import moves, network
+from aiotensor.protocol import network
 from verification.fuzz.grammar import MOST_READ
 from verification.fuzz.steps import FIRST_BLOCK, FIRST_NUMBER, HEARD, PEER, PID, STAND_IN, Conversation, Step
 from verification.fuzz.things import Things
@@ -186,7 +186,7 @@ class ZmqLine:
         self.has_ended = False
         self._sock = sock
         self._peer = list(peer)
-        self._received = moves.ReceivedBytes()
+        self._received = network.ReceivedBytes()
         self._ack = self._received.ack()
         self._step: network.Step | None = None  # whose bytes are the next message
         self._records: deque[memoryview] = deque()

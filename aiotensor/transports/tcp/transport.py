@@ -18,7 +18,6 @@ from typing import Self
 
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.frames import MAX_RECORD_BYTES
-from aiotensor.protocol.moves import WINDOW_BYTES, Move, OutgoingMoves, ReceivedBytes, RecordWindow
 from aiotensor.protocol.network import (
     ACK,
     BATCH,
@@ -27,7 +26,12 @@ from aiotensor.protocol.network import (
     MAX_BATCH,
     RECORD,
     STEP,
+    WINDOW_BYTES,
     Area,
+    Move,
+    OutgoingMoves,
+    ReceivedBytes,
+    RecordWindow,
     Step,
     encode_area,
     encode_batch,

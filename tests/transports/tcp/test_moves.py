@@ -15,7 +15,6 @@ import zmq.asyncio
 
 from aiotensor import DiscardedError, PeerLostError, TensorReceiver, TensorSender, UsageError
 from aiotensor.protocol.frames import Attach, Frame, encode
-from aiotensor.protocol.moves import WINDOW_BYTES
 from aiotensor.protocol.network import (
     ACK,
     BYE,
@@ -23,6 +22,7 @@ from aiotensor.protocol.network import (
     OPENING,
     RECORD,
     STEP_BYTES,
+    WINDOW_BYTES,
     Ack,
     Area,
     Step,
