@@ -40,7 +40,6 @@ from aiotensor.integrations.web import (
     SlowUploadError,
     UploadLimits,
     UploadWatch,
-    log_cut_off,
     problem_of,
     serving,
 )
@@ -121,10 +120,8 @@ def problem_middleware(
 
     def answer(request: web.Request, error: AioTensorError | SlowUploadError) -> web.Response:
         """Return the response to an error, or raise it if there is none."""
-        if request.writer.output_size:  # another response has begun
-            log_cut_off(error)
-            raise error
-        problem = problem_of(error, retry_after_s)
+        # If another response has begun, aiohttp logs the error, and closes the connection.
+        problem = None if request.writer.output_size else problem_of(error, retry_after_s)
         if problem is None:
             raise error
         return web.Response(

@@ -65,9 +65,6 @@ class AioTensorCollector(Collector):
     def __init__(self, *, timeout_s: float = 1.0) -> None:
         self._timeout_s = seconds("timeout_s", timeout_s)
 
-    def __repr__(self) -> str:
-        return f"<AioTensorCollector timeout_s={self._timeout_s:g}>"
-
     def describe(self) -> Iterable[Metric]:
         """Return all metrics without samples, and without reading any object."""
         return list(_metrics(Snapshot([], {}, 0)))
@@ -215,10 +212,6 @@ class MultiprocessPublisher:
         self._timeout_s = seconds("timeout_s", timeout_s)
         self._interval_s = interval_s
         self._task: asyncio.Task[None] | None = None
-
-    def __repr__(self) -> str:
-        state = "new" if self._task is None else "closed" if self._task.done() else "open"
-        return f"<MultiprocessPublisher {state}, interval_s={self._interval_s:g}>"
 
     async def __aenter__(self) -> Self:
         """Publish for the first time, and begin to publish at intervals.

@@ -17,14 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aiotensor.errors import UsageError
-from aiotensor.integrations.web import (
-    MEDIA_TYPE,
-    SlowUploadError,
-    UploadLimits,
-    UploadWatch,
-    log_cut_off,
-    problem_of,
-)
+from aiotensor.integrations.web import MEDIA_TYPE, SlowUploadError, UploadLimits, UploadWatch, problem_of
 from aiotensor.runtime.logs import logger_of
 
 __all__ = ["WatchRequests", "watch"]
@@ -217,9 +210,8 @@ class _WatchedRequest:
             return True
         problem = None if self._is_begun else problem_of(error, 0)
         if problem is None:
-            log_cut_off(error)
             try:
-                raise error  # otherwise an outer middleware might complete the response
+                raise error  # the server logs it; an outer middleware must not complete the response
             finally:
                 del error  # its traceback refers to this frame
         response = Response(problem.body, problem.status, problem.headers, MEDIA_TYPE)

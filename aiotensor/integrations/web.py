@@ -41,7 +41,6 @@ __all__ = [
     "SlowUploadError",
     "UploadLimits",
     "UploadWatch",
-    "log_cut_off",
     "problem_of",
     "serving",
 ]
@@ -157,17 +156,6 @@ def problem_of(error: AioTensorError | SlowUploadError, retry_after_s: float) ->
         },
     )
     return Problem(status.value, status.phrase, detail, reason, retry_after)
-
-
-def log_cut_off(error: AioTensorError | SlowUploadError) -> None:
-    """Log an error that was raised after the response had begun, if it would otherwise be answered."""
-    if _answer_to(error) is not None:
-        logger.warning(
-            "a response was cut off after it had begun because of %s: %s",
-            type(error).__name__,
-            error,
-            extra={"event": "response_cut_off", "error": type(error).__name__, "reason": str(error)},
-        )
 
 
 # Limits on uploads

@@ -309,9 +309,7 @@ async def test_the_time_in_which_a_handler_does_not_read_is_not_counted() -> Non
     assert visitor.status == 200
 
 
-async def test_a_response_whose_upload_stalls_is_cut_off_and_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_response_whose_upload_stalls_is_cut_off() -> None:
     async def handler(request: Request) -> Response:
         watch(request.scope, limits=SLOW)
 
@@ -321,7 +319,6 @@ async def test_a_response_whose_upload_stalls_is_cut_off_and_logged(
 
         return StreamingResponse(echo())
 
-    caplog.set_level("INFO", "aiotensor.integrations")
     visitor = visit(handler)
     running = visitor.begin()
     visitor.say(b"half", more=True)
@@ -329,8 +326,6 @@ async def test_a_response_whose_upload_stalls_is_cut_off_and_logged(
         await running
     assert visitor.status == 200
     assert [message for message in visitor.heard[1:] if not message["more_body"]] == []
-    [record] = caplog.records
-    assert "a response was cut off after it had begun because of SlowUploadError" in record.getMessage()
 
 
 async def _time_out(request: Request) -> None:
