@@ -109,29 +109,6 @@ async def _end(engine: Peer, end: str) -> None:
         engine.kill()
 
 
-async def test_a_sender_beyond_the_limit_is_logged_on_both_sides(address: str) -> None:
-    with heard() as events:
-        async with (
-            TensorReceiver(address, max_senders=1) as receiver,
-            TensorSender(address) as first,
-        ):
-            await first.send(pattern(0, 3))
-            await until(lambda: receiver.statistics().senders == 1)
-            async with TensorSender(address) as second:
-                await until(lambda: second.statistics().receivers_lost == 1)
-                refused = _one(events, "peer_refused")
-                assert (refused.logger, refused.level) == ("aiotensor.receiver", "WARNING")
-                assert "max_senders=1" in str(refused.fields["reason"])
-                assert (refused.fields["peer"], refused.fields["peer_pid"]) == (
-                    f"sender {second.id}",
-                    os.getpid(),
-                )
-                lost = _one(events, "peer_lost")
-                # A warning although no message was lost, since only a change of the configuration helps.
-                assert lost.level == "WARNING"
-                assert "max_senders=1" in str(lost.fields["reason"])
-
-
 @pytest.mark.promise(17)
 @pytest.mark.parametrize("wanted", ["a permit", f"{BIG * 8} bytes of shared memory"])
 async def test_a_long_wait_is_logged_once_and_its_holders_are_in_the_statistics(

@@ -242,19 +242,6 @@ async def test_a_publication_that_its_type_refuses_is_received_once(broadcasts: 
         assert (await subscriber.receive()).message == Positive(1)
 
 
-@once
-async def test_publications_missed_before_a_refused_one_are_counted(broadcasts: Broadcasts) -> None:
-    async with broadcasts.open(1, Positive, max_behind=1, slow="drop") as (publisher, [subscriber]):
-        for number in (1, 2, -1):
-            await publisher.publish({"number": number})
-        with pytest.raises(KeyError):
-            await subscriber.receive()
-        assert subscriber.missed == 2
-        await publisher.publish({"number": 3})
-        publication = await subscriber.receive()
-        assert (publication.message.number, publication.missed, subscriber.missed) == (3, 0, 2)
-
-
 _REFUSED: dict[str, tuple[Callable[[], object], type[Exception]]] = {
     "object": (object, TypeError),
     "sparse": (lambda: [pattern(1, BIG), torch.zeros(3).to_sparse()], UnsupportedTensorError),

@@ -10,7 +10,6 @@ import torch
 
 from aiotensor import PeerLostError, RefusedError, TooLargeError, WouldBlockError
 from aiotensor.broadcast import Publisher, SlowPolicy, Subscriber
-from aiotensor.transports.endpoints import Endpoint
 from tests.broadcast.audiences import Broadcasts, idle, received, taken, turns
 from verification.internals import (
     backlogs_of,
@@ -254,14 +253,3 @@ async def test_a_subscriber_beyond_the_limit_is_refused(broadcasts: Broadcasts) 
         await publisher.wait_for_subscribers(2)
         await publisher.publish(b"you")
         assert (await receiving).message == b"you"
-
-
-@once
-async def test_a_publisher_that_is_too_large_is_refused_by_the_subscriber(endpoint: Endpoint) -> None:
-    async with (
-        Publisher(endpoint, arena_bytes=2 << 20) as publisher,
-        Subscriber(endpoint, max_mapped_bytes=1 << 20) as subscriber,
-    ):
-        with pytest.raises(RefusedError, match="max_mapped_bytes=1048576 of the subscriber"):
-            await subscriber.receive()
-        await until(lambda: publisher.statistics().subscribers_lost == 1)

@@ -69,16 +69,6 @@ def test_decoded_tensors_use_the_memory_of_their_buffers() -> None:
     assert [tensor.data_ptr() for tensor in anything.decode([body, *buffers])] == [*map(address_of, buffers)]
 
 
-def test_a_buffer_may_be_a_part_of_a_larger_one() -> None:
-    body, buffer = encoded(large())
-    received = bytearray(64) + buffer + bytes(64)
-    opened = anything.decode([body, memoryview(received)[64:-64]])
-
-    assert opened.data_ptr() == address_of(received) + 64
-    opened.fill_(7)
-    assert received == bytes(64) + b"\7" * opened.nbytes + bytes(64)
-
-
 def test_a_decoded_tensor_keeps_its_buffer_alive_until_it_is_freed() -> None:
     for type_ in (torch.Tensor, np.ndarray, Any):
         decoder: TensorDecoder[Any] = TensorDecoder(type_)

@@ -91,11 +91,3 @@ async def test_a_reused_address_is_found_as_its_new_block(memory: Memory) -> Non
 
     assert addresses == {copied.data_ptr()}, "no address was used twice: this showed nothing"
     assert plan_placement(copied, memory.allocations).allocation is None, "a copy is there now"
-
-
-async def test_an_allocated_tensor_outlives_the_memory(memory: Memory) -> None:
-    tensor, _ = await allocate(memory, LARGE)
-    tensor.fill_(3)
-    await memory.aclose()
-
-    assert tensor.sum() == 3 * LARGE
