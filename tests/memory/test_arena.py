@@ -1,16 +1,12 @@
 import os
 import time
 
-import pytest
-import torch
-
 from aiotensor.memory.arena import Arena
 from tests.memory.segments import (
     MIB,
     arena_of,
     chunk,
     open_files,
-    other_side_of,
     place_in,
     warm,
 )
