@@ -4,8 +4,8 @@ The load consists of the rounds of `verification.chaos` in which processes only 
 are killed. One process of each family, its elder, lives for the whole run, and is measured after each round.
 
 A quantity grows if the median of its samples in the last third of the run, without the warm-up, exceeds that
-of the first third by more than its allowance: a small multiple of its usual variation, and far below the
-growth from a leak in every message. A real growth below the allowance passes; a longer run would show it.
+of the first third by more than its allowance, and the middle halves of both do not overlap. So a quantity
+that only varies is flat, and a real growth below the allowance passes; a longer run would show it.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ _ALLOWED = {
     "threads": 2.0,
     "mappings": 16.0,
 }
-_FEWEST_SAMPLES = 12
+_FEWEST_SAMPLES = 40
 _WARM_UP = 0.25  # the share of the samples, from the start, that is not judged
 
 
@@ -96,13 +96,17 @@ def _measure(pid: int, blocks: int) -> dict[str, float]:
 
 
 def _growth(numbers: Sequence[float]) -> tuple[float, float] | None:
-    """Return the median after the warm-up, and the growth; None if there are too few samples."""
+    """Return the median after the warm-up, and the growth, which is 0 if the quantity only varies.
+
+    Returns None if there are too few samples.
+    """
     if len(numbers) < _FEWEST_SAMPLES:
         return None
     numbers = numbers[round(_WARM_UP * len(numbers)) :]
-    third = len(numbers) // 3
-    growth = statistics.median(numbers[-third:]) - statistics.median(numbers[:third])
-    return statistics.median(numbers), growth
+    first, last = numbers[: len(numbers) // 3], numbers[-(len(numbers) // 3) :]
+    _, before, highest = statistics.quantiles(first)
+    lowest, after, _ = statistics.quantiles(last)
+    return statistics.median(numbers), after - before if lowest > highest else 0.0
 
 
 if __name__ == "__main__":
