@@ -5,12 +5,14 @@ import fcntl
 import os
 import socket
 import threading
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 
 import pytest
 import torch
 
 from aiotensor import ClosedError, DiscardedError, PeerLostError, TensorReceiver, TensorSender
+from aiotensor.transports.base import Transport
 from tests.cancellation.situations import SLOW, HeldUp, clog, held_back, strided, unread
 from tests.cancelling import Attempt, Way, cancel_everywhere
 from tests.pairs import at_once, endpoint, is_local, on_one_machine, pair
@@ -107,9 +109,9 @@ async def _next(receiver: TensorReceiver) -> bool:
     return [delivery async for delivery in receiver] == []
 
 
-@pytest.mark.usefixtures("link")
-@on_one_machine
-async def test_a_sender_that_does_not_read_delays_the_end_of_its_receiver_for_a_second_only() -> None:
+@asynccontextmanager
+async def clogged() -> AsyncIterator[tuple[TensorSender, TensorReceiver, Transport, Transport]]:
+    """Return a sender that does not read, its receiver, which can write no more, and their transports."""
     with endpoint() as place:
         receiver = await TensorReceiver(place).__aenter__()
         async with TensorSender(place, max_concurrent_videos=1000) as sender:
@@ -119,30 +121,25 @@ async def test_a_sender_that_does_not_read_delays_the_end_of_its_receiver_for_a_
             shrink_send_buffer(far)
             while far.is_writable:
                 await receiver.receive(await sender.send(pattern(0, 3)))
-            await receiver.aclose()
-            assert far.is_closed
+            yield sender, receiver, near, far
+
+
+@on_one_machine
+async def test_a_sender_that_does_not_read_delays_the_end_of_its_receiver_for_a_second_only() -> None:
+    async with clogged() as (_, receiver, _, far):
+        await receiver.aclose()
+        assert far.is_closed
 
 
 @on_one_machine
 async def test_closing_a_receiver_cancelled_while_a_sender_does_not_read_closes_at_once() -> None:
     async def attempt(attempt: Attempt) -> None:
-        with endpoint() as place:
-            receiver = await TensorReceiver(place).__aenter__()
-            async with TensorSender(place, max_concurrent_videos=1000) as sender:
-                await receiver.receive(await sender.send(pattern(0, 3)))
-                near, far = (
-                    session_of(sender).transport,
-                    senders_of(receiver)[sender.id].transport,
-                )
-                pause_reading(near)
-                shrink_send_buffer(far)
-                while far.is_writable:
-                    await receiver.receive(await sender.send(pattern(0, 3)))
-                closing = attempt.start(receiver.aclose())
-                await closing.bring(lambda: resume_reading(near))
-                await closing.completed()
-                await until(lambda: sender.statistics().receivers_lost == 1)
-                assert sender.statistics().in_flight == 0
+        async with clogged() as (sender, receiver, near, _):
+            closing = attempt.start(receiver.aclose())
+            await closing.bring(lambda: resume_reading(near))
+            await closing.completed()
+            await until(lambda: sender.statistics().receivers_lost == 1)
+            assert sender.statistics().in_flight == 0
 
     assert await cancel_everywhere(attempt)
 

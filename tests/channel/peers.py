@@ -12,18 +12,16 @@ from aiotensor import TensorQueue
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel.parties import Answer, Question, answer
 from verification.patterns import BIG, pattern
-from verification.processes.peers import Peer, State, fork_and_sleep
+from verification.processes.peers import Peer, State
 from verification.waiting import until
 
 __all__ = [
-    "Peer",
     "State",
     "all_taken",
     "ask",
     "begin_to_answer",
     "begin_to_ask",
     "close_server",
-    "fork_and_sleep",
     "held",
     "open_client",
     "open_server",
