@@ -262,7 +262,7 @@ class LoopSocket(ABC):
         self._connections: dict[int, ForeignDescriptor] = {}  # and the listener; by descriptor
         # Messages
         self._messages_read = 0
-        self._discards = False  # the rest of a message: it has too many parts, or its reading was interrupted
+        self._discards = False  # the rest of a message that has too many parts
         self._ending: deque[tuple[int, bytes]] = deque()  # see `end_after_messages`
         # Events, and the first messages of connections, in the order in which to handle them. The key of an
         # accepted connection is its descriptor; all other keys are negative.
@@ -387,20 +387,15 @@ class LoopSocket(ABC):
     def _read_one(self) -> None:
         """Read a message, or discard some of the remaining parts of one that has too many."""
         parts: list[zmq.Frame] = []
-        try:
-            for _ in range(3):  # the identity, and one part too many
-                part = self._socket.recv(_LAST, copy=False)
-                if not self._discards:
-                    parts.append(part)
-                if not part.more:
-                    self._discards = False
-                    break
-            else:
-                self._discards = True
-        except BaseException:
-            # A signal handler raised, for example `SystemExit`. The next part does not begin a message.
-            self._discards = bool(self._socket.get(zmq.RCVMORE))
-            raise
+        for _ in range(3):  # the identity, and one part too many
+            part = self._socket.recv(_LAST, copy=False)
+            if not self._discards:
+                parts.append(part)
+            if not part.more:
+                self._discards = False
+                break
+        else:
+            self._discards = True
         if parts:
             self._messages_read += 1
             self.message_arrived(parts)
@@ -458,7 +453,3 @@ class LoopSocket(ABC):
                     waiting[next(self._keys)] = kind, value
         except zmq.Again:
             pass
-        except BaseException:
-            if self._monitor.get(zmq.RCVMORE):  # a signal handler raised between the two parts
-                receive(_LAST)
-            raise
