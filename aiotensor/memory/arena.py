@@ -28,9 +28,9 @@ import msgspec
 import numpy as np
 
 from aiotensor.memory.mapping import Mapping, lock_all_pages, new_token
+from aiotensor.memory.pages import CHUNK_BYTES, Range, WarmPages, gaps
 from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE, Blocks
 from aiotensor.protocol.credits import Ticket
-from aiotensor.protocol.pages import CHUNK_BYTES, Range, WarmPages, gaps
 from aiotensor.runtime.descriptors import Descriptor
 
 __all__ = ["WHERE", "Arena", "Block", "Extent", "PinnedBlock", "Segment", "whole_pages"]

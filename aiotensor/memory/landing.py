@@ -15,9 +15,9 @@ import numpy as np
 
 from aiotensor.errors import ProtocolError
 from aiotensor.memory.arena import Segment, whole_pages
+from aiotensor.memory.pages import Range
 from aiotensor.protocol.blocks import PlacedBlocks
 from aiotensor.protocol.network import WINDOW_BYTES
-from aiotensor.protocol.pages import Range
 from aiotensor.runtime.worker import Worker
 
 __all__ = ["LandingSegment"]

@@ -47,8 +47,8 @@ import numpy as np
 import torch
 
 from aiotensor.errors import ProtocolError
+from aiotensor.memory.pages import Range
 from aiotensor.memory.tensors import ArrayMemory, View, view_over
-from aiotensor.protocol.pages import Range
 from aiotensor.runtime.descriptors import Descriptor, change_lock, conflicting_lock
 
 __all__ = ["Mapping", "TokenEnd", "lock_all_pages", "new_token", "open_segment", "pages_of"]

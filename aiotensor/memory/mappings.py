@@ -37,6 +37,7 @@ from aiotensor.errors import ProtocolError, RefusedError
 from aiotensor.memory.arena import WHERE, PinnedBlock, whole_pages
 from aiotensor.memory.landing import LandingSegment
 from aiotensor.memory.mapping import Mapping, TokenEnd, open_segment, pages_of
+from aiotensor.memory.pages import gaps
 from aiotensor.memory.source import Source, is_flat
 from aiotensor.memory.tensors import (
     DTYPES,
@@ -48,7 +49,6 @@ from aiotensor.memory.tensors import (
     with_attributes,
 )
 from aiotensor.protocol.frames import ARENA, FORWARDED, INLINE, Attach, PlacedTensor, Put
-from aiotensor.protocol.pages import gaps
 from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.descriptors import Descriptor
 from aiotensor.runtime.worker import Worker

@@ -20,13 +20,13 @@ from aiotensor.memory.mappings import (
     ForwardedBlock,
     LeasedSegment,
 )
+from aiotensor.memory.pages import Range
 from aiotensor.memory.placement import Allocation
 from aiotensor.memory.source import Source, is_flat
 from aiotensor.memory.tensors import Watch, flat_bytes, view_over
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import MAX_TOKENS
 from aiotensor.protocol.network import Area, Move
-from aiotensor.protocol.pages import Range
 from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.descriptors import Descriptor

@@ -11,9 +11,9 @@ import torch
 from aiotensor.memory.arena import Arena, Extent, Segment
 from aiotensor.memory.mapping import Mapping, open_segment
 from aiotensor.memory.mappings import LeasedSegment, Mappings, PeerMemory
+from aiotensor.memory.pages import Range
 from aiotensor.memory.tensors import RawBytes, new_tensor
 from aiotensor.protocol.frames import Put
-from aiotensor.protocol.pages import Range
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiotensor.memory.mapping import Mapping, lock_all_pages, open_segment
-from aiotensor.protocol.pages import Range, gaps
+from aiotensor.memory.pages import Range, gaps
 from tests.rogues import SEALS
 from tests.selection import COMPLETE
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from aiotensor.memory.pages import CHUNK_BYTES, Range, WarmPages, gaps
 from aiotensor.protocol.arrived import NumberSet
 from aiotensor.protocol.blocks import Blocks
 from aiotensor.protocol.credits import Budget, Ticket
-from aiotensor.protocol.pages import CHUNK_BYTES, Range, WarmPages, gaps
 from tests.selection import COMPLETE
 
 # Permits, and bytes with their places

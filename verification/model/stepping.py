@@ -12,8 +12,7 @@ from unittest.mock import patch
 import uvloop
 from anyio._backends._asyncio import WorkerThread
 
-from aiotensor.memory import arena, memory
-from aiotensor.protocol import pages
+from aiotensor.memory import arena, memory, pages
 from aiotensor.runtime import worker as workers
 from aiotensor.runtime.worker import Worker
 from verification.internals import lanes_of
