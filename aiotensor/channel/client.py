@@ -1011,9 +1011,10 @@ class _Engine:
             client._limits_changed()
         self._next_message = session.connection.next_message
         carried, untaken, unanswered = session.leave()
-        # Between machines, the notice that the server has taken a request may be lost with the connection.
-        may_be_taken = session.transport.mover is not None and not loss.is_clean
-        if may_be_taken or not client._sends_again:
+        # A server writes that it has taken a request before its application begins. Every record was read
+        # only if the server has written its last frame, or its socket has ended on the same machine.
+        has_ended = session.transport.is_closed and session.transport.mover is None
+        if not (client._sends_again and (loss.is_last or has_ended)):
             untaken, unanswered = [], [*untaken, *unanswered]
         if client._sends_again:
             untaken += carried
@@ -1111,7 +1112,10 @@ class _Session(MessageSession):
             for record in connection.post(frame, waits=waits):
                 self.transport.write(record)
         except OSError as error:
-            self.unwritable(error)  # the request waits for another server
+            del self.untaken_requests[number]
+            unanswered.pop(number, None)
+            self.carried[request] = None  # no part of it was written, so it waits for another server
+            self.unwritable(error)
             return
         self.engine.counts["messages_sent"] += 1
         self._client._counts["messages_sent"] += 1

@@ -153,9 +153,9 @@ class Request(Generic[M]):
                 if sent.blocks or sent.owned:
                     sent.release()
             was_wanted = incoming.state is not ENDED
-            if not was_wanted and requests.affinity.is_closed:
-                raise closed()
             requests.counts["answers"] += was_wanted
+        if requests.affinity.is_closed and not was_wanted:
+            raise closed()
         requests.end(incoming)
         self._box = []
         return was_wanted
@@ -176,7 +176,10 @@ class Request(Generic[M]):
         self._is_answered = True
         if self._span is not None:
             self._failure = Exception(error) if isinstance(error, str) else error
-        return self._fail(error)
+        was_wanted = self._fail(error)
+        if self._requests.affinity.is_closed and not was_wanted:
+            raise closed()
+        return was_wanted
 
     async def __aenter__(self) -> Self:
         self._enter()

@@ -109,12 +109,14 @@ class Loss(NamedTuple):
         is_retried: whether to connect again automatically.
         reason: the text of the error without the name of the peer, for logs.
         is_clean: whether the peer has closed.
+        is_last: whether the last frame of the peer has ended the connection, so that none is missing.
     """
 
     error: PeerLostError | RefusedError
     is_retried: bool
     reason: str = ""
     is_clean: bool = False
+    is_last: bool = False
 
 
 def mismatch(theirs: int, ours: int, peer: str, this: str) -> str | None:
@@ -514,10 +516,12 @@ class Connection:
     def closed(self, close: Close) -> Loss:
         """End the connection because of a `Close` of the peer."""
         if not close.reason:
-            return self.lost("it closed the connection", is_retried=True)._replace(is_clean=True)
-        if close.is_refusal:
-            return self.refused(close.reason)
-        return self.lost(f"it closed the connection: {close.reason}", is_retried=close.retry)
+            loss = self.lost("it closed the connection", is_retried=True)
+        elif close.is_refusal:
+            loss = self.refused(close.reason)
+        else:
+            loss = self.lost(f"it closed the connection: {close.reason}", is_retried=close.retry)
+        return loss._replace(is_clean=not close.reason, is_last=True)
 
     def violated(self, error: ProtocolError) -> Loss:
         """End the connection because the peer violated the protocol."""

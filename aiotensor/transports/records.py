@@ -133,7 +133,7 @@ class SocketTransport:
         except _PEER_CLOSED as error:
             self._stop_writing(error)
         except OSError as error:
-            self._end(f"writing failed: {error}")
+            self._fail(f"writing failed: {error}")
             return
         else:
             self._loop.remove_writer(self._sock.fileno())
@@ -168,7 +168,7 @@ class SocketTransport:
             # records of the peer, which can still be read.
             self._was_reset = True
         except OSError as error:
-            self._end(f"reading failed: {error}")
+            self._fail(f"reading failed: {error}")
         else:
             descriptors = _descriptors_of(ancillary) if ancillary else []
             if size or descriptors:
@@ -179,6 +179,14 @@ class SocketTransport:
             # uvloop stops watching a socket after an error. No more records arrive; read the rest from here.
             self._loop.remove_reader(self._sock.fileno())
             self._loop.call_soon(self.read_now)
+
+    def _fail(self, reason: str) -> None:
+        """Report an error of this end; unlike after `_end`, records of the peer may be unread."""
+        try:
+            if self._handler is not None:
+                self._handler.connection_lost(reason)
+        finally:
+            self.close()
 
     def _end(self, reason: str) -> None:
         if not self.is_closed:

@@ -243,15 +243,19 @@ async def test_messages_without_an_answer_survive_their_client() -> None:
     assert not any("lost:" in text for text in texts)
 
 
-async def test_a_sent_message_is_delivered_once_if_its_client_cannot_write_the_next_one() -> None:
-    async with channel() as ends:
-        await ends.client.send(Question(1, pattern(1, BIG)))
-        [session] = sessions_of(ends.client)
-        shrink_send_buffer(session.transport)  # of this connection: the kernel refuses a longer record
-        await ends.client.send(Question(2, wish="x" * 10_000))
-        for seed in (1, 2):
+@pytest.mark.parametrize("is_taken", [True, False])
+async def test_no_message_is_delivered_twice_if_its_client_cannot_write_the_next_one(is_taken: bool) -> None:
+    with said() as texts:
+        async with channel() as ends:
+            await ends.client.send(Question(1, pattern(1, BIG)))
+            if is_taken:  # which the client does not know when it fails to write
+                await anext(ends.server)
+            [session] = sessions_of(ends.client)
+            shrink_send_buffer(session.transport)  # of this connection: the kernel refuses a longer record
+            await ends.client.send(Question(2, wish="x" * 10_000))
             request = await anext(ends.server)
-            assert request.message.seed == seed
+            assert request.message.seed == 2
             del request
-        await settled(ends)
-        assert ends.client.statistics().servers_lost == 1
+            await settled(ends)
+            assert ends.client.statistics().servers_lost == 1
+    assert sum("a message that was sent is lost" in text for text in texts) == 1
