@@ -339,9 +339,8 @@ class Arrived(msgspec.Struct, Generic[S], eq=False, weakref=True):
             raise
         except DECODE_ERRORS as error:
             data = b""
-            violation = unreadable(error)
-            self._violated(violation)
-            raise violation from error
+            # A local variable would form a cycle with the traceback, and keep the tensors of callers.
+            raise self._violated(unreadable(error)) from error
         if (
             len(body) > QUICK_BODY_BYTES
             or len(tensors) + bytes(body).count(TENSOR_MARK) > QUICK_CODED_TENSORS
@@ -392,9 +391,10 @@ class Arrived(msgspec.Struct, Generic[S], eq=False, weakref=True):
         if session.is_over and not session.untaken:
             session.mappings.peer_gone(session.memory)
 
-    def _violated(self, error: ProtocolError) -> None:
+    def _violated(self, error: ProtocolError) -> ProtocolError:
         self.is_broken = True
         self.session.violated(error)
+        return error
 
     def _take(self) -> bytes | memoryview:
         """Answer the message, and return its encoded content."""
