@@ -12,7 +12,7 @@ import torch
 
 from aiotensor import ClosedError
 from aiotensor.blocking import MessageServer, TensorReceiver, TensorSender
-from tests.blocking.waiting import Place, held_back, in_thread, nobody_listens_in, until
+from tests.blocking.waiting import Place, held_back, in_thread, until
 from tests.cancellation.situations import strided
 from tests.channel.parties import Question
 from tests.selection import COMPLETE
@@ -58,16 +58,6 @@ def test_the_loop_stops_after_uninterruptible_calls_have_ended(place: Place) -> 
     has_begun.wait()
     receiver.close()
     assert working.result() == 5
-
-
-def test_an_object_that_another_thread_is_opening_can_be_closed(place: Place) -> None:
-    listener = TensorReceiver(place.tensors)
-    with nobody_listens_in(place.folder):
-        opening = in_thread(listener.__enter__)
-        until(lambda: inside.is_opening(listener))
-        listener.close()
-        assert isinstance(opening.exception(), ClosedError)
-    assert not os.listdir(place.folder)
 
 
 def test_several_threads_may_close_at_once_also_while_another_opens(place: Place) -> None:
@@ -118,13 +108,3 @@ def test_a_message_whose_sender_is_closed_in_its_block_is_not_sent(place: Place)
             message.send(pattern(1, 3))
             sender.close()
             raise LookupError("here")
-
-
-def test_statistics_are_available_after_closing(place: Place) -> None:
-    with TensorReceiver(place.tensors) as receiver, TensorSender(place.tensors) as sender:
-        receiver.receive(sender.send(pattern(1, BIG)))
-        until(lambda: sender.statistics().bytes_in_use == 0)
-        for each in (sender, receiver):
-            each.close(timeout=30)
-    assert (sender.statistics().messages_sent, sender.statistics().in_flight) == (1, 0)
-    assert (receiver.statistics().tensors_taken, receiver.statistics().senders) == (1, 0)

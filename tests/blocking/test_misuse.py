@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import os
-import re
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -132,28 +131,12 @@ def test_a_forked_child_opens_objects_of_its_own(place: Place) -> None:
         assert os.waitpid(child, 0)[1] == 0
 
 
-_WRONG: list[tuple[str, tuple[object, ...], dict[str, object]]] = [
-    ("TensorSender", ("nowhere",), {}),
-    ("TensorReceiver", ("unix:///tmp/s",), {"max_senders": 0}),
-    ("MessageClient", ([], int), {}),
-    ("MessageServer", (7, int), {}),
-]
-
-
 _MADE_BY_METHODS = ("OpenMessage", "Permit", "QueueConsumer", "QueueProducer", "Request")
 
 
 def _async_class(name: str) -> Any:
     places = (aiotensor, channel, queues, broadcast, ranks)
     return next(getattr(place, name) for place in places if hasattr(place, name))
-
-
-def test_wrong_arguments_raise_the_same_error_as_in_the_async_api() -> None:
-    for name, arguments, options in _WRONG:
-        with pytest.raises((TypeError, ValueError)) as expected:
-            _async_class(name)(*arguments, **options)
-        with pytest.raises(type(expected.value), match=f"^{re.escape(str(expected.value))}$"):
-            getattr(blocking, name)(*arguments, **options)
 
 
 def test_names_arguments_and_defaults_are_those_of_the_async_api() -> None:

@@ -1,7 +1,6 @@
 """Publishers, subscribers, queues and pipes between ranks, in threads."""
 
 import functools
-import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
@@ -9,19 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from aiotensor import ClosedError, PeerLostError, WouldBlockError
-from aiotensor.blocking import MessageQueue, Publisher, RankPipe, Subscriber
+from aiotensor.blocking import MessageQueue, Publisher, Subscriber
 from aiotensor.queues import ConsumerStatistics
 from tests.blocking.waiting import Place, in_thread
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 
-fork: Any = multiprocessing.get_context("fork")
 forkserver: Any = peers.contexts["forkserver"]
-
-_MAX = 2 * BIG  # elements in a pipe between ranks
 
 # Publishers and subscribers
 
@@ -45,27 +40,6 @@ def test_threads_publish_and_receive(place: Place) -> None:
         assert (second.number, second.missed, second.statistics().received) == (4, 0, 5)
         with pytest.raises(PeerLostError):
             first.receive()
-
-
-def test_a_timeout_loses_nothing(place: Place) -> None:
-    with Publisher(place.tensors, max_behind=1) as publisher, Subscriber(place.tensors) as subscriber:
-        with pytest.raises(TimeoutError):
-            publisher.wait_for_subscribers(2, timeout=0.01)
-        publisher.wait_for_subscribers(1)
-        with pytest.raises(TimeoutError):
-            subscriber.receive(timeout=0.01)
-        with pytest.raises(WouldBlockError):
-            subscriber.receive_nowait()
-        publisher.publish_nowait(b"first")
-        with pytest.raises(TimeoutError):
-            publisher.publish(b"second", timeout=0.01)
-        with pytest.raises(TimeoutError):
-            publisher.drain(timeout=0.01)
-        assert subscriber.receive(timeout=10).message == b"first"
-        tensor = publisher.allocate((3,), torch.int64, timeout=10)
-        assert publisher.publish(tensor, timeout=10).number == 1
-        publication = subscriber.receive(timeout=10)
-        assert publication.message.shape == (3,)
 
 
 # Queues
@@ -116,29 +90,11 @@ def test_timeouts_raise_would_block_error(queue: MessageQueue[Any]) -> None:
         assert consumer.statistics() == ConsumerStatistics(0, 2)
 
 
-def _put(queue: MessageQueue[Any], start: int) -> None:
-    with queue.producer() as producer:
-        for number in range(start, start + 5):
-            producer.put(pattern(number, BIG))
-
-
 def _put_and_raise(queue: MessageQueue[Any]) -> None:
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     with queue.producer() as producer:
         producer.put(pattern(0, BIG))
         raise KeyError
-
-
-@pytest.mark.parametrize("context", [fork, forkserver])
-def test_child_processes_put_messages(context: Any, queue: MessageQueue[Any]) -> None:
-    children = [context.Process(target=_put, args=(queue, start)) for start in (0, 5)]
-    for child in children:
-        child.start()
-    with queue.consumer() as consumer:
-        assert sorted(int(tensor[0]) for tensor in consumer) == list(range(10))
-    for child in children:
-        child.join()
-        assert child.exitcode == 0
 
 
 @pytest.mark.promise(40)
@@ -154,40 +110,3 @@ def test_a_child_process_that_raises_is_reported(queue: MessageQueue[Any]) -> No
 
 
 # Pipes between ranks
-
-
-def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is not None and other is not None and torch.equal(one, other)
-
-
-@pytest.fixture
-def pipes() -> Iterator[list[RankPipe]]:
-    """Return both ends of an open pipe."""
-    store = HashStore()
-    pipes = [RankPipe(store, 1 - rank, rank=rank, world_size=2, max_bytes=_MAX * 8) for rank in range(2)]
-    opened = [in_thread(pipe.__enter__) for pipe in pipes]
-    for opening in opened:
-        opening.result()
-    yield pipes
-    for pipe in pipes:
-        pipe.close()
-
-
-def test_threads_exchange_messages_in_order_and_a_timeout_loses_nothing(pipes: list[RankPipe]) -> None:
-    low, high = pipes
-    assert [(pipe.rank, pipe.peer) for pipe in pipes] == [(0, 1), (1, 0)]
-    with pytest.raises(TimeoutError):
-        high.receive(timeout=0.01)
-    low.send(pattern(0, _MAX))
-    with pytest.raises(TimeoutError):
-        low.send(pattern(9, _MAX), timeout=0.01)
-    received = in_thread(lambda: [high.receive(copy=True) for _ in range(3)])
-    low.send(None)
-    low.send(pattern(1, 3))
-    low.drain(timeout=10)
-    first, second, third = received.result()
-    assert _equal(first, pattern(0, _MAX))
-    assert second is None
-    assert _equal(third, pattern(1, 3))
-    high.send(first)
-    assert _equal(first, low.receive(copy=True, timeout=10))

@@ -39,25 +39,6 @@ async def test_messages_sent_before_a_clean_close_can_be_received() -> None:
                 await call
 
 
-async def test_waiting_calls_end_when_the_other_rank_closes() -> None:
-    async with ends(max_bytes=BIG * 8) as (low, high):
-        await low.send(pattern(0, BIG))
-        calls = [
-            asyncio.ensure_future(call)
-            for call in (low.send(None), low.send(pattern(1, BIG)), low.receive(), low.drain())
-        ]
-        await until(lambda: low.statistics().waiting == 2)
-        await high.aclose()
-        for call in calls:
-            with pytest.raises(PeerLostError):
-                await call
-        with pytest.raises(PeerLostError):
-            await low.send(None)
-        statistics = low.statistics()
-        assert (statistics.connected, statistics.in_flight, statistics.bytes_in_use) == (0, 0, 0)
-        assert statistics.peers_lost == 1
-
-
 async def test_waiting_calls_end_when_their_pipe_is_closed() -> None:
     async with ends(max_bytes=BIG * 8) as (low, _):
         await low.send(pattern(0, BIG))
