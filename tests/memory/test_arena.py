@@ -1,27 +1,13 @@
 import os
-import time
 
 from aiotensor.memory.arena import Arena
 from tests.memory.segments import (
     MIB,
-    arena_of,
-    chunk,
     open_files,
     place_in,
     warm,
 )
 from verification.processes import watch
-
-
-def test_a_freed_block_becomes_idle_from_then_on() -> None:
-    with arena_of() as arena:
-        place = warm(place_in(arena, 2 * MIB))
-        before = time.monotonic()
-        arena.free(place)
-
-        assert arena.segment.take_idle(before) == []
-        assert arena.segment.take_idle(time.monotonic()) == [chunk(0), chunk(1)]
-        assert arena.segment.warm.nbytes == 0
 
 
 def test_a_segment_is_unmapped_with_its_last_view() -> None:

@@ -50,17 +50,6 @@ class Counting(Executor):
         return self.helper.submit(work, *args, **kwargs)
 
 
-class Late(Executor):
-    """Begin work only when its result is asked for, as a thread that gets no turn before."""
-
-    def submit(self, work, /, *args, **kwargs):  # type: ignore[no-untyped-def]
-        class Begun(Future[None]):
-            def result(self, timeout: float | None = None) -> None:
-                work(*args, **kwargs)
-
-        return Begun()
-
-
 @settings(max_examples=100 if COMPLETE else 30)
 @given(nbytes=st.integers(1, 5000), step=st.integers(1, 600), is_large=st.booleans())
 def test_a_contiguous_tensor_is_copied_whole_whatever_the_steps(
@@ -77,12 +66,6 @@ def test_a_contiguous_tensor_is_copied_whole_whatever_the_steps(
 
     assert found == bytes_of(source)
     assert counting.pieces == is_large
-
-
-def test_a_copy_is_complete_even_if_the_helper_starts_late() -> None:
-    source = random_tensor((4 * MIB + 5,))
-
-    assert copied(source, lambda s, place: copy_in_threads(s, place, wanted, Late())) == bytes_of(source)
 
 
 def test_a_copy_ends_only_when_the_helper_has_ended_its_part(helper: Executor) -> None:

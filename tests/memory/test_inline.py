@@ -1,36 +1,10 @@
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from aiotensor.errors import ProtocolError
-from aiotensor.memory.copying import bytes_of as values_of
 from aiotensor.memory.placement import Plan, plan_placement
-from aiotensor.memory.tensors import DTYPE_NAMES, MAX_INLINE_BYTES, dtype_from_name, open_inline
-from tests.memory.segments import bytes_of, open_tensor, random_tensor
-from tests.selection import COMPLETE, DTYPES
-
-dtypes = st.sampled_from(list(DTYPES.values()))
-shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)  # small enough for a frame
-
-
-def place(source: torch.Tensor) -> bytes:
-    """Return the bytes of a tensor that travels in the frame."""
-    assert plan_placement(source, {}) == Plan(0, None)
-    return values_of(source)
-
-
-@settings(max_examples=300 if COMPLETE else 60)
-@given(shape=shapes, dtype=dtypes, seed=st.integers(0, 9))
-def test_an_inline_tensor_survives_the_round_trip(
-    shape: tuple[int, ...], dtype: torch.dtype, seed: int
-) -> None:
-    source = random_tensor(shape, dtype, seed)
-    opened = open_inline(place(source), dtype, shape)
-
-    assert (tuple(opened.shape), opened.dtype) == (shape, dtype)
-    assert bytes_of(opened) == bytes_of(source)
-
+from aiotensor.memory.tensors import DTYPE_NAMES, MAX_INLINE_BYTES, dtype_from_name
+from tests.memory.segments import open_tensor
 
 # The table of openers
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiotensor.memory import mapping
-from aiotensor.memory.arena import Segment, whole_pages
-from tests.memory.segments import MIB, PAGE, chunk, filled, open_files, segment_of
+from aiotensor.memory.arena import Segment
+from tests.memory.segments import MIB, chunk, filled, open_files, segment_of
 from tests.selection import COMPLETE
 
 
@@ -58,15 +58,6 @@ def test_a_segment_takes_no_memory_until_it_is_filled() -> None:
         assert segment.warm.nbytes == 0
         assert not segment.warm.has(0, 1)
         assert not segment.has_idle
-
-
-def test_the_size_of_a_segment_is_rounded_up_to_whole_pages() -> None:
-    for nbytes in (1, PAGE - 1, PAGE, PAGE + 1, 10 * MIB + 1):
-        with segment_of(nbytes) as segment:
-            assert segment.nbytes == whole_pages(nbytes) == os.fstat(segment.descriptor.number).st_size
-            assert nbytes <= segment.nbytes < nbytes + PAGE
-            assert segment.nbytes % PAGE == 0
-            assert segment.blocks.allocate(nbytes) is not None
 
 
 def test_returned_memory_is_freed_and_reads_as_zero_when_reused() -> None:

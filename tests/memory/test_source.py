@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from aiotensor.errors import UnsupportedTensorError
 from aiotensor.memory import tensors
 from aiotensor.memory.copying import as_tensor
-from aiotensor.memory.source import Sendable, SupportsDLPack, as_source
+from aiotensor.memory.source import Sendable, as_source
 
 
 def refusal_of(value: Sendable) -> str:
@@ -91,16 +91,6 @@ def test_the_memory_of_a_read_only_array_lives_for_as_long_as_the_tensor() -> No
 def test_an_array_of_no_elements_is_taken() -> None:
     assert as_source(read_only(np.zeros((0, 3), np.uint8))).shape == (0, 3)
     assert as_source(np.zeros((0, 3), np.uint8)[:, ::-1]).shape == (0, 3)
-
-
-def test_a_dlpack_object_is_taken_without_a_copy() -> None:
-    memory = torch.arange(6).reshape(2, 3)
-    box = Box(memory)
-    tensor = as_tensor(box)
-
-    assert isinstance(box, SupportsDLPack)
-    assert tensor.data_ptr() == memory.data_ptr()
-    assert torch.equal(tensor, memory)
 
 
 # Refusals, each with its reason or a remedy

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiotensor.errors import ProtocolError
-from aiotensor.protocol.audience import Audience, Backlog, Item, SlowPolicy
+from aiotensor.protocol.audience import Audience, Backlog, Item
 from aiotensor.protocol.frames import encode
 from tests.frames import publish
 from tests.selection import COMPLETE
@@ -32,68 +32,6 @@ def backlog(max_behind: int = 3, max_held_bytes: int | None = None, *items: Item
 def announced(of: Backlog) -> list[int]:
     """Announce as many publications as the limits allow, and return their numbers."""
     return [one.number for one in iter(of.next, None)]
-
-
-def test_closing_a_backlog_keeps_only_the_blocks_of_taken_publications() -> None:
-    one = backlog(3, None, item(0, 0), item(1, 1, 1), item(2, 0, 2), item(3, 3))
-    assert announced(one) == [0, 1, 2]
-    one.taken(0)
-    one.drop()
-    assert one.close() == [0, 2, 1, 1]
-    assert (list(one.pins()), list(one.pending_blocks())) == ([0], [3])
-    assert (one.held_bytes, one.dropped, one.delivered) == (SIZES[0], 1, 1)
-    one.released(0)
-    assert one.held_bytes == 0
-
-
-def test_publications_wait_for_the_memory_that_a_subscriber_may_use() -> None:
-    one = backlog(5, SIZES[0] + SIZES[1], item(0, 0), item(1, 1), item(2, 0), item(3, 2), item(4))
-    assert announced(one) == [0, 1, 2]  # the third uses the block of the first
-    assert list(one.pending_blocks()) == [2]
-    for number in range(3):
-        one.taken(number)
-    assert announced(one) == []
-    for block in (0, 1, 0):
-        assert one.next() is None
-        one.released(block)
-    assert announced(one) == [3, 4]
-
-
-def test_rest_announces_all_pending_publications_regardless_of_limits() -> None:
-    one = backlog(2, SIZES[0], item(0, 0), item(1, 1), item(2, 2))
-    assert announced(one) == [0]
-    assert [each.number for each in one.rest()] == [1, 2]
-    assert one.held_bytes == SIZES[0] + SIZES[1] + SIZES[2]
-
-
-@pytest.mark.promise(34)
-@pytest.mark.parametrize("slow", ["wait", "drop", "disconnect"])
-def test_each_slow_policy_affects_full_subscribers_only(slow: SlowPolicy) -> None:
-    audience: Audience[str] = Audience(slow, 2, None)
-    for name in ("full", "other"):
-        audience.join(name)
-    for number in range(2):
-        assert audience.publish(item(number)) == []
-        for one in audience.backlogs.values():
-            announced(one)
-    audience.backlogs["other"].taken(0)
-    assert audience.delaying() == (["full"] if slow == "wait" else [])
-    assert audience.to_disconnect() == (["full"] if slow == "disconnect" else [])
-    if slow == "drop":
-        [(name, lost)] = audience.publish(item(2))
-        assert (name, lost.item.number, lost.is_withdrawn) == ("full", 0, True)
-    left = audience.leave("full")
-    assert left is not None
-    assert left.behind == 2
-    assert audience.leave("full") is None
-    assert audience.delaying() == audience.to_disconnect() == []
-
-
-def test_a_subscriber_begins_with_the_history() -> None:
-    audience: Audience[str] = Audience("wait", 3, None)
-    one = audience.join("late", [item(4, 1), item(5)])
-    assert (one.behind, announced(one)) == (2, [4, 5])
-    assert one.oldest == item(4, 1)
 
 
 class Model:

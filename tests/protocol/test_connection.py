@@ -174,17 +174,6 @@ def test_the_way_in_which_a_connection_ends_decides_the_error_and_the_retry(
         assert loss.is_clean == (end is ENDS["closed"][0])
 
 
-@pytest.mark.promise(29)
-def test_the_cause_of_a_violation_keeps_no_record_alive() -> None:
-    connection = opened()
-    with pytest.raises(ProtocolError) as caught:
-        connection.receive(b"nonsense")
-    cause = connection.violated(caught.value).error.__cause__
-    assert isinstance(cause, ProtocolError)
-    assert cause.args == caught.value.args
-    assert cause.__traceback__ is None
-
-
 def test_commands_before_a_close_are_sent_and_nothing_follows_it() -> None:
     connection = opened(tensor(last=True), tensor(of=6, last=True))
     connection.put(tensor())

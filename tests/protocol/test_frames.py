@@ -16,7 +16,6 @@ from aiotensor.errors import ProtocolError
 from aiotensor.memory.tensors import MAX_INLINE_BYTES
 from aiotensor.protocol import frames
 from aiotensor.protocol.frames import (
-    ARENA,
     MAX_DIMENSIONS,
     MAX_FRAMES,
     MAX_HELLO_BYTES,
@@ -27,12 +26,10 @@ from aiotensor.protocol.frames import (
     MAX_TYPE_NAME,
     Attributes,
     Close,
-    Content,
     Discard,
     Failure,
     Hello,
     Message,
-    PlacedTensor,
     Put,
     ReceiverReport,
     SenderSummary,
@@ -42,7 +39,6 @@ from aiotensor.protocol.frames import (
     decode_hello,
     encode,
     encode_record,
-    read_content,
 )
 from aiotensor.types import MAX_NUMBER
 from tests.frames import LONGEST_TRACE, hello, receiver_statistics
@@ -350,23 +346,3 @@ def test_numbers_of_statistics_that_no_frame_can_contain_are_clamped() -> None:
     assert bounded(seen) == receiver_statistics(leases=3, max_mapped_bytes=MAX_NUMBER, max_senders=None)
     with pytest.raises(OverflowError):
         encode(ReceiverReport(seen, ()))
-
-
-# The content of a message
-
-
-def test_a_content_is_read_without_a_copy_of_its_body() -> None:
-    tensor = PlacedTensor("uint8", (3, 4), ARENA, b"where", 9, Attributes(requires_grad=True))
-    data = msgspec.msgpack.encode(Content(memoryview(b"body"), (tensor,)))
-    content = read_content(memoryview(data))
-    assert (bytes(content.body), content.tensors) == (b"body", (tensor,))
-    assert content.body.obj is not None
-
-
-@given(st.binary(max_size=50))
-def test_arbitrary_bytes_are_content_or_refused(data: bytes) -> None:
-    try:
-        content = read_content(data)
-    except ProtocolError:
-        return
-    assert isinstance(content, Content)

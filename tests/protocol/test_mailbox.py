@@ -149,19 +149,3 @@ def test_the_number_of_remembered_messages_of_earlier_connections_is_bounded() -
 
     with pytest.raises(PeerLostError):
         mailbox.hold(Key("s", 0, 0))
-
-
-def test_a_cleared_mailbox_has_no_tensor_and_pending_calls_can_end() -> None:
-    mailbox = with_message(count=3)
-    waiting, held, other = Key("s", 1, 0), Key("s", 0, 0), Key("s", 0, 1)
-    mailbox.claims.add(waiting)
-    mailbox.hold(held)
-    mailbox.hold(other)
-    mailbox.clear()
-
-    assert (mailbox.unclaimed_tensors, mailbox.unclaimed_bytes) == (0, 0)
-    assert mailbox.hold_next() is None
-    assert not mailbox.finish(held)
-    assert mailbox.put_back(other) == []
-    assert mailbox.hold_next() is None
-    mailbox.claims.remove(waiting)

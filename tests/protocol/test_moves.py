@@ -9,27 +9,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.network import (
-    ACK,
     BATCH,
-    FREE,
-    STEP,
     STEP_BYTES,
     WINDOW_BYTES,
-    Ack,
     Area,
     Move,
     OutgoingMoves,
     ReceivedBytes,
     RecordWindow,
     Step,
-    encode_ack,
-    encode_area,
     encode_batch,
-    encode_step,
     read_ack,
-    read_area,
     read_batch,
-    read_step,
 )
 from tests.selection import COMPLETE
 
@@ -184,15 +175,3 @@ def test_records_without_credit_are_a_violation() -> None:
 @given(messages=st.lists(st.binary(max_size=20).filter(lambda one: one[:1] != bytes([BATCH]))))
 def test_the_messages_of_a_batch_are_read_in_order(messages: list[bytes]) -> None:
     assert read_batch(memoryview(encode_batch(messages))) == messages
-
-
-def test_messages_are_read_as_they_were_encoded() -> None:
-    step = Step(Area(3, 4096), 100, 4100, 50, True)
-    header = encode_step(step)
-    assert header[0] == STEP
-    assert read_step(header) == (step, memoryview(b""))
-    assert read_step(header + bytes(50)) == (step, memoryview(bytes(50)))
-    free = encode_area(Area(1, 2))
-    assert (free[0], read_area(free)) == (FREE, Area(1, 2))
-    ack = encode_ack(Ack(5, 6))
-    assert (ack[0], read_ack(ack)) == (ACK, Ack(5, 6))

@@ -6,10 +6,9 @@ import torch
 from aiotensor.memory.arena import Block
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.placement import plan_placement
-from aiotensor.memory.tensors import DTYPE_NAMES
 from aiotensor.statistics.counters import new_counts
 from aiotensor.types import SenderStatistics
-from tests.memory.segments import MIB, open_tensor, other_side_of
+from tests.memory.segments import MIB
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -34,33 +33,6 @@ async def allocate(
 def is_sent_in_place(memory: Memory, tensor: torch.Tensor, block: Block) -> bool:
     plan = plan_placement(tensor, memory.allocations)
     return plan.new_bytes == 0 and plan.allocation is not None and plan.allocation.block is block
-
-
-async def test_an_allocated_tensor_and_its_contiguous_views_are_sent_in_place(memory: Memory) -> None:
-    _first = await allocate(memory, 100)  # so that the offsets differ
-    tensor, block = await allocate(memory, 4, 6, dtype=torch.float32)
-    tensor.copy_(torch.arange(24.0).reshape(4, 6))
-    segment = block.place.segment
-    segments = {segment.number: other_side_of(segment)}
-
-    for view in (tensor, tensor[1:3], tensor[2], tensor[3, 5], tensor.reshape(-1), tensor.view(torch.int32)):
-        assert is_sent_in_place(memory, view, block)
-        where = block.place.describe(view.data_ptr() - tensor.data_ptr())
-        opened = open_tensor("arena", where, DTYPE_NAMES[view.dtype], tuple(view.shape), segments)
-        assert torch.equal(opened, view)
-        opened.reshape(-1)[-1] = 5
-        assert view.reshape(-1)[-1] == 5, "it is not the same memory"
-
-
-async def test_a_copied_block_beside_an_allocated_one_is_not_taken_for_it(memory: Memory) -> None:
-    before = await memory.acquire(LARGE)
-    allocated, block = await allocate(memory, LARGE)
-    after = await memory.acquire(LARGE)
-    neighbours = [torch.frombuffer(one.place.view(), dtype=torch.uint8) for one in (before, after)]
-    assert {abs(one.data_ptr() - allocated.data_ptr()) for one in neighbours} == {LARGE}
-
-    assert is_sent_in_place(memory, allocated[LARGE - 1 :], block)
-    assert all(plan_placement(one, memory.allocations).allocation is None for one in neighbours)
 
 
 async def test_any_kind_of_view_of_allocated_memory_is_sent_in_place(memory: Memory) -> None:

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from aiotensor.errors import ClosedError, PeerLostError
+from aiotensor.errors import ClosedError
 from aiotensor.memory import gates
-from aiotensor.memory.gates import Gate, StuckError, WaitLimits
+from aiotensor.memory.gates import Gate, StuckError
 from aiotensor.protocol.credits import Ticket
 
 Waiting = asyncio.Task[Ticket[None]]
@@ -73,22 +73,6 @@ async def test_a_refused_waiter_releases_a_grant_that_arrives_before_it_runs() -
 
 
 # Long waits
-
-
-async def test_an_error_while_reporting_does_not_disable_other_limits() -> None:
-    def fail(what: str) -> None:
-        raise RuntimeError(f"cannot report {what}")
-
-    gate: Gate[None] = Gate(10, WaitLimits(0.01, 0.03, fail, lambda *_: PeerLostError("too long")), what="it")
-    await gate.acquire(10)
-    errors: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(
-        lambda _, context: errors.append(str(context["exception"]))
-    )
-    for amount in (1, 2):
-        with pytest.raises(PeerLostError, match="too long"):
-            await gate.acquire(amount)
-    assert errors == ["cannot report it"] * 2
 
 
 async def test_the_longest_of_the_present_waits_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,22 +4,15 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Iterable
-from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aiotensor.memory import memory as memory_module
-from aiotensor.memory.arena import Block
 from aiotensor.memory.mapping import new_token
 from aiotensor.memory.memory import Memory
 from aiotensor.statistics.counters import new_counts
 from aiotensor.types import SenderStatistics
-from tests.selection import COMPLETE
 from verification.internals import is_trimming, worker_of
 from verification.waiting import until
 
@@ -154,77 +147,3 @@ async def test_a_large_copy_is_made_by_one_thread_if_no_second_one_can_be_starte
     for one in (block, other):
         memory.unpin_owner(one)
     await memory.aclose()
-
-
-class PinsMachine(RuleBasedStateMachine):
-    """Count the pins of blocks by hand, beside `Memory`."""
-
-    @initialize()
-    def begin(self) -> None:
-        self.runner = asyncio.Runner()  # for the end; the rules need no loop
-        self.memory = new_memory(8 * MIB, keep_warm_s=None)
-        self.pins: dict[Block, int] = {}
-        self.owned: set[Block] = set()
-        self.used: set[int] = set()
-
-    def teardown(self) -> None:
-        with self.runner as runner:
-            runner.run(self.memory.aclose())
-
-    @rule()
-    def acquire(self) -> None:
-        block = self.memory.try_acquire(MIB)
-        assert (block is None) == (len(self.pins) == 8)
-        if block is not None:
-            assert block.number not in self.used, "a number was used twice"
-            self.used.add(block.number)
-            self.owned.add(block)
-            self.pins[block] = 0
-
-    @precondition(lambda self: self.pins)
-    @rule(data=st.data(), count=st.integers(1, 3))
-    def pin(self, data: st.DataObject, count: int) -> None:
-        block = self.one_of(data, self.pins)
-        self.memory.pin([block.number], count)
-        self.pins[block] += count
-
-    @precondition(lambda self: self.pins)
-    @rule(data=st.data())
-    def announce(self, data: st.DataObject) -> None:
-        block = self.one_of(data, self.pins)
-        self.memory.announced(block, "message", is_whole=True)
-        self.pins[block] += 1
-
-    @precondition(lambda self: any(self.pins.values()))
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        block = self.one_of(data, [block for block, count in self.pins.items() if count])
-        self.memory.unpin([block.number])
-        self.pins[block] -= 1
-        self.forget(block)
-
-    @precondition(lambda self: self.owned)
-    @rule(data=st.data())
-    def unpin_owner(self, data: st.DataObject) -> None:
-        block = self.one_of(data, self.owned)
-        self.memory.unpin_owner(block)
-        self.owned.discard(block)
-        self.forget(block)
-
-    def one_of(self, data: st.DataObject, blocks: Iterable[Block]) -> Block:
-        return data.draw(st.sampled_from(sorted(blocks, key=lambda block: block.number)))
-
-    def forget(self, block: Block) -> None:
-        if not self.pins[block] and block not in self.owned:
-            del self.pins[block]
-
-    @invariant()
-    def a_block_is_in_use_as_long_as_it_has_a_pin(self) -> None:
-        assert self.memory.blocks == {block.number: block for block in self.pins}
-        assert self.memory.gate.in_use == len(self.pins) * MIB
-        places = sorted((block.place.offset, block.place.nbytes) for block in self.pins)
-        assert all(offset + nbytes <= following for (offset, nbytes), (following, _) in pairwise(places))
-
-
-TestAnyOrderOfPins = PinsMachine.TestCase
-TestAnyOrderOfPins.settings = settings(max_examples=200 if COMPLETE else 30, stateful_step_count=30)
