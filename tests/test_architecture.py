@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import aiotensor
-
 ROOT = Path(__file__).parent.parent
 APPLICATIONS = [
     "uvloop",
@@ -35,10 +33,6 @@ def test_importing_the_library_imports_no_optional_package() -> None:
     imported = set(done.stdout.split())
     assert "aiotensor" in imported
     assert not imported & {*APPLICATIONS, "zmq", "aiotensor.cli"}
-
-
-def test_the_library_is_marked_as_typed() -> None:
-    assert (Path(aiotensor.__file__).parent / "py.typed").exists()
 
 
 @pytest.mark.promise(24)

@@ -45,14 +45,6 @@ def test_an_error_keeps_its_text_and_its_numbers_through_pickle_and_copy(error: 
         assert vars(again) == vars(error)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_an_error_of_a_text_alone_survives_pickle(kind: type[Exception]) -> None:
-    again = pickle.loads(pickle.dumps(kind("a text")))
-
-    assert type(again) is kind
-    assert again.args == ("a text",)
-
-
 @pytest.mark.parametrize(
     ("kind", "builtin"), [(errors.UnsupportedTensorError, TypeError), (errors.UsageError, RuntimeError)]
 )

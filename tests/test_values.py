@@ -112,34 +112,6 @@ async def test_the_order_of_dense_tensors_in_memory_is_preserved(shape: tuple[in
                 assert received.requires_grad == tensor.requires_grad
 
 
-@pytest.mark.promise(7)
-@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
-async def test_conjugate_and_negative_views_arrive_with_their_values(shape: tuple[int, ...]) -> None:
-    async with pair() as (sender, receiver):
-        source = torch.randn(shape, dtype=torch.complex64)
-        for view in (source.conj(), source.conj().t(), source.conj().imag, source.conj().conj()):
-            received = await receiver.receive(await sender.send(view))
-            assert torch.equal(received, view)
-            assert not received.is_conj()
-            assert not received.is_neg()
-        assert source.conj().imag.is_neg()
-
-
-@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
-async def test_requires_grad_of_leaves_and_parameters_is_preserved(shape: tuple[int, ...]) -> None:
-    async with pair() as (sender, receiver):
-        leaf = torch.randn(shape, requires_grad=True)
-        received = await receiver.receive(await sender.send(leaf))
-        assert received.requires_grad
-        assert received.is_leaf
-        assert torch.equal(received, leaf)
-        for flag in (True, False):
-            parameter = torch.nn.Parameter(torch.randn(shape), requires_grad=flag)
-            received = await receiver.receive(await sender.send(parameter))
-            assert type(received) is torch.nn.Parameter
-            assert received.requires_grad is flag
-
-
 async def test_numpy_arrays_and_dlpack_objects_are_sent_as_they_are() -> None:
     async with pair() as (sender, receiver):
         readonly = np.arange(50_000, dtype=np.uint16)

@@ -36,36 +36,6 @@ async def test_each_subscriber_receives_each_publication_once_and_in_order(endpo
         assert [await each for each in counts] == [count] * 4
 
 
-@pytest.mark.promise(9)
-async def test_views_stay_valid_while_memory_is_reused_and_after_both_ends_ended(
-    endpoint: Endpoint,
-) -> None:
-    async with (
-        peers(endpoint, 1) as [child],
-        Subscriber(endpoint, torch.Tensor) as subscriber,
-    ):
-        await child.call(workers.start, 1, arena_bytes=8 << 20)
-        publishing = child.start(workers.publish, 40, BIG)
-        kept = {}
-        for number in range(40):
-            view = (await subscriber.receive()).message
-            assert torch.equal(view, pattern(number, BIG))
-            if number % 9 == 0:
-                kept[number] = view
-            del view
-        await publishing
-        child.kill()
-        with pytest.raises(PeerLostError):
-            await subscriber.receive()
-        for number, view in kept.items():
-            assert torch.equal(view, pattern(number, BIG))
-        await subscriber.aclose()
-        kept.pop(9).zero_()
-        for number, view in kept.items():
-            assert torch.equal(view, pattern(number, BIG))
-    remove_socket(endpoint)
-
-
 @pytest.mark.promise(34)
 async def test_a_killed_subscriber_releases_its_memory_within_a_second(
     endpoint: Endpoint, moments: random.Random

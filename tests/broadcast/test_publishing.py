@@ -298,26 +298,6 @@ async def test_wait_for_subscribers_returns_or_raises_after_max_wait_s(endpoint:
         await publisher.wait_for_subscribers(1)
 
 
-@once
-async def test_closing_ends_waiting_calls(broadcasts: Broadcasts) -> None:
-    async with broadcasts.open(1, max_behind=1, arena_bytes=1 << 20) as (publisher, _):
-        await publisher.publish(pattern(1, 100_000))
-        waiting = [
-            asyncio.create_task(publisher.publish(b"")),
-            asyncio.create_task(publisher.publish(pattern(1, 100_000))),
-            asyncio.create_task(publisher.allocate((1 << 20,), torch.uint8)),
-            asyncio.create_task(publisher.wait_for_subscribers(5)),
-            asyncio.create_task(publisher.drain()),
-        ]
-        await until(lambda: publisher.statistics().waiting == 3)
-        await publisher.aclose()
-        for task in waiting:
-            with pytest.raises(ClosedError):
-                await task
-        with pytest.raises(ClosedError):
-            await publisher.publish(b"")
-
-
 async def test_a_clean_close_ends_the_iteration_after_the_last_publication(broadcasts: Broadcasts) -> None:
     messages = [pattern(number, (3, BIG)[number % 2]) for number in range(5)]
     async with broadcasts.open(2) as (publisher, [iterating, receiving]):

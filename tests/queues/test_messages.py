@@ -21,7 +21,7 @@ from aiotensor import (
     WouldBlockError,
 )
 from aiotensor.channel.requests import Requests
-from aiotensor.queues import ConsumerStatistics, ProducerStatistics, folder
+from aiotensor.queues import ConsumerStatistics, ProducerStatistics
 from aiotensor.runtime import outage
 from tests.cancellation.situations import SLOW
 from tests.cancelling import Attempt, cancel_everywhere
@@ -179,25 +179,6 @@ async def test_a_message_wakes_one_of_the_waiting_calls(monkeypatch: pytest.Monk
         assert looks < 2000
 
 
-async def test_waiting_calls_share_a_check_for_the_end_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    checks, real = 0, folder.Folder.producer_states
-
-    def states(*arguments: Any) -> Any:
-        nonlocal checks
-        checks += 1
-        return real(*arguments)
-
-    async with opened(message_type=int) as ends:
-        getting = [asyncio.create_task(ends.consumer.get()) for _ in range(1000)]
-        await asyncio.sleep(0)
-        monkeypatch.setattr(folder.Folder, "producer_states", states)
-        await ends.producer.aclose()
-        for get in getting:
-            with pytest.raises(ClosedError, match="all producers"):
-                await get
-        assert checks < 1000
-
-
 @pytest.mark.parametrize("many", [1, 5000])
 async def test_get_nowait_returns_a_message_that_has_arrived(many: int) -> None:
     async with opened() as ends:
@@ -233,29 +214,6 @@ async def test_join_and_closing_wait_until_messages_were_taken() -> None:
             with pytest.raises(ClosedError):
                 consumer.get_nowait()
             assert [got async for got in consumer] == []
-
-
-async def test_each_consumer_gets_messages_and_each_message_one_consumer() -> None:
-    with queue_of(producers=2, consumers=2) as queue:
-        async with queue.consumer() as first, queue.consumer() as second:
-
-            async def produce(start: int) -> None:
-                async with queue.producer() as producer:
-                    for number in range(start, start + 30):
-                        await producer.put(message(number, 3000))
-
-            async def consume(consumer: Any) -> list[int]:
-                numbers = []
-                async for got in consumer:
-                    numbers.append(check(got))
-                    await asyncio.sleep(0.001)
-                return numbers
-
-            producing = [asyncio.create_task(produce(start)) for start in (0, 30)]
-            of_first, of_second = await asyncio.gather(consume(first), consume(second))
-            assert len(of_first) > 10 < len(of_second)
-            assert sorted(of_first + of_second) == list(range(60))
-            await asyncio.gather(*producing)
 
 
 async def test_messages_of_a_consumer_that_closes_go_to_another_one() -> None:

@@ -109,27 +109,6 @@ async def test_a_killed_producer_is_reported_after_the_messages_of_the_others() 
                 await anext(consumer)
 
 
-async def test_a_restarted_producer_replaces_a_killed_one() -> None:
-    with queue_of() as queue:
-        async with process() as killed, process() as restarted, queue.consumer() as consumer:
-            await killed.call(open_producer, queue)
-            await killed.call(put, [1])
-            assert check(await consumer.get()) == 1
-            getting = asyncio.create_task(consumer.get())
-            await asyncio.sleep(0)
-            with promptly():
-                killed.kill()
-                with pytest.raises(PeerLostError):
-                    await getting
-            await killed.ended()
-            await restarted.call(open_producer, queue)
-            getting = asyncio.create_task(consumer.get())
-            await restarted.call(put, [2])
-            assert check(await getting) == 2
-            await restarted.call(close)
-            assert [got async for got in consumer] == []
-
-
 async def test_a_producer_that_is_killed_before_it_connects_is_noticed() -> None:
     with queue_of() as queue:
         async with process() as killed:
