@@ -67,6 +67,22 @@ async def test_a_received_tensor_counts_until_it_is_freed() -> None:
         await waiting
 
 
+@pytest.mark.promise(15)
+async def test_waiting_calls_are_served_in_their_order() -> None:
+    async with ends(max_bytes=2 * _BIG_BYTES) as (low, high):
+        await low.send(pattern(0, BIG))
+        large = asyncio.ensure_future(low.send(pattern(1, 2 * BIG)))
+        await until(lambda: low.statistics().waiting == 1)
+        small = asyncio.ensure_future(low.send(pattern(2, 10)))
+        await until(lambda: low.statistics().waiting == 2)
+        for seed, count in enumerate((BIG, 2 * BIG, 10)):
+            received = await high.receive()
+            assert received is not None
+            assert torch.equal(received, pattern(seed, count))
+            del received
+        await asyncio.gather(large, small)
+
+
 @once
 async def test_a_wait_for_bytes_ends_after_max_wait_s() -> None:
     async with ends(max_bytes=_BIG_BYTES, max_wait_s=1) as (low, high):  # which limits opening, too
