@@ -13,20 +13,7 @@ from aiotensor.transports.records import SocketTransport
 
 
 class End:
-    """The handler of a transport.
-
-    Args:
-        transport: the transport, which this object starts.
-        when_record: called after each record.
-        when_lost: called when the connection is lost.
-
-    Attributes:
-        arrived: the records and their descriptors.
-        lost: the reasons of `connection_lost`.
-        was_lost: set by the first of them.
-        resumed: set by `resume_writing`.
-        resumptions: the number of these calls.
-    """
+    """The handler of a transport, which it starts; it records the events."""
 
     def __init__(
         self,

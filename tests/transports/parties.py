@@ -13,16 +13,11 @@ __all__ = ["Accepting", "Connecting", "connected_over"]
 
 
 class Accepting:
-    """The owner of a listener.
-
-    Attributes:
-        ends: all accepted connections.
-        accepted: the same, to wait for the next one.
-    """
+    """The owner of a listener."""
 
     def __init__(self) -> None:
         self.ends: list[End] = []
-        self.accepted: asyncio.Queue[End] = asyncio.Queue()
+        self.accepted: asyncio.Queue[End] = asyncio.Queue()  # the same, to wait for the next one
 
     def connection_accepted(self, transport: Transport) -> None:
         end = End(transport)
@@ -36,24 +31,13 @@ class Accepting:
 
 
 class Connecting:
-    """The owner of a connector: connects again after each loss, and writes a first record.
-
-    Args:
-        make_connector: makes the connector.
-
-    Attributes:
-        connections: all connections.
-        next_connection: the same, to wait for the next one.
-        failures: the permanent failures to connect.
-        error: raised instead of writing the introduction; None to write it.
-        attempts: the number of connections, including those without an introduction.
-    """
+    """The owner of a connector: connects again after each loss, and writes a first record."""
 
     def __init__(self, make_connector: Callable[[Events], Connector]) -> None:
         self.connections: list[End] = []
-        self.next_connection: asyncio.Queue[End] = asyncio.Queue()
+        self.next_connection: asyncio.Queue[End] = asyncio.Queue()  # the same, to wait for the next one
         self.failures: asyncio.Queue[AioTensorError] = asyncio.Queue()
-        self.error: OSError | None = None
+        self.error: OSError | None = None  # raised instead of writing the introduction
         self.attempts = 0
         self.connector = make_connector(Events(self.connected, self.connecting_failed))
 

@@ -45,13 +45,6 @@ def test_an_address_that_names_no_socket_is_refused() -> None:
             MessageServer(address, int)
 
 
-def test_errors_about_schemes_name_an_address_to_use() -> None:
-    with pytest.raises(
-        ValueError, match=r"must be unix:// .* unix:///run/user/1000/engine.sock, or tcp:// .* a port"
-    ):
-        TensorSender("http://127.0.0.1:80")
-
-
 def test_the_path_of_an_address_is_decoded_like_that_of_a_url() -> None:
     for written, path in (
         ("/run/two%20words", "/run/two words"),

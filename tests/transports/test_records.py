@@ -173,19 +173,6 @@ class Pipe:
         os.close(self._reading_end)
 
 
-async def test_the_last_records_arrive_from_a_peer_that_had_not_read_everything(
-    pair: tuple[End, socket.socket],
-) -> None:
-    end, far = pair
-    end.transport.write(b"never read")
-    for number in range(20):
-        far.send(bytes([number]))
-    far.close()
-    await end.was_lost.wait()
-
-    assert end.arrived.qsize() == 20
-
-
 async def test_the_last_records_arrive_although_writing_failed_before_they_were_read(
     pair: tuple[End, socket.socket],
 ) -> None:
@@ -287,31 +274,3 @@ async def test_reading_that_fails_ends_the_connection_with_the_reason() -> None:
 
     assert end.lost == ["reading failed: [Errno 88] Socket operation on non-socket"]
     assert end.transport.is_closed
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-async def test_a_forked_child_keeps_neither_the_connection_nor_queued_descriptors(
-    pair: tuple[End, socket.socket],
-) -> None:
-    end, far = pair
-    pipe = Pipe()
-    fill(end.transport)
-    end.transport.write(b"queued", [pipe.writing_end])
-    gate, open_gate = os.pipe()
-    ready, is_ready = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(open_gate)
-        os.close(pipe.writing_end)
-        os.write(is_ready, b"x")
-        os.read(gate, 1)  # until the parent has closed its end
-        os._exit(0)
-    try:
-        os.read(ready, 1)
-        end.transport.close()
-        pipe.check_closed()
-        while far.recv(2000):
-            pass
-    finally:
-        close_all([open_gate, gate, ready, is_ready])
-        os.waitpid(pid, 0)  # noqa: ASYNC222 - it exits at once

@@ -26,13 +26,6 @@ _FULL_DELAY_S = 0.01  # while the backlog is full
 # Connecting
 
 
-async def test_both_ends_know_the_pid_of_the_peer(path: Path) -> None:
-    async with listening(path) as receiver:
-        with connecting(path) as sender:
-            far = await receiver.accepted.get()
-            assert sender.connections[0].transport.peer_pid == far.transport.peer_pid == os.getpid()
-
-
 async def test_a_sender_connects_to_the_next_receiver_and_repeats_its_hello(path: Path) -> None:
     async with listening(path) as first:
         with connecting(path) as sender:
@@ -135,20 +128,6 @@ async def test_a_sender_without_automatic_reconnection_connects_on_demand(path: 
             sender.connector.connect_now()
             assert sender.is_connected()
             assert await (await receiver.accepted.get()).read() == b"introduction 2"
-
-
-async def test_a_closed_connector_makes_no_further_attempt(path: Path) -> None:
-    with connecting(path) as sender:
-        sender.connector.close()
-        async with listening(path) as receiver:
-            with recorded_delays() as delays:
-                sender.connector.connect_now()
-                sender.connector.reconnect()
-                assert delays == []
-            with connecting(path):  # so the first attempt would have been accepted, too
-                await receiver.accepted.get()
-            assert not sender.connections
-            assert receiver.accepted.empty()
 
 
 async def test_a_socket_of_another_kind_is_refused_by_a_sender(path: Path) -> None:

@@ -94,9 +94,7 @@ class Delays(list[float]):
 def recorded_delays(*, stops_clock: bool = False) -> Iterator[Delays]:
     """Record the delays of `call_later` of the running loop below 10 s; longer ones are those of log lines.
 
-    Args:
-        stops_clock: run the callbacks in the next iteration, at the same time of the loop, so that results do
-            not depend on the speed of the machine.
+    With `stops_clock`, time stands still for the callbacks, so the speed of the machine has no effect.
     """
     loop: Any = asyncio.get_running_loop()
     call_later, delays, now = loop.call_later, Delays(), loop.time()

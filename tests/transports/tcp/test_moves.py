@@ -226,6 +226,15 @@ async def test_a_tensor_that_was_moved_is_freed_without_a_garbage_collection(len
     assert not watch.memfds(os.getpid())
 
 
+async def test_a_message_of_more_tensors_than_a_batch_has_messages_arrives() -> None:
+    async with parties() as (_, sender, receiver):
+        async with sender.message() as message:
+            handles = [await message.send(pattern(seed, 1200)) for seed in range(2 * MAX_BATCH)]
+        for seed, handle in enumerate(handles):
+            assert torch.equal(await receiver.receive(handle), pattern(seed, 1200))
+        assert receiver.statistics().senders_lost == 0
+
+
 async def receive_full(state: State, handle: object, value: int) -> bool:
     tensor = await state.receiver.receive(handle)  # type: ignore[arg-type]
     return bool((tensor == value).all())

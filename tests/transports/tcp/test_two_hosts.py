@@ -12,7 +12,6 @@ import zmq
 from _pytest.mark import ParameterSet
 
 from aiotensor import PeerLostError, TensorHandle, TensorReceiver, TensorSender
-from aiotensor.broadcast import Publisher, Subscriber
 from verification.networks import Host, Hosts, NoNamespacesError
 from verification.patterns import BIG, pattern
 from verification.processes.peers import Peer, State
@@ -72,6 +71,10 @@ async def open_sender(state: State, /, keys: Keys, **options: Any) -> None:
 
 async def send(state: State, count: int, length: int, first: int = 0) -> list[TensorHandle]:
     return [await state.sender.send(pattern(seed, length)) for seed in range(first, first + count)]
+
+
+async def begin_to_send(state: State, nbytes: int) -> None:
+    await until(lambda: state.sender.statistics().bytes_in_use == nbytes)
 
 
 async def receive_all(state: State, handles: list[TensorHandle], first: int = 0) -> bool:
@@ -149,39 +152,19 @@ async def test_values_are_exact_over_slow_and_lossy_cables(hosts: Hosts, keys: K
         assert await engine.call(receive_all, handles)
 
 
-async def open_publisher(state: State, keys: Keys, count: int) -> None:
-    publisher = Publisher(state.endpoint, **keys.listening)
-    state.others["publisher"] = await state.stack.enter_async_context(publisher)
-    await publisher.wait_for_subscribers(count)
-
-
-async def publish(state: State, count: int) -> int:
-    for seed in range(count):
-        await state.others["publisher"].publish([seed, pattern(seed, BIG)])
-    await state.others["publisher"].drain()
-    return int(state.others["publisher"].statistics().subscribers)
-
-
-async def subscribe(state: State, keys: Keys, count: int) -> int:
-    """Receive publications, and return how many have the right values."""
-    right = 0
-    async with Subscriber(state.endpoint, list[Any], **keys.connecting) as subscriber:
-        for _ in range(count):
-            publication = await subscriber.receive()
-            seed, tensor = publication.message
-            right += seed == publication.number and torch.equal(tensor, pattern(seed, BIG))
-    return right
-
-
 @pytest.mark.extended
-async def test_publications_reach_subscribers_on_another_host(hosts: Hosts, keys: Keys) -> None:
-    hosts.slow_down(1000)
-    async with processes(hosts, hosts.a, hosts.b, hosts.b, hosts.a) as (publisher, *subscribers):
-        opening = publisher.start(open_publisher, keys, 3)
-        receiving = [subscriber.start(subscribe, keys, 20) for subscriber in subscribers]
-        await opening
-        await publisher.call(publish, 20)
-        assert [await one for one in receiving] == [20, 20, 20]
+async def test_a_small_tensor_overtakes_a_large_one_on_a_slow_network(hosts: Hosts, keys: Keys) -> None:
+    hosts.slow_down(500)
+    async with processes(hosts, hosts.a, hosts.b) as (engine, server):
+        await engine.call(open_receiver, keys)
+        await server.call(open_sender, keys, arena_bytes=512 << 20)
+        sending = server.start(send, 1, 16 << 20)
+        await server.call(begin_to_send, 128 << 20)
+        for length in (3, 5000):
+            handles = await server.call(send, 1, length, first=1)
+            assert await engine.call(receive_all, handles, first=1)
+        assert not sending.done()
+        assert await engine.call(receive_all, await sending)
 
 
 # Failures
