@@ -8,7 +8,6 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +18,11 @@ from aiotensor.broadcast import Publisher, SubscriberLag
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.cli.command import aiotensor as command
 from aiotensor.cli.top import as_json, as_lines
-from aiotensor.cli.words import in_words, short
 from aiotensor.inspection import Inspection, SenderInspection
 from aiotensor.protocol.frames import Close
 from tests.bare_peers import BareReceiver
 from tests.broadcast.audiences import Broadcasts
 from tests.cli import commands
-from tests.cli.commands import Pair
 from tests.frames import receiver_hello, receiver_statistics
 from verification.fuzz.listening import waiting_at
 from verification.internals import inspectors_of
@@ -215,14 +212,6 @@ async def test_the_live_view_restores_the_terminal_on_sigterm(address: str) -> N
         assert b"waiting for the next one" in after
 
 
-async def test_on_a_dumb_terminal_top_prints_one_inspection(address: str) -> None:
-    async with TensorReceiver(address):
-        with terminal(address, TERM="dumb") as screen:
-            assert await screen.ended() == 0
-    assert f"receiver pid {os.getpid()}  {address}" in screen.written.decode()
-    assert b"\x1b[?1049h" not in screen.written
-
-
 # Errors
 
 
@@ -286,19 +275,6 @@ def test_an_invalid_time_is_a_usage_error_that_names_the_option(option: str, tim
 
 
 # Keys
-
-
-@pytest.mark.parametrize("wrong", ["the client key", "the server key"])
-async def test_wrong_keys_are_a_one_line_error_with_status_1(wrong: str, port: str, tmp_path: Path) -> None:
-    ours, theirs = Pair.new(), Pair.new()
-    known = theirs if wrong == "the client key" else ours
-    server = ours if wrong == "the server key" else theirs
-    async with TensorReceiver(port, secret_key=theirs.secret, client_keys=[known.public]):
-        done = await top(port, "--patience", "10", "--keys", ours.file(tmp_path, server.public))
-
-    assert (done.exit_code, done.stdout) == (1, "")
-    [line] = done.stderr.splitlines()
-    assert line.startswith(f"Error: the keys of this process and of the one at {port} do not match")
 
 
 # What is written
@@ -384,16 +360,3 @@ def test_control_characters_in_names_are_not_printed() -> None:
 
     assert "??????" in as_lines(ADDRESS, None, now)[-1]
     assert "\x1b" not in as_lines(ADDRESS, None, now)[-1]
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "long", "brief"),
-    [
-        (0, "0 bytes", "0B"),
-        (1023, "1023 bytes", "1023B"),
-        (3 << 29, "1.5 GiB", "1.5G"),
-        (1 << 70, "1024.0 EiB", "1024.0E"),
-    ],
-)
-def test_bytes_are_written_in_a_unit_that_suits_them(nbytes: int, long: str, brief: str) -> None:
-    assert (in_words(nbytes), short(nbytes)) == (long, brief)

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from aiotensor.cli.options import write_keys
 from demo.clips import sample_clips
 from tests.examples.films import film
 from tests.examples.programs import Program, engine, running, shown
 from tests.pages import LIMIT_S
-from two_hosts import keys
 from verification.places import free_port
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(LIMIT_S)]
@@ -140,19 +138,3 @@ async def test_an_api_server_on_another_host_sends_its_videos_to_the_next_engine
     assert (status, errors) == (0, "")
     assert len(output.splitlines()) == 29
     assert "video 29: 60 frames, brightness 58.5" in output
-
-
-async def test_an_api_server_with_other_keys_ends_with_an_error(folder: Path) -> None:
-    for name in ("one", "other"):
-        write_keys(folder / name, ["api"])
-    with pytest.raises(ValueError, match=r"one/api.json is not the key file of this side.*missing"):
-        keys.read(f"{folder}/one/api.json", keys.EngineKeys)
-    port = str(free_port())
-    start_engine = ["python", "-m", "two_hosts.engine", f"{folder}/one/engine.json", "--port", port]
-    start_api = ["python", "-m", "two_hosts.api", f"{folder}/other/api.json", "--port", port, "--videos", "1"]
-    async with running(start_engine, folder) as engine:
-        await engine.says("the engine is ready")
-        async with running(start_api, folder) as api:
-            status, output, errors = await result(api)
-    assert (status, output) == (1, "")
-    assert "do not match: pass secret_key and server_key" in errors

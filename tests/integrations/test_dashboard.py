@@ -59,20 +59,6 @@ def names_in(query: str) -> set[str]:
     return set(re.findall(r"\baiotensor_\w+", query))
 
 
-def test_panels_of_the_dashboard_query_the_selected_data_source_and_do_not_overlap() -> None:
-    assert DASHBOARD["schemaVersion"] >= 39
-    variables = {one["name"]: one["type"] for one in DASHBOARD["templating"]["list"]}
-    assert variables == {"datasource": "datasource", "job": "query", "endpoint": "query"}
-    everything = [*PANELS, *(target for panel in PANELS for target in panel["targets"])]
-    assert all(one["datasource"] == {"type": "prometheus", "uid": "${datasource}"} for one in everything)
-    taken: set[tuple[int, int]] = set()
-    for panel in DASHBOARD["panels"]:
-        at = panel["gridPos"]
-        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
-        assert not cells & taken, panel["title"]
-        taken |= cells
-
-
 async def test_every_name_label_and_type_that_the_dashboard_and_the_alerts_ask_for_is_exported() -> None:
     families = await exported()
     labels = {

@@ -95,19 +95,6 @@ async def test_an_object_is_opened_once_and_used_while_it_is_open(address: str) 
         await never_opened.__aenter__()
 
 
-async def test_use_in_another_thread_raises_usage_error_that_names_the_remedy(address: str) -> None:
-    async with TensorSender(address) as sender:
-
-        async def use() -> None:
-            sender.discard_all()
-
-        for work in (sender.discard_all, sender.statistics, lambda: asyncio.run(use())):
-            error = in_a_thread(work)
-            assert isinstance(error, UsageError)
-            assert "belongs to another thread" in str(error)
-            assert "run_coroutine_threadsafe" in str(error)
-
-
 def test_use_in_another_loop_of_the_same_thread_raises_usage_error() -> None:
     async def opened() -> LoopAffinity:
         home = LoopAffinity("TensorSender")
@@ -122,6 +109,7 @@ def test_use_in_another_loop_of_the_same_thread_raises_usage_error() -> None:
     for what in (home.check, home.check_place):
         with pytest.raises(UsageError, match="belongs to another event loop: open one in each loop"):
             asyncio.run(use(what))
+        assert "run_coroutine_threadsafe" in str(in_a_thread(what))
     home.check()  # callbacks of the thread may use it after its loop has stopped
 
 
@@ -146,11 +134,10 @@ async def test_neither_unopened_nor_open_nor_closed_objects_can_be_used_after_a_
 
 
 class Collected:
-    """Record the handled items and the threads of the calls."""
+    """Record the handled items."""
 
     def __init__(self) -> None:
         self.calls: list[list[int]] = []
-        self.threads: set[int] = set()
         self.loop = asyncio.get_running_loop()
         self.items: FreedItems[int] = FreedItems(self.handle)
         self.items.bind()
@@ -158,7 +145,6 @@ class Collected:
 
     def handle(self, items: list[int]) -> None:
         self.calls.append(items)
-        self.threads.add(threading.get_ident())
         for count, future in self._waiting.items():
             if len(self.all) >= count and not future.done():
                 future.set_result(None)
@@ -225,36 +211,3 @@ async def test_freed_items_keep_no_reference_to_their_handler() -> None:
     items(1)
     await asyncio.sleep(0)
     assert calls == []
-
-
-async def test_items_freed_by_other_threads_are_handled_once_and_in_order_in_the_loop() -> None:
-    collected = Collected()
-    each = 500
-
-    def free(first: int) -> None:
-        for number in range(first, first + each):
-            collected.items(number)
-
-    threads = [threading.Thread(target=free, args=(index * each,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    await collected.until(4 * each)
-    for thread in threads:
-        thread.join()
-
-    assert collected.threads == {threading.get_ident()}
-    assert sorted(collected.all) == list(range(4 * each))
-    for index in range(4):
-        own = [number for number in collected.all if number // each == index]
-        assert own == sorted(own)
-
-
-def test_items_freed_after_the_loop_was_closed_are_ignored() -> None:
-    async def main() -> Collected:
-        return Collected()
-
-    collected = asyncio.run(main())
-    collected.items(1)
-    assert in_a_thread(lambda: collected.items(2)) is None
-
-    assert collected.calls == []

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import anyio
 import pytest
 
 from aiotensor.runtime.worker import Worker, in_thread
@@ -134,26 +133,6 @@ async def test_in_thread_raises_the_error_and_keeps_no_reference_to_arguments(
     del caught
     assert await in_thread(int, "7") == 7  # the thread has forgotten it by now
     assert things[0]() is None
-
-
-@pytest.mark.usefixtures("no_collections")
-async def test_a_call_cancelled_before_it_begins_is_not_made_and_frees_its_arguments() -> None:
-    called: list[Thing] = []
-    thing = Thing()
-    alive = weakref.ref(thing)
-    with anyio.CancelScope() as scope:
-        scope.cancel()
-        await in_thread(called.append, thing)
-    calling = asyncio.ensure_future(in_thread(called.append, thing))
-    await asyncio.sleep(0)
-    calling.cancel()
-    with pytest.raises(asyncio.CancelledError) as caught:
-        await calling
-    assert caught.value.__traceback__ is not None
-    del thing, calling
-    assert alive() is None
-    await in_thread(int)
-    assert not called
 
 
 @pytest.mark.usefixtures("no_collections")

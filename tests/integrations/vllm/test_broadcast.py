@@ -2,8 +2,6 @@
 
 import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -255,21 +253,6 @@ def test_the_writer_cannot_read_and_a_reader_cannot_write(queue: MessageQueue) -
     with pytest.raises(UsageError, match="cannot read"):
         queue.dequeue()
     reader.shutdown()
-
-
-@pytest.mark.extended
-def test_a_process_can_end_without_shutting_its_queues_down() -> None:
-    code = (
-        "import torch; from aiotensor.integrations.vllm.broadcast import MessageQueue; "
-        "queue = MessageQueue(1, 1); reader = MessageQueue.create_from_handle(queue.export_handle(), 0); "
-        "[queue.enqueue(torch.zeros(1 << 22)) for _ in range(3)]; "
-        "print(queue.export_handle().address)"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True
-    )
-    assert not ended.stderr
-    Path(ended.stdout.strip().removeprefix("unix://")).unlink(missing_ok=True)
 
 
 def be_in_a_group(rank: int, store: str, results: Any) -> None:
