@@ -195,6 +195,11 @@ class ForeignSegment(msgspec.Struct, eq=False):
         """
         return any(start < one_stop and one_start < stop for one_start, one_stop in self.in_use.values())
 
+    def close(self) -> None:
+        """Release the descriptors; a block of a closed object may still refer to this segment."""
+        self.locks = self.end = Descriptor(-1)
+        self.tokens = ()
+
 
 class ForeignExtent(msgspec.Struct, frozen=True):
     """The range of a segment of a peer that a forwarded tensor occupies."""

@@ -434,6 +434,7 @@ class Memory:
         if self._foreign.pop(foreign.segment, None) is not None:
             foreign.segment.forwards.pop(self._unmapped, None)
             self._segment_closed(foreign)
+            foreign.close()
 
     def abandon(self, holder: Hashable) -> None:
         """Stop the copies and moves of a holder; calls whose copies have not begun raise at once."""

@@ -18,8 +18,7 @@ from verification.processes import watch
 from verification.processes.allocator import forget_free_memory
 
 _LATEST = 20  # warnings
-_LANDING_NAME = "aiotensor"  # of the memory in which moved bytes arrive
-_NAMES = f"{MEMORY_NAME}|{LOOSE_NAME}|{_LANDING_NAME}"
+_NAMES = f"{MEMORY_NAME}|{LOOSE_NAME}|aiotensor"  # the last one is that of memory in which moved bytes arrive
 _MAPPING = re.compile(rf"^([0-9a-f]+)-([0-9a-f]+) .* /memfd:({_NAMES}) ", re.MULTILINE)
 
 
@@ -98,19 +97,21 @@ def in_memory(tensor: torch.Tensor, troubles: Troubles) -> bool:
                 troubles.found.append("memory was mapped that its owner can take back")
             elif start + nbytes > high:
                 troubles.found.append(f"{nbytes} bytes at {start - low} of a segment of {high - low}")
-            elif not _are_right(ctypes.string_at(start, nbytes), start - low, name):
+            elif not _are_right(ctypes.string_at(start, nbytes), start - low):
                 troubles.found.append(f"bytes at {start - low} are not those of the rogue")
             return True
     return False
 
 
-def _are_right(data: bytes, offset: int, name: str) -> bool:
-    """Return whether bytes are those of an image; between machines, those that never came are zero."""
+def _are_right(data: bytes, offset: int) -> bool:
+    """Return whether bytes are those of an image, or zero.
+
+    Bytes that never came from another machine are zero, and so are pages that were returned to the system,
+    because their owner, who forwarded them, held no lock on them.
+    """
     for image in (GUARD, IMAGE):
-        expected = image[offset : offset + len(data)]
-        if data == expected:
-            return True
-        pairs = zip(data, expected.ljust(len(data), b"\0"), strict=True)
-        if name == _LANDING_NAME and all(not byte or byte == moved for byte, moved in pairs):
+        expected = image[offset : offset + len(data)].ljust(len(data), b"\0")
+        pairs = zip(data, expected, strict=True)
+        if data == expected or all(not byte or byte == sent for byte, sent in pairs):
             return True
     return False
