@@ -274,11 +274,7 @@ class Requests(Generic[M]):
                 break
             self.end(incoming)  # it was cancelled, or the server closed, during decoding
             del message  # not kept alive while the next request is awaited
-        incoming.state = IN_HAND
-        self.in_hand.add(incoming)
-        self.counts["messages_taken"] += 1
-        if incoming.trace_context is not None and (tracer := tracing.tracer) is not None:
-            tracer.delivered("message", incoming.trace_context, nbytes=incoming.message.nbytes)
+        self._taken(incoming)
         return incoming, message
 
     async def arrival(self) -> None:
@@ -299,11 +295,16 @@ class Requests(Generic[M]):
                 incoming.finish()
                 self._refuse(incoming, error)
                 continue
-            incoming.state = IN_HAND
-            self.in_hand.add(incoming)
-            self.counts["messages_taken"] += 1
+            self._taken(incoming)
             return incoming, message
         return None
+
+    def _taken(self, incoming: Incoming) -> None:
+        incoming.state = IN_HAND
+        self.in_hand.add(incoming)
+        self.counts["messages_taken"] += 1
+        if incoming.trace_context is not None and (tracer := tracing.tracer) is not None:
+            tracer.delivered("message", incoming.trace_context, nbytes=incoming.message.nbytes)
 
     def wake(self) -> None:
         """Wake all tasks that wait for a request or a change."""

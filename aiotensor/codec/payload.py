@@ -18,6 +18,7 @@ __all__ = [
     "MAX_BODY_TENSOR_BYTES",
     "QUICK_BODY_BYTES",
     "TENSOR_MARK",
+    "TENSOR_TAGS",
     "Payload",
     "check_body",
     "unpack",
@@ -32,8 +33,9 @@ MAX_BODY_TENSOR_BYTES = 8 * MAX_INLINE_BYTES
 # counted, too.
 QUICK_BODY_BYTES = MAX_INLINE_BYTES + 2 * 1024
 
-# Each tensor in a body begins its tag with this byte, which other values contain, too.
-TENSOR_MARK = msgspec.msgpack.encode("in")[:1]
+# The tags of tensors in a body, and their first byte. Other values may contain these, too.
+TENSOR_TAGS = (msgspec.msgpack.encode("in"), msgspec.msgpack.encode("as"))
+TENSOR_MARK = TENSOR_TAGS[0][:1]
 
 
 class Payload(Encoding):

@@ -11,7 +11,7 @@ import torch
 
 from aiotensor.codec import TensorDecoder
 from aiotensor.codec.cost import QUICK_CODED_TENSORS
-from aiotensor.codec.payload import QUICK_BODY_BYTES, TENSOR_MARK, unpack
+from aiotensor.codec.payload import QUICK_BODY_BYTES, TENSOR_MARK, TENSOR_TAGS, unpack
 from aiotensor.errors import ProtocolError, RefusedError, is_shortage
 from aiotensor.link.events import PeerLog
 from aiotensor.link.outgoing import Outgoing
@@ -46,6 +46,8 @@ _QUICK_CONTENT_BYTES = 64 << 10
 # The maximum number of tensors opened in one iteration of the event loop, each in a few microseconds, and of
 # moves begun, each in tens of microseconds.
 _QUICK_TENSORS, _QUICK_MOVES = 64, 32
+
+_NOTHING = memoryview(b"")
 
 
 class _Transfer(msgspec.Struct, eq=False):
@@ -341,15 +343,20 @@ class Arrived(msgspec.Struct, Generic[S], eq=False, weakref=True):
             data = b""
             # A local variable would form a cycle with the traceback, and keep the tensors of callers.
             raise self._violated(unreadable(error)) from error
-        if (
-            len(body) > QUICK_BODY_BYTES
-            or len(tensors) + bytes(body).count(TENSOR_MARK) > QUICK_CODED_TENSORS
-        ):
-            found = await in_thread(unpack, decoder, body, tensors)
-        elif tensors:
-            found = unpack(decoder, body, tensors)
-        else:
-            found = decoder.decode((body,))
+        try:
+            is_long = len(body) > QUICK_BODY_BYTES
+            if not is_long and len(tensors) + bytes(body).count(TENSOR_MARK) > QUICK_CODED_TENSORS:
+                # Counting a byte is faster, and this is rare.
+                is_long = len(tensors) + sum(map(bytes(body).count, TENSOR_TAGS)) > QUICK_CODED_TENSORS
+            if is_long:
+                found = await in_thread(unpack, decoder, body, tensors)
+            elif tensors:
+                found = unpack(decoder, body, tensors)
+            else:
+                found = decoder.decode((body,))
+        except BaseException:
+            data, content, body = b"", None, _NOTHING  # as above
+            raise
         # As `_forget`, without a call.
         session = self.session
         tensors.clear()
@@ -368,12 +375,18 @@ class Arrived(msgspec.Struct, Generic[S], eq=False, weakref=True):
         except ProtocolError as error:
             self._violated(error)
             raise
-        found = unpack(decoder, content.body, self.tensors)
+        try:
+            found = unpack(decoder, content.body, self.tensors)
+        except BaseException:
+            del content  # otherwise the traceback would keep its block
+            raise
         self._forget()
         return found
 
     def finish(self) -> None:
         """Forget the message in any state; drop it if it was not taken."""
+        if self.is_broken:
+            return  # it is finished already
         session, content = self.session, self.content
         if not self.is_taken and self.message.answers is None:
             session.connection.discarded(self.message.message, confirms=True)
@@ -392,6 +405,7 @@ class Arrived(msgspec.Struct, Generic[S], eq=False, weakref=True):
             session.mappings.peer_gone(session.memory)
 
     def _violated(self, error: ProtocolError) -> ProtocolError:
+        self.finish()
         self.is_broken = True
         self.session.violated(error)
         return error

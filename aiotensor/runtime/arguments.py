@@ -50,7 +50,7 @@ def seconds(name: str, value: float) -> float:
     """
     number = _number(name, value)
     if not 0 <= number < 2**31 / 1000:
-        raise ValueError(f"{name} must be at least 0 seconds, got {value}")
+        raise ValueError(f"{name} must be at least 0 seconds, and at most {2**31 // 1000}, got {value}")
     return number
 
 

@@ -84,8 +84,6 @@ class UnixConnector(Connector):
             folder = os.path.dirname(self._address)
             if not os.path.isdir(folder):
                 return f"the folder {folder} does not exist"
-            if os.path.isdir(self._address):
-                return "it is a folder, not a socket"
             if os.path.exists(self._address):
                 return "the process that listened there has ended, or accepts no connections"
         return "no process listens there"
@@ -94,7 +92,9 @@ class UnixConnector(Connector):
         """Connect if a process listens, or begin to poll for it, as `Connector.connect` does."""
         try:
             transport = _connect_to(self._address)
-        except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError, BlockingIOError) as error:
+        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:
+            if not _is_abstract(self._address) and os.path.isdir(self._address):
+                raise UsageError(f"{self._label} is a folder: use the path of a socket in it") from None
             self.is_backlogged = isinstance(error, BlockingIOError)
             self.obstacle = ""
             self.reconnect()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from aiotensor import (
+    ProtocolError,
     RemoteError,
     TooLargeError,
     UnsupportedTensorError,
@@ -259,3 +260,15 @@ async def test_no_message_is_delivered_twice_if_its_client_cannot_write_the_next
             await settled(ends)
             assert ends.client.statistics().servers_lost == 1
     assert sum("a message that was sent is lost" in text for text in texts) == 1
+
+
+@pytest.mark.promise(29)
+async def test_the_error_of_an_answer_of_another_type_keeps_no_memory_of_the_server() -> None:
+    async def respond(question: Question) -> list[str]:
+        return ["x" * 300_000]  # is placed in shared memory
+
+    async with channel(server={"max_body_bytes": None}) as ends, serving(ends.server, handler=respond):
+        with pytest.raises(ProtocolError) as caught:
+            await ends.client.request(Question(1))
+        await until(lambda: ends.server.statistics().bytes_in_use == 0)
+        assert caught.value.__traceback__ is not None

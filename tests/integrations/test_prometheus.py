@@ -192,7 +192,7 @@ async def test_the_requests_of_each_engine_are_counted_separately() -> None:
 
 def test_invalid_arguments_are_refused() -> None:
     for timeout_s in (-1, inf, float("nan")):
-        with pytest.raises(ValueError, match=f"timeout_s must be at least 0 seconds, got {timeout_s}"):
+        with pytest.raises(ValueError, match="timeout_s must be at least 0 seconds"):
             new_registry(timeout_s=timeout_s)
     registry = new_registry()
     with pytest.raises(ValueError, match="Duplicated timeseries"):

@@ -130,6 +130,15 @@ async def test_a_sender_without_automatic_reconnection_connects_on_demand(path: 
             assert await (await receiver.accepted.get()).read() == b"introduction 2"
 
 
+async def test_a_path_at_which_no_socket_can_be_is_refused_by_a_sender(path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(UsageError, match="is a folder: use the path of a socket in it"), connecting(path):
+        pass
+    (path / "file").touch()
+    with pytest.raises(UsageError, match="Not a directory"), connecting(path / "file" / "socket"):
+        pass
+
+
 async def test_a_socket_of_another_kind_is_refused_by_a_sender(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
         stream.bind(str(path))
