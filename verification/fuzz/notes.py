@@ -7,7 +7,10 @@ import torch
 from aiotensor.channel import MessageClient
 from verification.patterns import pattern
 
-FIRST_HONEST = 1_000_003  # honest messages are numbered from here on, which no rogue reaches
+FIRST_HONEST, LAST_HONEST = (
+    1_100_003,
+    2_000_003,
+)  # the numbers of honest messages, between those that rogues use
 
 
 class Note(msgspec.Struct):

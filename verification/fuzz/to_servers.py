@@ -9,7 +9,7 @@ from aiotensor import TooLargeError
 from aiotensor.channel import MessageClient, MessageServer, Request
 from verification import inside
 from verification.fuzz.living import TROUBLES, Live
-from verification.fuzz.notes import FIRST_HONEST, Note, answer_to, ask_rightly
+from verification.fuzz.notes import FIRST_HONEST, LAST_HONEST, Note, answer_to, ask_rightly
 from verification.fuzz.observing import in_memory, threads_started
 from verification.fuzz.speaking import connecting_to, converse, heard_by
 from verification.fuzz.steps import Conversation
@@ -42,11 +42,12 @@ class _Serving:
     async def _respond(self, request: Request[Note]) -> None:
         async with request:
             note = request.message
-            if note.number < FIRST_HONEST:
+            is_honest = FIRST_HONEST <= note.number <= LAST_HONEST
+            if not is_honest:
                 self.seen["requests of rogues"] += 1
                 for tensor in note.tensors:
                     self.seen["tensors in shared memory"] += in_memory(tensor.detach(), self._troubles)
-            for index, tensor in enumerate(note.tensors if note.number >= FIRST_HONEST else ()):
+            for index, tensor in enumerate(note.tensors if is_honest else ()):
                 if not torch.equal(tensor, pattern(note.number - FIRST_HONEST + index, tensor.numel())):
                     self._troubles.found.append(f"an honest tensor is not what was sent: {tensor[:9]}")
             try:
