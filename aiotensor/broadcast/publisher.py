@@ -663,10 +663,8 @@ class Publisher(LoopObject):
         )
 
     def _slowest(self) -> str:
-        """Describe the slowest subscribers."""
+        """Describe the slowest subscribers, and the memory of lost ones."""
         lags = [lag for lag in self._lags() if lag.behind or lag.held_bytes]
-        if not lags:
-            return "no subscriber is behind or uses memory"
         described = [
             f"subscriber {lag.subscriber} (pid {lag.pid}) is {lag.behind} of {self._max_behind} publications "
             f"behind, for {lag.behind_s:.1f} s, and uses {lag.held_bytes} bytes"
@@ -674,7 +672,9 @@ class Publisher(LoopObject):
         ]
         if len(lags) > _NAMED_SUBSCRIBERS:
             described.append(f"and {len(lags) - _NAMED_SUBSCRIBERS} more")
-        return "; ".join(described)
+        if kept_bytes := self._memory.kept_bytes:
+            described.append(f"lost subscribers, which may still read them, keep {kept_bytes} bytes")
+        return "; ".join(described) or "no subscriber is behind or uses memory"
 
     def _overdue(self, reason: str, _: int, nbytes: int) -> WouldBlockError:
         """Return the error for a wait that exceeded `max_wait_s`; see `WaitLimits`."""

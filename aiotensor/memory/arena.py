@@ -21,7 +21,6 @@ import struct
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
@@ -57,7 +56,7 @@ class Segment:
         self.warm = WarmPages(0, mmap.PAGESIZE)
         self._awaited_bytes = 0  # in ranges that `prepare` has returned and that are not filled yet
         self._shared: list[Range] = []  # the part of these ranges that other blocks may overlap
-        self._leaving: deque[Range] = deque()  # cold ranges whose memory is still to be returned
+        self.taken: set[Range] = set()  # cold ranges, each in one chunk, whose memory is to be returned
         self._changing = threading.Lock()  # held while memory is filled or returned
         self._left = np.zeros(0)  # the time when each chunk was last used by a block
 
@@ -128,20 +127,31 @@ class Segment:
         return cold
 
     def provide(
-        self, cold: Iterable[Range], filled: list[Range], is_abandoned: Callable[[], object] = int
+        self, cold: Sequence[Range], filled: list[Range], is_abandoned: Callable[[], object] = int
     ) -> None:
-        """Return taken memory to the system, and then allocate and map that of cold ranges; may take long.
+        """Allocate and map the memory of cold ranges, and before, return as much taken memory to the system.
+
+        How long this takes depends on the ranges, and not on how much memory was taken before.
 
         Args:
             cold: the ranges from `prepare`.
             filled: the ranges that have got their memory are appended to it.
-            is_abandoned: returns whether to stop; called before each range is filled.
+            is_abandoned: returns whether to stop; called before each range is returned or filled.
 
         Raises:
             OSError: the machine has no memory left (ENOSPC, ENOMEM). At the limit of a control group the
                 kernel kills a process instead.
         """
-        self.return_memory()  # perhaps that of the same pages; no page being filled is taken
+        missing = _total(cold)
+        chunks = {start // CHUNK_BYTES for start, _ in cold}
+        # The memory of the same pages first: no page being filled is taken, so this is all of it.
+        for one in sorted(self.taken.copy(), key=lambda one: one[0] // CHUNK_BYTES not in chunks):
+            if missing <= 0 and one[0] // CHUNK_BYTES not in chunks:
+                break
+            if is_abandoned():
+                return
+            self._return(one)
+            missing -= one[1]
         for start, length in cold:
             if is_abandoned():
                 return
@@ -173,6 +183,10 @@ class Segment:
         """Take all pages without blocks, and list them."""
         return self._take_idle_pages(self.nbytes)
 
+    def take_excess(self, limit: int) -> None:
+        """Take pages without blocks while the memory exceeds the limit in bytes."""
+        self._take_idle_pages(self.warm.nbytes + self._awaited_bytes - limit)
+
     @property
     def has_idle(self) -> bool:
         """Whether there are warm chunks without blocks."""
@@ -180,11 +194,14 @@ class Segment:
 
     def return_memory(self) -> None:
         """Return all memory that was taken before to the system; not for use on the event loop."""
-        while True:
-            with self._changing:
-                if not self._leaving:
-                    return
-                one = self._leaving.popleft()
+        for one in self.taken.copy():
+            self._return(one)
+
+    def _return(self, one: Range) -> None:
+        """Return the memory of a taken range, unless another thread has returned it."""
+        with self._changing:
+            if one in self.taken:
+                self.taken.remove(one)
                 if (mapping := self._mapping) is not None:
                     mapping.remove([one])
 
@@ -197,7 +214,7 @@ class Segment:
         being_filled = [(low, low + length) for low, length in self._shared]
         for low, length in gaps(start, stop, being_filled, mmap.PAGESIZE):
             taken += self.warm.take(max(low, start), min(low + length, stop), most - _total(taken))
-        self._leaving += taken
+        self.taken.update(taken)
         return taken
 
     def _take_idle_pages(self, most: int) -> list[Range]:
@@ -269,7 +286,7 @@ class PinnedBlock(msgspec.Struct, eq=False):
         sent: the number of its announcements that were not released.
         moves: the number of its moves that are under way.
         lost: the number of its announcements that lost readers may still read, whose processes live on. They
-            pin the place of the block, but not its bytes.
+            pin the place of the block, but its bytes only if few addresses remain.
     """
 
     number: int
@@ -308,6 +325,24 @@ class Arena:
         offset = self.segment.blocks.allocate(nbytes)
         return None if offset is None else Extent(self.segment, offset, nbytes)
 
+    def open(self, place: Extent) -> Extent:
+        """Open the segment for its first block; return the place of this block, perhaps in a smaller segment.
+
+        Raises:
+            OSError: the process has no descriptors or no addresses left.
+        """
+        try:
+            self.segment.open()
+        except OSError:
+            smaller = Segment(self.segment.number, self._limit)
+            smaller.open()
+            self.segment = smaller
+            first = self.allocate(place.nbytes)
+            if first is None:
+                raise AssertionError("a block is larger than the arena") from None
+            return first
+        return place
+
     def prepare(self, place: Extent) -> list[Range]:
         """Return the ranges to fill for the memory of a block, as `Segment.prepare` does."""
         return self.segment.prepare(place.offset, place.nbytes, self._limit + self.lost_bytes)
@@ -316,10 +351,20 @@ class Arena:
         """Free a block; its memory stays warm for a while."""
         self.segment.free(place.offset, place.nbytes, time.monotonic())
 
+    def take_excess(self) -> None:
+        """Take idle memory beyond the maximum."""
+        self.segment.take_excess(self._limit + self.lost_bytes)
+
+    def has_space_beside(self, kept: Iterable[Range]) -> bool:
+        """Return whether a block of the maximum size has a place if only the kept ranges are in use."""
+        stops = [(start, start + length) for start, length in kept]
+        free = gaps(0, self.segment.nbytes, stops, mmap.PAGESIZE)
+        return any(length >= self._limit for _, length in free)
+
 
 def _address_bytes(arena_bytes: int) -> int:
     """Return the size of a segment in bytes; smaller in a process with limits on addresses or files."""
     wanted = ADDRESSES_PER_BYTE * whole_pages(arena_bytes)
     limits = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE))
     is_limited = any(limit != resource.RLIM_INFINITY for limit in limits)
-    return whole_pages(arena_bytes) if is_limited or wanted > _MAX_ADDRESSES else wanted
+    return 2 * whole_pages(arena_bytes) if is_limited or wanted > _MAX_ADDRESSES else wanted

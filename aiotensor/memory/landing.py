@@ -168,7 +168,8 @@ class LandingSegment:
     def _trim(self) -> None:
         """Return memory that was idle for `_KEEP_WARM_S` to the system; check again later if more is idle."""
         self._trimming = None
-        if self._segment.take_idle(self._loop.time() - _KEEP_WARM_S):
+        self._segment.take_idle(self._loop.time() - _KEEP_WARM_S)
+        if self._segment.taken:
             self._worker.begin("returning memory", self._segment.return_memory)
         if self._segment.has_idle:
             self._trimming = self._loop.call_later(_KEEP_WARM_S, self._trim)

@@ -62,6 +62,7 @@ class _Departure(msgspec.Struct, eq=False):
     end: TokenEnd | None = None
     timer: asyncio.TimerHandle | None = None
     is_overdue: bool = False  # the reader has the segment for longer than `_GRACE_S`
+    keeps_bytes: bool = True  # the blocks are pinned; otherwise, only their places are kept
 
     def cancel(self) -> None:
         """Stop waiting."""
@@ -504,7 +505,8 @@ class Memory:
         """Keep the blocks that a lost reader may still read until it cannot any more.
 
         A killed process ends within moments. A process that lives on may have closed its connection and still
-        use tensors: after `_GRACE_S`, the bytes of these blocks are granted again, at other places.
+        use tensors: after `_GRACE_S`, the bytes of these blocks are granted again, at other places. They stay
+        in use if too few addresses would remain for a block of any size.
 
         Args:
             pins: the numbers of the blocks, once for each announcement that the reader has not released.
@@ -532,23 +534,40 @@ class Memory:
         departure.is_overdue = True
         for block in departure.blocks:
             block.lost += 1
-        self.unpin(block.number for block in departure.blocks)
+        self._grant_again(departure)
+
+    def _grant_again(self, departure: _Departure) -> None:
+        """Unpin the blocks of an overdue departure, unless too few addresses would remain."""
+        kept = [one for one in self._departures if one is departure or not one.keeps_bytes]
+        places = [block.place for one in kept for block in one.blocks]
+        if self._arena.has_space_beside((place.offset, place.nbytes) for place in places):
+            departure.keeps_bytes = False
+            self.unpin(block.number for block in departure.blocks)
 
     def _departed(self, departure: _Departure) -> None:
         del self._departures[departure]
         departure.cancel()
-        if not departure.is_overdue:
+        if departure.is_overdue:
+            for block in departure.blocks:
+                block.lost -= 1
+        if departure.keeps_bytes:
             self.unpin(block.number for block in departure.blocks)
             return
-        for block in departure.blocks:
-            block.lost -= 1
+        for block in {*departure.blocks}:
             if isinstance(block, Block) and not (block.lost or block.number in self.blocks):
                 self._arena.lost_bytes -= block.place.nbytes
                 self.gate.release(block.ticket)
-        # These blocks were beyond the limit, so no idle memory is kept warm.
-        segment = self._arena.segment
-        segment.take_free()
-        self._worker.begin("returning memory", segment.return_memory)
+        for other in list(self._departures):
+            if other.is_overdue and other.keeps_bytes:
+                self._grant_again(other)
+        self._arena.take_excess()
+        self._trim()
+
+    @property
+    def kept_bytes(self) -> int:
+        """The number of bytes in use of blocks that lost readers may still read."""
+        blocks = {block for one in self._departures if one.keeps_bytes for block in one.blocks}
+        return sum(block.ticket.amount for block in blocks if isinstance(block, Block))
 
     def holdings(self) -> list[tuple[Ticket[Extent], bool]]:
         """Return each grant in use, and whether its block belongs to a caller and no announcement pins it."""
@@ -651,7 +670,7 @@ class Memory:
             raise AssertionError("bytes were granted without a place")
         if not place.segment.memory:
             try:
-                place.segment.open()
+                place = ticket.place = self._arena.open(place)
             except BaseException:
                 self.gate.release(ticket)
                 raise
@@ -682,11 +701,13 @@ class Memory:
 
     def _trim(self) -> None:
         """Return memory that was idle for `keep_warm_s` to the system; check again later if more is idle."""
-        self._trimming = None
-        if self._keep_warm_s is None:
-            return
+        if self._trimming is not None:
+            self._trimming.cancel()
+            self._trimming = None
         segment = self._arena.segment
-        if segment.take_idle(time.monotonic() - self._keep_warm_s):
+        if self._keep_warm_s is not None:
+            segment.take_idle(time.monotonic() - self._keep_warm_s)
+            if segment.has_idle:
+                self._trimming = asyncio.get_running_loop().call_later(self._keep_warm_s, self._trim)
+        if segment.taken:
             self._worker.begin("returning memory", segment.return_memory)
-        if segment.has_idle:
-            self._trimming = asyncio.get_running_loop().call_later(self._keep_warm_s, self._trim)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+import resource
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 from aiotensor import PeerLostError, RefusedError, TooLargeError, WouldBlockError
 from aiotensor.broadcast import Publisher, SlowPolicy, Subscriber
+from aiotensor.memory.arena import whole_pages
 from tests.broadcast.audiences import Broadcasts, idle, received, taken, turns
+from tests.memory.segments import lowered
 from verification.internals import (
     backlogs_of,
     pause_reading,
@@ -97,6 +100,29 @@ async def test_a_long_wait_is_logged_once_with_the_slow_subscribers(
     assert record.__dict__["subscribers"] == 2
     assert f"subscriber {slow.id} " in record.__dict__["held_by"]
     assert re.search(r"is 2 of 2 publications behind, for \d+\.\d s", record.__dict__["held_by"])
+
+
+@once
+@pytest.mark.promise(17)
+async def test_a_long_wait_for_memory_names_what_lost_subscribers_keep(
+    broadcasts: Broadcasts, caplog: pytest.LogCaptureFixture
+) -> None:
+    with lowered(resource.RLIMIT_FSIZE, 1 << 40):
+        publisher = Publisher(broadcasts.endpoint, arena_bytes=BIG * 8, long_wait_s=0.1)
+    async with publisher:
+        kept = []
+        for number in range(2):
+            async with broadcasts.subscriber(publisher) as subscriber:
+                await publisher.publish(pattern(number, BIG))
+                kept.append((await subscriber.receive()).message)
+            await until(lambda: publisher.statistics().subscribers == 0)
+        caplog.clear()
+        waiting = asyncio.create_task(publisher.publish(pattern(2, BIG)))
+        await until(lambda: f"keep {whole_pages(BIG * 8)} bytes" in caplog.text)
+        del kept[0]
+        await waiting
+        assert torch.equal(kept[0], pattern(1, BIG))
+        kept.clear()
 
 
 @pytest.mark.promise(34)

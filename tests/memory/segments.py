@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -17,6 +18,17 @@ from aiotensor.protocol.frames import Put
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
+
+
+@contextmanager
+def lowered(limit: int, value: int) -> Iterator[None]:
+    """Lower a limit of this process."""
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (value, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(limit, (soft, hard))
 
 
 @contextmanager

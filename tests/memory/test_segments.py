@@ -4,8 +4,6 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from hypothesis import given, settings
@@ -13,19 +11,8 @@ from hypothesis import strategies as st
 
 from aiotensor.memory import mapping
 from aiotensor.memory.arena import Segment
-from tests.memory.segments import MIB, chunk, filled, open_files, segment_of
+from tests.memory.segments import MIB, chunk, filled, lowered, open_files, segment_of
 from tests.selection import COMPLETE
-
-
-@contextmanager
-def lowered(limit: int, value: int) -> Iterator[None]:
-    """Lower a limit of this process."""
-    soft, hard = resource.getrlimit(limit)
-    resource.setrlimit(limit, (value, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(limit, (soft, hard))
 
 
 def bytes_given(segment: Segment) -> int:
@@ -104,6 +91,24 @@ def test_a_warm_chunk_is_idle_exactly_if_no_block_has_a_byte_in_it(
         assert segment.has_idle == bool(warm_chunks - touched)
         assert segment.take_idle(0) == [all_warm[number] for number in sorted(warm_chunks - touched)]
         assert all(segment.warm.has(number * MIB, 1) for number in warm_chunks & touched)
+
+
+def test_filling_returns_only_as_much_taken_memory_as_it_fills() -> None:
+    with segment_of() as segment:
+        filled(segment, *map(chunk, range(6)))
+        segment.memory[: 6 * MIB] = b"x" * (6 * MIB)
+        segment.take_free()
+        filled(segment, chunk(2))
+        assert bytes(segment.memory[2 * MIB : 3 * MIB]) == bytes(MIB)
+        assert len(segment.taken) == 5
+        filled(segment, chunk(7))
+        assert len(segment.taken) == 4
+        assert bytes_given(segment) == 6 * MIB
+        segment.provide([chunk(0)], [], lambda: True)
+        assert bytes_given(segment) == 6 * MIB, "it was abandoned"
+
+        segment.return_memory()
+        assert bytes_given(segment) == segment.warm.nbytes == 2 * MIB
 
 
 # More addresses than memory

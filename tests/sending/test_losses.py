@@ -4,6 +4,7 @@ import asyncio
 import errno
 import gc
 import os
+import resource
 import tempfile
 import weakref
 
@@ -13,7 +14,8 @@ import torch
 from aiotensor import PeerLostError, TensorReceiver, TensorSender
 from aiotensor.memory.tensors import MAX_INLINE_BYTES
 from aiotensor.transports.records import SocketTransport
-from tests.pairs import pair
+from tests.memory.segments import lowered
+from tests.pairs import endpoint, pair
 from verification.patterns import BIG, pattern
 from verification.waiting import settled, until
 
@@ -80,6 +82,30 @@ async def test_a_record_that_the_kernel_refuses_fails_the_send(
         await settled(sender)
         assert (sender.statistics().messages_sent, sender.statistics().receivers_lost) == (1, 1)
     assert not errors
+
+
+@pytest.mark.promise(17)
+async def test_a_long_wait_for_memory_names_the_messages_of_lost_receivers_that_live_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with endpoint() as place:
+        with lowered(resource.RLIMIT_FSIZE, 1 << 40):
+            sender = TensorSender(place, arena_bytes=BIG * 8, long_wait_s=0.1)
+        async with sender:
+            kept = []
+            for seed in range(2):
+                async with TensorReceiver(place) as receiver:
+                    kept.append(await receiver.receive(await sender.send(pattern(seed, BIG))))
+                await until(lambda: sender.statistics().receivers_lost == len(kept))
+            async with TensorReceiver(place) as receiver:
+                waiting = asyncio.create_task(sender.send(pattern(2, BIG)))
+                held = f"held by: message 1 (taken, its tensors still in use, {BIG * 8} bytes"
+                await until(lambda: held in caplog.text)
+                assert sender.statistics().bytes_in_use == BIG * 8
+                del kept[0]
+                assert torch.equal(await receiver.receive(await waiting), pattern(2, BIG))
+            assert torch.equal(kept[0], pattern(1, BIG))
+            kept.clear()
 
 
 @pytest.mark.promise(5, 29)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import threading
 
 import pytest
@@ -13,6 +14,7 @@ from aiotensor.memory.mapping import new_token
 from aiotensor.memory.memory import Memory
 from aiotensor.statistics.counters import new_counts
 from aiotensor.types import SenderStatistics
+from tests.memory.segments import lowered
 from verification.internals import is_trimming, worker_of
 from verification.waiting import until
 
@@ -100,6 +102,53 @@ async def test_the_bytes_of_blocks_of_a_lost_reader_that_lives_on_are_granted_at
     await until(lambda: memory.warm_bytes == 0)
     assert memory.largest_free == 4 * MIB
     assert not memory.blocks
+    await memory.aclose()
+
+
+@pytest.mark.promise(9, 14)
+async def test_the_bytes_of_blocks_of_lost_readers_stay_in_use_while_too_few_addresses_remain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_module, "_GRACE_S", 0.01)
+    with lowered(resource.RLIMIT_FSIZE, 1 << 40):
+        memory = new_memory(4 * MIB)
+    tokens, blocks = [], []
+    for number in range(2):
+        block = await memory.acquire(4 * MIB)
+        await memory.copy(torch.full((4 * MIB,), number, dtype=torch.uint8), block, None)
+        memory.pin([block.number])
+        memory.unpin_owner(block)
+        reading, token = new_token()
+        memory.reader_lost([block.number], {block.place.segment.number: reading})
+        tokens.append(token)
+        blocks.append(block)
+    await until(lambda: blocks[1].lost == 1)
+    waiting = asyncio.create_task(memory.acquire(4 * MIB))
+    await until(lambda: memory.gate.waiting == 1)
+    assert (memory.gate.in_use, memory.kept_bytes) == (4 * MIB, 4 * MIB)
+
+    tokens[0].close()
+    last = await waiting
+    await memory.copy(torch.full((4 * MIB,), 2, dtype=torch.uint8), last, None)
+    assert set(bytes(blocks[1].place.view())) == {1}
+    assert (memory.gate.in_use, memory.kept_bytes) == (4 * MIB, 0)
+    tokens[1].close()
+    await until(lambda: not blocks[1].lost)
+    memory.unpin_owner(last)
+    assert memory.largest_free == 4 * MIB
+    await memory.aclose()
+
+
+async def test_a_segment_has_only_the_addresses_of_the_arena_where_no_more_can_be_mapped() -> None:
+    with lowered(resource.RLIMIT_FSIZE, 5 * MIB):
+        memory = new_memory(4 * MIB)
+        small, large = await memory.acquire(4096), await memory.acquire(4 * MIB - 4096)
+    assert small.place.segment is large.place.segment
+    assert large.place.segment.nbytes == 4 * MIB
+    for block in (small, large):
+        await memory.copy(torch.full((block.place.nbytes,), 7, dtype=torch.uint8), block, None)
+        assert set(bytes(block.place.view())) == {7}
+        memory.unpin_owner(block)
     await memory.aclose()
 
 
