@@ -2,9 +2,11 @@
 
 Statistics can only be read in the thread and the event loop of their object. A thread that collects the
 statistics of other threads therefore schedules a call in each of their loops, and waits for a limited time.
+Two loops that collect at the same time do not wait for each other: each has read its own statistics before.
 """
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -81,6 +83,7 @@ class Entry:
         self.loop = loop
         self.thread = threading.get_ident()
         self.last: Statistics | None = None  # the statistics that were read last
+        self.read_at = 0.0  # when the loop has read them, or infinity while it waits in `collect`
         self.is_closed = False
         self.is_removed = False  # `last` is part of the sum of closed objects, and must not change any more
         self.owner = weakref.ref(owner, self._free)
@@ -144,37 +147,44 @@ class _Registry:
             if not entry.is_removed:
                 entry.last = statistics
 
+    def read_here(self, entries: Iterable[Entry], is_waiting: bool = False) -> None:
+        """Read the statistics of objects of this thread, and notify the threads that wait for them."""
+        for entry in entries:
+            with suppress(UsageError):  # another loop runs in this thread, instead of the object's
+                self.read(entry)
+        with self.changed:
+            for entry in entries:
+                entry.read_at = math.inf if is_waiting else time.monotonic()
+            self.changed.notify_all()
+
     def read_all(self, entries: Iterable[Entry], timeout_s: float) -> None:
         """Read the statistics of objects, in the loops of their threads."""
-        here, end = threading.get_ident(), time.monotonic() + timeout_s
+        here, begin = threading.get_ident(), time.monotonic()
+        mine = [entry for entry in entries if entry.thread == here]
         elsewhere: dict[asyncio.AbstractEventLoop, list[Entry]] = {}
-        answered: set[asyncio.AbstractEventLoop] = set()
         for entry in entries:
-            if entry.thread == here:
-                with suppress(UsageError):  # another loop runs in this thread, instead of the object's
-                    self.read(entry)
-            elif entry.loop.is_running():
+            if entry.thread != here and entry.loop.is_running():
                 elsewhere.setdefault(entry.loop, []).append(entry)
-
-        def answer(loop: asyncio.AbstractEventLoop) -> None:
-            for entry in elsewhere[loop]:
-                with suppress(UsageError):  # the loop runs in another thread by now
-                    self.read(entry)
+        try:
+            self.read_here(mine, is_waiting=True)
+            for loop, theirs in elsewhere.items():
+                with suppress(RuntimeError):  # the loop was closed in the meantime
+                    loop.call_soon_threadsafe(self.read_here, theirs)
             with self.changed:
-                answered.add(loop)
-                self.changed.notify_all()
-
-        for loop in elsewhere:
-            with suppress(RuntimeError):  # the loop was closed in the meantime
-                loop.call_soon_threadsafe(answer, loop)
-        with self.changed:
-            while silent := [loop for loop in elsewhere if loop not in answered and loop.is_running()]:
-                left = end - time.monotonic()
-                if left <= 0:
-                    self.timeouts += len(silent)
-                    return
-                # Check at intervals: a loop that ends without an answer notifies no thread.
-                self.changed.wait(min(left, _CHECK_INTERVAL_S))
+                while silent := [
+                    loop
+                    for loop, theirs in elsewhere.items()
+                    if loop.is_running() and all(entry.read_at < begin for entry in theirs)
+                ]:
+                    left = begin + timeout_s - time.monotonic()
+                    if left <= 0:
+                        self.timeouts += len(silent)
+                        return
+                    # Check at intervals: a loop that ends without an answer notifies no thread.
+                    self.changed.wait(min(left, _CHECK_INTERVAL_S))
+        finally:
+            for entry in mine:
+                entry.read_at = time.monotonic()
 
 
 _registry = _Registry()

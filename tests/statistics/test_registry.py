@@ -154,6 +154,26 @@ def test_a_loop_that_does_not_run_is_not_waited_for() -> None:
         assert registry.collect(PATIENCE_S * 100).timeouts == snapshot.timeouts
 
 
+def test_loops_that_collect_at_the_same_time_do_not_wait_for_each_other() -> None:
+    both = threading.Barrier(2)
+    snapshots: list[Snapshot] = []
+
+    async def run(number: int) -> None:
+        counted, affinity = open_counted(0, "together")
+        both.wait()
+        counted.answers = number
+        snapshots.append(registry.collect(PATIENCE_S * 100))  # longer than this test may take
+        both.wait()  # the loop answers no thread until both have their snapshots
+        close(affinity)
+
+    threads = [threading.Thread(target=asyncio.run, args=(run(number),)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answers_at(snapshot, "together") for snapshot in snapshots] == [3, 3]
+
+
 def test_several_threads_may_collect_while_objects_open_and_close() -> None:
     end = threading.Event()
     seen: list[list[float]] = []
