@@ -33,7 +33,7 @@ _SLOTS = "slots"  # the numbers of producers and consumers follow the slots in t
 # The bytes of slots. Whether an open one is live or dead depends on its lock.
 _UNUSED, _OPEN, _CLOSED = b"-", b"o", b"c"
 
-# The first byte is the state of the queue.
+# The first byte is the state of the queue; the process that has made a private folder locks it.
 _REMOVED = b"r"
 
 
@@ -143,10 +143,22 @@ class Folder(NamedTuple):
                 "another folder"
             )
 
-    def close(self) -> None:
-        """Remove the files of the folder: now, or when the last producer or consumer ends."""
+    def own(self) -> Slot:
+        """Lock a private folder, which other processes remove if this one is killed."""
+        file = self._open()
+        change_lock(file.number, fcntl.F_WRLCK, 0, 1)
+        return Slot(file, 0, 0)
+
+    def close(self, owner: Slot | None) -> None:
+        """Remove the files of the folder: now, or when the last producer or consumer ends.
+
+        Args:
+            owner: the lock of a private folder.
+        """
         with contextlib.suppress(ClosedError), contextlib.closing(self._open()) as file:
             os.pwrite(file.number, _CLOSED, 0)
+        if owner is not None:
+            owner.release()
         self._remove_if_unused()
 
     def release(self, slot: Slot) -> None:
@@ -155,11 +167,11 @@ class Folder(NamedTuple):
         self._remove_if_unused()
 
     def _remove_if_unused(self) -> None:
-        """Remove the files of a closed queue if no process uses them."""
+        """Remove the files of a closed queue, or of one whose owner was killed, if no process uses them."""
         with contextlib.suppress(ClosedError, BlockingIOError), contextlib.closing(self._open()) as file:
-            if os.pread(file.number, 1, 0) == _UNUSED:
+            if not self.is_private and os.pread(file.number, 1, 0) == _UNUSED:
                 return
-            change_lock(file.number, fcntl.F_WRLCK, 0, 0)  # all slots, so no process can claim one
+            change_lock(file.number, fcntl.F_WRLCK, 0, 0)  # also all slots, so no process can claim one
             os.pwrite(file.number, _REMOVED, 0)
             for path in (*self._sockets(), self._slots):  # killed processes have left sockets
                 with contextlib.suppress(OSError):

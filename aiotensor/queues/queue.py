@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from functools import partial
 from multiprocessing import util
 from types import TracebackType
 from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack, overload
@@ -68,6 +69,7 @@ class QueueDescription(Generic[M]):
         place = Folder(path, producers, consumers, is_private)
         try:
             place.create()
+            owner = place.own() if is_private else None
         except BaseException:
             if is_private:
                 shutil.rmtree(path, ignore_errors=True)
@@ -77,9 +79,8 @@ class QueueDescription(Generic[M]):
         )
         self._pid = os.getpid()
         # Not at the end of this object: children that were just started may not have opened anything yet.
-        self._close = (
-            util.Finalize(None, place.close, exitpriority=_AFTER_CHILDREN) if is_private else place.close
-        )
+        close = partial(place.close, owner)
+        self._close = util.Finalize(None, close, exitpriority=_AFTER_CHILDREN) if is_private else close
 
     def __getstate__(self) -> QueueSettings:
         return self._settings

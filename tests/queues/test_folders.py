@@ -112,6 +112,26 @@ async def test_the_last_producer_or_consumer_removes_the_files_of_a_closed_queue
         await queue.consumer().__aenter__()
 
 
+async def _create(state: Any) -> MessageQueue[Any]:
+    queue: MessageQueue[Any] = MessageQueue()
+    state.others["queue"] = queue
+    return queue
+
+
+@pytest.mark.promise(2)
+async def test_others_remove_the_folder_of_a_killed_process() -> None:
+    async with process() as creator:
+        queue = await creator.call(_create)
+        async with queue.producer():
+            async with queue.consumer():
+                pass
+            assert "slots" in _files(queue)
+            creator.kill()
+            await creator.ended()
+            assert "slots" in _files(queue)
+        assert not await asyncio.to_thread(os.path.exists, queue._settings.folder.path)
+
+
 def test_a_copy_of_a_queue_does_not_remove_the_folder() -> None:
     with queue_of(producers=3) as queue:
         copy = pickle.loads(pickle.dumps(queue))
