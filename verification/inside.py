@@ -75,6 +75,11 @@ def held_by_server(server: MessageServer[Any]) -> dict[str, int]:
     }
 
 
+def takers(owner: "BlockingObject[Any, Any]") -> int:
+    """Count the threads that wait for an item."""
+    return len(owner._takers)
+
+
 def workers_of(one: MessageClient[Any] | MessageServer[Any]) -> tuple[Worker, Worker]:
     """Return the threads that copy memory, and those that map it."""
     return one._memory._worker, one._mappings._worker

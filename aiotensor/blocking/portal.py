@@ -17,9 +17,12 @@ from aiotensor import channel
 from aiotensor.blocking.thread import Call, Loop, borrow, release
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.runtime.affinity import LoopObject, ProcessBound, close_now, warn_unclosed
+from aiotensor.runtime.logs import logger_of
 from aiotensor.sender import OpenMessage
 
 __all__ = ["Block", "BlockingObject", "UntilClosed", "parameters_of"]
+
+logger = logger_of("blocking")
 
 A = TypeVar("A", bound=LoopObject)
 B = TypeVar("B", bound=OpenMessage | channel.Permit)
@@ -74,7 +77,10 @@ class BlockingObject(ProcessBound, Generic[A, S]):
         self.is_closed = False
         self._is_ending = self._has_released_loop = False
         self._last: S | None = None  # the statistics at the end
-        self._not_received: list[tuple[object, Any]] = []  # items that were taken for interrupted threads
+        # Used in the loop: the items that interrupted threads have not received, and the calls that wait for
+        # an item, with a list for an item of an interrupted thread.
+        self._not_received: list[tuple[object, Any]] = []
+        self._takers: dict[asyncio.Task[Any], tuple[object, list[Any]]] = {}
 
     def __repr__(self) -> str:
         inner = self.__dict__.get("inner")
@@ -156,6 +162,15 @@ class BlockingObject(ProcessBound, Generic[A, S]):
                 await self.inner.aclose()
             finally:
                 self._last = self.inner.statistics()
+                if self._not_received:
+                    logger.warning(
+                        "this %s was closed with items that calls had taken when a signal handler "
+                        "interrupted them (lost=%d)",
+                        self._name,
+                        len(self._not_received),
+                        extra={"event": "items_dropped", "count": len(self._not_received)},
+                    )
+                    self._not_received.clear()
 
         try:
             self._is_ending = True
@@ -246,8 +261,8 @@ class BlockingObject(ProcessBound, Generic[A, S]):
     ) -> R:
         """Run a coroutine function that takes an item, as `wait_for` does, and lose no item.
 
-        If a signal handler raises an error in this thread after the item was taken, the next call with the
-        same key returns it.
+        If a signal handler raises an error in this thread after the item was taken, a waiting call with the
+        same key returns it, or else the next one.
 
         Args:
             key: identifies the kind of item, such as a handle; None for the next item of the object.
@@ -257,16 +272,37 @@ class BlockingObject(ProcessBound, Generic[A, S]):
             options: its keyword arguments.
         """
         self._check_place()
-        left = self._not_received
+        left, takers = self._not_received, self._takers
 
         async def next_item() -> R:
             for index, (other, item) in enumerate(left):
                 if other == key:
                     del left[index]
                     return cast("R", item)
-            return await function(*args, **options)
+            given: list[R] = []
+            task = cast("asyncio.Task[Any]", asyncio.current_task())
+            takers[task] = key, given
+            try:
+                given.append(await function(*args, **options))
+            except BaseException:
+                if not given:
+                    raise
+            finally:
+                del takers[task]
+            [result, *others] = given
+            for item in others:
+                put_back(item)
+            return result
 
-        return self._run(Call(next_item, timeout, lambda item: left.append((key, item))))
+        def put_back(item: R) -> None:
+            for task, (other, given) in takers.items():
+                if other == key and not task.cancelling():
+                    given.append(item)
+                    task.cancel()
+                    return
+            left.append((key, item))
+
+        return self._run(Call(next_item, timeout, put_back))
 
     def take_now(self, key: object, function: Callable[..., R], *args: Any) -> R:
         """Call a function that takes an item without waiting in the thread of the loop, as `take` does."""

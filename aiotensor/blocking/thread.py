@@ -119,6 +119,8 @@ class Call(Generic[R]):
         except BaseException as error:  # noqa: BLE001 - raised in the calling thread
             self._error = error
         self._ended()
+        if not self._is_wanted:
+            self._cancel()  # the work has ended with a result nevertheless
 
     def _cancel(self) -> None:
         if self._has_ended:

@@ -3,7 +3,10 @@
 import itertools
 import random
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
@@ -22,7 +25,9 @@ from aiotensor.blocking import (
     TensorReceiver,
     TensorSender,
 )
-from tests.blocking.waiting import Place, in_thread
+from aiotensor.blocking.portal import BlockingObject
+from tests.blocking.waiting import Place, in_thread, until
+from verification import inside
 
 pytestmark = pytest.mark.filterwarnings(  # raised in a finalizer of the interpreter or of a library
     "ignore::pytest.PytestUnraisableExceptionWarning"
@@ -38,6 +43,7 @@ class Role(NamedTuple):
     send: Callable[[int], object]
     receive: Callable[[], Any]
     number: Callable[[Any], int]
+    owner: BlockingObject[Any, Any]  # which receives
 
 
 @contextmanager
@@ -49,13 +55,13 @@ def _iterated_subscriber(place: Place) -> Iterator[Role]:
 
     with Publisher(place.tensors) as publisher, Subscriber(place.tensors, int) as subscriber:
         publisher.wait_for_subscribers(1)
-        yield Role(publisher.publish, receive, lambda found: found.message)
+        yield Role(publisher.publish, receive, lambda found: found.message, subscriber)
 
 
 @contextmanager
 def _consumer(place: Place) -> Iterator[Role]:
     with MessageQueue(int) as queue, queue.consumer() as consumer, queue.producer() as producer:
-        yield Role(producer.put, consumer.get, int)
+        yield Role(producer.put, consumer.get, int, consumer)
         producer.join()
 
 
@@ -65,7 +71,7 @@ def _pipe(place: Place) -> Iterator[Role]:
     pipes = [RankPipe(store, 1 - rank, rank=rank, world_size=2) for rank in range(2)]
     opening = in_thread(pipes[1].__enter__)
     with pipes[0] as pipe, closing(opening.result()) as other:
-        yield Role(lambda number: pipe.send(torch.tensor([number])), other.receive, int)
+        yield Role(lambda number: pipe.send(torch.tensor([number])), other.receive, int, other)
 
 
 @contextmanager
@@ -75,6 +81,7 @@ def _receiver(place: Place) -> Iterator[Role]:
             lambda number: sender.send(torch.tensor([number])),
             receiver.next,
             lambda found: int(found.tensor),
+            receiver,
         )
 
 
@@ -89,7 +96,7 @@ def _server(place: Place) -> Iterator[Role]:
         MessageServer(place.messages, int) as server,
         MessageClient(place.messages, int) as client,
     ):
-        yield Role(client.send, server.next, number_in)
+        yield Role(client.send, server.next, number_in, server)
 
 
 _ROLES = {
@@ -134,11 +141,61 @@ def repeat(moments: random.Random) -> Iterator[Callable[[Callable[[], Any]], Any
 def test_interrupted_calls_lose_nothing(
     role: str, place: Place, repeat: Callable[[Callable[[], Any]], Any]
 ) -> None:
-    with _ROLES[role](place) as (send, receive, number_in):
+    with _ROLES[role](place) as (send, receive, number_in, _):
         sending = in_thread(lambda: [send(number) for number in range(_COUNT)])
         found = [repeat(receive) for _ in range(_COUNT)]
         assert sorted(map(number_in, found)) == list(range(_COUNT))
         sending.result()
+
+
+def _interrupt_after_taking(role: Role, then: Callable[[], object]) -> None:
+    """Interrupt a call after an item was taken for it, and call a function before the call ends."""
+
+    def handle(*_: object) -> None:
+        in_thread(lambda: role.send(7))
+        until(lambda: not inside.takers(role.owner))
+        then()
+        raise InterruptedTestError
+
+    def signal_when_waiting() -> None:
+        main = threading.main_thread().ident or 0
+        until(lambda: inside.takers(role.owner))
+        # Before, the main thread holds the lock that the calls of other threads need for a moment.
+        until(lambda: sys._current_frames()[main].f_code.co_name == "_wait")
+        signal.pthread_kill(main, signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        in_thread(signal_when_waiting)
+        with pytest.raises(InterruptedTestError):
+            role.receive()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.promise(21)
+@pytest.mark.parametrize("name", _ROLES)
+def test_a_waiting_thread_gets_the_item_of_an_interrupted_one(name: str, place: Place) -> None:
+    waiting: list[Future[Any]] = []
+    with _ROLES[name](place) as role:
+
+        def wait() -> None:
+            waiting.append(in_thread(role.receive))
+            until(lambda: inside.takers(role.owner))
+
+        _interrupt_after_taking(role, wait)
+        assert role.number(waiting[0].result(20)) == 7
+
+
+def test_closing_logs_the_items_of_interrupted_threads(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _consumer(place) as role:
+        _interrupt_after_taking(role, lambda: None)
+        assert not caplog.records
+    [record] = caplog.records
+    assert record.getMessage().startswith("this QueueConsumer was closed with items that calls had taken")
+    assert record.getMessage().endswith("(lost=1)")
 
 
 def test_an_interrupted_receive_by_handle_can_be_repeated(
