@@ -244,34 +244,12 @@ async def test_control_characters_in_a_refusal_are_not_printed(address: str) -> 
     )
 
 
-async def test_ctrl_c_before_anything_is_written_is_status_130(address: str) -> None:
-    command_line = commands.aiotensor("top", address, "--patience", "60")
-    with waiting_at(address) as listener:
-        process = await asyncio.create_subprocess_exec(
-            *command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        sock, _ = await asyncio.get_running_loop().sock_accept(listener)
-        with sock:
-            process.send_signal(signal.SIGINT)
-            written = await process.communicate()
-    assert (process.returncode, written) == (130, (b"", b""))
-
-
 @pytest.mark.parametrize("address", ["engine.sock", "unix://engine.sock", "unix:///run/", "tcp://host", ""])
 def test_an_invalid_address_is_rejected(address: str) -> None:
     result = CliRunner().invoke(command, ["top", address])
 
     assert result.exit_code == 2
     assert "unix:///PATH" in result.output.replace("\n", "")
-
-
-@pytest.mark.parametrize("option", ["--interval", "--patience"])
-@pytest.mark.parametrize("time", ["0", "-1", "nan", "inf", "soon"])
-def test_an_invalid_time_is_a_usage_error_that_names_the_option(option: str, time: str) -> None:
-    result = CliRunner().invoke(command, ["top", ADDRESS, option, time])
-
-    assert result.exit_code == 2
-    assert option in result.output
 
 
 # Keys
@@ -321,18 +299,6 @@ def test_the_screen_shows_the_receiver_its_senders_and_the_rates() -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_lines_that_do_not_fit_on_the_screen_are_cut_or_counted() -> None:
-    now = look(0.0, *[of_sender("a", 0)] * 40)
-
-    for height in (10, 24):
-        lines = plain(as_lines(ADDRESS, None, now, 30, height))
-        assert len(lines) == height
-        assert max(map(len, lines)) == 30
-        assert lines[-1] == f"and {40 - (height - 5)} more"
-    assert len(as_lines(ADDRESS, None, now, 80, 44)) == 44
-    assert len(as_lines(ADDRESS, None, now)) == 44
-
-
 def test_subscribers_that_a_publisher_does_not_report_are_counted() -> None:
     statistics = Publisher("unix:///nowhere/s").statistics()
     lags = tuple(SubscriberLag(f"{number:032}", 100 + number, 3, 1.5, 1 << 20, 5, 2) for number in range(5))
@@ -353,10 +319,3 @@ def test_rates_need_an_earlier_inspection_of_the_same_receiver() -> None:
         found: dict[str, Any] = json.loads(as_json(ADDRESS, before, now))
         assert found["rates"] == {"tensors_per_s": None, "bytes_per_s": None}
         assert found["senders"][0]["messages_per_s"] is None
-
-
-def test_control_characters_in_names_are_not_printed() -> None:
-    now = look(0.0, of_sender("\x1b", 0))
-
-    assert "??????" in as_lines(ADDRESS, None, now)[-1]
-    assert "\x1b" not in as_lines(ADDRESS, None, now)[-1]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from aiotensor import ClosedError, PeerLostError, UsageError
+from aiotensor import ClosedError, PeerLostError
 from aiotensor.integrations.vllm.broadcast import Handle, MessageQueue
 from aiotensor.types import PublisherStatistics
 from tests.blocking.waiting import in_thread, until
@@ -150,22 +149,6 @@ def test_each_reader_receives_each_object_in_order(queue: MessageQueue) -> None:
                 one.result()
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, partial(torch.device, "meta")])
-def test_modes_of_torch_do_not_affect_dequeued_tensors(mode: Callable[[], Any]) -> None:
-    sent = [pattern(1, count).to(dtype) for count in (0, 3, BIG) for dtype in (torch.int64, torch.bfloat16)]
-    writer = MessageQueue(1, 1)
-    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
-    with mode():
-        writer.enqueue(sent)
-        received = reader.dequeue()
-    for tensor, original in zip(received, sent, strict=True):
-        assert tensor.is_cpu
-        assert not tensor.is_inference()
-        assert torch.equal(tensor, original)
-    reader.shutdown()
-    writer.shutdown()
-
-
 kept: list[Any] = []
 
 
@@ -189,19 +172,6 @@ def test_buffers_are_in_memory_once_until_the_last_reader_has_freed_them(queue: 
             assert bytes_in_use(queue)
             reader.call(free)
         until(lambda: not bytes_in_use(queue))
-
-
-def test_a_writer_waits_for_a_reader_that_is_behind(queue: MessageQueue) -> None:
-    with readers(queue, READERS) as processes:
-        for number in range(4):
-            queue.enqueue(number)
-        with pytest.raises(TimeoutError):
-            queue.enqueue("lost", timeout=0.05)
-        writing = in_thread(lambda: queue.enqueue(4))
-        for reader in processes:
-            assert [reader.call(MessageQueue.dequeue) for _ in range(4)] == [0, 1, 2, 3]
-        writing.result()
-        assert [reader.call(MessageQueue.dequeue) for reader in processes] == [4] * READERS
 
 
 def test_a_killed_reader_is_reported_to_the_writer(queue: MessageQueue) -> None:
@@ -244,15 +214,6 @@ def test_a_killed_writer_is_reported_to_a_reader() -> None:
     assert not path_of(handle).exists()
     for end in (ours, theirs, held, ready):
         end.close()
-
-
-def test_the_writer_cannot_read_and_a_reader_cannot_write(queue: MessageQueue) -> None:
-    reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
-    with pytest.raises(UsageError, match="cannot write"):
-        reader.enqueue(1)
-    with pytest.raises(UsageError, match="cannot read"):
-        queue.dequeue()
-    reader.shutdown()
 
 
 def be_in_a_group(rank: int, store: str, results: Any) -> None:
