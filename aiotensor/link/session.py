@@ -3,6 +3,7 @@
 import abc
 import asyncio
 import errno
+import resource
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 
@@ -325,7 +326,8 @@ class Session(abc.ABC):
         self.is_refused = True
         is_refusal, reason = isinstance(error, RefusedError), str(error)
         if isinstance(error, OSError):
-            is_refusal = error.errno == errno.ENOMEM  # this process may not have so many addresses
+            has_limit = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+            is_refusal = error.errno == errno.ENOMEM and has_limit  # the next attempt would fail, too
             reason = f"its memory cannot be mapped into this process: {error}"
         self.log.refused.add(self.name, self.pid, reason)
         self.connection.refuse(reason, is_refusal=is_refusal)

@@ -73,7 +73,7 @@ async def _check(state: peers.State) -> None:
                 try:
                     await ask_rightly(client, 7, 3, BIG)
                     break
-                except TooLargeError:  # for a rogue, whose end the client has not noticed yet
+                except (TooLargeError, PeerLostError):  # of a rogue, whose end the client has not noticed yet
                     await asyncio.sleep(0.01)
             await until(lambda: not any(inside.held_by_client(client).values()))
     except TimeoutError:
