@@ -21,7 +21,7 @@ MAX_TENSORS = 4  # in a message
 _PARTS = 2  # of a process, and of its replacement within the round
 _ORDERS = 256  # the maximum number of orders in one part
 
-PEER_TIMEOUT_S = 1.0  # of connections over `tcp://`
+PEER_TIMEOUT_S = 2.0  # of connections over `tcp://`, as the default of the library
 
 # The roles of both sides, by the work.
 ROLES = {
