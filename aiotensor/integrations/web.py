@@ -1,4 +1,4 @@
-"""What the adapters for web frameworks share: responses to errors, limits on uploads, the end of a sender.
+"""Responses to errors, limits on uploads, and the end of a sender, for all web frameworks.
 
 Errors of this library become problem details (RFC 9457). If the server is overloaded or the engine is lost,
 the response has the status 503, and the time after which a client may try again. The texts of errors are

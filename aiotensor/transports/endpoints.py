@@ -106,7 +106,7 @@ def _name_of(queue: Any) -> str:
     """Return the abstract address of the socket for a stock queue, through which nothing is sent."""
     if queue._closed:
         raise ValueError("the queue was closed: pass an open one")
-    # Of all that the processes with the queue share, the number of its pipe is unique on this machine.
+    # The processes with the queue share its pipe, whose number is unique on this machine.
     return f"\0aiotensor-pipe-{os.fstat(queue._reader.fileno()).st_ino}"
 
 

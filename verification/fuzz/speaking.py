@@ -170,6 +170,10 @@ class SocketLine:
 
     def close(self) -> None:
         """Close the connection."""
+        # After a timeout, asyncio removes the reader in the next iteration. A new socket with the same number
+        # would not be watched then.
+        if self._sock.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._sock)
         self._sock.close()
 
 
