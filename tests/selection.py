@@ -27,11 +27,7 @@ _FEW = ["bool", "uint8", "bfloat16", "float32", "float8_e4m3fn", "complex128"]
 DTYPES = {name: dtype for name, dtype in tensors.DTYPES.items() if COMPLETE or name in _FEW}
 
 # The loop for each link. Unix sockets and TCP differ most, so each has one of the loops.
-_LOOPS = (
-    {"queue": "asyncio", "stock": "uvloop", "encrypted": "asyncio"}
-    if COMPLETE
-    else {"unix": "asyncio", "tcp": "uvloop"}
-)
+_LOOPS = {"queue": "asyncio", "encrypted": "asyncio"} if COMPLETE else {"unix": "asyncio", "tcp": "uvloop"}
 
 # The parameters that choose a link.
 _LINK_NAMES = ("link", "endpoint", "pairs", "place", "route")

@@ -4,6 +4,7 @@ Tests use private attributes of senders and receivers only through these functio
 """
 
 import asyncio
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from aiotensor import TensorReceiver, TensorSender
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.broadcast.subscriber import _ArrivedPublication, _Publisher
 from aiotensor.link.admission import Admission, _Inspector
+from aiotensor.memory import mapping
 from aiotensor.memory import memory as memory_module
 from aiotensor.memory.arena import Segment
 from aiotensor.memory.gates import Gate
@@ -31,6 +33,11 @@ from aiotensor.transports.records import SocketTransport
 from aiotensor.transports.tcp.connector import _Attempt
 from aiotensor.transports.tcp.transport import TcpTransport
 from aiotensor.transports.unix import UnixListener
+
+
+def open_pagemap() -> None:
+    """Open the file that stays open from the first forwarded or copied page on."""
+    mapping._pagemap_of(os.getpid())
 
 
 def permits_of(sender: TensorSender) -> Budget[None]:

@@ -1,7 +1,6 @@
 """Endpoints of each link, for one test or one run at a time. A new link is one row of `LINKS`."""
 
 import itertools
-import multiprocessing
 import os
 import secrets
 import shutil
@@ -9,7 +8,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from aiotensor import TensorQueue
 from aiotensor.transports.endpoints import Endpoint
@@ -54,18 +53,6 @@ def _on_a_queue() -> Iterator[Place]:
 
 
 @contextmanager
-def _on_a_stock_queue() -> Iterator[Place]:
-    queue: Any = multiprocessing.get_context("spawn").Queue()
-    try:
-        yield Place(queue, list)
-    finally:
-        queue.close()
-        queue.join_thread()
-        for end in (queue._reader, queue._writer):  # which it would leave to the garbage collector
-            end.close()
-
-
-@contextmanager
 def _at_an_address() -> Iterator[Place]:
     folder = tempfile.mkdtemp(prefix="aiotensor-")  # the folders of pytest are too long for a socket
     try:
@@ -93,7 +80,6 @@ def free_port() -> int:
 
 LINKS = {
     "queue": Link(_on_a_queue),
-    "stock": Link(_on_a_stock_queue),
     "tcp": Link(_at_a_port, is_local=False, connects_at_once=False),
     "unix": Link(_at_an_address),
 }

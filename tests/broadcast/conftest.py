@@ -27,8 +27,7 @@ async def mode(nothing_left_behind: None) -> AsyncIterator[None]:
     assert not complaints, "\n".join(complaints)
 
 
-# The conformance suite covers broadcasts over a stock queue; these tests concern the layers above transports.
-@pytest.fixture(params=[link for link in selection.LINKS if link != "stock"])
+@pytest.fixture(params=selection.LINKS)
 def endpoint(request: pytest.FixtureRequest) -> Iterator[Endpoint]:
     """Return an endpoint for a publisher, of most kinds."""
     with places.endpoint(request.param) as place:

@@ -12,6 +12,7 @@ from verification.fuzz.observing import Figures, Troubles, figures, threads_star
 from verification.fuzz.speaking import converse
 from verification.fuzz.steps import Conversation
 from verification.fuzz.things import Things
+from verification.internals import open_pagemap
 from verification.processes import peers
 from verification.processes.allocator import use_one_heap
 
@@ -21,8 +22,9 @@ _PATIENCE_S = 20.0  # for steps of milliseconds; a slower peer hangs
 
 
 async def _watch(state: peers.State) -> None:
-    """Start collecting errors in the process, after the thread that decodes large messages."""
+    """Start collecting errors in the process, after what stays open: a thread, and a file of the kernel."""
     use_one_heap()
+    open_pagemap()
     await threads_started()
     state.others[TROUBLES] = Troubles()
 
