@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from itertools import product
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ import torch
 
 from aiotensor.memory.arena import Extent
 from aiotensor.memory.source import Sendable, Source, as_source, is_flat, memory_order
-from aiotensor.memory.tensors import NUMPY_DTYPES, ArrayMemory, RawBytes, flat_bytes, new_bytes, view_over
+from aiotensor.memory.tensors import ArrayMemory, RawBytes, flat_bytes, new_bytes, view_over
 
 __all__ = [
     "QUICK_BYTES",
@@ -149,9 +149,23 @@ def _target(source: Source, place: Extent) -> RawBytes:
 
 
 Box: TypeAlias = tuple[slice, ...]
+Array: TypeAlias = npt.NDArray[Any]
 
 # Elements are copied as numbers of their size, bit for bit.
 _RAW: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+# The dtypes whose negative and conjugate views differ from their memory only in sign bits, and the types of
+# the numbers with one sign bit. A complex number consists of two of them. Computing the values instead would
+# change the bits of signaling NaNs.
+_SIGNED: dict[torch.dtype, npt.DTypeLike] = {
+    torch.float16: np.uint16,
+    torch.bfloat16: np.uint16,
+    torch.float32: np.uint32,
+    torch.float64: np.uint64,
+    torch.complex32: np.uint16,
+    torch.complex64: np.uint32,
+    torch.complex128: np.uint64,
+}
 
 # Copying a box takes a few milliseconds, so an abandoned copy stops soon, and the interpreter lock, which may
 # take long to acquire, is rarely needed.
@@ -178,18 +192,9 @@ class Gathering:
     def __init__(self, source: Source, target: RawBytes) -> None:
         itemsize = source.dtype.itemsize
         raw = np.dtype(_RAW[itemsize])
-        self._shown: list[np.ufunc] = []  # the functions from the memory of a view to its values
-        if source.is_conj() or source.is_neg():
-            known = NUMPY_DTYPES.get(source.dtype)
-            if known is None and isinstance(source, torch.Tensor):  # only torch computes with this dtype
-                source = source.detach().resolve_conj().resolve_neg()
-            elif known is not None:
-                raw = known
-                if source.is_conj():
-                    self._shown.append(np.conjugate)
-                if source.is_neg():
-                    self._shown.append(np.negative)
         if isinstance(source, torch.Tensor):
+            if source.is_neg() and source.dtype not in _SIGNED:
+                source = source.resolve_neg()  # of integers: only torch's own tests make such views
             byte_strides = [stride * itemsize for stride in source.stride()]
         else:
             byte_strides = list(source.array.strides)
@@ -202,6 +207,9 @@ class Gathering:
         }
         self._source = np.asarray(ArrayMemory(source, interface))
         self._target = target.view(raw).reshape(shape)
+        self._signs: Array | None = None  # the numbers in the target whose signs must be inverted
+        if source.is_conj() or source.is_neg():
+            self._signs = _signs(source, target, shape)
         self.boxes = _boxes(shape, itemsize)
 
     def copy(self, box: Box) -> None:
@@ -212,8 +220,9 @@ class Gathering:
                 np.copyto(target[..., index], source[..., index])
         else:
             np.copyto(target, source)
-        for show in self._shown:
-            show(target, out=target)
+        if self._signs is not None:
+            signs = self._signs[box]
+            np.bitwise_xor(signs, signs.dtype.type(1 << (8 * signs.itemsize - 1)), out=signs)
 
 
 def gather(source: Source, target: RawBytes) -> None:
@@ -259,6 +268,17 @@ def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], li
             sizes.append(size)
             steps.append(step)
     return sizes, steps
+
+
+def _signs(source: Source, target: RawBytes, shape: list[int]) -> Array:
+    """Return the numbers of the target whose signs differ between the memory of a view and its values."""
+    numbers = target.view(_SIGNED[source.dtype])
+    if not source.dtype.is_complex:
+        return numbers.reshape(shape)
+    parts = numbers.reshape(*shape, 2)
+    if not source.is_conj():
+        return parts
+    return parts[..., 0] if source.is_neg() else parts[..., 1]
 
 
 def _boxes(shape: list[int], itemsize: int) -> list[Box]:

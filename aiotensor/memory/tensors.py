@@ -18,7 +18,6 @@ __all__ = [
     "DTYPES",
     "DTYPE_NAMES",
     "MAX_INLINE_BYTES",
-    "NUMPY_DTYPES",
     "ArrayMemory",
     "Owner",
     "RawBytes",
@@ -142,7 +141,7 @@ Owner = npt.NDArray[Any]
 # The dtypes that numpy has, too. Their tensors get the dtype and the shape from the array, because each
 # further view takes as long as the first.
 _IN_NUMPY = "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64 complex128"
-NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
+_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     getattr(torch, name): np.dtype(name) for name in _IN_NUMPY.split()
 }
 
@@ -165,7 +164,7 @@ def view_over(
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):
             return view_over(buffer, offset, dtype, shape)
-    known = NUMPY_DTYPES.get(dtype)
+    known = _NUMPY.get(dtype)
     if known is not None and len(shape) <= _NUMPY_DIMENSIONS:
         owner = np.ndarray(shape, known, buffer, offset)
         return torch.from_numpy(owner), owner

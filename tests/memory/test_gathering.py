@@ -188,3 +188,12 @@ def test_gathering_starts_none_of_the_threads_of_torch() -> None:
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.promise(7)
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64])
+def test_a_conjugate_view_keeps_the_bits_of_signaling_nans(dtype: torch.dtype) -> None:
+    kind, nan = (torch.int16, 0x7D01) if dtype is torch.complex32 else (torch.int32, 0x7FA00001)
+    view = torch.tensor([nan, nan], dtype=kind).view(dtype).conj()
+    values = gathered(view).view(f"u{kind.itemsize}")
+    assert values.tolist() == [nan, nan | 1 << (8 * kind.itemsize - 1)]
