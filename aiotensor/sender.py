@@ -51,7 +51,7 @@ from aiotensor.errors import (
 )
 from aiotensor.link.events import ALLOCATED, PeerLog, log_long_wait
 from aiotensor.link.session import Session
-from aiotensor.memory.arena import Block, Segment
+from aiotensor.memory.arena import Block
 from aiotensor.memory.copying import CopyAbandonedError, bytes_of
 from aiotensor.memory.gates import Gate, StuckError, WaitLimits
 from aiotensor.memory.mappings import ForeignSegment, ForwardedBlock
@@ -922,7 +922,7 @@ class TensorSender(LoopObject):
         finally:
             message.awaits_bytes -= 1
 
-    def _segment_closed(self, segment: Segment | ForeignSegment) -> None:
+    def _segment_closed(self, segment: ForeignSegment) -> None:
         if self._session is not None:
             self._session.detach(segment)
 

@@ -227,7 +227,7 @@ class BlockingObject(ProcessBound, Generic[A, S]):
     def call_or_do(self, function: Callable[..., object], *args: Any) -> None:
         """Call a function in the thread of the loop, or here if the object was closed.
 
-        The function is the last use of something that no other thread uses.
+        The function ends the use of something that belongs to this thread alone.
         """
         try:
             self.call(function, *args)

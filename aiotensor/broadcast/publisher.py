@@ -30,7 +30,7 @@ from aiotensor.link.events import PeerLog
 from aiotensor.link.messages import MessageSession
 from aiotensor.link.outgoing import Outgoing
 from aiotensor.link.session import LAST_RECORDS_S
-from aiotensor.memory.arena import Segment, whole_pages
+from aiotensor.memory.arena import whole_pages
 from aiotensor.memory.copying import CopyAbandonedError
 from aiotensor.memory.gates import Gate, StuckError, WaitLimits
 from aiotensor.memory.mappings import ForeignSegment
@@ -553,7 +553,7 @@ class Publisher(LoopObject):
     def _forget_oldest(self) -> None:
         self._memory.unpin([block for block, _ in self._history.popleft().blocks])
 
-    def _segment_closed(self, segment: Segment | ForeignSegment) -> None:
+    def _segment_closed(self, segment: ForeignSegment) -> None:
         for subscriber in self._subscribers.values():
             subscriber.detach(segment)
 

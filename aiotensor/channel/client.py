@@ -47,7 +47,7 @@ from aiotensor.link.events import ALLOCATED, PeerLog, log_long_wait
 from aiotensor.link.messages import Arrived, MessageSession, trace_context_of
 from aiotensor.link.outgoing import Outgoing
 from aiotensor.link.session import LAST_RECORDS_S
-from aiotensor.memory.arena import Segment, whole_pages
+from aiotensor.memory.arena import whole_pages
 from aiotensor.memory.copying import CopyAbandonedError
 from aiotensor.memory.gates import Gate, StuckError, WaitLimits
 from aiotensor.memory.mappings import ForeignSegment, Mappings
@@ -663,7 +663,7 @@ class MessageClient(LoopObject, Generic[R]):
         self._check_open()
         return tensor
 
-    def _segment_closed(self, segment: Segment | ForeignSegment) -> None:
+    def _segment_closed(self, segment: ForeignSegment) -> None:
         for engine in self._engines:
             if engine.session is not None:
                 engine.session.detach(segment)

@@ -18,7 +18,7 @@ from aiotensor.codec import TensorDecoder
 from aiotensor.link.admission import Admission
 from aiotensor.link.events import PeerLog
 from aiotensor.link.session import LAST_RECORDS_S
-from aiotensor.memory.arena import Segment, whole_pages
+from aiotensor.memory.arena import whole_pages
 from aiotensor.memory.mappings import ForeignSegment, Mappings
 from aiotensor.memory.memory import Memory
 from aiotensor.protocol.connection import Connection, Loss
@@ -381,11 +381,7 @@ class MessageServer(LoopObject, Generic[M]):
         if asyncio._get_running_loop() is not self.affinity.open_in:
             self.affinity.check()
 
-    def _check_open(self) -> None:
-        if self.affinity.is_closed:
-            raise closed()
-
-    def _segment_closed(self, segment: Segment | ForeignSegment) -> None:
+    def _segment_closed(self, segment: ForeignSegment) -> None:
         for client in self._clients.values():
             client.detach(segment)
 

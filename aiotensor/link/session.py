@@ -265,8 +265,8 @@ class Session(abc.ABC):
         except (RefusedError, OSError) as error:
             self.refuse(error)
 
-    def detach(self, segment: Segment | ForeignSegment) -> None:
-        """Withdraw a segment without used blocks, if the peer has it."""
+    def detach(self, segment: ForeignSegment) -> None:
+        """Withdraw a forwarded segment without used blocks, if the peer has it."""
         if segment.number in self.attached:
             del self.attached[segment.number]
             self.connection.detach(segment.number)

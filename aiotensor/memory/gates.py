@@ -26,7 +26,7 @@ class WaitLimits(NamedTuple):
     Attributes:
         long_wait_s: the time in seconds after which a wait is reported; None for never.
         max_wait_s: the time in seconds after which a wait ends with an error; None for never.
-        on_long_wait: called with what a call waits for, once for each wait that reaches `long_wait_s`.
+        on_long_wait: called with the resource of a wait, once for each wait that reaches `long_wait_s`.
         overdue: called with the reason of a wait that ends, and the numbers of messages and of bytes that the
             call has requested; returns the error to raise.
     """

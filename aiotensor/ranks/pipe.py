@@ -38,7 +38,7 @@ from aiotensor.errors import (
 from aiotensor.link.admission import Admission
 from aiotensor.link.events import PeerLog
 from aiotensor.link.messages import MessageSession
-from aiotensor.memory.arena import Block, Extent, Segment
+from aiotensor.memory.arena import Block, Extent
 from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError, bytes_of
 from aiotensor.memory.gates import Gate, WaitLimits
 from aiotensor.memory.mappings import ForeignSegment, ForwardedBlock, Mappings
@@ -502,7 +502,7 @@ class RankPipe(LoopObject):
         turns = self._turns
         return 0 if self._failure is not None else len(self._announced) + turns.in_use + turns.waiting
 
-    def _segment_closed(self, segment: Segment | ForeignSegment) -> None:
+    def _segment_closed(self, segment: ForeignSegment) -> None:
         if self._session is not None:
             self._session.detach(segment)
 
