@@ -216,7 +216,7 @@ def _bind_path(sock: socket.socket, path: str) -> os.stat_result:
     """Bind a socket to a path, with a file that only this user may use, and return the status of the file."""
     # The file gets the mode that the socket has when it is bound, so other users can never connect.
     os.fchmod(sock.fileno(), 0o600)
-    _remove_stale(path)
+    remove_stale(path)
     try:
         sock.bind(path)
         return os.stat(path)
@@ -228,7 +228,7 @@ def _bind_path(sock: socket.socket, path: str) -> os.stat_result:
         raise _refused(error, path) from error
 
 
-def _remove_stale(path: str) -> None:
+def remove_stale(path: str) -> None:
     """Remove the socket file of a dead receiver.
 
     Raises:

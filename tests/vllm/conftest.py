@@ -20,8 +20,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if INSTALLED:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # not ours
-        from vllm.v1.engine import core, core_client, utils
-        from vllm.v1.executor import Executor, multiproc_executor
+        from vllm.v1.engine import core, core_client
+        from vllm.v1.executor import Executor
 
 # Warnings that these cause at a later time; a warning in aiotensor or in a test is still an error.
 _NOT_OURS = r"ignore:::(vllm|torch|transformers|huggingface_hub|tvm_ffi|xgrammar)(\.|\Z)"
@@ -40,15 +40,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore after a test all names that the plugin and its executor replace."""
+    """Restore after a test all functions that the plugin replaces."""
     for owner, name in (
-        (utils, "get_mp_context"),
-        (core_client, "TensorIpcSender"),
-        (core_client, "MsgpackEncoder"),
-        (core_client.AsyncMPClient, "__init__"),
-        (core, "TensorIpcReceiver"),
+        (core_client.MPClient, "__init__"),
+        (core_client.AsyncMPClient, "_send_input"),
+        (core_client.SyncMPClient, "_send_input"),
+        (core.EngineCoreProc, "process_input_sockets"),
         (core.EngineCoreProc, "preprocess_add_request"),
         (Executor, "get_class"),
-        (multiproc_executor, "MessageQueue"),
     ):
         monkeypatch.setattr(owner, name, inspect.getattr_static(owner, name))

@@ -24,6 +24,7 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
+from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -38,16 +39,13 @@ PLACEHOLDERS = 8  # tokens of one video in the prompt
 _ENDING_S = 5.0  # vLLM kills processes that take longer to end
 
 
-def engine_config(
-    folder: Path, *, tensor_ipc: str = "torch_shm", executor: type | str = InProcess, **options: Any
-) -> VllmConfig:
+def engine_config(folder: Path, *, executor: type | str = InProcess, **options: Any) -> VllmConfig:
     """Return a real configuration of a stand-in model, whose files are written to the folder."""
     arguments = EngineArgs(
         model=write_model(folder),
         skip_tokenizer_init=True,
         dtype="float32",
         enforce_eager=True,
-        mm_tensor_ipc=tensor_ipc,
         mm_processor_cache_gb=0,
         enable_prefix_caching=False,  # nothing has a KV cache
         distributed_executor_backend=executor,
@@ -118,6 +116,7 @@ def run_server(_address: str, _socket: object, args: argparse.Namespace, address
     index = addresses.pop("client_index")
     count = addresses.pop("client_count")
     results = args.results[index]
+    load_general_plugins()  # as vLLM's servers do before they parse their arguments
 
     async def main() -> Any:
         client = AsyncMPClient(args.config, args.executor, False, addresses, count, index)

@@ -105,7 +105,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sums: dict[str, int] = {}
-        self._kept: list[object] = []
+        self._requests: dict[str, object] = {}  # with their tensors, as in vLLM's workers
 
     def init_device(self) -> None:
         self.device = torch.device("cpu")
@@ -126,12 +126,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def echo(self, value: object) -> object:
         return value
 
-    def keep(self, value: object) -> None:
-        self._kept.append(value)
-
-    def forget(self) -> None:
-        self._kept.clear()
-
     def pause(self) -> None:
         """Do not return; vLLM ends its workers by a signal."""
         signal.pause()
@@ -141,8 +135,10 @@ class Worker(WorkerBase):  # type: ignore[misc]
             items = [feature.data for feature in request.mm_features if feature.data is not None]
             tensors = [tensor for item in items for elem in item.values() for tensor in tensors_in(elem.data)]
             self._sums[request.req_id] = checksum(tensors)
+            self._requests[request.req_id] = request
         for finished in scheduler_output.finished_req_ids:
             self._sums.pop(finished, None)
+            self._requests.pop(finished, None)
         ids = list(scheduler_output.num_scheduled_tokens)
         return ModelRunnerOutput(
             req_ids=ids,

@@ -1,29 +1,29 @@
-"""vLLM's executor of several worker processes, with queues of aiotensor: only the workers are stand-ins."""
+"""vLLM's executor of several worker processes: only the workers are stand-ins."""
 
 import multiprocessing
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.executor import Executor, multiproc_executor
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.executor import Executor
 
+from aiotensor import TensorQueue, blocking
 from aiotensor.integrations.vllm import plugin
-from aiotensor.integrations.vllm.executor import BroadcastExecutor, ExecutorQueue
-from tests.blocking.waiting import in_thread, until
-from tests.vllm.serving import engine_config
+from aiotensor.integrations.vllm.executor import BroadcastExecutor
+from aiotensor.types import PublisherStatistics
+from tests.blocking.waiting import until
+from tests.vllm.serving import engine_config, request
+from tests.vllm.stand_in import checksum
 from verification.patterns import BIG, pattern
 
 WORKERS = 2
-LARGE = 3 << 20  # elements: such a message does not travel through the ring of vLLM
-STOCK = multiproc_executor.MessageQueue
 
 
 @pytest.fixture(autouse=True)
@@ -34,67 +34,102 @@ def enabled(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.register()
 
 
-def sockets() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("aiotensor-*.sock"))
-
-
 def config_of(folder: Path, executor: type | str = "mp") -> VllmConfig:
-    return engine_config(folder, tensor_ipc="direct_rpc", executor=executor, tensor_parallel_size=WORKERS)
+    return engine_config(folder, executor=executor, tensor_parallel_size=WORKERS)
 
 
 @contextmanager
 def executing(config: VllmConfig) -> Iterator[Any]:
     """Start the executor that vLLM chooses, and shut it down in the end."""
-    before = sockets()
     executor = Executor.get_class(config)(config)
     try:
         yield executor
     finally:
         executor.shutdown()
-    assert not sockets() - before
 
 
-def test_all_workers_receive_the_objects_of_a_call_and_answer(tmp_path: Path) -> None:
-    with executing(config_of(tmp_path)) as executor:
+def statistics_of(executor: Any) -> PublisherStatistics:
+    publisher: blocking.Publisher = executor._publisher
+    return publisher.statistics()
+
+
+def scheduled(name: str, *tensors: torch.Tensor, finished: str | None = None) -> SchedulerOutput:
+    """Return the scheduler output for a new request with tensors; `finished` is a request that has ended."""
+    output = SchedulerOutput.make_empty()
+    if tensors:
+        new = NewRequestData(
+            req_id=name,
+            prompt_token_ids=[1],
+            mm_features=request(name, [{"pixels": list(tensors)}]).mm_features,
+            sampling_params=None,
+            pooling_params=None,
+            block_ids=([],),
+            num_computed_tokens=0,
+            lora_request=None,
+        )
+        output.scheduled_new_reqs.append(new)
+        output.num_scheduled_tokens[name] = output.total_num_scheduled_tokens = 1
+    if finished is not None:
+        output.finished_req_ids.add(finished)
+    return output
+
+
+def execute(executor: Any, name: str, *tensors: torch.Tensor) -> None:
+    """Let the workers execute a request, and check that they have its tensors."""
+    answer = executor.execute_model(scheduled(name, *tensors))
+    assert answer.sampled_token_ids == [[checksum(list(tensors))]]
+
+
+def finish(executor: Any, name: str) -> None:
+    """Let the workers free the tensors of a request."""
+    executor.execute_model(scheduled("", finished=name))
+
+
+@pytest.mark.parametrize("backend", ["mp", f"{BroadcastExecutor.__module__}.BroadcastExecutor"])
+def test_all_workers_receive_the_tensors_of_a_request_and_answer(tmp_path: Path, backend: str) -> None:
+    with executing(config_of(tmp_path, backend)) as executor:
         assert type(executor) is BroadcastExecutor
-        assert isinstance(executor.rpc_broadcast_mq, ExecutorQueue)
-        assert all(isinstance(queue, ExecutorQueue) for queue in executor.response_mqs)
-        for count in (10, BIG, LARGE, 10):
-            before = large_messages(executor)
-            sent: dict[str, Any] = {
-                "tensor": pattern(count, count),
-                "array": np.arange(count),
-                "name": "x" * count,
-            }
-            for answer in executor.collective_rpc("echo", args=(sent,)):
-                assert torch.equal(answer["tensor"], sent["tensor"])
-                assert np.array_equal(answer["array"], sent["array"])
-                assert answer["name"] == sent["name"]
-            assert large_messages(executor) - before == (count == LARGE)
-        assert executor.collective_rpc("echo", args=(1,), unique_reply_rank=1) == 1
+        execute(executor, "small", pattern(1, 10))
+        assert statistics_of(executor).published == 0  # it is in the message itself
+        execute(executor, "large", pattern(2, BIG), pattern(3, 10), pattern(4, 2 * BIG))
+        seen = statistics_of(executor)
+        assert (seen.published, seen.tensors_copied) == (1, 2)
+        for name in ("small", "large"):
+            finish(executor, name)
+        until(lambda: not statistics_of(executor).bytes_in_use)
+        assert executor.collective_rpc("echo", args=(1,)) == [1] * WORKERS
 
 
-def large_messages(executor: Any) -> int:
-    """Return the number of messages to the workers that were not in the ring of vLLM."""
-    published: int = executor.rpc_broadcast_mq.large.statistics().published
-    return published
+def test_a_tensor_that_the_engine_has_received_is_forwarded_to_its_workers(tmp_path: Path) -> None:
+    queue = TensorQueue()
+    with (
+        executing(config_of(tmp_path)) as executor,
+        blocking.TensorReceiver(queue) as receiver,
+        blocking.TensorSender(queue) as sender,
+    ):
+        execute(executor, "forwarded", receiver.receive(sender.send(pattern(1, BIG))))
+        seen = statistics_of(executor)
+        assert (seen.tensors_copied, seen.bytes_forwarded) == (0, pattern(1, BIG).nbytes)
+        assert sender.statistics().bytes_in_use
+        finish(executor, "forwarded")
+        until(lambda: not sender.statistics().bytes_in_use)
 
 
-def test_workers_that_keep_large_messages_do_not_stop_the_executor(
+def test_without_memory_the_queue_of_vllm_carries_the_tensors(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    message = pattern(1, LARGE)
-    monkeypatch.setenv("AIOTENSOR_VLLM_ARENA_BYTES", str(int(1.5 * message.nbytes)))
+    tensor = pattern(1, BIG)
+    monkeypatch.setenv("AIOTENSOR_VLLM_ARENA_BYTES", str(int(1.5 * tensor.nbytes)))
     with executing(config_of(tmp_path)) as executor:
-        before = large_messages(executor)
-        for _ in range(3):
-            executor.collective_rpc("keep", args=(message,))
-        assert large_messages(executor) - before == 1
+        for name in "abc":
+            execute(executor, name, tensor)
+        assert statistics_of(executor).published == 1
         assert [record.event for record in caplog.records if hasattr(record, "event")] == ["message_declined"]
-        executor.collective_rpc("forget")
-        until(lambda: not executor.rpc_broadcast_mq.large.statistics().bytes_in_use)
-        executor.collective_rpc("keep", args=(message,))
-        assert large_messages(executor) - before == 2
+        for name in "abc":
+            finish(executor, name)
+        until(lambda: not statistics_of(executor).bytes_in_use)
+        execute(executor, "d", tensor)
+        assert statistics_of(executor).published == 2
 
 
 def test_a_killed_worker_ends_a_call(tmp_path: Path) -> None:
@@ -104,18 +139,3 @@ def test_a_killed_worker_ends_a_call(tmp_path: Path) -> None:
         os.kill(first or 0, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="cancelled"):
             waiting.result()
-
-
-def test_a_dequeue_timeout_loses_no_large_message() -> None:
-    writer = ExecutorQueue(1, 1)
-    reader = ExecutorQueue.create_from_handle(writer.export_handle(), 0)
-    becoming_ready = in_thread(reader.wait_until_ready)
-    writer.wait_until_ready()
-    becoming_ready.result()
-    writer.enqueue(pattern(1, LARGE))
-    # The ring has its number by now, but this limit is too short to read the message.
-    assert torch.equal(reader.dequeue(timeout=1e-9), pattern(1, LARGE))
-    with pytest.raises(TimeoutError):
-        reader.dequeue(timeout=0.01)
-    reader.shutdown()
-    writer.shutdown()

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import logging
 from typing import Any, TypeAlias
 
 from aiotensor.runtime.logs import logger_of
@@ -12,11 +13,11 @@ __all__ = [
     "ENGINE",
     "EXECUTORS",
     "KNOWN_VERSIONS",
-    "LAUNCH",
     "TENSORS",
     "WORKERS",
     "UnsupportedError",
     "check",
+    "log_at_startup",
     "log_unchanged",
     "original",
     "owner_of",
@@ -28,7 +29,6 @@ KNOWN_VERSIONS = ("0.32", "0.33")
 
 CLIENT = "vllm.v1.engine.core_client"
 ENGINE = "vllm.v1.engine.core"
-LAUNCH = "vllm.v1.engine.utils"
 EXECUTORS = "vllm.v1.executor.abstract"
 WORKERS = "vllm.v1.executor.multiproc_executor"
 
@@ -36,48 +36,48 @@ WORKERS = "vllm.v1.executor.multiproc_executor"
 Signatures: TypeAlias = dict[tuple[str, str], tuple[str, ...]]
 
 TENSORS: Signatures = {
-    (LAUNCH, "get_mp_context"): (),
-    (CLIENT, "AsyncMPClient.__init__"): (
+    (CLIENT, "MPClient.__init__"): (
         "self",
+        "asyncio_mode",
         "vllm_config",
         "executor_class",
         "log_stats",
         "client_addresses",
-        "client_count",
-        "client_index",
         "renderer",
     ),
-    (CLIENT, "TensorIpcSender"): ("queue",),
+    (CLIENT, "AsyncMPClient._send_input"): ("self", "request_type", "request", "engine"),
+    (CLIENT, "SyncMPClient._send_input"): ("self", "request_type", "request"),
+    (CLIENT, "MsgpackEncoder"): ("size_threshold", "oob_tensor_consumer"),
+    (ENGINE, "MsgpackDecoder"): ("t", "share_mem", "oob_tensor_provider"),
+    (ENGINE, "EngineCoreProc.process_input_sockets"): (
+        "self",
+        "input_addresses",
+        "coord_input_address",
+        "identity",
+        "ready_event",
+    ),
+    (ENGINE, "EngineCoreProc.preprocess_add_request"): ("self", "request"),
+    (ENGINE, "TensorIpcReceiver.__call__"): ("self", "dtype", "shape", "meta"),
     (CLIENT, "TensorIpcSender.__call__"): ("self", "tensor"),
     (CLIENT, "TensorIpcSender.new_message"): ("self",),
-    (CLIENT, "TensorIpcSender.set_target_engine"): ("self", "target_engine"),
-    (CLIENT, "MsgpackEncoder"): ("size_threshold", "oob_tensor_consumer"),
-    (CLIENT, "MsgpackEncoder.encode"): ("self", "obj"),
-    (CLIENT, "MsgpackEncoder.encode_into"): ("self", "obj", "buf"),
-    (ENGINE, "TensorIpcReceiver"): ("queue",),
-    (ENGINE, "TensorIpcReceiver.__call__"): ("self", "dtype", "shape", "meta"),
-    (ENGINE, "EngineCoreProc.preprocess_add_request"): ("self", "request"),
 }
 
 BROADCAST: Signatures = {
     (EXECUTORS, "Executor.get_class"): ("vllm_config",),
     (WORKERS, "MultiprocExecutor._init_executor"): ("self",),
-    (WORKERS, "WorkerProc._init_message_queues"): ("self", "input_shm_handle", "vllm_config"),
-    (WORKERS, "MessageQueue"): (
-        "n_reader",
-        "n_local_reader",
-        "local_reader_ranks",
-        "max_chunk_bytes",
-        "max_chunks",
-        "connect_ip",
-        "enable_shm_tensor_arena",
+    (WORKERS, "MultiprocExecutor.collective_rpc"): (
+        "self",
+        "method",
+        "timeout",
+        "args",
+        "kwargs",
+        "non_block",
+        "unique_reply_rank",
+        "kv_output_aggregator",
+        "ec_output_aggregator",
     ),
-    (WORKERS, "MessageQueue.export_handle"): ("self",),
-    (WORKERS, "MessageQueue.create_from_handle"): ("handle", "rank"),
-    (WORKERS, "MessageQueue.wait_until_ready"): ("self",),
-    (WORKERS, "MessageQueue.enqueue"): ("self", "obj", "timeout"),
-    (WORKERS, "MessageQueue.dequeue"): ("self", "timeout", "indefinite"),
-    (WORKERS, "MessageQueue.shutdown"): ("self",),
+    (WORKERS, "MultiprocExecutor.shutdown"): ("self",),
+    (WORKERS, "WorkerWrapperBase.execute_model"): ("self", "scheduler_output"),
 }
 
 
@@ -117,19 +117,28 @@ def owner_of(module: str, name: str) -> tuple[Any, str]:
     owner = importlib.import_module(module)
     *path, attribute = name.split(".")
     for part in path:
-        owner = original(getattr(owner, part))
+        owner = getattr(owner, part)
     return owner, attribute
 
 
 def original(present: Any) -> Any:
-    """Return the object of vLLM that was replaced by an object of aiotensor, or the object itself."""
+    """Return the function of vLLM that was replaced by a function of aiotensor, or the object itself."""
     return getattr(present, "replaced_by_aiotensor", present)
 
 
 def log_unchanged(reason: object) -> None:
     """Log that the integration leaves vLLM unchanged."""
-    logger.warning(
-        "aiotensor leaves vLLM unchanged: %s",
-        reason,
-        extra={"event": "vllm_unchanged", "reason": str(reason)},
-    )
+    log_at_startup(logging.ERROR, "aiotensor leaves vLLM unchanged: %s", reason, event="vllm_unchanged")
+
+
+def log_at_startup(level: int, text: str, argument: object, *, event: str) -> None:
+    """Log an event; on stderr in vLLM's main process, which loads plugins before it configures its log."""
+    early = None if logger.hasHandlers() else logging.StreamHandler()
+    if early is not None:
+        early.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+        logger.addHandler(early)
+        logger.setLevel(logging.INFO)
+    logger.log(level, text, argument, extra={"event": event, "reason": str(argument)})
+    if early is not None:
+        logger.removeHandler(early)
+        logger.setLevel(logging.NOTSET)

@@ -1,39 +1,51 @@
-"""vLLM's executor for several worker processes, with large messages carried by aiotensor."""
+"""vLLM's executor for several worker processes, whose tensors are carried by aiotensor."""
 
 import asyncio
-import time
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+import copyreg
+import io
+import pickle
+from typing import Any
 
-from vllm.distributed.device_communicators import shm_broadcast
-from vllm.v1.executor import multiproc_executor
+import torch
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from aiotensor.integrations.vllm import broadcast
+from aiotensor import blocking
+from aiotensor.errors import AioTensorError
 from aiotensor.integrations.vllm.checks import BROADCAST, UnsupportedError, check, log_unchanged
-from aiotensor.integrations.vllm.pickling import Parts, dumps, loads
-from aiotensor.integrations.vllm.processes import export_metrics
+from aiotensor.integrations.vllm.processes import export_metrics, log_in_vllm
+from aiotensor.integrations.vllm.settings import Settings
 from aiotensor.runtime.logs import logger_of
+from aiotensor.transports.endpoints import Endpoint
 
-__all__ = ["BroadcastExecutor", "ExecutorQueue"]
+__all__ = ["BroadcastExecutor", "dumps", "loads"]
 
 logger = logger_of("vllm")
 
-# Smaller messages travel through vLLM's ring: its readers poll shared memory, which takes less time than
-# waking a thread. See "Tensors and broadcast in vLLM" in docs/performance.md.
-_LARGE_BYTES = 16 << 20
+_APART_BYTES = 64 * 1024  # a smaller tensor is pickled
+_MAX_BEHIND = 10  # messages that a worker may be behind, as in vLLM's queue
+_READY_S = 60.0
 
 
-class BroadcastExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc] # vLLM is not typed for us
+class BroadcastExecutor(MultiprocExecutor):  # type: ignore[misc] # vLLM is not typed for us
     """The executor that ``AIOTENSOR_VLLM=broadcast`` selects in place of the backend ``mp``.
 
     ``--distributed-executor-backend aiotensor.integrations.vllm.executor.BroadcastExecutor`` selects it, too.
-    It uses vLLM's own queues if the workers run on several machines, if the version of vLLM is unknown, and
-    in the thread of an event loop.
+    The large tensors of new requests are published to the workers, which use them in shared memory. All other
+    data travels through vLLM's own queue, as does a request for whose tensors there is no memory. A tensor
+    that the engine has received by aiotensor is not copied.
+
+    The executor works as vLLM's does if the workers run on several machines, if the version of vLLM is
+    unknown, and in the thread of an event loop.
     """
 
+    _publisher: blocking.Publisher | None = None
+    _has_declined = False
+
     def _init_executor(self) -> None:
+        super()._init_executor()
         try:
             check(BROADCAST)
+            settings = Settings.from_environment()
             machines = self.parallel_config.nnodes_within_dp
             if machines > 1:
                 raise UnsupportedError(
@@ -43,131 +55,130 @@ class BroadcastExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[m
                 raise UnsupportedError(
                     "the engine runs in the thread of an event loop, which must not be blocked"
                 )
-        except UnsupportedError as error:
+            endpoint = settings.workers_endpoint(self.parallel_config.data_parallel_index)
+            publisher = blocking.Publisher(
+                endpoint,
+                arena_bytes=settings.arena_bytes,
+                max_behind=_MAX_BEHIND,
+                max_subscribers=self.world_size,
+            )
+            publisher.__enter__()
+        except (UnsupportedError, ValueError, AioTensorError, OSError) as error:
             log_unchanged(error)
-        else:
-            _install()
-        super()._init_executor()
-
-
-@dataclass(frozen=True)
-class ExecutorHandle:
-    """The handles of both queues. A process that unpickles it replaces the queue of vLLM's executor.
-
-    Attributes:
-        small: the handle of the queue for small messages.
-        large: the handle of the queue for large messages.
-        local_reader_ranks: the ranks of the readers, which vLLM's executor reads.
-    """
-
-    small: Any
-    large: broadcast.Handle
-    local_reader_ranks: list[int]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _inherited, (self.small, self.large, self.local_reader_ranks)
-
-
-class ExecutorQueue:
-    """A queue for vLLM's executor: vLLM's ring for small messages, aiotensor's queue for large ones.
-
-    The ring determines the order of all messages: in place of a large message, it carries the number of that
-    message. Methods and errors are those of `broadcast.MessageQueue`. A wait for a message does not end when
-    the writer dies: vLLM's executor and workers detect its death, and call `shutdown`, which ends the wait
-    with `RuntimeError`.
-
-    Args:
-        n_reader: the number of readers, all of which are on this machine.
-        n_local_reader: the same number.
-        options: the other arguments of vLLM's queue.
-
-    Attributes:
-        small: vLLM's ring, which determines the order of all messages.
-        large: the queue for large messages.
-    """
-
-    replaced_by_aiotensor: ClassVar[Any] = shm_broadcast.MessageQueue
-
-    def __init__(self, n_reader: int, n_local_reader: int, **options: Any) -> None:
-        large = broadcast.MessageQueue(n_reader, n_local_reader, options.get("local_reader_ranks"))
-        small = shm_broadcast.MessageQueue(n_reader, n_local_reader, **options)
-        self._open(small, large)
-        # A longer message does not fit into a slot of the ring, which also stores some bytes for each buffer.
-        slot_bytes = options.get("max_chunk_bytes", _LARGE_BYTES)
-        self._large_bytes = min(_LARGE_BYTES, slot_bytes - slot_bytes // 16)
-
-    @classmethod
-    def create_from_handle(cls, handle: ExecutorHandle, rank: int) -> Self:
-        """Return the queue of a reader."""
-        self = cls.__new__(cls)
-        large = broadcast.MessageQueue.create_from_handle(handle.large, rank)
-        self._open(shm_broadcast.MessageQueue.create_from_handle(handle.small, rank), large)
-        return self
-
-    def _open(self, small: Any, large: broadcast.MessageQueue) -> None:
+            return
+        log_in_vllm()
         export_metrics()
-        self.small, self.large = small, large
-        self._has_declined = False
+        self.collective_rpc(_connect, timeout=_READY_S, args=(endpoint,))
+        publisher.wait_for_subscribers(self.world_size, timeout=_READY_S)
+        self._publisher = publisher
 
-    def export_handle(self) -> ExecutorHandle:
-        """Return the handle, for the processes of the readers."""
-        large = self.large.export_handle()
-        return ExecutorHandle(self.small.export_handle(), large, large.local_reader_ranks)
+    def collective_rpc(
+        self, method: Any, timeout: float | None = None, args: Any = (), *more: Any, **options: Any
+    ) -> Any:
+        """Call a method of all workers; the tensors of new requests are published to them."""
+        if method == "execute_model" and (found := self._published(args[0])) is not None:
+            method, args = _execute_model, found
+        return super().collective_rpc(method, timeout, args, *more, **options)
 
-    def wait_until_ready(self) -> None:
-        """Wait until all readers are connected."""
-        self.small.wait_until_ready()
-        self.large.wait_until_ready()
+    def _published(self, scheduler_output: Any) -> tuple[int, bytes] | None:
+        """Publish the tensors of new requests, and return the arguments of `_execute_model`.
 
-    def enqueue(self, obj: object, timeout: float | None = None) -> None:
-        """Write an object for all readers."""
-        end = None if timeout is None else time.monotonic() + timeout
-        parts = dumps(obj)
-        number = None
-        if sum(len(part) for part in parts) >= self._large_bytes:
-            number = self._write(parts, timeout)
-        left = None if end is None else max(0.0, end - time.monotonic())
-        self.small.enqueue(parts if number is None else number, left)
-
-    def _write(self, parts: Parts, timeout: float | None) -> int | None:
-        """Write a large message, and return its number; None if there is no memory for it.
-
-        The workers keep the tensors of a request until a later message ends it. A wait for their memory would
-        delay that message, too, and would never end.
+        Returns None if vLLM's own queue is to carry them. The workers keep the tensors of a request until a
+        later message ends it. A wait for their memory would delay that message, too, and would never end.
         """
-        reason: object = "AIOTENSOR_VLLM_ARENA_BYTES leaves no space beside the tensors that the workers use"
-        if self.large.has_space(parts):
-            try:
-                return self.large.write(parts, timeout)
-            except TimeoutError:
-                raise
-            except OSError as error:  # the machine has no shared memory
-                reason = error
+        if self._publisher is None or not any(
+            new.mm_features or new.prompt_embeds is not None for new in scheduler_output.scheduled_new_reqs
+        ):
+            return None
+        pickled, tensors = dumps(scheduler_output)
+        if not tensors:
+            return None
+        try:
+            published = self._publisher.publish_nowait(tensors)
+            if published.delivered == self.world_size:
+                return published.number, pickled
+            reason = f"{published.delivered} of {self.world_size} workers are connected"
+        except (AioTensorError, OSError) as error:
+            reason = str(error)
         if not self._has_declined:
             self._has_declined = True
             logger.warning(
-                "vLLM's own queue carries a large message: %s (logged once)",
+                "vLLM's own queue carries the tensors of a request: %s (logged once)",
                 reason,
-                extra={"event": "message_declined", "reason": str(reason)},
+                extra={"event": "message_declined", "reason": reason},
             )
         return None
 
-    def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
-        """Return the next object."""
-        found = self.small.dequeue(timeout, indefinite)
-        # A large message is written before its number. If this wait had a limit, the message could be lost.
-        return loads(found if isinstance(found, list) else self.large.read(found))
-
     def shutdown(self) -> None:
-        """Close this end of the queue; waiting calls in other threads raise an error."""
-        self.small.shutdown()
-        self.large.shutdown()
+        """Shut down the workers and the publisher."""
+        super().shutdown()
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.close()
 
 
-def _inherited(small: Any, large: broadcast.Handle, ranks: list[int]) -> ExecutorHandle:
-    _install()
-    return ExecutorHandle(small, large, ranks)
+# In the workers
+
+_subscriber: "blocking.Subscriber[list[torch.Tensor]] | None" = None
 
 
-def _install() -> None:
-    multiproc_executor.MessageQueue = ExecutorQueue
+def _connect(_: object, endpoint: Endpoint) -> None:
+    """Connect this worker process to the publisher of its engine."""
+    global _subscriber
+    log_in_vllm()
+    export_metrics()
+    # The engine sends at most what vLLM would send, and `arena_bytes` limits its own memory.
+    _subscriber = blocking.Subscriber(endpoint, list[torch.Tensor], max_mapped_bytes=None)
+    _subscriber.__enter__()
+
+
+def _execute_model(worker: Any, number: int, pickled: bytes) -> Any:
+    """Execute the model for a scheduler output, whose tensors are in a publication."""
+    if _subscriber is None:
+        raise AssertionError("the engine connects its workers first")
+    while (found := _subscriber.receive(timeout=Settings.from_environment().max_wait_s)).number < number:
+        pass  # it was published for a call that failed
+    output = loads(pickled, found.message)
+    del found
+    return worker.execute_model(output)
+
+
+# Pickles without the bytes of large tensors
+
+
+def dumps(obj: object) -> tuple[bytes, list[torch.Tensor]]:
+    """Pickle an object without its large tensors, and return both."""
+    tensors: list[torch.Tensor] = []
+
+    def reduce(tensor: torch.Tensor) -> Any:
+        if tensor.nbytes < _APART_BYTES or not tensor.is_cpu or tensor.requires_grad:
+            return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+        tensors.append(tensor)
+        return _tensor, (len(tensors) - 1,)
+
+    with io.BytesIO() as stream:
+        pickler = pickle.Pickler(stream, pickle.HIGHEST_PROTOCOL)
+        pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: reduce}
+        pickler.dump(obj)
+        return stream.getvalue(), tensors
+
+
+def loads(pickled: bytes, tensors: list[torch.Tensor]) -> Any:
+    """Unpickle an object that came through vLLM's own queue, with its large tensors."""
+    return _Unpickler(pickled, tensors).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, pickled: bytes, tensors: list[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._tensors = tensors
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (_tensor.__module__, _tensor.__qualname__):
+            return self._tensors.__getitem__
+        return super().find_class(module, name)
+
+
+def _tensor(index: int) -> torch.Tensor:
+    """Stand in a pickle for the tensor with an index."""
+    raise pickle.UnpicklingError(f"tensor {index} is not in the pickle: use `loads`")

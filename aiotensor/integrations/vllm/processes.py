@@ -1,102 +1,64 @@
-"""The transport of tensors in the processes of vLLM: the queue, the client's end and the engine's end.
-
-The process that launches the engines makes an `EngineQueue`, and passes it to its children. A child that
-receives it replaces the names in vLLM, because vLLM creates the receiving end before it loads plugins.
-"""
+"""The transport of tensors in the processes of vLLM: the client's end, the engine's end, metrics and logs."""
 
 import asyncio
+import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from aiotensor import TensorQueue, TensorSender, blocking
+from aiotensor import TensorSender, blocking
 from aiotensor.blocking.thread import Call, borrow
 from aiotensor.errors import AioTensorError, DiscardedError
-from aiotensor.integrations.vllm.consumer import TensorConsumer
-from aiotensor.integrations.vllm.provider import TensorProvider
+from aiotensor.integrations.vllm.checks import log_unchanged
+from aiotensor.integrations.vllm.hooks import Sender, TensorConsumer, TensorProvider
 from aiotensor.integrations.vllm.settings import Settings
 from aiotensor.memory.tensors import dtype_from_name
 from aiotensor.runtime.affinity import close_now
 from aiotensor.runtime.logs import logger_of
-from aiotensor.types import TensorHandle
 
 __all__ = [
     "ClientConsumer",
     "EngineProvider",
-    "EngineQueue",
     "check_request",
     "export_metrics",
-    "open_consumer",
+    "log_in_vllm",
     "open_provider",
 ]
 
 logger = logger_of("vllm")
 
-R = TypeVar("R")
-
-
-class EngineQueue:
-    """The object that vLLM passes to its processes in place of a queue of multiprocessing.
-
-    Args:
-        endpoint: the endpoint at which the engine receives tensors.
-        settings: the limits of senders and the receiver.
-        install: a function that is called in each process that receives the queue from its parent.
-    """
-
-    def __init__(
-        self, endpoint: TensorQueue | str, settings: Settings, install: Callable[[], object]
-    ) -> None:
-        self.endpoint = endpoint
-        self.settings = settings
-        self._install = install
-
-    def close(self) -> None:
-        """Do nothing: unlike a queue of multiprocessing, it has no ends to close."""
-
-    def __reduce__(self) -> tuple[Callable[..., "EngineQueue"], tuple[object, ...]]:
-        return _inherited, (self.endpoint, self.settings, self._install)
-
-
-def _inherited(endpoint: TensorQueue | str, settings: Settings, install: Callable[[], object]) -> EngineQueue:
-    install()
-    return EngineQueue(endpoint, settings, install)
-
 
 class ClientConsumer(TensorConsumer):
-    """Send the tensors of a vLLM client; the sender is opened for the first tensor.
+    """Send the tensors of a vLLM client; the sender for an engine is opened for its first tensor.
 
-    In an asynchronous client, the sender runs in the event loop of the client. If it ran in a thread, this
+    In an asynchronous client, the senders run in the event loop of the client. If they ran in a thread, this
     loop would wait for that thread while the copies of other tensors occupy the processors.
 
     Args:
-        queue: the queue to the engine.
-
-    Attributes:
-        is_async: whether tensors are encoded in an event loop that continues to run.
+        is_async: whether messages are encoded in an event loop that continues to run.
     """
 
-    def __init__(self, queue: EngineQueue) -> None:
-        limits = queue.settings
-        self._arguments = queue.endpoint, limits.max_concurrent_videos, limits.arena_bytes
-        super().__init__(blocking.TensorSender(*self._arguments))
-        self.is_async = False
-        self._is_open = False
+    def __init__(self, *, is_async: bool) -> None:
+        super().__init__()
+        self._is_async = is_async
+        self._settings = Settings.from_environment()
+        export_metrics()
 
-    def _post(self, tensor: torch.Tensor) -> TensorHandle:
-        if not self._is_open:
-            self.senders = [self._open_in_loop() if self.is_async else self._open_in_thread()]
-            self._is_open = True
-        return super()._post(tensor)
+    def sender_of(self, engine: int) -> Sender:
+        """Return the sender for an engine, opened if necessary."""
+        if engine not in self.senders:
+            open_sender = self._open_in_loop if self._is_async else self._open_in_thread
+            self.senders[engine] = open_sender(engine)
+        return self.senders[engine]
 
-    def _open_in_loop(self) -> TensorSender:
-        sender = TensorSender(*self._arguments)
+    def _open_in_loop(self, engine: int) -> TensorSender:
+        sender = TensorSender(*self._arguments(engine))
         try:
             sender.__aenter__().send(None)
         except StopIteration:
@@ -108,37 +70,41 @@ class ClientConsumer(TensorConsumer):
         weakref.finalize(self, _close_in_loop, loop, sender).atexit = False
         return sender
 
-    def _open_in_thread(self) -> blocking.TensorSender:
-        sender = blocking.TensorSender(*self._arguments)
-        _call_in_thread(sender.__enter__)
+    def _open_in_thread(self, engine: int) -> blocking.TensorSender:
+        sender = blocking.TensorSender(*self._arguments(engine))
+        # The caller may run an event loop, for example in a notebook.
+        with ThreadPoolExecutor(1, thread_name_prefix="aiotensor-vllm") as threads:
+            threads.submit(sender.__enter__).result()
         weakref.finalize(self, sender.abandon).atexit = False  # the threads have stopped by then
         return sender
 
-
-def open_consumer(queue: EngineQueue) -> ClientConsumer:
-    """Return the sending end of an API server; its sender is closed when the consumer is freed."""
-    export_metrics()
-    return ClientConsumer(queue)
+    def _arguments(self, engine: int) -> tuple[Any, ...]:
+        settings = self._settings
+        return settings.engine_endpoint(engine), settings.max_concurrent_videos, settings.arena_bytes
 
 
-def open_provider(queue: EngineQueue) -> "EngineProvider":
-    """Open the receiving end of the engine; the receiver is closed when the provider is freed.
+def _close_in_loop(loop: asyncio.AbstractEventLoop, sender: TensorSender) -> None:
+    with suppress(RuntimeError):  # the loop is closed, and has no references to the sender
+        loop.call_soon_threadsafe(close_now, sender.aclose)
 
-    Raises:
-        AioTensorError: the receiver cannot be opened here.
-        OSError: the machine has no threads or no descriptors left.
-    """
+
+def open_provider(engine: int) -> "EngineProvider | None":
+    """Open the receiving end of an engine; return None, and log the reason, if it cannot be opened."""
+    settings = Settings.from_environment()
     receiver = blocking.TensorReceiver(
-        queue.endpoint,
+        settings.engine_endpoint(engine),
         max_senders=None,  # vLLM determines the number of API servers, and each one has its own limits
         max_mapped_bytes=None,
         max_unclaimed_messages=None,
-        max_wait_s=queue.settings.max_wait_s,
+        max_wait_s=settings.max_wait_s,
     )
-    _call_in_thread(receiver.__enter__)
-    provider = EngineProvider(receiver)
-    weakref.finalize(provider, receiver.abandon).atexit = False
-    return provider
+    try:
+        receiver.__enter__()
+    except (AioTensorError, OSError) as error:
+        log_unchanged(error)
+        return None
+    export_metrics()
+    return EngineProvider(receiver)
 
 
 class EngineProvider(TensorProvider):
@@ -192,17 +158,6 @@ def _tensors_in(nested: object) -> Iterator[torch.Tensor]:
             yield from _tensors_in(one)
 
 
-def _close_in_loop(loop: asyncio.AbstractEventLoop, sender: TensorSender) -> None:
-    with suppress(RuntimeError):  # the loop is closed, and has no references to the sender
-        loop.call_soon_threadsafe(close_now, sender.aclose)
-
-
-def _call_in_thread(function: Callable[[], R]) -> R:
-    """Call a function in another thread: vLLM creates its clients in the thread of a running event loop."""
-    with ThreadPoolExecutor(1, thread_name_prefix="aiotensor-vllm") as threads:
-        return threads.submit(function).result()
-
-
 _exporting = threading.Lock()
 _exporter: int | None = None  # the id of the process that called `export_metrics`
 
@@ -243,3 +198,17 @@ def _log_no_metrics(error: OSError) -> None:
         error,
         extra={"event": "vllm_metrics_failed", "reason": str(error)},
     )
+
+
+def log_in_vllm() -> None:
+    """Write the warnings of the library to vLLM's log, unless the application has configured their logger."""
+    library, root = logging.getLogger("aiotensor"), logging.getLogger()
+    if all(isinstance(handler, logging.NullHandler) for handler in library.handlers + root.handlers):
+        library.addHandler(_VllmLog(logging.WARNING))
+
+
+class _VllmLog(logging.Handler):
+    """A handler that gives records to the handlers of vLLM's logger."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logging.getLogger("vllm").handle(record)

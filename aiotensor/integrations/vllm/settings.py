@@ -1,40 +1,46 @@
 """The configuration of the plugin by environment variables, which the processes of vLLM inherit."""
 
+import glob
 import os
+import secrets
 from collections.abc import Callable
-from typing import NamedTuple, Self, TypeVar
+from contextlib import suppress
+from multiprocessing.util import Finalize
+from typing import Final, NamedTuple, Self, TypeVar
 
-__all__ = ["Settings", "modes"]
+from aiotensor import TensorQueue
+from aiotensor.errors import UsageError
+from aiotensor.transports.endpoints import route_to
+from aiotensor.transports.unix import remove_stale
+
+__all__ = ["Settings"]
 
 T = TypeVar("T")
 
-_MODES = ("tensors", "broadcast")
-
-
-def modes() -> frozenset[str]:
-    """Return the parts of the integration that ``AIOTENSOR_VLLM`` lists, separated by commas.
-
-    Raises:
-        ValueError: the variable contains an unknown name.
-    """
-    names = [name.strip() for name in os.environ.get("AIOTENSOR_VLLM", "").split(",")]
-    for name in names:
-        if name not in ("", *_MODES):
-            raise ValueError(f"AIOTENSOR_VLLM={name!r} is unknown: set it to {' or '.join(_MODES)}, or both")
-    return frozenset(names) - {""}
+_PARTS: Final = ("tensors", "broadcast")
+_QUEUE: Final = "AIOTENSOR_VLLM_QUEUE"  # set by the first process for its children: a name for their engines
+_VARIABLES: Final = (
+    "AIOTENSOR_VLLM",
+    "AIOTENSOR_VLLM_MAX_CONCURRENT_VIDEOS",
+    "AIOTENSOR_VLLM_ARENA_BYTES",
+    "AIOTENSOR_VLLM_MAX_WAIT_S",
+    "AIOTENSOR_VLLM_ADDRESS",
+)
 
 
 class Settings(NamedTuple):
-    """The limits of the integration, and the address of the receiver.
+    """The parts of the integration, their limits, and their addresses.
 
     Attributes:
-        max_concurrent_videos: the maximum number of messages in flight of each API server.
-        arena_bytes: the maximum number of bytes of shared memory in use by each API server, including tensors
-            that the engine still uses or caches, and by each broadcast queue.
+        parts: the enabled parts: ``tensors``, ``broadcast``, or both.
+        max_concurrent_videos: the maximum number of messages in flight from an API server to an engine.
+        arena_bytes: the maximum number of bytes of shared memory in use by each API server for each engine,
+            including tensors that the engine still uses or caches, and by each engine for its workers.
         max_wait_s: the seconds that the engine waits for a tensor of a request.
-        address: the address of the receiver, for `aiotensor top`; None for an endpoint without an address.
+        address: the address of the first engine, for `aiotensor top`; None for endpoints without an address.
     """
 
+    parts: frozenset[str] = frozenset()
     max_concurrent_videos: int = 140
     arena_bytes: int = 8 << 30
     max_wait_s: float = 10.0
@@ -45,18 +51,73 @@ class Settings(NamedTuple):
         """Read the settings from the environment.
 
         Raises:
-            ValueError: a variable is not a positive number.
+            ValueError: a variable is unknown or has an invalid value.
         """
+        for name in os.environ:
+            if name.startswith(_VARIABLES[0]) and name not in (*_VARIABLES, _QUEUE):
+                raise ValueError(f"the variable {name} is unknown: use one of {', '.join(_VARIABLES)}")
+        parts, videos, arena_bytes, max_wait_s, address = _VARIABLES
         default = cls()
         return cls(
-            _number("AIOTENSOR_VLLM_MAX_CONCURRENT_VIDEOS", int, default.max_concurrent_videos),
-            _number("AIOTENSOR_VLLM_ARENA_BYTES", int, default.arena_bytes),
-            _number("AIOTENSOR_VLLM_MAX_WAIT_S", float, default.max_wait_s),
-            os.environ.get("AIOTENSOR_VLLM_ADDRESS") or None,
+            _parts(parts),
+            _positive(videos, int, default.max_concurrent_videos),
+            _positive(arena_bytes, int, default.arena_bytes),
+            _positive(max_wait_s, float, default.max_wait_s),
+            _address(address),
         )
 
+    def __str__(self) -> str:
+        limits = ", ".join(f"{name}={value}" for name, value in self._asdict().items() if name != "parts")
+        return f"{' and '.join(sorted(self.parts))}: {limits}"
 
-def _number(name: str, kind: Callable[[str], T], default: T) -> T:
+    def begin_server(self) -> None:
+        """In the first process of a server, name its engines, and remove their sockets when it ends."""
+        if _QUEUE not in os.environ:
+            os.environ[_QUEUE] = secrets.token_hex(16)
+            if self.address is not None:
+                stem, extension = os.path.splitext(self.address.removeprefix("unix://"))
+                Finalize(None, _remove_sockets, (f"{glob.escape(stem)}*{extension}",), exitpriority=0)
+
+    def engine_endpoint(self, engine: int) -> TensorQueue | str:
+        """Return the endpoint at which an engine receives tensors, the same in all processes of a server."""
+        if self.address is None:
+            return TensorQueue(f"{os.environ[_QUEUE]}-{engine}")
+        return self._address_of("", engine)
+
+    def workers_endpoint(self, engine: int) -> TensorQueue | str:
+        """Return the endpoint at which an engine publishes the tensors for its workers."""
+        return TensorQueue() if self.address is None else self._address_of("-workers", engine)
+
+    def _address_of(self, role: str, engine: int) -> str:
+        stem, extension = os.path.splitext(self.address or "")
+        return f"{stem}{role}{f'-{engine}' if engine else ''}{extension}"
+
+
+def _remove_sockets(pattern: str) -> None:
+    # vLLM kills its engines, which leaves the sockets behind.
+    for path in glob.glob(pattern):
+        with suppress(UsageError, OSError):  # it belongs to another server
+            remove_stale(path)
+
+
+def _parts(name: str) -> frozenset[str]:
+    found = [part.strip() for part in os.environ.get(name, "").split(",")]
+    for part in found:
+        if part not in ("", *_PARTS):
+            raise ValueError(f"{name}={part!r} is unknown: set it to {' or '.join(_PARTS)}, or both")
+    return frozenset(found) - {""}
+
+
+def _address(name: str) -> str | None:
+    text = os.environ.get(name, "")
+    if not text.startswith("unix:") and text:
+        raise ValueError(f"{name}={text!r} is not the path of a socket, such as unix:///run/vllm/engine.sock")
+    if text:
+        route_to(text)  # which raises for an invalid path
+    return text or None
+
+
+def _positive(name: str, kind: Callable[[str], T], default: T) -> T:
     text = os.environ.get(name)
     if not text:
         return default

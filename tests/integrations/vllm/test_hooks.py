@@ -1,6 +1,5 @@
 """The hooks carry the tensors of an encoder's messages to its decoder; `tests/vllm` uses those of vLLM."""
 
-import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -125,16 +124,6 @@ def test_tensors_of_a_message_arrive_as_they_were(ends: Ends, counts: tuple[int,
     assert (seen.messages_sent, seen.tensors_sent) == (5, 5 * len(counts))
 
 
-async def test_in_an_event_loop_a_message_ends_with_the_iteration_that_encodes_it(ends: Ends) -> None:
-    message = videos(1, BIG, SMALL)
-    buffers = Encoder(ends.consumer).encode(message)
-    await asyncio.sleep(0)
-    decoded = await asyncio.to_thread(Decoder(ends.provider).decode, buffers)
-    assert same(decoded, message)
-    seen = await asyncio.to_thread(ends.sender.statistics)
-    assert (seen.messages_sent, seen.peak_in_flight) == (1, 1)
-
-
 @pytest.mark.parametrize("ends", [1], indirect=True)
 def test_a_tensor_without_a_permit_is_serialized_and_logged_once(
     ends: Ends, caplog: pytest.LogCaptureFixture
@@ -158,13 +147,28 @@ def test_a_tensor_without_a_permit_is_serialized_and_logged_once(
 
 
 def test_an_unsupported_tensor_is_declined_and_so_is_one_for_a_lost_engine(ends: Ends) -> None:
-    assert ends.consumer(torch.ones(3, 100).to_sparse()) is None
+    with ends.consumer.message():
+        assert ends.consumer(torch.ones(3, 100).to_sparse()) is None
     assert ends.consumer.declined == {"UnsupportedTensorError": 1}
     assert released(ends)
     ends.receiver.close()
     until(lambda: ends.sender.statistics().receivers_lost == 1)
-    assert ends.consumer(pattern(9, BIG)) is None
+    with ends.consumer.message():
+        assert ends.consumer(pattern(9, BIG)) is None
     assert ends.consumer.declined == {"UnsupportedTensorError": 1, "UnavailableError": 1}
+
+
+def test_tensors_outside_of_a_message_are_serialized(ends: Ends) -> None:
+    buffers = Encoder(ends.consumer).encode(videos(1, BIG))
+    assert len(buffers) == 2
+    assert (ends.consumer.declined, ends.sender.statistics().tensors_sent) == ({}, 0)
+
+
+def test_a_message_that_cannot_be_encoded_is_discarded(ends: Ends) -> None:
+    with pytest.raises(TypeError, match="complex"), ends.consumer.message():
+        Encoder(ends.consumer).encode(videos(1, BIG))
+        raise TypeError("Encoding objects of type complex is unsupported")
+    until(lambda: released(ends))
 
 
 @pytest.mark.parametrize("at", ["consumer", "provider"])
@@ -188,7 +192,7 @@ def test_an_aborted_message_is_discarded_at_either_end(ends: Ends, at: str) -> N
     ends.consumer.discard(kept)  # it was received already
 
 
-def test_each_message_goes_to_its_target_engine() -> None:
+def test_each_message_goes_to_its_engine() -> None:
     with ExitStack() as stack:
         senders, providers = [], []
         for _ in range(2):
@@ -197,15 +201,12 @@ def test_each_message_goes_to_its_target_engine() -> None:
             senders.append(stack.enter_context(blocking.TensorSender(queue)))
             senders[-1].ready()
             providers.append(TensorProvider(receiver))
-        consumer = TensorConsumer(senders)
+        consumer = TensorConsumer(*senders)
         encoder = Encoder(consumer)
-        for seed, target in enumerate((0, 1, 1, 0)):
-            consumer.set_target_engine(target)
-            with consumer.message():
+        for seed, engine in enumerate((0, 1, 1, 0)):
+            with consumer.message(engine):
                 buffers = encoder.encode(videos(seed, BIG, SMALL))
-            assert same(Decoder(providers[target]).decode(buffers), videos(seed, BIG, SMALL))
-        with pytest.raises(IndexError, match="2 engines"):
-            consumer.set_target_engine(2)
+            assert same(Decoder(providers[engine]).decode(buffers), videos(seed, BIG, SMALL))
 
 
 @pytest.mark.parametrize("data", [{"sender_id": "a"}, {"sender": "a", "message": -1, "tensor": 0}, {}])

@@ -25,18 +25,20 @@ def test_two_minor_versions_of_vllm_are_supported(
             check({})
 
 
-# Forks, as vLLM does to start a worker. The ring for small messages is not used.
+# Forks, as vLLM does to start a worker. The queue for calls, and the worker itself, are not used.
 METRICS = """
 import os, struct, sys, time
 from unittest.mock import MagicMock
 
-vllm = MagicMock()
-vllm.multiproc_executor.MultiprocExecutor = object
-sys.modules.update({"vllm.distributed.device_communicators": vllm, "vllm.v1.executor": vllm})
+modules = MagicMock()
+modules.MultiprocExecutor = type("MultiprocExecutor", (), {"_init_executor": lambda self: None})
+sys.modules["vllm.v1.executor.multiproc_executor"] = modules
 
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
-from aiotensor.integrations.vllm.executor import ExecutorQueue
+from aiotensor.integrations.vllm import executor
+
+executor.check = lambda signatures: None
 
 registry = REGISTRY
 if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
@@ -56,15 +58,22 @@ def wait_for(gauge):
             os._exit(1)
         time.sleep(0.01)
 
-writer = ExecutorQueue(1, 1)
-worker = os.fork()
-if not worker:
-    reader = ExecutorQueue.create_from_handle(writer.export_handle(), 0)
-    wait_for("subscriber_publishers")
-    os._exit(0)
+class Engine(executor.BroadcastExecutor):
+    world_size = 1
+    parallel_config = MagicMock(nnodes_within_dp=1, data_parallel_index=0)
+
+    def collective_rpc(self, method, timeout, args):
+        self.worker = os.fork()
+        if not self.worker:
+            method(None, *args)
+            wait_for("subscriber_publishers")
+            os._exit(0)
+
+engine = Engine()
+engine._init_executor()
 wait_for("publisher_subscribers")
-_, status = os.waitpid(worker, 0)
-writer.shutdown()
+_, status = os.waitpid(engine.worker, 0)
+engine._publisher.close()
 sys.exit(status)
 """
 
