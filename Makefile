@@ -10,9 +10,9 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 XDIST  := --numprocesses $(shell expr $$(nproc) + 1) --dist loadfile --max-worker-restart 0
 PYTEST := $(BIN)/python -m pytest $(XDIST)
 
-.PHONY: demo test test-all lint types unit test-lowest test-vllm test-ray test-deployment test-dashboards coverage \
-        model chaos fuzz soak bench bench-quick bench-serving bench-vllm bench-tracing bench-peers docs docs-serve \
-        dist clean help
+.PHONY: demo test test-all lint types unit test-lowest test-vllm test-vllm-serve test-ray test-deployment \
+        test-dashboards coverage model chaos fuzz soak bench bench-quick bench-serving bench-vllm bench-vllm-serve \
+        bench-tracing bench-peers docs docs-serve dist clean help
 
 help:
 	@echo "make demo    upload real videos to a server, hand them to an engine process, show the answers"
@@ -21,6 +21,7 @@ help:
 	@echo "make dist    build the wheel, the source distribution and the list of dependencies (SBOM) into dist/"
 	@echo "make test-lowest   the test suite with the lowest supported version of each dependency"
 	@echo "make test-vllm   install vLLM without its CUDA libraries, and test the integration in its own code"
+	@echo "make test-vllm-serve   set up a vLLM that serves on CPUs, and test the integration in its processes: 10 minutes"
 	@echo "make docs    build the documentation site in site/, and fail on warnings and broken links"
 	@echo "make docs-serve   show the site at http://127.0.0.1:8000, and follow changes of its pages"
 	@echo "make test-ray   install Ray and the wheel, and test the examples for Ray"
@@ -35,6 +36,7 @@ help:
 	@echo "make bench-quick   the same within a minute, with fewer measurements and alternatives"
 	@echo "make bench-serving   only API servers that send videos to an engine, and write the result into the README"
 	@echo "make bench-vllm   compare the tensor transport and the broadcast with those of vLLM"
+	@echo "make bench-vllm-serve   compare real vLLM servers with and without the integration"
 	@echo "make bench-tracing   measure the cost of tracing with OpenTelemetry"
 	@echo "make bench-peers   install iceoryx2, an alternative that is not installed by default"
 	@echo "make clean   remove the files that the other targets created"
@@ -131,6 +133,17 @@ test-lowest: $(LOWEST)/.test
 test-vllm: $(VENV)/.vllm
 	AIOTENSOR_TESTS=all PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m pytest tests/vllm $(ARGS)
 
+# A vLLM that serves on CPUs, with a small model: 3 GB, 5 minutes for the set-up, and as many for the tests.
+SERVE := .venv-vllm
+INTO_SERVE = $(subst pip install,pip --python $(SERVE)/venv/bin/python install,$(PIP))
+$(SERVE)/.ready: $(addprefix tests/vllm_serve/,requirements.txt setup.sh inputs.py) $(wildcard tests/vllm_serve/model/*)
+	PYTHON=$(PYTHON) bash tests/vllm_serve/setup.sh $(SERVE)
+	@touch $@
+
+test-vllm-serve: $(SERVE)/.ready $(DIST)/.built $(VENV)/.test
+	$(INTO_SERVE) --no-deps --force-reinstall $(DIST)/*.whl
+	VLLM_SERVE_FOLDER=$(SERVE) $(BIN)/python -m pytest tests/vllm_serve $(ARGS)
+
 # Ray has many dependencies, so it has an environment of its own, with the wheel: the programs that the tests start use
 # it instead of this checkout.
 RAY := .venv-ray
@@ -213,6 +226,11 @@ bench-vllm: $(VENV)/.bench $(VENV)/.vllm
 	@PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m bench.vllm_hooks $(ARGS)
 	@PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m bench.vllm_broadcast $(ARGS)
 
+# Separate, because it needs a vLLM that serves: a quarter of an hour.
+bench-vllm-serve: $(SERVE)/.ready $(DIST)/.built $(VENV)/.bench
+	$(INTO_SERVE) --no-deps --force-reinstall $(DIST)/*.whl
+	@VLLM_SERVE_FOLDER=$(SERVE) $(BIN)/python -m bench.vllm_serving $(ARGS)
+
 # Separate, because its ways need no processes of their own: half a minute.
 bench-tracing: $(VENV)/.bench
 	@$(BIN)/python -m bench.tracing $(ARGS)
@@ -221,4 +239,4 @@ bench-peers: $(VENV)/.bench
 	$(PIP) --editable . --group bench-peers
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(RAY) $(WHEEL) $(BUILD) $(DIST) site .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(RAY) $(SERVE) $(WHEEL) $(BUILD) $(DIST) site .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -8,6 +8,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack, nullcontext
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 import zmq
 import zmq.asyncio
 
+from aiotensor import TensorQueue, TensorSender, blocking
+from aiotensor.integrations.vllm import TensorConsumer, TensorProvider
 from bench.vllm_rounds import Result, comparison, prepare
 
 __all__ = ["main"]
@@ -25,17 +28,18 @@ class _Message(msgspec.Struct):
     pixels: torch.Tensor
 
 
-def _parts(way: str) -> str:
-    return "tensors" if way == "aiotensor" else ""
-
-
 def _engine(way: str, queue: Any, address: str) -> None:
-    prepare(_parts(way))
-    from vllm.v1.engine import core
+    prepare()
+    from vllm.v1.engine.tensor_ipc import TensorIpcReceiver
     from vllm.v1.serial_utils import MsgpackDecoder
 
-    decoder = MsgpackDecoder(_Message, oob_tensor_provider=core.TensorIpcReceiver(queue))
-    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+    with ExitStack() as stack:
+        if way == "aiotensor":
+            provider: Any = TensorProvider(stack.enter_context(blocking.TensorReceiver(queue)))
+        else:
+            provider = TensorIpcReceiver(queue)
+        decoder = MsgpackDecoder(_Message, oob_tensor_provider=provider)
+        socket = stack.enter_context(stack.enter_context(zmq.Context()).socket(zmq.PAIR))
         socket.connect(address)
         socket.send(b"ready")
         while buffers := socket.recv_multipart(copy=False):
@@ -47,26 +51,29 @@ def _engine(way: str, queue: Any, address: str) -> None:
 
 
 def _client(way: str, sizes: Sequence[int], results: Connection) -> None:
-    prepare(_parts(way))
-    from aiotensor.integrations.vllm import plugin
+    prepare()
+    from vllm.v1.engine.tensor_ipc import TensorIpcSender
+    from vllm.v1.serial_utils import MsgpackEncoder
 
-    plugin.register()
-    from vllm.v1.engine import core_client, utils
-
-    context = utils.get_mp_context()
-    queue = context.Queue()
+    context = torch.multiprocessing.get_context("spawn")
+    queue: Any = TensorQueue() if way == "aiotensor" else context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/engine"
         engine = context.Process(target=_engine, args=(way, queue, address), daemon=True)
         engine.start()
 
         async def measure() -> list[Result]:
-            with zmq.asyncio.Context() as zmq_context, zmq_context.socket(zmq.PAIR) as socket:
+            async with AsyncExitStack() as stack:
+                if way == "aiotensor":
+                    sender = await stack.enter_async_context(TensorSender(queue, 140, 8 << 30))
+                    await sender.ready()
+                    consumer: Any = TensorConsumer(sender)
+                else:
+                    consumer = TensorIpcSender(queue)
+                encoder = MsgpackEncoder(oob_tensor_consumer=consumer)
+                socket = stack.enter_context(stack.enter_context(zmq.asyncio.Context()).socket(zmq.PAIR))
                 socket.bind(address)
                 await socket.recv()
-                consumer = core_client.TensorIpcSender(queue)
-                consumer.is_async = True  # as vLLM's asynchronous client sets it through the plugin
-                encoder = core_client.MsgpackEncoder(oob_tensor_consumer=consumer)
                 found = [await _measure_size(socket, encoder, way, nbytes) for nbytes in sizes]
                 await socket.send(b"")
             return found
@@ -80,8 +87,10 @@ async def _measure_size(socket: "zmq.asyncio.Socket", encoder: Any, way: str, nb
     # A new tensor each time: `torch_shm` spends most of its time on sharing the memory of a tensor.
     for tensor in result.tensors():
         message = _Message(tensor)
+        consumer = encoder.oob_tensor_consumer
         began = time.perf_counter()
-        buffers = encoder.encode(message)
+        with consumer.message() if isinstance(consumer, TensorConsumer) else nullcontext():
+            buffers = encoder.encode(message)
         encoded = time.perf_counter()
         await socket.send_multipart(buffers, copy=False)
         [answer] = await socket.recv()

@@ -59,16 +59,11 @@ class Result(NamedTuple):
 Measure: TypeAlias = Callable[[str, Sequence[int], Connection], None]
 
 
-def prepare(parts: str) -> None:
-    """Set the variables that vLLM reads when it is imported; to be called in each process.
-
-    Args:
-        parts: the parts of aiotensor's integration to enable.
-    """
+def prepare() -> None:
+    """Set the variables that vLLM reads when it is imported; to be called in each process."""
     os.environ["VLLM_TARGET_DEVICE"] = "cpu"
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    os.environ["AIOTENSOR_VLLM"] = parts
     torch.set_num_threads(1)
 
 

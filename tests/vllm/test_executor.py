@@ -21,9 +21,10 @@ from aiotensor.types import PublisherStatistics
 from tests.blocking.waiting import until
 from tests.vllm.serving import engine_config, request
 from tests.vllm.stand_in import checksum
-from verification.patterns import BIG, pattern
+from verification.patterns import pattern
 
 WORKERS = 2
+LARGE = 300_000  # elements of int64: the tensors of such a request are published
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +92,7 @@ def test_all_workers_receive_the_tensors_of_a_request_and_answer(tmp_path: Path,
         assert type(executor) is BroadcastExecutor
         execute(executor, "small", pattern(1, 10))
         assert statistics_of(executor).published == 0  # it is in the message itself
-        execute(executor, "large", pattern(2, BIG), pattern(3, 10), pattern(4, 2 * BIG))
+        execute(executor, "large", pattern(2, LARGE), pattern(3, 10), pattern(4, 2 * LARGE))
         seen = statistics_of(executor)
         assert (seen.published, seen.tensors_copied) == (1, 2)
         for name in ("small", "large"):
@@ -107,9 +108,9 @@ def test_a_tensor_that_the_engine_has_received_is_forwarded_to_its_workers(tmp_p
         blocking.TensorReceiver(queue) as receiver,
         blocking.TensorSender(queue) as sender,
     ):
-        execute(executor, "forwarded", receiver.receive(sender.send(pattern(1, BIG))))
+        execute(executor, "forwarded", receiver.receive(sender.send(pattern(1, LARGE))))
         seen = statistics_of(executor)
-        assert (seen.tensors_copied, seen.bytes_forwarded) == (0, pattern(1, BIG).nbytes)
+        assert (seen.tensors_copied, seen.bytes_forwarded) == (0, pattern(1, LARGE).nbytes)
         assert sender.statistics().bytes_in_use
         finish(executor, "forwarded")
         until(lambda: not sender.statistics().bytes_in_use)
@@ -118,7 +119,7 @@ def test_a_tensor_that_the_engine_has_received_is_forwarded_to_its_workers(tmp_p
 def test_without_memory_the_queue_of_vllm_carries_the_tensors(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensor = pattern(1, BIG)
+    tensor = pattern(1, LARGE)
     monkeypatch.setenv("AIOTENSOR_VLLM_ARENA_BYTES", str(int(1.5 * tensor.nbytes)))
     with executing(config_of(tmp_path)) as executor:
         for name in "abc":

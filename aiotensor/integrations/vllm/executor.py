@@ -22,6 +22,9 @@ __all__ = ["BroadcastExecutor", "dumps", "loads"]
 logger = logger_of("vllm")
 
 _APART_BYTES = 64 * 1024  # a smaller tensor is pickled
+# Fewer bytes travel through vLLM's queue, whose readers poll: waking a thread in each worker takes longer
+# than copying them. See "vLLM" in docs/performance.md.
+_MIN_BYTES = 2 << 20
 _MAX_BEHIND = 10  # messages that a worker may be behind, as in vLLM's queue
 _READY_S = 60.0
 
@@ -91,7 +94,7 @@ class BroadcastExecutor(MultiprocExecutor):  # type: ignore[misc] # vLLM is not 
         ):
             return None
         pickled, tensors = dumps(scheduler_output)
-        if not tensors:
+        if sum(tensor.nbytes for tensor in tensors) < _MIN_BYTES:
             return None
         try:
             published = self._publisher.publish_nowait(tensors)

@@ -3,6 +3,7 @@
 import glob
 import os
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.util import Finalize
@@ -17,6 +18,7 @@ __all__ = ["Settings"]
 
 T = TypeVar("T")
 
+_REMOVAL_S: Final = 2.0
 _PARTS: Final = ("tensors", "broadcast")
 _QUEUE: Final = "AIOTENSOR_VLLM_QUEUE"  # set by the first process for its children: a name for their engines
 _VARIABLES: Final = (
@@ -94,10 +96,15 @@ class Settings(NamedTuple):
 
 
 def _remove_sockets(pattern: str) -> None:
-    # vLLM kills its engines, which leaves the sockets behind.
-    for path in glob.glob(pattern):
-        with suppress(UsageError, OSError):  # it belongs to another server
-            remove_stale(path)
+    """Remove the sockets of engines, which vLLM kills; they live for a moment longer than their parent."""
+    end = time.monotonic() + _REMOVAL_S
+    while paths := glob.glob(pattern):
+        for path in paths:
+            with suppress(UsageError, OSError):
+                remove_stale(path)
+        if time.monotonic() > end:
+            return  # the remaining ones belong to another server
+        time.sleep(0.01)
 
 
 def _parts(name: str) -> frozenset[str]:
