@@ -136,8 +136,8 @@ test-vllm: $(VENV)/.vllm
 # A vLLM that serves on CPUs, with a small model: 3 GB, 5 minutes for the set-up, and as many for the tests.
 SERVE := .venv-vllm
 INTO_SERVE = $(subst pip install,pip --python $(SERVE)/venv/bin/python install,$(PIP))
-$(SERVE)/.ready: $(addprefix tests/vllm_serve/,requirements.txt setup.sh inputs.py) $(wildcard tests/vllm_serve/model/*)
-	PYTHON=$(PYTHON) bash tests/vllm_serve/setup.sh $(SERVE)
+$(SERVE)/.ready: $(addprefix bench/vllm_serve/,requirements.txt setup.sh inputs.py) $(wildcard bench/vllm_serve/model/*)
+	PYTHON=$(PYTHON) bash bench/vllm_serve/setup.sh $(SERVE)
 	@touch $@
 
 test-vllm-serve: $(SERVE)/.ready $(DIST)/.built $(VENV)/.test

@@ -17,7 +17,7 @@ import click
 
 from bench.measure import percentile
 from bench.usage import PeakWatch, cpu_seconds, family
-from bench.vllm_server import Server, ask, client_of, running
+from bench.vllm_serve.server import Server, ask, client_of, running
 
 __all__ = ["main"]
 
@@ -108,7 +108,7 @@ def main(rounds: int, results: Path) -> None:
     lines = [
         "# vLLM servers\n",
         f"{_VIDEOS} requests with videos of 2 to 37 MB, {_CONCURRENCY} at a time, to two API servers. "
-        "Multiples of stock vLLM in the same round: the middle one, in brackets the lowest and the highest.\n",
+        "Multiples of stock vLLM in the same round: the middle one, and the lowest and the highest.\n",
         "| stock vLLM | with | requests per second | p50 | p99 | processor time | peak memory (PSS) |",
         "|---|---|---|---|---|---|---|",
     ]

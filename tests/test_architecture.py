@@ -36,7 +36,7 @@ def test_importing_the_library_imports_no_optional_package() -> None:
 
 
 @pytest.mark.promise(24)
-def test_only_the_broadcast_for_vllm_imports_pickle() -> None:
+def test_only_the_executor_for_vllm_imports_pickle() -> None:
     importing = set()
     for path in (ROOT / "aiotensor").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -363,3 +363,25 @@ def test_warnings_of_the_vllm_plugin_are_printed_before_and_after_vllm_configure
     for output in (done.stderr, done.stdout):
         (line,) = output.splitlines()
         assert "AIOTENSOR_VLLM='tensor' is unknown" in line
+
+
+VLLM_LOG = """
+import logging.config
+from aiotensor.integrations.vllm.processes import log_in_vllm
+
+logging.config.dictConfig({
+    "version": 1,
+    "disable_existing_loggers": False,
+    "handlers": {"out": {"class": "logging.StreamHandler", "stream": "ext://sys.stdout"}},
+    "loggers": {"vllm": {"handlers": ["out"], "level": "INFO", "propagate": False}},
+})
+for _ in range(2):
+    log_in_vllm()
+logging.getLogger("aiotensor.receiver").warning("a sender was refused")
+logging.getLogger("aiotensor.receiver").info("a sender has connected")
+"""
+
+
+def test_warnings_of_the_library_are_in_the_log_of_vllm() -> None:
+    done = _run(VLLM_LOG)
+    assert (done.stdout, done.stderr) == ("a sender was refused\n", "")

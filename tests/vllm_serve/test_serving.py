@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from bench.vllm_server import FOLDER, Server, ask, ask_all, client_of, program, running, until
+from bench.vllm_serve.server import FOLDER, Server, ask, ask_all, client_of, program, running, until
 
 VIDEOS = range(12)
 BOTH = "tensors,broadcast"

@@ -71,7 +71,7 @@ class BroadcastExecutor(MultiprocExecutor):  # type: ignore[misc] # vLLM is not 
             return
         log_in_vllm()
         export_metrics()
-        self.collective_rpc(_connect, timeout=_READY_S, args=(endpoint,))
+        self.collective_rpc(_connect, timeout=_READY_S, args=(endpoint, settings.max_wait_s))
         publisher.wait_for_subscribers(self.world_size, timeout=_READY_S)
         self._publisher = publisher
 
@@ -125,13 +125,15 @@ class BroadcastExecutor(MultiprocExecutor):  # type: ignore[misc] # vLLM is not 
 _subscriber: "blocking.Subscriber[list[torch.Tensor]] | None" = None
 
 
-def _connect(_: object, endpoint: Endpoint) -> None:
+def _connect(_: object, endpoint: Endpoint, max_wait_s: float) -> None:
     """Connect this worker process to the publisher of its engine."""
     global _subscriber
     log_in_vllm()
     export_metrics()
     # The engine sends at most what vLLM would send, and `arena_bytes` limits its own memory.
-    _subscriber = blocking.Subscriber(endpoint, list[torch.Tensor], max_mapped_bytes=None)
+    _subscriber = blocking.Subscriber(
+        endpoint, list[torch.Tensor], max_mapped_bytes=None, max_wait_s=max_wait_s
+    )
     _subscriber.__enter__()
 
 
@@ -139,7 +141,7 @@ def _execute_model(worker: Any, number: int, pickled: bytes) -> Any:
     """Execute the model for a scheduler output, whose tensors are in a publication."""
     if _subscriber is None:
         raise AssertionError("the engine connects its workers first")
-    while (found := _subscriber.receive(timeout=Settings.from_environment().max_wait_s)).number < number:
+    while (found := _subscriber.receive()).number < number:
         pass  # it was published for a call that failed
     output = loads(pickled, found.message)
     del found

