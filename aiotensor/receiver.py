@@ -4,7 +4,6 @@ import asyncio
 import os
 import secrets
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Self
 
@@ -19,7 +18,7 @@ from aiotensor.errors import (
 )
 from aiotensor.link.admission import Admission
 from aiotensor.link.events import PeerLog
-from aiotensor.link.session import LAST_RECORDS_S, Session
+from aiotensor.link.session import Session, all_accepted
 from aiotensor.memory.mappings import Mappings, PeerMemory
 from aiotensor.memory.tensors import own_copy
 from aiotensor.protocol.connection import Connection, Loss
@@ -352,10 +351,7 @@ class TensorReceiver(LoopObject):
             sender.close(Close(uses_memory=sender.memory.leases > 0))
             self._mappings.peer_gone(sender.memory)
         try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LAST_RECORDS_S):
-                    for sender in senders:
-                        await sender.accepted()
+            await all_accepted(senders)
             await self._mappings.settle()
         finally:
             for sender in senders:

@@ -1,7 +1,8 @@
 """Compare vLLM's shared-memory broadcast with that of `aiotensor.integrations.vllm`: `make bench-vllm`.
 
-An engine process writes a call with one tensor to its workers, as its executor does. Each worker process
-reads it, and answers with one byte of the tensor. A forwarded tensor has come to the engine by aiotensor.
+An engine process writes a call with one tensor to its workers, as its executor does, but publishes smaller
+tensors, too. Each worker process reads it, and answers with one byte of the tensor. A forwarded tensor has
+come to the engine by aiotensor.
 """
 
 import time

@@ -10,7 +10,6 @@ a turn ends only when no subscriber is full, and further calls wait for it in th
       '--limit, version--> refused
 """
 
-import asyncio
 import contextlib
 import os
 import secrets
@@ -57,7 +56,7 @@ from aiotensor.runtime import arguments, tracing
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.arguments import count_or_none, seconds_or_never
 from aiotensor.runtime.logs import logger_of
-from aiotensor.runtime.waiting import Waiters, until
+from aiotensor.runtime.waiting import Waiters, timeout_at_close, until
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.transports.base import Listener, Transport
 from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
@@ -482,7 +481,7 @@ class Publisher(LoopObject):
             if not last:
                 return
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, min(ends[one] for one in last) - time.monotonic())):
+                async with timeout_at_close(max(0.0, min(ends[one] for one in last) - time.monotonic())):
                     await self._changes.wait()
 
     def _details(self) -> list[str]:

@@ -9,12 +9,10 @@ The end of a session is queued behind its publications, so calls learn of it onl
 The publications outlive the session: their memory stays mapped until the application has taken them.
 """
 
-import asyncio
 import os
 import secrets
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, NamedTuple, Self, TypedDict, TypeVar, Unpack, overload
 
@@ -29,7 +27,7 @@ from aiotensor.errors import (
 )
 from aiotensor.link.events import PeerLog
 from aiotensor.link.messages import Arrived, MessageSession, trace_context_of
-from aiotensor.link.session import LAST_RECORDS_S
+from aiotensor.link.session import all_accepted
 from aiotensor.memory.mappings import Mappings
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.frames import (
@@ -308,9 +306,7 @@ class Subscriber(LoopObject, Generic[T]):
             await self._mappings.settle()
             if session is not None and not session.is_over:
                 session.close()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(LAST_RECORDS_S):
-                        await session.accepted()
+                await all_accepted([session])
         finally:
             if session is not None:
                 session.abort()

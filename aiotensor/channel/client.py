@@ -46,7 +46,7 @@ from aiotensor.errors import (
 from aiotensor.link.events import ALLOCATED, PeerLog, log_long_wait
 from aiotensor.link.messages import Arrived, MessageSession, trace_context_of
 from aiotensor.link.outgoing import Outgoing
-from aiotensor.link.session import LAST_RECORDS_S
+from aiotensor.link.session import all_accepted
 from aiotensor.memory.arena import whole_pages
 from aiotensor.memory.copying import CopyAbandonedError
 from aiotensor.memory.gates import Gate, StuckError, WaitLimits
@@ -735,12 +735,7 @@ class MessageClient(LoopObject, Generic[R]):
             self._mappings.freed.collect_all()
             for session in sessions:
                 session.close()
-            try:
-                async with asyncio.timeout(LAST_RECORDS_S):
-                    for session in sessions:
-                        await session.accepted()
-            except TimeoutError:
-                pass
+            await all_accepted(sessions)
             for session in sessions:
                 session.keep_pins(self._memory)
             await self._memory.aclose()

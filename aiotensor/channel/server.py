@@ -17,7 +17,7 @@ from aiotensor.channel.requests import WAITING, ClientSession, Requests, closed
 from aiotensor.codec import TensorDecoder
 from aiotensor.link.admission import Admission
 from aiotensor.link.events import PeerLog
-from aiotensor.link.session import LAST_RECORDS_S
+from aiotensor.link.session import all_accepted
 from aiotensor.memory.arena import whole_pages
 from aiotensor.memory.mappings import ForeignSegment, Mappings
 from aiotensor.memory.memory import Memory
@@ -356,10 +356,7 @@ class MessageServer(LoopObject, Generic[M]):
             for incoming in [*self._requests.ready, *self._requests.in_hand]:
                 self._requests.cancel(incoming)
             self._requests.wake()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LAST_RECORDS_S):
-                    for client in clients:
-                        await client.accepted()
+            await all_accepted(clients)
             for client in clients:
                 client.keep_pins(self._memory)
             await self._memory.aclose()

@@ -4,7 +4,7 @@ import abc
 import asyncio
 import errno
 import resource
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 
 from aiotensor.errors import ProtocolError, RefusedError
@@ -19,13 +19,21 @@ from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.frames import ARENA, FORWARDED, MAX_REASON, Attach, Close, Frame, Hello, encode
 from aiotensor.runtime.affinity import FEW_ITEMS, FreedItems
 from aiotensor.runtime.descriptors import Descriptor, close_all
-from aiotensor.runtime.waiting import Waiters, until
+from aiotensor.runtime.waiting import Waiters, timeout_at_close, until
 from aiotensor.transports.base import Transport
 
-__all__ = ["LAST_RECORDS_S", "Session"]
+__all__ = ["LAST_RECORDS_S", "Session", "all_accepted"]
 
 # The time for which an object that closes waits for peers that read nothing, if their messages are safe.
 LAST_RECORDS_S = 1.0
+
+
+async def all_accepted(sessions: "Iterable[Session]") -> None:
+    """Wait until the transports of sessions have accepted all records, at most `LAST_RECORDS_S`."""
+    with suppress(TimeoutError):
+        async with timeout_at_close(LAST_RECORDS_S):
+            for session in sessions:
+                await session.accepted()
 
 
 class Session(abc.ABC):

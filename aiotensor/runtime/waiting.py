@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from aiotensor.errors import AioTensorError
 
-__all__ = ["Waiters", "at_most", "until"]
+__all__ = ["Waiters", "at_most", "timeout_at_close", "until"]
 
 T = TypeVar("T")
 
@@ -94,6 +94,11 @@ async def until(
 def _expire(change: "asyncio.Future[None]") -> None:
     if not change.done():
         change.set_result(None)
+
+
+def timeout_at_close(seconds: float) -> AbstractAsyncContextManager[object]:
+    """Limit the waits in a block in seconds; not in `close_now`, which uses no task and cancels each wait."""
+    return nullcontext() if asyncio.current_task() is None else asyncio.timeout(seconds)
 
 
 def at_most(

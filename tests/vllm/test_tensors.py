@@ -1,17 +1,22 @@
 """vLLM's API servers, clients and engine core with the plugin: only the model is a stand-in."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from vllm.config import VllmConfig
+from vllm.multimodal.inputs import PlaceholderRange
+from vllm.plugins import load_general_plugins
 from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType, FinishReason
-from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.core_client import AsyncMPClient, SyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
 
 from aiotensor import SenderStatistics, TensorSender
 from aiotensor.integrations.vllm import plugin
@@ -91,9 +96,12 @@ async def send_until_killed(client: AsyncMPClient, victim: int, index: int) -> S
     return await send_videos(client, 10, index)
 
 
-async def lose_a_tensor(client: AsyncMPClient, argument: object, index: int) -> Sent:
+async def lose_a_tensor(client: AsyncMPClient, has_data: bool, index: int) -> Sent:
     """Send a request whose tensors are discarded first, then others."""
     lost, _ = video_request("lost", 1)
+    if not has_data:  # the engine has cached them, and the request contains only a mask
+        [feature] = lost.mm_features
+        feature.data, feature.mm_position = None, PlaceholderRange(0, 300, torch.ones(300, dtype=torch.bool))
     consumer = consumer_of(client)
     placeholders: list[dict[str, Any]] = []
 
@@ -108,12 +116,13 @@ async def lose_a_tensor(client: AsyncMPClient, argument: object, index: int) -> 
     with consumer.message():
         buffers = client.encoder.encode(lost)
     consumer.__class__ = ClientConsumer
-    assert len(placeholders) == 3
+    assert len(placeholders) == (3 if has_data else 1)
     consumer.discard(placeholders[0])
     await client._send_input_message((EngineCoreRequestType.ADD.value, *buffers), client.core_engine)
     outputs = await client.get_output_async()
     [output] = outputs.outputs
     assert (output.request_id, output.finish_reason) == ("lost", FinishReason.ERROR)
+    assert output.mm_cache_miss_hashes == ["lost-0"]  # the client may send the request again
     return await send_videos(client, 4, index)
 
 
@@ -178,10 +187,38 @@ def test_a_killed_server_under_load_leaves_the_engine_and_the_others_unharmed(co
         assert running.engine.is_alive()
 
 
-def test_a_lost_tensor_fails_its_request_and_no_other(config: VllmConfig) -> None:
-    with serving(config, servers=1, target=lose_a_tensor) as running:
+@pytest.mark.parametrize("has_data", [True, False])
+def test_a_lost_tensor_fails_its_request_and_no_other(config: VllmConfig, has_data: bool) -> None:
+    with serving(config, servers=1, target=lose_a_tensor, argument=has_data) as running:
         [sent] = running.results()
         assert sent.statistics.messages_discarded == 1
+
+
+async def use_two_clients(config: VllmConfig) -> None:
+    with ExitStack() as stack:
+        first = AsyncMPClient(config, Executor.get_class(config), False)
+        stack.callback(first.shutdown)
+        second = SyncMPClient(config, Executor.get_class(config), False)
+        stack.callback(second.shutdown)
+        assert (await send_videos(first, 2, 0)).declined == {}
+        sent, tokens = video_request("sync", 1)
+        second.add_request(sent)
+        [output] = second.get_output().outputs
+        assert output.new_token_ids == tokens
+        assert second.encoder.oob_tensor_consumer.senders
+        assert second.encoder.oob_tensor_consumer.declined == {}
+
+
+def run_two_clients(config: VllmConfig) -> None:
+    load_general_plugins()
+    asyncio.run(use_two_clients(config))
+
+
+def test_two_clients_of_one_process_send_to_their_own_engines(config: VllmConfig) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=run_two_clients, args=(config,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_a_killed_engine_under_load_is_reported_by_vllm_and_leaves_no_memory_in_use(

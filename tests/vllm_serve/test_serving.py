@@ -100,6 +100,14 @@ async def test_an_arena_that_is_too_small_declines_and_answers_the_same(stock: l
         assert "vLLM's own queue carries the tensors of a request: " in server.log()
 
 
+async def test_one_api_server_answers_the_same_with_a_cache_of_inputs(stock: list[list[int]]) -> None:
+    cached = ("--api-server-count", "1", "--mm-processor-cache-gb", "1")
+    with running(*cached, AIOTENSOR_VLLM=BOTH) as server:
+        for _ in range(2):
+            assert await ask_all(server, VIDEOS) == stock
+        assert server.metric("aiotensor_sender_tensors_sent_total") == len(VIDEOS)
+
+
 @pytest.mark.parametrize(
     ("sent", "title"),
     [(signal.SIGTERM, ""), (signal.SIGKILL, "APIServer"), (signal.SIGKILL, "VLLM::Worker")],

@@ -57,9 +57,7 @@ TENSORS: Signatures = {
         "ready_event",
     ),
     (ENGINE, "EngineCoreProc.preprocess_add_request"): ("self", "request"),
-    (ENGINE, "TensorIpcReceiver.__call__"): ("self", "dtype", "shape", "meta"),
-    (CLIENT, "TensorIpcSender.__call__"): ("self", "tensor"),
-    (CLIENT, "TensorIpcSender.new_message"): ("self",),
+    ("vllm.multimodal.cache", "MultiModalCacheMissError"): ("mm_hashes",),
 }
 
 BROADCAST: Signatures = {

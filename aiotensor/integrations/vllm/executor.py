@@ -23,7 +23,7 @@ logger = logger_of("vllm")
 
 _APART_BYTES = 64 * 1024  # a smaller tensor is pickled
 # Fewer bytes travel through vLLM's queue, whose readers poll: waking a thread in each worker takes longer
-# than copying them. See "vLLM" in docs/performance.md.
+# than copying them. See docs/decisions.md.
 _MIN_BYTES = 2 << 20
 _MAX_BEHIND = 10  # messages that a worker may be behind, as in vLLM's queue
 _READY_S = 60.0
@@ -143,6 +143,8 @@ def _execute_model(worker: Any, number: int, pickled: bytes) -> Any:
         raise AssertionError("the engine connects its workers first")
     while (found := _subscriber.receive()).number < number:
         pass  # it was published for a call that failed
+    if found.number > number:
+        raise RuntimeError(f"publication {number} was lost, because this worker had to connect again")
     output = loads(pickled, found.message)
     del found
     return worker.execute_model(output)

@@ -11,7 +11,7 @@ import torch
 
 import aiotensor
 from aiotensor import blocking
-from aiotensor.errors import AioTensorError, ProtocolError
+from aiotensor.errors import AioTensorError, ProtocolError, UsageError
 from aiotensor.runtime.logs import logger_of
 from aiotensor.sender import SentMessage, abandon_posted, finish_posted, post_in
 from aiotensor.types import Number, TensorHandle
@@ -32,9 +32,9 @@ class TensorConsumer:
     share one permit, and can be received once the block has ended. Tensors that are encoded outside of such a
     block are declined.
 
-    If a tensor is declined, vLLM serializes it as usual. So is a tensor that cannot be sent now (no permit,
-    no memory, no receiver, an unsupported tensor). The first error of each type is logged, and the statistics
-    of the sender count all errors by type. A sent tensor must not change until the engine has received it.
+    A tensor is also declined if it cannot be sent now (no permit, no memory, no receiver, an unsupported
+    tensor). vLLM then serializes it as usual. The first error of each type is logged, and the statistics of
+    the sender count all errors by type. A sent tensor must not change until the engine has received it.
 
     Args:
         senders: an open sender for each engine, in the order of their indices. A blocking sender can be used
@@ -42,7 +42,7 @@ class TensorConsumer:
 
     Attributes:
         senders: the senders, by the indices of their engines.
-        declined: the number of tensors that could not be sent, by the name of the type of the error.
+        declined: the number of declined tensors, by the name of the type of the error.
     """
 
     def __init__(self, *senders: Sender) -> None:
@@ -74,9 +74,9 @@ class TensorConsumer:
 
     def __call__(self, tensor: torch.Tensor) -> dict[str, Any] | None:
         """Send a tensor without waiting, and return its placeholder; None if vLLM is to serialize it."""
-        if self._engine is None:
-            return None
         try:
+            if self._engine is None:
+                raise UsageError("it was not encoded in a block of `message`")
             sender = self.sender_of(self._engine)
             self._message, handle = _run(sender, partial(post_in, _inner(sender), self._message, tensor))
         except (AioTensorError, OSError) as error:

@@ -26,7 +26,7 @@ from aiotensor.integrations.vllm.checks import (
     log_unchanged,
     owner_of,
 )
-from aiotensor.integrations.vllm.settings import Settings
+from aiotensor.integrations.vllm.settings import Settings, begin_process, name_engines
 
 __all__ = ["register"]
 
@@ -45,7 +45,7 @@ def register() -> None:
     except (ValueError, UnsupportedError) as error:
         log_unchanged(error)
         return
-    settings.begin_server()
+    begin_process(settings)
     if "tensors" in settings.parts:
         _replace(CLIENT, "MPClient.__init__", _with_consumer)
         _replace(CLIENT, "AsyncMPClient._send_input", _as_message)
@@ -81,8 +81,11 @@ def _replace(module: str, name: str, make: Callable[[Function], Function]) -> No
 
 def _with_consumer(init: Function) -> Function:
     def new_init(self: Any, asyncio_mode: bool, *args: Any, **options: Any) -> None:
+        if options.get("client_addresses") is None:  # this client starts engines of its own
+            name_engines()
+        consumer = processes.ClientConsumer(is_async=asyncio_mode)
         init(self, asyncio_mode, *args, **options)
-        self.encoder.oob_tensor_consumer = processes.ClientConsumer(is_async=asyncio_mode)
+        self.encoder.oob_tensor_consumer = consumer
 
     return new_init
 
@@ -91,7 +94,8 @@ def _as_message(send_input: Function) -> Function:
     def new_send_input(self: Any, request_type: Any, request: Any, engine: bytes | None = None) -> Any:
         consumer = self.encoder.oob_tensor_consumer
         block: AbstractContextManager[None] = nullcontext()
-        if isinstance(consumer, processes.ClientConsumer):
+        # The engine receives the tensors only of added requests.
+        if isinstance(consumer, processes.ClientConsumer) and request_type.name == "ADD":
             block = consumer.message(int.from_bytes(engine or self.core_engine, "little"))
         with block:
             return send_input(self, request_type, request, *([] if engine is None else [engine]))
@@ -111,7 +115,8 @@ def _with_provider(process_input_sockets: Function) -> Function:
 
 def _checked(preprocess: Function) -> Function:
     def preprocess_add_request(self: Any, request: Any) -> Any:
-        processes.check_request(request)
+        if isinstance(self.tensor_ipc_receiver, processes.EngineProvider):
+            self.tensor_ipc_receiver.check(request)
         return preprocess(self, request)
 
     return preprocess_add_request
@@ -120,8 +125,16 @@ def _checked(preprocess: Function) -> Function:
 def _with_broadcast(get_class: Function) -> Function:
     def new_get_class(vllm_config: Any) -> Any:
         executor = get_class(vllm_config)
-        if executor is importlib.import_module(WORKERS).MultiprocExecutor:
-            executor = importlib.import_module("aiotensor.integrations.vllm.executor").BroadcastExecutor
+        stock = importlib.import_module(WORKERS).MultiprocExecutor
+        if executor is stock:
+            return importlib.import_module("aiotensor.integrations.vllm.executor").BroadcastExecutor
+        if not issubclass(executor, stock):
+            _log_without_broadcast(executor.__name__)
         return executor
 
     return new_get_class
+
+
+@functools.cache
+def _log_without_broadcast(executor: str) -> None:
+    log_unchanged(f"broadcast needs the executor of the backend mp, and vLLM uses {executor}")

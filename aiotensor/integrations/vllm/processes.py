@@ -1,11 +1,11 @@
 """The transport of tensors in the processes of vLLM: the client's end, the engine's end, metrics and logs."""
 
 import asyncio
+import importlib
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 
 from aiotensor import TensorSender, blocking
 from aiotensor.blocking.thread import Call, borrow
-from aiotensor.errors import AioTensorError, DiscardedError
+from aiotensor.errors import AioTensorError, again
 from aiotensor.integrations.vllm.checks import log_unchanged
 from aiotensor.integrations.vllm.hooks import Sender, TensorConsumer, TensorProvider
 from aiotensor.integrations.vllm.settings import Settings
@@ -25,7 +25,6 @@ from aiotensor.runtime.logs import logger_of
 __all__ = [
     "ClientConsumer",
     "EngineProvider",
-    "check_request",
     "export_metrics",
     "log_in_vllm",
     "open_provider",
@@ -89,7 +88,11 @@ def _close_in_loop(loop: asyncio.AbstractEventLoop, sender: TensorSender) -> Non
 
 
 def open_provider(engine: int) -> "EngineProvider | None":
-    """Open the receiving end of an engine; return None, and log the reason, if it cannot be opened."""
+    """Open the receiving end of an engine; return None, and log the reason, if the machine cannot open it.
+
+    Raises:
+        UsageError: another engine listens at the address. Its clients could not tell the two apart.
+    """
     settings = Settings.from_environment()
     receiver = blocking.TensorReceiver(
         settings.engine_endpoint(engine),
@@ -100,7 +103,7 @@ def open_provider(engine: int) -> "EngineProvider | None":
     )
     try:
         receiver.__enter__()
-    except (AioTensorError, OSError) as error:
+    except OSError as error:
         log_unchanged(error)
         return None
     export_metrics()
@@ -111,8 +114,10 @@ class EngineProvider(TensorProvider):
     """Receive tensors in the input thread of vLLM's engine, which any error of the decoder would end.
 
     A tensor that is lost, for example because its API server was killed, is replaced by one without values,
-    on the meta device. `check_request` raises for the request before the engine uses or caches it.
+    on the meta device. `check` raises for its request before the engine uses or caches any part of it.
     """
+
+    _loss: AioTensorError | None = None  # of the message that is being decoded
 
     def __call__(self, dtype: str, shape: tuple[int, ...], data: dict[str, Any]) -> torch.Tensor:
         """Wait for the tensor of a placeholder, and return it; if it is lost, a tensor on the meta device."""
@@ -124,38 +129,25 @@ class EngineProvider(TensorProvider):
                 error,
                 extra={"event": "tensor_lost", "error": type(error).__name__, "reason": str(error)},
             )
-            self.discard(data)
+            self._loss = again(error)
+            with suppress(AioTensorError):
+                self.discard(data)
             return torch.empty(shape, dtype=dtype_from_name(dtype), device="meta")
 
+    def check(self, request: Any) -> None:
+        """Raise an error if a tensor was lost while a request was decoded.
 
-def check_request(request: Any) -> None:
-    """Raise `DiscardedError` if a tensor of a request was lost.
-
-    Args:
-        request: an ``EngineCoreRequest``.
-    """
-    for tensor in _tensors_of(request):
-        if tensor.is_meta:
-            raise DiscardedError(
-                f"a tensor of request {request.request_id} was lost before it reached the engine: send the "
-                "request again"
-            )
-
-
-def _tensors_of(request: Any) -> Iterator[torch.Tensor]:
-    if request.prompt_embeds is not None:
-        yield request.prompt_embeds
-    for feature in request.mm_features or ():
-        for element in (feature.data or {}).values():
-            yield from _tensors_in(element.data)
-
-
-def _tensors_in(nested: object) -> Iterator[torch.Tensor]:
-    if isinstance(nested, torch.Tensor):
-        yield nested
-    elif isinstance(nested, list | tuple):
-        for one in nested:
-            yield from _tensors_in(one)
+        Args:
+            request: the ``EngineCoreRequest`` that was decoded last.
+        """
+        loss, self._loss = self._loss, None
+        if loss is not None and request.mm_features:
+            # vLLM then asks the client to send the request again, and clears the inputs from its cache.
+            cache = importlib.import_module("vllm.multimodal.cache")
+            hashes = [feature.mm_hash or feature.identifier for feature in request.mm_features]
+            raise cache.MultiModalCacheMissError(hashes) from loss
+        if loss is not None:
+            raise loss
 
 
 _exporting = threading.Lock()

@@ -1,12 +1,14 @@
 """The configuration of the plugin by environment variables, which the processes of vLLM inherit."""
 
-import glob
+import multiprocessing
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Final, NamedTuple, Self, TypeVar
 
 from aiotensor import TensorQueue
@@ -14,13 +16,13 @@ from aiotensor.errors import UsageError
 from aiotensor.transports.endpoints import route_to
 from aiotensor.transports.unix import remove_stale
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "begin_process", "name_engines"]
 
 T = TypeVar("T")
 
 _REMOVAL_S: Final = 2.0
 _PARTS: Final = ("tensors", "broadcast")
-_QUEUE: Final = "AIOTENSOR_VLLM_QUEUE"  # set by the first process for its children: a name for their engines
+_QUEUE: Final = "AIOTENSOR_VLLM_QUEUE"  # set for children: the name of the engines
 _VARIABLES: Final = (
     "AIOTENSOR_VLLM",
     "AIOTENSOR_VLLM_MAX_CONCURRENT_VIDEOS",
@@ -40,6 +42,7 @@ class Settings(NamedTuple):
             including tensors that the engine still uses or caches, and by each engine for its workers.
         max_wait_s: the seconds that the engine waits for a tensor of a request.
         address: the address of the first engine, for `aiotensor top`; None for endpoints without an address.
+        queue: the name of the engines without an address.
     """
 
     parts: frozenset[str] = frozenset()
@@ -47,6 +50,7 @@ class Settings(NamedTuple):
     arena_bytes: int = 8 << 30
     max_wait_s: float = 10.0
     address: str | None = None
+    queue: str = ""
 
     @classmethod
     def from_environment(cls) -> Self:
@@ -66,24 +70,17 @@ class Settings(NamedTuple):
             _positive(arena_bytes, int, default.arena_bytes),
             _positive(max_wait_s, float, default.max_wait_s),
             _address(address),
+            os.environ.get(_QUEUE, ""),
         )
 
     def __str__(self) -> str:
-        limits = ", ".join(f"{name}={value}" for name, value in self._asdict().items() if name != "parts")
+        limits = ", ".join(f"{name}={getattr(self, name)}" for name in self._fields[1:-1])
         return f"{' and '.join(sorted(self.parts))}: {limits}"
-
-    def begin_server(self) -> None:
-        """In the first process of a server, name its engines, and remove their sockets when it ends."""
-        if _QUEUE not in os.environ:
-            os.environ[_QUEUE] = secrets.token_hex(16)
-            if self.address is not None:
-                stem, extension = os.path.splitext(self.address.removeprefix("unix://"))
-                Finalize(None, _remove_sockets, (f"{glob.escape(stem)}*{extension}",), exitpriority=0)
 
     def engine_endpoint(self, engine: int) -> TensorQueue | str:
         """Return the endpoint at which an engine receives tensors, the same in all processes of a server."""
         if self.address is None:
-            return TensorQueue(f"{os.environ[_QUEUE]}-{engine}")
+            return TensorQueue(f"{self.queue}-{engine}")
         return self._address_of("", engine)
 
     def workers_endpoint(self, engine: int) -> TensorQueue | str:
@@ -95,10 +92,27 @@ class Settings(NamedTuple):
         return f"{stem}{role}{f'-{engine}' if engine else ''}{extension}"
 
 
-def _remove_sockets(pattern: str) -> None:
+def begin_process(settings: Settings) -> None:
+    """In the first process of a server, name its engines, and remove their sockets when the process ends."""
+    name = os.environ.get(_QUEUE, "")
+    if name and (multiprocessing.parent_process() is not None or name.startswith(f"{os.getpid()}-")):
+        return  # inherited from the process that starts the engines, or called again
+    name_engines()
+    if settings.address is not None:
+        Finalize(None, _remove_sockets, (settings.address.removeprefix("unix://"),), exitpriority=0)
+
+
+def name_engines() -> None:
+    """Name the engines that this process is about to start, for itself and its children."""
+    os.environ[_QUEUE] = f"{os.getpid()}-{secrets.token_hex(16)}"
+
+
+def _remove_sockets(address: str) -> None:
     """Remove the sockets of engines, which vLLM kills; they live for a moment longer than their parent."""
+    stem, extension = os.path.splitext(address)
+    ours = re.compile(rf"{re.escape(stem)}(-workers)?(-\d+)?{re.escape(extension)}")
     end = time.monotonic() + _REMOVAL_S
-    while paths := glob.glob(pattern):
+    while paths := [str(path) for path in Path(address).parent.iterdir() if ours.fullmatch(str(path))]:
         for path in paths:
             with suppress(UsageError, OSError):
                 remove_stale(path)

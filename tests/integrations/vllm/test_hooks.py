@@ -161,7 +161,7 @@ def test_an_unsupported_tensor_is_declined_and_so_is_one_for_a_lost_engine(ends:
 def test_tensors_outside_of_a_message_are_serialized(ends: Ends) -> None:
     buffers = Encoder(ends.consumer).encode(videos(1, BIG))
     assert len(buffers) == 2
-    assert (ends.consumer.declined, ends.sender.statistics().tensors_sent) == ({}, 0)
+    assert (ends.consumer.declined, ends.sender.statistics().tensors_sent) == ({"UsageError": 1}, 0)
 
 
 def test_a_message_that_cannot_be_encoded_is_discarded(ends: Ends) -> None:
