@@ -226,7 +226,7 @@ bench-vllm: $(VENV)/.bench $(VENV)/.vllm
 	@PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m bench.vllm_hooks $(ARGS)
 	@PYTHONPATH=$(abspath $(VENV))/vllm $(BIN)/python -m bench.vllm_broadcast $(ARGS)
 
-# Separate, because it needs a vLLM that serves: 25 minutes.
+# Separate, because it needs a vLLM that serves: 20 minutes.
 bench-vllm-serve: $(SERVE)/.ready $(DIST)/.built $(VENV)/.bench
 	$(INTO_SERVE) --no-deps --force-reinstall $(DIST)/*.whl
 	@VLLM_SERVE_FOLDER=$(SERVE) $(BIN)/python -m bench.vllm_serving $(ARGS)

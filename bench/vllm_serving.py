@@ -101,7 +101,7 @@ def _compare(name: str, parts: str, rounds: int) -> Iterator[tuple[Round, Round]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--rounds", type=click.IntRange(min=1), default=6, help="Loads of each pair of servers.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, help="Loads of each pair of servers.")
 @click.option("--results", type=click.Path(path_type=Path), default=_RESULTS, help="The folder of the table.")
 def main(rounds: int, results: Path) -> None:
     """Measure each part of the integration against stock vLLM, with one and with two workers."""
