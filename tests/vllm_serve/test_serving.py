@@ -22,10 +22,11 @@ def stock() -> list[list[int]]:
     path = FOLDER / "answers.json"
     if not path.exists():
         with running("--mm-tensor-ipc", "torch_shm") as server:
-            path.write_text(json.dumps(asyncio.run(ask_all(server, VIDEOS))))
-        assert "aiotensor" not in server.log()
-    answers: list[list[int]] = json.loads(path.read_text())
-    return answers
+            answers = asyncio.run(ask_all(server, VIDEOS))
+            assert "aiotensor" not in server.log()
+        path.write_text(json.dumps(answers))
+    recorded: list[list[int]] = json.loads(path.read_text())
+    return recorded
 
 
 @pytest.fixture(scope="module")
