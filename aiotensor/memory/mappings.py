@@ -27,6 +27,7 @@ import stat
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -511,11 +512,12 @@ class Mappings:
         unlocks = segment.forwarder is not None and not mapped.unlock(start, stop)
         drop = partial(mapped.drop_copies, start, stop, unlocks=unlocks)
         if not unlocks and mapped.is_quick(start, stop):
-            drop()
-            self._dropped(segment, block, use)
-        else:
-            segment.dropping[block] = use
-            self._worker.begin("dropping copied pages", drop, partial(self._dropped, segment, block, use))
+            with suppress(OSError):  # the process has too little memory for now, and the worker tries again
+                drop()
+                self._dropped(segment, block, use)
+                return
+        segment.dropping[block] = use
+        self._worker.begin("dropping copied pages", drop, partial(self._dropped, segment, block, use))
 
     def _dropped(self, segment: LeasedSegment, block: int, use: "BlockUse") -> None:
         segment.dropping.pop(block, None)
