@@ -227,7 +227,7 @@ class BlockingObject(ProcessBound, Generic[A, S]):
     def call_or_do(self, function: Callable[..., object], *args: Any) -> None:
         """Call a function in the thread of the loop, or here if the object was closed.
 
-        The function ends the use of something that belongs to this thread alone.
+        The function ends the use of an object that belongs to this thread.
         """
         try:
             self.call(function, *args)

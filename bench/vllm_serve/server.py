@@ -1,4 +1,4 @@
-"""Real vLLM servers on this machine, requests to them, and what they leave behind.
+"""Start real vLLM servers on this machine, send requests to them, and end them.
 
 `bench/vllm_serve/setup.sh` installs vLLM, a model and videos in the folder that VLLM_SERVE_FOLDER names.
 """

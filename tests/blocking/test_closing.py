@@ -108,3 +108,14 @@ def test_a_message_whose_sender_is_closed_in_its_block_is_not_sent(place: Place)
             message.send(pattern(1, 3))
             sender.close()
             raise LookupError("here")
+
+
+def test_a_dropped_receiver_with_a_sender_closes_without_an_error_in_its_loop(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    receiver = TensorReceiver(place.tensors).__enter__()
+    with TensorSender(place.tensors) as sender:
+        sender.ready(timeout=20)
+        receiver.abandon()  # as a finalizer does
+        until(lambda: sender.statistics().receivers_lost == 1)
+    assert not [record for record in caplog.records if record.name == "asyncio"]

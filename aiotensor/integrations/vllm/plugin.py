@@ -81,7 +81,7 @@ def _replace(module: str, name: str, make: Callable[[Function], Function]) -> No
 
 def _with_consumer(init: Function) -> Function:
     def new_init(self: Any, asyncio_mode: bool, *args: Any, **options: Any) -> None:
-        if options.get("client_addresses") is None:  # this client starts engines of its own
+        if options.get("client_addresses") is None:  # this client starts its own engines
             name_engines()
         consumer = processes.ClientConsumer(is_async=asyncio_mode)
         init(self, asyncio_mode, *args, **options)

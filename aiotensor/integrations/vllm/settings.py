@@ -103,7 +103,7 @@ def begin_process(settings: Settings) -> None:
 
 
 def name_engines() -> None:
-    """Name the engines that this process is about to start, for itself and its children."""
+    """Name the engines of the next server, in the environment of this process and its children."""
     os.environ[_QUEUE] = f"{os.getpid()}-{secrets.token_hex(16)}"
 
 
@@ -112,7 +112,7 @@ def _remove_sockets(address: str) -> None:
     stem, extension = os.path.splitext(address)
     ours = re.compile(rf"{re.escape(stem)}(-workers)?(-\d+)?{re.escape(extension)}")
     end = time.monotonic() + _REMOVAL_S
-    while paths := [str(path) for path in Path(address).parent.iterdir() if ours.fullmatch(str(path))]:
+    while paths := [str(path) for path in Path(address).parent.glob("*") if ours.fullmatch(str(path))]:
         for path in paths:
             with suppress(UsageError, OSError):
                 remove_stale(path)
