@@ -51,7 +51,7 @@ from aiotensor.errors import (
 )
 from aiotensor.link.events import ALLOCATED, PeerLog, log_long_wait
 from aiotensor.link.session import Session
-from aiotensor.memory.arena import Block
+from aiotensor.memory.arena import WHERE, Block
 from aiotensor.memory.copying import CopyAbandonedError, bytes_of
 from aiotensor.memory.gates import Gate, StuckError, WaitLimits
 from aiotensor.memory.mappings import ForeignSegment, ForwardedBlock
@@ -61,11 +61,10 @@ from aiotensor.memory.placement import (
     Plan,
     new_empty,
     plan_placement,
-    put_of,
     sizes_of,
     too_large,
 )
-from aiotensor.memory.source import Sendable, Source, as_source
+from aiotensor.memory.source import DEVICE, Sendable, Source, as_source, attributes_of
 from aiotensor.memory.tensors import DTYPE_NAMES, with_attributes
 from aiotensor.protocol.connection import OPEN as CONNECTED
 from aiotensor.protocol.connection import Connection, Loss
@@ -80,6 +79,7 @@ from aiotensor.protocol.frames import (
     Discarded,
     Frame,
     Hello,
+    Put,
     Release,
     Taken,
 )
@@ -398,7 +398,20 @@ class TensorSender(LoopObject):
                 permit = await self._permit(plan.allocation)
             message = SentMessage(permit)
             self._messages[message] = None
-            handle = await self._put(message, source, plan, last=True)
+            session, allocation = self._session, plan.allocation
+            if (
+                plan.new_bytes
+                or session is None
+                or not session.transport.is_writable
+                or self._needs_admission
+                or (allocation is not None and (allocation.block.lost or session.transport.mover is not None))
+            ):
+                handle = await self._put(message, source, plan, last=True)
+            elif allocation is None:  # as `_put`, without a call
+                handle = self._announce(message, source, None, last=True)
+            else:
+                offset = source.data_ptr() - allocation.start
+                handle = self._announce(message, source, allocation.block, offset, last=True)
         except BaseException as error:
             try:
                 if message is not None:
@@ -509,9 +522,13 @@ class TensorSender(LoopObject):
             WouldBlockError: the call waited for longer than `max_wait_s`; or this task is in the block of a
                 message, and all of `arena_bytes` is held by messages that wait for more of it.
         """
-        with self._errors:
-            self.affinity.check()
+        try:
+            if asyncio._get_running_loop() is not self.affinity.open_in:
+                self.affinity.check()
             return await self._allocate(shape, dtype, None)
+        except BaseException as error:
+            self._errors.add(error)
+            raise
 
     def discard(self, handle: TensorHandle) -> None:
         """Discard the whole message of a handle, because it is no longer needed.
@@ -755,13 +772,13 @@ class TensorSender(LoopObject):
         allocation = plan.allocation
         if allocation is None:
             if not plan.new_bytes:
-                return self._announce(message, source, INLINE, bytes_of(source), None, last=last)
+                return self._announce(message, source, None, last=last)
         elif not (plan.new_bytes or allocation.block.lost):
             offset = source.data_ptr() - allocation.start
-            if (mover := self._mover) is not None:
-                await self._move_allocated(mover, message, source, allocation.block, offset)
-            payload = allocation.block.place.describe(offset)
-            return self._announce(message, source, ARENA, payload, allocation.block, last=last)
+            session = self._session
+            if session is not None and session.transport.mover is not None:
+                await self._move_allocated(session.transport.mover, message, source, allocation.block, offset)
+            return self._announce(message, source, allocation.block, offset, last=last)
         if plan.forwardable is not None:
             if self._mover is None:
                 forwarded = await self._memory.forward(source, plan.forwardable)
@@ -806,10 +823,11 @@ class TensorSender(LoopObject):
         try:
             if not session.transport.is_writable or session is not self._session or self._needs_admission:
                 await tracing.step("wait for a receiver", self._receiver_reads(message))
-            payload = block.place.describe(0)
-            return self._announce(message, source, ARENA, payload, block, last=last)
+            return self._announce(message, source, block, last=last)
         finally:
-            self._memory.unpin_owner(block)
+            block.is_owned = False  # as `unpin_owner`, without a call
+            if not block.sent:
+                self._memory.unpin_owner(block)
 
     async def _move_allocated(
         self, mover: Mover, message: SentMessage, source: Source, block: Block, offset: int
@@ -830,36 +848,64 @@ class TensorSender(LoopObject):
         self,
         message: SentMessage,
         source: Source,
-        kind: str,
-        payload: bytes,
         block: Block | ForwardedBlock | None,
+        offset: int = 0,
         *,
         last: bool,
     ) -> TensorHandle:
-        """Announce a tensor with a `Put` frame, after which the receiver decides when its memory is free."""
+        """Announce a tensor with a `Put` frame, after which the receiver decides when its memory is free.
+
+        Args:
+            message: the message.
+            source: the tensor.
+            block: the block that contains its bytes; None to send them in the frame.
+            offset: the position of the bytes in the block.
+            last: whether it is the last tensor of the message.
+        """
         session, number = self._session, None
         if message.state is not OPEN or session is None:
             raise self._error(message)
-        if block is not None:
-            number = block.number
-            if block.place.segment.number not in session.attached:
-                session.attach(block.place.segment)
+        if block is None:
+            kind, payload = INLINE, bytes_of(source)
+        else:
+            number, place = block.number, block.place
+            segment = place.segment
+            if segment.number not in session.attached:
+                session.attach(segment)
                 self._check_message(message)  # writing may have failed
-            self._memory.announced(block, message, is_whole=last)
+            block.sent += 1
+            if isinstance(block, Block) and block.ticket.holder not in self._memory.gate.held:
+                if last:  # no wait delays the release of its bytes
+                    block.ticket.holder = message
+                else:
+                    self._memory.account(block, message)
+                    self._memory.gate.refuse_if_stuck()
             session.pins[number] = session.pins.get(number, 0) + 1
+            kind, payload = ARENA, WHERE.pack(segment.number, place.offset + offset)
         if message.number is None:
             message.number = session.connection.next_message
             session.announced[message.number] = message
+        attributes, dtype, shape = None, DTYPE_NAMES[source.dtype], tuple(source.shape)
+        # Nearly all tensors have no attributes, which this finds out without a call.
+        if (
+            type(source) is not torch.Tensor
+            or source.requires_grad
+            or 1 in shape
+            or not source.is_contiguous()
+        ):
+            attributes = attributes_of(source)
         trace = None if (tracer := tracing.tracer) is None else tracer.context()
-        put = put_of(message.number, message.count, source, kind, payload, number, last=last, trace=trace)
-        session.connection.put(put)
+        tensor = message.count
+        session.connection.put(
+            Put(message.number, tensor, dtype, shape, DEVICE, kind, payload, number, last, attributes, trace)
+        )
         if (last and len(self._messages) <= _FEW_MESSAGES) or session.connection.records:
             session.flush()
             if message.state is not OPEN:  # writing the frame failed
                 raise self._error(message)
         else:
             session.schedule_flush()
-        message.count += 1
+        message.count = tensor + 1
         counts = self._counts
         counts["tensors_sent"] += 1
         counts["bytes_sent"] += source.nbytes
@@ -867,7 +913,7 @@ class TensorSender(LoopObject):
             message.state = WHOLE  # as `_complete`, without a call
             counts["messages_sent"] += 1
             self._memory.gate.held.pop(message, None)  # as `settle`, without a call
-        return TensorHandle(self._id, put.message, put.tensor, put.dtype, put.shape, put.device)
+        return TensorHandle(self._id, message.number, tensor, dtype, shape, DEVICE)
 
     async def _allocate(
         self, shape: Sequence[int], dtype: torch.dtype, message: SentMessage | None
@@ -981,17 +1027,15 @@ class TensorSender(LoopObject):
                     source = with_attributes(source.detach(), attributes)
                 if message.copying is None and self._mover is None:
                     try:
-                        payload = block.place.describe(0)
-                        handle = self._announce(message, source, ARENA, payload, block, last=last)
+                        handle = self._announce(message, source, block, last=last)
                     finally:
                         self._memory.unpin_owner(block)
         elif message.copying is None and self._is_ready:
             if plan.allocation is None:
-                handle = self._announce(message, source, INLINE, bytes_of(source), None, last=last)
+                handle = self._announce(message, source, None, last=last)
             elif self._mover is None:
-                own = plan.allocation.block
-                payload = own.place.describe(source.data_ptr() - plan.allocation.start)
-                handle = self._announce(message, source, ARENA, payload, own, last=last)
+                offset = source.data_ptr() - plan.allocation.start
+                handle = self._announce(message, source, plan.allocation.block, offset, last=last)
         message.is_finished = last
         tensor, message.posted = message.posted, message.posted + 1
         if handle is not None:
@@ -1008,10 +1052,8 @@ class TensorSender(LoopObject):
             self._copying[message.number] = message
             message.copying = asyncio.get_running_loop().create_task(self._send_pending(message))
             message.copying.add_done_callback(partial(self._copies_ended, message, message.number))
-        device = "cpu" if source.is_cpu else str(source.device)
-        return TensorHandle(
-            self._id, message.number, tensor, DTYPE_NAMES[source.dtype], tuple(source.shape), device
-        )
+        dtype, shape = DTYPE_NAMES[source.dtype], tuple(source.shape)
+        return TensorHandle(self._id, message.number, tensor, dtype, shape, DEVICE)
 
     def _block_now(
         self, message: SentMessage, source: Source, plan: Plan, *, copies_now: bool
@@ -1346,7 +1388,7 @@ class _Receiver(Session):
                             sender._counts["messages_discarded"] += not is_taken
                             sender._end(message, TAKEN if is_taken else DISCARDED)
                 case Release():
-                    self.released(sender._memory, frame.blocks)
+                    sender._memory.unpin(frame.blocks, self.pins)
                 case Hello():
                     if frame.is_admitted:
                         sender._admitted()

@@ -79,12 +79,12 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("4 KiB tensor from `send` to iteration", 44, lambda folder: _tensors(folder, 4 * _KIB)),
+    Kind("4 KiB tensor from `send` to iteration", 39, lambda folder: _tensors(folder, 4 * _KIB)),
     Kind(
-        "4 KiB tensor from `send` to `receive`", 52, lambda folder: _tensors(folder, 4 * _KIB, by_handle=True)
+        "4 KiB tensor from `send` to `receive`", 47, lambda folder: _tensors(folder, 4 * _KIB, by_handle=True)
     ),
-    Kind("64 KiB tensor, copied", 76, lambda folder: _tensors(folder, 64 * _KIB)),
-    Kind("1 MiB tensor from `allocate()`", 88, lambda folder: _tensors(folder, _MIB, allocates=True)),
+    Kind("64 KiB tensor, copied", 60, lambda folder: _tensors(folder, 64 * _KIB)),
+    Kind("1 MiB tensor from `allocate()`", 65, lambda folder: _tensors(folder, _MIB, allocates=True)),
     Kind("4 KiB request with its answer", 60, lambda folder: _requests(folder, 4 * _KIB)),
 )
 

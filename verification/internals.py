@@ -57,7 +57,7 @@ def memory_of(owner: TensorSender | Publisher) -> Memory:
 
 def segment_of(sender: TensorSender) -> Segment:
     """Return the current segment of a sender's shared memory."""
-    return memory_of(sender)._arena.segment
+    return memory_of(sender)._arena
 
 
 def blocks_of(sender: TensorSender) -> Blocks:

@@ -16,7 +16,7 @@ from aiotensor.errors import ProtocolError
 from aiotensor.memory.tensors import (
     DTYPES,
     open_buffer,
-    open_inline,
+    open_empty,
     tensor_over,
     unknown_dtype,
     view_over,
@@ -195,10 +195,10 @@ class TensorDecoder(Generic[T]):
             if isinstance(placeholder, Inline):
                 payload, shape = placeholder.payload, meaning.shape
                 nbytes = len(payload)
-                if nbytes and nbytes == math.prod(shape) * dtype.itemsize:  # as `open_inline`, without a call
+                if nbytes and nbytes == math.prod(shape) * dtype.itemsize:
                     tensor = view_over(bytearray(payload), 0, dtype, shape)[0]
                 else:
-                    tensor = open_inline(payload, dtype, shape)
+                    tensor = open_empty(nbytes, dtype, shape)
             else:
                 tensor = open_buffer(parts.take(placeholder.buffer), dtype, meaning.shape)
             if meaning.attributes is not None:

@@ -155,7 +155,7 @@ class MessageSession(Session):
 
     def unpost(self, outgoing: Outgoing) -> None:
         """Unpin the blocks of a message that the peer does not take; stop carrying it."""
-        self.released(self.arena, [block for block, _ in outgoing.blocks])
+        self.arena.unpin([block for block, _ in outgoing.blocks], self.pins)
         self.stop_carrying(outgoing)  # which may announce the next message, and end the session
 
     def stop_carrying(self, key: Hashable) -> bool:
@@ -234,7 +234,7 @@ class MessageSession(Session):
         """
         match frame:
             case Release() if self._arena is not None:
-                self.released(self._arena, frame.blocks)
+                self._arena.unpin(frame.blocks, self.pins)
             case Attach():
                 limit = self.max_mapped_bytes
                 left = None if limit is None else limit - self.memory.arena_bytes

@@ -17,7 +17,7 @@ from aiotensor.memory.source import Source
 from aiotensor.memory.tensors import Watch
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.frames import ARENA, FORWARDED, MAX_REASON, Attach, Close, Frame, Hello, encode
-from aiotensor.runtime.affinity import FEW_ITEMS, FreedItems
+from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.descriptors import Descriptor, close_all
 from aiotensor.runtime.waiting import Waiters, timeout_at_close, until
 from aiotensor.transports.base import Transport
@@ -72,7 +72,7 @@ class Session(abc.ABC):
         self.log = log
         self._freed = freed
         self._loop = asyncio.get_running_loop()
-        self._is_flush_scheduled = False
+        self._flushing: asyncio.Handle | None = None  # set while a flush is scheduled
         self.attached: dict[int, Descriptor] = {}
         self.peer_uses_memory = True
         self.pins: dict[int, int] = {}
@@ -121,11 +121,14 @@ class Session(abc.ABC):
 
     def flush(self) -> None:
         """Write the pending frames now; a failure ends the session."""
-        self._is_flush_scheduled = False
-        freed = self._freed
-        # If a tensor was freed right after it was taken, its `Release` is sent together with the `Taken`.
-        if freed is not None and 0 < len(freed.items) <= FEW_ITEMS:
-            freed.collect_some()
+        if (freed := self._freed) is not None:
+            # If a tensor was freed right after it was taken, its `Release` is sent together with the `Taken`.
+            freed.is_scheduled = False
+            if freed.items:
+                freed.collect()
+        if self._flushing is not None:  # after the releases, which would schedule another flush
+            self._flushing.cancel()
+            self._flushing = None
         try:
             for record in self.connection.data_to_send():
                 self.transport.write(record)
@@ -145,33 +148,16 @@ class Session(abc.ABC):
 
     def schedule_flush(self) -> None:
         """Write the pending frames at the end of this iteration of the event loop."""
-        if not self._is_flush_scheduled:
-            self._is_flush_scheduled = True
-            self._loop.call_soon(self.flush)
+        if self._flushing is None:
+            self._flushing = self._loop.call_soon(self.flush)
+            if self._freed is not None:
+                self._freed.is_scheduled = True  # since a flush collects the freed tensors
 
     def release(self, block: int) -> None:
         """Return a block to the peer."""
         self.connection.release(block)
-        if not self._is_flush_scheduled:
-            self._is_flush_scheduled = True
-            self._loop.call_soon(self.flush)
-
-    def released(self, memory: Memory, blocks: Sequence[int]) -> None:
-        """Remove the pins of blocks that the peer has released.
-
-        Raises:
-            ProtocolError: the peer has released a block more often than it was announced.
-        """
-        pins = self.pins
-        for block in blocks:
-            count = pins.get(block, 0)
-            if count > 1:
-                pins[block] = count - 1
-            elif count:
-                del pins[block]
-            else:
-                raise ProtocolError(f"it released block {block} more often than it was announced")
-            memory.unpin((block,))
+        if self._flushing is None:
+            self.schedule_flush()
 
     def keep_pins(self, memory: Memory, pins: Sequence[int] | None = None) -> None:
         """Keep the blocks that the peer may still read, after the end of the session.

@@ -104,10 +104,12 @@ class Segment:
         self._mapping = None
         self.memory = memoryview(b"")
 
-    def free(self, offset: int, nbytes: int, now: float) -> None:
-        """Free a block; its memory stays warm, and is idle from `now` on."""
+    def free(self, place: "Extent") -> None:
+        """Free a block; its memory stays warm, and is idle from now on."""
+        offset = place.offset
         self.blocks.free(offset)
-        self._left[offset // CHUNK_BYTES : (offset + nbytes - 1) // CHUNK_BYTES + 1] = now
+        last = (offset + place.nbytes - 1) // CHUNK_BYTES
+        self._left[offset // CHUNK_BYTES : last + 1] = time.monotonic()
 
     # Memory
 
@@ -303,63 +305,59 @@ class Block(PinnedBlock, kw_only=True):
     ticket: Ticket[Extent]
 
 
-class Arena:
-    """Allocate blocks in a segment with more addresses than memory.
+class Arena(Segment):
+    """A segment with more addresses than memory, in which this process allocates blocks.
 
     Args:
         nbytes: the maximum number of bytes of memory.
 
     Attributes:
-        segment: the segment.
+        max_bytes: the maximum number of bytes of memory.
         lost_bytes: the number of bytes of the blocks that only lost readers may still read; they are beyond
             the maximum.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._limit = whole_pages(nbytes)
-        self.segment = Segment(0, _address_bytes(nbytes))
+        super().__init__(0, _address_bytes(nbytes))
+        self.max_bytes = whole_pages(nbytes)
         self.lost_bytes = 0
 
     def allocate(self, nbytes: int) -> Extent | None:
         """Allocate a block; return None if no free run is long enough."""
-        offset = self.segment.blocks.allocate(nbytes)
-        return None if offset is None else Extent(self.segment, offset, nbytes)
+        offset = self.blocks.allocate(nbytes)
+        return None if offset is None else Extent(self, offset, nbytes)
 
-    def open(self, place: Extent) -> Extent:
-        """Open the segment for its first block; return the place of this block, perhaps in a smaller segment.
+    def open_for(self, place: Extent) -> Extent:
+        """Open the segment for its first block; return the place of this block, perhaps in fewer addresses.
 
         Raises:
             OSError: the process has no descriptors or no addresses left.
         """
         try:
-            self.segment.open()
+            self.open()
         except OSError:
-            smaller = Segment(self.segment.number, self._limit)
-            smaller.open()
-            self.segment = smaller
+            before = self.nbytes, self.blocks
+            self.nbytes, self.blocks = self.max_bytes, Blocks(self.max_bytes, mmap.PAGESIZE)
+            try:
+                self.open()
+            except BaseException:
+                self.nbytes, self.blocks = before
+                raise
             first = self.allocate(place.nbytes)
             if first is None:
                 raise AssertionError("a block is larger than the arena") from None
             return first
         return place
 
-    def prepare(self, place: Extent) -> list[Range]:
-        """Return the ranges to fill for the memory of a block, as `Segment.prepare` does."""
-        return self.segment.prepare(place.offset, place.nbytes, self._limit + self.lost_bytes)
-
-    def free(self, place: Extent) -> None:
-        """Free a block; its memory stays warm for a while."""
-        self.segment.free(place.offset, place.nbytes, time.monotonic())
-
-    def take_excess(self) -> None:
-        """Take idle memory beyond the maximum."""
-        self.segment.take_excess(self._limit + self.lost_bytes)
+    def prepare_block(self, place: Extent) -> list[Range]:
+        """Return the ranges to fill for the memory of a block, as `prepare` does."""
+        return self.prepare(place.offset, place.nbytes, self.max_bytes + self.lost_bytes)
 
     def has_space_beside(self, kept: Iterable[Range]) -> bool:
         """Return whether a block of the maximum size has a place if only the kept ranges are in use."""
         stops = [(start, start + length) for start, length in kept]
-        free = gaps(0, self.segment.nbytes, stops, mmap.PAGESIZE)
-        return any(length >= self._limit for _, length in free)
+        free = gaps(0, self.nbytes, stops, mmap.PAGESIZE)
+        return any(length >= self.max_bytes for _, length in free)
 
 
 def _address_bytes(arena_bytes: int) -> int:

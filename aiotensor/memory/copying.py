@@ -31,7 +31,6 @@ __all__ = [
     "buffer_of",
     "bytes_at",
     "bytes_of",
-    "copy_flat_now",
     "copy_in_threads",
     "copy_now",
     "gathered",
@@ -61,20 +60,13 @@ def copy_now(source: Source, place: Extent) -> None:
     Raises:
         CopyAbandonedError: the segment was closed.
     """
-    if is_flat(source):
-        copy_flat_now(source, place)
-    elif not place.segment.memory:
-        raise CopyAbandonedError
-    else:
-        gather(source, _target(source, place))
-
-
-def copy_flat_now(source: torch.Tensor, place: Extent) -> None:
-    """Do the same with a source for which `is_flat` is true."""
     memory = place.segment.memory  # keeps it mapped during the copy
     if not memory:
         raise CopyAbandonedError
-    ctypes.memmove(place.segment.address + place.offset, source.data_ptr(), source.nbytes)
+    if is_flat(source):
+        ctypes.memmove(place.segment.address + place.offset, source.data_ptr(), source.nbytes)
+    else:
+        gather(source, _target(source, place))
 
 
 def copy_in_threads(

@@ -7,6 +7,7 @@ the system.
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -14,9 +15,9 @@ import msgspec
 import numpy as np
 
 from aiotensor.errors import ProtocolError
-from aiotensor.memory.arena import Segment, whole_pages
+from aiotensor.memory.arena import Extent, Segment, whole_pages
 from aiotensor.memory.pages import Range
-from aiotensor.protocol.blocks import PlacedBlocks
+from aiotensor.protocol.blocks import Blocks
 from aiotensor.protocol.network import WINDOW_BYTES
 from aiotensor.runtime.worker import Worker
 
@@ -57,7 +58,7 @@ class LandingSegment:
     """
 
     def __init__(self, number: int, nbytes: int, limit: int, worker: Worker) -> None:
-        self._placed = PlacedBlocks(whole_pages(nbytes))
+        self._placed = Blocks(whole_pages(nbytes))
         self._segment = Segment(number, nbytes, self._placed)
         self.mapped = self._segment.open()
         self._limit = whole_pages(limit)
@@ -102,7 +103,7 @@ class LandingSegment:
         if known is None:
             raise ProtocolError(f"it freed a block at {block}, where no block is allocated")
         self._nbytes -= known.nbytes
-        self._segment.free(block, known.nbytes, self._loop.time())
+        self._segment.free(Extent(self._segment, block, known.nbytes))
         if self._trimming is None:
             self._trimming = self._loop.call_later(_KEEP_WARM_S, self._trim)
 
@@ -168,7 +169,7 @@ class LandingSegment:
     def _trim(self) -> None:
         """Return memory that was idle for `_KEEP_WARM_S` to the system; check again later if more is idle."""
         self._trimming = None
-        self._segment.take_idle(self._loop.time() - _KEEP_WARM_S)
+        self._segment.take_idle(time.monotonic() - _KEEP_WARM_S)
         if self._segment.taken:
             self._worker.begin("returning memory", self._segment.return_memory)
         if self._segment.has_idle:

@@ -21,6 +21,7 @@ another reader, and keeps it until that reader has released it.
 
 import asyncio
 import errno
+import math
 import mmap
 import os
 import stat
@@ -43,10 +44,10 @@ from aiotensor.memory.source import Source, is_flat
 from aiotensor.memory.tensors import (
     DTYPES,
     MAX_INLINE_BYTES,
-    Owner,
     Watch,
-    open_inline,
+    open_empty,
     unknown_dtype,
+    view_over,
     with_attributes,
 )
 from aiotensor.protocol.frames import ARENA, FORWARDED, INLINE, Attach, PlacedTensor, Put
@@ -148,12 +149,21 @@ class LeasedSegment(msgspec.Struct, eq=False, weakref=True):
     owner_end: TokenEnd | None = None
     forwards: "dict[FreedItems[ForeignSegment], ForeignSegment]" = {}
 
-    def overlaps(self, block: int, start: int, stop: int) -> bool:
-        """Return whether another block that is in use has a page in a range; only for forwarded blocks."""
+    def lock(self, block: int, start: int, stop: int) -> None:
+        """Lock the pages of a tensor in a forwarded block.
+
+        Raises:
+            ProtocolError: another block that is in use has one of these pages.
+            RefusedError: the system has no memory left for a lock.
+        """
         others = [*self.dropping.values(), *(use for number, use in self.uses.items() if number != block)]
-        return gaps(start, stop, [(use.start, use.stop) for use in others], mmap.PAGESIZE) != [
-            pages_of(start, stop)
-        ]
+        free = gaps(start, stop, [(use.start, use.stop) for use in others], mmap.PAGESIZE)
+        if free != [pages_of(start, stop)]:
+            raise ProtocolError(f"it forwarded block {block} in pages of another one")
+        try:
+            self.mapped.lock(start, stop)
+        except OSError as error:
+            raise RefusedError(f"its memory cannot be locked by this process: {error}") from error
 
     def detach(self) -> None:
         """Place no more tensors in it."""
@@ -390,6 +400,7 @@ class Mappings:
         Raises:
             ProtocolError: the frame describes an impossible tensor, or an unknown dtype, placement or
                 segment.
+            RefusedError: the system has no memory left to lock a forwarded block.
         """
         dtype, payload = DTYPES.get(put.dtype), put.payload
         if dtype is None:
@@ -399,7 +410,10 @@ class Mappings:
                 raise ProtocolError(
                     f"the peer sent {len(payload)} bytes inline, more than {MAX_INLINE_BYTES}"
                 )
-            tensor = open_inline(payload, dtype, put.shape)
+            if payload and len(payload) == math.prod(put.shape) * dtype.itemsize:
+                tensor, _ = view_over(bytearray(payload), 0, dtype, put.shape)
+            else:
+                tensor = open_empty(len(payload), dtype, put.shape)
         elif put.placement != ARENA:
             raise ProtocolError(f"the peer used the unknown placement {put.placement[:64]!r} for a tensor")
         elif len(payload) != WHERE.size:
@@ -412,34 +426,25 @@ class Mappings:
             if put.block is None:
                 raise ProtocolError("it placed a tensor in a block without a number")
             tensor, owner = segment.mapped.tensor(offset, dtype, put.shape)
-            self._lease(segment, put.block, offset, owner)
+            block, stop = put.block, offset + owner.nbytes
+            if segment.forwarder is not None:
+                segment.lock(block, offset, stop)
+            lease = self._next_lease
+            self._next_lease += 1
+            watch = Watch(owner, self.freed)
+            watch.number = lease
+            self._leases[lease] = _Lease(segment, block, watch)
+            segment.leases[lease] = offset, stop
+            use = segment.uses.get(block)
+            if use is None:
+                segment.uses[block] = BlockUse(offset, stop, 1, 1)
+            else:
+                use.start, use.stop = min(use.start, offset), max(use.stop, stop)
+                use.leases += 1
+                use.pins += 1
+            self.leased_bytes += owner.nbytes
+            self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
         return tensor if put.attributes is None else with_attributes(tensor, put.attributes)
-
-    def _lease(self, segment: LeasedSegment, block: int, offset: int, owner: Owner) -> None:
-        """Lease a block from its peer until the storage of a tensor over it is freed."""
-        if segment.forwarder is not None:
-            start, stop = offset, offset + owner.nbytes
-            if segment.overlaps(block, start, stop):
-                raise ProtocolError(f"it forwarded block {block} in pages of another one")
-            try:
-                segment.mapped.lock(start, stop)
-            except OSError as error:
-                raise RefusedError(f"its memory cannot be locked by this process: {error}") from error
-        number = self._next_lease
-        self._next_lease += 1
-        watch = Watch(owner, self.freed)
-        watch.number = number
-        self._leases[number] = _Lease(segment, block, watch)
-        start, stop = segment.leases[number] = (offset, offset + owner.nbytes)
-        use = segment.uses.get(block)
-        if use is None:
-            segment.uses[block] = BlockUse(start, stop, 1, 1)
-        else:
-            use.start, use.stop = min(use.start, start), max(use.stop, stop)
-            use.leases += 1
-            use.pins += 1
-        self.leased_bytes += owner.nbytes
-        self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
 
     def detach(self, memory: PeerMemory, number: int) -> None:
         """Unmap a segment in which the peer places no more tensors, as soon as no tensor uses it."""

@@ -1,6 +1,7 @@
 """Shared memory for tensors to send: granted in order, filled by a worker, released with the last pin."""
 
 import asyncio
+import ctypes
 import itertools
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -9,8 +10,9 @@ from functools import partial
 import msgspec
 import torch
 
+from aiotensor.errors import ProtocolError
 from aiotensor.memory.arena import Arena, Block, Extent, Segment
-from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError, copy_flat_now, copy_in_threads, copy_now
+from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError, copy_in_threads, copy_now
 from aiotensor.memory.gates import Gate, WaitLimits
 from aiotensor.memory.mapping import TokenEnd
 from aiotensor.memory.mappings import (
@@ -146,7 +148,7 @@ class Memory:
         self._trimming: asyncio.TimerHandle | None = None
         self._departures: dict[_Departure, None] = {}
         self._foreign: dict[LeasedSegment, ForeignSegment] = {}
-        self._foreign_numbers = itertools.count(self._arena.segment.number + 1)
+        self._foreign_numbers = itertools.count(self._arena.number + 1)
         self._unmapped: FreedItems[ForeignSegment] = FreedItems(self._foreign_unmapped)
         self._is_closed = False
 
@@ -183,7 +185,7 @@ class Memory:
         """
         place, segment = block.place, block.place.segment
         if not segment.warm.has(place.offset, place.nbytes):
-            cold = self._arena.prepare(place)
+            cold = self._arena.prepare_block(place)
             filled: list[Range] = []
             try:
                 segment.provide(cold, filled)
@@ -201,14 +203,14 @@ class Memory:
             CopyAbandonedError: `abandon` was called for the holder, or this object was closed.
             OSError: the machine has no memory left.
         """
-        place = block.place
-        is_warm = source.nbytes <= QUICK_BYTES and place.segment.warm.has(place.offset, place.nbytes)
+        place, segment = block.place, block.place.segment
+        is_warm = source.nbytes <= QUICK_BYTES and segment.warm.has(place.offset, place.nbytes)
         if is_warm and is_flat(source):
-            try:
-                copy_flat_now(source, place)
-            except BaseException:
+            memory = segment.memory  # keeps it mapped during the copy
+            if not memory:
                 self.unpin_owner(block)
-                raise
+                raise CopyAbandonedError
+            ctypes.memmove(segment.address + place.offset, source.data_ptr(), source.nbytes)
         else:
             await tracing.step("copy", self._fill(block, holder, source), source.nbytes)
         self._counts["tensors_copied"] += 1
@@ -245,7 +247,7 @@ class Memory:
         Cancellation and errors are those of `copy`.
         """
         segment = block.place.segment
-        cold = self._arena.prepare(block.place)
+        cold = self._arena.prepare_block(block.place)
         copy = _Copy(block, holder, cold)
         try:
             running = self._worker.submit(
@@ -452,25 +454,6 @@ class Memory:
         tickets = [block.ticket for block in blocks]
         return sum(ticket.amount for ticket in tickets if ticket.holder not in self.gate.held)
 
-    def announced(self, block: Block | ForwardedBlock, holder: Hashable, *, is_whole: bool) -> None:
-        """Pin a block for an announcement, and account it to its message, unless an open message holds it.
-
-        Args:
-            block: the block.
-            holder: the message.
-            is_whole: whether the message needs no more memory, so that no wait delays the release.
-        """
-        block.sent += 1
-        if isinstance(block, ForwardedBlock):
-            return  # its bytes are not of this arena
-        ticket, gate = block.ticket, self.gate
-        if ticket.holder not in gate.held:
-            if is_whole:
-                ticket.holder = holder
-            else:
-                gate.reassign(ticket, holder)
-                gate.refuse_if_stuck()
-
     def account(self, block: Block, holder: Hashable) -> None:
         """Account a block to a holder; None accounts it to no holder."""
         self.gate.reassign(block.ticket, holder)
@@ -480,9 +463,24 @@ class Memory:
         for number in numbers:
             self.blocks[number].sent += count
 
-    def unpin(self, numbers: Iterable[int]) -> None:
-        """Remove the pin of one announcement from each block."""
+    def unpin(self, numbers: Iterable[int], pins: dict[int, int] | None = None) -> None:
+        """Remove the pin of one announcement from each block.
+
+        Args:
+            numbers: the numbers of the blocks.
+            pins: the number of announcements of each block that a peer has not released, which is counted
+                down; None to count nothing.
+
+        Raises:
+            ProtocolError: the peer has released a block more often than it was announced.
+        """
         for number in numbers:
+            if pins is not None:
+                count = pins.pop(number, 0)
+                if count > 1:
+                    pins[number] = count - 1
+                elif not count:
+                    raise ProtocolError(f"it released block {number} more often than it was announced")
             block = self.blocks[number]
             block.sent -= 1
             if block.is_owned or block.sent or block.moves:
@@ -499,7 +497,10 @@ class Memory:
     def _release_allocations(self, watches: Iterable[Watch]) -> None:
         for watch in watches:
             self.allocations.pop(watch.number, None)
-            self.unpin_owner(self.blocks[watch.number])
+            block = self.blocks[watch.number]
+            block.is_owned = False  # as `unpin_owner`, without a call
+            if not (block.sent or block.moves):
+                self._release(block)
 
     def reader_lost(self, pins: Sequence[int], readings: Mapping[int, Descriptor]) -> None:
         """Keep the blocks that a lost reader may still read until it cannot any more.
@@ -560,7 +561,7 @@ class Memory:
         for other in list(self._departures):
             if other.is_overdue and other.keeps_bytes:
                 self._grant_again(other)
-        self._arena.take_excess()
+        self._arena.take_excess(self._arena.max_bytes + self._arena.lost_bytes)
         self._trim()
 
     @property
@@ -579,19 +580,19 @@ class Memory:
 
     def segments(self) -> Iterator[Segment | ForeignSegment]:
         """Iterate over the segment of the arena and the segments of peers."""
-        yield self._arena.segment
+        yield self._arena
         yield from self._foreign.values()
 
     @property
     def largest_free(self) -> int:
         """The size in bytes of the largest block that could be granted now if no call waited."""
         budget = self.gate
-        return min(budget.limit - budget.in_use, self._arena.segment.blocks.largest_free)
+        return min(budget.limit - budget.in_use, self._arena.blocks.largest_free)
 
     @property
     def warm_bytes(self) -> int:
         """The number of bytes that are backed by memory of the system, in use or kept warm."""
-        return self._arena.segment.warm.nbytes
+        return self._arena.warm.nbytes
 
     def usage(self, others: Gate[None], waiting: int = 0) -> dict[str, object]:
         """Return the fields of statistics about this memory, and about all waits of its object.
@@ -652,13 +653,13 @@ class Memory:
         self.gate.held.clear()
         for foreign in list(self._foreign.values()):
             self._close_foreign(foreign)
-        segment = self._arena.segment
-        if segment.memory:
+        arena = self._arena
+        if arena.memory:
             # Another process may keep the segment mapped for a long time because of a small tensor, so the
             # unused pages are returned now. In the worker, since it takes milliseconds, and after all copies.
-            segment.take_free()
-            self._worker.begin("returning memory", segment.return_memory)
-            self._worker.begin("unmapping", segment.close)
+            arena.take_free()
+            self._worker.begin("returning memory", arena.return_memory)
+            self._worker.begin("unmapping", arena.close)
 
     def _count(self, copied: Source) -> None:
         self._counts["tensors_copied"] += 1
@@ -670,7 +671,7 @@ class Memory:
             raise AssertionError("bytes were granted without a place")
         if not place.segment.memory:
             try:
-                place = ticket.place = self._arena.open(place)
+                place = ticket.place = self._arena.open_for(place)
             except BaseException:
                 self.gate.release(ticket)
                 raise
@@ -704,10 +705,10 @@ class Memory:
         if self._trimming is not None:
             self._trimming.cancel()
             self._trimming = None
-        segment = self._arena.segment
+        arena = self._arena
         if self._keep_warm_s is not None:
-            segment.take_idle(time.monotonic() - self._keep_warm_s)
-            if segment.has_idle:
+            arena.take_idle(time.monotonic() - self._keep_warm_s)
+            if arena.has_idle:
                 self._trimming = asyncio.get_running_loop().call_later(self._keep_warm_s, self._trim)
-        if segment.taken:
-            self._worker.begin("returning memory", segment.return_memory)
+        if arena.taken:
+            self._worker.begin("returning memory", arena.return_memory)

@@ -15,12 +15,10 @@ import torch
 from aiotensor.errors import TooLargeError, UnsupportedTensorError
 from aiotensor.memory.arena import Block
 from aiotensor.memory.mappings import Forwardable, find_leased, mapped_segments
-from aiotensor.memory.source import Source, attributes_of, memory_order
+from aiotensor.memory.source import Source, memory_order
 from aiotensor.memory.tensors import DTYPE_NAMES, MAX_INLINE_BYTES, Watch, is_addressable, new_tensor
-from aiotensor.protocol.frames import Put
-from aiotensor.types import TraceContext
 
-__all__ = ["Allocation", "Plan", "new_empty", "plan_placement", "put_of", "sizes_of", "too_large"]
+__all__ = ["Allocation", "Plan", "new_empty", "plan_placement", "sizes_of", "too_large"]
 
 
 class Allocation(msgspec.Struct, frozen=True):
@@ -77,48 +75,6 @@ def plan_placement(source: Source, allocations: Mapping[int, Allocation]) -> Pla
     if nbytes <= MAX_INLINE_BYTES:
         return _INLINE
     return Plan(nbytes, allocation, find_leased(source) if mapped_segments else None)
-
-
-def put_of(
-    message: int,
-    tensor: int,
-    source: Source,
-    placement: str,
-    payload: bytes,
-    block: int | None,
-    *,
-    last: bool,
-    trace: TraceContext | None = None,
-) -> Put:
-    """Return the `Put` frame of a tensor.
-
-    Args:
-        message: the number of its message.
-        tensor: its number in the message.
-        source: the tensor.
-        placement: the placement of its bytes.
-        payload: its bytes, or their position.
-        block: the number of its block; None for a tensor without one.
-        last: whether it is the last tensor of the message.
-        trace: the trace context of the call; None without tracing.
-    """
-    attributes, shape = None, tuple(source.shape)
-    # Nearly all tensors have no attributes, which this finds out without a call.
-    if type(source) is not torch.Tensor or source.requires_grad or 1 in shape or not source.is_contiguous():
-        attributes = attributes_of(source)
-    return Put(
-        message,
-        tensor,
-        DTYPE_NAMES[source.dtype],
-        shape,
-        "cpu" if source.is_cpu else str(source.device),
-        placement,
-        payload,
-        block,
-        last,
-        attributes,
-        trace,
-    )
 
 
 def sizes_of(shape: Sequence[int], dtype: torch.dtype, limit: int) -> tuple[tuple[int, ...], int]:

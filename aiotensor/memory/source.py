@@ -12,6 +12,7 @@ from aiotensor.memory.tensors import DTYPE_NAMES, DTYPES, ArrayMemory, is_addres
 from aiotensor.protocol.frames import MAX_DIMENSIONS, Attributes
 
 __all__ = [
+    "DEVICE",
     "REGISTERED",
     "ArraySource",
     "Sendable",
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 
+DEVICE: Final = "cpu"  # that of all sources
 REGISTERED: Final = 2  # `isbuiltin` of dtypes that another package has added to numpy, such as ml_dtypes
 _UNSIGNED = {1: np.uint8, 2: np.uint16}
 
@@ -49,8 +51,6 @@ class ArraySource:
 
     __slots__ = ("array", "dtype", "nbytes", "shape")
 
-    is_cpu: Final = True
-    device: Final = torch.device("cpu")
     requires_grad: Final = False
 
     def __init__(self, array: npt.NDArray[np.generic], dtype: torch.dtype) -> None:

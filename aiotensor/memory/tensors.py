@@ -29,7 +29,7 @@ __all__ = [
     "new_bytes",
     "new_tensor",
     "open_buffer",
-    "open_inline",
+    "open_empty",
     "own_copy",
     "tensor_over",
     "unknown_dtype",
@@ -235,17 +235,14 @@ def own_copy(tensor: torch.Tensor) -> torch.Tensor:
 MAX_INLINE_BYTES = 8 * 1024
 
 
-def open_inline(payload: bytes | memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor with a copy of the bytes of a frame.
+def open_empty(nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return an empty tensor that a peer sent with a number of bytes.
 
     Raises:
         ProtocolError: the number of bytes differs from the size of the tensor, or the shape is too large.
     """
-    nbytes = len(payload)
-    if not nbytes or nbytes != math.prod(shape) * dtype.itemsize:
-        _check_size(nbytes, dtype, shape)
-        return new_tensor(shape, dtype)
-    return view_over(bytearray(payload), 0, dtype, shape)[0]
+    _check_size(nbytes, dtype, shape)
+    return new_tensor(shape, dtype)
 
 
 def open_buffer(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -21,47 +21,50 @@ class NumberSet:
 
     Messages end nearly in the order in which they began, so the numbers of ended messages form few ranges: at
     most one more than there are open messages.
+
+    Attributes:
+        stops: for each range in order, one past its last number.
     """
 
-    __slots__ = ("_starts", "_stops")
+    __slots__ = ("_starts", "stops")
 
     def __init__(self) -> None:
         self._starts: list[int] = []
-        self._stops: list[int] = []  # exclusive, one for each start
+        self.stops: list[int] = []
 
     def __contains__(self, number: int) -> bool:
-        if not self._stops or number >= self._stops[-1]:
+        if not self.stops or number >= self.stops[-1]:
             return False  # the usual case
         index = bisect_right(self._starts, number) - 1
-        return index >= 0 and number < self._stops[index]
+        return index >= 0 and number < self.stops[index]
 
     def add(self, number: int) -> None:
         """Add a number; this has no effect if the set contains it."""
-        if self._stops and number == self._stops[-1]:
-            self._stops[-1] += 1  # the usual case
+        if self.stops and number == self.stops[-1]:
+            self.stops[-1] += 1  # the usual case
             return
         index = bisect_right(self._starts, number)  # of the first range that starts above the number
-        if index and number < self._stops[index - 1]:
+        if index and number < self.stops[index - 1]:
             return
         self._starts.insert(index, number)
-        self._stops.insert(index, number + 1)
+        self.stops.insert(index, number + 1)
         for left in (index, index - 1):  # merge it with the ranges that it touches
-            if 0 <= left < len(self._starts) - 1 and self._stops[left] == self._starts[left + 1]:
-                del self._stops[left], self._starts[left + 1]
+            if 0 <= left < len(self._starts) - 1 and self.stops[left] == self._starts[left + 1]:
+                del self.stops[left], self._starts[left + 1]
 
     def keep_last(self, count: int) -> None:
         """Keep at most the last `count` ranges, and forget the numbers below them."""
         excess = len(self._starts) - count
         if excess > 0:
-            del self._starts[:excess], self._stops[:excess]
+            del self._starts[:excess], self.stops[:excess]
 
     def keep_first(self, count: int) -> None:
         """Keep at most the first `count` ranges, and forget the numbers above them."""
-        del self._starts[count:], self._stops[count:]
+        del self._starts[count:], self.stops[count:]
 
     def ranges(self) -> list[tuple[int, int]]:
         """List the ranges as (first, one past the last), in order."""
-        return list(zip(self._starts, self._stops, strict=True))
+        return list(zip(self._starts, self.stops, strict=True))
 
 
 class Key(msgspec.Struct, frozen=True, order=True, gc=False):

@@ -9,16 +9,15 @@ A block is cut from the smallest free run that is long enough, which leaves the 
 blocks are cut from the low end of their run and small blocks from its high end: otherwise long-lived small
 blocks would lie between large blocks, and fragment the space for further large blocks.
 
-Runs are stored sorted by (length, start), to find the best fit by bisection, and by their start and by their
-stop, to find the neighbours of a block. A call that allocates whole pages skips runs without a suitable page
-boundary; otherwise, no call iterates over the runs. `PlacedBlocks` also stores their starts sorted, to find
-the run at an offset.
+Runs are stored sorted by (length, start), to find the best fit by bisection, and sorted by their offsets, to
+find the neighbours of a block. A call that allocates whole pages skips runs without a suitable page boundary;
+otherwise, no call iterates over the runs.
 """
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
-__all__ = ["ADDRESSES_PER_BYTE", "ALIGNMENT", "LARGE_BYTES", "Blocks", "PlacedBlocks"]
+__all__ = ["ADDRESSES_PER_BYTE", "ALIGNMENT", "LARGE_BYTES", "Blocks"]
 
 ALIGNMENT = 64  # bytes: a cache line, enough for the widest vector loads; a power of two
 ADDRESSES_PER_BYTE = 4  # bytes of address range of a segment, for each byte of memory that it may use
@@ -46,7 +45,7 @@ class Blocks:
         ValueError: the size is less than `ALIGNMENT`.
     """
 
-    __slots__ = ("_by_length", "_page", "_start_of", "_stop_of", "in_use", "lengths", "size")
+    __slots__ = ("_by_length", "_page", "_starts", "_stops", "in_use", "lengths", "size")
 
     def __init__(self, size: int, page: int = 4096) -> None:
         if size < ALIGNMENT:
@@ -55,10 +54,8 @@ class Blocks:
         self.in_use = 0
         self.lengths: dict[int, int] = {}
         self._page = page
-        self._by_length: list[tuple[int, int]] = []  # (length, start) of the free runs, sorted
-        self._stop_of: dict[int, int] = {}  # of the free runs, by their start
-        self._start_of: dict[int, int] = {}  # of the free runs, by their stop
-        self._add_run(0, self.size)
+        self._by_length = [(self.size, 0)]  # (length, start) of the free runs, sorted
+        self._starts, self._stops = [0], [self.size]  # of the free runs, sorted
 
     @property
     def largest_free(self) -> int:
@@ -88,16 +85,40 @@ class Blocks:
             if offset >= start:
                 break
             index += 1
-        self._remove_run(start, stop)
         if length >= LARGE_BYTES:
             offset = (start + alignment - 1) & -alignment
+        self._cut(bisect_left(self._starts, start), offset, length)
+        return offset
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Allocate a block at an offset that a peer has chosen.
+
+        Raises:
+            ValueError: the block is empty, misaligned, not within the memory range, or overlaps another one.
+        """
+        length = (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+        run = bisect_right(self._starts, offset) - 1
+        if nbytes < 1 or offset % ALIGNMENT or run < 0 or offset + length > self._stops[run]:
+            raise ValueError(f"{nbytes} bytes are not free at offset {offset}")
+        self._cut(run, offset, length)
+
+    def _cut(self, run: int, offset: int, length: int) -> None:
+        """Allocate a block in a free run."""
+        start, stop = self._starts[run], self._stops[run]
+        end = offset + length
+        del self._by_length[bisect_left(self._by_length, (stop - start, start))]
         if start < offset:
-            self._add_run(start, offset)
-        if offset + length < stop:
-            self._add_run(offset + length, stop)
+            insort(self._by_length, (offset - start, start))
+            self._stops[run] = offset
+            run += 1
+        else:
+            del self._starts[run], self._stops[run]
+        if end < stop:
+            insort(self._by_length, (stop - end, end))
+            self._starts.insert(run, end)
+            self._stops.insert(run, stop)
         self.lengths[offset] = length
         self.in_use += length
-        return offset
 
     def free(self, offset: int) -> None:
         """Free the block at an offset, and merge it with the adjacent free runs.
@@ -110,67 +131,22 @@ class Blocks:
             raise ValueError(f"no block is allocated at offset {offset}")
         self.in_use -= length
         start, stop = offset, offset + length
-        below = self._start_of.get(start)
-        above = self._stop_of.get(stop)
-        if below is not None:
-            self._remove_run(below, start)
-            start = below
-        if above is not None:
-            self._remove_run(stop, above)
-            stop = above
-        self._add_run(start, stop)
+        first = last = bisect_left(self._starts, start)  # the first run above the block
+        if first and self._stops[first - 1] == start:
+            first -= 1
+            start = self._starts[first]
+            del self._by_length[bisect_left(self._by_length, (offset - start, start))]
+        if last < len(self._starts) and self._starts[last] == stop:
+            end, stop = stop, self._stops[last]
+            del self._by_length[bisect_left(self._by_length, (stop - end, end))]
+            last += 1
+        self._starts[first:last], self._stops[first:last] = [start], [stop]
+        insort(self._by_length, (stop - start, start))
 
     def free_runs(self) -> list[tuple[int, int]]:
         """List the free runs as (start, one past the last byte), in order of offset."""
-        return sorted(self._stop_of.items())
+        return list(zip(self._starts, self._stops, strict=True))
 
     def longest_free_runs(self) -> Iterator[tuple[int, int]]:
         """Iterate over the free runs as (start, one past the last byte), the longest first."""
         return ((start, start + length) for length, start in reversed(self._by_length))
-
-    def _add_run(self, start: int, stop: int) -> None:
-        insort(self._by_length, (stop - start, start))
-        self._stop_of[start] = stop
-        self._start_of[stop] = start
-
-    def _remove_run(self, start: int, stop: int) -> None:
-        del self._by_length[bisect_left(self._by_length, (stop - start, start))]
-        del self._stop_of[start], self._start_of[stop]
-
-
-class PlacedBlocks(Blocks):
-    """Allocate ranges at offsets that a peer chooses; otherwise like `Blocks`."""
-
-    __slots__ = ("_starts",)
-
-    def __init__(self, size: int) -> None:
-        self._starts: list[int] = []  # of the free runs, in ascending order
-        super().__init__(size)
-
-    def reserve(self, offset: int, nbytes: int) -> None:
-        """Allocate a block at an offset.
-
-        Raises:
-            ValueError: the block is empty, misaligned, not within the memory range, or overlaps another one.
-        """
-        length = (nbytes + ALIGNMENT - 1) & -ALIGNMENT
-        index = bisect_right(self._starts, offset) - 1
-        start = self._starts[index] if index >= 0 else 0
-        stop = self._stop_of.get(start, 0)
-        if nbytes < 1 or offset % ALIGNMENT or offset + length > stop:
-            raise ValueError(f"{nbytes} bytes are not free at offset {offset}")
-        self._remove_run(start, stop)
-        if start < offset:
-            self._add_run(start, offset)
-        if offset + length < stop:
-            self._add_run(offset + length, stop)
-        self.lengths[offset] = length
-        self.in_use += length
-
-    def _add_run(self, start: int, stop: int) -> None:
-        super()._add_run(start, stop)
-        insort(self._starts, start)
-
-    def _remove_run(self, start: int, stop: int) -> None:
-        super()._remove_run(start, stop)
-        del self._starts[bisect_left(self._starts, start)]

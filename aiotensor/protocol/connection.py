@@ -387,7 +387,20 @@ class Connection:
                                 raise _unasked(frame.answers)
                         else:
                             self._check_message(frame)
-                    case Put() | End() | Begin():
+                    case Put():
+                        number = frame.message
+                        if (
+                            number == self._next_received
+                            and frame.last
+                            and not frame.tensor
+                            and len(self._received) < self._max_received
+                            and number < MAX_NUMBER
+                        ):  # most tensors, as above
+                            self._next_received = number + 1
+                            self._received[number] = _WHOLE
+                        else:
+                            self._check_message(frame)
+                    case End() | Begin():
                         self._check_message(frame)
                     case Failure():
                         if frame.message in self._asked:

@@ -102,17 +102,19 @@ class Budget(Generic[P]):
         """
         if amount < 0:
             raise ValueError(f"amount must not be negative, got {amount}")
-        if self._queue:
+        if self._queue or self.in_use + amount > self.limit:
             return None
-        ticket: Ticket[P] = Ticket(amount, holder, 0.0)
-        if self._space is not None or holder is not None:
-            return ticket if self._grant(ticket) else None
-        if self.in_use + amount > self.limit:  # as `_grant`, without a call
-            return None
-        ticket.granted, ticket.since = True, self._now()
-        self.in_use += amount
-        self.peak = max(self.peak, self.in_use)
-        return ticket
+        place = None
+        if self._space is not None and amount:
+            place = self._space.allocate(amount)
+            if place is None:
+                return None
+        self.in_use += amount  # as `_grant`, without a call
+        if self.in_use > self.peak:
+            self.peak = self.in_use
+        if holder is not None and amount:
+            self.held[holder] = self.held.get(holder, 0) + amount
+        return Ticket(amount, holder, self._now(), granted=True, place=place)
 
     def release(self, ticket: Ticket[P]) -> list[Ticket[P]]:
         """End a request, granted or not, and return the tickets that are granted as a result, in order."""

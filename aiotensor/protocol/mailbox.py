@@ -263,7 +263,11 @@ class Mailbox(Generic[T]):
             return False
         del record.messages[key.message], self._whole[message.keys[0]]
         self.messages_left -= record.left
-        record.ended.add(key.message)
+        stops = record.ended.stops
+        if stops and stops[-1] == key.message:  # as `add`, without a call
+            stops[-1] += 1
+        else:
+            record.ended.add(key.message)
         return True
 
     def put_back(self, key: Key) -> Sequence[Key]:

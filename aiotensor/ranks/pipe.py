@@ -43,9 +43,9 @@ from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError, bytes_of
 from aiotensor.memory.gates import Gate, WaitLimits
 from aiotensor.memory.mappings import ForeignSegment, ForwardedBlock, Mappings
 from aiotensor.memory.memory import Memory
-from aiotensor.memory.placement import plan_placement, put_of
-from aiotensor.memory.source import Source, as_source
-from aiotensor.memory.tensors import MAX_INLINE_BYTES, own_copy
+from aiotensor.memory.placement import plan_placement
+from aiotensor.memory.source import DEVICE, Source, as_source, attributes_of
+from aiotensor.memory.tensors import DTYPE_NAMES, MAX_INLINE_BYTES, own_copy
 from aiotensor.protocol import frames
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.credits import Ticket
@@ -512,12 +512,24 @@ class RankPipe(LoopObject):
         """Return the frame of the next message, after sharing the segment of its block; None for None."""
         if source is None:
             return None
-        number = session.connection.next_message
         if block is None:
-            return put_of(number, 0, source, frames.INLINE, bytes_of(source), None, last=True)
-        session.attach(block.place.segment)
-        self._check()  # writing may have failed, or the pipe was closed during the copy
-        return put_of(number, 0, source, frames.ARENA, block.place.describe(0), block.number, last=True)
+            placement, payload, number = frames.INLINE, bytes_of(source), None
+        else:
+            session.attach(block.place.segment)
+            self._check()  # writing may have failed, or the pipe was closed during the copy
+            placement, payload, number = frames.ARENA, block.place.describe(0), block.number
+        return Put(
+            session.connection.next_message,
+            0,
+            DTYPE_NAMES[source.dtype],
+            tuple(source.shape),
+            DEVICE,
+            placement,
+            payload,
+            number,
+            last=True,
+            attributes=attributes_of(source),
+        )
 
     def _announce(self, session: "_Rank", put: Put | None, ticket: Ticket[Extent] | None) -> None:
         """Announce the next message, with the bytes to release when it is taken."""

@@ -286,7 +286,7 @@ class FreedItems(Generic[T]):
 
     Attributes:
         items: the freed items that have not been passed to `handle` yet.
-        is_scheduled: whether `collect` will be called in the next iteration of the loop.
+        is_scheduled: whether the items will be collected in the next iteration of the loop.
     """
 
     def __init__(self, handle: Callable[[list[T]], None]) -> None:
@@ -322,10 +322,14 @@ class FreedItems(Generic[T]):
             return  # the loop is closed, and nothing handles the item
 
     def collect(self) -> None:
-        """Pass a limited number of the queued items to `handle`, and the rest in the next iterations."""
+        """Pass at most `FEW_ITEMS` queued items to `handle`, and the rest in the next iterations."""
         self.is_scheduled = False  # first, so that a later item schedules another call
-        if self.items:
-            self.collect_some()
+        items: list[T] = []
+        while self.items and len(items) < FEW_ITEMS:
+            items.append(self.items.popleft())
+        owner = self._owner()
+        if items and owner is not None:
+            self._handle(owner, items)
         if self.items and not self.is_scheduled and self._loop is not None:
             self.is_scheduled = True
             self._loop.call_soon(self.collect)
@@ -333,13 +337,4 @@ class FreedItems(Generic[T]):
     def collect_all(self) -> None:
         """Pass all queued items to `handle` during this call."""
         while self.items:
-            self.collect_some()
-
-    def collect_some(self) -> None:
-        """Pass at most `FEW_ITEMS` queued items to `handle` during this call."""
-        items: list[T] = []
-        while self.items and len(items) < FEW_ITEMS:
-            items.append(self.items.popleft())
-        owner = self._owner()
-        if items and owner is not None:
-            self._handle(owner, items)
+            self.collect()

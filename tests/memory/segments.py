@@ -38,7 +38,7 @@ def arena_of(nbytes: int = 8 * MIB) -> Iterator[Arena]:
     try:
         yield arena
     finally:
-        arena.segment.close()
+        arena.close()
 
 
 @contextmanager

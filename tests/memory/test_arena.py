@@ -15,8 +15,8 @@ def test_a_segment_is_unmapped_with_its_last_view() -> None:
     arena = Arena(4 * MIB)
     view = warm(place_in(arena, MIB)).view()
     view[:5] = b"hello"
-    arena.segment.close()
-    arena.segment.close()
+    arena.close()
+    arena.close()
 
     assert bytes(view[:5]) == b"hello"
     assert open_files() <= before

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiotensor.memory import mapping
-from aiotensor.memory.arena import Segment
+from aiotensor.memory.arena import Extent, Segment
 from tests.memory.segments import MIB, chunk, filled, lowered, open_files, segment_of
 from tests.selection import COMPLETE
 
@@ -78,7 +78,7 @@ def test_a_warm_chunk_is_idle_exactly_if_no_block_has_a_byte_in_it(
         blocks = {offset: size for size, _ in wanted if (offset := segment.blocks.allocate(size)) is not None}
         for offset, (_, is_freed) in zip(list(blocks), wanted, strict=False):
             if is_freed:
-                segment.free(offset, blocks.pop(offset), 0)
+                segment.free(Extent(segment, offset, blocks.pop(offset)))
         warm_chunks = {number for number in chunks if number * MIB < segment.nbytes}
         all_warm = {number: chunk(number, min(MIB, segment.nbytes - number * MIB)) for number in warm_chunks}
         segment.filled([], list(all_warm.values()))
@@ -89,7 +89,7 @@ def test_a_warm_chunk_is_idle_exactly_if_no_block_has_a_byte_in_it(
         }
 
         assert segment.has_idle == bool(warm_chunks - touched)
-        assert segment.take_idle(0) == [all_warm[number] for number in sorted(warm_chunks - touched)]
+        assert segment.take_idle(math.inf) == [all_warm[number] for number in sorted(warm_chunks - touched)]
         assert all(segment.warm.has(number * MIB, 1) for number in warm_chunks & touched)
 
 
@@ -119,7 +119,7 @@ def test_idle_memory_is_returned_first_when_the_limit_would_be_exceeded() -> Non
         first, second, third = (segment.blocks.allocate(MIB) for _ in range(3))
         assert (first, second, third) == (0, MIB, 2 * MIB)
         filled(segment, *map(chunk, range(3)))
-        segment.free(MIB, MIB, 0)
+        segment.free(Extent(segment, MIB, MIB))
         offset = segment.blocks.allocate(2 * MIB)  # the hole is too short
         assert offset == 3 * MIB
         cold = segment.prepare(offset, 2 * MIB, 4 * MIB)
