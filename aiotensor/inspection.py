@@ -21,9 +21,9 @@ from aiotensor.protocol.frames import (
 )
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.runtime.waiting import Waiters, until
-from aiotensor.transports.address import socket_path
+from aiotensor.transports.address import TcpArguments, socket_path
 from aiotensor.transports.base import Connector, Events, Transport
-from aiotensor.transports.endpoints import TcpArguments, TensorQueue, route_to
+from aiotensor.transports.endpoints import TensorQueue, route_to
 from aiotensor.types import CurveKey, PublisherStatistics, ReceiverStatistics, ServerStatistics
 
 __all__ = ["Inspection", "SenderInspection", "inspect"]

@@ -21,6 +21,7 @@ from aiotensor.link.events import PeerLog
 from aiotensor.link.session import Session, all_accepted
 from aiotensor.memory.mappings import Mappings, PeerMemory
 from aiotensor.memory.tensors import own_copy
+from aiotensor.protocol.arrived import Key
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.frames import (
     MAX_ROWS,
@@ -38,7 +39,7 @@ from aiotensor.protocol.frames import (
     SenderSummary,
     bounded,
 )
-from aiotensor.protocol.mailbox import Key, Mailbox
+from aiotensor.protocol.mailbox import Mailbox
 from aiotensor.runtime import tracing
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.arguments import count_or_none, seconds_or_never
@@ -47,11 +48,10 @@ from aiotensor.runtime.outage import Absence
 from aiotensor.runtime.waiting import Waiters, until
 from aiotensor.runtime.worker import in_thread
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
+from aiotensor.transports.address import TcpArguments
 from aiotensor.transports.base import Listener, Transport
-from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
+from aiotensor.transports.endpoints import Endpoint, route_to
 from aiotensor.types import CurveKey, Delivery, ReceiverStatistics, TensorHandle, Usage
-
-__all__ = ["TensorReceiver"]
 
 logger = logger_of("receiver")
 

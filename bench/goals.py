@@ -9,8 +9,6 @@ from typing import Literal, NamedTuple
 
 from bench.records import Result, Verdict
 
-__all__ = ["GOALS", "Goal", "Reading", "judge"]
-
 _KIB, _MIB = 1 << 10, 1 << 20
 _SMALL, _LARGE = 4 * _KIB, 150 * _MIB
 

@@ -22,8 +22,6 @@ from bench.worker import near
 from bench.workloads import WORKLOADS
 from verification.networks import two_hosts
 
-__all__ = ["FailedError", "run"]
-
 _OUTPUT_TAIL = 3000
 
 

@@ -12,8 +12,6 @@ from bench.plan import Chapter, Entry, Options, Plan
 from bench.records import Batch, Failure, Participant, Report, Verdict
 from bench.results import Samples, gather, key_of
 
-__all__ = ["measure"]
-
 
 def measure(plan: Plan, options: Options, on_step: Callable[[str, int], None]) -> Report:
     """Measure a plan, and return the report.

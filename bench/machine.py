@@ -7,8 +7,6 @@ from pathlib import Path
 
 from bench.records import Machine
 
-__all__ = ["describe"]
-
 _PACKAGES = ("aiotensor", "torch", "uvloop", "msgspec", "numpy", "pyzmq", "av", "iceoryx2")
 
 

@@ -5,17 +5,6 @@ import re
 import statistics
 from collections.abc import Sequence
 
-__all__ = [
-    "format_count",
-    "format_rate",
-    "format_seconds",
-    "format_size",
-    "parse_size",
-    "percentile",
-    "share",
-    "summarize",
-]
-
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 

@@ -3,8 +3,6 @@
 import msgspec
 import torch
 
-__all__ = ["Message"]
-
 
 class Message(msgspec.Struct):
     """Frames of a video, or an embedding."""

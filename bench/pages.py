@@ -8,8 +8,6 @@ import msgspec
 
 from bench.records import Report
 
-__all__ = ["PAGE", "RESULTS", "updated"]
-
 _ROOT = Path(__file__).parent.parent
 PAGE = _ROOT / "README.md"
 RESULTS = _ROOT / "bench" / "results" / "serving" / "latest.json"

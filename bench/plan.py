@@ -11,8 +11,6 @@ from bench.records import Loop, Skip, Spec
 from bench.workloads import why_unavailable
 from bench.workloads.base import Workload
 
-__all__ = ["Chapter", "Entry", "Options", "Plan", "make_plan"]
-
 
 class Options(NamedTuple):
     """The options of the command line.

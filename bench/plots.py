@@ -12,8 +12,6 @@ from bench.measure import format_rate, format_size
 from bench.records import Report, Result
 from bench.workloads import WORKLOADS
 
-__all__ = ["draw"]
-
 _SIZE_IN = (10.0, 5.5)
 _DPI = 110
 _MIB = 1 << 20

@@ -6,8 +6,6 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["Reporter"]
-
 
 class Reporter:
     """Print the steps of a run with a number of batches to a console."""

@@ -4,21 +4,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = [
-    "Batch",
-    "Effort",
-    "Failure",
-    "Loop",
-    "Machine",
-    "Participant",
-    "Report",
-    "Result",
-    "Skip",
-    "Source",
-    "Spec",
-    "Verdict",
-]
-
 Loop = Literal["uvloop", "asyncio"]
 Source = Literal["copied", "allocated", "decoded", "computed"]
 

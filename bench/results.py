@@ -9,8 +9,6 @@ from bench.plan import Chapter, Entry, Plan
 from bench.records import Batch, Result
 from bench.workloads.base import Workload
 
-__all__ = ["Key", "Samples", "gather", "key_of"]
-
 
 class Key(NamedTuple):
     """The identity of a measurement that is repeated in each round."""

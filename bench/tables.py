@@ -7,8 +7,6 @@ from bench.records import Report, Verdict
 from bench.views import VIEWS
 from bench.workloads import WORKLOADS
 
-__all__ = ["failures", "goals", "machine", "markdown", "workloads"]
-
 _MET, _MISSED = "met", "MISSED"
 
 

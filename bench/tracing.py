@@ -21,8 +21,6 @@ from aiotensor.integrations.opentelemetry import instrument, uninstrument
 from bench.calls import KINDS, Kind, count
 from bench.measure import format_seconds
 
-__all__ = ["main"]
-
 _RESULTS = Path(__file__).parent / "results" / "tracing.md"
 _STEPS, _WARM_UP = 300, 50
 _WAYS: dict[str, Sampler | None] = {"off": None, "not sampled": ALWAYS_OFF, "recorded": ALWAYS_ON}

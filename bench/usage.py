@@ -6,8 +6,6 @@ from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
 
-__all__ = ["PeakWatch", "cpu_seconds", "family", "private_bytes", "shared_bytes"]
-
 _PROC = Path("/proc")
 
 

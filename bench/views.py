@@ -6,8 +6,6 @@ from statistics import median
 from bench.measure import format_count, format_rate, format_seconds
 from bench.records import Result
 
-__all__ = ["VIEWS", "Cell"]
-
 _MIB = 1 << 20
 
 Cell = Callable[[Result], str]

@@ -16,8 +16,6 @@ import torch
 from aiotensor import TensorQueue, blocking
 from bench.vllm_rounds import Result, comparison, prepare
 
-__all__ = ["main"]
-
 _WORKERS = 4
 
 

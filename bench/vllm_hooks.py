@@ -21,8 +21,6 @@ from aiotensor import TensorQueue, TensorSender, blocking
 from aiotensor.integrations.vllm import TensorConsumer, TensorProvider
 from bench.vllm_rounds import Result, comparison, prepare
 
-__all__ = ["main"]
-
 
 class _Message(msgspec.Struct):
     pixels: torch.Tensor

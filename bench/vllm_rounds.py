@@ -12,8 +12,6 @@ import torch
 
 from bench.measure import format_seconds, format_size, parse_size
 
-__all__ = ["Measure", "Result", "comparison", "prepare"]
-
 _RESULTS = Path(__file__).parent / "results"
 _READING = (
     "Medians over all rounds, p99 in brackets; the multiple is that of the medians of each round: the middle "

@@ -19,8 +19,6 @@ from bench.measure import percentile
 from bench.usage import PeakWatch, cpu_seconds, family
 from bench.vllm_serve.server import Server, ask, client_of, running
 
-__all__ = ["main"]
-
 _RESULTS = Path(__file__).parent / "results"
 _VIDEOS = 60
 _CONCURRENCY = 8

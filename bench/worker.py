@@ -30,8 +30,6 @@ from bench.workloads import WORKLOADS
 from bench.workloads.base import Barrier, Stage, Workload
 from verification.networks import Host, Hosts
 
-__all__ = ["near"]
-
 _LAST_WORDS_S = 0.3
 
 

@@ -1,7 +1,5 @@
 """A check for tests of forked children that leave a block of their parent, with asyncio or blocking calls."""
 
-__all__ = ["check_told_of_fork"]
-
 
 def check_told_of_fork(report: str) -> None:
     """Check that an error names the fork as its cause."""

@@ -36,8 +36,6 @@ from verification.patterns import BIG, pattern
 from verification.processes.watch import memfds
 from verification.waiting import until
 
-__all__ = ["Party", "Watch"]
-
 Party: TypeAlias = (
     TensorSender
     | TensorReceiver

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 
-__all__ = ["LIMIT_S", "READY", "ROOT", "Folder", "blocks", "folder", "upload"]
-
 LIMIT_S = 300  # each program imports torch, which takes long on a loaded machine
 READY = "the engine is ready\n"
 

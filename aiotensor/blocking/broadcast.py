@@ -16,8 +16,6 @@ from aiotensor.types import (
     SubscriberStatistics,
 )
 
-__all__ = ["Publisher", "Subscriber"]
-
 T = TypeVar("T")
 
 

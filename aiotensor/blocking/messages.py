@@ -14,8 +14,6 @@ from aiotensor.channel.request import fail_batch
 from aiotensor.errors import ClosedError
 from aiotensor.types import ClientStatistics, ServerStatistics
 
-__all__ = ["MessageClient", "MessageServer", "Permit", "Request"]
-
 M = TypeVar("M")
 R = TypeVar("R")
 

@@ -20,8 +20,6 @@ from aiotensor.runtime.affinity import LoopObject, ProcessBound, close_now, warn
 from aiotensor.runtime.logs import logger_of
 from aiotensor.sender import OpenMessage
 
-__all__ = ["Block", "BlockingObject", "UntilClosed", "parameters_of"]
-
 logger = logger_of("blocking")
 
 A = TypeVar("A", bound=LoopObject)

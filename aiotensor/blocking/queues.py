@@ -9,8 +9,6 @@ from aiotensor import queues
 from aiotensor.blocking.portal import BlockingObject, UntilClosed
 from aiotensor.queues.queue import QueueDescription, QueueOptions
 
-__all__ = ["MessageQueue", "QueueConsumer", "QueueProducer"]
-
 M = TypeVar("M")
 
 

@@ -8,8 +8,6 @@ from aiotensor import ranks
 from aiotensor.blocking.portal import BlockingObject, parameters_of
 from aiotensor.types import PipeStatistics
 
-__all__ = ["RankPipe"]
-
 
 class RankPipe(BlockingObject[ranks.RankPipe, PipeStatistics]):
     """Exchange tensors with another rank; open it with ``with``, and share it between threads.

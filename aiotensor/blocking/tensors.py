@@ -11,8 +11,6 @@ from aiotensor.memory.source import Sendable
 from aiotensor.sender import enter_in_thread
 from aiotensor.types import Delivery, ReceiverStatistics, SenderStatistics, TensorHandle
 
-__all__ = ["OpenMessage", "TensorReceiver", "TensorSender"]
-
 
 class TensorSender(BlockingObject[aiotensor.TensorSender, SenderStatistics]):
     """Send tensors from threads; open it with ``with``, and share it between the threads.

@@ -21,8 +21,6 @@ import zmq.utils.garbage  # noqa: F401 - imported first, so that its exit handle
 from aiotensor.runtime.worker import no_thread, thread_limiter
 from aiotensor.statistics import registry
 
-__all__ = ["Call", "Loop", "borrow", "release"]
-
 R = TypeVar("R")
 
 _SIGNAL_CHECK_S = 0.25  # the longest delay of a signal handler

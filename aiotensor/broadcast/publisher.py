@@ -58,11 +58,10 @@ from aiotensor.runtime.arguments import count_or_none, seconds_or_never
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters, timeout_at_close, until
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
+from aiotensor.transports.address import TcpArguments
 from aiotensor.transports.base import Listener, Transport
-from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
+from aiotensor.transports.endpoints import Endpoint, route_to
 from aiotensor.types import CurveKey, Published, PublisherStatistics, SubscriberLag, Usage
-
-__all__ = ["Publisher"]
 
 logger = logger_of("publisher")
 

@@ -42,11 +42,10 @@ from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.arguments import count_or_none, seconds_or_never
 from aiotensor.runtime.waiting import Waiters, until
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
+from aiotensor.transports.address import TcpArguments
 from aiotensor.transports.base import Connector, Events, Transport
-from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
+from aiotensor.transports.endpoints import Endpoint, route_to
 from aiotensor.types import CurveKey, Publication, SubscriberStatistics, Usage
-
-__all__ = ["Subscriber", "SubscriberOptions"]
 
 T = TypeVar("T")
 

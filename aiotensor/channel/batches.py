@@ -11,8 +11,6 @@ from aiotensor.channel.requests import Requests
 from aiotensor.runtime import tracing
 from aiotensor.runtime.arguments import count, seconds
 
-__all__ = ["Batches", "answer_batch", "checked_results", "not_awaitable", "traced_batch"]
-
 M = TypeVar("M")
 
 

@@ -4,8 +4,6 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
-__all__ = ["CancelOnce"]
-
 
 class CancelOnce:
     """Cancel the task in a ``with`` block on request, and absorb that cancellation at the end of the block.

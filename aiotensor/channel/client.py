@@ -72,11 +72,10 @@ from aiotensor.runtime.outage import Absence, Outage
 from aiotensor.runtime.waiting import Waiters, until
 from aiotensor.statistics import registry
 from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts, snapshot
+from aiotensor.transports.address import TcpArguments
 from aiotensor.transports.base import Connector, Events, Transport
-from aiotensor.transports.endpoints import Endpoint, Route, TcpArguments, TensorQueue, route_to
+from aiotensor.transports.endpoints import Endpoint, Route, TensorQueue, route_to
 from aiotensor.types import ClientStatistics, CurveKey, EngineStatistics, Holder, TraceContext, Usage
-
-__all__ = ["MessageClient", "Permit", "SentRequest"]
 
 logger = logger_of("client")
 

@@ -14,15 +14,6 @@ from aiotensor.memory.copying import CopyAbandonedError
 from aiotensor.runtime import tracing
 from aiotensor.runtime.logs import logger_of
 
-__all__ = [
-    "Request",
-    "enter_batch",
-    "fail_batch",
-    "fail_unstarted",
-    "has_ended",
-    "leave_batch",
-]
-
 logger = logger_of("server")
 
 M = TypeVar("M")

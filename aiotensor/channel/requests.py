@@ -44,18 +44,6 @@ from aiotensor.runtime.waiting import Waiters, until
 from aiotensor.transports.base import Transport
 from aiotensor.types import TraceContext, Usage
 
-__all__ = [
-    "ENDED",
-    "WAITING",
-    "Answer",
-    "Cause",
-    "ClientSession",
-    "Incoming",
-    "Requests",
-    "cause_of",
-    "closed",
-]
-
 logger = logger_of("server")
 
 M = TypeVar("M")

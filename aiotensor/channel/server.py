@@ -32,11 +32,10 @@ from aiotensor.runtime import arguments
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.logs import logger_of
 from aiotensor.statistics.counters import new_counts, snapshot
+from aiotensor.transports.address import TcpArguments
 from aiotensor.transports.base import Listener, Transport
-from aiotensor.transports.endpoints import Endpoint, TcpArguments, route_to
+from aiotensor.transports.endpoints import Endpoint, route_to
 from aiotensor.types import MAX_NUMBER, CurveKey, ServerStatistics
-
-__all__ = ["MessageServer"]
 
 logger = logger_of("server")
 

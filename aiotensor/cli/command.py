@@ -27,8 +27,6 @@ from aiotensor.cli.words import printable
 from aiotensor.errors import AioTensorError
 from aiotensor.inspection import inspect
 
-__all__ = ["aiotensor"]
-
 _COLORS = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "red"}
 _INTERRUPTED = 130  # the status that shells report for Ctrl-C
 _TERMINATED = 143  # and for SIGTERM

@@ -28,18 +28,6 @@ from aiotensor.errors import AccessDeniedError, AioTensorError, PeerLostError
 from aiotensor.inspection import inspect
 from aiotensor.transports.address import TcpAddress, socket_path, tcp_address
 
-__all__ = [
-    "Finding",
-    "Status",
-    "container",
-    "examine",
-    "huge_pages",
-    "memory",
-    "open_files",
-    "socket_file",
-    "socket_folder",
-]
-
 _CONNECT_S = 2.0
 _ANSWER_S = 5.0
 _BESIDE_ARENA = 512 << 20  # the memory of two processes that have imported torch

@@ -14,18 +14,6 @@ import msgspec
 
 from aiotensor.transports.address import TcpArguments, socket_path, tcp_address
 
-__all__ = [
-    "FORMS",
-    "HOW_TO_GIVE",
-    "Keys",
-    "check_keys",
-    "is_port",
-    "keys_option",
-    "needs_keys",
-    "valid_address",
-    "write_keys",
-]
-
 FORMS = "unix:///PATH|tcp://HOST:PORT"
 
 HOW_TO_GIVE = (

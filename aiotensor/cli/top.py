@@ -15,8 +15,6 @@ from aiotensor.errors import PeerLostError
 from aiotensor.inspection import Inspection
 from aiotensor.types import PublisherStatistics, ReceiverStatistics, ServerStatistics
 
-__all__ = ["Look", "as_json", "as_lines", "watch"]
-
 # Terminal sequences: switch to the alternate screen without a cursor, clear it, and restore the main screen.
 _BEGIN, _CLEAR, _END = "\x1b[?1049h\x1b[?25l", "\x1b[H\x1b[J", "\x1b[?25h\x1b[?1049l"
 

@@ -1,7 +1,5 @@
 """Format sizes, and texts that may come from a peer."""
 
-__all__ = ["in_words", "printable", "short"]
-
 
 def in_words(nbytes: int) -> str:
     """Format a number of bytes in the largest unit of which it contains at least one, such as "1.5 MiB"."""

@@ -17,8 +17,6 @@ from torch.nn import Parameter
 
 from aiotensor.memory.source import SupportsDLPack
 
-__all__ = ["QUICK_CODED_TENSORS", "least_bytes", "takes_long"]
-
 # The cost of encoding is estimated as a number of bytes; encoding `_QUICK_BYTES` takes a tenth of a
 # millisecond. An item of a container counts as `_ITEM_BYTES`.
 _QUICK_BYTES = 64 * 1024

@@ -24,8 +24,6 @@ from aiotensor.memory.tensors import (
 )
 from aiotensor.protocol.frames import DECODE_ERRORS
 
-__all__ = ["Find", "TensorDecoder"]
-
 T = TypeVar("T")
 
 Find: TypeAlias = Callable[[Any], torch.Tensor]

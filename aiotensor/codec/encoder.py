@@ -21,8 +21,6 @@ from aiotensor.memory.copying import as_tensor, buffer_of, bytes_at, bytes_of
 from aiotensor.memory.source import REGISTERED, Sendable, Source, SupportsDLPack, as_source, attributes_of
 from aiotensor.memory.tensors import DTYPE_NAMES, MAX_INLINE_BYTES
 
-__all__ = ["Encoding", "Place", "TensorEncoder"]
-
 Place: TypeAlias = Callable[[torch.Tensor], object | None]
 """A function that sends a tensor, and returns its handle, or None to encode the tensor in the message."""
 

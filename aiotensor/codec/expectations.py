@@ -17,8 +17,6 @@ import torch
 
 from aiotensor.codec.meta import MismatchError, TensorMeta
 
-__all__ = ["Check", "arms", "check_before_sending", "check_decodable", "expectations"]
-
 Check: TypeAlias = Callable[[Any], None]
 
 # Not their subclasses, which the receiver cannot rebuild.

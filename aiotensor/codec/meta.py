@@ -6,8 +6,6 @@ import msgspec
 import numpy as np
 import torch
 
-__all__ = ["MismatchError", "TensorMeta"]
-
 
 class MismatchError(Exception):
     """A tensor does not match its annotation.

@@ -14,16 +14,6 @@ from aiotensor.errors import ProtocolError, TooLargeError
 from aiotensor.memory.source import ArraySource, Source
 from aiotensor.memory.tensors import MAX_INLINE_BYTES
 
-__all__ = [
-    "MAX_BODY_TENSOR_BYTES",
-    "QUICK_BODY_BYTES",
-    "TENSOR_MARK",
-    "TENSOR_TAGS",
-    "Payload",
-    "check_body",
-    "unpack",
-]
-
 # The maximum number of bytes of tensors in the body of a message, so that tensors alone cannot make a body
 # too large. The other tensors are placed in shared memory.
 MAX_BODY_TENSOR_BYTES = 8 * MAX_INLINE_BYTES

@@ -11,18 +11,6 @@ import msgspec
 
 from aiotensor.protocol.frames import MAX_DIMENSIONS, Attributes
 
-__all__ = [
-    "ARRAY",
-    "TENSOR",
-    "External",
-    "Inline",
-    "Meaning",
-    "OutOfBand",
-    "Tied",
-    "read",
-    "write",
-]
-
 # The codes of the msgpack extensions for tensors and arrays. Other extensions of users are passed on
 # unchanged.
 TENSOR, ARRAY = ord("T"), ord("A")

@@ -20,8 +20,6 @@ from aiotensor.errors import UsageError
 from aiotensor.integrations.web import MEDIA_TYPE, SlowUploadError, UploadLimits, UploadWatch, problem_of
 from aiotensor.runtime.logs import logger_of
 
-__all__ = ["WatchRequests", "watch"]
-
 logger = logger_of("integrations")
 
 _KEY = "aiotensor.request"

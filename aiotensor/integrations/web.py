@@ -32,19 +32,6 @@ from aiotensor.errors import (
 from aiotensor.runtime.logs import logger_of
 from aiotensor.sender import TensorSender
 
-__all__ = [
-    "ANSWERED_ERRORS",
-    "MEDIA_TYPE",
-    "MIN_UPLOAD_RATE",
-    "UPLOAD_GRACE_S",
-    "Problem",
-    "SlowUploadError",
-    "UploadLimits",
-    "UploadWatch",
-    "problem_of",
-    "serving",
-]
-
 logger = logger_of("integrations")
 
 

@@ -17,8 +17,6 @@ from aiotensor.protocol.frames import MAX_RECORD_BYTES, Close, Frame, Hello, dec
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.transports.base import Transport
 
-__all__ = ["MAX_UNIDENTIFIED", "Admission"]
-
 # The maximum number of connections that are not admitted: unidentified ones and those of inspectors. A peer
 # of this library sends its hello right after connecting, so the oldest unidentified connection is the least
 # likely to belong to one. Inspectors are disconnected first, because they can connect again. A time limit

@@ -11,8 +11,6 @@ from aiotensor.protocol.connection import Loss
 from aiotensor.runtime.logs import RepeatedEvent, logger_of, others
 from aiotensor.types import Holder
 
-__all__ = ["ALLOCATED", "PeerLog", "log_long_wait"]
-
 ALLOCATED = "allocated"  # the state of a holder that is a tensor from `allocate`
 
 _NAMED_HOLDERS = 8

@@ -38,8 +38,6 @@ from aiotensor.runtime import tracing
 from aiotensor.runtime.worker import in_thread
 from aiotensor.transports.base import Mover, Transport
 
-__all__ = ["Arrived", "MessageSession", "trace_context_of"]
-
 # Longer content has many tensors or a long body, so decoding it may take a millisecond.
 _QUICK_CONTENT_BYTES = 64 << 10
 

@@ -23,8 +23,6 @@ from aiotensor.protocol.frames import ARENA, INLINE, Content, Message, PlacedTen
 from aiotensor.runtime.worker import in_thread
 from aiotensor.types import TraceContext
 
-__all__ = ["Outgoing"]
-
 # Longer content is placed in shared memory.
 _MAX_RECORD_CONTENT_BYTES = 2 * MAX_INLINE_BYTES
 

@@ -22,8 +22,6 @@ from aiotensor.runtime.descriptors import Descriptor, close_all
 from aiotensor.runtime.waiting import Waiters, timeout_at_close, until
 from aiotensor.transports.base import Transport
 
-__all__ = ["LAST_RECORDS_S", "Session", "all_accepted"]
-
 # The time for which an object that closes waits for peers that read nothing, if their messages are safe.
 LAST_RECORDS_S = 1.0
 

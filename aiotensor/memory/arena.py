@@ -32,8 +32,6 @@ from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE, Blocks
 from aiotensor.protocol.credits import Ticket
 from aiotensor.runtime.descriptors import Descriptor
 
-__all__ = ["WHERE", "Arena", "Block", "Extent", "PinnedBlock", "Segment", "whole_pages"]
-
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 

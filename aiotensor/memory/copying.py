@@ -24,18 +24,6 @@ from aiotensor.memory.arena import Extent
 from aiotensor.memory.source import Sendable, Source, as_source, is_flat, memory_order
 from aiotensor.memory.tensors import ArrayMemory, RawBytes, flat_bytes, new_bytes, view_over
 
-__all__ = [
-    "QUICK_BYTES",
-    "CopyAbandonedError",
-    "as_tensor",
-    "buffer_of",
-    "bytes_at",
-    "bytes_of",
-    "copy_in_threads",
-    "copy_now",
-    "gathered",
-]
-
 # Copying this much into warm memory takes less time than waking a thread and being woken by it: a twentieth
 # of a millisecond, or a tenth on a slow machine, which is acceptable on the event loop.
 QUICK_BYTES = 1 << 20

@@ -11,8 +11,6 @@ from aiotensor.protocol.credits import Budget, Space, Ticket
 from aiotensor.runtime import tracing
 from aiotensor.statistics.counters import WaitCounter
 
-__all__ = ["Gate", "StuckError", "WaitLimits"]
-
 P = TypeVar("P")
 
 

@@ -21,8 +21,6 @@ from aiotensor.protocol.blocks import Blocks
 from aiotensor.protocol.network import WINDOW_BYTES
 from aiotensor.runtime.worker import Worker
 
-__all__ = ["LandingSegment"]
-
 _PIECE_BYTES = 2 * WINDOW_BYTES  # the memory that a block gets at a time, before its bytes arrive
 _KEEP_WARM_S = 30.0  # the default of `keep_warm_s` of a sender
 

@@ -51,8 +51,6 @@ from aiotensor.memory.pages import Range
 from aiotensor.memory.tensors import ArrayMemory, View, view_over
 from aiotensor.runtime.descriptors import Descriptor, change_lock, conflicting_lock
 
-__all__ = ["Mapping", "TokenEnd", "lock_all_pages", "new_token", "open_segment", "pages_of"]
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap = _libc.mmap
 _mmap.restype = ctypes.c_void_p

@@ -56,18 +56,6 @@ from aiotensor.runtime.descriptors import Descriptor
 from aiotensor.runtime.worker import Worker
 from aiotensor.transports.base import Mover
 
-__all__ = [
-    "ForeignExtent",
-    "ForeignSegment",
-    "Forwardable",
-    "ForwardedBlock",
-    "LeasedSegment",
-    "Mappings",
-    "PeerMemory",
-    "find_leased",
-    "mapped_segments",
-]
-
 
 class PeerMemory(msgspec.Struct, eq=False):
     """The segments of one sender, publisher or rank.

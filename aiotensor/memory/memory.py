@@ -35,8 +35,6 @@ from aiotensor.runtime.descriptors import Descriptor
 from aiotensor.runtime.worker import Worker
 from aiotensor.transports.base import Mover
 
-__all__ = ["Memory", "PendingMove"]
-
 _GRACE_S = 0.5  # longer than a killed process takes to end
 _MAX_FOREIGN = 8  # segments; with that of the arena, at most `MAX_SEGMENTS` of the protocol
 # Longer copies take tens of milliseconds. The worker performs them in a separate thread, so that they do not

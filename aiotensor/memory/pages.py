@@ -9,8 +9,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-__all__ = ["CHUNK_BYTES", "Range", "WarmPages", "gaps"]
-
 # The size of a chunk.
 CHUNK_BYTES = 1 << 20
 

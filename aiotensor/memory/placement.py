@@ -18,8 +18,6 @@ from aiotensor.memory.mappings import Forwardable, find_leased, mapped_segments
 from aiotensor.memory.source import Source, memory_order
 from aiotensor.memory.tensors import DTYPE_NAMES, MAX_INLINE_BYTES, Watch, is_addressable, new_tensor
 
-__all__ = ["Allocation", "Plan", "new_empty", "plan_placement", "sizes_of", "too_large"]
-
 
 class Allocation(msgspec.Struct, frozen=True):
     """A block that a caller allocated, and the addresses of its memory in this process."""

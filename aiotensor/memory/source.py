@@ -11,20 +11,6 @@ from aiotensor.errors import UnsupportedTensorError
 from aiotensor.memory.tensors import DTYPE_NAMES, DTYPES, ArrayMemory, is_addressable
 from aiotensor.protocol.frames import MAX_DIMENSIONS, Attributes
 
-__all__ = [
-    "DEVICE",
-    "REGISTERED",
-    "ArraySource",
-    "Sendable",
-    "Source",
-    "SupportsDLPack",
-    "as_source",
-    "attributes_of",
-    "is_flat",
-    "memory_order",
-]
-
-
 DEVICE: Final = "cpu"  # that of all sources
 REGISTERED: Final = 2  # `isbuiltin` of dtypes that another package has added to numpy, such as ml_dtypes
 _UNSIGNED = {1: np.uint8, 2: np.uint16}

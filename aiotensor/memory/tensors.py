@@ -14,29 +14,6 @@ from torch.nn import Parameter
 from aiotensor.errors import ProtocolError
 from aiotensor.protocol.frames import Attributes
 
-__all__ = [
-    "DTYPES",
-    "DTYPE_NAMES",
-    "MAX_INLINE_BYTES",
-    "ArrayMemory",
-    "Owner",
-    "RawBytes",
-    "View",
-    "Watch",
-    "dtype_from_name",
-    "flat_bytes",
-    "is_addressable",
-    "new_bytes",
-    "new_tensor",
-    "open_buffer",
-    "open_empty",
-    "own_copy",
-    "tensor_over",
-    "unknown_dtype",
-    "view_over",
-    "with_attributes",
-]
-
 # The names of dtypes; one that a peer sent is looked up only here.
 _NAMES = """
     bool uint8 int8 uint16 int16 uint32 int32 uint64 int64

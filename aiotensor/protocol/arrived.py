@@ -8,8 +8,6 @@ import msgspec
 
 from aiotensor.errors import AioTensorError
 
-__all__ = ["REMEMBERED_DISCARDS", "ArrivedMessage", "Claims", "Key", "NumberSet", "SenderRecord"]
-
 T = TypeVar("T")
 
 # The number of discarded messages that are remembered for each sender; errors for older ones are less exact.

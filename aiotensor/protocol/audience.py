@@ -23,8 +23,6 @@ from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from aiotensor.errors import ProtocolError
 
-__all__ = ["Audience", "Backlog", "Dropped", "Item", "SlowPolicy"]
-
 S = TypeVar("S", bound=Hashable)
 
 SlowPolicy: TypeAlias = Literal["wait", "drop", "disconnect"]

@@ -17,8 +17,6 @@ otherwise, no call iterates over the runs.
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
-__all__ = ["ADDRESSES_PER_BYTE", "ALIGNMENT", "LARGE_BYTES", "Blocks"]
-
 ALIGNMENT = 64  # bytes: a cache line, enough for the widest vector loads; a power of two
 ADDRESSES_PER_BYTE = 4  # bytes of address range of a segment, for each byte of memory that it may use
 LARGE_BYTES = 1 << 20  # the size from which a block is cut from the low end of its run

@@ -61,17 +61,6 @@ from aiotensor.protocol.frames import (
 )
 from aiotensor.types import MAX_NUMBER
 
-__all__ = [
-    "CLOSED",
-    "MAX_SEGMENTS",
-    "OPEN",
-    "OPENING",
-    "Connection",
-    "ConnectionState",
-    "Loss",
-    "mismatch",
-]
-
 # The maximum number of segments of one end, half of which may be forwarded. Without a limit, it could attach
 # single pages until the other process has no mappings left (65530 by default on Linux).
 MAX_SEGMENTS = 16

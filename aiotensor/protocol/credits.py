@@ -20,8 +20,6 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-__all__ = ["Budget", "Space", "Ticket"]
-
 P = TypeVar("P")
 
 

@@ -36,8 +36,6 @@ from aiotensor.errors import (
 )
 from aiotensor.protocol.arrived import ArrivedMessage, Claims, Key, SenderRecord
 
-__all__ = ["REMEMBERED_RANGES", "REMEMBERED_SENDERS", "Key", "Mailbox"]
-
 T = TypeVar("T")
 
 # The maximum number of ranges of ended messages that are remembered for each sender over all its connections,

@@ -35,35 +35,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 from aiotensor.errors import ProtocolError
 
-__all__ = [
-    "ACK",
-    "BATCH",
-    "BYE",
-    "FREE",
-    "MAX_BATCH",
-    "OPEN",
-    "OPENING",
-    "RECORD",
-    "STEP",
-    "STEP_BYTES",
-    "WINDOW_BYTES",
-    "Ack",
-    "Area",
-    "Move",
-    "OutgoingMoves",
-    "ReceivedBytes",
-    "RecordWindow",
-    "Step",
-    "encode_ack",
-    "encode_area",
-    "encode_batch",
-    "encode_step",
-    "read_ack",
-    "read_area",
-    "read_batch",
-    "read_step",
-]
-
 # The kind of a message, which is its first byte.
 RECORD, STEP, FREE, ACK, BYE, OPEN, BATCH = range(7)
 

@@ -15,8 +15,6 @@ from aiotensor.runtime.arguments import seconds
 from aiotensor.runtime.outage import Absence
 from aiotensor.runtime.waiting import at_most
 
-__all__ = ["ConsumerStatistics", "QueueConsumer"]
-
 M = TypeVar("M")
 
 # The messages of one producer that wait in a consumer: the next one, and one that arrives while the producer

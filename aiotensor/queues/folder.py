@@ -26,8 +26,6 @@ from aiotensor.errors import ClosedError, PeerLostError, UsageError
 from aiotensor.runtime.descriptors import Descriptor, change_lock, conflicting_lock
 from aiotensor.transports.endpoints import route_to
 
-__all__ = ["Folder", "QueueSettings", "Slot", "SlotState"]
-
 _SLOTS = "slots"  # the numbers of producers and consumers follow the slots in this file
 
 # The bytes of slots. Whether an open one is live or dead depends on its lock.

@@ -24,8 +24,6 @@ from aiotensor.runtime.arguments import seconds
 from aiotensor.runtime.waiting import Waiters, at_most, until
 from aiotensor.types import Usage
 
-__all__ = ["ProducerStatistics", "QueueProducer"]
-
 
 class ProducerStatistics(msgspec.Struct, frozen=True):
     """The current usage of one producer, and its totals since it was opened.

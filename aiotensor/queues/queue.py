@@ -14,8 +14,6 @@ from aiotensor.queues.folder import Folder, QueueSettings
 from aiotensor.queues.producer import QueueProducer
 from aiotensor.runtime.arguments import count, count_or_none, grace_period
 
-__all__ = ["MessageQueue", "QueueDescription", "QueueOptions"]
-
 M = TypeVar("M")
 
 # `multiprocessing` runs finalizers of a negative priority after it has joined the child processes, which may

@@ -34,13 +34,12 @@ import torch.distributed
 
 from aiotensor.errors import PeerLostError, ProtocolError, RefusedError, UsageError
 from aiotensor.runtime.worker import run_detached
-from aiotensor.transports.endpoints import Route, TcpArguments, TensorQueue, route_to
+from aiotensor.transports.address import TcpArguments
+from aiotensor.transports.endpoints import Route, TensorQueue, route_to
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed does not declare it
     from torch.distributed import ProcessGroup
-
-__all__ = ["Entry", "Group", "Meeting", "WithdrawnError", "machine_of_this_process", "membership_of"]
 
 R = TypeVar("R")
 

@@ -61,8 +61,6 @@ from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.transports.base import MAX_UNREAD_BYTES, Events, Transport
 from aiotensor.types import PipeStatistics, Usage
 
-__all__ = ["LEAST_MESSAGE_BYTES", "RankPipe"]
-
 logger = logger_of("ranks")
 
 LEAST_MESSAGE_BYTES = 4096

@@ -17,16 +17,6 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, SupportsIndex, T
 from aiotensor.errors import ClosedError, UsageError
 from aiotensor.statistics import registry
 
-__all__ = [
-    "FEW_ITEMS",
-    "FreedItems",
-    "LoopAffinity",
-    "LoopObject",
-    "ProcessBound",
-    "close_now",
-    "warn_unclosed",
-]
-
 T = TypeVar("T")
 
 # The freed items that are handled in one iteration of the event loop.

@@ -9,8 +9,6 @@ from typing import Any
 
 from aiotensor.types import MAX_NUMBER
 
-__all__ = ["count", "count_or_none", "grace_period", "seconds", "seconds_or_never"]
-
 
 def count(name: str, value: int, least: int = 1, most: int | None = MAX_NUMBER) -> int:
     """Return a number of objects or bytes.

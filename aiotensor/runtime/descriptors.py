@@ -13,17 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-__all__ = [
-    "Descriptor",
-    "ForeignDescriptor",
-    "change_lock",
-    "close_after_fork",
-    "close_all",
-    "conflicting_lock",
-    "copy_of",
-    "file_of",
-]
-
 _FLOCK = struct.Struct("hhqqi0q")  # type, whence, start, length and process of a lock
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from traceback import TracebackException
 from typing import Final, Generic, TypeVarTuple, Unpack
 
-__all__ = ["MAX_TEXT", "RepeatedEvent", "logger_of", "one_line", "others"]
-
 Details = TypeVarTuple("Details")
 
 # The longest text in a log, in characters. A peer may send megabytes, and escaping them would block the loop.

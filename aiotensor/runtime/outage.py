@@ -5,8 +5,6 @@ from collections.abc import Callable
 
 from aiotensor.runtime.logs import logger_of
 
-__all__ = ["Absence", "Outage"]
-
 logger = logger_of("transports")
 
 # The time without a peer after which it is logged, and those between further lines.

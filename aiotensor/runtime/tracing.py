@@ -10,8 +10,6 @@ from typing import Literal, Protocol, Self, TypeAlias, TypeVar
 
 from aiotensor.types import TraceContext
 
-__all__ = ["Item", "Operation", "Span", "Step", "Traced", "Tracer", "step", "tracer"]
-
 T = TypeVar("T")
 
 # The calls of an application, the steps in them that may take long, and the items that a peer receives.

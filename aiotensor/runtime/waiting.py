@@ -10,8 +10,6 @@ from typing import TypeVar
 
 from aiotensor.errors import AioTensorError
 
-__all__ = ["Waiters", "at_most", "timeout_at_close", "until"]
-
 T = TypeVar("T")
 
 _NO_LIMIT: AbstractAsyncContextManager[None] = nullcontext()

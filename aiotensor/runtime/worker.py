@@ -19,8 +19,6 @@ from anyio.lowlevel import RunVar
 from aiotensor.runtime.logs import logger_of
 from aiotensor.runtime.waiting import Waiters
 
-__all__ = ["Worker", "in_thread", "no_thread", "run_detached", "thread_limiter"]
-
 logger = logger_of("worker")
 
 R = TypeVar("R")

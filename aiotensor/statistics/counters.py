@@ -11,17 +11,6 @@ import msgspec
 from aiotensor import errors
 from aiotensor.types import Statistics, Waits
 
-__all__ = [
-    "ERROR_NAMES",
-    "ErrorCounter",
-    "Field",
-    "WaitCounter",
-    "counters",
-    "exported",
-    "new_counts",
-    "snapshot",
-]
-
 S = TypeVar("S", bound=Statistics)
 
 

@@ -20,18 +20,6 @@ from aiotensor.errors import UsageError
 from aiotensor.statistics.counters import counters
 from aiotensor.types import Statistics, Waits
 
-__all__ = [
-    "Counts",
-    "Entry",
-    "Group",
-    "HasStatistics",
-    "Snapshot",
-    "add",
-    "collect",
-    "owners",
-    "remove",
-]
-
 # The kind and the endpoint of objects whose counts are added up.
 Group: TypeAlias = tuple[type[Statistics], str]
 

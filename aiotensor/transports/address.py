@@ -15,16 +15,6 @@ from urllib.parse import unquote_to_bytes, urlsplit
 from aiotensor.runtime.worker import run_detached
 from aiotensor.types import CurveKey
 
-__all__ = [
-    "MAX_PATH_BYTES",
-    "TcpAddress",
-    "TcpArguments",
-    "label_of",
-    "look_up",
-    "socket_path",
-    "tcp_address",
-]
-
 MAX_PATH_BYTES = 107  # of a socket's address on Linux
 
 _FORMS = (

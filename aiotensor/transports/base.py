@@ -18,19 +18,6 @@ from aiotensor.protocol.network import Move
 from aiotensor.runtime.logs import logger_of, others
 from aiotensor.runtime.outage import Absence
 
-__all__ = [
-    "MAX_UNREAD_BYTES",
-    "Acceptor",
-    "Connector",
-    "Events",
-    "Handler",
-    "Landing",
-    "Listener",
-    "Mover",
-    "Transport",
-    "log_refused",
-]
-
 logger = logger_of("transports")
 
 # The maximum bytes of the records queued for a peer that does not read. A stopped sender can only be owed the

@@ -14,8 +14,6 @@ from aiotensor.transports.address import TcpArguments, label_of, socket_path
 from aiotensor.transports.base import Acceptor, Connector, Events, Listener
 from aiotensor.transports.unix import UnixConnector, listen_at
 
-__all__ = ["Endpoint", "Route", "TcpArguments", "TensorQueue", "route_to"]
-
 if TYPE_CHECKING:
     PlainQueue: TypeAlias = Queue[Any]
 else:

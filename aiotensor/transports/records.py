@@ -17,8 +17,6 @@ from aiotensor.protocol.frames import MAX_RECORD_BYTES
 from aiotensor.runtime.descriptors import Descriptor, close_after_fork
 from aiotensor.transports.base import MAX_UNREAD_BYTES, Handler
 
-__all__ = ["SocketTransport"]
-
 _MAX_DESCRIPTORS = 8
 # Plain numbers, because enums are slow and these are used for every record. MSG_DONTWAIT is set in each call,
 # since another process with the same socket can switch it to blocking mode.

@@ -21,8 +21,6 @@ from aiotensor.runtime.logs import RepeatedEvent, logger_of
 from aiotensor.transports.base import Acceptor, Connector, Events, log_refused
 from aiotensor.transports.records import SocketTransport
 
-__all__ = ["UnixConnector", "UnixListener", "listen_at"]
-
 logger = logger_of("transports")
 
 _BACKLOG = 128

@@ -12,8 +12,6 @@ from aiotensor import TensorReceiver, TensorSender
 from bench.contenders.base import Layout, Port, Sides
 from verification.places import free_port
 
-__all__ = ["arena_bytes", "connect"]
-
 
 class Limits(NamedTuple):
     """The limits of a sender, and the key pair of all sides."""

@@ -18,22 +18,6 @@ if TYPE_CHECKING:  # reading the table of contenders must not import torch
 
     from bench.messages import Message
 
-__all__ = [
-    "AnsweringPort",
-    "AskingPort",
-    "Contender",
-    "EnginePort",
-    "Layout",
-    "Meet",
-    "Port",
-    "Request",
-    "Side",
-    "Sides",
-    "UploadPort",
-    "UploadSlot",
-    "VideoRequest",
-]
-
 P = TypeVar("P")
 
 # A closed end of a connection; it is pickled for the process that opens it.

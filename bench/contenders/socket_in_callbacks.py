@@ -22,8 +22,6 @@ from bench.workloads.base import Stage
 from bench.workloads.round_trip import MARKS, check, warm_up
 from bench.workloads.stream import fresh
 
-__all__ = ["connect", "far", "near"]
-
 _BUFFER = 1 << 20
 _DTYPES = {"uint8": torch.uint8, "float32": torch.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}

@@ -20,8 +20,6 @@ import zmq.asyncio
 from bench.contenders.base import Layout
 from bench.measure import share
 
-__all__ = ["Engine", "LimitedPort", "Requests", "address_in", "listening", "permits", "requesting"]
-
 _NUMBER = struct.Struct("<Q")
 
 

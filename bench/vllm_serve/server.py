@@ -20,8 +20,6 @@ import httpx
 
 from bench.usage import family
 
-__all__ = ["FOLDER", "Server", "ask", "ask_all", "client_of", "program", "running", "until"]
-
 FOLDER = Path(os.environ.get("VLLM_SERVE_FOLDER", ".")).absolute()  # which `setup.sh` made
 _SHM = "/dev/shm"  # noqa: S108 - vLLM uses it
 _START_S = 400.0

@@ -14,8 +14,6 @@ import msgspec
 
 from bench.records import Effort, Source, Spec
 
-__all__ = ["Barrier", "Stage", "Workload"]
-
 P = TypeVar("P")
 T = TypeVar("T")
 

@@ -28,8 +28,6 @@ from bench.workloads.base import Stage
 from bench.workloads.round_trip import LARGE, MARKS, check, warm_up
 from bench.workloads.stream import fresh
 
-__all__ = ["far", "near"]
-
 _PAGE = 4 << 10
 _MAX_REST_S = 0.02
 

@@ -8,9 +8,8 @@ import torch
 
 from bench.contenders.base import Port
 from bench.workloads.base import Stage
-from bench.workloads.round_trip import near, warm_up
-
-__all__ = ["far", "near"]
+from bench.workloads.round_trip import near as near
+from bench.workloads.round_trip import warm_up
 
 
 async def far(stage: Stage[Port]) -> None:

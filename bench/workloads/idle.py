@@ -10,8 +10,6 @@ from bench.usage import cpu_seconds, family
 from bench.workloads.base import Stage
 from bench.workloads.stream import drained, fresh, pour, send_end, take
 
-__all__ = ["far", "near"]
-
 _FEW = 20
 _SETTLE_S = 1.0  # so that a contender has finished its work after traffic
 

@@ -15,8 +15,6 @@ from bench.records import Batch
 from bench.workloads.base import Stage
 from bench.workloads.stream import fresh, send_end, take
 
-__all__ = ["PERCENTILES", "far", "lateness", "near", "tick"]
-
 _TICK_S = 0.001
 PERCENTILES = {"p50": 50.0, "p99": 99.0, "p999": 99.9, "max": 100.0}
 

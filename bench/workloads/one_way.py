@@ -23,8 +23,6 @@ from bench.records import Batch
 from bench.workloads.base import Stage
 from bench.workloads.stream import computed, drained, fresh, pour, send_end, take
 
-__all__ = ["far", "near"]
-
 
 async def near(stage: Stage[Port]) -> AsyncIterator[Batch]:
     """Take the tensors of all senders, one batch for each size and number of senders."""

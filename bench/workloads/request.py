@@ -17,8 +17,6 @@ from bench.workloads.base import Stage
 from bench.workloads.round_trip import LARGE, MARKS, check, warm_up
 from bench.workloads.stream import fresh
 
-__all__ = ["far", "near"]
-
 _FPS = 25.0
 
 

@@ -22,8 +22,6 @@ from bench.records import Batch, Spec
 from bench.workloads.base import Stage
 from bench.workloads.stream import fresh
 
-__all__ = ["LARGE", "MARKS", "check", "far", "near", "warm_up"]
-
 LARGE = 1 << 20  # bytes; freeing tensors from here on takes long
 
 MARKS = 251  # a prime, so that a repeated or skipped tensor cannot have the expected mark

@@ -36,8 +36,6 @@ from bench.usage import PeakWatch, cpu_seconds, family, private_bytes, shared_by
 from bench.workloads.base import Stage
 from bench.workloads.loop_lag import PERCENTILES, tick
 
-__all__ = ["far", "near"]
-
 _IN_FLIGHT = 400  # requests, in all servers together
 _WARM_UP = 24  # requests before the measured ones, in all servers together
 _SAMPLE_S = 0.01

@@ -7,8 +7,6 @@ import torch
 
 from bench.contenders.base import Port
 
-__all__ = ["computed", "drained", "fresh", "pour", "send_end", "take"]
-
 _END = 255  # the first byte of the last tensor of a stream; all others begin with a one
 _COUNT = slice(8, 16)
 

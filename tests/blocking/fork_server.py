@@ -19,8 +19,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, NamedTuple, Self
 
-__all__ = ["Ended", "ForkServer", "Program", "last_words"]
-
 _ROOT = Path(__file__).parents[2]
 _LIMIT_S = 20.0  # for a program to end
 

@@ -18,8 +18,6 @@ from verification import inside
 from verification.internals import held_by_receiver
 from verification.patterns import BIG, pattern
 
-__all__ = ["WAITS", "Row", "Wait"]
-
 
 class Wait(NamedTuple):
     """A call that will wait.

@@ -19,8 +19,6 @@ from aiotensor.transports.endpoints import Endpoint
 from verification.internals import worker_of
 from verification.patterns import pattern
 
-__all__ = ["SLOW", "HeldUp", "Unread", "clog", "held_back", "in_line", "strided", "unread"]
-
 T = TypeVar("T")
 
 SLOW = (

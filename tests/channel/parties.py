@@ -20,24 +20,6 @@ from verification.patterns import pattern
 from verification.places import free_port
 from verification.waiting import until
 
-__all__ = [
-    "Answer",
-    "Channel",
-    "Places",
-    "Question",
-    "answer",
-    "answer_one",
-    "channel",
-    "channels",
-    "key_options",
-    "place",
-    "said",
-    "serving",
-    "settled",
-    "still_waits",
-]
-
-
 # A leak never ends. Resources on their way back get this much time before a test reports them as leaked.
 _PATIENCE_S = 10.0
 

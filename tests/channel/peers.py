@@ -12,23 +12,9 @@ from aiotensor import TensorQueue
 from aiotensor.channel import MessageClient, MessageServer
 from tests.channel.parties import Answer, Question, answer
 from verification.patterns import BIG, pattern
-from verification.processes.peers import Peer, State
+from verification.processes.peers import Peer
+from verification.processes.peers import State as State
 from verification.waiting import until
-
-__all__ = [
-    "State",
-    "all_taken",
-    "ask",
-    "begin_to_answer",
-    "begin_to_ask",
-    "close_server",
-    "held",
-    "open_client",
-    "open_server",
-    "outcomes",
-    "process",
-    "take",
-]
 
 
 @asynccontextmanager

@@ -14,8 +14,6 @@ from tests.frames import receiver_hello
 from tests.rogues import RogueReceiver, RogueSender
 from verification.waiting import until
 
-__all__ = ["RogueServer", "heard", "message", "rogue_client", "rogue_server"]
-
 
 def message(number: int, content: object, tensors: Sequence[PlacedTensor] = (), **changes: Any) -> Message:
     """Announce a message whose body is some content, or these bytes as they are, with some fields changed."""

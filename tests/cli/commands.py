@@ -12,8 +12,6 @@ from click.testing import CliRunner, Result
 
 from aiotensor.cli.command import aiotensor as command
 
-__all__ = ["Pair", "aiotensor", "run"]
-
 
 class Pair(NamedTuple):
     """A pair of CURVE keys."""

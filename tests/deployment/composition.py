@@ -13,8 +13,6 @@ from tests.deployment.containers import ROOT
 from tests.deployment.inside import Spec
 from verification.networks import Host
 
-__all__ = ["Service", "image_user", "services_of"]
-
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 
 # The containers of `tests.deployment.containers` always have these restrictions.

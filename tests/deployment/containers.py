@@ -19,8 +19,6 @@ import pytest
 
 from tests.deployment.inside import Spec
 
-__all__ = ["ROOT", "Container", "container"]
-
 ROOT = Path(__file__).parents[2]
 
 _NAMESPACES = ("--mount", "--pid", "--ipc", "--uts", "--fork", "--mount-proc")

@@ -4,8 +4,6 @@ import ctypes
 import ctypes.util
 import errno
 
-__all__ = ["forbid_what_docker_forbids"]
-
 # Calls that versions of the default profile allow to no process, or only to processes with capabilities:
 # https://docs.docker.com/engine/security/seccomp/
 _FORBIDDEN = """

@@ -7,8 +7,6 @@ from aiotensor.types import ServerStatistics
 from tests.integrations.totals import Numbers, Total
 from verification.processes.peers import State
 
-__all__ = ["held", "open_engine", "serve", "slow_down"]
-
 
 async def open_engine(state: State) -> None:
     """Open the server, and answer nothing yet."""

@@ -2,8 +2,6 @@
 
 import os
 
-__all__ = ["publish_to"]
-
 
 def publish_to(folder: str) -> None:
     """Name the folder in this process, which has not imported `prometheus_client` yet."""

@@ -8,8 +8,6 @@ from prometheus_client.samples import Sample
 
 from aiotensor.integrations.prometheus import AioTensorCollector
 
-__all__ = ["Numbers", "at", "new_registry", "parse", "scrape"]
-
 Numbers: TypeAlias = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 

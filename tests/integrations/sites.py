@@ -19,8 +19,6 @@ from tests.integrations import engine
 from tests.integrations.totals import Held, Total, total_of
 from verification.processes.peers import Peer, peers
 
-__all__ = ["SERVERS", "UPLOAD", "MiB", "Scene", "is_answered", "scene", "workers_of"]
-
 ROOT = Path(__file__).parents[2]
 
 Command: TypeAlias = Callable[[int, int], list[str]]

@@ -8,8 +8,6 @@ import torch
 from aiotensor.channel import MessageClient
 from aiotensor.types import ClientStatistics
 
-__all__ = ["PERMITS", "Held", "Numbers", "Total", "client", "held", "numbers", "total_of"]
-
 PERMITS = 4
 _COPIES = 16
 

@@ -9,8 +9,8 @@ from aiotensor.errors import (
     ProtocolError,
     RefusedError,
 )
-from aiotensor.protocol.arrived import REMEMBERED_DISCARDS
-from aiotensor.protocol.mailbox import REMEMBERED_RANGES, REMEMBERED_SENDERS, Key, Mailbox
+from aiotensor.protocol.arrived import REMEMBERED_DISCARDS, Key
+from aiotensor.protocol.mailbox import REMEMBERED_RANGES, REMEMBERED_SENDERS, Mailbox
 
 # Errors, and forgotten senders
 

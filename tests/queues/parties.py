@@ -12,22 +12,6 @@ from aiotensor.queues import MessageQueue, QueueConsumer, QueueProducer
 from verification.patterns import BIG, pattern
 from verification.processes.peers import Peer, State
 
-__all__ = [
-    "Ends",
-    "check",
-    "close",
-    "get",
-    "inner",
-    "message",
-    "open_consumer",
-    "open_producer",
-    "opened",
-    "process",
-    "put",
-    "queue_of",
-    "take_all",
-]
-
 
 class Ends(NamedTuple):
     """A queue with an open producer and an open consumer in this process."""

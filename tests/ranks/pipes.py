@@ -17,23 +17,6 @@ from tests.selection import MODES
 from verification.patterns import pattern
 from verification.processes.peers import Peer, State
 
-__all__ = [
-    "ROUTES",
-    "Ends",
-    "Route",
-    "Routes",
-    "apart",
-    "echo",
-    "ends",
-    "forget",
-    "in_every_mode",
-    "open_pipe",
-    "opened",
-    "receive",
-    "send",
-    "with_child",
-]
-
 
 class Route(NamedTuple):
     """One way between two ranks.

@@ -6,8 +6,6 @@ import torch
 
 from aiotensor import TensorHandle, blocking
 
-__all__ = ["Engine"]
-
 
 class Engine:
     """A plain actor with blocking classes."""

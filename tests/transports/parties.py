@@ -9,8 +9,6 @@ from aiotensor.transports.base import Connector, Events, Transport
 from aiotensor.transports.endpoints import Endpoint, route_to
 from tests.transports.ends import End
 
-__all__ = ["Accepting", "Connecting", "connected_over"]
-
 
 class Accepting:
     """The owner of a listener."""

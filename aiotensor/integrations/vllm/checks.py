@@ -7,22 +7,6 @@ from typing import Any, TypeAlias
 
 from aiotensor.runtime.logs import logger_of
 
-__all__ = [
-    "BROADCAST",
-    "CLIENT",
-    "ENGINE",
-    "EXECUTORS",
-    "KNOWN_VERSIONS",
-    "TENSORS",
-    "WORKERS",
-    "UnsupportedError",
-    "check",
-    "log_at_startup",
-    "log_unchanged",
-    "original",
-    "owner_of",
-]
-
 logger = logger_of("vllm")
 
 KNOWN_VERSIONS = ("0.32", "0.33")

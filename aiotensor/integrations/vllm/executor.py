@@ -17,8 +17,6 @@ from aiotensor.integrations.vllm.settings import Settings
 from aiotensor.runtime.logs import logger_of
 from aiotensor.transports.endpoints import Endpoint
 
-__all__ = ["BroadcastExecutor", "dumps", "loads"]
-
 logger = logger_of("vllm")
 
 _APART_BYTES = 64 * 1024  # a smaller tensor is pickled

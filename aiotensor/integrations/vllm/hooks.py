@@ -16,8 +16,6 @@ from aiotensor.runtime.logs import logger_of
 from aiotensor.sender import SentMessage, abandon_posted, finish_posted, post_in
 from aiotensor.types import Number, TensorHandle
 
-__all__ = ["Sender", "TensorConsumer", "TensorProvider"]
-
 logger = logger_of("vllm")
 
 R = TypeVar("R")

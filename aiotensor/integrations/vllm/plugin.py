@@ -28,8 +28,6 @@ from aiotensor.integrations.vllm.checks import (
 )
 from aiotensor.integrations.vllm.settings import Settings, begin_process, name_engines
 
-__all__ = ["register"]
-
 Function = Callable[..., Any]
 
 

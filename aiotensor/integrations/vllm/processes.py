@@ -22,14 +22,6 @@ from aiotensor.memory.tensors import dtype_from_name
 from aiotensor.runtime.affinity import close_now
 from aiotensor.runtime.logs import logger_of
 
-__all__ = [
-    "ClientConsumer",
-    "EngineProvider",
-    "export_metrics",
-    "log_in_vllm",
-    "open_provider",
-]
-
 logger = logger_of("vllm")
 
 

@@ -16,8 +16,6 @@ from aiotensor.errors import UsageError
 from aiotensor.transports.endpoints import route_to
 from aiotensor.transports.unix import remove_stale
 
-__all__ = ["Settings", "begin_process", "name_engines"]
-
 T = TypeVar("T")
 
 _REMOVAL_S: Final = 2.0

@@ -33,8 +33,6 @@ from aiotensor.transports.tcp.sockets import (
 )
 from aiotensor.transports.tcp.transport import TcpTransport
 
-__all__ = ["TcpConnector"]
-
 _CONNECT_S = 1.0  # the kernel would try for a minute or two, with pauses that grow to many seconds
 _HANDSHAKE_S = 2.0  # less than the other side waits: this side can tell its own timeout from refused keys
 _HANDSHAKES = 3  # ended handshakes in a row that indicate other keys: others may be due to killed processes

@@ -36,8 +36,6 @@ from aiotensor.transports.tcp.sockets import (
 )
 from aiotensor.transports.tcp.transport import TcpTransport
 
-__all__ = ["TcpListener", "listen_at"]
-
 _LOOKUP_S = 10.0  # the maximum time that opening waits for a name to be resolved
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.ENODEV)  # this machine has no such address
 

@@ -27,19 +27,6 @@ from aiotensor.runtime.worker import no_thread
 from aiotensor.transports.address import TcpAddress, TcpArguments, tcp_address
 from aiotensor.types import CurveKey
 
-__all__ = [
-    "ACCEPTED",
-    "DISCONNECTED",
-    "LAST_MESSAGES",
-    "LoopSocket",
-    "TcpOptions",
-    "ZmqContext",
-    "curve_options",
-    "is_ipv6",
-    "new_context",
-    "options_of",
-]
-
 # More than the header of a step and the 33 bytes of encryption (https://rfc.zeromq.org/spec/26/) together.
 _OVERHEAD_BYTES = 256
 _PEER_TIMEOUT_S = 2.0  # by default, between machines

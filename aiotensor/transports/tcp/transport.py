@@ -43,8 +43,6 @@ from aiotensor.protocol.network import (
 )
 from aiotensor.transports.base import MAX_UNREAD_BYTES, Handler, Landing
 
-__all__ = ["TcpTransport"]
-
 _RECORD, _BYE = bytes([RECORD]), bytes([BYE])
 _MAX_REASON_BYTES = 1024
 _QUEUED_RECORD_BYTES = 128  # the overhead of a queued record

@@ -14,20 +14,6 @@ from aiotensor.integrations.opentelemetry import instrument, uninstrument
 from verification.processes.peers import State
 from verification.waiting import until
 
-__all__ = [
-    "CALLS",
-    "Call",
-    "Recorder",
-    "Seen",
-    "all_of",
-    "begin_recording",
-    "one",
-    "recorded",
-    "recording",
-    "tree",
-]
-
-
 Call = Callable[[TensorSender, torch.Tensor], Awaitable[TensorHandle]]
 
 
