@@ -24,14 +24,13 @@ import enum
 import os
 import secrets
 import time
-import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import Context, ContextVar, copy_context
+from contextvars import Context, copy_context
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple, Self, TypeAlias
+from typing import NamedTuple, Self
 
 import msgspec
 import torch
@@ -507,10 +506,9 @@ class TensorSender(LoopObject):
             shape: the sizes of the tensor's dimensions, in elements.
             dtype: the type of the tensor's elements.
 
-        Waits for bytes of shared memory, in the order of the calls; cancellation releases them. For a message
-        of several tensors, call `OpenMessage.allocate` in its block: a task that holds memory while it waits
-        for a permit may wait for a message that has the permit and waits for memory. Other errors are those
-        of `send`.
+        Waits for bytes of shared memory, in the order of the calls; cancellation releases them. In the block
+        of a message, call `OpenMessage.allocate` instead: only that call notices that messages wait for each
+        other's memory. Other errors are those of `send`.
 
         Raises:
             TypeError: the dtype is not a torch dtype.
@@ -518,8 +516,7 @@ class TensorSender(LoopObject):
             ValueError: a size is negative.
             TooLargeError: the tensor would be larger than `arena_bytes`; or it is empty, and its other sizes
                 are too large to address.
-            WouldBlockError: the call waited for longer than `max_wait_s`; or this task is in the block of a
-                message, and all of `arena_bytes` is held by messages that wait for more of it.
+            WouldBlockError: the call waited for longer than `max_wait_s`.
         """
         try:
             if asyncio._get_running_loop() is not self.affinity.open_in:
@@ -917,21 +914,14 @@ class TensorSender(LoopObject):
     async def _allocate(
         self, shape: Sequence[int], dtype: torch.dtype, message: SentMessage | None
     ) -> torch.Tensor:
-        """Wait for a block, and return a tensor over it, which owns the block.
-
-        The memory is accounted to `message`. If it is None, the wait is accounted to the message in whose
-        `async with` block this task runs, because the block cannot end during the wait. The memory is then
-        accounted to no message, because another task may free it.
-        """
+        """Wait for a block, accounted to `message`, and return a tensor over it, which owns the block."""
         sizes, nbytes = sizes_of(shape, dtype, self._max_bytes)
         if nbytes == 0:
             return new_empty(sizes, dtype)
         memory = self._memory
         block = memory.try_acquire(nbytes, message)
         if block is None:
-            waiting = message or innermost_block(self._messages)
-            block = await (memory.acquire(nbytes) if waiting is None else self._block(nbytes, waiting))
-            memory.account(block, message)
+            block = await (memory.acquire(nbytes) if message is None else self._block(nbytes, message))
         if message is not None and message.state is not OPEN:  # it may have ended while waiting
             memory.unpin_owner(block)
             raise self._error(message)
@@ -1435,7 +1425,6 @@ class OpenMessage:
                 self._is_beginning = False
             self._message = SentMessage(permit)
             sender._messages[self._message] = None
-            _enter_block(self._message, asyncio.current_task())
         return self
 
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -1556,30 +1545,6 @@ class OpenMessage:
 
 _NOT_BEGUN = "this message has not begun yet: use `async with sender.message() as message`"
 
-# The `async with` blocks of messages that surround the running code, the innermost one last. Each has a weak
-# reference to its task, or None for a thread. A task that was started in the block inherits this context, but
-# is not in the block.
-_CodeBlock: TypeAlias = "tuple[weakref.ref[asyncio.Task[object]] | None, SentMessage]"
-_code_blocks: ContextVar[tuple[_CodeBlock, ...]] = ContextVar("aiotensor_blocks", default=())
-
-
-def _enter_block(message: SentMessage, task: "asyncio.Task[object] | None") -> None:
-    """Record that a task, or a thread if it is None, is in the `async with` block of a message."""
-    outer = [block for block in _code_blocks.get() if block[1].state is OPEN]
-    _code_blocks.set((*outer, (None if task is None else weakref.ref(task), message)))
-
-
-def innermost_block(messages: Collection[SentMessage]) -> SentMessage | None:
-    """Return the open message among `messages` whose block surrounds the running task; None if there is none.
-
-    The block does not surround tasks that were started in it, because it may end before they do.
-    """
-    for task, message in reversed(_code_blocks.get()):
-        is_inside = task is None or task() is asyncio.current_task()
-        if is_inside and message.state is OPEN and message in messages:
-            return message
-    return None
-
 
 @contextmanager
 def _counted(blocks: Counter[Block], allocation: Allocation) -> Iterator[None]:
@@ -1615,16 +1580,8 @@ def _name_of(handle: TensorHandle) -> str:
     return f"{handle.sender}.{handle.message}.{handle.tensor}"
 
 
-# For other packages of this library
-
-
-def enter_in_thread(message: OpenMessage) -> None:
-    """Record that this thread, rather than the task that entered the block, is in the block of a message."""
-    if message._message is not None:
-        _enter_block(message._message, None)
-
-
-# Post a tensor in a message, or in a new one, which `finish_posted` or `abandon_posted` ends.
+# For other packages of this library: post a tensor in a message, or in a new one, which `finish_posted` or
+# `abandon_posted` ends.
 post_in = TensorSender._post_in
 finish_posted = TensorSender._finish
 abandon_posted = TensorSender._abandon

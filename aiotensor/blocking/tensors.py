@@ -1,14 +1,13 @@
 """Blocking senders and receivers."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 import aiotensor
 from aiotensor.blocking.portal import Block, BlockingObject, UntilClosed, parameters_of
 from aiotensor.memory.source import Sendable
-from aiotensor.sender import enter_in_thread
 from aiotensor.types import Delivery, ReceiverStatistics, SenderStatistics, TensorHandle
 
 
@@ -93,10 +92,11 @@ class OpenMessage(Block[aiotensor.OpenMessage]):
     Arguments and errors are those of `aiotensor.OpenMessage`.
     """
 
-    def __enter__(self) -> Self:
-        super().__enter__()
-        enter_in_thread(self.inner)
-        return self
+    def allocate(
+        self, shape: Sequence[int], dtype: torch.dtype, *, timeout: float | None = None
+    ) -> torch.Tensor:
+        """Return an uninitialized tensor in shared memory for this message, which is sent without a copy."""
+        return self._owner.wait_for(self.inner.allocate, shape, dtype, timeout=timeout)
 
     def send(self, tensor: Sendable, *, timeout: float | None = None) -> TensorHandle:
         """Send one tensor of the message, and return its handle."""

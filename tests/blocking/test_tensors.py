@@ -75,7 +75,10 @@ def test_calls_without_a_wait_return_what_is_there_or_raise(place: Place) -> Non
 def test_a_message_of_several_tensors_has_one_permit_and_is_sent_whole_or_not_at_all(place: Place) -> None:
     with TensorReceiver(place.tensors) as receiver, TensorSender(place.tensors, 1) as sender:
         with sender.message(timeout=10) as message:
-            handles = [message.send(pattern(seed, BIG), timeout=10) for seed in range(3)]
+            handles = [message.send(pattern(seed, BIG), timeout=10) for seed in range(2)]
+            allocated = message.allocate((BIG,), torch.int64, timeout=10)
+            handles.append(message.send(allocated.copy_(pattern(2, BIG))))
+            del allocated
             assert sender.statistics().in_flight == 1
         for seed, handle in reversed(list(enumerate(handles))):
             assert torch.equal(receiver.receive(handle), pattern(seed, BIG))

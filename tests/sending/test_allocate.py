@@ -151,19 +151,17 @@ async def test_allocated_tensors_can_be_sent_up_to_the_limit_of_dimensions() -> 
         await settled(sender)
 
 
-async def _allocate_twice(sender: TensorSender, shape: tuple[int], *, by_message: bool) -> None:
+async def _allocate_twice(sender: TensorSender, shape: tuple[int]) -> None:
     async with sender.message() as message:
-        allocate = message.allocate if by_message else sender.allocate
-        tensor = await allocate(shape, torch.int64)
+        tensor = await message.allocate(shape, torch.int64)
         await message.send(tensor)
         del tensor
-        await message.send(await allocate(shape, torch.int64))
+        await message.send(await message.allocate(shape, torch.int64))
 
 
-@pytest.mark.parametrize("by_message", [True, False], ids=["message.allocate", "sender.allocate"])
-async def test_one_of_two_messages_that_wait_for_each_others_memory_is_refused(by_message: bool) -> None:
+async def test_one_of_two_messages_that_wait_for_each_others_memory_is_refused() -> None:
     async with pair(arena_bytes=10 * BIG * 8) as (sender, receiver):
-        both = [_allocate_twice(sender, (4 * BIG,), by_message=by_message) for _ in range(2)]
+        both = [_allocate_twice(sender, (4 * BIG,)) for _ in range(2)]
         ended = await asyncio.gather(*both, return_exceptions=True)
         assert sorted(map(type, ended), key=str) == [type(None), WouldBlockError]
         assert "so the wait would never end" in str(next(filter(None, ended)))
