@@ -13,6 +13,7 @@ from bench.vllm_serve.server import FOLDER, Server, ask, ask_all, client_of, pro
 
 VIDEOS = range(12)
 BOTH = "tensors,broadcast"
+LONG = 4000  # tokens, which take longer than a test waits
 MIB = 1 << 20
 
 
@@ -80,7 +81,7 @@ async def test_top_shows_the_engine_and_its_workers(server: Server, stock: list[
 
 async def test_aborted_requests_release_permits_and_memory(server: Server, stock: list[list[int]]) -> None:
     async with client_of(server) as client:
-        asked = [asyncio.create_task(ask(client, number, 4000)) for number in range(2, 34)]
+        asked = [asyncio.create_task(ask(client, number, LONG)) for number in range(2, 34)]
         while not server.metric("vllm:num_requests_running"):
             await asyncio.sleep(0.1)
         for task in asked:
@@ -121,12 +122,14 @@ async def test_with_two_workers_a_process_that_ends_under_load_leaves_nothing_be
         assert await ask_all(server, VIDEOS) == stock
         assert_one_copy(server)
         async with client_of(server) as client:
-            asked = [asyncio.create_task(ask(client, number, 4000)) for number in range(24)]
+            asked = [asyncio.create_task(ask(client, number, LONG)) for number in range(24)]
             while not server.metric("vllm:num_requests_running"):
                 await asyncio.sleep(0.1)
             assert await asyncio.to_thread(server.end, sent, title) == []
             results = await asyncio.gather(*asked, return_exceptions=True)
-        assert all(isinstance(result, httpx.HTTPError) for result in results)
+        # vLLM answers some requests with the tokens so far.
+        for result in results:
+            assert isinstance(result, httpx.HTTPError) or (isinstance(result, list) and len(result) < LONG)
 
 
 async def test_two_engines_receive_videos_from_each_api_server(stock: list[list[int]]) -> None:
