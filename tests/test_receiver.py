@@ -261,39 +261,45 @@ async def test_copies_and_errors_are_counted_and_cancelling_is_no_error() -> Non
 
 # Thousands of tensors that are freed at once: the work is divided over many iterations.
 
-MESSAGES, TENSORS = 3, 1000
+MESSAGES, TENSORS = 10, 300
 ALL = MESSAGES * TENSORS
 NBYTES = 16 << 10  # too large for a frame, so each has a block
 
 
-async def _send_all(sender: TensorSender, receiver: TensorReceiver) -> list[TensorHandle]:
+async def _send_all(senders: list[TensorSender], receiver: TensorReceiver) -> list[torch.Tensor]:
     handles: list[TensorHandle] = []
-    for _ in range(MESSAGES):
-        async with sender.message() as message:
+    for number in range(MESSAGES):
+        async with senders[number % len(senders)].message() as message:
             handles += [await message.send(torch.zeros(NBYTES, dtype=torch.uint8)) for _ in range(TENSORS)]
-    for handle in handles:
-        await receiver.arrived(handle)
-    return handles
+    return [await receiver.receive(handle) for handle in handles]
 
 
-async def test_many_freed_tensors_are_released_over_many_iterations() -> None:
-    async with pair() as (sender, receiver):
-        tensors = [await receiver.receive(handle) for handle in await _send_all(sender, receiver)]
+@pytest.mark.parametrize("count", [1, MESSAGES])
+async def test_many_freed_tensors_are_released_over_many_iterations(count: int) -> None:
+    async with AsyncExitStack() as stack:
+        place = stack.enter_context(endpoint())
+        receiver = await stack.enter_async_context(TensorReceiver(place))
+        senders = [await stack.enter_async_context(TensorSender(place, MESSAGES)) for _ in range(count)]
+        for sender in senders:
+            await sender.ready()
+        tensors = await _send_all(senders, receiver)
         assert receiver.statistics().leases == ALL
 
         with (
             Changes(lambda: receiver.statistics().leases) as leases,
-            Changes(lambda: sender.statistics().bytes_in_use // NBYTES) as blocks,
+            Changes(lambda: sum(one.statistics().bytes_in_use for one in senders) // NBYTES) as blocks,
         ):
             tensors.clear()
-            await settled(sender)
+            for sender in senders:
+                await settled(sender)
 
         assert 0 < leases.most < ALL // 5
         assert 0 < blocks.most < ALL // 5
 
-        tensors = [await receiver.receive(handle) for handle in await _send_all(sender, receiver)]
+        tensors = await _send_all(senders, receiver)
         while tensors:
             del tensors[-97:]  # while earlier ones are released
             await asyncio.sleep(0)
-        await settled(sender)
+        for sender in senders:
+            await settled(sender)
         assert receiver.statistics().leases == 0

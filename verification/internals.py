@@ -20,11 +20,13 @@ from aiotensor.memory.arena import Segment
 from aiotensor.memory.gates import Gate
 from aiotensor.memory.mappings import Mappings
 from aiotensor.memory.memory import Memory
+from aiotensor.memory.tensors import Watch
 from aiotensor.protocol.audience import Backlog
 from aiotensor.protocol.blocks import Blocks
 from aiotensor.protocol.credits import Budget
 from aiotensor.ranks import RankPipe
 from aiotensor.receiver import _Sender
+from aiotensor.runtime.affinity import FreedItems
 from aiotensor.runtime.descriptors import copy_of, file_of
 from aiotensor.runtime.worker import Worker
 from aiotensor.sender import SentMessage, _Receiver
@@ -56,12 +58,12 @@ def memory_of(owner: TensorSender | Publisher) -> Memory:
 
 
 def segment_of(sender: TensorSender) -> Segment:
-    """Return the current segment of a sender's shared memory."""
+    """Return the segment of a sender's shared memory."""
     return memory_of(sender)._arena
 
 
 def blocks_of(sender: TensorSender) -> Blocks:
-    """Return the blocks in the current segment of a sender's shared memory."""
+    """Return the blocks in the segment of a sender's shared memory."""
     return segment_of(sender).blocks
 
 
@@ -186,6 +188,11 @@ def unidentified_at_publisher(publisher: Publisher) -> int:
     """Count the connections of a publisher that have sent no frame, and its inspectors."""
     admission = publisher._admission
     return len(admission._unidentified) + len(admission._inspectors)
+
+
+def freed_of(pipe: RankPipe) -> FreedItems[Watch]:
+    """Return the freed tensors of a pipe whose blocks have not been released yet."""
+    return pipe._mappings.freed
 
 
 def lost_bytes_of(publisher: Publisher) -> int:

@@ -71,6 +71,7 @@ class Session(abc.ABC):
         self._freed = freed
         self._loop = asyncio.get_running_loop()
         self._flushing: asyncio.Handle | None = None  # set while a flush is scheduled
+        self._is_collecting = False  # whether a flush, which is under way, releases blocks
         self.attached: dict[int, Descriptor] = {}
         self.peer_uses_memory = True
         self.pins: dict[int, int] = {}
@@ -117,16 +118,20 @@ class Session(abc.ABC):
 
     # Writing
 
-    def flush(self) -> None:
+    def flush(self, is_scheduled: bool = False) -> None:
         """Write the pending frames now; a failure ends the session."""
-        if (freed := self._freed) is not None:
-            # If a tensor was freed right after it was taken, its `Release` is sent together with the `Taken`.
+        flushing, self._flushing = self._flushing, None
+        if flushing is not None and not is_scheduled:
+            flushing.cancel()
+        # If a tensor was freed right after it was taken, its `Release` is sent together with the `Taken`.
+        if (freed := self._freed) is not None and freed.rest is None:
             freed.is_scheduled = False
             if freed.items:
-                freed.collect()
-        if self._flushing is not None:  # after the releases, which would schedule another flush
-            self._flushing.cancel()
-            self._flushing = None
+                self._is_collecting = True  # so that the releases schedule no other flush
+                try:
+                    freed.collect()
+                finally:
+                    self._is_collecting = False
         try:
             for record in self.connection.data_to_send():
                 self.transport.write(record)
@@ -147,14 +152,14 @@ class Session(abc.ABC):
     def schedule_flush(self) -> None:
         """Write the pending frames at the end of this iteration of the event loop."""
         if self._flushing is None:
-            self._flushing = self._loop.call_soon(self.flush)
+            self._flushing = self._loop.call_soon(self.flush, True)
             if self._freed is not None:
                 self._freed.is_scheduled = True  # since a flush collects the freed tensors
 
     def release(self, block: int) -> None:
         """Return a block to the peer."""
         self.connection.release(block)
-        if self._flushing is None:
+        if not self._is_collecting:
             self.schedule_flush()
 
     def keep_pins(self, memory: Memory, pins: Sequence[int] | None = None) -> None:

@@ -32,6 +32,7 @@ from aiotensor.protocol.blocks import ADDRESSES_PER_BYTE, Blocks
 from aiotensor.protocol.credits import Ticket
 from aiotensor.runtime.descriptors import Descriptor
 
+_EARLY_S = 0.01  # timers expire up to some milliseconds early
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -42,10 +43,10 @@ class Segment:
     belongs to the thread of the event loop. The number identifies the segment on the connection.
     """
 
-    def __init__(self, number: int, nbytes: int, blocks: Blocks | None = None) -> None:
+    def __init__(self, number: int, nbytes: int) -> None:
         self.number = number
         self.nbytes = whole_pages(nbytes)
-        self.blocks = Blocks(self.nbytes, mmap.PAGESIZE) if blocks is None else blocks
+        self.blocks = Blocks(self.nbytes, mmap.PAGESIZE)
         self.memory = memoryview(b"")  # the whole mapping, while the segment is open
         self.address = 0  # of its first byte
         self._mapping: Mapping | None = None
@@ -164,9 +165,9 @@ class Segment:
         self._awaited_bytes -= _total(cold)
         self.warm.add(done)
 
-    def take_idle(self, before: float) -> list[Range]:
-        """Take the chunks without blocks that were last used before a time, and list them."""
-        taken = []
+    def take_idle(self, idle_s: float) -> list[Range]:
+        """Take the chunks without blocks that were not used for a time in seconds, and list them."""
+        before, taken = time.monotonic() - idle_s + _EARLY_S, []
         for chunk in list(self._idle()):
             if self._left[chunk] <= before:
                 taken += self._take(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.nbytes))
@@ -316,6 +317,8 @@ class Arena(Segment):
         try:
             self.open()
         except OSError:
+            if len(self.blocks.lengths) > 1:
+                raise  # bytes without a block, of messages that are not taken, have places here
             before = self.nbytes, self.blocks
             self.nbytes, self.blocks = self.max_bytes, Blocks(self.max_bytes, mmap.PAGESIZE)
             try:
@@ -329,9 +332,10 @@ class Arena(Segment):
             return first
         return place
 
-    def prepare_block(self, place: Extent) -> list[Range]:
-        """Return the ranges to fill for the memory of a block, as `prepare` does."""
-        return self.prepare(place.offset, place.nbytes, self.max_bytes + self.lost_bytes)
+    @property
+    def memory_limit(self) -> int:
+        """The number of bytes of memory beyond which idle memory is taken."""
+        return self.max_bytes + self.lost_bytes
 
     def has_space_beside(self, kept: Iterable[Range]) -> bool:
         """Return whether a block of the maximum size has a place if only the kept ranges are in use."""

@@ -7,7 +7,6 @@ the system.
 """
 
 import asyncio
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -17,7 +16,6 @@ import numpy as np
 from aiotensor.errors import ProtocolError
 from aiotensor.memory.arena import Extent, Segment, whole_pages
 from aiotensor.memory.pages import Range
-from aiotensor.protocol.blocks import Blocks
 from aiotensor.protocol.network import WINDOW_BYTES
 from aiotensor.runtime.worker import Worker
 
@@ -56,8 +54,7 @@ class LandingSegment:
     """
 
     def __init__(self, number: int, nbytes: int, limit: int, worker: Worker) -> None:
-        self._placed = Blocks(whole_pages(nbytes))
-        self._segment = Segment(number, nbytes, self._placed)
+        self._segment = Segment(number, nbytes)
         self.mapped = self._segment.open()
         self._limit = whole_pages(limit)
         self._worker = worker
@@ -125,7 +122,7 @@ class LandingSegment:
                 f"it uses {self._nbytes + nbytes} bytes, more than its stated limit of {self._limit}"
             )
         try:
-            self._placed.reserve(block, nbytes)
+            self._segment.blocks.reserve(block, nbytes)
         except ValueError as error:
             raise ProtocolError(f"it placed a block at an invalid position: {error}") from None
         self._nbytes += nbytes
@@ -167,7 +164,7 @@ class LandingSegment:
     def _trim(self) -> None:
         """Return memory that was idle for `_KEEP_WARM_S` to the system; check again later if more is idle."""
         self._trimming = None
-        self._segment.take_idle(time.monotonic() - _KEEP_WARM_S)
+        self._segment.take_idle(_KEEP_WARM_S)
         if self._segment.taken:
             self._worker.begin("returning memory", self._segment.return_memory)
         if self._segment.has_idle:

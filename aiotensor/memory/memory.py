@@ -3,7 +3,6 @@
 import asyncio
 import ctypes
 import itertools
-import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -183,7 +182,7 @@ class Memory:
         """
         place, segment = block.place, block.place.segment
         if not segment.warm.has(place.offset, place.nbytes):
-            cold = self._arena.prepare_block(place)
+            cold = self._arena.prepare(place.offset, place.nbytes, self._arena.memory_limit)
             filled: list[Range] = []
             try:
                 segment.provide(cold, filled)
@@ -244,14 +243,14 @@ class Memory:
 
         Cancellation and errors are those of `copy`.
         """
-        segment = block.place.segment
-        cold = self._arena.prepare_block(block.place)
+        place, segment = block.place, block.place.segment
+        cold = self._arena.prepare(place.offset, place.nbytes, self._arena.memory_limit)
         copy = _Copy(block, holder, cold)
         try:
             running = self._worker.submit(
                 partial(self._work, copy, source),
                 partial(self._copied, copy),
-                takes_long=block.place.nbytes > _SHORT_COPY_BYTES,
+                takes_long=place.nbytes > _SHORT_COPY_BYTES,
             )
         except BaseException:
             segment.filled(cold, [])
@@ -559,7 +558,7 @@ class Memory:
         for other in list(self._departures):
             if other.is_overdue and other.keeps_bytes:
                 self._grant_again(other)
-        self._arena.take_excess(self._arena.max_bytes + self._arena.lost_bytes)
+        self._arena.take_excess(self._arena.memory_limit)
         self._trim()
 
     @property
@@ -577,7 +576,7 @@ class Memory:
         ]
 
     def segments(self) -> Iterator[Segment | ForeignSegment]:
-        """Iterate over the segment of the arena and the segments of peers."""
+        """Iterate over the arena and the segments of peers."""
         yield self._arena
         yield from self._foreign.values()
 
@@ -705,7 +704,7 @@ class Memory:
             self._trimming = None
         arena = self._arena
         if self._keep_warm_s is not None:
-            arena.take_idle(time.monotonic() - self._keep_warm_s)
+            arena.take_idle(self._keep_warm_s)
             if arena.has_idle:
                 self._trimming = asyncio.get_running_loop().call_later(self._keep_warm_s, self._trim)
         if arena.taken:

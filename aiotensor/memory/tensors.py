@@ -213,7 +213,7 @@ MAX_INLINE_BYTES = 8 * 1024
 
 
 def open_empty(nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return an empty tensor that a peer sent with a number of bytes.
+    """Return a tensor without bytes, or raise the error for a wrong number of bytes.
 
     Raises:
         ProtocolError: the number of bytes differs from the size of the tensor, or the shape is too large.

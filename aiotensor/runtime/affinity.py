@@ -268,7 +268,7 @@ class FreedItems(Generic[T]):
     """Pass freed items from finalizers to the event loop.
 
     A finalizer may run in any thread, and during a garbage collection, so it only appends to a queue and
-    wakes the loop.
+    wakes the loop, unless the loop will collect the items anyway.
 
     Args:
         handle: a bound method, called in the loop with the freed items in order. It gets a limited number of
@@ -277,6 +277,7 @@ class FreedItems(Generic[T]):
     Attributes:
         items: the freed items that have not been passed to `handle` yet.
         is_scheduled: whether the items will be collected in the next iteration of the loop.
+        rest: set while the next iteration collects items that were too many for one.
     """
 
     def __init__(self, handle: Callable[[list[T]], None]) -> None:
@@ -289,6 +290,7 @@ class FreedItems(Generic[T]):
         self._handle = handle.__func__
         self.items: deque[T] = deque()
         self.is_scheduled = False
+        self.rest: asyncio.Handle | None = None
 
     def bind(self) -> None:
         """Pass the items to the running loop; called once, before the first item is created."""
@@ -314,15 +316,20 @@ class FreedItems(Generic[T]):
     def collect(self) -> None:
         """Pass at most `FEW_ITEMS` queued items to `handle`, and the rest in the next iterations."""
         self.is_scheduled = False  # first, so that a later item schedules another call
+        if self.rest is not None:
+            self.rest.cancel()
+            self.rest = None
         items: list[T] = []
         while self.items and len(items) < FEW_ITEMS:
             items.append(self.items.popleft())
         owner = self._owner()
-        if items and owner is not None:
-            self._handle(owner, items)
-        if self.items and not self.is_scheduled and self._loop is not None:
-            self.is_scheduled = True
-            self._loop.call_soon(self.collect)
+        try:
+            if items and owner is not None:
+                self._handle(owner, items)
+        finally:
+            if self.items and self._loop is not None:
+                self.is_scheduled = True
+                self.rest = self._loop.call_soon(self.collect)
 
     def collect_all(self) -> None:
         """Pass all queued items to `handle` during this call."""

@@ -1,6 +1,5 @@
 import errno
 import fcntl
-import math
 import os
 import resource
 import sys
@@ -51,7 +50,7 @@ def test_returned_memory_is_freed_and_reads_as_zero_when_reused() -> None:
     with segment_of() as segment:
         filled(segment, chunk(0), chunk(1), chunk(2))
         segment.memory[: 3 * MIB] = b"x" * (3 * MIB)
-        segment.take_idle(math.inf)
+        segment.take_idle(0)
         filled(segment, chunk(1))  # a block came to lie there before it was given back
         segment.memory[MIB : 2 * MIB] = b"y" * MIB
         segment.return_memory()
@@ -89,7 +88,7 @@ def test_a_warm_chunk_is_idle_exactly_if_no_block_has_a_byte_in_it(
         }
 
         assert segment.has_idle == bool(warm_chunks - touched)
-        assert segment.take_idle(math.inf) == [all_warm[number] for number in sorted(warm_chunks - touched)]
+        assert segment.take_idle(0) == [all_warm[number] for number in sorted(warm_chunks - touched)]
         assert all(segment.warm.has(number * MIB, 1) for number in warm_chunks & touched)
 
 

@@ -1,17 +1,21 @@
 """No call of a pipe keeps the loop busy for long."""
 
 import asyncio
+import collections
 import itertools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from aiotensor import PeerLostError
 from tests.conformance.turns import Lengths, measured, some_turns, too_long
-from tests.ranks.pipes import forget, with_child
+from tests.ranks.pipes import ends, forget, with_child
 from tests.selection import COMPLETE
+from verification.internals import freed_of
 from verification.processes import peers
 from verification.waiting import until
 
@@ -158,3 +162,34 @@ async def test_no_call_of_a_rank_that_receives_keeps_its_loop_busy_for_long(plac
         return lengths
 
     assert await too_long(measure) == {}
+
+
+class Preempted(collections.deque[Any]):
+    """Freed items; the thread that appends one pauses before it looks whether they will be collected."""
+
+    def __init__(self) -> None:
+        self.has_appended, self.goes_on = threading.Event(), threading.Event()
+
+    def append(self, item: object) -> None:
+        super().append(item)
+        if threading.current_thread() is not threading.main_thread():
+            self.has_appended.set()
+            assert self.goes_on.wait(20)
+
+
+async def test_tensors_are_released_after_one_was_freed_in_a_thread_during_a_flush() -> None:
+    tensor = torch.zeros(1 << 15)
+    async with ends(max_bytes=4 * tensor.nbytes) as (low, high):
+        for _ in range(3):
+            await low.send(tensor)
+        received = [await high.receive() for _ in range(3)]
+        items = freed_of(high).items = Preempted()
+        thread = threading.Thread(target=received.pop)
+        thread.start()
+        assert items.has_appended.wait(20)
+        await high.send(torch.zeros(3))  # which writes at once, together with the release
+        items.goes_on.set()
+        thread.join()
+        await low.receive()
+        received.clear()
+        await until(lambda: low.statistics().bytes_in_use == 0)

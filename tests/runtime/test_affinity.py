@@ -11,7 +11,7 @@ import pytest
 from aiotensor import TensorReceiver, TensorSender
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.errors import ClosedError, UsageError
-from aiotensor.runtime.affinity import FreedItems, LoopAffinity
+from aiotensor.runtime.affinity import FEW_ITEMS, FreedItems, LoopAffinity
 
 
 def in_a_thread(work: Callable[[], object]) -> BaseException | None:
@@ -199,6 +199,27 @@ async def test_items_freed_during_handling_are_not_lost() -> None:
     await chain.until(3)
 
     assert chain.calls == [[0], [1], [2]]
+
+
+class Failing(Collected):
+    """Fails for the first items."""
+
+    def handle(self, items: list[int]) -> None:
+        super().handle(items)
+        if len(self.calls) == 1:
+            raise KeyError(items[0])
+
+
+async def test_a_limited_number_of_items_is_handled_in_each_iteration_also_after_a_failure() -> None:
+    reported: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    failing = Failing()
+    for item in range(2 * FEW_ITEMS + 1):
+        failing.items(item)
+    await failing.until(2 * FEW_ITEMS + 1)
+
+    assert [len(items) for items in failing.calls] == [FEW_ITEMS, FEW_ITEMS, 1]
+    assert [type(context["exception"]) for context in reported] == [KeyError]
 
 
 async def test_freed_items_keep_no_reference_to_their_handler() -> None:
