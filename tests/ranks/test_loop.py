@@ -183,6 +183,7 @@ async def test_tensors_are_released_after_one_was_freed_in_a_thread_during_a_flu
         for _ in range(3):
             await low.send(tensor)
         received = [await high.receive() for _ in range(3)]
+        await until(lambda: low.statistics().in_flight == 0)  # no flush is scheduled any more
         items = freed_of(high).items = Preempted()
         thread = threading.Thread(target=received.pop)
         thread.start()
