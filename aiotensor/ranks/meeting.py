@@ -167,16 +167,13 @@ class Meeting:
         if data == _NONE.encode():
             return
         try:
-            theirs = msgspec.json.decode(data, type=Entry)
-            if theirs.host:
-                ipaddress.ip_address(theirs.host)
-        except (msgspec.MsgspecError, ValueError) as error:
+            self.theirs = theirs = msgspec.json.decode(data, type=Entry)
+        except ValueError as error:
             raise ProtocolError(f"rank {self._peer} wrote an invalid entry: {error}") from error
-        self.theirs = theirs
         if not theirs.machine:
             raise WithdrawnError
-        if bool(theirs.public_key) != bool(self._ours.public_key):
-            reason = f"encrypt={bool(theirs.public_key)}, unlike this rank: pass the same value at both ranks"
+        if (encrypt := bool(theirs.public_key)) != bool(self._ours.public_key):
+            reason = f"{encrypt=}, unlike this rank: pass the same value at both ranks"
             raise RefusedError(f"rank {self._peer} opened the pipe with {reason}")
 
     def route(self) -> Route:
@@ -184,7 +181,7 @@ class Meeting:
 
         Raises:
             UsageError: no address is known at which the other rank reaches this one.
-            ProtocolError: the address of the other rank is invalid.
+            ProtocolError: the entry of the other rank is invalid.
         """
         ours, theirs = self._ours, self.theirs
         if ours.machine == theirs.machine:
@@ -192,14 +189,14 @@ class Meeting:
             return route_to(TensorQueue(ours.address))
         given = TcpArguments(not self.listens, self._secret_key, peer_timeout_s=self._timeout_s)
         public = theirs.public_key or None
-        if self.listens:
+        try:
+            if not self.listens:
+                return route_to(theirs.address, given._replace(server_key=public, token=theirs.token))
             ours.token = secrets.token_hex(32)
             given = given._replace(client_keys=[public] if public else (), token=ours.token)
             return route_to(f"tcp://{self._host_towards(theirs.host)}:0", given)
-        try:
-            return route_to(theirs.address, given._replace(server_key=public, token=theirs.token))
         except ValueError as error:
-            raise ProtocolError(f"rank {self._peer} wrote an invalid address: {error}") from error
+            raise ProtocolError(f"rank {self._peer} wrote an invalid entry: {error}") from error
 
     def _host_towards(self, other: str) -> str:
         """Return the address at which the other rank reaches this one.
@@ -209,7 +206,7 @@ class Meeting:
         """
         host = self._ours.host
         if not host or ipaddress.ip_address(host).is_loopback:
-            host = _address_towards(other)
+            host = _address_towards(other, socket.AI_NUMERICHOST)
         if not host:
             raise UsageError(
                 "the other rank runs on another machine, and the store does not determine the network "
@@ -245,14 +242,14 @@ def _server_of(store: "Store") -> str:
     return getattr(store, "host", "")
 
 
-def _address_towards(host: str) -> str:
+def _address_towards(host: str, flags: int = 0) -> str:
     """Return the address of the interface by which this process reaches a host; "" if there is none.
 
-    Blocks while the name of the host is resolved, and sends nothing.
+    Blocks while the name of the host is resolved, unless the flags forbid names, and sends nothing.
     """
     with suppress(OSError):  # the name cannot be resolved, or no interface reaches the host
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as sock:
+        family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM, flags=flags)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
             sock.connect(address)
             return str(sock.getsockname()[0])
     return ""

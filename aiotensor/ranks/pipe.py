@@ -12,7 +12,6 @@ its frame and the entries for it at both ends. A message that is not in shared m
 there, which get no memory, so that one queue grants the bytes of all messages.
 """
 
-import asyncio
 import ipaddress
 import operator
 import os
@@ -29,7 +28,6 @@ from aiotensor.errors import (
     AioTensorError,
     ClosedError,
     PeerLostError,
-    ProtocolError,
     RefusedError,
     TooLargeError,
     WouldBlockError,
@@ -164,7 +162,12 @@ class RankPipe(LoopObject):
         self._changes = Waiters()
         # Messages to the peer
         limits = WaitLimits(_LONG_WAIT_S, self._max_wait_s, self._log_wait, self._would_block)
-        self._turns: Gate[None] = Gate(1, limits._replace(long_wait_s=None), step="wait for a turn")
+        self._turns: Gate[None] = Gate(
+            1,
+            limits._replace(long_wait_s=None),
+            reason="earlier calls were not complete",
+            step="wait for a turn",
+        )
         self._memory = Memory(
             self._max_bytes,
             _KEEP_WARM_S,
@@ -202,15 +205,14 @@ class RankPipe(LoopObject):
         absence = Absence(self._label, lambda: missing)
         absence.begin()
         try:
-            async with at_most(self._max_wait_s, partial(self._overdue, missing)):
-                while self._session is None:
-                    await self._open(self._meet())
-                    if self.affinity.is_closed:
-                        raise ClosedError("this RankPipe was closed while it was being opened")
-        except BaseException as error:
+            with self._errors:
+                async with at_most(self._max_wait_s, partial(self._overdue, missing)):
+                    while self._session is None:
+                        await self._open(self._meet())
+                        self.affinity.check_open()
+        except BaseException:
             self.affinity.close()
             self._abort()
-            self._errors.add(error)
             raise
         finally:
             absence.end()
@@ -229,12 +231,7 @@ class RankPipe(LoopObject):
                 route = meeting.route()
                 if meeting.listens:
                     admission = Admission(
-                        self._hello,
-                        "rank",
-                        self._log,
-                        self._refusal,
-                        self._admitted,
-                        self._refused,
+                        self._hello, "rank", self._log, self._refusal, self._admitted, self._refused
                     )
                     stack.callback(admission.close)
                     listener = await route.listen(admission.connection_accepted)
@@ -252,19 +249,16 @@ class RankPipe(LoopObject):
                 await meeting.withdraw()
                 raise
 
-    async def _read(self, meeting: Meeting, found: Callable[[], object]) -> None:
+    async def _read(self, meeting: Meeting, find: Callable[[], object]) -> None:
         """Read the entry of the other rank again and again until a function finds something."""
         delay = _FIRST_POLL_S
-        while not found():
+        while not find():
             failure = self._failure
             await meeting.read()
-            if found():
-                break
             if failure is not None:  # since before the read: the other rank has not withdrawn the entry
                 raise again(failure)
             with suppress(TimeoutError):
-                async with asyncio.timeout(delay):
-                    await self._changes.wait()
+                await until(lambda: find() or self._failure or None, self._changes, delay)
             delay = min(2 * delay, _LAST_POLL_S)
 
     async def send(self, tensor: torch.Tensor | None) -> None:
@@ -349,7 +343,7 @@ class RankPipe(LoopObject):
                     is_quick = value.nbytes <= QUICK_BYTES
                     value = own_copy(value) if is_quick else await in_thread(own_copy, value)
                 except BaseException:
-                    insort(self._inbox, arrived, key=operator.itemgetter(0))
+                    insort(self._inbox, arrived)  # by the numbers, which are unique
                     # The error refers to this frame, whose variables would keep the tensor alive.
                     del arrived, value
                     self._receivers.wake_one()
@@ -357,8 +351,7 @@ class RankPipe(LoopObject):
             del arrived
             self._counts["messages_received"] += 1
             self._counts["bytes_received"] += 0 if value is None else value.nbytes
-            session.connection.taken(number)
-            session.schedule_flush()
+            session.taken(number)
             return value
 
     async def drain(self) -> None:
@@ -371,9 +364,9 @@ class RankPipe(LoopObject):
             ClosedError: this pipe was closed.
         """
         with self._errors:
-            connection = self._opened().connection
+            self._opened()
             last = self._counts["messages_sent"]
-            while next(iter(self._announced), connection.next_message) < last:
+            while next(iter(self._announced), last) < last:
                 self._check()
                 await self._changes.wait()
 
@@ -545,24 +538,19 @@ class RankPipe(LoopObject):
         else:
             session.schedule_flush()
 
-    def _would_block(self, _: str, messages: int, nbytes: int) -> WouldBlockError:
-        budget = self._memory.gate
+    def _would_block(self, reason: str, _: int, nbytes: int) -> WouldBlockError:
+        in_flight, gate = self._in_flight, self._memory.gate
         return WouldBlockError(
-            f"not enough bytes were free, or earlier calls were not complete: {budget.in_use} of "
-            f"max_bytes={budget.limit} are in use by {self._in_flight} messages that the peer has not taken, "
-            "and by tensors that the peer still uses",
-            messages=Usage(in_use=self._in_flight, requested=1),
-            bytes=Usage(budget.limit, budget.in_use, nbytes),
+            f"{reason}: the peer has not taken {in_flight} messages, or still uses tensors "
+            f"({self._memory.describe(nbytes)})",
+            messages=Usage(in_use=in_flight, requested=1),
+            bytes=Usage(gate.limit, gate.in_use, nbytes),
         )
 
     def _log_wait(self, what: str) -> None:
-        reason = f"a message has waited {_LONG_WAIT_S:g} s for {what}: {self._would_block('', 1, 0)}"
-        logger.warning(
-            "%s: %s",
-            self._label,
-            reason,
-            extra={"event": "slow_peer", "pipe": self._label, "reason": reason},
-        )
+        reason = str(self._would_block(f"a message has waited {_LONG_WAIT_S:g} s for {what}", 1, 0))
+        extra = {"event": "slow_peer", "pipe": self._label, "reason": reason}
+        logger.warning("%s: %s", self._label, reason, extra=extra)
 
     # Messages of the peer
 
@@ -584,25 +572,6 @@ class RankPipe(LoopObject):
         self._changes.wake()
         self._receivers.wake()
 
-    def _lost(self, session: "_Rank", loss: Loss) -> None:
-        if session is not self._session:
-            self._not_joined(loss.error)
-            return
-        if isinstance(loss.error, RefusedError):  # only opening can be refused
-            loss = loss._replace(error=PeerLostError(str(loss.error), pid=loss.error.pid))
-        lost = self._in_flight
-        self._fail(loss.error)
-        for ticket in self._announced.values():
-            if ticket is not None:
-                self._memory.gate.release(ticket)
-        if session.transport.mover is not None:
-            self._memory.abandon(session)
-            self._memory.movers.discard(session.transport.mover)
-        session.keep_pins(self._memory)
-        session.release_memory()
-        self._counts["peers_lost"] += 1
-        self._log.lost(loss, self._label, lost)
-
 
 class _Rank(MessageSession):
     """The connection to the other rank."""
@@ -618,13 +587,9 @@ class _Rank(MessageSession):
         pipe = self._pipe
         for frame in frames:
             match frame:
-                case Put():
-                    if not frame.last:
-                        raise ProtocolError("it sent a message of several tensors")
-                    pipe._inbox.append((frame.message, pipe._mappings.open(self.memory, frame)))
-                    pipe._receivers.wake_one()
-                case End(count=0):
-                    pipe._inbox.append((frame.message, None))
+                case Put(last=True) | End(count=0):
+                    value = self.mappings.open(self.memory, frame) if isinstance(frame, Put) else None
+                    pipe._inbox.append((frame.message, value))
                     pipe._receivers.wake_one()
                 case Taken():
                     for number in frame.messages:
@@ -642,4 +607,17 @@ class _Rank(MessageSession):
 
     def lost(self, loss: Loss) -> None:
         """Handle the end of the session."""
-        self._pipe._lost(self, loss)
+        pipe = self._pipe
+        if pipe._session is not self:
+            pipe._not_joined(loss.error)
+            return
+        if isinstance(loss.error, RefusedError):  # only opening can be refused
+            loss = loss._replace(error=PeerLostError(str(loss.error), pid=loss.error.pid))
+        lost = pipe._in_flight
+        pipe._fail(loss.error)
+        for ticket in filter(None, pipe._announced.values()):
+            pipe._memory.gate.release(ticket)
+        self.keep_pins(pipe._memory)
+        self.release_memory()
+        pipe._counts["peers_lost"] += 1
+        pipe._log.lost(loss, pipe._label, lost)

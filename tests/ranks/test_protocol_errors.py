@@ -123,7 +123,7 @@ async def pipe_to_rogue(rank: int, *records: bytes) -> AsyncIterator[RankPipe]:
 
 VIOLATIONS: dict[str, tuple[list[Frame], str]] = {
     "a frame of a sender": ([Discard(0)], "a frame of message 0"),
-    "a message of two tensors": ([put()], "a message of several tensors"),
+    "a message of two tensors": ([put()], "a frame that no rank sends"),
     "a tensor of another size": ([inline(payload=b"ab")], "sent 2 bytes for a tensor of torch.uint8"),
     "a tensor in no segment": (
         [inline(payload=bytes(16), placement="arena")],
