@@ -1,7 +1,7 @@
 """How the two ends of a pipe find each other: through the store of their group, which carries nothing else.
 
     rank with the lower number                          the other rank
-      | entry: its machine, its key         both ways     |
+      | entry: its machine, its settings    both ways     |
       | <-----------------------------------------------> |
       | entry: the address where it listens               |
       | ------------------------------------------------> |
@@ -9,8 +9,9 @@
       | <------------------------------------------------ |
 
 Each rank numbers its pipes to the other, so the first pipe of one rank belongs to the first pipe of the
-other, even if one is opened much later. An end whose opening fails or is cancelled marks its entry as
-withdrawn, and the other end tries again with its next number.
+other, even if one is opened much later. Two ends with different settings refuse each other. An end whose
+opening is cancelled or fails for another reason marks its entry as withdrawn, and the other end tries again
+with its next number.
 
 The calls of a store block, for minutes if its server does not answer. Therefore, each call runs in a thread
 that nothing has to wait for, and none waits for a missing entry.
@@ -22,17 +23,16 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 import anyio
 import msgspec
 import torch.distributed
+from msgspec.structs import replace
 
-from aiotensor.errors import PeerLostError, ProtocolError, RefusedError, UsageError
+from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError, RefusedError, UsageError
 from aiotensor.runtime.worker import run_detached
 from aiotensor.transports.address import TcpArguments
 from aiotensor.transports.endpoints import Route, TensorQueue, route_to
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed does not declare it
     from torch.distributed import ProcessGroup
 
-R = TypeVar("R")
 
 Group: TypeAlias = "ProcessGroup | Store"
 """What connects two ranks: a process group or a store."""
@@ -79,6 +78,7 @@ class Entry(msgspec.Struct):
     """The entry of one end of a pipe.
 
     Attributes:
+        settings: the settings that must be the same at both ends, in words.
         machine: the host, the user and the namespaces of the process; equal if both ends may share memory.
             "" if opening has ended without a connection.
         host: the address of its network interface, by default the one towards the store; "" if unknown.
@@ -88,6 +88,7 @@ class Entry(msgspec.Struct):
         token: the secret that the other end needs to connect; "" unless this end listens at ``tcp://``.
     """
 
+    settings: str = ""
     machine: str = ""
     host: str = ""
     public_key: str = ""
@@ -106,97 +107,84 @@ class Meeting:
         store: the store of the group.
         rank: the rank of this process.
         peer: the other rank.
-        host: the address of the network interface to use; "" for the one towards the store.
+        ours: an entry with the settings of this end, and with its host if that is given.
         timeout_s: the time without an answer after which a rank on another machine is lost.
         encrypt: whether to encrypt the connection between machines, with new keys.
 
     Attributes:
         listens: whether this end listens; otherwise it connects.
-        theirs: the entry of the other rank, as last read.
+        ours: the entry of this end, which the next exchange writes.
+        route: the route to the other rank; None until its entry has arrived.
     """
 
     def __init__(
-        self, store: "Store", rank: int, peer: int, host: str, timeout_s: float | None, *, encrypt: bool
+        self, store: "Store", rank: int, peer: int, ours: Entry, timeout_s: float | None, *, encrypt: bool
     ) -> None:
         self.listens = rank < peer
-        self.theirs = Entry()
-        self._ours = Entry(machine_of_this_process(), host)
+        self.ours = replace(ours, machine=machine_of_this_process())
+        self.route: Route | None = None
         self._store, self._rank, self._peer = store, rank, peer
         self._timeout_s = timeout_s
         self._secret_key: str | None = None
         if encrypt:
             import zmq  # imported here: ranks on one machine need no ZeroMQ
 
-            self._ours.public_key, self._secret_key = (key.decode() for key in zmq.curve_keypair())
-        self._prefix = "aiotensor/ranks/{}-{}".format(*sorted((self._rank, peer)))
+            self.ours.public_key, self._secret_key = (key.decode() for key in zmq.curve_keypair())
+        self._prefix = "aiotensor/ranks/{}-{}".format(*sorted((rank, peer)))
         self._number = 0
         self._writing = threading.Lock()
 
-    async def publish(self, address: str = "") -> None:
-        """Write the entry of this end; the first call numbers the pipe.
-
-        Args:
-            address: the address where this end listens; "" for that of the local route.
-
-        Raises:
-            PeerLostError: the store cannot be reached.
-            OSError: no thread can be started.
-        """
-        self._ours.address = address or self._ours.address
-        await _call(self._write)
-
-    def _write(self) -> None:
-        with self._writing:  # so that the last call to begin writes the last state
-            if not self._number:
-                self._number = self._store.add(f"{self._prefix}/{self._rank}", 1)
-                self._ours.host = self._ours.host or _address_towards(_server_of(self._store))
-            self._store.set(self._key(self._rank), msgspec.json.encode(self._ours).decode())
-
-    async def read(self) -> None:
-        """Read the entry of the other rank, unless it is missing.
+    async def exchange(self) -> None:
+        """Write the entry of this end, and read that of the other rank; the first call numbers the pipe.
 
         Raises:
             WithdrawnError: the other rank has withdrawn its entry.
-            RefusedError: the other rank has another value of `encrypt`.
-            ProtocolError: the entry is invalid.
+            RefusedError: the other rank has other settings.
+            UsageError: no address is known at which the other rank reaches this one.
+            ProtocolError: the entry of the other rank is invalid.
             PeerLostError: the store cannot be reached.
             OSError: no thread can be started.
         """
-        # `get` waits for a missing entry. `compare_set` returns the expected value instead.
-        data = await _call(partial(self._store.compare_set, self._key(self._peer), _NONE, _NONE))
+        try:
+            data = await run_detached("aiotensor-store", self._exchange)
+        except RuntimeError as error:  # torch.distributed.DistError and others
+            raise PeerLostError(f"the store of the group cannot be reached: {error}") from None
         if data == _NONE.encode():
             return
         try:
-            self.theirs = theirs = msgspec.json.decode(data, type=Entry)
+            theirs = msgspec.json.decode(data, type=Entry)
+            if not theirs.machine:
+                raise WithdrawnError
+            if theirs.settings != self.ours.settings:
+                ours = f"rank {self._rank} with {self.ours.settings}: pass the same value at both ranks"
+                raise RefusedError(f"rank {self._peer} opened the pipe with {theirs.settings}, and {ours}")
+            if self.route is None and (self.listens or theirs.address):
+                self.route = self._route_to(theirs)
         except ValueError as error:
-            raise ProtocolError(f"rank {self._peer} wrote an invalid entry: {error}") from error
-        if not theirs.machine:
-            raise WithdrawnError
-        if (encrypt := bool(theirs.public_key)) != bool(self._ours.public_key):
-            reason = f"{encrypt=}, unlike this rank: pass the same value at both ranks"
-            raise RefusedError(f"rank {self._peer} opened the pipe with {reason}")
+            raise ProtocolError(f"the entry of rank {self._peer} cannot be used: {error}") from error
 
-    def route(self) -> Route:
-        """Return the route to the other rank, whose entry was read.
+    def _exchange(self) -> bytes:
+        with self._writing:  # so that the last call to begin writes the last state
+            if not self._number:
+                self._number = self._store.add(f"{self._prefix}/{self._rank}", 1)
+                self.ours.host = self.ours.host or _address_towards(_server_of(self._store))
+            place = f"{self._prefix}/{self._number}"
+            self._store.set(f"{place}/{self._rank}", msgspec.json.encode(self.ours).decode())
+            # `get` waits for a missing entry. `compare_set` returns the expected value instead.
+            return self._store.compare_set(f"{place}/{self._peer}", _NONE, _NONE)
 
-        Raises:
-            UsageError: no address is known at which the other rank reaches this one.
-            ProtocolError: the entry of the other rank is invalid.
-        """
-        ours, theirs = self._ours, self.theirs
+    def _route_to(self, theirs: Entry) -> Route:
+        ours = self.ours
         if ours.machine == theirs.machine:
             ours.address = secrets.token_hex(16) if self.listens else theirs.address
             return route_to(TensorQueue(ours.address))
         given = TcpArguments(not self.listens, self._secret_key, peer_timeout_s=self._timeout_s)
         public = theirs.public_key or None
-        try:
-            if not self.listens:
-                return route_to(theirs.address, given._replace(server_key=public, token=theirs.token))
-            ours.token = secrets.token_hex(32)
-            given = given._replace(client_keys=[public] if public else (), token=ours.token)
-            return route_to(f"tcp://{self._host_towards(theirs.host)}:0", given)
-        except ValueError as error:
-            raise ProtocolError(f"rank {self._peer} wrote an invalid entry: {error}") from error
+        if not self.listens:
+            return route_to(theirs.address, given._replace(server_key=public, token=theirs.token))
+        ours.token = secrets.token_hex(32)
+        given = given._replace(client_keys=[public] if public else (), token=ours.token)
+        return route_to(f"tcp://{self._host_towards(theirs.host)}:0", given)
 
     def _host_towards(self, other: str) -> str:
         """Return the address at which the other rank reaches this one.
@@ -204,7 +192,7 @@ class Meeting:
         This is the address of the interface towards the store, which all ranks reach. If that is the loopback
         interface, as on the host of the store, it is the address of the interface towards the other rank.
         """
-        host = self._ours.host
+        host = self.ours.host
         if not host or ipaddress.ip_address(host).is_loopback:
             host = _address_towards(other, socket.AI_NUMERICHOST)
         if not host:
@@ -219,20 +207,10 @@ class Meeting:
 
         A store that does not answer is ignored.
         """
-        self._ours.machine = ""
-        with suppress(PeerLostError, OSError), anyio.move_on_after(_LAST_CALL_S, shield=True):
-            await _call(self._write)
-
-    def _key(self, rank: int) -> str:
-        return f"{self._prefix}/{self._number}/{rank}"
-
-
-async def _call(function: Callable[[], R]) -> R:
-    """Call a function that uses the store, and convert its error to `PeerLostError`."""
-    try:
-        return await run_detached("aiotensor-store", function)
-    except RuntimeError as error:  # torch.distributed.DistError and others
-        raise PeerLostError(f"the store of the group cannot be reached: {error}") from None
+        self.ours.machine = ""
+        with suppress(WithdrawnError, AioTensorError, OSError):
+            with anyio.move_on_after(_LAST_CALL_S, shield=True):
+                await self.exchange()
 
 
 def _server_of(store: "Store") -> str:

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 
@@ -48,7 +48,7 @@ from aiotensor.protocol import frames
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.credits import Ticket
 from aiotensor.protocol.frames import Close, End, Frame, Hello, Put, Taken
-from aiotensor.ranks.meeting import Group, Meeting, WithdrawnError, membership_of
+from aiotensor.ranks.meeting import Entry, Group, Meeting, WithdrawnError, membership_of
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.arguments import count, seconds_or_never
 from aiotensor.runtime.logs import logger_of
@@ -58,6 +58,8 @@ from aiotensor.runtime.worker import in_thread
 from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.transports.base import MAX_UNREAD_BYTES, Events, Transport
 from aiotensor.types import PipeStatistics, Usage
+
+T = TypeVar("T")
 
 logger = logger_of("ranks")
 
@@ -144,10 +146,11 @@ class RankPipe(LoopObject):
                 raise ValueError(f"there is no rank {one} in a group of {size}")
         if self.peer == self.rank:
             raise ValueError(f"rank {peer} is this rank: a pipe connects two different ranks")
-        address = "" if host is None else str(ipaddress.ip_address(host))
-        timeout_s = seconds_or_never("peer_timeout_s", peer_timeout_s)
-        self._meet = partial(Meeting, store, self.rank, self.peer, address, timeout_s, encrypt=encrypt)
         self._max_bytes = count("max_bytes", max_bytes, LEAST_MESSAGE_BYTES)
+        settings = f"max_bytes={self._max_bytes}, encrypt={bool(encrypt)} and protocol {frames.VERSION}"
+        entry = Entry(settings, host="" if host is None else str(ipaddress.ip_address(host)))
+        timeout_s = seconds_or_never("peer_timeout_s", peer_timeout_s)
+        self._new_meeting = partial(Meeting, store, self.rank, self.peer, entry, timeout_s, encrypt=encrypt)
         self._max_wait_s = seconds_or_never("max_wait_s", max_wait_s)
         self._label = f"pipe of rank {self.rank} to rank {self.peer}"
         self._errors = ErrorCounter()
@@ -162,12 +165,7 @@ class RankPipe(LoopObject):
         self._changes = Waiters()
         # Messages to the peer
         limits = WaitLimits(_LONG_WAIT_S, self._max_wait_s, self._log_wait, self._would_block)
-        self._turns: Gate[None] = Gate(
-            1,
-            limits._replace(long_wait_s=None),
-            reason="earlier calls were not complete",
-            step="wait for a turn",
-        )
+        self._turns: Gate[None] = Gate(1, limits._replace(long_wait_s=None), step="wait for a turn")
         self._memory = Memory(
             self._max_bytes,
             _KEEP_WARM_S,
@@ -208,7 +206,7 @@ class RankPipe(LoopObject):
             with self._errors:
                 async with at_most(self._max_wait_s, partial(self._overdue, missing)):
                     while self._session is None:
-                        await self._open(self._meet())
+                        await self._open(self._new_meeting())
                         self.affinity.check_open()
         except BaseException:
             self.affinity.close()
@@ -224,42 +222,39 @@ class RankPipe(LoopObject):
         self._failure = None
         with suppress(WithdrawnError), ExitStack() as stack:
             try:
-                await meeting.publish()
-                await self._read(
-                    meeting, lambda: meeting.theirs.machine if meeting.listens else meeting.theirs.address
-                )
-                route = meeting.route()
+                route = await self._meet(meeting, lambda: meeting.route)
                 if meeting.listens:
                     admission = Admission(
-                        self._hello, "rank", self._log, self._refusal, self._admitted, self._refused
+                        self._hello, "rank", self._log, self._refusal, self._admitted, lambda *_: None
                     )
                     stack.callback(admission.close)
                     listener = await route.listen(admission.connection_accepted)
                     stack.callback(listener.close)
-                    await meeting.publish(listener.address)
+                    meeting.ours.address = listener.address or meeting.ours.address
                 else:
                     connector = route.connector(Events(partial(self._connected, stack), self._not_joined))
                     stack.callback(connector.close)
                     connector.connect()
-                await self._read(meeting, lambda: self._session)
+                await self._meet(meeting, lambda: self._session)
             except (WithdrawnError, RefusedError):
                 raise  # the other rank finds the reason in this entry, too
             except BaseException:
-                # Before the connection is closed: after its end, the other rank reads the entry.
+                # Before the connection is closed: after its end, the other rank reads this entry.
                 await meeting.withdraw()
                 raise
 
-    async def _read(self, meeting: Meeting, find: Callable[[], object]) -> None:
-        """Read the entry of the other rank again and again until a function finds something."""
+    async def _meet(self, meeting: Meeting, find: Callable[[], T | None]) -> T:
+        """Exchange the entries again and again until a function finds something."""
         delay = _FIRST_POLL_S
-        while not find():
+        while (found := find()) is None:
             failure = self._failure
-            await meeting.read()
-            if failure is not None:  # since before the read: the other rank has not withdrawn the entry
+            await meeting.exchange()
+            if failure is not None:  # since before the exchange: the other rank has not withdrawn the entry
                 raise again(failure)
             with suppress(TimeoutError):
-                await until(lambda: find() or self._failure or None, self._changes, delay)
+                await until(lambda: find() or self._failure, self._changes, delay)
             delay = min(2 * delay, _LAST_POLL_S)
+        return found
 
     async def send(self, tensor: torch.Tensor | None) -> None:
         """Send a tensor or None.
@@ -443,14 +438,7 @@ class RankPipe(LoopObject):
     # Opening
 
     def _refusal(self, hello: Hello) -> str | None:
-        if hello.arena_bytes == self._max_bytes:
-            return None
-        limits = f"max_bytes={hello.arena_bytes}, and rank {self.rank} with {self._max_bytes}"
-        return f"rank {self.peer} opened the pipe with {limits}: pass the same value at both ranks"
-
-    def _refused(self, hello: Hello | None, reason: str) -> None:
-        if hello is not None and hello.role == "rank":
-            self._not_joined(RefusedError(reason, pid=hello.pid))
+        return None if hello.arena_bytes == self._max_bytes else "its entry states another max_bytes"
 
     def _admitted(self, transport: Transport, connection: Connection) -> None:
         session = _Rank(transport, connection, self)
@@ -538,17 +526,17 @@ class RankPipe(LoopObject):
         else:
             session.schedule_flush()
 
-    def _would_block(self, reason: str, _: int, nbytes: int) -> WouldBlockError:
+    def _would_block(self, _: str, messages: int, nbytes: int) -> WouldBlockError:
         in_flight, gate = self._in_flight, self._memory.gate
         return WouldBlockError(
-            f"{reason}: the peer has not taken {in_flight} messages, or still uses tensors "
-            f"({self._memory.describe(nbytes)})",
+            "not enough bytes were free, or earlier calls were not complete: the peer has not taken "
+            f"{in_flight} messages, or still uses tensors ({self._memory.describe(nbytes)})",
             messages=Usage(in_use=in_flight, requested=1),
             bytes=Usage(gate.limit, gate.in_use, nbytes),
         )
 
     def _log_wait(self, what: str) -> None:
-        reason = str(self._would_block(f"a message has waited {_LONG_WAIT_S:g} s for {what}", 1, 0))
+        reason = f"a message has waited {_LONG_WAIT_S:g} s for {what}: {self._would_block('', 1, 0)}"
         extra = {"event": "slow_peer", "pipe": self._label, "reason": reason}
         logger.warning("%s: %s", self._label, reason, extra=extra)
 

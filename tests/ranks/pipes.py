@@ -12,6 +12,7 @@ import torch
 from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
 from aiotensor import PeerLostError
+from aiotensor.protocol.frames import VERSION
 from aiotensor.ranks import RankPipe, meeting
 from tests.selection import MODES
 from verification.patterns import pattern
@@ -62,6 +63,14 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(meeting, "machine_of_this_process", lambda: secrets.token_hex(8))
         yield
+
+
+def meeting_of(store: Any, rank: int, max_bytes: int = 1 << 30) -> meeting.Meeting:
+    """Return the meeting of an end with the options of the route, which only exchanges entries."""
+    host, encrypt = Routes.current.options.get("host", ""), Routes.current.options.get("encrypt", False)
+    settings = f"max_bytes={max_bytes}, encrypt={encrypt} and protocol {VERSION}"
+    entry = meeting.Entry(settings, host=host)
+    return meeting.Meeting(store, rank, 1 - rank, entry, None, encrypt=encrypt)
 
 
 async def opened(*pipes: RankPipe) -> None:

@@ -88,7 +88,7 @@ async def test_a_wait_for_bytes_ends_after_max_wait_s() -> None:
     async with ends(max_bytes=_BIG_BYTES, max_wait_s=1) as (low, high):  # which limits opening, too
         await low.send(pattern(0, BIG))
         receiving = asyncio.ensure_future(low.receive())  # waits at the same time
-        with pytest.raises(WouldBlockError, match="not enough shared memory was free"):
+        with pytest.raises(WouldBlockError, match="not enough bytes were free"):
             await low.send(None)
         with pytest.raises(WouldBlockError, match="no message has arrived within"):
             await receiving

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from aiotensor import AioTensorError, PeerLostError, ProtocolError, RefusedError
+from aiotensor import AioTensorError, PeerLostError, ProtocolError, RefusedError, WouldBlockError
 from aiotensor.memory.tensors import MAX_INLINE_BYTES
 from aiotensor.protocol.frames import (
     MAX_FRAMES,
@@ -25,12 +25,11 @@ from aiotensor.protocol.frames import (
     encode,
 )
 from aiotensor.ranks import RankPipe
-from aiotensor.ranks.meeting import Meeting
 from aiotensor.ranks.pipe import LEAST_MESSAGE_BYTES
 from aiotensor.runtime.descriptors import close_all
 from aiotensor.transports.base import Events, Transport
 from tests.frames import put
-from tests.ranks.pipes import Routes, ends
+from tests.ranks.pipes import Routes, ends, meeting_of
 from tests.selection import COMPLETE
 from verification.patterns import pattern
 from verification.waiting import until
@@ -92,22 +91,23 @@ class _Rogue:
 
 
 @asynccontextmanager
-async def pipe_to_rogue(rank: int, *records: bytes) -> AsyncIterator[RankPipe]:
+async def pipe_to_rogue(
+    rank: int, *records: bytes, max_wait_s: float | None = None
+) -> AsyncIterator[RankPipe]:
     """Open a pipe to a rogue of a rank."""
-    store, options = HashStore(), Routes.current.options
+    store, options = HashStore(), {**Routes.current.options, "max_wait_s": max_wait_s}
     pipe = RankPipe(store, rank, rank=1 - rank, world_size=2, max_bytes=_MAX_BYTES, **options)
     rogue = _Rogue(list(records))
-    meeting = Meeting(store, rank, 1 - rank, options.get("host", ""), None, encrypt=False)
+    meeting = meeting_of(store, rank, _MAX_BYTES)
     opening = asyncio.ensure_future(pipe.__aenter__())
-    await meeting.publish()
-    while not (meeting.theirs.machine if meeting.listens else meeting.theirs.address):
-        await meeting.read()
-    route = meeting.route()
+    while meeting.route is None:
+        await meeting.exchange()
     if meeting.listens:
-        end: Any = await route.listen(rogue.connected)
-        await meeting.publish(end.address)
+        end: Any = await meeting.route.listen(rogue.connected)
+        meeting.ours.address = end.address or meeting.ours.address
+        await meeting.exchange()
     else:
-        end = route.connector(Events(rogue.connected, rogue.failed))
+        end = meeting.route.connector(Events(rogue.connected, rogue.failed))
         end.connect()
     try:
         await rogue.is_connected.wait()
@@ -189,12 +189,14 @@ async def test_a_refusal_of_an_open_pipe_is_a_loss() -> None:
 
 
 @on_any_machine
-@both_ranks
-async def test_a_rank_with_another_version_or_limit_is_refused(rank: int) -> None:
-    changes: list[tuple[dict[str, int], str]] = [({"version": VERSION + 1}, "install the same version of")]
-    if rank == 1:  # the rank that listens compares the limits, and the other one gets its answer
-        changes.append(({"arena_bytes": _MAX_BYTES + 1}, "pass the same value at both ranks"))
-    for change, reason in changes:
-        with pytest.raises(RefusedError, match=reason):
-            async with pipe_to_rogue(rank, encode(hello(**change))):
-                pass
+async def test_a_rank_that_listens_with_another_version_is_refused() -> None:
+    with pytest.raises(RefusedError, match="install the same version of"):
+        async with pipe_to_rogue(0, encode(hello(version=VERSION + 1))):
+            pass
+
+
+@on_any_machine
+async def test_a_rank_that_exceeds_the_limit_of_its_entry_is_not_admitted() -> None:
+    with pytest.raises(WouldBlockError, match="rank 1 has not opened its end"):
+        async with pipe_to_rogue(1, encode(hello(arena_bytes=_MAX_BYTES + 1)), max_wait_s=0.5):
+            pass
