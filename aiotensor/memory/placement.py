@@ -117,10 +117,10 @@ def new_empty(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return new_tensor(sizes, dtype)
 
 
-def too_large(nbytes: int, limit: int) -> TooLargeError:
-    """Return the error for a tensor that never fits into the arena."""
+def too_large(nbytes: int, limit: int, name: str = "arena_bytes") -> TooLargeError:
+    """Return the error for a tensor that never fits into the limit with this name."""
     return TooLargeError(
-        f"{nbytes} bytes can never fit into arena_bytes={limit}: send smaller parts, or raise arena_bytes",
+        f"{nbytes} bytes can never fit into {name}={limit}: send smaller parts, or raise {name}",
         limit=limit,
         requested=nbytes,
     )

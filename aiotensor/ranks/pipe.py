@@ -29,7 +29,6 @@ from aiotensor.errors import (
     ClosedError,
     PeerLostError,
     RefusedError,
-    TooLargeError,
     WouldBlockError,
     again,
 )
@@ -41,13 +40,12 @@ from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError, bytes_of
 from aiotensor.memory.gates import Gate, WaitLimits
 from aiotensor.memory.mappings import ForeignSegment, ForwardedBlock, Mappings
 from aiotensor.memory.memory import Memory
-from aiotensor.memory.placement import plan_placement
+from aiotensor.memory.placement import plan_placement, too_large
 from aiotensor.memory.source import DEVICE, Source, as_source, attributes_of
 from aiotensor.memory.tensors import DTYPE_NAMES, MAX_INLINE_BYTES, own_copy
-from aiotensor.protocol import frames
 from aiotensor.protocol.connection import Connection, Loss
 from aiotensor.protocol.credits import Ticket
-from aiotensor.protocol.frames import Close, End, Frame, Hello, Put, Taken
+from aiotensor.protocol.frames import ARENA, INLINE, VERSION, Close, End, Frame, Hello, Put, Taken
 from aiotensor.ranks.meeting import Entry, Group, Meeting, WithdrawnError, membership_of
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.arguments import count, seconds_or_never
@@ -147,7 +145,7 @@ class RankPipe(LoopObject):
         if self.peer == self.rank:
             raise ValueError(f"rank {peer} is this rank: a pipe connects two different ranks")
         self._max_bytes = count("max_bytes", max_bytes, LEAST_MESSAGE_BYTES)
-        settings = f"max_bytes={self._max_bytes}, encrypt={bool(encrypt)} and protocol {frames.VERSION}"
+        settings = f"max_bytes={self._max_bytes}, encrypt={bool(encrypt)} and protocol {VERSION}"
         entry = Entry(settings, host="" if host is None else str(ipaddress.ip_address(host)))
         timeout_s = seconds_or_never("peer_timeout_s", peer_timeout_s)
         self._new_meeting = partial(Meeting, store, self.rank, self.peer, entry, timeout_s, encrypt=encrypt)
@@ -157,9 +155,7 @@ class RankPipe(LoopObject):
         self._counts = new_counts(PipeStatistics)
         self._log = PeerLog("ranks")
         most = self._max_bytes // LEAST_MESSAGE_BYTES
-        self._hello = Hello(
-            frames.VERSION, os.getpid(), "rank", max_messages=most, arena_bytes=self._max_bytes
-        )
+        self._hello = Hello(VERSION, os.getpid(), "rank", max_messages=most, arena_bytes=self._max_bytes)
         self._session: _Rank | None = None
         self._failure: AioTensorError | None = None  # why no further message is sent or arrives
         self._changes = Waiters()
@@ -276,14 +272,13 @@ class RankPipe(LoopObject):
             OSError: the machine has no memory left.
         """
         with self._errors:
-            session, limit = self._opened(), self._max_bytes
+            session = self._opened()
             self._check()
             source = None if tensor is None else as_source(tensor)
             del tensor
             nbytes = LEAST_MESSAGE_BYTES if source is None else max(source.nbytes, LEAST_MESSAGE_BYTES)
-            if nbytes > limit:
-                reason = f"{nbytes} bytes can never fit into max_bytes={limit}: send smaller parts"
-                raise TooLargeError(f"{reason}, or raise max_bytes", limit=limit, requested=nbytes)
+            if nbytes > self._max_bytes:
+                raise too_large(nbytes, self._max_bytes, "max_bytes")
             memory, gate = self._memory, self._memory.gate
             turn = self._turns.try_request(1) or await self._turns.acquire(1)
             try:
@@ -438,14 +433,15 @@ class RankPipe(LoopObject):
     # Opening
 
     def _refusal(self, hello: Hello) -> str | None:
-        return None if hello.arena_bytes == self._max_bytes else "its entry states another max_bytes"
+        is_expected = self._session is None and hello.arena_bytes == self._max_bytes
+        return None if is_expected else "this pipe is connected already, or has another max_bytes"
 
     def _admitted(self, transport: Transport, connection: Connection) -> None:
         session = _Rank(transport, connection, self)
         transport.start(session)
         connection.admit()
-        session.flush()
         self._join(session)
+        session.flush()
 
     def _connected(self, stack: ExitStack, transport: Transport) -> None:
         session = _Rank(transport, Connection(self._hello, f"rank {self.peer}"), self)
@@ -458,15 +454,11 @@ class RankPipe(LoopObject):
 
     def _not_joined(self, error: AioTensorError) -> None:
         """Fail the opening of this pipe."""
-        if self._session is None:
-            self._failure = error
-            self._changes.wake()
+        self._failure = error
+        self._changes.wake()
 
     def _join(self, session: "_Rank") -> None:
         """Use a connection after the hello of the peer."""
-        if self._session is not None or self._failure is not None:
-            session.abort()
-            return
         self._session = session
         if session.transport.mover is not None:
             self._memory.movers.add(session.transport.mover)
@@ -492,11 +484,11 @@ class RankPipe(LoopObject):
         if source is None:
             return None
         if block is None:
-            placement, payload, number = frames.INLINE, bytes_of(source), None
+            placement, payload, number = INLINE, bytes_of(source), None
         else:
             session.attach(block.place.segment)
             self._check()  # writing may have failed, or the pipe was closed during the copy
-            placement, payload, number = frames.ARENA, block.place.describe(0), block.number
+            placement, payload, number = ARENA, block.place.describe(0), block.number
         return Put(
             session.connection.next_message,
             0,
