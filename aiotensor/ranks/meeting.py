@@ -32,7 +32,7 @@ import msgspec
 import torch.distributed
 from msgspec.structs import replace
 
-from aiotensor.errors import AioTensorError, PeerLostError, ProtocolError, RefusedError, UsageError
+from aiotensor.errors import PeerLostError, ProtocolError, RefusedError, UsageError
 from aiotensor.runtime.worker import run_detached
 from aiotensor.transports.address import TcpArguments
 from aiotensor.transports.endpoints import Route, TensorQueue, route_to
@@ -141,7 +141,7 @@ class Meeting:
             WithdrawnError: the other rank has withdrawn its entry.
             RefusedError: the other rank has other settings.
             UsageError: no address is known at which the other rank reaches this one.
-            ProtocolError: the entry of the other rank is invalid.
+            ProtocolError: the entry of the other rank cannot be used.
             PeerLostError: the store cannot be reached.
             OSError: no thread can be started.
         """
@@ -156,14 +156,17 @@ class Meeting:
             if not theirs.machine:
                 raise WithdrawnError
             if theirs.settings != self.ours.settings:
-                ours = f"rank {self._rank} with {self.ours.settings}: pass the same value at both ranks"
-                raise RefusedError(f"rank {self._peer} opened the pipe with {theirs.settings}, and {ours}")
+                raise RefusedError(
+                    f"rank {self._peer} opened the pipe with {theirs.settings}, and rank {self._rank} with "
+                    f"{self.ours.settings}: pass the same value at both ranks"
+                )
             if self.route is None and (self.listens or theirs.address):
                 self.route = self._route_to(theirs)
         except ValueError as error:
             raise ProtocolError(f"the entry of rank {self._peer} cannot be used: {error}") from error
 
     def _exchange(self) -> bytes:
+        """Write the entry of this end, and return that of the other rank, or `_NONE`; runs in a thread."""
         with self._writing:  # so that the last call to begin writes the last state
             if not self._number:
                 self._number = self._store.add(f"{self._prefix}/{self._rank}", 1)
@@ -208,9 +211,8 @@ class Meeting:
         A store that does not answer is ignored.
         """
         self.ours.machine = ""
-        with suppress(WithdrawnError, AioTensorError, OSError):
-            with anyio.move_on_after(_LAST_CALL_S, shield=True):
-                await self.exchange()
+        with suppress(RuntimeError, OSError), anyio.move_on_after(_LAST_CALL_S, shield=True):
+            await run_detached("aiotensor-store", self._exchange)
 
 
 def _server_of(store: "Store") -> str:

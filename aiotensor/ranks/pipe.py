@@ -573,8 +573,7 @@ class _Rank(MessageSession):
                     pipe._receivers.wake_one()
                 case Taken():
                     for number in frame.messages:
-                        ticket = pipe._announced.pop(number, None)
-                        if ticket is not None:
+                        if (ticket := pipe._announced.pop(number, None)) is not None:
                             pipe._memory.gate.release(ticket)
                     pipe._changes.wake()
                 case Hello():
