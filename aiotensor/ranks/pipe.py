@@ -529,8 +529,8 @@ class RankPipe(LoopObject):
 
     def _log_wait(self, what: str) -> None:
         reason = f"a message has waited {_LONG_WAIT_S:g} s for {what}: {self._would_block('', 1, 0)}"
-        extra = {"event": "slow_peer", "pipe": self._label, "reason": reason}
-        logger.warning("%s: %s", self._label, reason, extra=extra)
+        details = {"pipe": self._label, "reason": reason}
+        logger.warning("%(pipe)s: %(reason)s", details, extra={"event": "slow_peer", **details})
 
     # Messages of the peer
 
