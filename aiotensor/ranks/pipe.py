@@ -279,33 +279,53 @@ class RankPipe(LoopObject):
             nbytes = LEAST_MESSAGE_BYTES if source is None else max(source.nbytes, LEAST_MESSAGE_BYTES)
             if nbytes > self._max_bytes:
                 raise too_large(nbytes, self._max_bytes, "max_bytes")
-            memory, gate = self._memory, self._memory.gate
+            memory, connection = self._memory, session.connection
+            block: Block | ForwardedBlock | None = None
+            ticket: Ticket[Extent] | None = None
             turn = self._turns.try_request(1) or await self._turns.acquire(1)
             try:
-                block: Block | ForwardedBlock | None = None
+                number = connection.next_message
                 if source is not None and nbytes > MAX_INLINE_BYTES:
-                    found = plan_placement(source, memory.allocations).forwardable
-                    if found is not None and session.transport.mover is None:
-                        block = await memory.forward(source, found)
-                    if block is None:
-                        block = memory.try_acquire(nbytes) or await memory.acquire(nbytes)
-                        await session.fill(memory, source, block, self)
-                try:
-                    put, ticket = self._put(session, source, block), None
-                    if not isinstance(block, Block):
-                        ticket = gate.try_request(nbytes) or await gate.acquire(nbytes)
-                    self._announce(session, put, ticket)
-                finally:
-                    if block is not None:
-                        memory.unpin_owner(block)
+                    block = await self._placed(session, source)
+                    session.attach(block.place.segment)
+                    self._check()  # writing may have failed, or the pipe was closed during the copy
+                put = None if source is None else _put_of(number, source, block)
+                if not isinstance(block, Block):
+                    ticket = memory.gate.try_request(nbytes) or await memory.gate.acquire(nbytes)
+                self._announced[number] = ticket
+                if put is None:
+                    connection.end(number)
+                else:
+                    connection.put(put)
+                if block is not None:
+                    memory.pin((block.number,))
+                    session.pins[block.number] = 1
             except CopyAbandonedError:
                 self._check()
                 raise
             finally:
+                if block is not None:
+                    memory.unpin_owner(block)
                 self._turns.release(turn)
+            if len(self._announced) <= _FEW_MESSAGES or connection.records:
+                session.flush()
+            else:
+                session.schedule_flush()
             self._check()  # writing may have failed
             self._counts["messages_sent"] += 1
             self._counts["bytes_sent"] += 0 if source is None else source.nbytes
+
+    async def _placed(self, session: "_Rank", source: Source) -> Block | ForwardedBlock:
+        """Forward a tensor that was received, or copy it to a new block; the caller owns the block."""
+        memory = self._memory
+        found = plan_placement(source, memory.allocations).forwardable
+        if found is not None and session.transport.mover is None:
+            forwarded = await memory.forward(source, found)
+            if forwarded is not None:
+                return forwarded
+        block = memory.try_acquire(source.nbytes) or await memory.acquire(source.nbytes)
+        await session.fill(memory, source, block, self)
+        return block
 
     async def receive(self, *, copy: bool = False) -> torch.Tensor | None:
         """Return the next message of the other rank, once it has arrived.
@@ -477,47 +497,6 @@ class RankPipe(LoopObject):
         if self._session is not None:
             self._session.detach(segment)
 
-    def _put(
-        self, session: "_Rank", source: Source | None, block: Block | ForwardedBlock | None
-    ) -> Put | None:
-        """Return the frame of the next message, after sharing the segment of its block; None for None."""
-        if source is None:
-            return None
-        if block is None:
-            placement, payload, number = INLINE, bytes_of(source), None
-        else:
-            session.attach(block.place.segment)
-            self._check()  # writing may have failed, or the pipe was closed during the copy
-            placement, payload, number = ARENA, block.place.describe(0), block.number
-        return Put(
-            session.connection.next_message,
-            0,
-            DTYPE_NAMES[source.dtype],
-            tuple(source.shape),
-            DEVICE,
-            placement,
-            payload,
-            number,
-            last=True,
-            attributes=attributes_of(source),
-        )
-
-    def _announce(self, session: "_Rank", put: Put | None, ticket: Ticket[Extent] | None) -> None:
-        """Announce the next message, with the bytes to release when it is taken."""
-        connection = session.connection
-        self._announced[connection.next_message] = ticket
-        if put is None:
-            connection.end(connection.next_message)
-        else:
-            connection.put(put)
-            if put.block is not None:
-                self._memory.pin((put.block,))
-                session.pins[put.block] = 1
-        if len(self._announced) <= _FEW_MESSAGES or connection.records:
-            session.flush()
-        else:
-            session.schedule_flush()
-
     def _would_block(self, _: str, messages: int, nbytes: int) -> WouldBlockError:
         in_flight, gate = self._in_flight, self._memory.gate
         return WouldBlockError(
@@ -551,6 +530,18 @@ class RankPipe(LoopObject):
         self._memory.abandon(self)
         self._changes.wake()
         self._receivers.wake()
+
+
+def _put_of(message: int, source: Source, block: Block | ForwardedBlock | None) -> Put:
+    """Return the frame that announces a tensor in its block, or that contains it."""
+    dtype, shape, attributes = DTYPE_NAMES[source.dtype], tuple(source.shape), attributes_of(source)
+    if block is None:
+        payload = bytes_of(source)
+        return Put(message, 0, dtype, shape, DEVICE, INLINE, payload, None, last=True, attributes=attributes)
+    payload = block.place.describe(0)
+    return Put(
+        message, 0, dtype, shape, DEVICE, ARENA, payload, block.number, last=True, attributes=attributes
+    )
 
 
 class _Rank(MessageSession):
