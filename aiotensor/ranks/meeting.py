@@ -113,7 +113,7 @@ class Meeting:
 
     Attributes:
         listens: whether this end listens; otherwise it connects.
-        ours: the entry of this end, which the next exchange writes.
+        ours: the entry of this end, as the next exchange writes it.
         route: the route to the other rank; None until its entry has arrived.
     """
 
@@ -132,10 +132,13 @@ class Meeting:
             self.ours.public_key, self._secret_key = (key.decode() for key in zmq.curve_keypair())
         self._prefix = "aiotensor/ranks/{}-{}".format(*sorted((rank, peer)))
         self._number = 0
+        self._written = ""
         self._writing = threading.Lock()
 
     async def exchange(self) -> None:
-        """Write the entry of this end, and read that of the other rank; the first call numbers the pipe.
+        """Write the entry of this end if it has changed, and read that of the other rank.
+
+        The first call numbers the pipe.
 
         Raises:
             WithdrawnError: the other rank has withdrawn its entry.
@@ -166,13 +169,15 @@ class Meeting:
             raise ProtocolError(f"the entry of rank {self._peer} cannot be used: {error}") from error
 
     def _exchange(self) -> bytes:
-        """Write the entry of this end, and return that of the other rank, or `_NONE`; runs in a thread."""
+        """Write the entry of this end, and return that of the other rank, or `_NONE`; called in a thread."""
         with self._writing:  # so that the last call to begin writes the last state
             if not self._number:
                 self._number = self._store.add(f"{self._prefix}/{self._rank}", 1)
                 self.ours.host = self.ours.host or _address_towards(_server_of(self._store))
             place = f"{self._prefix}/{self._number}"
-            self._store.set(f"{place}/{self._rank}", msgspec.json.encode(self.ours).decode())
+            if (entry := msgspec.json.encode(self.ours).decode()) != self._written:
+                self._store.set(f"{place}/{self._rank}", entry)
+                self._written = entry
             # `get` waits for a missing entry. `compare_set` returns the expected value instead.
             return self._store.compare_set(f"{place}/{self._peer}", _NONE, _NONE)
 

@@ -24,14 +24,7 @@ from typing import Self, TypeVar
 
 import torch
 
-from aiotensor.errors import (
-    AioTensorError,
-    ClosedError,
-    PeerLostError,
-    RefusedError,
-    WouldBlockError,
-    again,
-)
+from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, RefusedError, WouldBlockError, again
 from aiotensor.link.admission import Admission
 from aiotensor.link.events import PeerLog
 from aiotensor.link.messages import MessageSession
@@ -508,8 +501,8 @@ class RankPipe(LoopObject):
 
     def _log_wait(self, what: str) -> None:
         reason = f"a message has waited {_LONG_WAIT_S:g} s for {what}: {self._would_block('', 1, 0)}"
-        details = {"pipe": self._label, "reason": reason}
-        logger.warning("%(pipe)s: %(reason)s", details, extra={"event": "slow_peer", **details})
+        pipe = self._label
+        logger.warning("%s: %s", pipe, reason, extra={"event": "slow_peer", "pipe": pipe, "reason": reason})
 
     # Messages of the peer
 
