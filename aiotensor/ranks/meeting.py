@@ -124,12 +124,12 @@ class Meeting:
         self.ours = replace(ours, machine=machine_of_this_process())
         self.route: Route | None = None
         self._store, self._rank, self._peer = store, rank, peer
-        self._timeout_s = timeout_s
-        self._secret_key: str | None = None
+        self._given = TcpArguments(not self.listens, peer_timeout_s=timeout_s)
         if encrypt:
             import zmq  # imported here: ranks on one machine need no ZeroMQ
 
-            self.ours.public_key, self._secret_key = (key.decode() for key in zmq.curve_keypair())
+            self.ours.public_key, secret_key = (key.decode() for key in zmq.curve_keypair())
+            self._given = self._given._replace(secret_key=secret_key)
         self._prefix = "aiotensor/ranks/{}-{}".format(*sorted((rank, peer)))
         self._number = 0
         self._written = ""
@@ -186,12 +186,11 @@ class Meeting:
         if ours.machine == theirs.machine:
             ours.address = secrets.token_hex(16) if self.listens else theirs.address
             return route_to(TensorQueue(ours.address))
-        given = TcpArguments(not self.listens, self._secret_key, peer_timeout_s=self._timeout_s)
         public = theirs.public_key or None
         if not self.listens:
-            return route_to(theirs.address, given._replace(server_key=public, token=theirs.token))
+            return route_to(theirs.address, self._given._replace(server_key=public, token=theirs.token))
         ours.token = secrets.token_hex(32)
-        given = given._replace(client_keys=[public] if public else (), token=ours.token)
+        given = self._given._replace(client_keys=[public] if public else (), token=ours.token)
         return route_to(f"tcp://{self._host_towards(theirs.host)}:0", given)
 
     def _host_towards(self, other: str) -> str:

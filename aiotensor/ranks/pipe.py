@@ -60,7 +60,7 @@ _KEEP_WARM_S = 30.0  # after which idle memory is returned to the system
 _LONG_WAIT_S = 10.0  # after which a wait is logged
 
 # A store sends no notifications, so it is polled, with delays that grow.
-_FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.25
+_FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
 
 # With at most this many messages in flight, the peer probably waits for the next one, so it is sent
 # immediately.
