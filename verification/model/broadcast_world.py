@@ -44,17 +44,6 @@ class PublisherSide(Printed):
 
 
 @dataclass(eq=False, repr=False)
-class Block(Printed):
-    """The memory of a tensor of `allocate`, while the application has it."""
-
-    side: PublisherSide
-    owner: torch.Tensor | None
-
-    def __repr__(self) -> str:
-        return f"block of {self.side}"
-
-
-@dataclass(eq=False, repr=False)
 class Publication(Printed):
     """One message; it has a number once it was published."""
 
@@ -107,6 +96,7 @@ class BroadcastWorld(Stage):
     """Keep a record of every publication, and compare what each call returns with it."""
 
     size = 2  # the maximum number of subscribers
+    closing_s = 0.3  # a subscriber that has gone may have pins until then
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,12 +114,14 @@ class BroadcastWorld(Stage):
         """The subscribers that are open."""
         return [one for one in self.subscribers if not one.is_closed]
 
+    def objects(self) -> list[Any]:
+        return [one.publisher for one in self.publishers] + [one.subscriber for one in self.subscribers]
+
     def turn(self, times: int = 1) -> None:
         """Run iterations of the loop, and check the results of calls."""
         for _ in range(times):
             self.steps.turn()
-            for call, outcome in sorted(self.ended_calls(), key=self._order):
-                call.finish(call, outcome)
+            self.finish(sorted(self.ended_calls(), key=self._order))
 
     def _order(self, heard: tuple[Call, Outcome]) -> tuple[int, int, int]:
         """Sort results: the publisher's in the order of their numbers, then the subscribers' in theirs.
@@ -161,7 +153,13 @@ class BroadcastWorld(Stage):
                 if len(side.published) - 1 - received > limits.max_behind:
                     self.lose(subscriber)
 
-    def check_not_published(self, call: Call, error: BaseException) -> None:
+    def check_error(self, call: Call, error: BaseException) -> None:
+        if isinstance(call.side, PublisherSide):
+            self._check_not_published(call, error)
+        else:
+            self._check_not_received(call, error)
+
+    def _check_not_published(self, call: Call, error: BaseException) -> None:
         """Check the error of a call of a publisher."""
         side: PublisherSide = call.side
         limits = side.limits
@@ -204,7 +202,7 @@ class BroadcastWorld(Stage):
         subscriber.last = publication
         subscriber.views.append(View(publication, tensors, list(publication.tensors)))
 
-    def check_not_received(self, call: Call, error: BaseException) -> None:
+    def _check_not_received(self, call: Call, error: BaseException) -> None:
         """Check the error of a call of a subscriber."""
         side: SubscriberSide = call.side
         match error:

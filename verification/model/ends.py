@@ -6,7 +6,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from verification.internals import cut, keep_socket_file, listener_of, senders_of, worker_of
 from verification.model.receivers import ReceiverRules
 from verification.model.records import Call, Outcome, Receiver, Sender
-from verification.model.senders import SenderRules
+from verification.model.senders import SenderRules, senders
 
 
 class EndRules(SenderRules, ReceiverRules):
@@ -19,9 +19,8 @@ class EndRules(SenderRules, ReceiverRules):
             self._open_receiver(None)
 
     @precondition(lambda self: self.living)
-    @rule(data=st.data(), is_killed=st.booleans())
-    def end_a_sender(self, data: st.DataObject, is_killed: bool) -> None:
-        sender = data.draw(st.sampled_from(self.living))
+    @rule(sender=senders, is_killed=st.booleans())
+    def end_a_sender(self, sender: Sender, is_killed: bool) -> None:
         if is_killed:
             self._kill_sender(sender)
         else:
@@ -32,17 +31,20 @@ class EndRules(SenderRules, ReceiverRules):
         for loss in sender.losses:
             if loss.noticed is None:
                 loss.is_certain = False  # its closing frame may be read first
-        worker = worker_of(sender.sender)
-        if self.steps.is_held(worker):
-            self.steps.let_go(worker)
+        self.let_go(sender)
 
         def finish(call: Call, outcome: Outcome) -> None:
-            _closed(call, outcome)
             for message in sender.messages:
                 if message.state == "open":
                     message.state = "dropped"
 
         self.call("close", sender, sender.sender.aclose(), finish)
+
+    def let_go(self, sender: Sender) -> None:
+        """Stop holding the worker of a sender."""
+        worker = worker_of(sender.sender)
+        if self.steps.is_held(worker):
+            self.steps.let_go(worker)
 
     def _kill_sender(self, sender: Sender) -> None:
         """End a sender like a killed process: its sockets are closed, without a closing frame."""
@@ -71,7 +73,7 @@ class EndRules(SenderRules, ReceiverRules):
 
     def _close_receiver(self, receiver: Receiver) -> None:
         self.lose_receiver(receiver)
-        self.call("close", receiver, receiver.receiver.aclose(), _closed)
+        self.call("close", receiver, receiver.receiver.aclose())
 
     def _kill_receiver(self, receiver: Receiver) -> None:
         """End a receiver like a killed process: its sockets are closed, and its socket file stays."""
@@ -102,7 +104,3 @@ class EndRules(SenderRules, ReceiverRules):
             self.lose(sender, is_certain=True)
             if is_quiet:
                 self.settle()
-
-
-def _closed(call: Call, outcome: Outcome) -> None:
-    assert outcome.error is None, f"{call} failed: {outcome.error}"

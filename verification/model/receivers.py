@@ -6,6 +6,7 @@ from hypothesis.stateful import precondition, rule
 from aiotensor import AioTensorError, TensorHandle, TensorReceiver
 from verification.internals import worker_of
 from verification.model.records import Call, Outcome, Receiver, Tensor, key_of
+from verification.model.stage import one_of
 from verification.model.world import World
 
 
@@ -40,10 +41,8 @@ class ReceiverRules(World):
             tensor: Tensor = data.draw(st.sampled_from(list(self.known.values())))
             return tensor.handle
         sender = data.draw(st.sampled_from(self.senders))
-        number = max(
-            (message.number + 1 for message in sender.messages if message.number is not None), default=0
-        )
-        number += data.draw(st.sampled_from([0, 0, 1]))
+        numbers = [message.number for message in sender.messages if message.number is not None]
+        number = max(numbers, default=-1) + data.draw(st.sampled_from([1, 1, 2]))
         return TensorHandle(sender.sender.id, number, data.draw(st.integers(0, 1)), "int64", (3,), "cpu")
 
     @precondition(lambda self: self.receiver and self.senders)
@@ -56,8 +55,6 @@ class ReceiverRules(World):
         def finish(call: Call, outcome: Outcome) -> None:
             if outcome.value is not None:
                 self.took(receiver, key, outcome.value, call)
-            elif outcome.error is not None:
-                self.check_not_taken(receiver, key, outcome.error)
 
         receiving = receiver.receiver.receive(handle, copy=copy)
         self.call("receive", receiver, receiving, finish, key=key, is_copy=copy)
@@ -101,9 +98,6 @@ class ReceiverRules(World):
                 assert key in self.known, "the tensor was never announced"
                 self.iterated.append(key)
                 self.took(receiver, key, outcome.value.tensor, call)
-            elif outcome.error is not None:
-                assert isinstance(outcome.error, StopAsyncIteration)
-                assert receiver.is_gone
 
         self.call("iterate", receiver, anext(receiver.receiver), finish)
 
@@ -117,9 +111,14 @@ class ReceiverRules(World):
         self.discards.setdefault((receiver, handle.sender, handle.message), self.tick())
 
     @precondition(lambda self: self.alive())
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        data.draw(st.sampled_from(self.alive())).view = None
+    @rule(tensor=one_of(lambda self: self.alive()))
+    def free(self, tensor: Tensor) -> None:
+        tensor.view = None
+
+    def free_all(self) -> None:
+        for tensor in self.alive():
+            tensor.view = None
+        super().free_all()
 
     def alive(self) -> list[Tensor]:
         return [tensor for tensor in self.known.values() if tensor.view is not None]

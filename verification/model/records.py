@@ -110,7 +110,7 @@ class Message(Printed):
 class Block(Printed):
     """A block of shared memory, while it is pinned."""
 
-    sender: Sender
+    side: Any  # the record of the sender or publisher
     nbytes: int
     owner: torch.Tensor | None = None  # if it comes from `allocate`
     is_allocated: bool = False
@@ -119,7 +119,7 @@ class Block(Printed):
     may_be_copied: bool = False
 
     def __repr__(self) -> str:
-        return f"{self.nbytes} bytes of {self.sender}"
+        return f"{self.nbytes} bytes of {self.side}"
 
 
 @dataclass(eq=False, repr=False)

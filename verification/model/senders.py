@@ -4,21 +4,18 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from aiotensor import (
-    AioTensorError,
-    DiscardedError,
-    TensorSender,
-    UsageError,
-    WouldBlockError,
-)
+from aiotensor import AioTensorError, DiscardedError, TensorSender, WouldBlockError
 from verification.internals import permits_of, worker_of
 from verification.model.records import Block, Call, Message, Outcome, Sender
+from verification.model.stage import nothing, one_of
 from verification.model.world import World, is_copied
 
 SMALL, BIG, BIGGER = 3, 3_000, 5_000  # elements of int64: in a frame, or in shared memory
 ARENAS = st.sampled_from([64 << 10, 128 << 10])
 counts = st.sampled_from([SMALL, SMALL, BIG, BIGGER])
 seldom = st.integers(0, 7).map(lambda number: number == 7)
+senders = one_of(lambda self: self.living)
+blocks = one_of(lambda self: self.sendable())
 
 
 class _RaisedInBlockError(Exception):
@@ -45,9 +42,8 @@ class SenderRules(World):
     # One tensor
 
     @precondition(lambda self: self.living)
-    @rule(data=st.data(), count=counts, is_strided=st.booleans())
-    def send(self, data: st.DataObject, count: int, is_strided: bool) -> None:
-        sender = data.draw(st.sampled_from(self.living))
+    @rule(sender=senders, count=counts, is_strided=st.booleans())
+    def send(self, sender: Sender, count: int, is_strided: bool) -> None:
         values = self.values(2 * count)[::2] if is_strided else self.values(count)
         self._send(sender, values, Block(sender, values.nbytes) if count > SMALL else None)
 
@@ -58,10 +54,8 @@ class SenderRules(World):
             if outcome.value is not None:
                 self.sent(message, expected, block, outcome.value)
                 self.became_whole(message)
-                return
-            if outcome.error is not None:
-                self.check_not_sent(call, outcome.error)
-            message.state = "dropped"
+            else:
+                message.state = "dropped"
 
         expected = values.clone()
         self.call("send", sender, sender.sender.send(values), finish, message=message, block=block)
@@ -72,9 +66,8 @@ class SenderRules(World):
         return message
 
     @precondition(lambda self: self.living)
-    @rule(data=st.data(), count=counts)
-    def send_nowait(self, data: st.DataObject, count: int) -> None:
-        sender = data.draw(st.sampled_from(self.living))
+    @rule(sender=senders, count=counts)
+    def send_nowait(self, sender: Sender, count: int) -> None:
         values = self.values(count)
         block = Block(sender, values.nbytes) if count > SMALL else None
         message = self._sent_now("send_nowait", sender, values, block)
@@ -82,19 +75,26 @@ class SenderRules(World):
             self.became_whole(message)
 
     @precondition(lambda self: self.living)
-    @rule(data=st.data(), count=counts, is_strided=st.booleans())
-    def post(self, data: st.DataObject, count: int, is_strided: bool) -> None:
-        sender = data.draw(st.sampled_from(self.living))
+    @rule(sender=senders, count=counts, is_strided=st.booleans())
+    def post(self, sender: Sender, count: int, is_strided: bool) -> None:
         values = self.values(2 * count)[::2] if is_strided else self.values(count)
         self._post(sender, values, Block(sender, values.nbytes) if count > SMALL else None)
 
-    @precondition(lambda self: any(not block.sender.end for block in self.allocated))
-    @rule(data=st.data())
-    def post_allocated(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from([one for one in self.allocated if not one.sender.end]))
+    def sendable(self) -> list[Block]:
+        """Return the blocks that can still be sent."""
+        return [block for block in self.allocated if not block.side.end]
+
+    @precondition(lambda self: self.sendable())
+    @rule(block=blocks)
+    def post_allocated(self, block: Block) -> None:
+        self._post(block.side, self._owner_of(block), block)
+
+    def _owner_of(self, block: Block) -> torch.Tensor:
+        """Return the tensor of a block that is about to be sent; after a loss, it may be copied first."""
+        losses = block.side.losses
+        block.may_be_copied |= any(loss.noticed is None or block.began < loss.noticed for loss in losses)
         assert block.owner is not None
-        self._note_losses(block)
-        self._post(block.sender, block.owner, block)
+        return block.owner
 
     def _post(self, sender: Sender, values: torch.Tensor, block: Block | None) -> None:
         message = self._sent_now("post", sender, values, block)
@@ -118,7 +118,6 @@ class SenderRules(World):
                 if not sender.end:
                     self._await_copy(message)
             elif outcome.error is not None:
-                self.check_not_sent(call, outcome.error)
                 message.state = "dropped"
             elif message.state != "whole":
                 self.became_whole(message)
@@ -134,7 +133,7 @@ class SenderRules(World):
         others_wait = permits_of(sender.sender).waiting > 0
         message = self._begin(sender)
         message.waits_in_line = False
-        call = Call(what, None, self.tick(), 0.0, _never, sender)
+        call = Call(what, None, self.tick(), 0.0, nothing, sender)
         expected = values.clone()
         try:
             with self.steps.inside():
@@ -158,10 +157,8 @@ class SenderRules(World):
     # Memory of the sender
 
     @precondition(lambda self: self.living)
-    @rule(data=st.data(), count=st.sampled_from([SMALL, BIG, BIGGER]))
-    def allocate(self, data: st.DataObject, count: int) -> None:
-        sender = data.draw(st.sampled_from(self.living))
-
+    @rule(sender=senders, count=st.sampled_from([SMALL, BIG, BIGGER]))
+    def allocate(self, sender: Sender, count: int) -> None:
         def finish(call: Call, outcome: Outcome) -> None:
             if outcome.value is not None:
                 sender.latest_allocation = max(sender.latest_allocation, call.began)
@@ -169,36 +166,19 @@ class SenderRules(World):
                 self.allocated.append(
                     Block(sender, outcome.value.nbytes, outcome.value, is_allocated=True, began=self.tick())
                 )
-            elif outcome.error is not None:
-                self.check_not_sent(call, outcome.error)
 
         self.call("allocate", sender, sender.sender.allocate((count,), torch.int64), finish)
 
-    @precondition(lambda self: any(not block.sender.end for block in self.allocated))
-    @rule(data=st.data())
-    def send_allocated(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from([one for one in self.allocated if not one.sender.end]))
-        assert block.owner is not None
-        self._note_losses(block)
-        self._send(block.sender, block.owner, block)
-
-    def _note_losses(self, block: Block) -> None:
-        losses = [loss for loss in block.sender.losses if loss.noticed is None or block.began < loss.noticed]
-        block.may_be_copied |= bool(losses)
-
-    @precondition(lambda self: self.allocated)
-    @rule(data=st.data())
-    def free_allocated(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(self.allocated))
-        self.allocated.remove(block)
-        block.owner = None
+    @precondition(lambda self: self.sendable())
+    @rule(block=blocks)
+    def send_allocated(self, block: Block) -> None:
+        self._send(block.side, self._owner_of(block), block)
 
     # Several tensors
 
     @precondition(lambda self: self.living)
-    @rule(data=st.data())
-    def begin_message(self, data: st.DataObject) -> None:
-        sender = data.draw(st.sampled_from(self.living))
+    @rule(sender=senders)
+    def begin_message(self, sender: Sender) -> None:
         message = self._begin(sender)
         message.ending = self.steps.loop.create_future()
 
@@ -206,18 +186,14 @@ class SenderRules(World):
             message.ending = None
             if outcome.value is not None:
                 self.became_whole(message)
-                return
-            # Leaving a block during one of its sends is misuse, and raises an error.
-            if outcome.error is not None and not isinstance(outcome.error, UsageError):
-                self.check_not_sent(call, outcome.error)
-            message.state = "dropped"
+            else:
+                message.state = "dropped"
 
         self.call("message", sender, _block(message), finish, message=message)
 
     @precondition(lambda self: self.open_messages())
-    @rule(data=st.data(), count=counts)
-    def send_in_message(self, data: st.DataObject, count: int) -> None:
-        message = data.draw(st.sampled_from(self.open_messages()))
+    @rule(message=one_of(lambda self: self.open_messages()), count=counts)
+    def send_in_message(self, message: Message, count: int) -> None:
         values = self.values(count)
         block = Block(message.sender, values.nbytes) if count > SMALL else None
         assert message.opened is not None
@@ -225,16 +201,13 @@ class SenderRules(World):
         def finish(call: Call, outcome: Outcome) -> None:
             if outcome.value is not None:
                 self.sent(message, values, block, outcome.value)
-            elif outcome.error is not None:
-                self.check_not_sent(call, outcome.error)
 
         sending = message.opened.send(values)
         self.call("send in a message", message.sender, sending, finish, message=message)
 
     @precondition(lambda self: self.open_messages())
-    @rule(data=st.data(), raises=seldom)
-    def end_message(self, data: st.DataObject, raises: bool) -> None:
-        message = data.draw(st.sampled_from(self.open_messages()))
+    @rule(message=one_of(lambda self: self.open_messages()), raises=seldom)
+    def end_message(self, message: Message, raises: bool) -> None:
         assert message.ending is not None
         with self.steps.inside():
             if raises:
@@ -252,11 +225,12 @@ class SenderRules(World):
 
     # Other calls
 
-    @precondition(lambda self: any(not tensor.message.sender.end for tensor in self.known.values()))
-    @rule(data=st.data())
-    def discard_at_the_sender(self, data: st.DataObject) -> None:
-        known = [tensor for tensor in self.known.values() if not tensor.message.sender.end]
-        message = data.draw(st.sampled_from(known)).message
+    def sent_messages(self) -> list[Message]:
+        return [tensor.message for tensor in self.known.values() if not tensor.message.sender.end]
+
+    @precondition(lambda self: self.sent_messages())
+    @rule(message=one_of(lambda self: self.sent_messages()))
+    def discard_at_the_sender(self, message: Message) -> None:
         with self.steps.inside():
             message.sender.sender.discard(message.tensors[0].handle)
         if message.state == "open":
@@ -264,25 +238,21 @@ class SenderRules(World):
         message.discarded_here = True
 
     @precondition(lambda self: self.living)
-    @rule(data=st.data())
-    def drain(self, data: st.DataObject) -> None:
-        sender = data.draw(st.sampled_from(self.living))
+    @rule(sender=senders)
+    def drain(self, sender: Sender) -> None:
         sent = [message for message in sender.messages if message.state == "whole"]
 
         def finish(call: Call, outcome: Outcome) -> None:
-            if outcome.error is not None:
-                self.check_not_sent(call, outcome.error)
-            elif not outcome.is_cancelled:
-                for message in sent:
-                    has_ended = message.is_taken or self.is_discarded(message) or message.may_be_lost
-                    assert has_ended, f"drained, with {message} on its way"
+            for message in sent if outcome.error is None and not outcome.is_cancelled else ():
+                has_ended = message.is_taken or self.is_discarded(message) or message.may_be_lost
+                assert has_ended, f"drained, with {message} on its way"
 
         self.call("drain", sender, sender.sender.drain(), finish)
 
     @precondition(lambda self: self.living)
-    @rule(data=st.data(), only_long=st.booleans())
-    def hold_or_let_go_of_a_worker(self, data: st.DataObject, only_long: bool) -> None:
-        worker = worker_of(data.draw(st.sampled_from(self.living)).sender)
+    @rule(sender=senders, only_long=st.booleans())
+    def hold_or_let_go_of_a_worker(self, sender: Sender, only_long: bool) -> None:
+        worker = worker_of(sender.sender)
         if self.steps.is_held(worker):
             self.steps.let_go(worker)
         else:
@@ -298,7 +268,3 @@ async def _block(message: Message) -> bool:
         message.state = "dropped"
         raise DiscardedError("its block raised") from None
     return True
-
-
-def _never(call: Call, outcome: Outcome) -> None:
-    raise AssertionError("this call does not wait")

@@ -2,34 +2,22 @@
 
 import gc
 
-import msgspec
 import torch
 
-from aiotensor import SenderStatistics, WouldBlockError
+from aiotensor import WouldBlockError
 from aiotensor.sender import MessageState
 from verification.internals import memory_of, permits_of, senders_of, worker_of
 from verification.model.ends import EndRules
 from verification.model.records import Message, Receiver, Sender, Tensor
 
-_QUIET_TURNS = 10  # iterations without a change, after which nothing will change
 _IN_FLIGHT = {MessageState.OPEN.value: "open", MessageState.WHOLE.value: "whole"}
-
-
-def _without_times(statistics: SenderStatistics) -> SenderStatistics:
-    holders = tuple(msgspec.structs.replace(holder, seconds=0) for holder in statistics.holders)
-    return msgspec.structs.replace(statistics, longest_wait_s=0, holders=holders)
 
 
 class SettledWorld(EndRules):
     """Compare both sides with the model whenever nothing is in transit."""
 
     def settle(self) -> None:
-        """Run the loop until nothing changes, and compare both sides with the model."""
-        for _ in range(2):
-            self.steps.pass_time(0.3)  # senders look for a receiver
-            before = None
-            while before != (before := self._state()) or self._collect():
-                self.turn(_QUIET_TURNS)
+        self.become_quiet()
         self._note_what_is_known_now()
         for sender in self.living:
             self._check_sender(sender)
@@ -40,16 +28,7 @@ class SettledWorld(EndRules):
             assert tensor.view is not None
             assert torch.equal(tensor.view, tensor.values), f"{tensor} changed after it was taken"
 
-    def _state(self) -> object:
-        """Return values that change as long as something is in transit."""
-        return (
-            self.now,
-            len(self.calls),
-            [_without_times(sender.sender.statistics()) for sender in self.senders],
-            [receiver.receiver.statistics() for receiver in self.receivers],
-        )
-
-    def _collect(self) -> bool:
+    def collect(self) -> bool:
         """Free what anyio leaves to the garbage collector; nothing else may need it."""
         if self.has_cancelled_a_thread:
             self.has_cancelled_a_thread = False
@@ -132,10 +111,8 @@ class SettledWorld(EndRules):
 
     def _check_bytes(self, sender: Sender, tensors: list[Tensor]) -> None:
         blocks = {tensor.block for tensor in tensors if tensor.block is not None and self._is_pinned(tensor)}
-        blocks |= {block for block in self.allocated if block.sender is sender}
-        blocks |= {
-            call.block for call in self.of(sender) if call.block is not None and call.block.is_allocated
-        }
+        blocks |= {block for block in self.allocated if block.side is sender}
+        blocks |= {call.block for call in self.of(sender) if call.block and call.block.is_allocated}
         expected = sum(block.nbytes for block in blocks)
         in_use = sender.sender.statistics().bytes_in_use
         holders = sender.sender.statistics().holders
@@ -163,16 +140,13 @@ class SettledWorld(EndRules):
             return
         messages = [message for message in messages if self._is_there(receiver, message)]
         left = [message for message in messages if message.sender not in met]
-        assert statistics.promised_messages == promised + len(left), (
-            f"{receiver} has other messages than {left}"
-        )
+        expected = promised + len(left)
+        assert statistics.promised_messages == expected, f"{receiver} has other messages than {left}"
         there = [t for m in messages for t in m.tensors if not t.is_taken]
         assert statistics.unclaimed_tensors == len(there), f"{receiver} has other tensors than {there}"
         leased = [t for t in there if t.block is not None]
         leased += [t for t in self.alive() if t.block and t.taken_by is receiver and not t.is_copy]
-        assert statistics.leases == len(leased), (
-            f"{receiver} has {statistics.leases} leases, and not {leased}"
-        )
+        assert statistics.leases == len(leased), f"{receiver} has {statistics.leases} leases: {leased}"
         assert statistics.leased_bytes == sum(t.values.nbytes for t in leased)
 
     def _is_there(self, receiver: Receiver, message: Message) -> bool:
@@ -185,9 +159,7 @@ class SettledWorld(EndRules):
     def _check_that_nobody_waits_in_vain(self) -> None:
         receiver = self.receiver
         for call in self.calls:
-            is_left = (
-                call.what == "message" and call.begun.opened is not None
-            )  # its block decides when it ends
+            is_left = call.what == "message" and call.begun.opened is not None  # its block ends it
             is_over = call.side.is_gone if isinstance(call.side, Receiver) else bool(call.side.end)
             assert is_left or not is_over, f"{call} hangs, though it is closed"
             assert call.message is None or not call.message.ending or not call.message.ending.done(), call
@@ -199,9 +171,8 @@ class SettledWorld(EndRules):
                 assert self.steps.is_held(worker), f"{call} waits for nothing"
             elif call.what == "receive" and receiver is not None and call.key is not None:
                 sender = next(one for one in self.senders if one.sender.id == call.key[0])
-                assert not (sender.end and receiver in sender.introduced), (
-                    f"{call} waits for one that is gone"
-                )
+                is_gone = sender.end and receiver in sender.introduced
+                assert not is_gone, f"{call} waits for one that is gone"
                 if call.key not in self.known:
                     continue
                 tensor = self.known[call.key]
@@ -210,12 +181,9 @@ class SettledWorld(EndRules):
                 is_met = tensor.message.sender.met is receiver
                 assert not (is_met and self.has_ended(tensor.message)), f"{call} waits for what is gone"
             elif call.what == "iterate":
-                claimed = {one.key for one in self.calls if one.key is not None}
-                missed = [
-                    tensor
-                    for key, tensor in self.known.items()
-                    if self._can_be_taken_now(tensor) and key not in claimed
-                ]
+                claimed = {one.key for one in self.calls}
+                missed = [self.known[key] for key in self.known.keys() - claimed]
+                missed = [tensor for tensor in missed if self._can_be_taken_now(tensor)]
                 assert not missed, f"{call} waits, and {missed} are here"
 
     def _can_be_taken_now(self, tensor: Tensor) -> bool:
@@ -225,19 +193,12 @@ class SettledWorld(EndRules):
 
     def end(self, *, is_checked: bool) -> None:
         for sender in self.senders:
-            worker = worker_of(sender.sender)
-            if self.steps.is_held(worker):
-                self.steps.let_go(worker)
-        if is_checked:
-            self.settle()
-            self._bring_everything_to_its_end()
-        self._close_all()
-        if is_checked:
-            self._check_that_all_is_closed()
+            self.let_go(sender)
+        super().end(is_checked=is_checked)
 
-    def _bring_everything_to_its_end(self) -> None:
+    def bring_everything_to_its_end(self) -> None:
         """Take all available tensors until no call waits any more, and check the outcome of each tensor."""
-        self._free_all()
+        self.free_all()
         if self.receiver is None:
             return
         sending = list(self.calls)
@@ -251,7 +212,7 @@ class SettledWorld(EndRules):
                 if not tensor.is_taken:
                     self.take_now(tensor.handle)
                 tensor.view = None
-            self._free_all()
+            self.free_all()
             sending = [call for call in self.calls if isinstance(call.side, Sender) and call.side.met]
             if sending:
                 continue
@@ -275,37 +236,19 @@ class SettledWorld(EndRules):
     def _met(self) -> list[Sender]:
         return [sender for sender in self.living if sender.met]
 
-    def _free_all(self) -> None:
-        for tensor in self.alive():
-            tensor.view = None
-        for block in self.allocated:
-            block.owner = None
-        self.allocated.clear()
-
-    def _close_all(self) -> None:
-        self._free_all()
-        for call in self.calls:
-            if call.what != "close":
-                self.cancel(call)
-        sides: list[Sender | Receiver] = [
-            *self.living,
-            *([self.receiver] if self.receiver is not None else []),
-        ]
+    def close_all(self) -> None:
+        sides: list[Sender | Receiver] = [*self.living]
+        sides += [self.receiver] if self.receiver is not None else []
         for side in sides if self.now % 2 else reversed(sides):
             if isinstance(side, Sender):
                 self._close_sender(side)
             else:
                 self._close_receiver(side)
             self.turn(self.now % 3)
-        for _ in range(10):
-            self.turn(_QUIET_TURNS)
-            self._collect()
-        assert not self.calls, f"{self.calls} hang"
-        self.steps.close()
 
-    def _check_that_all_is_closed(self) -> None:
+    def check_that_nothing_is_left(self) -> None:
         for sender in self.senders:
             assert sender.sender.statistics().waiting == 0, f"a call waits at {sender}, which is closed"
         for receiver in self.receivers:
             assert receiver.receiver.statistics().unclaimed_tensors == 0, f"{receiver} is closed"
-        self.check_that_nothing_is_left()
+        super().check_that_nothing_is_left()

@@ -1,6 +1,6 @@
 """Real senders and a real receiver on one loop, with a model that checks every result."""
 
-from abc import abstractmethod
+from typing import Any
 
 import torch
 
@@ -11,6 +11,7 @@ from aiotensor import (
     PeerLostError,
     RefusedError,
     TensorHandle,
+    UsageError,
     WouldBlockError,
 )
 from aiotensor.sender import MessageState
@@ -29,6 +30,8 @@ from verification.model.records import (
 )
 from verification.model.stage import Stage
 
+_LOSSES = (PeerLostError, RefusedError, ClosedError)
+
 
 class World(Stage):
     """Keep a record of every message and tensor, and compare what each call returns with it.
@@ -44,10 +47,7 @@ class World(Stage):
         self.receivers: list[Receiver] = []
         self.senders: list[Sender] = []
         self.known: dict[Key, Tensor] = {}
-        self.allocated: list[Block] = []
-        self.discards: dict[
-            tuple[Receiver, str, int], int
-        ] = {}  # messages that receivers discarded, and when
+        self.discards: dict[tuple[Receiver, str, int], int] = {}  # when receivers discarded which messages
         self.max_messages: int | None = None
         # anyio keeps the task of a cancelled thread in a cycle, if the loop has no main task.
         self.has_cancelled_a_thread = False
@@ -63,8 +63,8 @@ class World(Stage):
     def living(self) -> list[Sender]:
         return [sender for sender in self.senders if not sender.end]
 
-    def in_flight(self) -> list[Message]:
-        return [m for sender in self.living for m in sender.messages if m.state == "open" and m.opened]
+    def objects(self) -> list[Any]:
+        return [one.sender for one in self.senders] + [one.receiver for one in self.receivers]
 
     # Calls
 
@@ -94,15 +94,24 @@ class World(Stage):
             return False
         self.claimed_in_turn, self.copying_in_turn = keys, copies
         self.iterated: list[Key] = []
-        for call, outcome in sorted(ended, key=_order):
-            if call.must_be_lost and not outcome.is_cancelled:
-                assert isinstance(outcome.error, PeerLostError | RefusedError | ClosedError), (
-                    f"{call} did not hear of the loss"
-                )
-            call.finish(call, outcome)
+        for call, outcome in ended:
+            is_lost = outcome.is_cancelled or isinstance(outcome.error, _LOSSES)
+            assert is_lost or not call.must_be_lost, f"{call} did not hear of the loss"
+        self.finish(sorted(ended, key=_order))
         for key in self.iterated:
             self.check_in_order(key)
         return True
+
+    def check_error(self, call: Call, error: BaseException) -> None:
+        if isinstance(call.side, Sender):
+            # Leaving a block during one of its sends is misuse, and raises an error.
+            if not (call.what == "message" and isinstance(error, UsageError)):
+                self.check_not_sent(call, error)
+        elif call.key is not None:
+            self.check_not_taken(call.side, call.key, error)
+        else:
+            assert isinstance(error, StopAsyncIteration)
+            assert call.side.is_gone
 
     # Results of a sender's calls
 
@@ -142,7 +151,8 @@ class World(Stage):
                 assert sender.end, f"{call}: it was not closed"
             case DiscardedError():
                 assert message is not None
-                is_over = message.state == "dropped" or (message.ending is not None and message.ending.done())
+                ending = None if call.what == "message" else message.ending
+                is_over = message.state == "dropped" or (ending is not None and ending.done())
                 assert is_over or self.is_discarded(message), f"{call}: not discarded"
             case WouldBlockError():
                 in_use = sender.sender.statistics().bytes_in_use
@@ -227,10 +237,6 @@ class World(Stage):
                 raise AssertionError(f"receiving {tensor or key} failed: {error!r}") from error
 
     # Ends
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Run the loop until nothing changes, and compare both sides with the model."""
 
     def note_who_waits(self, senders: list[Sender], *, frees_memory: bool = False) -> None:
         """Mark the calls that a loss must end, when nothing else in transit could end them.
