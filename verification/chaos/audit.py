@@ -1,12 +1,12 @@
-"""The audit of a round: each tensor was taken once, or lost with an error."""
+"""The audit of a round: each message ended as the plan explains, and each tensor was taken once, or lost."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from verification.chaos.journal import Answered, Began, Broken, Ended, Event, Sent, Taken
-from verification.chaos.plan import MAX_TENSORS, PEER_TIMEOUT_S, RESOURCES, SLOTS, FaultKind, Round
+from verification.chaos.journal import Answered, Began, Broken, Ended, Event, Key, Sent, Taken
+from verification.chaos.plan import MAX_TENSORS, PEER_TIMEOUT_S, RESOURCES, SLOTS, FaultKind, Order, Round
 
 # Heartbeats allow a silence of `PEER_TIMEOUT_S`. A stopped process is silent for a little longer than it is
 # stopped.
@@ -35,145 +35,162 @@ class Account(msgspec.Struct):
     paused_s: float = 0.0
 
 
-def may_end_by_silence(plan: Round, accounts: Iterable[Account], slots: Sequence[int]) -> bool:
-    """Return whether heartbeats may have ended a connection.
+class Audit:
+    """The parts that the audits of all kinds of work share.
 
     Args:
         plan: the plan of the round.
-        accounts: the accounts of all processes that took part in it; a busy machine may have paused them.
-        slots: the slots of the processes at both ends of the connection.
+        accounts: the accounts of all processes that took part in it.
+        tally: the counted outcomes; updated.
+
+    Attributes:
+        what: the name of a message in the problems.
     """
-    if not plan.is_remote:
-        return False
-    stopped_ms = sum(fault.for_ms for fault in plan.of((FaultKind.STOP,)) if fault.target in slots)
-    paused_s = max((account.paused_s for account in accounts if account.slot in slots), default=0.0)
-    return max(stopped_ms / 1000, paused_s) > _SILENT_S
 
+    what = "message"
 
-class _Message:
-    """One message, as recorded in all journals."""
-
-    def __init__(self, account: Account, tensors: int) -> None:
-        self.account = account
-        self.tensors = tensors
-        self.end: Ended | None = None
-        self.handles: dict[int, Sent] = {}
-
-
-class _Audit:
     def __init__(self, plan: Round, accounts: Sequence[Account], tally: Counter[str]) -> None:
         self.plan = plan
         self.accounts = accounts
         self.tally = tally
         self.problems: list[str] = []
-        self.messages: dict[int, _Message] = {}
-        self.taken: dict[int, list[Taken]] = defaultdict(list)
-        self.answers: dict[tuple[str, int, int], str] = {}
+        self.begun: dict[int, Account] = {}
+        self.ends: dict[int, Ended] = {}
+
+    def run(self) -> list[str]:
+        """Account for every message, and return the problems."""
         for account in self.accounts:
             for event in account.events:
-                self._note(account, event)
+                match event:
+                    case Began():
+                        self.begun[event.key] = account
+                    case Ended():
+                        if event.key in self.ends:
+                            self.problems.append(f"{account.name}: {event.key} ended twice")
+                        self.ends[event.key] = event
+                    case Broken():
+                        self.problems.append(f"{account.name}: {event.text}")
+                    case _:
+                        self.note(account, event)
+        orders = self.plan.orders
+        for key, account in self.begun.items():
+            for problem in self.check(account, orders[key], self.ends.get(key)):
+                self.problems.append(f"{self.what} {key} of {account.name}: {problem} {orders[key]}")
+        self.check_others()
+        return self.problems
 
-    def _note(self, account: Account, event: Event) -> None:
+    def note(self, account: Account, event: Event) -> None:
+        """Note an event of this kind of work."""
+        self.problems.append(f"{account.name} wrote {event}")
+
+    def check(self, account: Account, order: Order, end: Ended | None) -> list[str]:
+        """Return the problems with the outcome of an order."""
+        raise NotImplementedError
+
+    def check_others(self) -> None:
+        """Check the events that belong to no order."""
+
+    def may_raise(self, account: Account, order: Order, end: Ended) -> bool:
+        """Return whether the order or the plan explains an error of its call."""
+        match end.how:
+            case "cancelled":
+                return order.is_cancelled
+            case "ClosedError":
+                return self.plan.has(account.slot, (FaultKind.CLOSE,))
+            case "OSError":
+                return self.plan.has(account.slot, RESOURCES)
+        return False
+
+    def may_end_by_silence(self, *slots: int) -> bool:
+        """Return whether heartbeats may have ended the connection of the processes in two slots.
+
+        The plan may have stopped one of them, or a busy machine may have paused it.
+        """
+        if not self.plan.is_remote:
+            return False
+        stops = [fault for fault in self.plan.of((FaultKind.STOP,)) if fault.target in slots]
+        paused_s = max((account.paused_s for account in self.accounts if account.slot in slots), default=0.0)
+        return max(sum(fault.for_ms for fault in stops) / 1000, paused_s) > _SILENT_S
+
+
+class TensorsAudit(Audit):
+    """The audit of senders and a receiver."""
+
+    def __init__(self, plan: Round, accounts: Sequence[Account], tally: Counter[str]) -> None:
+        super().__init__(plan, accounts, tally)
+        self.sent: dict[int, Sent] = {}  # by their tokens
+        self.taken: dict[int, list[Taken]] = defaultdict(list)
+        self.answers: dict[Key, str] = {}
+
+    def note(self, account: Account, event: Event) -> None:
         match event:
-            case Began():
-                self.messages[event.key] = _Message(account, event.tensors)
             case Sent():
-                index = event.token % MAX_TENSORS
-                self.messages[event.token - index].handles[index] = event
-            case Ended():
-                self.messages[event.key].end = event
+                self.sent[event.token] = event
             case Taken():
                 self.taken[event.token].append(event)
             case Answered():
-                self.answers[event.sender, event.message, event.tensor] = event.error
-            case Broken():
-                self.problems.append(f"{account.name}: {event.text}")
+                self.answers[event.handle] = event.error
+            case _:
+                super().note(account, event)
 
-    def run(self) -> list[str]:
-        for key, message in self.messages.items():
-            for index in range(message.tensors):
-                problem = self._account(message, index, self.taken.pop(key + index, []))
-                if problem:
-                    where = f"message {key} of {message.account.name}, tensor {index} of {message.tensors}"
-                    self.problems.append(f"{where}: {problem}")
-        self.problems += [f"taken, but never sent: {taken}" for taken in self.taken.values()]
-        return self.problems
+    def check_others(self) -> None:
+        keys = {token - token % MAX_TENSORS for token in self.taken}
+        self.problems += [f"taken, but never sent: {key}" for key in keys - self.begun.keys()]
 
-    def _account(self, message: _Message, index: int, taken: list[Taken]) -> str:
-        handle, end = message.handles.get(index), message.end
+    def check(self, account: Account, order: Order, end: Ended | None) -> list[str]:
+        tokens = range(order.key, order.key + len(order.counts))
+        found = [(token, self._check(account, order, end, token)) for token in tokens]
+        return [f"tensor {token - order.key}: {problem}" for token, problem in found if problem]
+
+    def _check(self, account: Account, order: Order, end: Ended | None, token: int) -> str:
+        sent, taken = self.sent.get(token), self.taken[token]
         if len(taken) > 1:
             return f"taken {len(taken)} times: {taken}"
         if taken:
             self.tally["tensors taken"] += 1
-            got = taken[0]
-            if handle is not None and (got.sender, got.message, got.tensor) != (
-                handle.sender,
-                handle.message,
-                handle.tensor,
-            ):
-                return f"sent as {handle}, taken as {got}"
+            if sent is not None and sent.handle != taken[0].handle:
+                return f"sent as {sent}, taken as {taken[0]}"
         if end is None:
             self.tally["tensors whose sender was killed"] += 1
-            return "" if message.account.is_killed else "its send never ended"
+            return "" if account.is_killed else "its send never ended"
         if end.how != "whole":
-            return self._unsent(message, end, taken)
+            self.tally[f"tensors whose send ended with {end.how}"] += 1
+            if taken and end.how != "cancelled":
+                return f"its send raised {end.how} ({end.text}), and it was taken: {taken[0]}"
+            is_explained = self.may_raise(account, order, end)
+            return "" if is_explained else f"nothing explains its {end.how}: {end.text}"
         if taken:
-            return self._answered_twice(message, handle, taken[0])
-        return self._untaken(message, handle)
-
-    def _unsent(self, message: _Message, end: Ended, taken: list[Taken]) -> str:
-        self.tally[f"tensors whose send ended with {end.how}"] += 1
-        if taken and end.how != "cancelled":
-            return f"its send raised {end.how} ({end.text}), and it was taken: {taken[0]}"
-        if not self._may_raise(message, end.how):
-            return f"nothing that happened in this round explains its {end.how}: {end.text}"
-        return ""
-
-    def _answered_twice(self, message: _Message, handle: Sent | None, taken: Taken) -> str:
-        """Return a problem with the error of a second request for a tensor that was taken, or ""."""
-        error = self.answers.get((taken.sender, taken.message, taken.tensor), "AlreadyTakenError")
-        is_lost = error in ("PeerLostError", "RefusedError") and self._may_be_lost(message, handle)
-        if error == "AlreadyTakenError" or is_lost:
-            return ""
-        return f"taken as {taken}, and asking again raised {error}"
-
-    def _untaken(self, message: _Message, handle: Sent | None) -> str:
-        if handle is None:
+            error = self.answers.get(taken[0].handle, "AlreadyTakenError")
+            is_lost = error in ("PeerLostError", "RefusedError") and self._may_be_lost(account, sent)
+            is_right = error == "AlreadyTakenError" or is_lost
+            return "" if is_right else f"taken as {taken[0]}, and asking again raised {error}"
+        if sent is None:
             return "it was sent, without a handle"
         self.tally["tensors lost"] += 1
-        error = self.answers.get((handle.sender, handle.message, handle.tensor))
-        if not self._may_be_lost(message, handle):
-            return (
-                f"it was sent as {handle} and is lost ({error}), though no connection ended since: "
-                f"{handle.losses} losses when it was sent, {message.account.losses} in the end"
-            )
-        if error not in (None, "PeerLostError", "RefusedError"):
-            return f"{handle} was not taken, and asking for it raised {error}"
+        error = self.answers.get(sent.handle, "PeerLostError")
+        if not self._may_be_lost(account, sent):
+            losses = f"{sent.losses} losses when it was sent, {account.losses} in the end"
+            return f"{sent} is lost ({error}), though no connection ended since: {losses}"
+        if error not in ("PeerLostError", "RefusedError"):
+            return f"{sent} was not taken, and asking for it raised {error}"
         return ""
 
-    def _may_be_lost(self, message: _Message, handle: Sent | None) -> bool:
+    def _may_be_lost(self, account: Account, sent: Sent | None) -> bool:
         """Return whether a connection ended after a tensor was sent."""
-        account = message.account
         if account.is_killed:
             return True
-        if handle is not None and account.losses > handle.losses:
+        if sent is not None and account.losses > sent.losses:
             return self._may_lose_receiver(account)
         # A sender that was closed before the loss of its receiver has not counted it.
         return self.plan.has(account.slot, (FaultKind.CLOSE,)) and self.plan.has(SLOTS, RESOURCES)
 
-    def _may_raise(self, message: _Message, error: str) -> bool:
-        """Return whether the plan explains an error of a send."""
-        plan, slot, account = self.plan, message.account.slot, message.account
-        match error:
-            case "cancelled" | "WouldBlockError" | "UnavailableError":
+    def may_raise(self, account: Account, order: Order, end: Ended) -> bool:
+        match end.how:
+            case "WouldBlockError" | "UnavailableError":
                 return True
-            case "ClosedError":
-                return plan.has(slot, (FaultKind.CLOSE,))
-            case "OSError":
-                return plan.has(slot, RESOURCES)
             case "PeerLostError" | "RefusedError":
                 return self._may_lose_receiver(account)
-        return False
+        return super().may_raise(account, order, end)
 
     def _may_lose_receiver(self, account: Account) -> bool:
         """Return whether the plan explains that a sender has lost its receiver."""
@@ -183,10 +200,5 @@ class _Audit:
             or account.is_new
             or plan.has(slot, (*RESOURCES, FaultKind.CLOSE))
             or plan.has(SLOTS, RESOURCES)
-            or may_end_by_silence(plan, self.accounts, (slot, SLOTS))
+            or self.may_end_by_silence(slot, SLOTS)
         )
-
-
-def audit(plan: Round, accounts: Sequence[Account], tally: Counter[str]) -> list[str]:
-    """Account for every tensor of a round, count the outcomes, and return the problems."""
-    return _Audit(plan, accounts, tally).run()

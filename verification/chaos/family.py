@@ -240,11 +240,11 @@ class Family:
         """List the files in the shared folder, except the sockets."""
         return [name for name in os.listdir(self._meeting) if name not in self._sockets]
 
-    async def new_sender(self, plan: Round, slot: int) -> Member:
-        """Start a process for a sender, a client or a publisher, and open a sender or a client."""
+    async def new_sender(self, plan: Round, slot: int, *, opens: bool = True) -> Member:
+        """Start a process for a sender, a client or a publisher, and open it unless the round does."""
         sender = plan.senders[slot]
         member = await self._new(ROLES[self.work][0], slot, uvloop=sender.uvloop)
-        if self.work != "broadcast":
+        if opens:
             member.id = await member.call(self.sending.open_sender, sender)
         return member
 

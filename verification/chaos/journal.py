@@ -6,21 +6,22 @@ from typing import TypeAlias
 
 import msgspec
 
+from aiotensor import TensorHandle
+
+Key: TypeAlias = tuple[str, int, int]  # of a tensor: its sender, its message, and its number in that
+
 
 class Began(msgspec.Struct, tag=True, frozen=True):
-    """A message with a number of tensors is about to be sent."""
+    """A message is about to be sent."""
 
     key: int
-    tensors: int
 
 
 class Sent(msgspec.Struct, tag=True, frozen=True):
     """A tensor has got its handle, after a number of losses of its sender's receivers."""
 
     token: int
-    sender: str
-    message: int
-    tensor: int
+    handle: Key
     losses: int
 
 
@@ -36,17 +37,13 @@ class Taken(msgspec.Struct, tag=True, frozen=True):
     """A tensor was received, with the pattern of this token, under this handle."""
 
     token: int
-    sender: str
-    message: int
-    tensor: int
+    handle: Key
 
 
 class Answered(msgspec.Struct, tag=True, frozen=True):
     """At the end, a request for a handle raised this error."""
 
-    sender: str
-    message: int
-    tensor: int
+    handle: Key
     error: str
 
 
@@ -96,20 +93,10 @@ class Broken(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
-Event: TypeAlias = (
-    Began
-    | Sent
-    | Ended
-    | Taken
-    | Answered
-    | AnswerSent
-    | Heard
-    | Published
-    | Subscribed
-    | Received
-    | Disconnected
-    | Broken
-)
+_OfTensors: TypeAlias = Sent | Taken | Answered
+_OfRequests: TypeAlias = AnswerSent | Heard
+_OfBroadcasts: TypeAlias = Published | Subscribed | Received | Disconnected
+Event: TypeAlias = Began | Ended | Broken | _OfTensors | _OfRequests | _OfBroadcasts
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Event).decode
@@ -131,6 +118,11 @@ class Journal:
     def begin_anew(self) -> None:
         """Forget the last round."""
         os.ftruncate(self._file, 0)
+
+
+def key_of(handle: TensorHandle) -> Key:
+    """Return what identifies a tensor."""
+    return handle.sender, handle.message, handle.tensor
 
 
 def read(path: str) -> Sequence[Event]:

@@ -6,17 +6,17 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aiotensor import ReceiverStatistics, SenderStatistics, TensorHandle
 from verification.chaos import faults, sending, taking, working
-from verification.chaos.audit import Account, audit
+from verification.chaos.audit import Account, Audit, TensorsAudit
 from verification.chaos.family import WATCHDOG_S, Family, GoneError, Member, RoundError
 from verification.chaos.here import ARENA_BYTES, MAX_MAPPED_BYTES
 from verification.chaos.journal import Sent
-from verification.chaos.plan import RESOURCES, SLOTS, Fault, FaultKind, Round
+from verification.chaos.plan import ENDS, RESOURCES, SLOTS, Fault, FaultKind, Round
 from verification.processes import watch
 from verification.processes.peers import fork_and_sleep
 from verification.promptly import allowed_s
@@ -35,12 +35,19 @@ class Play:
         plan: the plan of the round.
         family: the processes.
         times: the longest times of the run in seconds, by what they were spent on; updated.
+
+    Attributes:
+        auditor: the class of its audit.
+        gone: the killed processes, with their slots.
+        new: the processes that were started during the round.
     """
+
+    auditor: type[Audit] = TensorsAudit
 
     def __init__(self, plan: Round, family: Family, times: dict[str, float]) -> None:
         self.plan = plan
         self.family = family
-        self.gone: list[tuple[Member, int]] = []  # with their slots
+        self.gone: list[tuple[Member, int]] = []
         self.new: list[Member] = []
         self._times = times
         self._programs: set[asyncio.Task[None]] = set()
@@ -76,18 +83,10 @@ class Play:
             await asyncio.gather(*(member.measure_pause() for member in family.members))
         present = [(member, slot) for slot, member in family.by_slot if not member.is_killed]
         accounts = [
-            Account(
-                member.name,
-                slot,
-                member.is_killed,
-                member.events(),
-                member.losses,
-                member in self.new,
-                member.paused_s,
-            )
-            for member, slot in [*self.gone, *present]
+            Account(one.name, slot, one.is_killed, one.events(), one.losses, one in self.new, one.paused_s)
+            for one, slot in [*self.gone, *present]
         ]
-        problems += self.audit(accounts, tally)
+        problems += self.auditor(plan, accounts, tally).run()
         problems += await self._look_around()
         if problems:
             members = [*dict.fromkeys([*(member for member, _ in self.gone), *family.members])]
@@ -114,14 +113,48 @@ class Play:
             sender.losses = await sender.call(sending.losses)
         await family.receiver.call(taking.take, self.plan.takers[0], [sender.id for sender in family.senders])
 
-    async def end(self, fault: Fault, target: int, member: Member) -> None:
-        """Kill a process and replace it, or close and reopen it."""
-        if target >= SLOTS:
-            await self._end_receiver(fault.kind)
-        elif fault.kind is FaultKind.CLOSE:
-            member.id = await member.call(self.family.sending.reopen, self.plan.senders[target])
+    async def end(self, fault: Fault, member: Member) -> None:
+        """Close the object of a process and open another, or kill the process and replace it."""
+        family, target, number = self.family, fault.target, fault.target - SLOTS
+        closes = fault.kind is FaultKind.CLOSE
+        if closes and target < SLOTS:
+            member.id = await member.call(family.sending.reopen, self.plan.senders[target])
+            return
+        await self.leave(fault, member)
+        if not closes:
+            await member.ended()  # its socket may listen for a moment longer than its connections last
+        if target < SLOTS:
+            await self.replace_sender(target)
         else:
-            await self._kill_sender(target)
+            await self.take_over(member if closes else await family.new_taker(self.plan, number), number)
+
+    async def leave(self, fault: Fault, member: Member) -> None:
+        """Kill a process or close its receiver, and check that its peers notice that in time."""
+        family, receiver = self.family, self.family.receiver
+        if fault.target >= SLOTS:
+            self._receiver_is_old = False
+            at = await self.depart(fault, member)
+            senders = [sender for sender in family.senders if sender not in self.new]
+            await self.all_told(at, {one: one.call(sending.told, one.losses) for one in senders})
+            return
+        watched = self._receiver_is_old and not self.plan.has(fault.target, (FaultKind.CLOSE,))
+        at = await self.depart(fault, member)
+        if not watched:
+            return
+        with contextlib.suppress(GoneError):
+            pid, took = await timed(receiver, at, receiver.call(taking.heard, member.id))
+            if self._receiver_is_old:
+                self.note_time("the loss of a peer is noticed", took)
+                if self.is_late(took) or pid != member.pid:
+                    raise RoundError(f"the end of {member.name} was told after {took:.3f} s, naming {pid}")
+
+    async def depart(self, fault: Fault, member: Member) -> float:
+        """Kill a process, or close its receiver, server or subscriber; return the time."""
+        if fault.kind is FaultKind.CLOSE:
+            await member.call(self.family.taking.close)
+            return time.monotonic()
+        self.gone.append((member, fault.target))
+        return member.kill()
 
     def send(self, sender: Member, slot: int, part: int) -> None:
         """Start carrying out the orders of a part."""
@@ -138,33 +171,14 @@ class Play:
         await asyncio.sleep(fault.at_ms / 1000)
         member = dict(self.family.by_slot)[fault.target]
         with contextlib.suppress(GoneError):
-            match fault.kind:
-                case FaultKind.KILL | FaultKind.KILL_WITH_FORK:
-                    if fault.kind is FaultKind.KILL_WITH_FORK:
-                        self._lingering.append(await member.call(fork_and_sleep))
-                    await self.end(fault, fault.target, member)
-                case FaultKind.CLOSE:
-                    await self.end(fault, fault.target, member)
-                case FaultKind.STOP:
-                    await member.stop(fault.for_ms / 1000)
-                case _:
-                    await member.call(faults.suffer, fault.kind, fault.for_ms / 1000, self.plan.number)
-
-    async def _kill_sender(self, slot: int) -> None:
-        sender, receiver = self.family.senders[slot], self.family.receiver
-        watched = self._receiver_is_old and not self.plan.has(slot, (FaultKind.CLOSE,))
-        at = sender.kill()
-        self.gone.append((sender, slot))
-        if watched:
-            with contextlib.suppress(GoneError):
-                pid, took = await timed(receiver, at, receiver.call(taking.heard, sender.id))
-                if self._receiver_is_old:
-                    self.note_time("the loss of a peer is noticed", took)
-                    if self.is_late(took) or pid != sender.pid:
-                        raise RoundError(
-                            f"the end of {sender.name} was told after {took:.3f} s, naming {pid}"
-                        )
-        await self.replace_sender(slot)
+            if fault.kind is FaultKind.KILL_WITH_FORK:
+                self._lingering.append(await member.call(fork_and_sleep))
+            if fault.kind in ENDS:
+                await self.end(fault, member)
+            elif fault.kind is FaultKind.STOP:
+                await member.stop(fault.for_ms / 1000)
+            else:
+                await member.call(faults.suffer, fault.kind, fault.for_ms / 1000, self.plan.number)
 
     async def replace_sender(self, slot: int) -> None:
         """Start a new process in place of a killed one."""
@@ -173,26 +187,6 @@ class Play:
         self.new.append(replacement)
         family.senders[slot] = replacement
         self.send(replacement, slot, 1)
-
-    async def _end_receiver(self, kind: FaultKind) -> None:
-        family, old = self.family, self.family.receiver
-        senders = [sender for sender in family.senders if sender not in self.new]
-        self._receiver_is_old = False
-        if kind is FaultKind.CLOSE:
-            await old.call(taking.close)
-            at = time.monotonic()
-        else:
-            at = old.kill()
-            self.gone.append((old, SLOTS))
-        async with all_of(
-            self.told(sender, at, sender.call(sending.told, sender.losses)) for sender in senders
-        ):
-            if kind is FaultKind.CLOSE:
-                new = old
-            else:
-                new = await family.new_taker(self.plan, 0)
-                await old.ended()  # its socket may listen for a moment longer than its connections last
-        await self.take_over(new, 0)
 
     async def take_over(self, taker: Member, number: int) -> None:
         """Open the receiver or server of a process in place of an earlier one."""
@@ -215,6 +209,11 @@ class Play:
             if self.is_late(took):
                 raise RoundError(f"{member.name} noticed the end of a peer after {took:.3f} s")
 
+    async def all_told(self, at: float, telling: Mapping[Member, Coroutine[Any, Any, object]]) -> None:
+        """Wait until processes have noticed the end of another, which each call tells."""
+        async with all_of(self.told(member, at, call) for member, call in telling.items()):
+            pass
+
     # Its end
 
     async def recover(self) -> None:
@@ -231,7 +230,7 @@ class Play:
         if self._receiver_is_old:  # a new one does not know the senders killed before it started
             senders |= {member for member, slot in self.gone if slot < SLOTS}
         handles = [
-            TensorHandle(event.sender, event.message, event.tensor, "int64", (1,), "cpu")
+            TensorHandle(*event.handle, "int64", (1,), "cpu")
             for sender in senders
             for event in sender.events()
             if isinstance(event, Sent)
@@ -247,10 +246,6 @@ class Play:
             statistics, sender.losses = await sender.call(sending.settle)
             problems += [f"{sender.name}: {wrong}" for wrong in _wrong_with_sender(statistics)]
         return problems
-
-    def audit(self, accounts: Sequence[Account], tally: Counter[str]) -> list[str]:
-        """Account for all sent tensors."""
-        return audit(self.plan, accounts, tally)
 
     def may_log(self, line: str, slot: int) -> bool:
         """Return whether a fault in the plan explains an error in a log."""
@@ -291,19 +286,15 @@ class Play:
 
 
 @asynccontextmanager
-async def all_of(works: Iterable[Awaitable[None]]) -> AsyncIterator[None]:
+async def all_of(works: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
     """Run these concurrently with the block, and wait for them; the first error cancels all."""
     try:
         async with asyncio.TaskGroup() as group:
             for work in works:
-                group.create_task(_await(work))
+                group.create_task(work)
             yield
     except* RoundError as errors:
         raise errors.exceptions[0] from None
-
-
-async def _await(work: Awaitable[None]) -> None:
-    await work
 
 
 async def timed(member: Member, at: float, call: Awaitable[T]) -> tuple[T, float]:

@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from verification.chaos.broadcasts import BroadcastFamily, BroadcastPlay
-from verification.chaos.exchanges import ExchangeFamily, ExchangePlay
 from verification.chaos.family import Family, RoundError
 from verification.chaos.plan import ROLES, SLOTS, Hold, Round, plan_round
+from verification.chaos.requests import RequestsFamily, RequestsPlay
 from verification.chaos.rounds import Play
 
 _KINDS: Mapping[str, tuple[type[Family], type[Play]]] = {
     "tensors": (Family, Play),
-    "requests": (ExchangeFamily, ExchangePlay),
+    "requests": (RequestsFamily, RequestsPlay),
     "broadcast": (BroadcastFamily, BroadcastPlay),
 }
 

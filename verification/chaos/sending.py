@@ -8,7 +8,7 @@ import torch
 
 from aiotensor import PeerLostError, RefusedError, SenderStatistics, TensorHandle, TensorSender
 from verification.chaos.here import ARENA_BYTES, here
-from verification.chaos.journal import Broken, Sent
+from verification.chaos.journal import Broken, Sent, key_of
 from verification.chaos.plan import Order, SenderPlan
 from verification.chaos.working import account
 from verification.patterns import pattern
@@ -62,8 +62,7 @@ async def _send(state: State, order: Order, sources: Sequence[torch.Tensor]) -> 
     sender = state.sender
 
     def sent(handle: TensorHandle) -> None:
-        token = order.key + handle.tensor
-        here.journal(Sent(token, handle.sender, handle.message, handle.tensor, _losses(state)))
+        here.journal(Sent(order.key + handle.tensor, key_of(handle), _losses(state)))
 
     match order.how:
         case "send":

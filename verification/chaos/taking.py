@@ -16,7 +16,7 @@ from aiotensor import (
     UsageError,
 )
 from verification.chaos.here import MAX_MAPPED_BYTES, here, token_of
-from verification.chaos.journal import Answered, Broken, Taken
+from verification.chaos.journal import Answered, Broken, Taken, key_of
 from verification.chaos.plan import Hold, TakerPlan
 from verification.processes.peers import State
 
@@ -96,7 +96,7 @@ def _note(handle: TensorHandle, tensor: torch.Tensor) -> int | None:
     if token is None:
         here.journal(Broken(f"{handle} arrived with values that were never sent: {tensor[:9]}"))
     else:
-        here.journal(Taken(token, handle.sender, handle.message, handle.tensor))
+        here.journal(Taken(token, key_of(handle)))
     return token
 
 
@@ -140,7 +140,7 @@ async def answer(state: State, handles: Sequence[TensorHandle]) -> None:
         try:
             tensor = await state.receiver.receive(handle)
         except AioTensorError as error:
-            here.journal(Answered(handle.sender, handle.message, handle.tensor, type(error).__name__))
+            here.journal(Answered(key_of(handle), type(error).__name__))
         else:
             _note(handle, tensor)
 

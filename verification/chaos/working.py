@@ -41,7 +41,7 @@ async def carry_out_all(
 
 async def account(order: Order, doing: Coroutine[Any, Any, None]) -> None:
     """Carry out an order, cancel it if that is planned, and record the outcome."""
-    here.journal(Began(order.key, len(order.counts)))
+    here.journal(Began(order.key))
     how, text = "whole", ""
     try:
         if not order.is_cancelled:

@@ -4,14 +4,7 @@ from aiotensor.errors import ProtocolError, RefusedError
 from aiotensor.protocol import frames as protocol
 from aiotensor.protocol.connection import CLOSED, MAX_SEGMENTS, Connection
 from verification.fuzz.decoding import in_bounds
-from verification.fuzz.grammar import (
-    MOST_READ,
-    TO_CLIENT,
-    TO_PUBLISHER,
-    TO_RECEIVER,
-    TO_SENDER,
-    TO_SERVER,
-)
+from verification.fuzz.grammar import LISTENERS, MOST_READ, TO_CLIENT, TO_PUBLISHER, TO_SENDER
 from verification.fuzz.steps import FIRST_NUMBER, PEER, Conversation, Step
 
 
@@ -24,7 +17,7 @@ class Feeding:
     def hear(self, said: Conversation) -> None:
         """Feed a conversation into new connections, whose owner takes or discards all messages."""
         hello = protocol.Hello(protocol.VERSION, 1, said.to, PEER, 64, 1 << 20, FIRST_NUMBER)
-        listens = said.to in (TO_RECEIVER, TO_PUBLISHER, TO_SERVER)
+        listens = said.to in LISTENERS
         is_first = listens
         connection = None if listens else _announced(said.to, Connection(hello, "the peer"))
         self._begun.clear()

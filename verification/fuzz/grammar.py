@@ -48,7 +48,7 @@ ROLES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 # The peers whose rogues connect, and may do so several times.
-_LISTENERS = (TO_RECEIVER, TO_PUBLISHER, TO_SERVER)
+LISTENERS = (TO_RECEIVER, TO_PUBLISHER, TO_SERVER)
 
 
 class Talker:
@@ -339,7 +339,7 @@ def conversation(chooser: Chooser, to: str) -> Conversation:
     if not happens(chooser, 20):
         steps.append(talker.opening())
     for _ in range(chooser.number(1, 10)):
-        if to in _LISTENERS:
+        if to in LISTENERS:
             if happens(chooser, 16):
                 # In another role, all its further frames are invalid.
                 role = one_of(chooser, ("", "", "inspector", "sender", "subscriber", "client", "rank"))

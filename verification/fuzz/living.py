@@ -3,22 +3,24 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from verification import loops
 from verification.fuzz.listening import listening_at
 from verification.fuzz.observing import Figures, Troubles, figures, threads_started
-from verification.fuzz.speaking import converse
+from verification.fuzz.speaking import converse, heard_by
 from verification.fuzz.steps import Conversation
 from verification.fuzz.things import Things
 from verification.internals import open_pagemap
 from verification.processes import peers
 from verification.processes.allocator import use_one_heap
+from verification.waiting import until
 
 TROUBLES = "troubles"  # of the process of the peers, in its state
 
 _PATIENCE_S = 20.0  # for steps of milliseconds; a slower peer hangs
+_RELEASED_S = 10.0  # as well
 
 
 async def _watch(state: peers.State) -> None:
@@ -36,6 +38,25 @@ async def _look(state: peers.State, *, measures: bool) -> tuple[Figures | None, 
     return figures() if measures else None, troubles.violations
 
 
+async def released(held: Callable[[], Mapping[str, object]]) -> None:
+    """Wait until nothing is held for rogues that are gone."""
+    try:
+        async with asyncio.timeout(_RELEASED_S):
+            await until(lambda: not any(held().values()))
+    except TimeoutError:
+        raise AssertionError(f"held for rogues that are gone: {held()}") from None
+
+
+async def count_end(outcomes: Counter[str], call: Awaitable[object], *errors: type[Exception]) -> None:
+    """Wait for the end of a call, and count it; raise errors that no rogue may cause."""
+    try:
+        await call
+    except errors as error:
+        outcomes[type(error).__name__] += 1
+    else:
+        outcomes["ended"] += 1
+
+
 class Live(ABC):
     """Peers of one role in a process, as seen by the rogues and honest peers in this one.
 
@@ -47,7 +68,10 @@ class Live(ABC):
     Attributes:
         conversations: the number of conversations so far.
         outcomes: the results of the calls of the peers, and other counts.
+        settled: waits in the process until nothing is held for any rogue, and returns the counts.
     """
+
+    settled: Callable[[peers.State], Awaitable[Counter[str]]] | None = None
 
     def __init__(self, address: str, process: peers.Peer, things: Things) -> None:
         self.conversations = 0
@@ -67,8 +91,11 @@ class Live(ABC):
     async def talk(self, said: Conversation) -> None:
         """Run a rogue's conversation, and check that honest peers are not affected."""
 
-    async def settle(self) -> None:  # noqa: B027
+    async def settle(self) -> None:
         """Wait until nothing is held for any rogue."""
+        if self.settled is not None:
+            await heard_by(self.address, self.things)
+            self.outcomes = await self.process.call(self.settled)
 
     async def hear(self, said: Conversation) -> None:
         """Run a rogue's conversation, and check for errors that no peer may cause."""

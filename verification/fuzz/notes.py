@@ -7,10 +7,8 @@ import torch
 from aiotensor.channel import MessageClient
 from verification.patterns import pattern
 
-FIRST_HONEST, LAST_HONEST = (
-    1_100_003,
-    2_000_003,
-)  # the numbers of honest messages, between those that rogues use
+# The numbers of honest messages, between those that rogues use.
+FIRST_HONEST, LAST_HONEST = 1_100_003, 2_000_003
 
 
 class Note(msgspec.Struct):

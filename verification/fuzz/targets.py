@@ -5,14 +5,11 @@ from verification.fuzz.choosers import WILDNESS, Chooser, one_of
 from verification.fuzz.decoding import Decoding
 from verification.fuzz.feeding import Feeding
 from verification.fuzz.grammar import ROLES, any_content, conversation
+from verification.fuzz.live_broadcasts import LivePublisher, LiveSubscriber
+from verification.fuzz.live_requests import LiveClient, LiveServer
+from verification.fuzz.live_tensors import LiveReceiver, LiveSender
 from verification.fuzz.living import Live
 from verification.fuzz.steps import Conversation, Step
-from verification.fuzz.to_clients import LiveClient
-from verification.fuzz.to_publishers import LivePublisher
-from verification.fuzz.to_receivers import LiveReceiver
-from verification.fuzz.to_senders import LiveSender
-from verification.fuzz.to_servers import LiveServer
-from verification.fuzz.to_subscribers import LiveSubscriber
 
 # Real peers by their roles, which talk to rogues in another process, and code without peers.
 LIVE: dict[str, type[Live]] = {
@@ -26,10 +23,8 @@ LIVE: dict[str, type[Live]] = {
 PURE: dict[str, type[Decoding | Feeding]] = {"decoder": Decoding, "connections": Feeding}
 
 # The relative duration of each target: the name of pure code, or a role and a link.
-TARGETS = {
-    **dict.fromkeys(PURE, 15),
-    **{f"{role}, {link}": 10 for role in ROLES for link in ("unix", "tcp")},
-}
+_LINKED = [f"{role}, {link}" for role in ROLES for link in ("unix", "tcp")]
+TARGETS = dict.fromkeys(PURE, 15) | dict.fromkeys(_LINKED, 10)
 
 
 def conversation_of(target: str, data: bytes) -> Conversation:

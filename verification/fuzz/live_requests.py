@@ -1,25 +1,36 @@
-"""Rogue clients of a server, with an honest client beside them."""
+"""Rogue clients of a server with an honest client beside them, and rogue servers for clients.
+
+Each rogue server is followed by an honest one; every call of the clients must end.
+"""
 
 import asyncio
+import contextlib
 from collections import Counter
+from collections.abc import AsyncIterator
 
 import torch
 
-from aiotensor import TooLargeError
+from aiotensor import PeerLostError, ProtocolError, RefusedError, RemoteError, TooLargeError, UsageError
 from aiotensor.channel import MessageClient, MessageServer, Request
 from verification import inside
-from verification.fuzz.living import TROUBLES, Live
+from verification.fuzz.living import TROUBLES, Live, LiveConnector, count_end, released
 from verification.fuzz.notes import FIRST_HONEST, LAST_HONEST, Note, answer_to, ask_rightly
 from verification.fuzz.observing import in_memory, threads_started
-from verification.fuzz.speaking import connecting_to, converse, heard_by
+from verification.fuzz.speaking import connecting_to, converse
 from verification.fuzz.steps import Conversation
 from verification.patterns import BIG, pattern
 from verification.processes import peers
-from verification.waiting import until
 
-_PATIENCE_S = 10  # for steps of milliseconds; a slower server hangs
+_CLIENT = "client"
+
+# The errors of requests to a rogue.
+_ENDS = (RemoteError, PeerLostError, RefusedError, ProtocolError, TooLargeError, UsageError)
+
 _SERVING = "serving"
 _MAX_WAITING = 32
+
+
+# The server.
 
 
 class _Serving:
@@ -57,13 +68,9 @@ class _Serving:
 
     def held(self) -> dict[str, int]:
         """Count what is held for rogues, while the honest client does nothing."""
-        server = self.server
-        others = {
-            "rogues": server.statistics().clients - 1,
-            "tasks": len(self._answers),
-            "unidentified": inside.unidentified_at(server),
-        }
-        return {name: count for name, count in (inside.held_by_server(server) | others).items() if count}
+        rogues, unidentified = self.server.statistics().clients - 1, inside.unidentified_at(self.server)
+        others = {"rogues": rogues, "tasks": len(self._answers), "unidentified": unidentified}
+        return inside.held_by_server(self.server) | others
 
 
 async def _start(state: peers.State) -> None:
@@ -76,11 +83,7 @@ async def _start(state: peers.State) -> None:
 async def _settle(state: peers.State) -> Counter[str]:
     """Wait until nothing is held for any rogue."""
     serving: _Serving = state.others[_SERVING]
-    try:
-        async with asyncio.timeout(_PATIENCE_S):
-            await until(lambda: not serving.held())
-    except TimeoutError:
-        raise AssertionError(f"held for rogues that are gone: {serving.held()}") from None
+    await released(serving.held)
     assert not serving.taking.done(), serving.taking
     return serving.seen
 
@@ -94,6 +97,7 @@ async def _stop(state: peers.State) -> None:
 class LiveServer(Live):
     """A server, as seen by its clients."""
 
+    settled = staticmethod(_settle)
     _honest: MessageClient[Note]
     _asked = 0
 
@@ -119,8 +123,81 @@ class LiveServer(Live):
         await ask_rightly(self._honest, self._asked, size, 3)
 
     async def settle(self) -> None:
-        """Wait until all rogues are gone, and nothing is held for them."""
-        await heard_by(self.address, self.things)
-        self.outcomes = await self.process.call(_settle)
+        """Check also that the honest client has lost nothing."""
+        await super().settle()
         now = self._honest.statistics()
         assert (now.servers_lost, now.failures, now.in_flight) == (0, 0, 0)
+
+
+# The clients.
+
+
+async def _open(state: peers.State) -> None:
+    client = MessageClient(state.endpoint, Note, 4, 16 << 20, max_body_bytes=1 << 16)
+    state.others[_CLIENT] = await client.__aenter__()
+
+
+async def _work(state: peers.State) -> Counter[str]:
+    """Ask in every way, and count the outcomes; raise errors that no peer may cause."""
+    client: MessageClient[Note] = state.others[_CLIENT]
+    outcomes: Counter[str] = Counter()
+
+    async def asked(note: Note, *, idempotent: bool = False) -> None:
+        answer = await client.request(note, idempotent=idempotent)
+        for tensor in answer.tensors if answer.number != answer_to(note).number else ():  # of the rogue
+            outcomes["tensors in shared memory"] += in_memory(tensor.detach(), state.others[TROUBLES])
+
+    async def allocated() -> None:
+        async with client.permit() as permit:
+            tensor = (await permit.allocate((BIG,), torch.int64)).copy_(pattern(5, BIG))
+            await client.request(Note(4, [tensor, pattern(6, 3000)]), inside=permit)
+
+    async def given_up() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.005):
+                await asked(Note(5, [pattern(7, 3000)]))
+
+    plain = [asked(Note(1, [pattern(1, count)])) for count in (3, 3000)]
+    one_way = client.send(Note(3, [pattern(4, 3000)]))
+    big = asked(Note(2, [pattern(2, BIG), pattern(3, 3)]), idempotent=True)
+    calls = (*plain, big, allocated(), given_up(), one_way)
+    await asyncio.gather(*(count_end(outcomes, call, *_ENDS) for call in calls))
+    return outcomes
+
+
+async def _check(state: peers.State) -> None:
+    """Send requests to an honest server, and check that the client then holds nothing."""
+    client: MessageClient[Note] = state.others[_CLIENT]
+    while True:
+        try:
+            await ask_rightly(client, 7, 3, BIG)
+            break
+        except (TooLargeError, PeerLostError):  # of a rogue, whose end the client has not noticed yet
+            await asyncio.sleep(0.01)
+    await released(lambda: inside.held_by_client(client))
+    await client.aclose()
+    assert not client.statistics().holders
+
+
+class LiveClient(LiveConnector):
+    """Clients, as seen by their servers."""
+
+    begin = staticmethod(_open)
+    work = staticmethod(_work)
+
+    @contextlib.asynccontextmanager
+    async def honest(self) -> AsyncIterator[None]:
+        """Answer every request."""
+
+        async def respond(note: Note) -> Note:
+            return answer_to(note)
+
+        async with MessageServer(self.address, Note) as server:
+            serving = asyncio.create_task(server.serve(respond))
+            yield
+            await server.aclose()
+            await serving
+
+    async def finish(self) -> None:
+        """Ask the honest server, and check that everything is back."""
+        await self.process.call(_check)

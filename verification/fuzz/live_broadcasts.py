@@ -1,19 +1,25 @@
-"""Rogue subscribers for a publisher, with honest subscribers beside them."""
+"""Rogue subscribers for a publisher with honest ones beside them, and rogue publishers for subscribers.
+
+Each rogue publisher is followed by an honest one; every call of the subscribers must end.
+"""
 
 import asyncio
+import contextlib
 import itertools
 import zlib
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import AsyncIterator
 from typing import Any, get_args
 
 import msgspec
 import torch
 
-from aiotensor.broadcast import Published, Publisher, SlowPolicy, Subscriber
+from aiotensor import PeerLostError, ProtocolError, RefusedError, UsageError, WouldBlockError
+from aiotensor.broadcast import Publication, Published, Publisher, SlowPolicy, Subscriber
 from verification.fuzz.grammar import MOST_READ
-from verification.fuzz.living import Live
-from verification.fuzz.notes import Note
-from verification.fuzz.observing import threads_started
+from verification.fuzz.living import TROUBLES, Live, LiveConnector, released
+from verification.fuzz.notes import FIRST_HONEST, Note
+from verification.fuzz.observing import in_memory, threads_started
 from verification.fuzz.speaking import connecting_to, converse
 from verification.fuzz.steps import Conversation
 from verification.fuzz.things import Things
@@ -28,7 +34,8 @@ _IN_MEMORY = 3000  # elements of int64: in shared memory, so that rogues know a 
 _IN_STEPS = 3 * BIG  # between machines in several steps, the last of which is to be acknowledged
 _HISTORY = 2
 _EVERY = 32  # conversations with one publisher, and with one process of rogues
-_PATIENCE_S = 10.0
+
+_ALLOCATED_S = 10.0
 
 _PUBLISHER = "publisher"
 _THINGS = "things"
@@ -37,7 +44,7 @@ _THINGS = "things"
 # The process of the publishers.
 
 
-async def _open(state: peers.State, slow: SlowPolicy) -> None:
+async def _open_publisher(state: peers.State, slow: SlowPolicy) -> None:
     options: dict[str, Any] = {"slow": slow, "max_behind": MOST_READ, "max_held_bytes": _ARENA_BYTES // 4}
     publisher = Publisher(state.endpoint, arena_bytes=_ARENA_BYTES, history=_HISTORY, **options)
     state.others[_PUBLISHER] = await publisher.__aenter__()
@@ -67,31 +74,28 @@ async def _publish(state: peers.State, seed: int, count: int, honest: list[str])
 async def _settle(state: peers.State, subscribers: int) -> Counter[str]:
     """Wait until the publisher holds nothing for any rogue, and check that it can use its whole memory."""
     publisher: Publisher = state.others[_PUBLISHER]
-    try:
-        async with asyncio.timeout(_PATIENCE_S):
-            await until(lambda: _is_settled(publisher, subscribers))
-            whole = await publisher.allocate((_ARENA_BYTES,), torch.uint8)  # which needs that of the history
-            del whole
-            await until(lambda: not publisher.statistics().bytes_in_use)
-    except TimeoutError:
-        found = held_by_publisher(publisher), publisher.statistics()
-        raise AssertionError(f"it holds something of rogues that are gone: {found}") from None
-    held, now = held_by_publisher(publisher), publisher.statistics()
-    assert not any(held.values()), held
+
+    def held() -> dict[str, object]:
+        held, now = held_by_publisher(publisher), publisher.statistics()
+        for_subscribers = [(lag.behind, lag.held_bytes) for lag in now.lags]
+        return {
+            "turns and departures": held["turns"] + held["departures"],
+            "waiting": now.waiting,
+            "subscribers": for_subscribers if for_subscribers != [(0, 0)] * subscribers else [],
+            "unidentified": unidentified_at_publisher(publisher),
+        }
+
+    await released(held)
+    async with asyncio.timeout(_ALLOCATED_S):
+        whole = await publisher.allocate((_ARENA_BYTES,), torch.uint8)  # which needs that of the history
+    del whole
+    await released(lambda: {"bytes": publisher.statistics().bytes_in_use})
+    assert not any(held_by_publisher(publisher).values()), held_by_publisher(publisher)
+    now = publisher.statistics()
     return Counter({"rogues lost": now.subscribers_lost, "refused": now.subscribers_refused})
 
 
-def _is_settled(publisher: Publisher, subscribers: int) -> bool:
-    held, now = held_by_publisher(publisher), publisher.statistics()
-    of_honest = [(lag.behind, lag.held_bytes) for lag in now.lags]
-    return (
-        (held["turns"], held["departures"], now.waiting) == (0, 0, 0)
-        and of_honest == [(0, 0)] * subscribers
-        and not unidentified_at_publisher(publisher)
-    )
-
-
-async def _close(state: peers.State) -> None:
+async def _close_publisher(state: peers.State) -> None:
     await state.others.pop(_PUBLISHER).aclose()
 
 
@@ -125,13 +129,13 @@ class LivePublisher(Live):
     async def _begin(self) -> None:
         """Open the next publisher, and start a process for rogues."""
         self._rogues = peers.Peer(self.address)
-        await self.process.call(_open, next(self._policies))
+        await self.process.call(_open_publisher, next(self._policies))
 
     async def close(self) -> None:
         """Kill the rogues, and close the publisher."""
         await self._rogues.close()
         await self._set_audience(0)
-        await self.process.call(_close)
+        await self.process.call(_close_publisher)
 
     async def talk(self, said: Conversation) -> None:
         """Run a rogue's conversation while honest subscribers receive everything."""
@@ -184,3 +188,82 @@ class LivePublisher(Live):
             received.fill_(-1)  # which no other subscriber sees
             del publication, received
         self.outcomes["honest publications"] += 1
+
+
+_SUBSCRIBER = "subscriber"
+_SIZES = (3, BIG, 3, 3000)  # of the publications of an honest publisher
+
+_KEPT = 3  # publications, so that some tensors outlive their publishers
+
+
+# The process of the subscribers.
+
+
+async def _open(state: peers.State) -> None:
+    state.others[_SUBSCRIBER] = await Subscriber(state.endpoint, Note).__aenter__()
+
+
+async def _receive(state: peers.State) -> Counter[str]:
+    """Receive until an honest publisher has published everything; raise errors that no peer may cause."""
+    subscriber: Subscriber[Note] = state.others[_SUBSCRIBER]
+    outcomes: Counter[str] = Counter()
+    kept: deque[Note] = deque(maxlen=_KEPT)
+    honest = calls = 0
+    while honest < len(_SIZES):
+        calls += 1
+        try:
+            publication = await _next(subscriber, is_direct=calls % 2 == 0)
+        except (PeerLostError, RefusedError, ProtocolError, UsageError) as error:
+            if honest:
+                raise AssertionError("an honest publisher was lost") from error
+            outcomes[type(error).__name__] += 1
+            continue
+        note = publication.message
+        if FIRST_HONEST <= note.number < FIRST_HONEST + len(_SIZES):
+            assert (note.number, publication.number, publication.missed) == (FIRST_HONEST + honest, honest, 0)
+            assert torch.equal(note.tensors[0], pattern(honest, _SIZES[honest]))
+            honest += 1
+        else:
+            outcomes["received"] += 1
+            kept.append(note)
+            for tensor in note.tensors:
+                outcomes["tensors in shared memory"] += in_memory(tensor.detach(), state.others[TROUBLES])
+        del publication, note
+    return outcomes
+
+
+async def _next(subscriber: Subscriber[Note], *, is_direct: bool) -> Publication[Note]:
+    if is_direct:
+        try:
+            return subscriber.receive_nowait()
+        except WouldBlockError:
+            pass
+    return await subscriber.receive()
+
+
+async def _close(state: peers.State) -> None:
+    subscriber: Subscriber[Note] = state.others.pop(_SUBSCRIBER)
+    await subscriber.aclose()
+    now = subscriber.statistics()
+    assert (now.leases, now.unclaimed, now.mapped_bytes, now.waiting) == (0, 0, 0, 0), now
+
+
+class LiveSubscriber(LiveConnector):
+    """Subscribers, as seen by their publishers."""
+
+    begin = staticmethod(_open)
+    work = staticmethod(_receive)
+
+    @contextlib.asynccontextmanager
+    async def honest(self) -> AsyncIterator[None]:
+        """Publish everything."""
+        async with Publisher(self.address) as publisher:
+            await publisher.wait_for_subscribers(1)
+            for index, count in enumerate(_SIZES):
+                await publisher.publish(Note(FIRST_HONEST + index, [pattern(index, count)]))
+            await publisher.drain()
+            yield
+
+    async def finish(self) -> None:
+        """Close the subscriber, and check that it holds nothing."""
+        await self.process.call(_close)
