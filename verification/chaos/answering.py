@@ -4,12 +4,10 @@ import asyncio
 import contextlib
 from functools import partial
 
-import torch
-
 from aiotensor import ClosedError, UsageError
 from aiotensor.channel import MessageServer, Request
 from verification import inside
-from verification.chaos.here import ARENA_BYTES, MAX_MAPPED_BYTES, at_rest, here
+from verification.chaos.here import ARENA_BYTES, MAX_MAPPED_BYTES, Kept, at_rest, here, opened, until
 from verification.chaos.journal import AnswerSent, Broken, Heard
 from verification.chaos.plan import SLOTS, Hold, TakerPlan
 from verification.chaos.questions import PROBE, Answer, Question, answer_to, wrong_with
@@ -31,7 +29,7 @@ class _Answering:
     def __init__(self, server: MessageServer[Question], plan: TakerPlan | None) -> None:
         self._server = server
         self._plan = plan
-        self._kept: list[list[torch.Tensor]] = []
+        self._kept = None if plan is None or plan.hold is Hold.CYCLE else Kept(plan)
         self._requests: set[asyncio.Task[None]] = set()
         iterators = 1 if plan is None or plan.serves else plan.iterators
         self._takers = [asyncio.create_task(self._take()) for _ in range(iterators)]
@@ -73,14 +71,13 @@ class _Answering:
             here.journal(Broken(wrong))
         elif question.key != PROBE:
             here.journal(Heard(question.key))
-        if self._plan is not None and self._plan.hold is Hold.KEEP:
-            self._kept.append(question.tensors)
-            asyncio.get_running_loop().call_later(self._plan.hold_ms / 1000, self._kept.pop, 0)
+        if self._kept is not None and not wrong:
+            for index, tensor in enumerate(question.tensors):
+                self._kept.add(tensor, question.key + index)
 
     async def stop(self) -> None:
         """Stop taking questions."""
-        while self._server.statistics().in_hand:  # also for one-way messages, which would be lost
-            await asyncio.sleep(0.001)
+        await until(lambda: not self._server.statistics().in_hand)  # one-way messages would be lost
         for task in self._takers:
             task.cancel()
         await self.ended()
@@ -90,8 +87,8 @@ class _Answering:
         for ended in await asyncio.gather(*self._takers, *self._requests, return_exceptions=True):
             if isinstance(ended, BaseException) and not isinstance(ended, asyncio.CancelledError):
                 raise ended
-        while self._kept:
-            await asyncio.sleep(0.001)
+        if self._kept is not None:
+            await self._kept.dropped()
 
 
 class _Open:
@@ -106,23 +103,12 @@ _open = _Open()
 
 async def open_receiver(state: State, plan: TakerPlan) -> None:
     """Open a server, and answer without delay until `take`."""
-    while True:
-        server = MessageServer(
-            here.addresses[plan.number],
-            Question,
-            arena_bytes=ARENA_BYTES,
-            max_waiting=plan.max_waiting,
-            max_mapped_bytes=MAX_MAPPED_BYTES,
-            **here.arguments,
-        )
-        try:
-            await server.__aenter__()
-        except (OSError, UsageError):  # this process currently has no descriptors
-            await asyncio.sleep(0.005)
-        else:
-            break
+    limits = {"max_waiting": plan.max_waiting, "max_mapped_bytes": MAX_MAPPED_BYTES, **here.arguments}
+    address = here.addresses[plan.number]
+    server = await opened(
+        lambda: MessageServer(address, Question, arena_bytes=ARENA_BYTES, **limits), (OSError, UsageError)
+    )
     _open.server, _open.answering = server, _Answering(server, None)
-    here.statistics = server.statistics
 
 
 async def close(state: State) -> None:
@@ -145,15 +131,13 @@ async def stop(state: State) -> None:
 
 async def lost(state: State, pid: int) -> None:
     """Wait until the server has lost its connection to a client that has ended."""
-    while any(client.pid == pid for client in inside.clients_of(_open.server)):
-        await asyncio.sleep(0.001)
+    await until(lambda: all(client.pid != pid for client in inside.clients_of(_open.server)))
 
 
 async def settle(state: State) -> list[str]:
     """Wait until nothing is held and all clients are connected, and return the problems of this process."""
     server = _open.server
-    while server.statistics().clients != SLOTS:
-        await asyncio.sleep(0.001)
+    await until(lambda: server.statistics().clients == SLOTS)
     wrong = await at_rest(partial(inside.held_by_server, server))
     now = server.statistics()
     if now.mapped_bytes != SLOTS * ARENA_BYTES or now.waiting or now.in_hand or now.leases:

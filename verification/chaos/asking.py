@@ -11,7 +11,7 @@ import torch
 from aiotensor import PeerLostError, RefusedError
 from aiotensor.channel import MessageClient
 from verification import inside
-from verification.chaos.here import ARENA_BYTES, at_rest, here
+from verification.chaos.here import ARENA_BYTES, at_rest, here, opened, until
 from verification.chaos.journal import Broken
 from verification.chaos.plan import Order, SenderPlan
 from verification.chaos.questions import PROBE, Answer, Question, is_answer
@@ -33,16 +33,8 @@ _open = _Open()
 
 async def open_sender(state: State, plan: SenderPlan) -> str:
     """Open a client of all servers; the previous client must be closed."""
-    while True:
-        client = MessageClient(here.addresses, Answer, plan.permits, ARENA_BYTES, **here.arguments)
-        try:
-            await client.__aenter__()
-        except OSError:  # this process currently has no descriptors
-            await asyncio.sleep(0.005)
-        else:
-            break
-    _open.client = client
-    here.statistics = client.statistics
+    arguments = plan.permits, ARENA_BYTES
+    _open.client = await opened(lambda: MessageClient(here.addresses, Answer, *arguments, **here.arguments))
     return str(os.getpid())
 
 
@@ -59,8 +51,7 @@ async def reopen(state: State, plan: SenderPlan) -> str:
 
 async def lost(state: State, pid: int) -> None:
     """Wait until the client has lost its connection to a server that has ended."""
-    while any(session.pid == pid for session in inside.sessions_of(_open.client)):
-        await asyncio.sleep(0.001)
+    await until(lambda: all(session.pid != pid for session in inside.sessions_of(_open.client)))
 
 
 async def carry_out(state: State, order: Order, sources: Sequence[torch.Tensor]) -> None:

@@ -74,7 +74,8 @@ class Audit:
                         self.note(account, event)
         orders = self.plan.orders
         for key, account in self.begun.items():
-            for problem in self.check(account, orders[key], self.ends.get(key)):
+            problem = self.check(account, orders[key], self.ends.get(key))
+            if problem:
                 self.problems.append(f"{self.what} {key} of {account.name}: {problem} {orders[key]}")
         self.check_others()
         return self.problems
@@ -83,8 +84,8 @@ class Audit:
         """Note an event of this kind of work."""
         self.problems.append(f"{account.name} wrote {event}")
 
-    def check(self, account: Account, order: Order, end: Ended | None) -> list[str]:
-        """Return the problems with the outcome of an order."""
+    def check(self, account: Account, order: Order, end: Ended | None) -> str:
+        """Return the problem with the outcome of an order, or ""."""
         raise NotImplementedError
 
     def check_others(self) -> None:
@@ -137,10 +138,9 @@ class TensorsAudit(Audit):
         keys = {token - token % MAX_TENSORS for token in self.taken}
         self.problems += [f"taken, but never sent: {key}" for key in keys - self.begun.keys()]
 
-    def check(self, account: Account, order: Order, end: Ended | None) -> list[str]:
+    def check(self, account: Account, order: Order, end: Ended | None) -> str:
         tokens = range(order.key, order.key + len(order.counts))
-        found = [(token, self._check(account, order, end, token)) for token in tokens]
-        return [f"tensor {token - order.key}: {problem}" for token, problem in found if problem]
+        return "; ".join(filter(None, [self._check(account, order, end, token) for token in tokens]))
 
     def _check(self, account: Account, order: Order, end: Ended | None, token: int) -> str:
         sent, taken = self.sent.get(token), self.taken[token]

@@ -60,11 +60,7 @@ class BroadcastAudit(Audit):
         if key != LAST and self.numbers.setdefault(key, where) != where:
             self.problems.append(f"{key} was published as {self.numbers[key]} and as {where}")
 
-    def check(self, account: Account, order: Order, end: Ended | None) -> list[str]:
-        problem = self._check_publication(account, order, end)
-        return [problem] if problem else []
-
-    def _check_publication(self, account: Account, order: Order, end: Ended | None) -> str:
+    def check(self, account: Account, order: Order, end: Ended | None) -> str:
         tally = self.tally
         was_published = order.key in self.numbers
         if end is None:

@@ -11,16 +11,20 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
 
 import torch
 import zmq
 
-from verification.chaos.journal import Journal
+from verification.chaos.journal import Broken, Journal
+from verification.chaos.plan import Hold, TakerPlan
 from verification.patterns import pattern
 from verification.processes import peers
 from verification.processes.allocator import forget_free_memory, keep_no_large_pieces
 from verification.processes.peers import State
+
+T = TypeVar("T")
 
 ARENA_BYTES = 16 << 20
 MAX_MAPPED_BYTES = 4 * ARENA_BYTES  # three senders, and the remains of a killed one
@@ -37,7 +41,7 @@ class Here:
         self.pauses: Pauses
         self.arguments: Mapping[str, Any] = {}  # of its objects, for their connections: keys and timeouts
         self.addresses: Sequence[str] = ()  # of the family
-        self.statistics: Callable[[], object] = object  # of the open object
+        self.open: Any = None  # its latest object of the library
 
 
 class Pauses:
@@ -94,6 +98,62 @@ async def paused_s(state: State) -> float:
     return here.pauses.longest_s()
 
 
+async def opened(
+    make: Callable[[], AbstractAsyncContextManager[T]], errors: tuple[type[Exception], ...] = (OSError,)
+) -> T:
+    """Open an object; try again after these errors, while this process has no descriptors."""
+    while True:
+        try:
+            here.open = found = await make().__aenter__()
+        except errors:
+            await asyncio.sleep(0.005)
+        else:
+            return found
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until a condition is true, with pauses in which other processes run."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+class Cycle:
+    """Cyclic garbage that refers to a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.me = self
+
+
+class Kept:
+    """The tensors that this process has taken and keeps, as planned."""
+
+    def __init__(self, plan: TakerPlan) -> None:
+        self._plan = plan
+        self._tensors: list[tuple[torch.Tensor, int | None]] = []
+
+    def add(self, tensor: torch.Tensor, token: int | None) -> None:
+        """Use a tensor with the pattern of a token, or with zeros if that is None."""
+        later, after_s = asyncio.get_running_loop().call_later, self._plan.hold_ms / 1000
+        match self._plan.hold:
+            case Hold.KEEP:
+                self._tensors.append((tensor, token))
+                later(after_s, self._let_go)
+            case Hold.CYCLE:
+                Cycle(tensor)
+                later(after_s, gc.collect)
+
+    def _let_go(self) -> None:
+        """Drop the oldest tensor, and check that only this process has changed it."""
+        tensor, token = self._tensors.pop(0)
+        if bool(tensor.any()) if token is None else token_of(tensor) != token:
+            here.journal(Broken(f"the values of {token} changed while they were kept: {tensor[:9]}"))
+
+    async def dropped(self) -> None:
+        """Wait until all are dropped."""
+        await until(lambda: not self._tensors)
+
+
 async def at_rest(held: Callable[[], Mapping[str, int]]) -> list[str]:
     """Wait until all numbers are 0, without a garbage collection; return those that are not in the end."""
     ends = time.monotonic() + _REST_S
@@ -131,7 +191,7 @@ async def say_where(state: State) -> None:
             where = f"{frame.f_code.co_qualname}:{frame.f_lineno}" if frame is not None else repr(awaited)
             print(f"{task.get_name()} {where}", file=sys.stderr)  # noqa: T201
             awaited = getattr(awaited, "cr_await", None)
-    print(here.statistics(), file=sys.stderr)  # noqa: T201
+    print(here.open.statistics(), file=sys.stderr)  # noqa: T201
 
 
 def token_of(tensor: torch.Tensor) -> int | None:

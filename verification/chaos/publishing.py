@@ -10,7 +10,7 @@ import torch
 from aiotensor import WouldBlockError
 from aiotensor.broadcast import Publisher
 from aiotensor.types import PublisherStatistics
-from verification.chaos.here import ARENA_BYTES, here, left_running
+from verification.chaos.here import ARENA_BYTES, here, left_running, opened, until
 from verification.chaos.journal import Broken, Published
 from verification.chaos.plan import LAST, Order, PublisherPlan, SenderPlan
 from verification.chaos.working import account
@@ -43,23 +43,9 @@ async def open_sender(state: State, plan: SenderPlan) -> str:
     options = plan.publisher
     assert options is not None
     _open.options = options
-    while True:
-        publisher = Publisher(
-            state.endpoint,
-            arena_bytes=ARENA_BYTES,
-            **msgspec.structs.asdict(options),
-            keep_warm_s=plan.keep_warm_s,
-            **here.arguments,
-        )
-        try:
-            await publisher.__aenter__()
-        except OSError:  # this process currently has no descriptors
-            await asyncio.sleep(0.005)
-        else:
-            break
-    _open.publisher = publisher
-    here.statistics = publisher.statistics
-    return publisher.id
+    arguments = {**msgspec.structs.asdict(options), "keep_warm_s": plan.keep_warm_s, **here.arguments}
+    _open.publisher = await opened(lambda: Publisher(state.endpoint, arena_bytes=ARENA_BYTES, **arguments))
+    return _open.publisher.id
 
 
 async def admit(state: State, count: int) -> None:
@@ -115,15 +101,13 @@ def _check_limits(publisher: Publisher) -> None:
 
 async def told(state: State) -> int:
     """Wait until the memory of subscribers that ended is released, and return the bytes that were lost."""
-    while held_by_publisher(_open.publisher)["departures"]:
-        await asyncio.sleep(0.001)
+    await until(lambda: not held_by_publisher(_open.publisher)["departures"])
     return lost_bytes_of(_open.publisher)
 
 
 async def lost(state: State, pid: int) -> None:
     """Wait until no subscriber of a process that ended is connected."""
-    while any(lag.pid == pid for lag in _open.publisher.statistics().lags):
-        await asyncio.sleep(0.001)
+    await until(lambda: all(lag.pid != pid for lag in _open.publisher.statistics().lags))
 
 
 async def finish(state: State, count: int) -> tuple[str, int]:
@@ -162,25 +146,18 @@ async def settle(state: State, *, is_free: bool) -> None:
         is_free: whether all memory is free once the history is dropped.
     """
     publisher = _open.publisher
-    while any(lag.held_bytes for lag in publisher.statistics().lags):
-        await asyncio.sleep(0.001)
+    await until(lambda: not any(lag.held_bytes for lag in publisher.statistics().lags))
     while is_free:
-        try:
-            tensor = await publisher.allocate((ARENA_BYTES,), torch.uint8)
-            break
-        except WouldBlockError:
-            continue
-    if is_free:
-        del tensor
-        while publisher.statistics().bytes_in_use:
-            await asyncio.sleep(0.001)
+        with contextlib.suppress(WouldBlockError):
+            await publisher.allocate((ARENA_BYTES,), torch.uint8)
+            await until(lambda: not publisher.statistics().bytes_in_use)
+            return
 
 
 async def close(state: State) -> list[str]:
     """Close the publisher, wait until its threads and tasks have ended, and report held resources."""
     await _open.publisher.aclose()
-    while left_running():
-        await asyncio.sleep(0.001)
+    await until(lambda: not left_running())
     now, held = _open.publisher.statistics(), held_by_publisher(_open.publisher)
     del held["pinned blocks"]  # a subscriber may still read these blocks
     is_empty = not any(held.values()) and (now.subscribers, now.waiting, now.history) == (0, 0, 0)

@@ -52,11 +52,7 @@ class RequestsAudit(Audit):
         strange = (self.heard.keys() | self.answered.keys()) - self.begun.keys()
         self.problems += [f"question {key} was heard, and never asked" for key in strange]
 
-    def check(self, account: Account, order: Order, end: Ended | None) -> list[str]:
-        problem = self._check(account, order, end)
-        return [problem] if problem else []
-
-    def _check(self, account: Account, order: Order, end: Ended | None) -> str:
+    def check(self, account: Account, order: Order, end: Ended | None) -> str:
         by, answered = self.heard[order.key], self.answered[order.key]
         if len(by) > 1:
             self.tally[f"questions heard more than once ({order.how})"] += 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from aiotensor import PeerLostError, RefusedError, SenderStatistics, TensorHandle, TensorSender
-from verification.chaos.here import ARENA_BYTES, here
+from verification.chaos.here import ARENA_BYTES, here, until
 from verification.chaos.journal import Broken, Sent, key_of
 from verification.chaos.plan import Order, SenderPlan
 from verification.chaos.working import account
@@ -21,7 +21,7 @@ async def open_sender(state: State, plan: SenderPlan) -> str:
     )
     await sender.__aenter__()
     state.senders.append(sender)
-    here.statistics = sender.statistics
+    here.open = sender
     return sender.id
 
 
@@ -47,8 +47,7 @@ async def losses(state: State) -> int:
 
 async def told(state: State, before: int) -> None:
     """Wait until more receivers are lost than before."""
-    while _losses(state) <= before:
-        await asyncio.sleep(0.001)
+    await until(lambda: _losses(state) > before)
 
 
 async def carry_out(state: State, order: Order, sources: Sequence[torch.Tensor]) -> None:

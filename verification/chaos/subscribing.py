@@ -4,15 +4,12 @@ import asyncio
 import gc
 import random
 
-import torch
-
 from aiotensor import AioTensorError, ClosedError
 from aiotensor.broadcast import Publication, Subscriber
-from verification.chaos.here import here, left_running, token_of
+from verification.chaos.here import Kept, here, left_running, opened, token_of, until
 from verification.chaos.journal import Broken, Disconnected, Received, Subscribed
-from verification.chaos.plan import Hold, TakerPlan
+from verification.chaos.plan import TakerPlan
 from verification.chaos.publishing import Issue
-from verification.chaos.taking import Cycle
 from verification.internals import publisher_of
 from verification.processes.peers import State
 
@@ -36,7 +33,7 @@ class _Subscribing:
         self.is_closed = False
         self._plan = plan
         self._rng = random.Random(plan.seed)
-        self._kept: list[tuple[torch.Tensor, int | None]] = []  # with their patterns; None for zeros
+        self._kept = Kept(plan)
         self.task = asyncio.create_task(self._take())
 
     async def _take(self) -> None:
@@ -85,26 +82,10 @@ class _Subscribing:
         here.journal(Received(issue.key, issue.publisher, number, publication.missed))
         self.latest, self.has_ended = (issue.publisher, number), False
         for index, tensor in enumerate(issue.tensors):
-            self._use(tensor, issue.key + index)
-
-    def _use(self, tensor: torch.Tensor, token: int) -> None:
-        """Write to a tensor or not, and hold it as planned."""
-        is_written = self._rng.random() < _WRITTEN
-        if is_written:
-            tensor.zero_()  # no other subscriber sees it
-        match self._plan.hold:
-            case Hold.KEEP:
-                self._kept.append((tensor, None if is_written else token))
-                asyncio.get_running_loop().call_later(self._plan.hold_ms / 1000, self._let_go)
-            case Hold.CYCLE:
-                Cycle(tensor)
-                asyncio.get_running_loop().call_later(self._plan.hold_ms / 1000, gc.collect)
-
-    def _let_go(self) -> None:
-        """Drop the oldest kept tensor, and check that only this process has changed it."""
-        tensor, token = self._kept.pop(0)
-        if bool(tensor.any()) if token is None else token_of(tensor) != token:
-            here.journal(Broken(f"the values of {token} changed while they were kept: {tensor[:9]}"))
+            is_written = self._rng.random() < _WRITTEN
+            if is_written:
+                tensor.zero_()  # no other subscriber sees it
+            self._kept.add(tensor, None if is_written else issue.key + index)
 
     async def close(self) -> None:
         """Close the subscriber during its operations; tensors are kept for as long as planned."""
@@ -114,11 +95,9 @@ class _Subscribing:
 
     async def settle(self) -> None:
         """Wait until all tensors are dropped."""
-        while self._kept:
-            await asyncio.sleep(0.001)
+        await self._kept.dropped()
         gc.collect()
-        while self.subscriber.statistics().leases:
-            await asyncio.sleep(0.001)
+        await until(lambda: not self.subscriber.statistics().leases)
 
 
 _all: list[_Subscribing] = []  # of this round; the last one is open
@@ -126,30 +105,23 @@ _all: list[_Subscribing] = []  # of this round; the last one is open
 
 async def open_receiver(state: State, plan: TakerPlan) -> None:
     """Open a subscriber, and take from it."""
-    while True:
-        subscriber = Subscriber(state.endpoint, Issue, **here.arguments)
+
+    def make() -> Subscriber[Issue]:
         here.journal(Subscribed())
-        try:
-            await subscriber.__aenter__()
-        except OSError:  # this process currently has no descriptors
-            await asyncio.sleep(0.005)
-        else:
-            break
-    here.statistics = subscriber.statistics
-    _all.append(_Subscribing(subscriber, plan))
+        return Subscriber(state.endpoint, Issue, **here.arguments)
+
+    _all.append(_Subscribing(await opened(make), plan))
 
 
 async def heard(state: State, publisher: str) -> None:
     """Wait until a subscriber is disconnected from a publisher that is gone."""
-    while publisher_of(_all[-1].subscriber) == publisher:
-        await asyncio.sleep(0.001)
+    await until(lambda: publisher_of(_all[-1].subscriber) != publisher)
 
 
 async def finish(state: State, publisher: str, number: int) -> None:
     """Wait for the last publication, or until no other can arrive."""
     last = _all[-1]
-    while last.latest != (publisher, number) and not last.task.done():
-        await asyncio.sleep(0.001)
+    await until(lambda: last.latest == (publisher, number) or last.task.done())
 
 
 async def settle(state: State) -> None:
@@ -161,8 +133,7 @@ async def settle(state: State) -> None:
 async def ended(state: State) -> None:
     """Wait until the taker has been notified of the end of the publisher."""
     last = _all[-1]
-    while not last.has_ended and not last.task.done():
-        await asyncio.sleep(0.001)
+    await until(lambda: last.has_ended or last.task.done())
 
 
 async def close(state: State) -> None:
@@ -174,5 +145,4 @@ async def stop(state: State) -> None:
     """Close the subscriber, forget those of this round, and wait for the end of their threads and tasks."""
     await close(state)
     _all.clear()
-    while left_running():
-        await asyncio.sleep(0.001)
+    await until(lambda: not left_running())

@@ -15,20 +15,12 @@ from aiotensor import (
     TensorReceiver,
     UsageError,
 )
-from verification.chaos.here import MAX_MAPPED_BYTES, here, token_of
+from verification.chaos.here import MAX_MAPPED_BYTES, Kept, here, opened, token_of, until
 from verification.chaos.journal import Answered, Broken, Taken, key_of
-from verification.chaos.plan import Hold, TakerPlan
+from verification.chaos.plan import TakerPlan
 from verification.processes.peers import State
 
 _NEVER = 1 << 40  # the number of a message that no sender ever reaches
-
-
-class Cycle:
-    """Cyclic garbage that refers to a tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.me = self
 
 
 class _Taking:
@@ -37,7 +29,7 @@ class _Taking:
     def __init__(self, receiver: TensorReceiver, plan: TakerPlan, senders: Sequence[str]) -> None:
         self.receiver = receiver
         self.plan = plan
-        self.kept: list[tuple[int, torch.Tensor]] = []
+        self.kept = Kept(plan)
         self.losses: dict[str, asyncio.Future[int | None]] = {}
         self.tasks = [asyncio.create_task(self._iterate()) for _ in range(plan.iterators)]
         for sender in senders:
@@ -66,19 +58,8 @@ class _Taking:
         now = self.receiver.statistics()
         if now.mapped_bytes > MAX_MAPPED_BYTES:
             here.journal(Broken(f"more mapped than allowed: {now}"))
-        match self.plan.hold:
-            case Hold.KEEP if token is not None:
-                self.kept.append((token, tensor))
-                asyncio.get_running_loop().call_later(self.plan.hold_ms / 1000, self._let_go)
-            case Hold.CYCLE:
-                Cycle(tensor)
-                asyncio.get_running_loop().call_later(self.plan.hold_ms / 1000, gc.collect)
-
-    def _let_go(self) -> None:
-        """Drop the oldest kept tensor, and check that its values have not changed."""
-        token, tensor = self.kept.pop(0)
-        if token_of(tensor) != token:
-            here.journal(Broken(f"the values of {token} changed while the receiver kept it: {tensor[:9]}"))
+        if token is not None:
+            self.kept.add(tensor, token)
 
     async def stop(self, *, waits: bool) -> None:
         for task in self.tasks:
@@ -86,8 +67,8 @@ class _Taking:
         for ended in await asyncio.gather(*self.tasks, return_exceptions=True):
             if isinstance(ended, BaseException) and not isinstance(ended, asyncio.CancelledError):
                 raise ended
-        while waits and self.kept:
-            await asyncio.sleep(0.001)
+        if waits:
+            await self.kept.dropped()
 
 
 def _note(handle: TensorHandle, tensor: torch.Tensor) -> int | None:
@@ -104,16 +85,10 @@ _taking: _Taking | None = None
 
 
 async def open_receiver(state: State, plan: TakerPlan) -> None:
-    while True:
-        receiver = TensorReceiver(state.endpoint, max_mapped_bytes=MAX_MAPPED_BYTES, **here.arguments)
-        try:
-            await receiver.__aenter__()
-        except (OSError, UsageError):  # this process currently has no descriptors
-            await asyncio.sleep(0.005)
-        else:
-            state.receivers.append(receiver)
-            here.statistics = receiver.statistics
-            return
+    arguments = {"max_mapped_bytes": MAX_MAPPED_BYTES, **here.arguments}
+    state.receivers.append(
+        await opened(lambda: TensorReceiver(state.endpoint, **arguments), (OSError, UsageError))
+    )
 
 
 async def take(state: State, plan: TakerPlan, senders: Sequence[str]) -> None:
@@ -171,6 +146,10 @@ async def _stop(*, waits: bool) -> None:
         await taking.stop(waits=waits)
 
 
+def _is_used(now: ReceiverStatistics) -> bool:
+    return bool(now.leases or now.waiting or now.unclaimed_tensors)
+
+
 async def settle(state: State, senders: int | None) -> ReceiverStatistics:
     """Wait until nothing is held, and forget the closed receivers.
 
@@ -179,10 +158,7 @@ async def settle(state: State, senders: int | None) -> ReceiverStatistics:
         senders: over a network, the number of living senders: the end of another may still be in transit.
     """
     gc.collect()
-    while senders is not None and state.receiver.statistics().senders != senders:
-        await asyncio.sleep(0.001)
-    for receiver in state.receivers:
-        while (now := receiver.statistics()).leases or now.waiting or now.unclaimed_tensors:
-            await asyncio.sleep(0.001)
+    await until(lambda: senders in (None, state.receiver.statistics().senders))
+    await until(lambda: not any(_is_used(receiver.statistics()) for receiver in state.receivers))
     del state.receivers[:-1]
     return state.receiver.statistics()
