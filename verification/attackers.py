@@ -3,8 +3,9 @@
 import multiprocessing
 import selectors
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Protocol
 
 # The greeting of ZMTP 3.0 with the mechanism NULL, which a server with keys refuses.
@@ -61,30 +62,14 @@ def _connect(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=1.0)
 
 
-def _hang_up(address: str, begun: _Event) -> None:
-    """Connect, greet, and close immediately."""
+def _visit(address: str, begun: _Event, first: bytes, second: bytes | None) -> None:
+    """Connect, say something, wait for the answer and say the rest unless that is None, and close."""
     while _is_wanted():
         with suppress(OSError), _connect(address) as sock:
-            sock.sendall(_GREETING)
-            begun.set()
-
-
-def _greet(address: str, begun: _Event) -> None:
-    """Connect, greet, and close when the server has greeted."""
-    while _is_wanted():
-        with suppress(OSError), _connect(address) as sock:
-            sock.sendall(_GREETING)
-            sock.recv(100)
-            begun.set()
-
-
-def _speak(address: str, begun: _Event) -> None:
-    """Connect, complete the handshake of a server without keys, send messages, and close."""
-    while _is_wanted():
-        with suppress(OSError), _connect(address) as sock:
-            sock.sendall(_GREETING + _READY)
-            sock.recv(200)
-            sock.sendall(_NONSENSE)
+            sock.sendall(first)
+            if second is not None:
+                sock.recv(200)
+                sock.sendall(second)
             begun.set()
 
 
@@ -107,7 +92,13 @@ def _say_nothing(address: str, begun: _Event) -> None:
                     sock.close()
 
 
-ATTACKS = {"hang up": _hang_up, "greet": _greet, "say nothing": _say_nothing, "speak": _speak}
+# "speak" completes the handshake of servers without keys, and then sends messages.
+ATTACKS: dict[str, Callable[[str, _Event], None]] = {
+    "hang up": partial(_visit, first=_GREETING, second=None),
+    "greet": partial(_visit, first=_GREETING, second=b""),
+    "say nothing": _say_nothing,
+    "speak": partial(_visit, first=_GREETING + _READY, second=_NONSENSE),
+}
 
-# The attacks that need no handshake. "speak" is for servers without keys: others refuse its handshake.
+# The attacks that need no handshake.
 WITHOUT_KEYS = ("hang up", "greet", "say nothing")

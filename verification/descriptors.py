@@ -3,21 +3,18 @@
 import os
 import socket
 
+from verification.processes.watch import links
+
 
 def our_descriptors() -> dict[int, str]:
     """Return the targets of all descriptors that may be the library's: record sockets and shared memory."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:
-            continue  # the descriptor that listed the folder
-        if "shm" in target or "memfd" in target or ("socket" in target and _is_seqpacket(int(name))):
-            found[int(name)] = target
-    return found
+    found = {int(path.rpartition("/")[2]): target for path, target in links(os.getpid()).items()}
+    return {number: target for number, target in found.items() if _is_ours(number, target)}
 
 
-def _is_seqpacket(descriptor: int) -> bool:
+def _is_ours(descriptor: int, target: str) -> bool:
+    if "socket" not in target:
+        return "shm" in target or "memfd" in target
     try:
         copy = os.dup(descriptor)
     except OSError:  # a thread has just closed it

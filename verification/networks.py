@@ -127,15 +127,10 @@ class Hosts:
         Raises:
             NoNamespacesError: the command `nft` is missing.
         """
-        self._filter(f"numgen random mod 100 < {percent} drop")
-
-    def _filter(self, *rules: str) -> None:
-        """Add rules of nftables for the packets that arrive at each host."""
         if shutil.which("nft") is None:
             raise NoNamespacesError("the command `nft` of nftables is not installed")
         commands = "add table ip tests; add chain ip tests arriving { type filter hook input priority 0; }"
-        for rule in rules:
-            commands += f"; add rule ip tests arriving iifname {_DEVICE} {rule}"
+        commands += f"; add rule ip tests arriving iifname {_DEVICE} numgen random mod 100 < {percent} drop"
         for host in (self.a, self.b):
             _ip("netns", "exec", host.namespace, "nft", commands)
 

@@ -76,7 +76,7 @@ async def _ask(order: Order, tensors: list[torch.Tensor]) -> None:
             await client.send(question, target=target)
             return
         answer = await client.request(question, target=target, idempotent=order.how == "idempotent")
-    if not is_answer(answer, order.key, order.wish, order.counts, order.answer):
+    if not is_answer(answer, question):
         here.journal(Broken(f"question {order.key} was answered as {answer.key}: {answer.tensors}"))
 
 
@@ -91,7 +91,7 @@ async def _probe(target: int) -> None:
         question = Question(PROBE, "answer", sizes, [pattern(PROBE + i, n) for i, n in enumerate(sizes)])
         with contextlib.suppress(PeerLostError, RefusedError):
             answer = await _open.client.request(question, target=target)
-            if not is_answer(answer, PROBE, "answer", sizes, sizes):
+            if not is_answer(answer, question):
                 here.journal(Broken("a probe was not answered as it should be"))
             return
         await asyncio.sleep(0.001)

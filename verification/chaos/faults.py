@@ -9,6 +9,7 @@ import random
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from unittest.mock import patch
 
 from aiotensor.memory import mapping
 from verification.chaos.here import ARENA_BYTES
@@ -22,8 +23,7 @@ async def suffer(state: State, kind: FaultKind, for_s: float, seed: int) -> None
         await asyncio.sleep(for_s)
 
 
-@contextmanager
-def _no_space(rng: random.Random) -> Iterator[None]:
+def _no_space(rng: random.Random) -> AbstractContextManager[object]:
     # By hand: a memfd lies on a mount of the kernel's that has no size; strict overcommit is a setting of the
     # whole machine, and a memory cgroup at its limit kills instead of returning an error.
     real, number = os.posix_fallocate, rng.choice((errno.ENOSPC, errno.ENOMEM))
@@ -33,11 +33,7 @@ def _no_space(rng: random.Random) -> Iterator[None]:
             raise OSError(number, os.strerror(number))
         real(descriptor, offset, length)
 
-    os.posix_fallocate = refuse
-    try:
-        yield
-    finally:
-        os.posix_fallocate = real
+    return patch.object(os, "posix_fallocate", refuse)
 
 
 @contextmanager
@@ -55,21 +51,14 @@ def _small_files(rng: random.Random) -> AbstractContextManager[None]:
     return _limited(resource.RLIMIT_FSIZE, ARENA_BYTES - 1)
 
 
-@contextmanager
-def _no_addresses(rng: random.Random) -> Iterator[None]:
+def _no_addresses(rng: random.Random) -> AbstractContextManager[object]:
     # By hand: a limit on addresses (RLIMIT_AS) hits the interpreter first; a thread that cannot allocate in
     # its first steps leaves `Thread.start` waiting for ever.
-    real = mapping._mmap
-
     def refuse(*_: object) -> int | None:
         ctypes.set_errno(errno.ENOMEM)
         return mapping._FAILED
 
-    mapping._mmap = refuse  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        mapping._mmap = real
+    return patch.object(mapping, "_mmap", refuse)
 
 
 def _no_descriptors(rng: random.Random) -> AbstractContextManager[None]:
@@ -89,7 +78,7 @@ def _collecting(rng: random.Random) -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-_WINDOWS: dict[FaultKind, Callable[[random.Random], AbstractContextManager[None]]] = {
+_WINDOWS: dict[FaultKind, Callable[[random.Random], AbstractContextManager[object]]] = {
     FaultKind.NO_SPACE: _no_space,
     FaultKind.FILE_SIZE: _small_files,
     FaultKind.NO_ADDRESSES: _no_addresses,

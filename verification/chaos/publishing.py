@@ -50,10 +50,7 @@ async def open_sender(state: State, plan: SenderPlan) -> str:
 
 async def admit(state: State, count: int) -> None:
     """Wait until `count` subscribers are connected."""
-    await _wait_for(_open.publisher, count)
-
-
-async def _wait_for(publisher: Publisher, count: int) -> None:
+    publisher = _open.publisher
     while publisher.statistics().subscribers < count:
         with contextlib.suppress(WouldBlockError):
             await publisher.wait_for_subscribers(count)
@@ -119,7 +116,7 @@ async def finish(state: State, count: int) -> tuple[str, int]:
     publisher = _open.publisher
     while True:
         await publisher.drain()  # so that none is slow, and disconnected for that
-        await _wait_for(publisher, count)
+        await admit(state, count)
         before = publisher.statistics()
         try:
             sent = await publisher.publish(Issue(publisher.id, LAST))

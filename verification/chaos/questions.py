@@ -33,22 +33,14 @@ def answer_to(question: Question) -> Answer:
     return Answer(question.key, tensors)
 
 
-def is_answer(answer: Answer, key: int, wish: str, asked: tuple[int, ...], due: tuple[int, ...]) -> bool:
-    """Return whether an answer is the right one to a question with tensors of these sizes.
-
-    Args:
-        answer: the answer.
-        key: the key of the question.
-        wish: its wish.
-        asked: the sizes of its tensors.
-        due: the sizes of the tensors that it requested.
-    """
-    echoes = wish == "echo"
-    sizes = asked if echoes else due
+def is_answer(answer: Answer, question: Question) -> bool:
+    """Return whether an answer is the right one to a question."""
+    key, echoes = question.key, question.wish == "echo"
+    sizes = [tensor.numel() for tensor in question.tensors] if echoes else [*question.answer]
     tokens = [key + index if echoes else _answer_token(key, index) for index in range(len(sizes))]
     return (
         answer.key == key
-        and [tensor.numel() for tensor in answer.tensors] == list(sizes)
+        and [tensor.numel() for tensor in answer.tensors] == sizes
         and [token_of(tensor) for tensor in answer.tensors] == tokens
     )
 

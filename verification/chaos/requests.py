@@ -141,12 +141,6 @@ class RequestsPlay(Play):
         await asyncio.gather(*(server.call(answering.stop) for server in family.takers))
         await asyncio.gather(*(family.probe(slot) for slot in range(SLOTS)))
 
-    async def settle(self) -> list[str]:
-        settling = {client.name: client.call(asking.settle) for client in self.family.senders}
-        settling |= {server.name: server.call(answering.settle) for server in self.family.takers}
-        found = await asyncio.gather(*settling.values())
-        return [f"{name}: {wrong}" for name, wrongs in zip(settling, found, strict=True) for wrong in wrongs]
-
     def may_log(self, line: str, slot: int) -> bool:
         # A handler's error is logged with its traceback; the client also gets it, and the audit checks that.
         is_of_handler = "answering a request from process" in line or "Traceback" in line

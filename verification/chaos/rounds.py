@@ -10,11 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mappi
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from aiotensor import ReceiverStatistics, SenderStatistics, TensorHandle
+from aiotensor import TensorHandle
 from verification.chaos import faults, sending, taking, working
 from verification.chaos.audit import Account, Audit, TensorsAudit
 from verification.chaos.family import WATCHDOG_S, Family, GoneError, Member, RoundError
-from verification.chaos.here import ARENA_BYTES, MAX_MAPPED_BYTES
 from verification.chaos.journal import Sent
 from verification.chaos.plan import ENDS, RESOURCES, SLOTS, Fault, FaultKind, Round
 from verification.processes import watch
@@ -222,6 +221,8 @@ class Play:
         await family.receiver.call(taking.stop)
         # Concurrently: a probe may wait for a permit that `ask` releases, and `ask` may wait for a sender.
         await asyncio.gather(self.ask(), *(family.probe(slot) for slot in range(SLOTS)))
+        for sender in family.senders:
+            sender.losses = await sender.call(sending.losses)
 
     async def ask(self) -> None:
         """Request every tensor that has a handle from the receiver."""
@@ -238,14 +239,12 @@ class Play:
         await family.receiver.call(taking.answer, handles)
 
     async def settle(self) -> list[str]:
-        """Wait until nothing is held, and return the problems found."""
+        """Wait until nothing is held, and return the problems of all processes."""
         family = self.family
-        receiver = await family.receiver.call(taking.settle, SLOTS if self.plan.is_remote else None)
-        problems = [f"{family.receiver.name}: {wrong}" for wrong in _wrong_with_receiver(receiver, SLOTS)]
-        for sender in family.senders:
-            statistics, sender.losses = await sender.call(sending.settle)
-            problems += [f"{sender.name}: {wrong}" for wrong in _wrong_with_sender(statistics)]
-        return problems
+        settling = {member.name: member.call(family.taking.settle) for member in family.takers}
+        settling |= {member.name: member.call(family.sending.settle) for member in family.senders}
+        found = await asyncio.gather(*settling.values())
+        return [f"{name}: {wrong}" for name, wrongs in zip(settling, found, strict=True) for wrong in wrongs]
 
     def may_log(self, line: str, slot: int) -> bool:
         """Return whether a fault in the plan explains an error in a log."""
@@ -301,21 +300,6 @@ async def timed(member: Member, at: float, call: Awaitable[T]) -> tuple[T, float
     """Return the result and the time since an event, excluding the time for which the process was stopped."""
     result = await call
     return result, time.monotonic() - max(at, member.continued_at)
-
-
-def _wrong_with_sender(now: SenderStatistics) -> list[str]:
-    held = (now.in_flight, now.waiting, now.bytes_in_use, now.longest_wait_s, now.holders)
-    return [] if held == (0, 0, 0, 0.0, ()) else [f"holds something at rest: {now}"]
-
-
-def _wrong_with_receiver(now: ReceiverStatistics, senders: int) -> list[str]:
-    held = (now.leases, now.leased_bytes, now.unclaimed_tensors, now.unclaimed_bytes, now.waiting)
-    wrong = [] if held == (0, 0, 0, 0, 0) else [f"holds something at rest: {now}"]
-    if now.senders != senders or now.mapped_bytes != senders * ARENA_BYTES:
-        wrong.append(f"has other senders than the {senders} that live: {now}")
-    if now.mapped_bytes > MAX_MAPPED_BYTES:
-        wrong.append(f"has more mapped than it may: {now}")
-    return wrong
 
 
 async def _wrong_with_process(member: Member, segments: int, forwarded: int) -> list[str]:

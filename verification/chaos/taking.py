@@ -15,9 +15,9 @@ from aiotensor import (
     TensorReceiver,
     UsageError,
 )
-from verification.chaos.here import MAX_MAPPED_BYTES, Kept, here, opened, token_of, until
+from verification.chaos.here import ARENA_BYTES, MAX_MAPPED_BYTES, Kept, here, opened, token_of, until
 from verification.chaos.journal import Answered, Broken, Taken, key_of
-from verification.chaos.plan import TakerPlan
+from verification.chaos.plan import SLOTS, TakerPlan
 from verification.processes.peers import State
 
 _NEVER = 1 << 40  # the number of a message that no sender ever reaches
@@ -150,15 +150,13 @@ def _is_used(now: ReceiverStatistics) -> bool:
     return bool(now.leases or now.waiting or now.unclaimed_tensors)
 
 
-async def settle(state: State, senders: int | None) -> ReceiverStatistics:
-    """Wait until nothing is held, and forget the closed receivers.
-
-    Args:
-        state: the state of this process.
-        senders: over a network, the number of living senders: the end of another may still be in transit.
-    """
+async def settle(state: State) -> list[str]:
+    """Wait until nothing is held, forget the closed receivers, and return the problems."""
     gc.collect()
-    await until(lambda: senders in (None, state.receiver.statistics().senders))
+    # Over a network, the end of another sender may still be in transit.
+    await until(lambda: state.receiver.statistics().senders == SLOTS)
     await until(lambda: not any(_is_used(receiver.statistics()) for receiver in state.receivers))
     del state.receivers[:-1]
-    return state.receiver.statistics()
+    now = state.receiver.statistics()
+    is_right = (now.leased_bytes, now.unclaimed_bytes, now.mapped_bytes) == (0, 0, SLOTS * ARENA_BYTES)
+    return [] if is_right else [f"is not at rest: {now}"]

@@ -23,11 +23,11 @@ from pathlib import Path
 
 import msgspec
 
-from verification.fuzz.choosers import Chooser
 from verification.fuzz.grammar import conversation
 from verification.fuzz.living import opened
 from verification.fuzz.steps import CASES, Conversation, cases, keep
 from verification.fuzz.targets import LIVE, PURE, TARGETS, conversation_of
+from verification.fuzz.wire import Chooser
 from verification.places import endpoint
 
 _BYTES = 1000  # of an input; most conversations use fewer

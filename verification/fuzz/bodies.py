@@ -6,9 +6,17 @@ from msgspec.msgpack import Ext, encode
 
 from aiotensor.codec.placeholders import ARRAY, TENSOR
 from aiotensor.memory.tensors import DTYPES
-from verification.fuzz.choosers import Chooser, happens, one_of
 from verification.fuzz.placing import DTYPE_NAMES, attributes
-from verification.fuzz.wire import Frame, Scalar, boundary, bytes_or_fault, frame_or_fault
+from verification.fuzz.wire import (
+    Chooser,
+    Frame,
+    Scalar,
+    boundary,
+    bytes_or_fault,
+    frame_or_fault,
+    happens,
+    one_of,
+)
 
 
 def message_parts(chooser: Chooser, one_in: int) -> list[bytes]:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
-from aiotensor.errors import ProtocolError
+from aiotensor.errors import ProtocolError, RefusedError
 from aiotensor.protocol import network
 from aiotensor.protocol.frames import decode, decode_hello, encode_record, read_content
 from verification.fuzz.notes import Note
@@ -87,7 +87,7 @@ def in_bounds(decode: Callable[[Any], Any], data: bytes | memoryview | Sequence[
     began = time.process_time()
     try:
         found = decode(data)
-    except ProtocolError:
+    except (ProtocolError, RefusedError):
         found = None
     finally:
         seconds = time.process_time() - began

@@ -1,6 +1,5 @@
 """Feed conversations into connection objects of every role, without any socket."""
 
-from aiotensor.errors import ProtocolError, RefusedError
 from aiotensor.protocol import frames as protocol
 from aiotensor.protocol.connection import CLOSED, MAX_SEGMENTS, Connection
 from verification.fuzz.decoding import in_bounds
@@ -47,23 +46,15 @@ class Feeding:
         if connection.is_closed:
             assert not connection.receive(data)
             return
-        errors: list[Exception] = []
-
-        def receive(data: bytes) -> list[protocol.Frame]:
-            try:
-                return connection.receive(data)
-            except (ProtocolError, RefusedError) as error:
-                errors.append(error)
-                return []
-
-        frames: list[protocol.Frame] = in_bounds(receive, data, len(data))
+        received: list[protocol.Frame] | None = in_bounds(connection.receive, data, len(data))
+        frames = received or []
         for frame in frames:
             if isinstance(frame, protocol.Begin | protocol.Put | protocol.End | protocol.Message):
                 number = frame.message
                 assert number in self._begun or number > max(self._begun, default=-1), number
                 self._begun[number] = None
         _own(connection, frames)
-        assert not errors or connection.state is CLOSED
+        assert received is not None or connection.state is CLOSED
         most = 0 if connection.theirs is None else connection.theirs.max_messages
         assert connection.in_flight <= most
         assert len(connection.segments) <= MAX_SEGMENTS

@@ -12,12 +12,21 @@ from aiotensor.protocol.connection import MAX_SEGMENTS
 from aiotensor.protocol.frames import MAX_NUMBERS, MAX_TEXT, VERSION
 from aiotensor.protocol.network import Area
 from verification.fuzz.bodies import body_of
-from verification.fuzz.choosers import WILDNESS, Chooser, happens, one_of
 from verification.fuzz.moving import Movement, any_opening
 from verification.fuzz.placing import ANYTHING, Segments, attributes, with_trace
 from verification.fuzz.steps import FIRST_BLOCK, FIRST_NUMBER, PEER, PID, STAND_IN, Conversation, Step
 from verification.fuzz.things import CONTENT, GUARD, IMAGE, WHERE
-from verification.fuzz.wire import Frame, boundary, bytes_or_fault, frame_or_fault, record_of
+from verification.fuzz.wire import (
+    WILDNESS,
+    Chooser,
+    Frame,
+    boundary,
+    bytes_or_fault,
+    frame_or_fault,
+    happens,
+    one_of,
+    record_of,
+)
 
 TO_RECEIVER, TO_SENDER = "receiver", "sender"
 TO_PUBLISHER, TO_SUBSCRIBER = "publisher", "subscriber"

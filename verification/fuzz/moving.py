@@ -1,10 +1,9 @@
 """The moves of a rogue: steps of blocks in its segments, freed blocks, and acknowledgements."""
 
 from aiotensor.protocol import network
-from verification.fuzz.choosers import Chooser, happens, one_of
 from verification.fuzz.placing import Segments
 from verification.fuzz.steps import HEARD
-from verification.fuzz.wire import BOUNDARIES, broken_bytes
+from verification.fuzz.wire import BOUNDARIES, Chooser, broken_bytes, happens, one_of
 
 _MISPLACED = (bytes([network.BYE]), network.OPENING, bytes([99]), b"")
 _ALIGNED = 64

@@ -5,9 +5,8 @@ import math
 from aiotensor.memory.tensors import DTYPES
 from aiotensor.protocol.frames import ARENA, FORWARDED
 from aiotensor.types import MAX_TRACE_FIELDS, MAX_TRACE_NAME, MAX_TRACE_VALUE
-from verification.fuzz.choosers import Chooser, happens, one_of
 from verification.fuzz.things import MEMORY_KINDS, OTHER_THINGS, SEGMENT_BYTES, WHERE
-from verification.fuzz.wire import BOUNDARIES, Frame, Scalar, boundary
+from verification.fuzz.wire import BOUNDARIES, Chooser, Frame, Scalar, boundary, happens, one_of
 
 ANYTHING = (*OTHER_THINGS, "itself")
 DTYPE_NAMES = ("uint8", "int64", "float32", *sorted(DTYPES))

@@ -26,6 +26,7 @@ _ANSWERS_S = 0.002  # for acknowledgements
 _MOST_ANSWERS = 64  # that are read after a record: a publisher may never stop sending
 _PATIENCE_S = 20.0  # for an answer that always arrives
 _LINGER_MS = 1000
+_POLL_S = 0.0005
 _MOST_NAMED = 2 * MOST_READ + 2  # numbers for which a conversation has a placeholder
 _PLACEHOLDER = network.encode_ack(network.Ack(HEARD, HEARD))
 
@@ -36,7 +37,7 @@ async def say(sock: socket.socket, record: bytes, descriptors: Sequence[int] = (
         try:
             socket.send_fds(sock, [record], list(descriptors), socket.MSG_NOSIGNAL)
         except BlockingIOError:
-            await _has_room(sock.fileno())
+            await asyncio.sleep(_POLL_S)
         except OSError as error:
             if error.errno == errno.ETOOMANYREFS:  # too many descriptors wait to be read
                 await asyncio.sleep(0)
@@ -50,21 +51,6 @@ async def say(sock: socket.socket, record: bytes, descriptors: Sequence[int] = (
             return True
 
 
-async def _has_room(descriptor: int) -> None:
-    loop = asyncio.get_running_loop()
-    has_room = loop.create_future()
-    loop.add_writer(descriptor, _wake, has_room)
-    try:
-        await has_room
-    finally:
-        loop.remove_writer(descriptor)
-
-
-def _wake(waiting: "asyncio.Future[None]") -> None:
-    if not waiting.done():
-        waiting.set_result(None)
-
-
 async def read_message(sock: "zmq.Socket[bytes]", within_s: float) -> list[bytes] | None:
     """Return the next message, or None if none comes soon."""
     ends = asyncio.get_running_loop().time() + within_s
@@ -73,7 +59,7 @@ async def read_message(sock: "zmq.Socket[bytes]", within_s: float) -> list[bytes
             return sock.recv_multipart(zmq.NOBLOCK)
         if asyncio.get_running_loop().time() > ends:
             return None
-        await asyncio.sleep(0.0005)
+        await asyncio.sleep(_POLL_S)
 
 
 async def _send_message(sock: "zmq.Socket[bytes]", parts: Sequence[bytes]) -> bool:
@@ -82,7 +68,7 @@ async def _send_message(sock: "zmq.Socket[bytes]", parts: Sequence[bytes]) -> bo
         try:
             sock.send_multipart(parts, zmq.NOBLOCK)
         except zmq.Again:
-            await asyncio.sleep(0.0005)
+            await asyncio.sleep(_POLL_S)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

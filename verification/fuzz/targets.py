@@ -1,7 +1,6 @@
 """The targets: what takes conversations, the share of each in the duration, and the meaning of an input."""
 
 from verification.fuzz.bodies import message_parts
-from verification.fuzz.choosers import WILDNESS, Chooser, one_of
 from verification.fuzz.decoding import Decoding
 from verification.fuzz.feeding import Feeding
 from verification.fuzz.grammar import ROLES, any_content, conversation
@@ -10,6 +9,7 @@ from verification.fuzz.live_requests import LiveClient, LiveServer
 from verification.fuzz.live_tensors import LiveReceiver, LiveSender
 from verification.fuzz.living import Live
 from verification.fuzz.steps import Conversation, Step
+from verification.fuzz.wire import WILDNESS, Chooser, one_of
 
 # Real peers by their roles, which talk to rogues in another process, and code without peers.
 LIVE: dict[str, type[Live]] = {

@@ -17,14 +17,22 @@ def memfds(pid: int) -> int:
     return Path(f"/proc/{pid}/maps").read_text().count("memfd:aiotensor")
 
 
+def links(pid: int) -> dict[str, str]:
+    """Return the targets of the open descriptors, by their paths."""
+    folder, found = f"/proc/{pid}/fd", {}
+    for name in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing, or one just closed
+            found[f"{folder}/{name}"] = os.readlink(f"{folder}/{name}")
+    return found
+
+
 def memfd_bytes(pid: int) -> int:
     """Count the bytes of memory in the library's shared memory, of which the process has a descriptor."""
     found = {}
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing, or one just closed
-            if os.readlink(path).startswith("/memfd:aiotensor"):
-                status = path.stat()
-                found[status.st_ino] = status.st_blocks * 512
+    for path, target in links(pid).items():
+        if target.startswith("/memfd:aiotensor"):
+            status = os.stat(path)
+            found[status.st_ino] = status.st_blocks * 512
     return sum(found.values())
 
 
@@ -44,15 +52,12 @@ def targets(pid: int) -> list[str]:
 
     A process opens its list of pages once, when it first needs it, and keeps the descriptor.
     """
-    folder, found = f"/proc/{pid}/fd", []
-    for name in os.listdir(folder):
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing, or one just closed
-            found.append(re.sub(r":\[\d+\]$", "", os.readlink(f"{folder}/{name}")))
+    found = [re.sub(r":\[\d+\]$", "", target) for target in links(pid).values()]
     return sorted(target for target in found if not target.endswith("/pagemap"))
 
 
-def status(pid: int, *names: str) -> int:
-    """Return the sum of some numbers in the status of a process."""
+def status(pid: int | str, *names: str) -> int:
+    """Return the sum of some numbers in the status of a process or thread."""
     text = Path(f"/proc/{pid}/status").read_text()
     found = [re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE) for name in names]
     return sum(int(match.group(1)) for match in found if match is not None)
@@ -82,9 +87,7 @@ def _stat(pid: int) -> list[str]:
 def switches(pid: int) -> int:
     """Count how often the threads of a process have slept."""
     tasks = os.listdir(f"/proc/{pid}/task")
-    texts = [Path(f"/proc/{pid}/task/{task}/status").read_text() for task in tasks]
-    found = [re.search(r"^voluntary_ctxt_switches:\s+(\d+)", text, re.MULTILINE) for text in texts]
-    return sum(int(match.group(1)) for match in found if match is not None)
+    return sum(status(f"{pid}/task/{task}", "voluntary_ctxt_switches") for task in tasks)
 
 
 async def become_idle(pids: Sequence[int]) -> bool:
