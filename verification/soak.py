@@ -62,7 +62,7 @@ def main(seconds: float, seed: int | None) -> None:
     samples: dict[str, list[dict[str, float]]] = defaultdict(list)
 
     async def look(family: Family) -> None:
-        elder = dict(family.by_slot)[_elder_of(family.name)]
+        elder = family.at(_elder_of(family.name))
         samples[family.name].append(_measure(elder.pid, await elder.call(here.tidy)))
 
     run = asyncio.run(run_for(seed, seconds, change=_without_other_faults, look=look))

@@ -11,11 +11,10 @@ import torch
 from aiotensor import PeerLostError, RefusedError
 from aiotensor.channel import MessageClient
 from verification import inside
-from verification.chaos.here import ARENA_BYTES, at_rest, here, opened, until
+from verification.chaos.here import ARENA_BYTES, account, at_rest, here, opened, until
 from verification.chaos.journal import Broken
 from verification.chaos.plan import Order, SenderPlan
 from verification.chaos.questions import PROBE, Answer, Question, is_answer
-from verification.chaos.working import account
 from verification.patterns import pattern
 from verification.processes.peers import State
 
@@ -55,7 +54,7 @@ async def lost(state: State, pid: int) -> None:
 
 
 async def carry_out(state: State, order: Order, sources: Sequence[torch.Tensor]) -> None:
-    """Carry out an order; see `working.carry_out_all`."""
+    """Carry out an order; see `here.carry_out_all`."""
     await account(order, _ask(order, list(sources)))
     now = _open.client.statistics()
     if now.peak_in_flight > now.max_concurrent_videos or now.peak_bytes_in_use > now.arena_bytes:

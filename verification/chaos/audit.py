@@ -3,8 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-import msgspec
-
+from verification.chaos.family import Member
 from verification.chaos.journal import Answered, Began, Broken, Ended, Event, Key, Sent, Taken
 from verification.chaos.plan import MAX_TENSORS, PEER_TIMEOUT_S, RESOURCES, SLOTS, FaultKind, Order, Round
 
@@ -13,34 +12,12 @@ from verification.chaos.plan import MAX_TENSORS, PEER_TIMEOUT_S, RESOURCES, SLOT
 _SILENT_S = 0.75 * PEER_TIMEOUT_S
 
 
-class Account(msgspec.Struct):
-    """The record of one process in a round.
-
-    Attributes:
-        name: the name of the process.
-        slot: its target in the faults of a round.
-        is_killed: whether it was killed in this round.
-        events: its journal.
-        losses: the number of lost receivers, as the process counts them at the end.
-        is_new: whether it was started during the round.
-        paused_s: its longest pause in seconds; 0 if that was not measured.
-    """
-
-    name: str
-    slot: int
-    is_killed: bool
-    events: Sequence[Event]
-    losses: int = 0
-    is_new: bool = False
-    paused_s: float = 0.0
-
-
 class Audit:
     """The parts that the audits of all kinds of work share.
 
     Args:
         plan: the plan of the round.
-        accounts: the accounts of all processes that took part in it.
+        members: all processes that took part in it.
         tally: the counted outcomes; updated.
 
     Attributes:
@@ -49,57 +26,57 @@ class Audit:
 
     what = "message"
 
-    def __init__(self, plan: Round, accounts: Sequence[Account], tally: Counter[str]) -> None:
+    def __init__(self, plan: Round, members: Sequence[Member], tally: Counter[str]) -> None:
         self.plan = plan
-        self.accounts = accounts
+        self.members = members
         self.tally = tally
         self.problems: list[str] = []
-        self.begun: dict[int, Account] = {}
+        self.begun: dict[int, Member] = {}
         self.ends: dict[int, Ended] = {}
 
     def run(self) -> list[str]:
         """Account for every message, and return the problems."""
-        for account in self.accounts:
-            for event in account.events:
+        for member in self.members:
+            for event in member.events():
                 match event:
                     case Began():
-                        self.begun[event.key] = account
+                        self.begun[event.key] = member
                     case Ended():
                         if event.key in self.ends:
-                            self.problems.append(f"{account.name}: {event.key} ended twice")
+                            self.problems.append(f"{member.name}: {event.key} ended twice")
                         self.ends[event.key] = event
                     case Broken():
-                        self.problems.append(f"{account.name}: {event.text}")
+                        self.problems.append(f"{member.name}: {event.text}")
                     case _:
-                        self.note(account, event)
+                        self.note(member, event)
         orders = self.plan.orders
-        for key, account in self.begun.items():
-            problem = self.check(account, orders[key], self.ends.get(key))
+        for key, member in self.begun.items():
+            problem = self.check(member, orders[key], self.ends.get(key))
             if problem:
-                self.problems.append(f"{self.what} {key} of {account.name}: {problem} {orders[key]}")
+                self.problems.append(f"{self.what} {key} of {member.name}: {problem} {orders[key]}")
         self.check_others()
         return self.problems
 
-    def note(self, account: Account, event: Event) -> None:
+    def note(self, member: Member, event: Event) -> None:
         """Note an event of this kind of work."""
-        self.problems.append(f"{account.name} wrote {event}")
+        self.problems.append(f"{member.name} wrote {event}")
 
-    def check(self, account: Account, order: Order, end: Ended | None) -> str:
+    def check(self, member: Member, order: Order, end: Ended | None) -> str:
         """Return the problem with the outcome of an order, or ""."""
         raise NotImplementedError
 
     def check_others(self) -> None:
         """Check the events that belong to no order."""
 
-    def may_raise(self, account: Account, order: Order, end: Ended) -> bool:
+    def may_raise(self, member: Member, order: Order, end: Ended) -> bool:
         """Return whether the order or the plan explains an error of its call."""
         match end.how:
             case "cancelled":
                 return order.is_cancelled
             case "ClosedError":
-                return self.plan.has(account.slot, (FaultKind.CLOSE,))
+                return self.plan.has(member.slot, (FaultKind.CLOSE,))
             case "OSError":
-                return self.plan.has(account.slot, RESOURCES)
+                return self.plan.has(member.slot, RESOURCES)
         return False
 
     def may_end_by_silence(self, *slots: int) -> bool:
@@ -110,20 +87,20 @@ class Audit:
         if not self.plan.is_remote:
             return False
         stops = [fault for fault in self.plan.of((FaultKind.STOP,)) if fault.target in slots]
-        paused_s = max((account.paused_s for account in self.accounts if account.slot in slots), default=0.0)
+        paused_s = max((member.paused_s for member in self.members if member.slot in slots), default=0.0)
         return max(sum(fault.for_ms for fault in stops) / 1000, paused_s) > _SILENT_S
 
 
 class TensorsAudit(Audit):
     """The audit of senders and a receiver."""
 
-    def __init__(self, plan: Round, accounts: Sequence[Account], tally: Counter[str]) -> None:
-        super().__init__(plan, accounts, tally)
+    def __init__(self, plan: Round, members: Sequence[Member], tally: Counter[str]) -> None:
+        super().__init__(plan, members, tally)
         self.sent: dict[int, Sent] = {}  # by their tokens
         self.taken: dict[int, list[Taken]] = defaultdict(list)
         self.answers: dict[Key, str] = {}
 
-    def note(self, account: Account, event: Event) -> None:
+    def note(self, member: Member, event: Event) -> None:
         match event:
             case Sent():
                 self.sent[event.token] = event
@@ -132,17 +109,17 @@ class TensorsAudit(Audit):
             case Answered():
                 self.answers[event.handle] = event.error
             case _:
-                super().note(account, event)
+                super().note(member, event)
 
     def check_others(self) -> None:
         keys = {token - token % MAX_TENSORS for token in self.taken}
         self.problems += [f"taken, but never sent: {key}" for key in keys - self.begun.keys()]
 
-    def check(self, account: Account, order: Order, end: Ended | None) -> str:
+    def check(self, member: Member, order: Order, end: Ended | None) -> str:
         tokens = range(order.key, order.key + len(order.counts))
-        return "; ".join(filter(None, [self._check(account, order, end, token) for token in tokens]))
+        return "; ".join(filter(None, [self._check(member, order, end, token) for token in tokens]))
 
-    def _check(self, account: Account, order: Order, end: Ended | None, token: int) -> str:
+    def _check(self, member: Member, order: Order, end: Ended | None, token: int) -> str:
         sent, taken = self.sent.get(token), self.taken[token]
         if len(taken) > 1:
             return f"taken {len(taken)} times: {taken}"
@@ -152,52 +129,52 @@ class TensorsAudit(Audit):
                 return f"sent as {sent}, taken as {taken[0]}"
         if end is None:
             self.tally["tensors whose sender was killed"] += 1
-            return "" if account.is_killed else "its send never ended"
+            return "" if member.is_killed else "its send never ended"
         if end.how != "whole":
             self.tally[f"tensors whose send ended with {end.how}"] += 1
             if taken and end.how != "cancelled":
                 return f"its send raised {end.how} ({end.text}), and it was taken: {taken[0]}"
-            is_explained = self.may_raise(account, order, end)
+            is_explained = self.may_raise(member, order, end)
             return "" if is_explained else f"nothing explains its {end.how}: {end.text}"
         if taken:
             error = self.answers.get(taken[0].handle, "AlreadyTakenError")
-            is_lost = error in ("PeerLostError", "RefusedError") and self._may_be_lost(account, sent)
+            is_lost = error in ("PeerLostError", "RefusedError") and self._may_be_lost(member, sent)
             is_right = error == "AlreadyTakenError" or is_lost
             return "" if is_right else f"taken as {taken[0]}, and asking again raised {error}"
         if sent is None:
             return "it was sent, without a handle"
         self.tally["tensors lost"] += 1
         error = self.answers.get(sent.handle, "PeerLostError")
-        if not self._may_be_lost(account, sent):
-            losses = f"{sent.losses} losses when it was sent, {account.losses} in the end"
+        if not self._may_be_lost(member, sent):
+            losses = f"{sent.losses} losses when it was sent, {member.losses} in the end"
             return f"{sent} is lost ({error}), though no connection ended since: {losses}"
         if error not in ("PeerLostError", "RefusedError"):
             return f"{sent} was not taken, and asking for it raised {error}"
         return ""
 
-    def _may_be_lost(self, account: Account, sent: Sent | None) -> bool:
+    def _may_be_lost(self, member: Member, sent: Sent | None) -> bool:
         """Return whether a connection ended after a tensor was sent."""
-        if account.is_killed:
+        if member.is_killed:
             return True
-        if sent is not None and account.losses > sent.losses:
-            return self._may_lose_receiver(account)
+        if sent is not None and member.losses > sent.losses:
+            return self._may_lose_receiver(member)
         # A sender that was closed before the loss of its receiver has not counted it.
-        return self.plan.has(account.slot, (FaultKind.CLOSE,)) and self.plan.has(SLOTS, RESOURCES)
+        return self.plan.has(member.slot, (FaultKind.CLOSE,)) and self.plan.has(SLOTS, RESOURCES)
 
-    def may_raise(self, account: Account, order: Order, end: Ended) -> bool:
+    def may_raise(self, member: Member, order: Order, end: Ended) -> bool:
         match end.how:
             case "WouldBlockError" | "UnavailableError":
                 return True
             case "PeerLostError" | "RefusedError":
-                return self._may_lose_receiver(account)
-        return super().may_raise(account, order, end)
+                return self._may_lose_receiver(member)
+        return super().may_raise(member, order, end)
 
-    def _may_lose_receiver(self, account: Account) -> bool:
+    def _may_lose_receiver(self, member: Member) -> bool:
         """Return whether the plan explains that a sender has lost its receiver."""
-        plan, slot = self.plan, account.slot
+        plan, slot = self.plan, member.slot
         return (
             plan.ends_a_taker
-            or account.is_new
+            or member.is_new
             or plan.has(slot, (*RESOURCES, FaultKind.CLOSE))
             or plan.has(SLOTS, RESOURCES)
             or self.may_end_by_silence(slot, SLOTS)

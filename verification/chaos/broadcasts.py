@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from verification.chaos import publishing, subscribing
-from verification.chaos.audit import Account, Audit
+from verification.chaos.audit import Audit
 from verification.chaos.family import Family, GoneError, Member, RoundError
 from verification.chaos.here import ARENA_BYTES
 from verification.chaos.journal import Disconnected, Ended, Event, Published, Received, Subscribed
@@ -31,26 +31,26 @@ class BroadcastAudit(Audit):
 
     what = "publication"
 
-    def __init__(self, plan: Round, accounts: Sequence[Account], tally: Counter[str]) -> None:
-        super().__init__(plan, accounts, tally)
+    def __init__(self, plan: Round, members: Sequence[Member], tally: Counter[str]) -> None:
+        super().__init__(plan, members, tally)
         self.published: dict[str, set[int]] = defaultdict(set)  # the numbers, by publisher
         self.numbers: dict[int, tuple[str, int]] = {}  # of each key
         self.keys: dict[tuple[str, int], int] = {}
         self.killed: set[str] = set()  # publishers
 
-    def note(self, account: Account, event: Event) -> None:
+    def note(self, member: Member, event: Event) -> None:
         match event:
             case Published():
                 self._is(event.key, event.publisher, event.number)
                 self.published[event.publisher].add(event.number)
-                if account.is_killed:
+                if member.is_killed:
                     self.killed.add(event.publisher)
             case Received():
                 self._is(event.key, event.publisher, event.number)
             case Subscribed() | Disconnected():
                 pass
             case _:
-                super().note(account, event)
+                super().note(member, event)
 
     def _is(self, key: int, publisher: str, number: int) -> None:
         """Check that all processes agree on the number of a publication."""
@@ -60,22 +60,22 @@ class BroadcastAudit(Audit):
         if key != LAST and self.numbers.setdefault(key, where) != where:
             self.problems.append(f"{key} was published as {self.numbers[key]} and as {where}")
 
-    def check(self, account: Account, order: Order, end: Ended | None) -> str:
+    def check(self, member: Member, order: Order, end: Ended | None) -> str:
         tally = self.tally
         was_published = order.key in self.numbers
         if end is None:
             tally["publications unknown"] += 1
-            return "" if account.is_killed else "its call never ended"
+            return "" if member.is_killed else "its call never ended"
         if end.how == "whole":
             tally["publications published"] += 1
             return "" if was_published else "it has no number"
         tally[f"publications ended with {end.how}"] += 1
         if was_published and order.how != "drain":
             return f"its call ended with {end.how} ({end.text}), and it was published"
-        is_explained = self.may_raise(account, order, end)
+        is_explained = self.may_raise(member, order, end)
         return "" if is_explained else f"nothing explains its {end.how}: {end.text}"
 
-    def may_raise(self, account: Account, order: Order, end: Ended) -> bool:
+    def may_raise(self, member: Member, order: Order, end: Ended) -> bool:
         options = self.plan.publisher
         match end.how:
             case "WouldBlockError":
@@ -85,37 +85,37 @@ class BroadcastAudit(Audit):
             case "TooLargeError":
                 nbytes = sum(order.counts) * _ELEMENT_BYTES + (len(order.counts) + 1) * _ROUNDING
                 return nbytes > (options.max_held_bytes or ARENA_BYTES)
-        return super().may_raise(account, order, end)
+        return super().may_raise(member, order, end)
 
     def check_others(self) -> None:
         for publisher, number in self.keys:
             is_known = publisher in self.published and publisher not in self.killed
             if is_known and number not in self.published[publisher]:
                 self.problems.append(f"publication {number} of {publisher} was received, and never published")
-        for account in self.accounts:
-            if account.slot >= SLOTS:
-                self._check_subscriber(account)
+        for member in self.members:
+            if member.slot >= SLOTS:
+                self._check_subscriber(member)
 
-    def _check_subscriber(self, account: Account) -> None:
+    def _check_subscriber(self, member: Member) -> None:
         one, tally = _Subscription(), self.tally
-        for event in account.events:
+        for event in member.events():
             match event:
                 case Subscribed():
                     one = _Subscription()
                 case Received():
                     tally["publications received"] += 1
                     tally["publications missed"] += event.missed
-                    if problem := self._receive(account, one, event):
-                        self.problems.append(f"{account.name} received {event}: {problem}")
+                    if problem := self._receive(member, one, event):
+                        self.problems.append(f"{member.name} received {event}: {problem}")
                     one.following[event.publisher] = event.number + 1
                     one.current, one.is_disconnected = event.publisher, False
                 case Disconnected():
                     tally[f"connections of subscribers ended with {event.error or 'closing'}"] += 1
                     if not self._may_end(event.error):
-                        self.problems.append(f"{account.name}: nothing explains {event}")
+                        self.problems.append(f"{member.name}: nothing explains {event}")
                     one.is_disconnected = True
 
-    def _receive(self, account: Account, one: _Subscription, event: Received) -> str:
+    def _receive(self, member: Member, one: _Subscription, event: Received) -> str:
         """Return the problem with a publication, or ""."""
         following = one.following.get(event.publisher)
         if one.current not in ("", event.publisher) and not (following is None and one.is_disconnected):
@@ -125,13 +125,13 @@ class BroadcastAudit(Audit):
         may_miss = self.plan.publisher.slow == "drop" or following is None or one.is_disconnected
         if event.missed < 0 or (event.missed and not may_miss):
             return "nothing explains that it missed so many"
-        if following is not None and one.is_disconnected and not self._may_reconnect(account):
+        if following is not None and one.is_disconnected and not self._may_reconnect(member):
             return "nothing explains that the connection to its publisher ended"
         return ""
 
-    def _may_reconnect(self, account: Account) -> bool:
+    def _may_reconnect(self, member: Member) -> bool:
         """Return whether the connection of a subscriber to a publisher that lives on may end."""
-        is_silent = self.may_end_by_silence(0, account.slot)
+        is_silent = self.may_end_by_silence(0, member.slot)
         return self.plan.publisher.slow == "disconnect" or bool(self.plan.of(RESOURCES)) or is_silent
 
     def _may_end(self, error: str) -> bool:

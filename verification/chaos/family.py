@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import zmq
@@ -38,23 +38,16 @@ class Member:
     """One process.
 
     Args:
-        addresses: the addresses of the family.
-        folder: the folder for its files.
-        name: the name of its files.
+        address: the address of its objects.
+        slot: its target in the faults of a round.
+        path: the path of its files, without their suffixes.
         uvloop: whether it runs on uvloop.
-        arguments: those of its objects, for their connections.
     """
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        folder: str,
-        name: str,
-        *,
-        uvloop: bool,
-        arguments: Mapping[str, Any],
-    ) -> None:
-        self.name = name
+    def __init__(self, address: str, slot: int, path: str, *, uvloop: bool) -> None:
+        self.name = os.path.basename(path)
+        self.slot = slot
+        self.is_new = False  # started during the round
         self.is_killed = False
         self.continued_at = 0.0  # when it was last continued
         self.id = ""  # of its sender
@@ -62,23 +55,17 @@ class Member:
         self.own_descriptors: list[str] | None = None  # besides those of segments, and pipes
         self.own_pipes: int | None = None
         self.has_confirmed_descriptors = False  # in a second round
-        self.paused_s = 0.0  # the longest pause in this round or at the end of the one before
+        self.paused_s = 0.0  # the longest pause in this round or at the end of the one before, if measured
         self._last_pause_s = 0.0
-        self._path = f"{folder}/{name}"
+        self._path = path
         open(f"{self._path}.stderr", "w").close()
-        self._folder = folder
-        self._arguments, self._addresses = arguments, addresses
-        self._peer = Peer(addresses[0], kind=Kind("uvloop" if uvloop else "asyncio", "plain"))
+        self._peer = Peer(address, kind=Kind("uvloop" if uvloop else "asyncio", "plain"))
         self.pid = self._peer.pid
         self._gone = asyncio.get_running_loop().create_future()
         self._stops = 0
         self._log_offset = 0
         self.logged: list[str] = []  # the lines of the last `new_log`
         self.is_closed = False
-
-    async def begin(self) -> None:
-        """Open its files."""
-        await self.call(here.begin, self._folder, self.name, self._arguments, self._addresses)
 
     async def measure_pause(self) -> None:
         """Measure its longest pause since the last call, which may have effects in the next round."""
@@ -231,10 +218,9 @@ class Family:
         """Return all processes."""
         return [*self.takers, *self.senders]
 
-    @property
-    def by_slot(self) -> list[tuple[int, Member]]:
-        """Return all processes, with their targets in the faults of a round."""
-        return [*enumerate(self.senders), *enumerate(self.takers, SLOTS)]
+    def at(self, slot: int) -> Member:
+        """Return the process that is the target of faults."""
+        return self.takers[slot - SLOTS] if slot >= SLOTS else self.senders[slot]
 
     def left_in_folder(self) -> list[str]:
         """List the files in the shared folder, except the sockets."""
@@ -303,8 +289,9 @@ class Family:
 
     async def _new(self, role: str, number: int, *, uvloop: bool) -> Member:
         self._begun += 1
-        name = f"{self.name}-{role}-{number}-{self._begun}"
-        member = Member(self._addresses, self._files, name, uvloop=uvloop, arguments=self._arguments[role])
+        path = f"{self._files}/{self.name}-{role}-{number}-{self._begun}"
+        slot = number + SLOTS * (role == ROLES[self.work][1])
+        member = Member(self._addresses[0], slot, path, uvloop=uvloop)
         self._living = [*(one for one in self._living if not one.is_closed), member]
-        await member.begin()
+        await member.call(here.begin, path, self._arguments[role], self._addresses)
         return member

@@ -1,4 +1,4 @@
-"""The private state of a process of the run, besides its open ends."""
+"""The private state of a process of the run, and what the operations of all kinds of work share."""
 
 import asyncio
 import faulthandler
@@ -10,15 +10,17 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import torch
 import zmq
 
-from verification.chaos.journal import Broken, Journal
-from verification.chaos.plan import Hold, TakerPlan
+from aiotensor import AioTensorError
+from verification.chaos.journal import Began, Broken, Ended, Journal
+from verification.chaos.plan import Hold, Order, SenderPlan, TakerPlan
 from verification.patterns import pattern
 from verification.processes import peers
 from verification.processes.allocator import forget_free_memory, keep_no_large_pieces
@@ -71,21 +73,19 @@ class Pauses:
 here = Here()
 
 
-async def begin(
-    state: State, folder: str, name: str, arguments: Mapping[str, Any], addresses: Sequence[str]
-) -> None:
+async def begin(state: State, path: str, arguments: Mapping[str, Any], addresses: Sequence[str]) -> None:
     """Redirect the journal, the log and the standard error of this process to its files."""
-    silence = os.open(f"{folder}/{name}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    silence = os.open(f"{path}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(silence, sys.stderr.fileno())
     os.close(silence)
     warnings.simplefilter("always")
-    log = logging.FileHandler(f"{folder}/{name}.log")
+    log = logging.FileHandler(f"{path}.log")
     log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.getLogger("aiotensor").addHandler(log)
     logging.getLogger("aiotensor").setLevel(logging.INFO)
     logging.getLogger("aiotensor").propagate = False  # asyncio's own complaints go to stderr
     faulthandler.register(signal.SIGUSR1)  # to locate a hang
-    here.journal = Journal(f"{folder}/{name}.journal")
+    here.journal = Journal(f"{path}.journal")
     here.arguments, here.addresses, here.pauses = arguments, addresses, Pauses()
     token_of(pattern(0, 3).zero_())  # torch opens files at its first operations
     zmq.Frame(bytes(zmq.COPY_THRESHOLD), copy=False)  # the first one opens descriptors, too
@@ -202,3 +202,55 @@ def token_of(tensor: torch.Tensor) -> int | None:
         if not torch.equal(piece, torch.arange(start, start + piece.numel()) * 31 + token):
             return None
     return token
+
+
+async def begin_round(state: State) -> None:
+    """Forget the last round."""
+    here.journal.begin_anew()
+
+
+async def carry_out_all(
+    state: State,
+    carry_out: Callable[[State, Order, Sequence[torch.Tensor]], Awaitable[None]],
+    plan: SenderPlan,
+    part: int,
+) -> None:
+    """Carry out the orders of a part of a plan."""
+    orders = deque(
+        (order, [pattern(order.key + i, n) for i, n in enumerate(order.counts)]) for order in plan.parts[part]
+    )
+
+    async def work() -> None:
+        while orders:
+            await carry_out(state, *orders.popleft())
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(work() for _ in range(plan.width)))
+
+
+async def account(order: Order, doing: Coroutine[Any, Any, None]) -> None:
+    """Carry out an order, cancel it if that is planned, and record the outcome."""
+    here.journal(Began(order.key))
+    how, text = "whole", ""
+    try:
+        if not order.is_cancelled:
+            await doing
+        elif await _cancel(asyncio.create_task(doing), order.after_ms / 1000):
+            how = "cancelled"
+    except (AioTensorError, OSError) as error:
+        how, text = type(error).__name__, str(error)
+    here.journal(Ended(order.key, how, text))
+
+
+async def _cancel(task: "asyncio.Task[None]", after_s: float) -> bool:
+    """Cancel a task after a while; return whether that ended it, or raise its own error."""
+    try:
+        await asyncio.sleep(after_s)
+        task.cancel()
+        await asyncio.wait([task])
+        if task.cancelled():
+            return True
+        task.result()
+        return False
+    finally:
+        del task  # its error refers to this frame, and would keep the tensor until a garbage collection

@@ -10,10 +10,9 @@ import torch
 from aiotensor import WouldBlockError
 from aiotensor.broadcast import Publisher
 from aiotensor.types import PublisherStatistics
-from verification.chaos.here import ARENA_BYTES, here, left_running, opened, until
+from verification.chaos.here import ARENA_BYTES, account, here, left_running, opened, until
 from verification.chaos.journal import Broken, Published
 from verification.chaos.plan import LAST, Order, PublisherPlan, SenderPlan
-from verification.chaos.working import account
 from verification.internals import held_by_publisher, lost_bytes_of
 from verification.processes.peers import State
 
@@ -64,7 +63,7 @@ async def reopen(state: State, plan: SenderPlan) -> str:
 
 
 async def carry_out(state: State, order: Order, sources: Sequence[torch.Tensor]) -> None:
-    """Carry out an order; see `working.carry_out_all`."""
+    """Carry out an order; see `here.carry_out_all`."""
     async with _open.replacing:
         publisher = _open.publisher
     await account(order, _publish(publisher, order, sources))

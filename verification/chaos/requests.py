@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from verification.chaos import answering, asking
-from verification.chaos.audit import Account, Audit
+from verification.chaos.audit import Audit
 from verification.chaos.family import Family, Member
 from verification.chaos.journal import AnswerSent, Ended, Event, Heard
 from verification.chaos.plan import ENDS, RESOURCES, SLOTS, Fault, FaultKind, Order, Round
@@ -34,68 +34,68 @@ class RequestsAudit(Audit):
 
     what = "question"
 
-    def __init__(self, plan: Round, accounts: Sequence[Account], tally: Counter[str]) -> None:
-        super().__init__(plan, accounts, tally)
+    def __init__(self, plan: Round, members: Sequence[Member], tally: Counter[str]) -> None:
+        super().__init__(plan, members, tally)
         self.heard: dict[int, list[str]] = defaultdict(list)  # by whom
         self.answered = Counter[int]()
 
-    def note(self, account: Account, event: Event) -> None:
+    def note(self, member: Member, event: Event) -> None:
         match event:
             case Heard():
-                self.heard[event.key].append(account.name)
+                self.heard[event.key].append(member.name)
             case AnswerSent():
                 self.answered[event.key] += 1
             case _:
-                super().note(account, event)
+                super().note(member, event)
 
     def check_others(self) -> None:
         strange = (self.heard.keys() | self.answered.keys()) - self.begun.keys()
         self.problems += [f"question {key} was heard, and never asked" for key in strange]
 
-    def check(self, account: Account, order: Order, end: Ended | None) -> str:
+    def check(self, member: Member, order: Order, end: Ended | None) -> str:
         by, answered = self.heard[order.key], self.answered[order.key]
         if len(by) > 1:
             self.tally[f"questions heard more than once ({order.how})"] += 1
         # By one server, unless the question may be repeated.
-        may_repeat = order.how == "idempotent" and (order.wish == "drop" or self._may_lose(account))
+        may_repeat = order.how == "idempotent" and (order.wish == "drop" or self._may_lose(member))
         if len(by) > 1 + may_repeat or answered > 1:
             return f"heard by {by}, answered {answered} times, ended as {end}"
         if answered and (order.how == "one-way" or order.wish not in _ANSWERED):
             return "a client accepted an answer that was not due"
         if end is None:
             self.tally["questions whose client was killed"] += 1
-            return "" if account.is_killed else "it never ended"
+            return "" if member.is_killed else "it never ended"
         if end.how != "whole":
             self.tally[f"questions ended with {end.how}"] += 1
-            is_explained = self.may_raise(account, order, end)
+            is_explained = self.may_raise(member, order, end)
             return "" if is_explained else f"nothing explains its {end.how}: {end.text}"
         if order.how == "one-way":
             self.tally["questions one-way, heard" if by else "one-way, lost"] += 1
-            is_lost = not by and not self._may_disappear(account)
+            is_lost = not by and not self._may_disappear(member)
             return "it was sent and never received, and no process was lost" if is_lost else ""
         self.tally["questions answered"] += 1
         if order.wish not in _ANSWERED:
             return f"it was answered, though its handler had to {order.wish}"
         return "" if by else "it was answered, and no server received it"
 
-    def _may_lose(self, account: Account) -> bool:
+    def _may_lose(self, member: Member) -> bool:
         """Return whether a connection of a client may have ended, other than by being closed."""
         servers = range(SLOTS, SLOTS + len(self.plan.takers))
         return (
             self.plan.ends_a_taker
             or bool(self.plan.of(RESOURCES))
-            or any(self.may_end_by_silence(account.slot, one) for one in servers)
+            or any(self.may_end_by_silence(member.slot, one) for one in servers)
         )
 
-    def _may_disappear(self, account: Account) -> bool:
+    def _may_disappear(self, member: Member) -> bool:
         """Return whether a message that was sent may be lost, with its client or with the server."""
         plan = self.plan
-        has_gone = account.is_killed or plan.has(account.slot, (FaultKind.CLOSE,))
+        has_gone = member.is_killed or plan.has(member.slot, (FaultKind.CLOSE,))
         # Between machines, a message that was sent is not sent again: its server may have taken it.
-        is_unknown = plan.is_remote and self._may_lose(account)
+        is_unknown = plan.is_remote and self._may_lose(member)
         return has_gone or plan.ends_a_taker or bool(plan.of(RESOURCES)) or is_unknown
 
-    def may_raise(self, account: Account, order: Order, end: Ended) -> bool:
+    def may_raise(self, member: Member, order: Order, end: Ended) -> bool:
         plan, text = self.plan, end.text
         several = len(order.counts) > 1
         match end.how:
@@ -103,7 +103,7 @@ class RequestsAudit(Audit):
                 return False  # another server has to get what a closing server has not taken
             case "PeerLostError":
                 was_dropped = order.wish == "drop" and order.how != "one-way"
-                return (was_dropped and "dropped without an answer" in text) or self._may_lose(account)
+                return (was_dropped and "dropped without an answer" in text) or self._may_lose(member)
             case "RefusedError":  # by a server that has the memory of a client that has gone, too
                 return any(fault.target < SLOTS for fault in plan.of(ENDS))
             case "RemoteError":
@@ -115,7 +115,7 @@ class RequestsAudit(Audit):
                 return name == "OSError" and bool(plan.of(RESOURCES))
             case "WouldBlockError" | "TooLargeError":  # questions that wait for each other's memory
                 return several
-        return super().may_raise(account, order, end)
+        return super().may_raise(member, order, end)
 
 
 class RequestsPlay(Play):
@@ -132,9 +132,6 @@ class RequestsPlay(Play):
 
     async def begin(self) -> None:
         await asyncio.gather(*map(self.resume, self.family.takers, itertools.count()))
-
-    async def resume(self, taker: Member, number: int) -> None:
-        await taker.call(answering.take, self.plan.takers[number])
 
     async def recover(self) -> None:
         family = self.family

@@ -6,13 +6,13 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from aiotensor import TensorHandle
-from verification.chaos import faults, sending, taking, working
-from verification.chaos.audit import Account, Audit, TensorsAudit
+from verification.chaos import faults, here, sending, taking
+from verification.chaos.audit import Audit, TensorsAudit
 from verification.chaos.family import WATCHDOG_S, Family, GoneError, Member, RoundError
 from verification.chaos.journal import Sent
 from verification.chaos.plan import ENDS, RESOURCES, SLOTS, Fault, FaultKind, Round
@@ -37,8 +37,7 @@ class Play:
 
     Attributes:
         auditor: the class of its audit.
-        gone: the killed processes, with their slots.
-        new: the processes that were started during the round.
+        gone: the killed processes.
     """
 
     auditor: type[Audit] = TensorsAudit
@@ -46,8 +45,7 @@ class Play:
     def __init__(self, plan: Round, family: Family, times: dict[str, float]) -> None:
         self.plan = plan
         self.family = family
-        self.gone: list[tuple[Member, int]] = []
-        self.new: list[Member] = []
+        self.gone: list[Member] = []
         self._times = times
         self._programs: set[asyncio.Task[None]] = set()
         self._receiver_is_old = True
@@ -57,7 +55,9 @@ class Play:
     async def run(self, tally: Counter[str]) -> list[str]:
         """Run the round, count the outcomes of its messages, and return the problems."""
         family, plan = self.family, self.plan
-        await asyncio.gather(*(member.call(working.begin_round) for member in family.members))
+        await asyncio.gather(*(member.call(here.begin_round) for member in family.members))
+        for member in family.members:
+            member.is_new = False
         await self.begin()
         for slot, sender in enumerate(family.senders):
             self.send(sender, slot, 0)
@@ -80,17 +80,12 @@ class Play:
         self.note_time("every permit and block is released", time.monotonic() - settling)
         if plan.is_remote:
             await asyncio.gather(*(member.measure_pause() for member in family.members))
-        present = [(member, slot) for slot, member in family.by_slot if not member.is_killed]
-        accounts = [
-            Account(one.name, slot, one.is_killed, one.events(), one.losses, one in self.new, one.paused_s)
-            for one, slot in [*self.gone, *present]
-        ]
-        problems += self.auditor(plan, accounts, tally).run()
-        problems += await self._look_around()
+        members = [*dict.fromkeys([*self.gone, *family.members])]
+        problems += self.auditor(plan, members, tally).run()
+        problems += await self._look_around(members)
         if problems:
-            members = [*dict.fromkeys([*(member for member, _ in self.gone), *family.members])]
             problems += [f"log of {member.name}: {line}" for member in members for line in member.logged]
-        for member, _ in self.gone:
+        for member in self.gone:
             await member.close()
         return problems
 
@@ -133,7 +128,7 @@ class Play:
         if fault.target >= SLOTS:
             self._receiver_is_old = False
             at = await self.depart(fault, member)
-            senders = [sender for sender in family.senders if sender not in self.new]
+            senders = [sender for sender in family.senders if not sender.is_new]
             await self.all_told(at, {one: one.call(sending.told, one.losses) for one in senders})
             return
         watched = self._receiver_is_old and not self.plan.has(fault.target, (FaultKind.CLOSE,))
@@ -152,7 +147,7 @@ class Play:
         if fault.kind is FaultKind.CLOSE:
             await member.call(self.family.taking.close)
             return time.monotonic()
-        self.gone.append((member, fault.target))
+        self.gone.append(member)
         return member.kill()
 
     def send(self, sender: Member, slot: int, part: int) -> None:
@@ -163,12 +158,12 @@ class Play:
     async def _program(self, sender: Member, slot: int, part: int) -> None:
         orders = self.plan.senders[slot], part
         with contextlib.suppress(GoneError):
-            await sender.call(working.carry_out_all, self.family.sending.carry_out, *orders)
+            await sender.call(here.carry_out_all, self.family.sending.carry_out, *orders)
 
     async def inject(self, fault: Fault) -> None:
         """Inject a fault when it is due."""
         await asyncio.sleep(fault.at_ms / 1000)
-        member = dict(self.family.by_slot)[fault.target]
+        member = self.family.at(fault.target)
         with contextlib.suppress(GoneError):
             if fault.kind is FaultKind.KILL_WITH_FORK:
                 self._lingering.append(await member.call(fork_and_sleep))
@@ -183,7 +178,7 @@ class Play:
         """Start a new process in place of a killed one."""
         family = self.family
         replacement = await family.new_sender(self.plan, slot)
-        self.new.append(replacement)
+        replacement.is_new = True
         family.senders[slot] = replacement
         self.send(replacement, slot, 1)
 
@@ -193,12 +188,12 @@ class Play:
         await taker.call(family.taking.open_receiver, plan)
         await self.resume(taker, number)
         if taker is not family.takers[number]:
-            self.new.append(taker)
+            taker.is_new = True
             family.takers[number] = taker
 
     async def resume(self, taker: Member, number: int) -> None:
         """Let a new receiver or server take as planned."""
-        await taker.call(taking.take, self.plan.takers[number], [])
+        await taker.call(self.family.taking.take, self.plan.takers[number])
 
     async def told(self, member: Member, at: float, telling: Awaitable[object]) -> None:
         """Wait until a process has noticed the end of another, and check that this is within the promise."""
@@ -229,7 +224,7 @@ class Play:
         family = self.family
         senders = {*family.senders}
         if self._receiver_is_old:  # a new one does not know the senders killed before it started
-            senders |= {member for member, slot in self.gone if slot < SLOTS}
+            senders |= {member for member in self.gone if member.slot < SLOTS}
         handles = [
             TensorHandle(*event.handle, "int64", (1,), "cpu")
             for sender in senders
@@ -250,16 +245,13 @@ class Play:
         """Return whether a fault in the plan explains an error in a log."""
         return "protocol" not in line and self.plan.has(slot, RESOURCES)
 
-    async def _look_around(self) -> list[str]:
+    async def _look_around(self, members: Sequence[Member]) -> list[str]:
         family = self.family
         problems = [f"left in the folder: {name}" for name in family.left_in_folder()]
-        for member, slot in self.gone:
-            problems += self._said(member, slot)
-        for slot, member in family.by_slot:
-            if member.is_killed:
-                continue
-            problems += self._said(member, slot)
-            problems += await _wrong_with_process(member, *self.segments(slot))
+        for member in members:
+            problems += self._said(member)
+            if not member.is_killed:
+                problems += await _wrong_with_process(member, *self.segments(member.slot))
         mine = [f"torch_{member.pid}_" for member in family.members]
         for name in os.listdir("/dev/shm"):  # noqa: S108 - read only
             if "aiotensor" in name or any(name.startswith(one) for one in mine):
@@ -270,7 +262,7 @@ class Play:
         """Return how many segments a process may have mapped, and how many of them have two descriptors."""
         return (SLOTS if slot >= SLOTS else 1), 0
 
-    def _said(self, member: Member, slot: int) -> list[str]:
+    def _said(self, member: Member) -> list[str]:
         problems = [f"{member.name} complained: {member.complaints}"] if member.complaints else []
         lines = member.new_log()
         refusals = sum("a connection to " in line and " was refused" in line for line in lines)
@@ -279,7 +271,7 @@ class Play:
             problems.append(f"{member.name} logged {refusals} refused connections")
         for line in lines:
             is_error = " ERROR " in line or " CRITICAL " in line or "Traceback" in line
-            if is_error and not self.may_log(line, slot):
+            if is_error and not self.may_log(line, member.slot):
                 problems.append(f"{member.name} logged: {line}")
         return problems
 

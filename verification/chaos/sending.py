@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from aiotensor import PeerLostError, RefusedError, SenderStatistics, TensorHandle, TensorSender
-from verification.chaos.here import ARENA_BYTES, here, until
+from verification.chaos.here import ARENA_BYTES, account, here, until
 from verification.chaos.journal import Broken, Sent, key_of
 from verification.chaos.plan import Order, SenderPlan
-from verification.chaos.working import account
 from verification.patterns import pattern
 from verification.processes.peers import State
 
@@ -51,7 +50,7 @@ async def told(state: State, before: int) -> None:
 
 
 async def carry_out(state: State, order: Order, sources: Sequence[torch.Tensor]) -> None:
-    """Carry out an order; see `working.carry_out_all`."""
+    """Carry out an order; see `here.carry_out_all`."""
     sender = state.sender
     await account(order, _send(state, order, sources))
     _check_limits(sender.statistics())

@@ -6,15 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from aiotensor import (
-    AioTensorError,
-    PeerLostError,
-    ReceiverStatistics,
-    RefusedError,
-    TensorHandle,
-    TensorReceiver,
-    UsageError,
-)
+from aiotensor import AioTensorError, PeerLostError, RefusedError, TensorHandle, TensorReceiver, UsageError
 from verification.chaos.here import ARENA_BYTES, MAX_MAPPED_BYTES, Kept, here, opened, token_of, until
 from verification.chaos.journal import Answered, Broken, Taken, key_of
 from verification.chaos.plan import SLOTS, TakerPlan
@@ -91,7 +83,7 @@ async def open_receiver(state: State, plan: TakerPlan) -> None:
     )
 
 
-async def take(state: State, plan: TakerPlan, senders: Sequence[str]) -> None:
+async def take(state: State, plan: TakerPlan, senders: Sequence[str] = ()) -> None:
     """Start taking the tensors of some senders, until `stop` or `close`."""
     global _taking
     _taking = _Taking(state.receiver, plan, senders)
@@ -146,7 +138,8 @@ async def _stop(*, waits: bool) -> None:
         await taking.stop(waits=waits)
 
 
-def _is_used(now: ReceiverStatistics) -> bool:
+def _is_used(receiver: TensorReceiver) -> bool:
+    now = receiver.statistics()
     return bool(now.leases or now.waiting or now.unclaimed_tensors)
 
 
@@ -155,7 +148,7 @@ async def settle(state: State) -> list[str]:
     gc.collect()
     # Over a network, the end of another sender may still be in transit.
     await until(lambda: state.receiver.statistics().senders == SLOTS)
-    await until(lambda: not any(_is_used(receiver.statistics()) for receiver in state.receivers))
+    await until(lambda: not any(_is_used(receiver) for receiver in state.receivers))
     del state.receivers[:-1]
     now = state.receiver.statistics()
     is_right = (now.leased_bytes, now.unclaimed_bytes, now.mapped_bytes) == (0, 0, SLOTS * ARENA_BYTES)

@@ -7,16 +7,7 @@ from msgspec.msgpack import Ext, encode
 from aiotensor.codec.placeholders import ARRAY, TENSOR
 from aiotensor.memory.tensors import DTYPES
 from verification.fuzz.placing import DTYPE_NAMES, attributes
-from verification.fuzz.wire import (
-    Chooser,
-    Frame,
-    Scalar,
-    boundary,
-    bytes_or_fault,
-    frame_or_fault,
-    happens,
-    one_of,
-)
+from verification.fuzz.wire import Chooser, Frame, Scalar, boundary, bytes_or_fault, frame_or_fault
 
 
 def message_parts(chooser: Chooser, one_in: int) -> list[bytes]:
@@ -36,36 +27,36 @@ def _body(chooser: Chooser, one_in: int, elsewhere: int, buffers: list[bytes] | 
     for _ in range(chooser.number(0, 3)):
         meaning, nbytes = _meaning(chooser, one_in)
         data = chooser.data(nbytes) if nbytes < 300 else bytes(nbytes)
-        if buffers is not None and happens(chooser, 2):
+        if buffers is not None and chooser.happens(2):
             buffers.append(data)
             records.append(["by", meaning, len(buffers) - 1, len(records)])
         else:
             records.append(["in", meaning, data, len(records)])
-    if records and happens(chooser, 4):
+    if records and chooser.happens(4):
         records.append(["as", chooser.number(0, len(records))])
     tensors = [_tensor(chooser, one_in, record) for record in records]
     fields: dict[str, Scalar] = {"number": chooser.number(0, 9), "tensors": tensors}
-    if happens(chooser, 3):
+    if chooser.happens(3):
         fields["array"] = Ext(ARRAY, encode(["in", ["uint8", [2]], b"ab", len(tensors)]))
-    if happens(chooser, one_in):
-        wrong: Scalar = one_of(chooser, (None, [], {}, "text", boundary(chooser), tensors))
-        fields[one_of(chooser, ("number", "tensors", "array", "more"))] = wrong
+    if chooser.happens(one_in):
+        wrong: Scalar = chooser.one_of((None, [], {}, "text", boundary(chooser), tensors))
+        fields[chooser.one_of(("number", "tensors", "array", "more"))] = wrong
     return bytes_or_fault(chooser, 2 * one_in, encode(fields))
 
 
 def _tensor(chooser: Chooser, one_in: int, record: Frame) -> Ext:
     data = encode(frame_or_fault(chooser, one_in, record))
-    code = one_of(chooser, (TENSOR, ARRAY, 5, -1)) if happens(chooser, one_in) else TENSOR
+    code = chooser.one_of((TENSOR, ARRAY, 5, -1)) if chooser.happens(one_in) else TENSOR
     return Ext(code, bytes_or_fault(chooser, 2 * one_in, data))
 
 
 def _meaning(chooser: Chooser, one_in: int) -> tuple[Frame, int]:
-    dtype = one_of(chooser, DTYPE_NAMES)
+    dtype = chooser.one_of(DTYPE_NAMES)
     shape: list[Scalar] = [chooser.number(0, 4) for _ in range(chooser.number(0, 3))]
     nbytes = math.prod(size for size in shape if isinstance(size, int)) * DTYPES[dtype].itemsize
-    if happens(chooser, one_in):
+    if chooser.happens(one_in):
         shape = [boundary(chooser) for _ in range(chooser.number(1, 4))]
     meaning: Frame = [dtype, shape]
-    if happens(chooser, 4):
+    if chooser.happens(4):
         meaning.append(attributes(chooser, one_in, dtype, len(shape)))
     return frame_or_fault(chooser, one_in, meaning), nbytes

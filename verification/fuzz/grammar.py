@@ -23,8 +23,6 @@ from verification.fuzz.wire import (
     boundary,
     bytes_or_fault,
     frame_or_fault,
-    happens,
-    one_of,
     record_of,
 )
 
@@ -79,7 +77,7 @@ class Talker:
         self._one_in = one_in
         self._role, self._usual = ROLES[to]
         self._hears = to not in (TO_RECEIVER, TO_SUBSCRIBER)
-        self._next_message = one_of(chooser, (0, 7, 2**32)) if to == TO_SUBSCRIBER else 0
+        self._next_message = chooser.one_of((0, 7, 2**32)) if to == TO_SUBSCRIBER else 0
         self._makers = {
             "hello": self.hello,
             "attach": self._attach,
@@ -120,13 +118,13 @@ class Talker:
         chooser, one_in = self._chooser, self._one_in
         frame = self.hello(role)
         frames = [frame_or_fault(chooser, one_in, frame)]
-        frames += [self.frame()] if happens(chooser, 2 * one_in) else []
+        frames += [self.frame()] if chooser.happens(2 * one_in) else []
         return replace(self._step(frames), after=0, opening=any_opening(chooser, one_in))
 
     def step(self) -> Step:
         """Return the next record, with the messages before it."""
         moves = self._moves()
-        if self._hears and happens(self._chooser, 2):
+        if self._hears and self._chooser.happens(2):
             self._hear()
         frames = [self.frame() for _ in range(self._chooser.number(1, 4))]
         return replace(self._step(frames), moves=moves)
@@ -141,8 +139,8 @@ class Talker:
     def _step(self, frames: list[Frame]) -> Step:
         chooser, one_in = self._chooser, self._one_in
         descriptors = self.segments.taken_descriptors()
-        if happens(chooser, 3 * one_in):
-            descriptors += [one_of(chooser, ANYTHING)] * one_of(chooser, (1, 7, 8, 9, 64))
+        if chooser.happens(3 * one_in):
+            descriptors += [chooser.one_of(ANYTHING)] * chooser.one_of((1, 7, 8, 9, 64))
         return Step(record_of(chooser, frames, 2 * one_in).hex(), tuple(descriptors), after=self.read)
 
     def _moves(self) -> tuple[str, ...]:
@@ -150,17 +148,17 @@ class Talker:
         first: tuple[str, ...] = ()
         if self._has_content and not self._has_moved_content:
             self._has_moved_content = True
-            if not happens(self._chooser, self._one_in):
+            if not self._chooser.happens(self._one_in):
                 first = (self._movement.whole(Area(0, 0), len(CONTENT)),)
         return first + self._movement.messages()
 
     def frame(self) -> Frame:
         """Return the next frame."""
         chooser = self._chooser
-        kind = one_of(chooser, self._usual)
-        if happens(chooser, 4 * self._one_in):
-            kind = one_of(chooser, list(self._makers))
-        if kind == "close" and not happens(chooser, 4):
+        kind = chooser.one_of(self._usual)
+        if chooser.happens(4 * self._one_in):
+            kind = chooser.one_of(list(self._makers))
+        if kind == "close" and not chooser.happens(4):
             kind = self._usual[0]
         frame = self._makers[kind]()
         return frame_or_fault(chooser, self._one_in, frame)
@@ -173,24 +171,24 @@ class Talker:
         self._begin()
         role = role or self._role
         sends = role in ("sender", *_WITH_BODIES)
-        self._permits = one_of(chooser, (64, 8, 1)) if sends else 0
+        self._permits = chooser.one_of((64, 8, 1)) if sends else 0
         arena_bytes = _ARENA_BYTES if sends else 0
-        if happens(chooser, 3 * self._one_in):
-            arena_bytes = one_of(chooser, (0, 1, 4096, 64 << 20, 2**62, 2**63 - 1))
-        version = one_of(chooser, (VERSION + 1, 0)) if happens(chooser, 4 * self._one_in) else VERSION
+        if chooser.happens(3 * self._one_in):
+            arena_bytes = chooser.one_of((0, 1, 4096, 64 << 20, 2**62, 2**63 - 1))
+        version = chooser.one_of((VERSION + 1, 0)) if chooser.happens(4 * self._one_in) else VERSION
         identity = "" if role == "inspector" else STAND_IN
         usage = [self._permits, arena_bytes, self._next_message]
-        frame: Frame = ["hello", version, PID, role, identity, *usage, not happens(chooser, 16)]
-        withdraws = role == "publisher" and happens(chooser, 2)
+        frame: Frame = ["hello", version, PID, role, identity, *usage, not chooser.happens(16)]
+        withdraws = role == "publisher" and chooser.happens(2)
         known: Frame = ["", 0]
-        if role == "subscriber" and happens(chooser, 3):
+        if role == "subscriber" and chooser.happens(3):
             next_numbers = (0, FIRST_NUMBER, FIRST_NUMBER + 2)
-            known = [one_of(chooser, (PEER, "", "another")), one_of(chooser, next_numbers)]
-        limits = [one_of(chooser, (64, 4, 64, 0)), one_of(chooser, (None, 1 << 16, None, 64))]
+            known = [chooser.one_of((PEER, "", "another")), chooser.one_of(next_numbers)]
+        limits = [chooser.one_of((64, 4, 64, 0)), chooser.one_of((None, 1 << 16, None, 64))]
         return [*frame, withdraws, *known, *limits]
 
     def _attach(self) -> Frame:
-        if len(self.segments.sizes) >= MAX_SEGMENTS and not happens(self._chooser, self._one_in):
+        if len(self.segments.sizes) >= MAX_SEGMENTS and not self._chooser.happens(self._one_in):
             return self._detach()
         is_content = self._role in _WITH_BODIES and not self.segments.sizes
         self._has_content |= is_content
@@ -199,8 +197,8 @@ class Talker:
     def _detach(self) -> Frame:
         chooser = self._chooser
         if not self.segments.sizes:
-            return ["detach", 0] if happens(chooser, self._one_in) else self._attach()
-        number = one_of(chooser, list(self.segments.sizes))
+            return ["detach", 0] if chooser.happens(self._one_in) else self._attach()
+        number = chooser.one_of(list(self.segments.sizes))
         del self.segments.sizes[number]
         self._has_content &= number != 0
         return ["detach", number]
@@ -208,26 +206,26 @@ class Talker:
     def _new_message(self, frame: Frame) -> Frame:
         """Begin a message, or discard the oldest one if as many are in flight as the hello stated."""
         is_full = len(self._in_flight) >= self._permits
-        if is_full and self._in_flight and not happens(self._chooser, self._one_in):
+        if is_full and self._in_flight and not self._chooser.happens(self._one_in):
             return self._discard(self._in_flight[0])
         self._in_flight.append(self._next_message)
         if frame[0] == "begin" or (frame[0] == "put" and not frame[9]):
             self._open[self._next_message] = int(frame[0] == "put")
         steps = (1, 1, 1, 4) if self._role == "publisher" else (1,)
-        self._next_message += one_of(self._chooser, steps)
+        self._next_message += self._chooser.one_of(steps)
         return frame
 
     def _put_whole(self) -> Frame:
-        is_whole = not happens(self._chooser, 3)
+        is_whole = not self._chooser.happens(3)
         return self._new_message(self._put(self._next_message, 0, last=is_whole))
 
     def _more(self) -> Frame:
         if not self._open:
             return self._put_whole()
-        message = one_of(self._chooser, list(self._open))
+        message = self._chooser.one_of(list(self._open))
         tensor = self._open[message]
         self._open[message] += 1
-        is_last = happens(self._chooser, 2)
+        is_last = self._chooser.happens(2)
         if is_last:
             del self._open[message]
         return self._put(message, tensor, last=is_last)
@@ -237,7 +235,7 @@ class Talker:
         is_inline = not self.segments.sizes or chooser.number(0, 2) == 0
         dtype, shape, placement, payload, block = self.segments.tensor(is_inline=is_inline)
         frame: Frame = ["put", message, tensor, dtype, shape, "cpu", placement, payload, block, last]
-        if happens(chooser, 4):
+        if chooser.happens(4):
             frame.append(attributes(chooser, self._one_in, dtype, len(shape)))
         return with_trace(chooser, self._one_in, frame, 11)
 
@@ -245,11 +243,11 @@ class Talker:
         whole = {message: count for message, count in self._open.items() if count}
         if not whole:
             return self._more()
-        message = one_of(self._chooser, list(whole))
+        message = self._chooser.one_of(list(whole))
         return ["end", message, self._open.pop(message)]
 
     def _message(self) -> Frame:
-        asks = self._role == "client" and not happens(self._chooser, 4)
+        asks = self._role == "client" and not self._chooser.happens(4)
         return self._new_message(self._whole_message(asks=asks))
 
     def _answer_with_message(self) -> Frame:
@@ -264,27 +262,27 @@ class Talker:
         question = self._question()
         if question is None:
             return self._attach()
-        text = one_of(self._chooser, ("a reason", "", "x" * MAX_TEXT))
-        return ["failure", FIRST_NUMBER + question, "ValueError", text, happens(self._chooser, 4)]
+        text = self._chooser.one_of(("a reason", "", "x" * MAX_TEXT))
+        return ["failure", FIRST_NUMBER + question, "ValueError", text, self._chooser.happens(4)]
 
     def _question(self) -> int | None:
         """Return the number of a message of the peer, usually an unanswered one; None if there is none."""
         if not self._unanswered:
             self._hear()
-        if happens(self._chooser, self._one_in):
+        if self._chooser.happens(self._one_in):
             return self._chooser.number(0, MOST_READ)
         return self._unanswered.pop(0) if self._unanswered else None
 
     def _whole_message(self, *, asks: bool = False, answers: int | None = None) -> Frame:
         chooser, one_in, number = self._chooser, self._one_in, self._next_message
-        if not happens(chooser, 4) or not self.segments.sizes:
+        if not chooser.happens(4) or not self.segments.sizes:
             content = _content(chooser, one_in, self.segments)
-            nbytes = boundary(chooser) if happens(chooser, 2 * one_in) else len(content)
+            nbytes = boundary(chooser) if chooser.happens(2 * one_in) else len(content)
             frame: Frame = ["message", number, "inline", content, nbytes, None]
         else:
             payload, nbytes = WHERE.pack(0, 0), len(CONTENT)
-            if happens(chooser, one_in) or not self._has_content:
-                nbytes = one_of(chooser, (0, 64, 4096, boundary(chooser)))
+            if chooser.happens(one_in) or not self._has_content:
+                nbytes = chooser.one_of((0, 64, 4096, boundary(chooser)))
                 payload = self.segments.place(64, 1)
             frame = ["message", number, "arena", payload, nbytes, self.segments.block()]
         frame = with_trace(chooser, one_in, frame, 6)
@@ -294,7 +292,7 @@ class Talker:
         if message is None:
             if not self._in_flight:
                 return self._makers[self._usual[0]]()
-            message = one_of(self._chooser, self._in_flight)
+            message = self._chooser.one_of(self._in_flight)
         self._in_flight.remove(message)
         self._open.pop(message, None)
         return ["discard", message]
@@ -308,16 +306,16 @@ class Talker:
         if tag == "taken":
             self._blocks += some
         numbers = [first + number for number in some]
-        if happens(chooser, self._one_in):
-            wrong = one_of(chooser, (FIRST_NUMBER, FIRST_BLOCK)) + chooser.number(0, 9)
-            numbers.append(one_of(chooser, (wrong, boundary(chooser))))
-        if happens(chooser, 2 * self._one_in):
-            numbers = (numbers or [first])[:1] * one_of(chooser, (2, MAX_NUMBERS, MAX_NUMBERS + 1))
+        if chooser.happens(self._one_in):
+            wrong = chooser.one_of((FIRST_NUMBER, FIRST_BLOCK)) + chooser.number(0, 9)
+            numbers.append(chooser.one_of((wrong, boundary(chooser))))
+        if chooser.happens(2 * self._one_in):
+            numbers = (numbers or [first])[:1] * chooser.one_of((2, MAX_NUMBERS, MAX_NUMBERS + 1))
         return [tag, numbers]
 
     def _close(self) -> Frame:
         chooser = self._chooser
-        return ["close", one_of(chooser, ("", "a reason")), *(happens(chooser, 4) for _ in range(3))]
+        return ["close", chooser.one_of(("", "a reason")), *(chooser.happens(4) for _ in range(3))]
 
 
 def _content(chooser: Chooser, one_in: int, segments: Segments) -> bytes:
@@ -325,7 +323,7 @@ def _content(chooser: Chooser, one_in: int, segments: Segments) -> bytes:
     tensors: list[Frame] = []
     for _ in range(chooser.number(0, 2) if segments.sizes else 0):
         tensor: Frame = [*segments.tensor(is_inline=False)]
-        if happens(chooser, 4):
+        if chooser.happens(4):
             tensor.append(attributes(chooser, one_in, str(tensor[0]), len(tensor[1])))  # type: ignore[arg-type]
         tensors.append(frame_or_fault(chooser, one_in, tensor))
     content = frame_or_fault(chooser, 2 * one_in, [body_of(chooser, one_in, len(tensors)), tensors])
@@ -334,7 +332,7 @@ def _content(chooser: Chooser, one_in: int, segments: Segments) -> bytes:
 
 def any_content(chooser: Chooser) -> bytes:
     """Generate the content of a message whose tensors are in two segments."""
-    one_in = one_of(chooser, WILDNESS)
+    one_in = chooser.one_of(WILDNESS)
     segments = Segments(chooser, one_in)
     segments.attach("sealed")
     segments.attach("sealed")
@@ -343,17 +341,17 @@ def any_content(chooser: Chooser) -> bytes:
 
 def conversation(chooser: Chooser, to: str) -> Conversation:
     """Generate a conversation of a rogue with a peer of a role."""
-    talker = Talker(chooser, one_of(chooser, WILDNESS), to)
+    talker = Talker(chooser, chooser.one_of(WILDNESS), to)
     steps: list[Step] = []
-    if not happens(chooser, 20):
+    if not chooser.happens(20):
         steps.append(talker.opening())
     for _ in range(chooser.number(1, 10)):
         if to in LISTENERS:
-            if happens(chooser, 16):
+            if chooser.happens(16):
                 # In another role, all its further frames are invalid.
-                role = one_of(chooser, ("", "", "inspector", "sender", "subscriber", "client", "rank"))
+                role = chooser.one_of(("", "", "inspector", "sender", "subscriber", "client", "rank"))
                 steps.append(replace(talker.opening(role), connects=True))
-            elif happens(chooser, 10):
+            elif chooser.happens(10):
                 steps.append(_beside(chooser, to))
         steps.append(talker.step())
     return Conversation(to, tuple(steps))
@@ -361,8 +359,8 @@ def conversation(chooser: Chooser, to: str) -> Conversation:
 
 def _beside(chooser: Chooser, to: str) -> Step:
     """Return the first record of a further connection, usually that of an inspector."""
-    other = Talker(chooser, one_of(chooser, WILDNESS), to)
-    if happens(chooser, 4):
+    other = Talker(chooser, chooser.one_of(WILDNESS), to)
+    if chooser.happens(4):
         frame = other.frame()
         return Step(msgspec.msgpack.encode([frame]).hex(), beside=True)
     return replace(other.opening("inspector"), beside=True, descriptors=(), opening=None)

@@ -20,22 +20,21 @@ from aiotensor import (
     UsageError,
     WouldBlockError,
 )
-from verification.fuzz.living import TROUBLES, Live, LiveConnector, count_end
+from verification.fuzz.living import TROUBLES, Live, LiveConnector, count_end, released
 from verification.fuzz.observing import in_memory, threads_started
 from verification.fuzz.speaking import connecting_to, converse
 from verification.fuzz.steps import Conversation
 from verification.internals import (
-    blocks_of,
     connections_at,
+    held_by_sender,
     leases_of,
     mappings_of,
     memory_of,
-    permits_of,
     worker_of,
 )
 from verification.patterns import BIG, pattern
 from verification.processes import peers
-from verification.waiting import until
+from verification.waiting import settled, until
 
 _PERMITS = 4
 _ARENA_BYTES = 4 << 20
@@ -201,10 +200,8 @@ async def _work(state: peers.State) -> Counter[str]:
 async def _check(state: peers.State) -> None:
     """Wait until the sender has released all memory, and check that no block was released twice."""
     sender = state.sender
-    await until(lambda: sender.statistics().in_flight == 0 and sender.statistics().bytes_in_use == 0)
-    budget, blocks = permits_of(sender), blocks_of(sender)
-    assert (budget.in_use, budget.waiting, leases_of(sender), blocks.in_use) == (0, 0, 0, 0)
-    assert blocks.largest_free == blocks.size
+    await settled(sender)
+    await released(lambda: held_by_sender(sender) | {"leases": leases_of(sender)})
     # The whole arena can be allocated again, and not a byte beyond it.
     async with asyncio.TaskGroup() as tasks:
         held = [tasks.create_task(sender.allocate((_ARENA_BYTES // 8,), torch.uint8)) for _ in range(8)]

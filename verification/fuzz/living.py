@@ -125,18 +125,17 @@ class LiveConnector(Live):
     """Peers that connect, one after the other: each first to a rogue, and then to an honest peer.
 
     Attributes:
-        begin: opens the next peer in its process; None if `work` does.
+        begin: opens the next peer in its process.
         work: uses the peer until its work is done, and returns the outcomes of its calls.
     """
 
-    begin: Callable[[peers.State], Awaitable[None]] | None = None
+    begin: Callable[[peers.State], Awaitable[None]]
     work: Callable[[peers.State], Awaitable[Counter[str]]]
 
     async def talk(self, said: Conversation) -> None:
         """Run a rogue for a new peer in use, and check that the next one serves it."""
         with listening_at(self.address, self.things) as accept:
-            if self.begin is not None:
-                await self.process.call(self.begin)
+            await self.process.call(self.begin)
             working = self.process.start(self.work)
             await converse(accept, said)
         async with self.honest():

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import threading
+import traceback
 from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,11 +82,8 @@ class Troubles(logging.Handler):
             self.found.append(logging.Formatter().format(record))
 
     def _in_loop(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        record = logging.LogRecord("asyncio", logging.ERROR, "", 0, str(context["message"]), None, None)
-        error = context.get("exception")
-        if isinstance(error, BaseException):
-            record.exc_info = (type(error), error, error.__traceback__)
-        self.found.append(logging.Formatter().format(record))
+        text = traceback.format_exception(context["exception"]) if "exception" in context else []
+        self.found.append("".join([f"{context['message']}\n", *text]))
 
 
 def in_memory(tensor: torch.Tensor, troubles: Troubles) -> bool:

@@ -6,7 +6,7 @@ from aiotensor.memory.tensors import DTYPES
 from aiotensor.protocol.frames import ARENA, FORWARDED
 from aiotensor.types import MAX_TRACE_FIELDS, MAX_TRACE_NAME, MAX_TRACE_VALUE
 from verification.fuzz.things import MEMORY_KINDS, OTHER_THINGS, SEGMENT_BYTES, WHERE
-from verification.fuzz.wire import BOUNDARIES, Chooser, Frame, Scalar, boundary, happens, one_of
+from verification.fuzz.wire import BOUNDARIES, Chooser, Frame, Scalar, boundary
 
 ANYTHING = (*OTHER_THINGS, "itself")
 DTYPE_NAMES = ("uint8", "int64", "float32", *sorted(DTYPES))
@@ -33,22 +33,22 @@ class Segments:
         """Attach one more, with its descriptor and some tokens; a wrong one now and then."""
         chooser = self._chooser
         number, self._next = self._next, self._next + 1
-        nbytes = one_of(chooser, SEGMENT_BYTES)
+        nbytes = chooser.one_of(SEGMENT_BYTES)
         self.sizes[number] = nbytes
         thing = f"{kind}:{nbytes}"
-        if happens(chooser, self._one_in):
-            thing = one_of(chooser, (*(f"{kind}:{nbytes}" for kind in MEMORY_KINDS), *ANYTHING))
-        if happens(chooser, self._one_in):
-            thing = f"sealed:{one_of(chooser, SEGMENT_BYTES)}"
-        if happens(chooser, 2 * self._one_in):
-            nbytes = self.sizes[number] = one_of(chooser, BOUNDARIES) % 2**63
-        self.descriptors += [thing] * (0 if happens(chooser, 2 * self._one_in) else 1)
-        tokens = one_of(chooser, (0, 1, 2, 7))
-        given = one_of(chooser, range(9)) if happens(chooser, self._one_in) else tokens
-        is_wrong = happens(chooser, self._one_in)
-        self.descriptors += [one_of(chooser, OTHER_THINGS) if is_wrong else "pipe" for _ in range(given)]
-        placement = FORWARDED if happens(chooser, 4) else ARENA
-        return ["attach", number, placement, nbytes, tokens, one_of(chooser, (64 << 20, 0, 1, nbytes))]
+        if chooser.happens(self._one_in):
+            thing = chooser.one_of((*(f"{kind}:{nbytes}" for kind in MEMORY_KINDS), *ANYTHING))
+        if chooser.happens(self._one_in):
+            thing = f"sealed:{chooser.one_of(SEGMENT_BYTES)}"
+        if chooser.happens(2 * self._one_in):
+            nbytes = self.sizes[number] = chooser.one_of(BOUNDARIES) % 2**63
+        self.descriptors += [thing] * (0 if chooser.happens(2 * self._one_in) else 1)
+        tokens = chooser.one_of((0, 1, 2, 7))
+        given = chooser.one_of(range(9)) if chooser.happens(self._one_in) else tokens
+        is_wrong = chooser.happens(self._one_in)
+        self.descriptors += [chooser.one_of(OTHER_THINGS) if is_wrong else "pipe" for _ in range(given)]
+        placement = FORWARDED if chooser.happens(4) else ARENA
+        return ["attach", number, placement, nbytes, tokens, chooser.one_of((64 << 20, 0, 1, nbytes))]
 
     def taken_descriptors(self) -> list[str]:
         """Return the kinds of the descriptors for this record."""
@@ -63,14 +63,14 @@ class Segments:
     def tensor(self, *, is_inline: bool) -> tuple[str, list[Scalar], str, bytes, int | None]:
         """Place a tensor: return its dtype, shape, placement, payload and block."""
         chooser = self._chooser
-        dtype = one_of(chooser, DTYPE_NAMES)
+        dtype = chooser.one_of(DTYPE_NAMES)
         itemsize = DTYPES[dtype].itemsize
         sizes: list[int] = [chooser.number(1, 4) for _ in range(chooser.number(0, 3))]
-        if not is_inline and happens(chooser, 3):  # a shape with which it fits into each segment
+        if not is_inline and chooser.happens(3):  # a shape with which it fits into each segment
             sizes = [chooser.number(1, min(SEGMENT_BYTES) // itemsize)]
         nbytes = math.prod(sizes) * itemsize
         shape: list[Scalar] = [*sizes]
-        if happens(chooser, 2 * self._one_in):
+        if chooser.happens(2 * self._one_in):
             shape = [boundary(chooser) for _ in range(chooser.number(0, 4))]
         if is_inline:
             return dtype, shape, "inline", chooser.data(nbytes if nbytes < 300 else 0), None
@@ -79,24 +79,24 @@ class Segments:
     def place(self, nbytes: int, alignment: int) -> bytes:
         """Choose a position for a tensor; a wrong one now and then."""
         chooser = self._chooser
-        segment = one_of(chooser, list(self.sizes))
+        segment = chooser.one_of(list(self.sizes))
         last = max(0, self.sizes[segment] - nbytes) // alignment
         offset = chooser.number(0, last) * alignment
-        if happens(chooser, self._one_in):
-            offset = one_of(chooser, (self.sizes[segment], *BOUNDARIES)) % 2**64
-        if happens(chooser, 2 * self._one_in):
-            segment = one_of(chooser, BOUNDARIES) % 2**64
+        if chooser.happens(self._one_in):
+            offset = chooser.one_of((self.sizes[segment], *BOUNDARIES)) % 2**64
+        if chooser.happens(2 * self._one_in):
+            segment = chooser.one_of(BOUNDARIES) % 2**64
         payload = WHERE.pack(segment, offset)
-        return payload[: chooser.number(0, 15)] if happens(chooser, 3 * self._one_in) else payload
+        return payload[: chooser.number(0, 15)] if chooser.happens(3 * self._one_in) else payload
 
 
 def attributes(chooser: Chooser, one_in: int, dtype: str, dimensions: int) -> Frame:
     """Choose the attributes of a tensor: whether it requires a gradient and is a parameter, and its order."""
-    may_require = DTYPES[dtype].is_floating_point or happens(chooser, one_in)
+    may_require = DTYPES[dtype].is_floating_point or chooser.happens(one_in)
     order: list[Scalar] = [*range(dimensions)]
-    if happens(chooser, 2):
+    if chooser.happens(2):
         order.reverse()
-    if happens(chooser, one_in):
+    if chooser.happens(one_in):
         order.append(boundary(chooser))
     return [may_require and chooser.number(0, 1) == 1, chooser.number(0, 1) == 1, order]
 
@@ -110,16 +110,16 @@ def with_trace(chooser: Chooser, one_in: int, frame: Frame, fields: int) -> Fram
         frame: the frame; fields before the trace context that it lacks are None.
         fields: the number of items before the trace context, with the tag.
     """
-    if not happens(chooser, 4):
+    if not chooser.happens(4):
         return frame
     trace: dict[Scalar, Scalar] = {"traceparent": _PARENT}
-    if happens(chooser, 2):
-        trace["baggage"] = one_of(chooser, ("", "user=1", "x" * MAX_TRACE_VALUE, "=,;"))
-    if happens(chooser, one_in):
-        trace["traceparent"] = one_of(chooser, ("", "00--", None, 1, "x" * (MAX_TRACE_VALUE + 1)))
-    if happens(chooser, one_in):
+    if chooser.happens(2):
+        trace["baggage"] = chooser.one_of(("", "user=1", "x" * MAX_TRACE_VALUE, "=,;"))
+    if chooser.happens(one_in):
+        trace["traceparent"] = chooser.one_of(("", "00--", None, 1, "x" * (MAX_TRACE_VALUE + 1)))
+    if chooser.happens(one_in):
         trace["x" * (MAX_TRACE_NAME + chooser.number(0, 1))] = ""
-    if happens(chooser, one_in):
+    if chooser.happens(one_in):
         count = MAX_TRACE_FIELDS + chooser.number(0, 1)
         trace = {f"field-{number}": "" for number in range(count)}
     return [*frame, *[None] * (fields - len(frame)), trace]

@@ -9,7 +9,7 @@ from verification.fuzz.live_requests import LiveClient, LiveServer
 from verification.fuzz.live_tensors import LiveReceiver, LiveSender
 from verification.fuzz.living import Live
 from verification.fuzz.steps import Conversation, Step
-from verification.fuzz.wire import WILDNESS, Chooser, one_of
+from verification.fuzz.wire import WILDNESS, Chooser
 
 # Real peers by their roles, which talk to rogues in another process, and code without peers.
 LIVE: dict[str, type[Live]] = {
@@ -31,8 +31,8 @@ def conversation_of(target: str, data: bytes) -> Conversation:
     """Return the conversation that an input of a pure target represents."""
     chooser = Chooser(data)
     if target != "decoder":
-        return conversation(chooser, one_of(chooser, list(ROLES)))
-    body, *buffers = message_parts(chooser, one_of(chooser, WILDNESS))
+        return conversation(chooser, chooser.one_of(list(ROLES)))
+    body, *buffers = message_parts(chooser, chooser.one_of(WILDNESS))
     message = Step(body.hex(), parts=tuple(buffer.hex() for buffer in buffers))
-    said = conversation(chooser, one_of(chooser, list(LIVE))).steps
+    said = conversation(chooser, chooser.one_of(list(LIVE))).steps
     return Conversation(target, (Step(data.hex()), message, Step(any_content(chooser).hex()), *said))

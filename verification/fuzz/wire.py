@@ -57,25 +57,23 @@ class Chooser:
         """Choose bytes."""
         return self._take(length).ljust(length, b"\0")
 
+    def one_of(self, options: Sequence[T]) -> T:
+        """Choose an option; the first one is the plainest."""
+        return options[self.number(0, len(options) - 1)]
+
+    def happens(self, one_in: int) -> bool:
+        """Decide whether to do something unusual, once in `one_in` times."""
+        return self.number(0, one_in - 1) == one_in - 1
+
     def _take(self, count: int) -> bytes:
         taken = self._source[self._position : self._position + count]
         self._position += count
         return taken
 
 
-def one_of(chooser: Chooser, options: Sequence[T]) -> T:
-    """Choose an option; the first one is the plainest."""
-    return options[chooser.number(0, len(options) - 1)]
-
-
-def happens(chooser: Chooser, one_in: int) -> bool:
-    """Decide whether to do something unusual, once in `one_in` times."""
-    return chooser.number(0, one_in - 1) == one_in - 1
-
-
 def boundary(chooser: Chooser) -> int:
     """Choose a number at the edge of a range."""
-    return one_of(chooser, BOUNDARIES)
+    return chooser.one_of(BOUNDARIES)
 
 
 def broken_frame(chooser: Chooser, frame: Frame) -> Frame:
@@ -91,49 +89,49 @@ def broken_frame(chooser: Chooser, frame: Frame) -> Frame:
         case 0:
             frame[where] = boundary(chooser)
         case 1:
-            frame[where] = one_of(chooser, _OF_ANOTHER_TYPE)
+            frame[where] = chooser.one_of(_OF_ANOTHER_TYPE)
         case 2:
             del frame[where:]
         case 3:
-            frame.append(one_of(chooser, _OF_ANOTHER_TYPE))
+            frame.append(chooser.one_of(_OF_ANOTHER_TYPE))
         case 4:
             del frame[where]
         case 5:
             frame.insert(where, boundary(chooser))
         case _:
-            frame[0] = one_of(chooser, _TAGS)
+            frame[0] = chooser.one_of(_TAGS)
     return frame
 
 
 def frame_or_fault(chooser: Chooser, one_in: int, frame: Frame) -> Frame:
     """Introduce one fault into a frame, once in `one_in` times."""
-    return broken_frame(chooser, frame) if happens(chooser, one_in) else frame
+    return broken_frame(chooser, frame) if chooser.happens(one_in) else frame
 
 
 def bytes_or_fault(chooser: Chooser, one_in: int, data: bytes) -> bytes:
     """Introduce one fault into bytes, once in `one_in` times."""
-    return broken_bytes(chooser, data) if happens(chooser, one_in) else data
+    return broken_bytes(chooser, data) if chooser.happens(one_in) else data
 
 
 def _broken_map(chooser: Chooser, fields: dict[str, Scalar]) -> Scalar:
     """Introduce one fault into a map, in the same way as into an array of its values or keys."""
     names = list(fields)
-    if happens(chooser, 8):
+    if chooser.happens(8):
         names = [name if isinstance(name, str) else "" for name in broken_frame(chooser, [*names])]
     return dict(zip(names, broken_frame(chooser, [*fields.values()]), strict=False))
 
 
 def record_of(chooser: Chooser, frames: list[Frame], one_in: int) -> bytes:
     """Encode frames as a record, which is invalid once in `one_in` times."""
-    if not happens(chooser, one_in):
+    if not chooser.happens(one_in):
         return encode(frames)
     match chooser.number(0, 9):
         case 0:
-            count = one_of(chooser, (1, MAX_FRAMES, MAX_FRAMES + 1, 8000))
-            return encode([one_of(chooser, _TINY)] * count)
+            count = chooser.one_of((1, MAX_FRAMES, MAX_FRAMES + 1, 8000))
+            return encode([chooser.one_of(_TINY)] * count)
         case 1:
-            longest = one_of(chooser, (MAX_RECORD_BYTES, MAX_HELLO_BYTES))
-            return _padded(frames, longest + one_of(chooser, (0, 1, -1, 30_000)))
+            longest = chooser.one_of((MAX_RECORD_BYTES, MAX_HELLO_BYTES))
+            return _padded(frames, longest + chooser.one_of((0, 1, -1, 30_000)))
     return broken_bytes(chooser, encode(frames))
 
 
@@ -161,10 +159,10 @@ def broken_bytes(chooser: Chooser, record: bytes) -> bytes:
         case 4:
             return chooser.data(chooser.number(0, 60))
         case 5:
-            depth = one_of(chooser, (10, 1000, 60_000))
-            nest = one_of(chooser, (b"\x91", b"\x81\x00", b"\x92\xc0"))
+            depth = chooser.one_of((10, 1000, 60_000))
+            nest = chooser.one_of((b"\x91", b"\x81\x00", b"\x92\xc0"))
             return record[:-1] + nest * (depth // len(nest))
         case 6:
             where = chooser.number(0, len(record))
-            return record[:where] + bytes.fromhex(one_of(chooser, _ENDLESS)) + record[where:]
+            return record[:where] + bytes.fromhex(chooser.one_of(_ENDLESS)) + record[where:]
     return b""

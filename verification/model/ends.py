@@ -101,6 +101,6 @@ class EndRules(SenderRules, ReceiverRules):
             if is_quiet:
                 self.note_who_waits([sender])
             cut(session.transport)
-            self.lose(sender, is_certain=True)
+            sender.lose(self.tick(), is_certain=True)
             if is_quiet:
                 self.settle()

@@ -59,6 +59,10 @@ class Sender(Printed):
     def __repr__(self) -> str:
         return f"sender {self.number}"
 
+    def lose(self, at: int, *, is_certain: bool) -> None:
+        """Record that a connection may have ended, or has."""
+        self.losses.append(Loss(at, is_certain))
+
     def may_have_lost(self, began: int) -> bool:
         """Return whether an operation that began at that moment may be lost by now."""
         if self.may_be_refused:

@@ -16,18 +16,7 @@ from aiotensor import (
 )
 from aiotensor.sender import MessageState
 from verification.internals import worker_of
-from verification.model.records import (
-    Block,
-    Call,
-    Key,
-    Loss,
-    Message,
-    Outcome,
-    Receiver,
-    Sender,
-    Tensor,
-    key_of,
-)
+from verification.model.records import Block, Call, Key, Message, Outcome, Receiver, Sender, Tensor, key_of
 from verification.model.stage import Stage
 
 _LOSSES = (PeerLostError, RefusedError, ClosedError)
@@ -254,13 +243,10 @@ class World(Stage):
                 is_over = call.message is not None and call.message.state == "dropped"
                 call.must_be_lost |= not has_its_permit and not is_over
 
-    def lose(self, sender: Sender, *, is_certain: bool) -> None:
-        sender.losses.append(Loss(self.tick(), is_certain))
-
     def lose_receiver(self, receiver: Receiver) -> None:
         receiver.is_gone = True
         for sender in self.senders:
-            self.lose(sender, is_certain=sender.met is receiver)
+            sender.lose(self.tick(), is_certain=sender.met is receiver)
             if sender.met is receiver:
                 sender.met = None
 
