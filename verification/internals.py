@@ -16,13 +16,11 @@ from aiotensor.broadcast.subscriber import _ArrivedPublication, _Publisher
 from aiotensor.link.admission import Admission, _Inspector
 from aiotensor.memory import mapping
 from aiotensor.memory import memory as memory_module
-from aiotensor.memory.arena import Segment
 from aiotensor.memory.gates import Gate
 from aiotensor.memory.mappings import Mappings
 from aiotensor.memory.memory import Memory
 from aiotensor.memory.tensors import Watch
 from aiotensor.protocol.audience import Backlog
-from aiotensor.protocol.blocks import Blocks
 from aiotensor.protocol.credits import Budget
 from aiotensor.ranks import RankPipe
 from aiotensor.receiver import _Sender
@@ -55,21 +53,6 @@ def begin_posted(sender: TensorSender) -> SentMessage:
 def memory_of(owner: TensorSender | Publisher) -> Memory:
     """Return the shared memory of a sender or publisher that was opened."""
     return owner._memory
-
-
-def segment_of(sender: TensorSender) -> Segment:
-    """Return the segment of a sender's shared memory."""
-    return memory_of(sender)._arena
-
-
-def blocks_of(sender: TensorSender) -> Blocks:
-    """Return the blocks in the segment of a sender's shared memory."""
-    return segment_of(sender).blocks
-
-
-def leases_of(sender: TensorSender) -> int:
-    """Count the blocks of a sender that a receiver has to release."""
-    return len(memory_of(sender).blocks)
 
 
 @contextmanager

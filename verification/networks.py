@@ -113,7 +113,8 @@ class Hosts:
         """Lose no more packets."""
         for source, target in ((self.a, self.b), (self.b, self.a)):
             for address in target.addresses:
-                _let_neighbour_be(source, address, _hardware_address(target))
+                [link] = json.loads(_ip_in(target, "-json", "link", "show", _DEVICE))
+                _let_neighbour_be(source, address, link["address"])
 
     def slow_down(self, mbit_s: int) -> None:
         """Limit the rate of the cable, in each direction."""
@@ -201,11 +202,6 @@ def _add_namespace(name: str) -> None:
 def _let_neighbour_be(host: Host, address: str, hardware_address: str) -> None:
     link = ("dev", _DEVICE, "nud", "permanent")
     _ip_in(host, "neigh", "replace", address, "lladdr", hardware_address, *link)
-
-
-def _hardware_address(host: Host) -> str:
-    [link] = json.loads(_ip_in(host, "-json", "link", "show", _DEVICE))
-    return str(link["address"])
 
 
 def _ip_in(host: Host, *words: str) -> str:

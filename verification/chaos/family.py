@@ -259,6 +259,7 @@ class Family:
             handle = await sender.call(sending.probe)
             sender.id = handle.sender
             if await self.receiver.call(taking.take_probe, handle):
+                sender.losses = await sender.call(sending.losses)
                 return
             if time.monotonic() > ends:
                 raise RoundError(f"{sender.name}: the tensors of {_PROBES_S} s did not arrive")

@@ -133,10 +133,8 @@ class RequestsPlay(Play):
     async def begin(self) -> None:
         await asyncio.gather(*map(self.resume, self.family.takers, itertools.count()))
 
-    async def recover(self) -> None:
-        family = self.family
-        await asyncio.gather(*(server.call(answering.stop) for server in family.takers))
-        await asyncio.gather(*(family.probe(slot) for slot in range(SLOTS)))
+    async def ask(self) -> None:
+        """Do nothing: questions have no handles."""
 
     def may_log(self, line: str, slot: int) -> bool:
         # A handler's error is logged with its traceback; the client also gets it, and the audit checks that.

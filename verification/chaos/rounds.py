@@ -211,13 +211,11 @@ class Play:
     # Its end
 
     async def recover(self) -> None:
-        """Check that a tensor of every sender arrives."""
+        """Check that a tensor of every sender arrives, or that each client is answered."""
         family = self.family
-        await family.receiver.call(taking.stop)
+        await asyncio.gather(*(taker.call(family.taking.stop) for taker in family.takers))
         # Concurrently: a probe may wait for a permit that `ask` releases, and `ask` may wait for a sender.
         await asyncio.gather(self.ask(), *(family.probe(slot) for slot in range(SLOTS)))
-        for sender in family.senders:
-            sender.losses = await sender.call(sending.losses)
 
     async def ask(self) -> None:
         """Request every tensor that has a handle from the receiver."""

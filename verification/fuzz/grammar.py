@@ -16,15 +16,7 @@ from verification.fuzz.moving import Movement, any_opening
 from verification.fuzz.placing import ANYTHING, Segments, attributes, with_trace
 from verification.fuzz.steps import FIRST_BLOCK, FIRST_NUMBER, PEER, PID, STAND_IN, Conversation, Step
 from verification.fuzz.things import CONTENT, GUARD, IMAGE, WHERE
-from verification.fuzz.wire import (
-    WILDNESS,
-    Chooser,
-    Frame,
-    boundary,
-    bytes_or_fault,
-    frame_or_fault,
-    record_of,
-)
+from verification.fuzz.wire import Chooser, Frame, boundary, bytes_or_fault, frame_or_fault, record_of
 
 TO_RECEIVER, TO_SENDER = "receiver", "sender"
 TO_PUBLISHER, TO_SUBSCRIBER = "publisher", "subscriber"
@@ -332,7 +324,7 @@ def _content(chooser: Chooser, one_in: int, segments: Segments) -> bytes:
 
 def any_content(chooser: Chooser) -> bytes:
     """Generate the content of a message whose tensors are in two segments."""
-    one_in = chooser.one_of(WILDNESS)
+    one_in = chooser.one_in()
     segments = Segments(chooser, one_in)
     segments.attach("sealed")
     segments.attach("sealed")
@@ -341,7 +333,7 @@ def any_content(chooser: Chooser) -> bytes:
 
 def conversation(chooser: Chooser, to: str) -> Conversation:
     """Generate a conversation of a rogue with a peer of a role."""
-    talker = Talker(chooser, chooser.one_of(WILDNESS), to)
+    talker = Talker(chooser, chooser.one_in(), to)
     steps: list[Step] = []
     if not chooser.happens(20):
         steps.append(talker.opening())
@@ -359,7 +351,7 @@ def conversation(chooser: Chooser, to: str) -> Conversation:
 
 def _beside(chooser: Chooser, to: str) -> Step:
     """Return the first record of a further connection, usually that of an inspector."""
-    other = Talker(chooser, chooser.one_of(WILDNESS), to)
+    other = Talker(chooser, chooser.one_in(), to)
     if chooser.happens(4):
         frame = other.frame()
         return Step(msgspec.msgpack.encode([frame]).hex(), beside=True)

@@ -24,14 +24,7 @@ from verification.fuzz.living import TROUBLES, Live, LiveConnector, count_end, r
 from verification.fuzz.observing import in_memory, threads_started
 from verification.fuzz.speaking import connecting_to, converse
 from verification.fuzz.steps import Conversation
-from verification.internals import (
-    connections_at,
-    held_by_sender,
-    leases_of,
-    mappings_of,
-    memory_of,
-    worker_of,
-)
+from verification.internals import connections_at, held_by_sender, mappings_of, memory_of, worker_of
 from verification.patterns import BIG, pattern
 from verification.processes import peers
 from verification.waiting import settled, until
@@ -201,7 +194,7 @@ async def _check(state: peers.State) -> None:
     """Wait until the sender has released all memory, and check that no block was released twice."""
     sender = state.sender
     await settled(sender)
-    await released(lambda: held_by_sender(sender) | {"leases": leases_of(sender)})
+    await released(lambda: held_by_sender(sender) | {"pinned blocks": len(memory_of(sender).blocks)})
     # The whole arena can be allocated again, and not a byte beyond it.
     async with asyncio.TaskGroup() as tasks:
         held = [tasks.create_task(sender.allocate((_ARENA_BYTES // 8,), torch.uint8)) for _ in range(8)]

@@ -59,10 +59,8 @@ class Conversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def cases(to: str) -> dict[str, Conversation]:
     """Read the recorded cases: conversations that once caused an error in a peer of this role."""
-    found = {
-        path.stem: msgspec.json.decode(path.read_bytes(), type=Conversation)
-        for path in sorted(CASES.glob("*.json"))
-    }
+    paths = sorted(CASES.glob("*.json"))
+    found = {path.stem: msgspec.json.decode(path.read_bytes(), type=Conversation) for path in paths}
     return {name: conversation for name, conversation in found.items() if conversation.to == to}
 
 

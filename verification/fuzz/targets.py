@@ -9,7 +9,7 @@ from verification.fuzz.live_requests import LiveClient, LiveServer
 from verification.fuzz.live_tensors import LiveReceiver, LiveSender
 from verification.fuzz.living import Live
 from verification.fuzz.steps import Conversation, Step
-from verification.fuzz.wire import WILDNESS, Chooser
+from verification.fuzz.wire import Chooser
 
 # Real peers by their roles, which talk to rogues in another process, and code without peers.
 LIVE: dict[str, type[Live]] = {
@@ -32,7 +32,7 @@ def conversation_of(target: str, data: bytes) -> Conversation:
     chooser = Chooser(data)
     if target != "decoder":
         return conversation(chooser, chooser.one_of(list(ROLES)))
-    body, *buffers = message_parts(chooser, chooser.one_of(WILDNESS))
+    body, *buffers = message_parts(chooser, chooser.one_in())
     message = Step(body.hex(), parts=tuple(buffer.hex() for buffer in buffers))
     said = conversation(chooser, chooser.one_of(list(LIVE))).steps
     return Conversation(target, (Step(data.hex()), message, Step(any_content(chooser).hex()), *said))

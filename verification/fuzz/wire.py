@@ -37,9 +37,6 @@ _ENDLESS = ("ddffffffff", "dd0fffffff", "dcffff", "dfffffffff", "c6ffffffff", "d
 _TINY: tuple[Frame, ...] = (["discard", 0], ["close"], ["end", 0, 0], ["taken", []], ["release", []], [])
 _CLOSE: Frame = ["close", "", False, False, True]
 
-# One choice in 100, 20 or 5 is invalid: some conversations have a single fault, and others many.
-WILDNESS = (100, 20, 5)
-
 
 class Chooser:
     """Derive choices from a string of bytes; after its end, every choice is the lowest and plainest one."""
@@ -64,6 +61,10 @@ class Chooser:
     def happens(self, one_in: int) -> bool:
         """Decide whether to do something unusual, once in `one_in` times."""
         return self.number(0, one_in - 1) == one_in - 1
+
+    def one_in(self) -> int:
+        """Choose how seldom something is invalid: some conversations have a single fault, and others many."""
+        return self.one_of((100, 20, 5))
 
     def _take(self, count: int) -> bytes:
         taken = self._source[self._position : self._position + count]
