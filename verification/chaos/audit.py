@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from verification.chaos.family import Member
 from verification.chaos.journal import Answered, Began, Broken, Ended, Event, Key, Sent, Taken
-from verification.chaos.plan import MAX_TENSORS, PEER_TIMEOUT_S, RESOURCES, SLOTS, FaultKind, Order, Round
+from verification.chaos.plan import PEER_TIMEOUT_S, RESOURCES, SLOTS, FaultKind, Order, Round
 
 # Heartbeats allow a silence of `PEER_TIMEOUT_S`. A stopped process is silent for a little longer than it is
 # stopped.
@@ -112,8 +112,9 @@ class TensorsAudit(Audit):
                 super().note(member, event)
 
     def check_others(self) -> None:
-        keys = {token - token % MAX_TENSORS for token in self.taken}
-        self.problems += [f"taken, but never sent: {key}" for key in keys - self.begun.keys()]
+        orders = [order for key, order in self.plan.orders.items() if key in self.begun]
+        sent = {order.key + index for order in orders for index, _ in enumerate(order.counts)}
+        self.problems += [f"taken, but never sent: {self.taken[one]}" for one in self.taken.keys() - sent]
 
     def check(self, member: Member, order: Order, end: Ended | None) -> str:
         tokens = range(order.key, order.key + len(order.counts))

@@ -117,14 +117,6 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.001)
 
 
-class Cycle:
-    """Cyclic garbage that refers to a tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.me = self
-
-
 class Kept:
     """The tensors that this process has taken and keeps, as planned."""
 
@@ -140,7 +132,8 @@ class Kept:
                 self._tensors.append((tensor, token))
                 later(after_s, self._let_go)
             case Hold.CYCLE:
-                Cycle(tensor)
+                garbage: list[object] = [tensor]
+                garbage.append(garbage)
                 later(after_s, gc.collect)
 
     def _let_go(self) -> None:

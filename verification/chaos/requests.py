@@ -26,7 +26,7 @@ class RequestsFamily(Family):
         await self.senders[slot].call(asking.probe)
 
     async def leave(self, member: Member) -> None:
-        await member.call(answering.close if "-server-" in member.name else asking.leave)
+        await member.call(answering.close if member.slot >= SLOTS else asking.leave)
 
 
 class RequestsAudit(Audit):
