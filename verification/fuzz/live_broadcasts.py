@@ -77,11 +77,11 @@ async def _settle(state: peers.State, subscribers: int) -> Counter[str]:
 
     def held() -> dict[str, object]:
         held, now = held_by_publisher(publisher), publisher.statistics()
-        for_subscribers = [(lag.behind, lag.held_bytes) for lag in now.lags]
+        is_right = [(lag.behind, lag.held_bytes) for lag in now.lags] == [(0, 0)] * subscribers
         return {
             "turns and departures": held["turns"] + held["departures"],
             "waiting": now.waiting,
-            "subscribers": for_subscribers if for_subscribers != [(0, 0)] * subscribers else [],
+            "lags": "" if is_right else str(now.lags),
             "unidentified": unidentified_at_publisher(publisher),
         }
 
