@@ -30,9 +30,10 @@ def memfd_bytes(pid: int) -> int:
     """Count the bytes of memory in the library's shared memory, of which the process has a descriptor."""
     found = {}
     for path, target in links(pid).items():
-        if target.startswith("/memfd:aiotensor"):
-            status = os.stat(path)
-            found[status.st_ino] = status.st_blocks * 512
+        with contextlib.suppress(FileNotFoundError):  # a descriptor just closed
+            if target.startswith("/memfd:aiotensor"):
+                file = os.stat(path)
+                found[file.st_ino] = file.st_blocks * 512
     return sum(found.values())
 
 
