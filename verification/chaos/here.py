@@ -103,8 +103,9 @@ async def opened(
 ) -> T:
     """Open an object; try again after these errors, while this process has no descriptors."""
     while True:
+        closed = make()
         try:
-            here.open = found = await make().__aenter__()
+            here.open = found = await closed.__aenter__()
         except errors:
             await asyncio.sleep(0.005)
         else:
