@@ -56,9 +56,9 @@ class RequestsAudit(Audit):
         by, answered = self.heard[order.key], self.answered[order.key]
         if len(by) > 1:
             self.tally[f"questions heard more than once ({order.how})"] += 1
-        # By one server, unless the question may be repeated.
+        # By one server, unless the question may be repeated. An answer may be lost with its server, too.
         may_repeat = order.how == "idempotent" and (order.wish == "drop" or self._may_lose(member))
-        if len(by) > 1 + may_repeat or answered > 1:
+        if max(len(by), answered) > 1 + may_repeat:
             return f"heard by {by}, answered {answered} times, ended as {end}"
         if answered and (order.how == "one-way" or order.wish not in _ANSWERED):
             return "a client accepted an answer that was not due"
