@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
-from typing import Generic, TypeVar, TypeVarTuple, Unpack
+from typing import TypeVar, TypeVarTuple, Unpack
 
 import anyio
 import anyio.to_thread
@@ -73,50 +73,32 @@ async def in_thread(
     Raises:
         OSError: no thread can be started; the function was not called.
     """
-    call = _ThreadCall(partial(work, *arguments))
+    calls: list[Callable[[], R]] = [partial(work, *arguments)]
+    results: list[R] = []
+    errors: list[BaseException] = []
     del work, arguments
     try:
-        await anyio.to_thread.run_sync(call, limiter=limiter or thread_limiter())
+        await anyio.to_thread.run_sync(_call, calls, results, errors, limiter=limiter or thread_limiter())
     except RuntimeError as error:
         raise no_thread(error) from error
     finally:
-        call.abandon()
-    return call.outcome()
+        calls.clear()  # if the call was abandoned before it began
+    if errors:
+        raise errors.pop()  # no variable refers to it: its traceback refers to this frame
+    return results.pop()
 
 
-class _ThreadCall(Generic[R]):
-    """A call in a thread, and its result."""
-
-    def __init__(self, work: Callable[[], R]) -> None:
-        self._work: Callable[[], R] | None = work
-        self._values: list[R] = []
-        self._error: BaseException | None = None
-
-    def __call__(self) -> None:
-        work, self._work = self._work, None
-        if work is None:
-            return  # abandoned before it began
+def _call(calls: list[Callable[[], R]], results: list[R], errors: list[BaseException]) -> None:
+    """Call the function in a list unless it was removed, and add its result or its error to a list."""
+    with contextlib.suppress(IndexError):
+        work = calls.pop()
         try:
-            self._values.append(work())
-        except BaseException as error:  # noqa: BLE001 - `outcome` raises it
+            results.append(work())
+        except BaseException as error:  # noqa: BLE001 - `in_thread` raises it
             _clear_locals(error)
-            self._error = error
+            errors.append(error)
         finally:
             del work  # the traceback refers to this frame
-
-    def abandon(self) -> None:
-        """Drop the call if it has not begun."""
-        self._work = None
-
-    def outcome(self) -> R:
-        """Return the result of the call, or raise its error; may be called only once."""
-        error, self._error = self._error, None
-        if error is None:
-            return self._values.pop()
-        try:
-            raise error
-        finally:
-            del error  # its traceback refers to this frame
 
 
 def _clear_locals(error: BaseException) -> None:
@@ -158,20 +140,14 @@ class _Lane:
             is_wanted = False
             raise no_thread(error) from error
         self.running += 1
-        running.add_done_callback(partial(self._in_loop, loop, future, on_done))
+
+        def ended(done: "Future[R]") -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its lane has no state to update
+                loop.call_soon_threadsafe(self._ended, future, on_done, done)
+
+        running.add_done_callback(ended)
         future.add_done_callback(lambda _: running.cancel())
         return future
-
-    def _in_loop(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        future: "asyncio.Future[R]",
-        on_done: Callable[[], object],
-        done: "Future[R]",
-    ) -> None:
-        # If the loop is closed, `_ended` has no state left to update.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._ended, future, on_done, done)
 
     def _ended(self, future: "asyncio.Future[R]", on_done: Callable[[], object], done: "Future[R]") -> None:
         self.running -= 1
@@ -205,8 +181,6 @@ class Worker:
         self._short = _Lane(name, self._changes)
         self._long = _Lane(f"{name}-long", self._changes)
         self.helper = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-helper")
-        self._begun = 0  # calls of `begin` whose work has not ended in the loop
-        self._is_closed = False
 
     def submit(
         self,
@@ -240,8 +214,32 @@ class Worker:
             work: called in a thread, or during this call if there is no thread and none can be started.
             on_success: called in the loop after the work, unless the work raised an error.
         """
+        successes: list[bool] = []
+
+        def attempt() -> None:
+            try:
+                work()
+            except Exception as error:
+                logger.error(
+                    "%s failed",
+                    what,
+                    exc_info=error,
+                    extra={
+                        "event": "work_failed",
+                        "work": what,
+                        "error": type(error).__name__,
+                        "reason": str(error),
+                    },
+                )
+            else:
+                successes.append(True)
+
+        def ended() -> None:
+            if successes:
+                on_success()
+
         try:
-            future = self._submit_last(work)
+            self._submit_last(attempt, ended)
         except OSError as error:
             logger.warning(
                 "%s runs on the event loop: %s",
@@ -249,82 +247,46 @@ class Worker:
                 error,
                 extra={"event": "work_on_loop", "work": what, "reason": str(error)},
             )
-            work()
-            on_success()
-        else:
-            self._begun += 1
-            future.add_done_callback(partial(self._begun_ended, what, on_success))
+            attempt()
+            ended()
 
-    def _begun_ended(
-        self, what: str, on_success: Callable[[], object], future: "asyncio.Future[object]"
-    ) -> None:
-        self._begun -= 1
-        self._changes.wake()
-        if future.cancelled():
-            return
-        error = future.exception()
-        if error is None:
-            on_success()
-            return
-        logger.error(
-            "%s failed",
-            what,
-            exc_info=error,
-            extra={
-                "event": "work_failed",
-                "work": what,
-                "error": type(error).__name__,
-                "reason": str(error),
-            },
-        )
+    def _submit_last(self, work: Callable[[], object], on_done: Callable[[], object]) -> None:
+        """Submit work to the long lane that begins after all current work of both lanes."""
+        is_next = threading.Event()
+
+        def wait_and_work() -> None:
+            is_next.wait()
+            work()
+
+        try:
+            if self._short.running:
+                self._short.submit(is_next.set)
+            else:
+                is_next.set()
+            self._long.submit(wait_and_work, on_done)
+        except OSError:
+            # The long lane never had a thread, so all other work is in the short one.
+            self._short.submit(work, on_done)
 
     async def settle(self) -> None:
         """Wait until all work has ended; errors are raised where the work was submitted.
 
         Cancellation leaves the work running.
         """
-        while self._running or self._begun:
+        while self._running:
             await self._changes.wait()
 
     def close(self) -> None:
-        """End the threads without waiting for running work; may be called again."""
-        executors = self._short.executor, self._long.executor, self.helper
-        if not self._running:
-            for executor in executors:
-                executor.shutdown()
-        elif not self._is_closed:
-            # The helper ends after all other work, which may still use it.
-            lane = self._long if self._long.running else self._short
-            last = self.helper.shutdown
-            # When the interpreter shuts down, executors reject further work.
-            with contextlib.suppress(RuntimeError):
-                lane.executor.submit(self._behind_short(last) if lane is self._long else last)
-            for executor in executors[:2]:
-                executor.shutdown(wait=False)
-        self._is_closed = True
+        """End the threads without waiting for running work, which may not get the helper any more.
+
+        May be called again.
+        """
+        for executor in (self._short.executor, self._long.executor, self.helper):
+            executor.shutdown(wait=not self._running)
 
     @property
     def _running(self) -> int:
         return self._short.running + self._long.running
-
-    def _submit_last(self, work: Callable[[], R]) -> "asyncio.Future[R]":
-        try:
-            return self._long.submit(self._behind_short(work))
-        except OSError:
-            # The long lane never had a thread, so all other work is in the short one.
-            return self._short.submit(work)
-
-    def _behind_short(self, work: Callable[[], R]) -> Callable[[], R]:
-        """Return work for the long lane that begins after the current work of the short lane."""
-        if not self._short.running or self._is_closed:
-            return work
-        before = self._short.executor.submit(lambda: None)
-
-        def wait_and_work() -> R:
-            before.result()
-            return work()
-
-        return wait_and_work
 
 
 def run_detached(name: str, function: Callable[[], R]) -> "asyncio.Future[R]":
@@ -340,32 +302,20 @@ def run_detached(name: str, function: Callable[[], R]) -> "asyncio.Future[R]":
     Raises:
         OSError: no thread can be started.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[R] = loop.create_future()
-
-    def succeed(result: R) -> None:
-        if not future.done():
-            future.set_result(result)
-
-    def fail(error: Exception) -> None:
-        if not future.done():
-            future.set_exception(error)
+    result: Future[R] = Future()
+    result.set_running_or_notify_cancel()  # it cannot be cancelled any more
 
     def run() -> None:
         try:
-            result = function()
+            result.set_result(function())
         except Exception as error:  # noqa: BLE001 - the task that awaits the future handles it
-            report: Callable[[], object] = partial(fail, error)
-        else:
-            report = partial(succeed, result)
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(report)
+            result.set_exception(error)
 
     try:
         threading.Thread(target=run, name=name, daemon=True).start()
     except RuntimeError as error:
         raise no_thread(error) from error
-    return future
+    return asyncio.wrap_future(result)
 
 
 def no_thread(error: RuntimeError) -> OSError:

@@ -88,13 +88,13 @@ async def test_work_that_takes_long_delays_no_other() -> None:
     worker.close()
 
 
-async def test_work_of_both_kinds_can_use_the_helper_after_the_worker_was_closed() -> None:
+async def test_work_that_runs_at_the_end_delays_no_close_and_leaves_no_thread() -> None:
     worker, begun, go_on = Worker("worker under test"), threading.Barrier(3), threading.Event()
 
     def work() -> int:
         begun.wait()
         go_on.wait()
-        return worker.helper.submit(lambda: 7).result()
+        return 7
 
     futures = [worker.submit(work, takes_long=kind) for kind in (False, True)]
     await asyncio.to_thread(begun.wait)
