@@ -12,6 +12,7 @@ import msgspec
 
 if TYPE_CHECKING:  # not at runtime: modules that do not need torch import this one
     import torch
+    import typing_extensions
     from pydantic_core import CoreSchema, SchemaSerializer
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Delivery",
     "EngineStatistics",
     "Holder",
+    "M",
     "Number",
     "PipeStatistics",
     "Publication",
@@ -41,7 +43,10 @@ __all__ = [
     "Waits",
 ]
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    M = typing_extensions.TypeVar("M", default=Any)  # the type of messages, unless a call states it
+else:
+    M = TypeVar("M")  # before Python 3.13, only type checkers know defaults
 
 CurveKey: TypeAlias = str | bytes
 """A CURVE key, as `zmq.curve_keypair` makes it."""
@@ -167,7 +172,7 @@ class Delivery(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Publication(Generic[T]):
+class Publication(Generic[M]):
     """One publication that a subscriber has received.
 
     Attributes:
@@ -178,7 +183,7 @@ class Publication(Generic[T]):
         trace_context: the trace context of the publisher; None unless tracing is enabled in both processes.
     """
 
-    message: T
+    message: M
     number: int
     missed: int
     trace_context: Mapping[str, str] | None = None

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from inspect import signature
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from aiotensor import RemoteError, TensorReceiver, TensorSender, blocking
 from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.queues import MessageQueue
-from aiotensor.queues.queue import QueueOptions
 from aiotensor.ranks import RankPipe
 from aiotensor.runtime import arguments
 from tests.channel.parties import place
@@ -46,8 +45,6 @@ _SECONDS = ("<class 'float'>", "float | None")
 def _numbers_of(kind: Any) -> dict[str, str]:
     """Return the parameters of a class that are numbers, with the error for other values."""
     types = {name: str(parameter.annotation) for name, parameter in signature(kind).parameters.items()}
-    if kind is MessageQueue:
-        types = {name: str(of) for name, of in get_type_hints(QueueOptions).items()}
     for elsewhere in ("peer_timeout_s", "peer", "rank", "world_size"):  # for other machines and processes
         types.pop(elsewhere, None)
     return {

@@ -1,22 +1,13 @@
 """Blocking publishers and subscribers."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar, Unpack, overload
+from typing import Any, Generic
 
 import torch
 
 from aiotensor import broadcast
 from aiotensor.blocking.portal import BlockingObject, UntilClosed, parameters_of
-from aiotensor.broadcast.subscriber import SubscriberOptions
-from aiotensor.transports.endpoints import Endpoint
-from aiotensor.types import (
-    Publication,
-    Published,
-    PublisherStatistics,
-    SubscriberStatistics,
-)
-
-T = TypeVar("T")
+from aiotensor.types import M, Publication, Published, PublisherStatistics, SubscriberStatistics
 
 
 class Publisher(BlockingObject[broadcast.Publisher, PublisherStatistics]):
@@ -63,23 +54,15 @@ class Publisher(BlockingObject[broadcast.Publisher, PublisherStatistics]):
         self.wait_for(self.inner.drain, timeout=timeout)
 
 
-class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], Generic[T]):
+class Subscriber(BlockingObject[broadcast.Subscriber[M], SubscriberStatistics], Generic[M]):
     """Receive publications in threads; open it with ``with``, and share it between the threads.
 
     Arguments and errors are those of `aiotensor.broadcast.Subscriber`.
     """
 
-    @overload
-    def __init__(
-        self: "Subscriber[Any]", endpoint: Endpoint, **options: Unpack[SubscriberOptions]
-    ) -> None: ...
-
-    @overload
-    def __init__(self, endpoint: Endpoint, type: type[T], **options: Unpack[SubscriberOptions]) -> None: ...
-
-    @parameters_of(broadcast.Subscriber)  # type: ignore[misc]  # mypy reads only its first overload
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(broadcast.Subscriber(*args, **options))
+    @parameters_of(broadcast.Subscriber[M])
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(broadcast.Subscriber(*args, **kwargs))
 
     @property
     def id(self) -> str:
@@ -96,18 +79,18 @@ class Subscriber(BlockingObject[broadcast.Subscriber[T], SubscriberStatistics], 
         """The number of publications missed since opening, before the last received publication."""
         return self.inner.missed
 
-    def receive(self, *, timeout: float | None = None) -> Publication[T]:
+    def receive(self, *, timeout: float | None = None) -> Publication[M]:
         """Return the next publication, once it has arrived.
 
         After a timeout, no publication is lost. With a timeout of 0, the call does not wait.
         """
         return self.take(None, self.inner.receive, timeout=timeout)
 
-    def receive_nowait(self) -> Publication[T]:
+    def receive_nowait(self) -> Publication[M]:
         """Return the next publication if it has arrived, or raise `WouldBlockError`."""
         return self.take_now(None, self.inner.receive_nowait)
 
-    def __iter__(self) -> Iterator[Publication[T]]:
+    def __iter__(self) -> Iterator[Publication[M]]:
         """Iterate over the publications.
 
         The iteration ends when the publisher has closed and all its publications were received, or when this

@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, TypeVar, Unpack, overload
+from typing import Generic
 
 from aiotensor import queues
 from aiotensor.blocking.portal import BlockingObject, UntilClosed
-from aiotensor.queues.queue import QueueDescription, QueueOptions
-
-M = TypeVar("M")
+from aiotensor.queues.queue import QueueDescription
+from aiotensor.types import M
 
 
 class QueueProducer(BlockingObject[queues.QueueProducer, queues.ProducerStatistics]):
@@ -80,15 +79,6 @@ class MessageQueue(QueueDescription[M]):
     Arguments and errors are those of `aiotensor.queues.MessageQueue`, and so is the use of producers and
     consumers, with ``with`` and ``for`` in place of ``async with`` and ``async for``.
     """
-
-    @overload
-    def __init__(self: "MessageQueue[Any]", **options: Unpack[QueueOptions]) -> None: ...
-
-    @overload
-    def __init__(self, message_type: type[M], **options: Unpack[QueueOptions]) -> None: ...
-
-    def __init__(self, message_type: Any = Any, **options: Unpack[QueueOptions]) -> None:
-        super().__init__(message_type, **options)
 
     def producer(self) -> QueueProducer:
         """Return a new producer: ``with queue.producer() as producer``."""

@@ -14,7 +14,7 @@ import secrets
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, Self, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Generic, NamedTuple, Self
 
 from aiotensor.codec import TensorDecoder
 from aiotensor.errors import (
@@ -45,9 +45,7 @@ from aiotensor.statistics.counters import ErrorCounter, new_counts, snapshot
 from aiotensor.transports.address import TcpArguments
 from aiotensor.transports.base import Connector, Events, Transport
 from aiotensor.transports.endpoints import Endpoint, route_to
-from aiotensor.types import CurveKey, Publication, SubscriberStatistics, Usage
-
-T = TypeVar("T")
+from aiotensor.types import CurveKey, M, Publication, SubscriberStatistics, Usage
 
 # The maximum number of records read before a publication is taken. Each takes a few microseconds.
 _MAX_PENDING_RECORDS = 256
@@ -65,17 +63,7 @@ class _Ended(NamedTuple):
     is_clean: bool
 
 
-class SubscriberOptions(TypedDict, total=False):
-    """The keyword arguments of a `Subscriber`."""
-
-    max_mapped_bytes: int | None
-    max_wait_s: float | None
-    secret_key: CurveKey | None
-    server_key: CurveKey | None
-    peer_timeout_s: float | None
-
-
-class Subscriber(LoopObject, Generic[T]):
+class Subscriber(LoopObject, Generic[M]):
     """Receive the messages of a publisher, in order.
 
     Open it with ``async with``, once, and share it between the tasks of that event loop. Opening does not
@@ -107,18 +95,10 @@ class Subscriber(LoopObject, Generic[T]):
         ValueError: the address is invalid, or a limit is out of range.
     """
 
-    @overload
-    def __init__(
-        self: "Subscriber[Any]", endpoint: Endpoint, **options: Unpack[SubscriberOptions]
-    ) -> None: ...
-
-    @overload
-    def __init__(self, endpoint: Endpoint, type: type[T], **options: Unpack[SubscriberOptions]) -> None: ...
-
     def __init__(
         self,
         endpoint: Endpoint,
-        type: Any = Any,  # noqa: A002
+        type: type[M] = Any,  # type: ignore[assignment]  # noqa: A002
         *,
         max_mapped_bytes: int | None = 64 << 30,
         max_wait_s: float | None = None,
@@ -129,7 +109,7 @@ class Subscriber(LoopObject, Generic[T]):
         self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("Subscriber")
         self._route = route_to(endpoint, TcpArguments(True, secret_key, server_key, (), peer_timeout_s))
-        self._decoder: TensorDecoder[T] = TensorDecoder(type)
+        self._decoder: TensorDecoder[M] = TensorDecoder(type)
         self._max_mapped_bytes = count_or_none("max_mapped_bytes", max_mapped_bytes)
         self._max_wait_s = seconds_or_never("max_wait_s", max_wait_s)
         self._errors = ErrorCounter()
@@ -180,7 +160,7 @@ class Subscriber(LoopObject, Generic[T]):
         self.affinity.settle(self, self._route.label)
         return self
 
-    async def receive(self) -> Publication[T]:
+    async def receive(self) -> Publication[M]:
         """Return the next publication, once it has arrived.
 
         Waits at most `max_wait_s`. Cancellation loses nothing: the next call returns the publication. An
@@ -211,7 +191,7 @@ class Subscriber(LoopObject, Generic[T]):
             raise
         return found
 
-    def receive_nowait(self) -> Publication[T]:
+    def receive_nowait(self) -> Publication[M]:
         """Return the next publication without waiting; it is decoded on this thread.
 
         Other errors are those of `receive`.
@@ -229,7 +209,7 @@ class Subscriber(LoopObject, Generic[T]):
                 if isinstance(found, _Ended):
                     raise again(found.error)
                 try:
-                    message: T = found.decode_now(self._decoder)
+                    message: M = found.decode_now(self._decoder)
                 except BaseException as error:
                     if self._not_decoded(found, error):
                         raise
@@ -239,7 +219,7 @@ class Subscriber(LoopObject, Generic[T]):
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Publication[T]:
+    async def __anext__(self) -> Publication[M]:
         """Return the next publication; cancellation loses nothing.
 
         Ends when the publisher has closed and all of its publications were received, or when this subscriber
@@ -317,7 +297,7 @@ class Subscriber(LoopObject, Generic[T]):
 
     # Publications
 
-    async def _receive(self, max_wait_s: float | None) -> Publication[T] | _Ended:
+    async def _receive(self, max_wait_s: float | None) -> Publication[M] | _Ended:
         """Wait for the next publication or the end of a session."""
         self.affinity.check()
         while True:
@@ -330,7 +310,7 @@ class Subscriber(LoopObject, Generic[T]):
             if isinstance(found, _Ended):
                 return found
             try:
-                message: T = await found.decode(self._decoder)
+                message: M = await found.decode(self._decoder)
             except BaseException as error:
                 if self._not_decoded(found, error):
                     raise
@@ -356,7 +336,7 @@ class Subscriber(LoopObject, Generic[T]):
         self._counts["missed"] += found.missed or 0
         return True
 
-    def _received(self, found: "_ArrivedPublication", message: T) -> Publication[T]:
+    def _received(self, found: "_ArrivedPublication", message: M) -> Publication[M]:
         if self.affinity.is_closed:
             raise self.affinity.closed_error()
         missed = found.missed or 0

@@ -6,32 +6,18 @@ import tempfile
 from functools import partial
 from multiprocessing import util
 from types import TracebackType
-from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Generic, Self
 
 from aiotensor.codec import TensorDecoder
 from aiotensor.queues.consumer import QueueConsumer
 from aiotensor.queues.folder import Folder, QueueSettings
 from aiotensor.queues.producer import QueueProducer
 from aiotensor.runtime.arguments import count, count_or_none, grace_period
-
-M = TypeVar("M")
+from aiotensor.types import M
 
 # `multiprocessing` runs finalizers of a negative priority after it has joined the child processes, which may
 # still use the queue.
 _AFTER_CHILDREN = -100
-
-
-class QueueOptions(TypedDict, total=False):
-    """The keyword arguments of a `MessageQueue`."""
-
-    producers: int
-    consumers: int
-    max_messages: int
-    arena_bytes: int
-    max_body_bytes: int | None
-    redeliver: bool
-    grace_s: float | None
-    folder: str | os.PathLike[str] | None
 
 
 class QueueDescription(Generic[M]):
@@ -39,7 +25,7 @@ class QueueDescription(Generic[M]):
 
     def __init__(
         self,
-        message_type: Any,
+        message_type: type[M] = Any,  # type: ignore[assignment]
         *,
         producers: int = 1,
         consumers: int = 1,
@@ -163,15 +149,6 @@ class MessageQueue(QueueDescription[M]):
             user.
         OSError: the folder cannot be created; a `FileNotFoundError` if its parent does not exist.
     """
-
-    @overload
-    def __init__(self: "MessageQueue[Any]", **options: Unpack[QueueOptions]) -> None: ...
-
-    @overload
-    def __init__(self, message_type: type[M], **options: Unpack[QueueOptions]) -> None: ...
-
-    def __init__(self, message_type: Any = Any, **options: Unpack[QueueOptions]) -> None:
-        super().__init__(message_type, **options)
 
     def producer(self) -> QueueProducer:
         """Return a new producer: ``async with queue.producer() as producer``."""

@@ -204,7 +204,7 @@ async def subscribe(address: str) -> None:
             assert_type(publication, Publication[Video])
         assert_type(await subscriber.receive(), Publication[Video])
     assert_type(Subscriber(TensorQueue()), Subscriber[Any])
-    Subscriber(address, max_wait_s="long")  # type: ignore[call-overload]
+    Subscriber(address, max_wait_s="long")  # type: ignore[arg-type]
 
 
 async def queue(video: Video) -> None:
