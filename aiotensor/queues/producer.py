@@ -21,7 +21,7 @@ from aiotensor.errors import (
 from aiotensor.queues.folder import QueueSettings, Slot
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.arguments import seconds
-from aiotensor.runtime.waiting import Waiters, at_most, until
+from aiotensor.runtime.waiting import at_most, until
 from aiotensor.types import Usage
 
 
@@ -113,7 +113,7 @@ class QueueProducer(LoopObject):
         box = [message]
         del message  # so that only the caller keeps its tensors alive
         async with at_most(timeout, client.full):
-            await client.put(box)
+            await client._place(box, None, None, asks=False)
 
     def put_nowait(self, message: object) -> None:
         """Put a message into the queue as `put` does, or raise `WouldBlockError` instead of waiting.
@@ -160,26 +160,30 @@ class QueueProducer(LoopObject):
         client = self._client
         if not self.affinity.close():
             return
-        closed = ClosedError("this QueueProducer was closed")
-        client.stop_waiting(closed)
+        client._permits.fail_waiting(self.affinity.closed_error)
+        client._memory.gate.fail_waiting(self.affinity.closed_error)
         try:
             if not self._is_aborted:
                 await client.all_taken()
                 if self._slot is not None:
                     self._slot.mark_closed()
         finally:
-            client.drop(closed)
+            client.drop(self.affinity.closed_error())
             await self._stack.aclose()
 
     def statistics(self) -> ProducerStatistics:
         """Return the current usage and the totals since opening; also available after closing."""
         self.affinity.check_place()
-        return self._client.totals()
+        client = self._client
+        permits, waiting = client._permits, client._permits.waiting + client._memory.gate.waiting
+        return ProducerStatistics(
+            permits.limit, permits.in_use, permits.peak, waiting, client.taken, client.redelivered
+        )
 
     def _details(self) -> list[str]:
         details = [f"of {self._settings.folder.path}"]
         if self.affinity.is_open:
-            details.append(f"{self._client.totals().messages} messages not taken")
+            details.append(f"{self._client._permits.in_use} messages not taken")
         return details
 
 
@@ -211,16 +215,11 @@ class _Client(MessageClient[None]):
         self._settings = settings
         self._failure: AioTensorError | None = None  # why no further message can be delivered
         self._refusals: deque[AioTensorError] = deque()  # errors to be raised once each
-        self._waiters = Waiters()  # the calls of `all_taken`
 
     # Calls
 
-    async def put(self, box: list[object]) -> None:
-        """Place the message that a list contains in memory, and send it when a consumer has capacity."""
-        await self._place(box, None, None, asks=False)
-
     def put_now(self, box: list[object]) -> None:
-        """Do the same on this thread; raise `WouldBlockError` if that requires a wait."""
+        """Place and send the message that a list contains; raise `WouldBlockError` instead of waiting."""
         permit = self._permits.try_request(1)
         if permit is None:
             raise self.full()
@@ -234,8 +233,8 @@ class _Client(MessageClient[None]):
 
     async def all_taken(self) -> None:
         """Wait until all messages were taken; raise the error of a message that cannot be delivered."""
-        self._permits.on_release = self._waiters.wake
-        await until(lambda: self._failure is not None or not self._permits.in_use or None, self._waiters)
+        self._permits.on_release = self._changes.wake
+        await until(lambda: self._failure is not None or not self._permits.in_use or None, self._changes)
         self.check()
 
     def check(self) -> None:
@@ -257,19 +256,6 @@ class _Client(MessageClient[None]):
             messages=Usage(permits.limit, permits.in_use, 1),
         )
 
-    def totals(self) -> ProducerStatistics:
-        """Return the statistics of the producer."""
-        permits = self._permits
-        waiting = permits.waiting + self._memory.gate.waiting
-        return ProducerStatistics(
-            permits.limit, permits.in_use, permits.peak, waiting, self.taken, self.redelivered
-        )
-
-    def stop_waiting(self, error: ClosedError) -> None:
-        """End the calls that wait for a permit or memory."""
-        self._permits.fail_waiting(lambda: again(error))
-        self._memory.gate.fail_waiting(lambda: again(error))
-
     def drop(self, error: ClosedError) -> None:
         """Withdraw the messages that no consumer has taken, and end all calls."""
         self._fail(error)
@@ -277,8 +263,6 @@ class _Client(MessageClient[None]):
             if engine.session is not None:
                 for request in engine.session.all_untaken():
                     self._end(request)
-
-    # Consumers
 
     def _had_consumer(self) -> bool:
         return any(engine.is_admitted or engine.counts["losses"] for engine in self._engines)
@@ -321,4 +305,4 @@ class _Client(MessageClient[None]):
             self._failure = failure = again(error)
             self._permits.fail(lambda: again(failure))
             self._memory.gate.fail(lambda: again(failure))
-            self._waiters.wake()
+            self._changes.wake()
