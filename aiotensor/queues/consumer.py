@@ -8,7 +8,7 @@ import msgspec
 
 from aiotensor.channel.requests import Cause, Incoming, Requests
 from aiotensor.channel.server import MessageServer
-from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, UsageError, WouldBlockError, again
+from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, UsageError, WouldBlockError
 from aiotensor.queues.folder import QueueSettings, SlotState
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.arguments import seconds
@@ -66,7 +66,6 @@ class QueueConsumer(LoopObject, Generic[M]):
         self._server: MessageServer[M] | None = None  # None before opening
         self._taken = 0
         self._waiting = 0  # calls of `get`
-        self._end: AioTensorError | None = None  # found for the waiting calls
         self._timer: asyncio.TimerHandle | None = None  # of the next check
         self._absence = Absence(settings.folder.path, self._reason_to_wait)
 
@@ -122,19 +121,15 @@ class QueueConsumer(LoopObject, Generic[M]):
             return await self._next()
 
     async def _next(self) -> M:
-        if not self._waiting:
-            self._end = None  # a new producer may have claimed the slot of a dead one
         while True:
             requests = self._opened()
             taken = await requests.take(waits=False)
             if taken is not None:
                 return self._take(requests, *taken)
             self._opened()  # it may have been closed during the decoding of a refused message
-            if self._end is None and self._timer is None:
-                self._end = self._end_of_queue()
-            if self._end is not None:
-                raise again(self._end)
-            self._check_within(_FIRST_CHECK_S)
+            if self._timer is None and (end := self._end_of_queue()) is not None:
+                raise end
+            self._check_within(requests, _FIRST_CHECK_S)
             self._waiting += 1
             self._absence.begin()
             try:
@@ -160,26 +155,26 @@ class QueueConsumer(LoopObject, Generic[M]):
         self._taken += 1
         return message
 
-    # The end of the queue. All waiting calls share its checks, each of which takes several system calls.
+    # The end of the queue. All waiting calls share its checks, each of which takes several system calls; they
+    # check again themselves when one has found the end.
 
-    def _check_within(self, delay: float) -> None:
+    def _check_within(self, requests: Requests[M], delay: float) -> None:
         """Check after at most `delay` seconds, and then at growing intervals while calls wait."""
         loop = asyncio.get_running_loop()
         if self._timer is not None:
             if self._timer.when() <= loop.time() + delay:
                 return
             self._timer.cancel()
-        self._timer = loop.call_later(delay, self._check, delay)
+        self._timer = loop.call_later(delay, self._check, requests, delay)
 
-    def _check(self, delay: float) -> None:
+    def _check(self, requests: Requests[M], delay: float) -> None:
         self._timer = None
-        if self._server is None or not self._waiting:
+        if not self._waiting:
             return
-        self._end = self._end_of_queue()
-        if self._end is None:
-            self._check_within(min(2 * delay, _LAST_CHECK_S))
+        if self._end_of_queue() is None:
+            self._check_within(requests, min(2 * delay, _LAST_CHECK_S))
         else:
-            self._server._requests.wake()
+            requests.wake()
 
     def _end_of_queue(self) -> AioTensorError | None:
         """Return an error if no producer is open, and none is expected."""
